@@ -1,0 +1,74 @@
+"""The errors of Flywheel: one class per boundary that is crossed.
+
+Every error says what was attempted, why it failed and what to do next, whether a retry can help, and with which
+code a command ends. Nothing here knows any of the parts.
+"""
+
+from __future__ import annotations
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_LOCKED = 75
+EXIT_CONFIG = 78
+
+
+class FlywheelError(Exception):
+    """An error that a person can understand and act on.
+
+    `attempted` completes "cannot …" and names its subject ("open database /x/y.sqlite"), `why` is the cause in one
+    clause, `hint` the remedy as an imperative sentence. `retryable` says whether the same call can succeed later
+    without anybody changing anything.
+    """
+
+    exit_code = EXIT_FAILED
+
+    def __init__(self, attempted: str, why: str, hint: str = "", *, retryable: bool = False) -> None:
+        self.attempted = attempted
+        self.why = why
+        self.hint = hint
+        self.retryable = retryable
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        text = f"cannot {self.attempted}: {self.why.rstrip('.')}."
+        return f"{text} {self.hint}" if self.hint else text
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Errors travel between processes (Ray actors); Exception's own pickling would pass one argument.
+        return (_rebuild, (type(self), self.attempted, self.why, self.hint, self.retryable))
+
+
+def _rebuild(kind: type[FlywheelError], attempted: str, why: str, hint: str, retryable: bool) -> FlywheelError:
+    return kind(attempted, why, hint, retryable=retryable)
+
+
+class StudioError(FlywheelError):
+    """A source database could not be read."""
+
+
+class JudgeError(FlywheelError):
+    """The judge gave no verdict."""
+
+
+class StoreError(FlywheelError):
+    """Flywheel's own state could not be read or written."""
+
+
+class TrainError(FlywheelError):
+    """A round could not be planned, run or understood."""
+
+
+class ServeError(FlywheelError):
+    """The inference server refused or failed."""
+
+
+class ConfigError(FlywheelError):
+    """A configuration, rubric or filter file is wrong."""
+
+    exit_code = EXIT_CONFIG
+
+
+class LockedError(FlywheelError):
+    """Another instance works on the same state."""
+
+    exit_code = EXIT_LOCKED

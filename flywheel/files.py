@@ -1,0 +1,95 @@
+"""Files that appear whole: atomic writes, fsynced JSONL appends, tree hashes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write beside, fsync, rename: a reader sees the old file or the new one, whatever dies in between."""
+    fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = Path(name)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_atomic(path, json.dumps(value, ensure_ascii=False, indent=1).encode() + b"\n")
+
+
+def sync_directory(path: Path) -> None:
+    """Make a rename or a new name in `path` durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def json_line(value: Any) -> bytes:
+    """One line of JSONL. Lone surrogates, which traces can hold and UTF-8 cannot, become `?`."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"
+
+
+def append_jsonl(path: Path, values: Iterable[Any]) -> int:
+    """Append one line per value and fsync; the number of lines written."""
+    lines = [json_line(value) for value in values]
+    if not lines:
+        return 0
+    created = not path.exists()
+    with path.open("ab") as file:
+        file.write(b"".join(lines))
+        file.flush()
+        os.fsync(file.fileno())
+    if created:
+        sync_directory(path.parent)
+    return len(lines)
+
+
+def cut_torn_line(path: Path) -> int:
+    """Cut an unfinished last line, which a crash in the middle of an append leaves; the number of bytes cut."""
+    if not path.exists():
+        return 0
+    with path.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        end = size
+        while end > 0:
+            start = max(0, end - 65536)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        if end < size:
+            file.truncate(end)
+            file.flush()
+            os.fsync(file.fileno())
+        return size - end
+
+
+def tree_sha256(directory: Path) -> str:
+    """A hash of every file's relative path and content below `directory`: it changes if anything does."""
+    digest = hashlib.sha256()
+    for path in sorted(p for p in directory.rglob("*") if p.is_file()):
+        digest.update(path.relative_to(directory).as_posix().encode() + b"\0")
+        digest.update(path.stat().st_size.to_bytes(8, "big"))
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,110 @@
+"""A training round as it is written down: what the worker is told, and what it answers."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from flywheel.trace import ChatMessage
+
+SPEC_FILE = "spec.json"
+METRICS_FILE = "metrics.jsonl"
+ROLLOUTS_FILE = "rollouts.jsonl"
+RESULT_FILE = "result.json"
+ADAPTER_DIR = "adapter"
+LOG_FILE = "worker.log"
+
+
+class Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RoundTask(Frozen):
+    """A task as training and evaluation need it. `prompt` is in the OpenAI chat form, `answer` the traced one."""
+
+    task_id: str
+    query: str
+    answer: str
+    prompt: list[ChatMessage]
+    tools: list[dict[str, Any]] = []
+
+
+class AdapterRef(Frozen):
+    """An adapter by name (`r0007`), directory and tree hash."""
+
+    name: str
+    path: str
+    sha256: str
+
+
+class RoundSpec(Frozen):
+    """Everything a worker needs; `settings` is the whole configuration and never holds a secret."""
+
+    round_id: str
+    attempt: int
+    seed: int
+    debug: bool
+    base_model: str
+    parent: AdapterRef | None
+    train: list[RoundTask]
+    held_out: list[RoundTask]
+    rubric: dict[str, Any]
+    settings: dict[str, Any]
+
+
+class Score(Frozen):
+    """Rewards of one held-out task: `candidate` and `deployed` hold the mean over the same seeds, in 0…1."""
+
+    task_id: str
+    candidate: float
+    deployed: float
+
+
+class Comparison(Frozen):
+    """Candidate against deployed on the same held-out tasks.
+
+    `gain` is the mean of the paired differences, `lower` and `upper` bound its confidence interval at `confidence`.
+    """
+
+    tasks: int
+    samples: int
+    undecided: int
+    candidate_mean: float
+    deployed_mean: float
+    gain: float
+    lower: float
+    upper: float
+    confidence: float
+    method: str
+    scores: list[Score]
+
+
+class Probe(Frozen):
+    """What proves that a server answers with an adapter: the log-probabilities of given tokens under it.
+
+    All three lists belong to `token_ids` (the continuation of `prompt_token_ids`) and have its length.
+    """
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    adapter_logprobs: list[float]
+    base_logprobs: list[float]
+
+
+class RoundResult(Frozen):
+    """The worker's last word, written atomically. `adapter` is absent after a debug run or a refusal."""
+
+    round_id: str
+    outcome: Literal["trained", "refused", "debug"]
+    reason: str = ""
+    adapter: AdapterRef | None = None
+    comparison: Comparison | None = None
+    probe: Probe | None = None
+    steps: int = 0
+    reward_first: float | None = None
+    reward_last: float | None = None
+    seconds: dict[str, float] = {}
+    usage: dict[str, int] = {}
+    versions: dict[str, str] = {}
+    device: str = ""

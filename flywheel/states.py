@@ -1,0 +1,138 @@
+"""The states of everything that has a life, and the legal transitions between them.
+
+Transitions are data: `TRANSITIONS` is the only place that says what may follow what, and the store refuses the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Final
+
+
+class ReplyState(StrEnum):
+    OPEN = "open"
+    CLOSED = "closed"
+    CONVERTED = "converted"
+    SKIPPED = "skipped"
+    DEAD = "dead"
+
+
+class SkipReason(StrEnum):
+    """Why a reply never becomes a task."""
+
+    NESTED = "nested"
+    """an agent called inside another agent's tool: no user saw it"""
+    PIPELINE_STAGE = "pipeline_stage"
+    """an earlier stage of a pipeline: the next agent saw it, not the user"""
+    ERROR = "error"
+    """the agent span ended with an error or without an answer"""
+    INTERRUPTED = "interrupted"
+    """the user stopped the agent in the middle of its reply"""
+    UNFINISHED = "unfinished"
+    """the agent span never arrived (its process died)"""
+    NO_QUERY = "no_query"
+    """the span holds no question to answer"""
+    AGENT_EXCLUDED = "agent_excluded"
+    """the configuration excludes this agent"""
+
+
+class TaskState(StrEnum):
+    PENDING = "pending"
+    JUDGING = "judging"
+    ACCEPTED = "accepted"
+    REJECTED = "rejected"
+    UNDECIDED = "undecided"
+    RESERVED = "reserved"
+    CONSUMED = "consumed"
+    DEAD = "dead"
+
+
+class Split(StrEnum):
+    TRAIN = "train"
+    HELD_OUT = "held-out"
+
+
+class RoundState(StrEnum):
+    PLANNED = "planned"
+    TRAINING = "training"
+    EVALUATING = "evaluating"
+    PROMOTED = "promoted"
+    REJECTED = "rejected"
+    FAILED = "failed"
+    ABANDONED = "abandoned"
+
+
+class AdapterState(StrEnum):
+    STAGED = "staged"
+    READY = "ready"
+    RETIRED = "retired"
+    CORRUPT = "corrupt"
+
+
+class DeploymentState(StrEnum):
+    REQUESTED = "requested"
+    LOADING = "loading"
+    PROBING = "probing"
+    ACTIVE = "active"
+    DRAINING = "draining"
+    RETIRED = "retired"
+    FAILED = "failed"
+
+
+_R, _T, _RO, _A, _D = ReplyState, TaskState, RoundState, AdapterState, DeploymentState
+_Table = Mapping[StrEnum, frozenset[StrEnum]]
+
+# One table per kind: members of different StrEnums compare equal by text (a reply's and a task's "dead").
+TRANSITIONS: Final[Mapping[type[StrEnum], _Table]] = {
+    ReplyState: {
+        _R.OPEN: frozenset({_R.CLOSED, _R.SKIPPED, _R.DEAD}),
+        _R.CLOSED: frozenset({_R.OPEN, _R.CONVERTED, _R.SKIPPED, _R.DEAD}),
+        # The agent span of a reply that was given up can still arrive: its exporter was only late.
+        _R.SKIPPED: frozenset({_R.OPEN}),
+        _R.CONVERTED: frozenset(),
+        _R.DEAD: frozenset({_R.OPEN}),
+    },
+    TaskState: {
+        _T.PENDING: frozenset({_T.JUDGING, _T.DEAD}),
+        _T.JUDGING: frozenset({_T.ACCEPTED, _T.REJECTED, _T.UNDECIDED, _T.DEAD, _T.PENDING}),
+        _T.UNDECIDED: frozenset({_T.JUDGING, _T.PENDING, _T.DEAD}),
+        _T.ACCEPTED: frozenset({_T.RESERVED, _T.PENDING}),
+        _T.REJECTED: frozenset({_T.PENDING}),
+        _T.RESERVED: frozenset({_T.CONSUMED, _T.ACCEPTED}),
+        _T.CONSUMED: frozenset(),
+        _T.DEAD: frozenset({_T.PENDING}),
+    },
+    RoundState: {
+        _RO.PLANNED: frozenset({_RO.TRAINING, _RO.FAILED}),
+        _RO.TRAINING: frozenset({_RO.EVALUATING, _RO.FAILED, _RO.ABANDONED}),
+        _RO.EVALUATING: frozenset({_RO.PROMOTED, _RO.REJECTED, _RO.FAILED, _RO.ABANDONED}),
+        _RO.ABANDONED: frozenset({_RO.PLANNED, _RO.FAILED}),
+        _RO.PROMOTED: frozenset(),
+        _RO.REJECTED: frozenset(),
+        _RO.FAILED: frozenset(),
+    },
+    AdapterState: {
+        _A.STAGED: frozenset({_A.READY, _A.CORRUPT}),
+        _A.READY: frozenset({_A.RETIRED, _A.CORRUPT}),
+        _A.RETIRED: frozenset({_A.READY, _A.CORRUPT}),
+        _A.CORRUPT: frozenset(),
+    },
+    DeploymentState: {
+        _D.REQUESTED: frozenset({_D.LOADING, _D.FAILED}),
+        _D.LOADING: frozenset({_D.PROBING, _D.FAILED}),
+        _D.PROBING: frozenset({_D.ACTIVE, _D.FAILED}),
+        _D.ACTIVE: frozenset({_D.DRAINING}),
+        _D.DRAINING: frozenset({_D.RETIRED}),
+        _D.RETIRED: frozenset(),
+        _D.FAILED: frozenset(),
+    },
+}
+
+LIVE_ROUND: Final = (RoundState.PLANNED, RoundState.TRAINING, RoundState.EVALUATING, RoundState.ABANDONED)
+"""A round in one of these keeps the next one waiting."""
+
+
+def may_follow(old: StrEnum, new: StrEnum) -> bool:
+    """Whether `new` is a legal next state of `old`."""
+    return type(old) is type(new) and new in TRANSITIONS[type(old)][old]

@@ -1,0 +1,88 @@
+"""The task: prompt and context of one reply, with its answer as reference, and the line it is exported as."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from flywheel.states import Split
+from flywheel.trace import ChatMessage, Reply
+
+NO_CONVERSATION = frozenset({"", "unknown", "[no_session_id]"})
+"""What clients and servers write where they know no conversation: unrelated dialogues share these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One line of `tasks.jsonl`. `prompt` is the history with the request as its last message."""
+
+    task_id: str
+    split: Split
+    source: str
+    reply: Reply
+
+    @property
+    def prompt(self) -> list[ChatMessage]:
+        return [*self.reply.history, {"role": "user", "content": self.reply.request or self.reply.query}]
+
+    def line(self) -> dict[str, Any]:
+        """The task as AgentJet, Trinity-RFT, TRL and verl read it: the same keys and types on every line."""
+        reply = self.reply
+        return {
+            "task_id": self.task_id,
+            "main_query": reply.query,
+            "init_messages": list(reply.history),
+            "env_type": "no_env",
+            "question": reply.query,
+            "answer": reply.answer,
+            "prompt": self.prompt,
+            "metadata": {
+                "answer": reply.answer,
+                "qa_hash": qa_hash(reply.query, reply.answer),
+                "source": self.source,
+                "trace_id": reply.trace_id,
+                "span_id": reply.span_id,
+                "conversation_id": reply.conversation_id,
+                "agent_name": reply.agent,
+                "model": reply.model,
+                "adapter": reply.adapter,
+                "turn": reply.turn,
+                "started_at": reply.started_at.isoformat(),
+                "ended_at": reply.ended_at.isoformat(),
+                "service": reply.service,
+                "input_tokens": reply.input_tokens,
+                "output_tokens": reply.output_tokens,
+                "tools_json": _json(list(reply.tools)),
+                "trajectory_json": _json(list(reply.trajectory)),
+                "structured_json": _json(reply.structured),
+                "images_json": _json(list(reply.images)),
+                "split": self.split.value,
+            },
+        }
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def qa_hash(query: str, answer: str) -> str:
+    """sha256 of query, a newline and answer: existing task files carry exactly this."""
+    return hashlib.sha256(f"{query}\n{answer}".encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def task_id(trace_id: str, span_id: str) -> str:
+    """The key of a reply's task. The file's path is not in it: a moved or migrated database keeps its tasks."""
+    return "t-" + hashlib.sha256(f"{trace_id}\0{span_id}".encode()).hexdigest()[:20]
+
+
+def split_of(conversation_id: str, trace_id: str, *, train_ratio: float, seed: int) -> Split:
+    """The side a conversation is on, for ever: a hash decides, so that growing data moves nothing.
+
+    Replies without a real conversation id are split by trace.
+    """
+    group = trace_id if conversation_id in NO_CONVERSATION else conversation_id
+    digest = hashlib.sha256(f"{seed}\0{group}".encode()).digest()
+    share = int.from_bytes(digest[:8], "big") / 2**64
+    return Split.TRAIN if share < train_ratio else Split.HELD_OUT

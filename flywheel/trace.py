@@ -1,0 +1,121 @@
+"""What a source tells: spans, and the replies of agents put together from them. Plain data, no I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from typing import Any
+
+from flywheel.states import SkipReason
+
+ChatMessage = dict[str, Any]
+"""One message in the OpenAI chat form: `role`, `content` (text) and, where they apply, `name`, `tool_calls`,
+`tool_call_id`."""
+
+
+class SpanKind(StrEnum):
+    AGENT = "agent"
+    LLM = "llm"
+    TOOL = "tool"
+    FORMATTER = "formatter"
+    OTHER = "other"
+
+
+class SpanStatus(StrEnum):
+    UNSET = "unset"
+    OK = "ok"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One operation of a trace, in a form that no longer depends on the schema it was stored in.
+
+    `rowid` is its place in the source's table; times are nanoseconds since 1970 in UTC.
+    """
+
+    rowid: int
+    span_id: str
+    trace_id: str
+    parent_id: str | None
+    name: str
+    kind: SpanKind
+    started_ns: int
+    ended_ns: int
+    status: SpanStatus
+    status_message: str
+    conversation_id: str
+    attributes: dict[str, Any]
+    events: tuple[dict[str, Any], ...] = ()
+    service: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One agent invocation, with everything a task needs. `skip` says why it must not become one, if so.
+
+    `history` is the conversation before the reply, the system prompt first; `request` is what this agent was handed
+    (for the last stage of a pipeline that is another agent's text, while `query` is what the user had asked).
+    `trajectory` holds the model and tool messages between request and answer.
+    """
+
+    span_id: str
+    trace_id: str
+    conversation_id: str
+    agent: str
+    query: str
+    answer: str
+    started_at: datetime
+    ended_at: datetime
+    request: str = ""
+    model: str = ""
+    adapter: str = ""
+    turn: int = 0
+    history: tuple[ChatMessage, ...] = ()
+    trajectory: tuple[ChatMessage, ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
+    images: tuple[str, ...] = ()
+    structured: dict[str, Any] | None = None
+    status: SpanStatus = SpanStatus.OK
+    service: str = ""
+    input_tokens: int = 0
+    output_tokens: int = 0
+    skip: SkipReason | None = None
+    skip_detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DeadRow:
+    """A row of a source that could not be understood; it costs itself and nothing else."""
+
+    rowid: int
+    span_id: str
+    trace_id: str
+    error: str
+    excerpt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """Where reading resumes: every row up to and including `rowid` has been dealt with.
+
+    `identity` is the file's device and inode, `fingerprint` a hash of the schema; when either changes, the
+    generation is counted up and reading starts over (the ledger's keys stop duplicates).
+    """
+
+    rowid: int = 0
+    identity: str = ""
+    fingerprint: str = ""
+    generation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one step of reading brought: finished replies, dead rows, and the cursor to store with them."""
+
+    cursor: Cursor
+    replies: tuple[Reply, ...] = ()
+    dead: tuple[DeadRow, ...] = ()
+    open_traces: int = 0
+    warnings: tuple[str, ...] = field(default=())

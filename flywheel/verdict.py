@@ -1,0 +1,65 @@
+"""What is judged, and the judge's whole answer on it. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from flywheel.trace import ChatMessage
+
+
+class Outcome(StrEnum):
+    ACCEPTED = "accepted"
+    REJECTED = "rejected"
+    UNDECIDED = "undecided"
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A question and an answer with what came before and between: a traced reply, or a fresh rollout.
+
+    `reference` is the traced answer when a rollout is judged, and empty when the traced answer itself is.
+    """
+
+    query: str
+    answer: str
+    history: tuple[ChatMessage, ...] = ()
+    trajectory: tuple[ChatMessage, ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
+    reference: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CriterionResult:
+    """One criterion's choice and its value in 0…1; `passed` is whether the choice is good enough for it."""
+
+    criterion: str
+    choice: str
+    value: float
+    passed: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The judge's answer on one exchange.
+
+    `score` is in 0…1, and None exactly when the outcome is undecided; `error` then says why.
+    Tokens and calls are what was billed, for unreadable answers too.
+    """
+
+    outcome: Outcome
+    score: float | None
+    results: tuple[CriterionResult, ...] = ()
+    reason: str = ""
+    error: str = ""
+    calls: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    latency_seconds: float = 0.0
+
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """Ids of the criteria that were not met."""
+        return tuple(result.criterion for result in self.results if not result.passed)

@@ -1,0 +1,97 @@
+"""Imports go only downwards, never sideways between the packages of one layer."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "flywheel"
+
+LAYERS: dict[str, int] = {
+    "errors": 0,
+    "states": 0,
+    "trace": 1,
+    "task": 1,
+    "rubric": 1,
+    "verdict": 1,
+    "round": 1,
+    "files": 1,
+    "log": 1,
+    "config": 2,
+    "studio": 3,
+    "store": 3,
+    "judge": 3,
+    "filtering": 3,
+    "training": 3,
+    "serving": 3,
+    "evaluation": 3,
+    "daemon": 4,
+    "worker": 4,
+    "cli": 5,
+    "__main__": 5,
+}
+WITHIN_A_LAYER = {0, 1}
+"""Words and nouns may use each other; parts, wiring and faces may not."""
+HEAVY = {"torch", "transformers", "trl", "peft", "vllm", "ray"}
+MAY_BE_HEAVY = {"worker", "training"}
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def room(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).parts
+    return parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> list[tuple[int, str]]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            assert node.module is not None
+            if node.module == "flywheel":
+                found += [(node.lineno, f"flywheel.{alias.name}") for alias in node.names]
+            else:
+                found.append((node.lineno, node.module))
+    return found
+
+
+def violations(path: Path) -> list[str]:
+    here = room(path)
+    found = []
+    for line, name in imports(path):
+        parts = name.split(".")
+        if parts[0] in HEAVY and here not in MAY_BE_HEAVY:
+            found.append(f"{path.name}:{line}: {here} imports {name}")
+        if parts[0] != "flywheel" or len(parts) == 1 or parts[1] in (here, "__version__"):
+            continue
+        there = parts[1]
+        down = LAYERS[there] < LAYERS[here]
+        same = LAYERS[there] == LAYERS[here] and LAYERS[here] in WITHIN_A_LAYER
+        if not (down or same):
+            found.append(f"{path.name}:{line}: {here} (layer {LAYERS[here]}) imports {there} (layer {LAYERS[there]})")
+    return found
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_down(path: Path) -> None:
+    if path.name in ("__init__.py", "__main__.py") and path.parent == PACKAGE:
+        return
+    assert room(path) in LAYERS, f"{path} is in no layer: name its place in LAYERS and on the architecture page"
+    assert violations(path) == []
+
+
+def test_an_upward_and_a_sideways_import_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.test_layers.PACKAGE", tmp_path)
+    (tmp_path / "store").mkdir()
+    bad = tmp_path / "store" / "x.py"
+    bad.write_text(
+        "import torch\nfrom flywheel import cli\nfrom flywheel.judge.client import X\nimport flywheel.config\n"
+    )
+    assert len(violations(bad)) == 3
