@@ -1,0 +1,180 @@
+"""Rounds and adapters: what was planned with which samples, and what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Row, func, insert, select, update
+
+from flywheel.errors import TrainError
+from flywheel.round import AdapterRef, RoundResult
+from flywheel.states import AdapterState, RoundState, Split, TaskState
+from flywheel.store.schema import adapters, round_samples, rounds, tasks
+from flywheel.store.transitions import move, move_all, record, utcnow
+
+
+def live(conn: Connection) -> Row[Any] | None:
+    """The unfinished round, if there is one."""
+    return conn.execute(select(rounds).where(rounds.c.live == 1)).one_or_none()
+
+
+def by_name(conn: Connection, name: str) -> Row[Any] | None:
+    return conn.execute(select(rounds).where(rounds.c.name == name)).one_or_none()
+
+
+def newest(conn: Connection, limit: int) -> Sequence[Row[Any]]:
+    """The last rounds, the oldest of them first."""
+    return list(reversed(conn.execute(select(rounds).order_by(rounds.c.id.desc()).limit(limit)).all()))
+
+
+def plan(
+    conn: Connection,
+    rounds_dir: Path,
+    *,
+    trigger: str,
+    max_samples: int,
+    max_held_out: int,
+    seed: int,
+    parent: str | None,
+    config_hash: str,
+    rubric_hash: str,
+) -> Row[Any]:
+    """Make a round and reserve its samples: the oldest free ones, and the newest held-out tasks for the gate.
+
+    Raises TrainError when another round is unfinished or no sample is free.
+    """
+    if (other := live(conn)) is not None:
+        raise TrainError("plan a round", f"{other.name} is {other.state}", "Wait until it has finished.")
+    samples = free_samples(conn, max_samples)
+    if not samples:
+        raise TrainError("plan a round", "no accepted sample is free", "Collect and judge more traces first.")
+    number = int(conn.execute(select(func.coalesce(func.max(rounds.c.id), 0))).scalar_one()) + 1
+    name = f"r{number:04d}"
+    conn.execute(
+        insert(rounds).values(
+            id=number,
+            name=name,
+            state=RoundState.PLANNED.value,
+            live=1,
+            trigger=trigger,
+            parent=parent,
+            config_hash=config_hash,
+            rubric_hash=rubric_hash,
+            seed=seed + number,
+            dir=str(rounds_dir / name),
+            created_at=utcnow(),
+        )
+    )
+    record(conn, rounds.name, [str(number)], None, RoundState.PLANNED, trigger)
+    reserved = move_all(conn, samples, TaskState.ACCEPTED, TaskState.RESERVED, name)
+    rows = [{"round_id": number, "task_id": task, "split": Split.TRAIN.value} for task in reserved]
+    rows += [
+        {"round_id": number, "task_id": task, "split": Split.HELD_OUT.value} for task in held_out(conn, max_held_out)
+    ]
+    conn.execute(insert(round_samples), rows)
+    planned = by_name(conn, name)
+    assert planned is not None
+    return planned
+
+
+def free_samples(conn: Connection, limit: int) -> list[int]:
+    """The oldest accepted tasks of the training side."""
+    return list(
+        conn.execute(
+            select(tasks.c.id)
+            .where(tasks.c.state == TaskState.ACCEPTED.value, tasks.c.split == Split.TRAIN.value)
+            .order_by(tasks.c.id)
+            .limit(limit)
+        ).scalars()
+    )
+
+
+def held_out(conn: Connection, limit: int) -> list[int]:
+    """The newest held-out tasks with a verdict. Both verdicts count: only the good ones would flatter the model."""
+    decided = [TaskState.ACCEPTED.value, TaskState.REJECTED.value]
+    return list(
+        conn.execute(
+            select(tasks.c.id)
+            .where(tasks.c.state.in_(decided), tasks.c.split == Split.HELD_OUT.value)
+            .order_by(tasks.c.id.desc())
+            .limit(limit)
+        ).scalars()
+    )
+
+
+def payloads(conn: Connection, ids: Sequence[int]) -> list[dict[str, Any]]:
+    rows = conn.execute(select(tasks.c.id, tasks.c.payload).where(tasks.c.id.in_(ids)).order_by(tasks.c.id))
+    return [dict(row.payload) for row in rows]
+
+
+def samples_of(conn: Connection, round_id: int, split: Split) -> list[int]:
+    return list(
+        conn.execute(
+            select(round_samples.c.task_id)
+            .where(round_samples.c.round_id == round_id, round_samples.c.split == split.value)
+            .order_by(round_samples.c.task_id)
+        ).scalars()
+    )
+
+
+def set_pid(conn: Connection, round_id: int, pid: int | None) -> None:
+    conn.execute(update(rounds).where(rounds.c.id == round_id).values(pid=pid))
+
+
+def retry(conn: Connection, round_id: int, old: RoundState, why: str) -> None:
+    """The worker of a round died: plan the same round again, with one attempt more."""
+    if old is not RoundState.ABANDONED:
+        move(conn, round_id, old, RoundState.ABANDONED, why, pid=None)
+    move(conn, round_id, RoundState.ABANDONED, RoundState.PLANNED, why, attempt=rounds.c.attempt + 1)
+
+
+def finish(conn: Connection, round_id: int, old: RoundState, new: RoundState, why: str) -> None:
+    """End a round. Samples of a failed one go back; a promoted or rejected one has consumed them."""
+    move(conn, round_id, old, new, why, reason=why, live=None, pid=None, finished_at=utcnow())
+    after = TaskState.ACCEPTED if new is RoundState.FAILED else TaskState.CONSUMED
+    move_all(conn, samples_of(conn, round_id, Split.TRAIN), TaskState.RESERVED, after, why[:200])
+
+
+def store_result(conn: Connection, round_id: int, result: RoundResult) -> None:
+    conn.execute(update(rounds).where(rounds.c.id == round_id).values(result=result.model_dump(mode="json")))
+
+
+def add_adapter(conn: Connection, round_row: Row[Any], result: RoundResult, base_model: str) -> None:
+    """Keep the adapter of a finished round; a second attempt replaces what the first one left."""
+    assert result.adapter is not None
+    if adapter(conn, result.adapter.name) is not None:
+        return
+    row = conn.execute(
+        insert(adapters)
+        .values(
+            name=result.adapter.name,
+            round_id=round_row.id,
+            parent=round_row.parent,
+            base_model=base_model,
+            path=result.adapter.path,
+            sha256=result.adapter.sha256,
+            state=AdapterState.STAGED.value,
+            comparison=result.comparison and result.comparison.model_dump(mode="json"),
+            probe=result.probe and result.probe.model_dump(mode="json"),
+            created_at=utcnow(),
+        )
+        .returning(adapters.c.id)
+    ).scalar_one()
+    record(conn, adapters.name, [str(row)], None, AdapterState.STAGED)
+    move(conn, row, AdapterState.STAGED, AdapterState.READY, "its files are whole")
+
+
+def adapter(conn: Connection, name: str) -> Row[Any] | None:
+    return conn.execute(select(adapters).where(adapters.c.name == name)).one_or_none()
+
+
+def adapter_ref(conn: Connection, name: str | None) -> AdapterRef | None:
+    row = adapter(conn, name) if name else None
+    return AdapterRef(name=row.name, path=row.path, sha256=row.sha256) if row else None
+
+
+def count(conn: Connection, state: RoundState) -> int:
+    where = rounds.c.state == state.value
+    return int(conn.execute(select(func.count()).select_from(rounds).where(where)).scalar_one())

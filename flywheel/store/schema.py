@@ -1,0 +1,190 @@
+"""The tables. Times are UTC in ISO 8601; JSON columns hold what varies in structure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from sqlalchemy import (
+    JSON,
+    Boolean,
+    Column,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+
+metadata = MetaData()
+
+meta = Table("meta", metadata, Column("key", Text, primary_key=True), Column("value", Text, nullable=False))
+
+sources = Table(
+    "sources",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("path", Text, nullable=False, unique=True),
+    Column("schema", Text, nullable=False, default=""),
+    Column("identity", Text, nullable=False, default=""),
+    Column("fingerprint", Text, nullable=False, default=""),
+    Column("generation", Integer, nullable=False, default=0),
+    Column("rowid_done", Integer, nullable=False, default=0),
+    Column("open_traces", Integer, nullable=False, default=0),
+    Column("longest_read_ms", Float, nullable=False, default=0.0),
+    Column("error", Text, nullable=False, default=""),
+    Column("warning", Text, nullable=False, default=""),
+    Column("read_at", Text),
+)
+
+replies = Table(
+    "replies",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("source_id", ForeignKey("sources.id"), nullable=False),
+    Column("span_id", Text, nullable=False),
+    Column("trace_id", Text, nullable=False, index=True),
+    Column("conversation_id", Text, nullable=False, default=""),
+    Column("agent", Text, nullable=False, default=""),
+    Column("state", Text, nullable=False),
+    Column("skip_reason", Text),
+    Column("detail", Text, nullable=False, default=""),
+    Column("task_id", ForeignKey("tasks.id"), index=True),
+    Column("created_at", Text, nullable=False),
+    UniqueConstraint("source_id", "span_id"),
+)
+
+tasks = Table(
+    "tasks",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("key", Text, nullable=False, unique=True),
+    Column("conversation_id", Text, nullable=False),
+    Column("agent", Text, nullable=False),
+    Column("adapter", Text, nullable=False, default=""),
+    Column("started_at", Text, nullable=False),
+    Column("split", Text, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("payload", JSON, nullable=False),
+    Column("exported", Boolean, nullable=False, default=False),
+    Column("retry_at", Text),
+    Column("created_at", Text, nullable=False),
+    Index("tasks_by_state", "state", "split"),
+    Index("tasks_to_export", "exported"),
+)
+
+verdicts = Table(
+    "verdicts",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("task_id", ForeignKey("tasks.id"), nullable=False),
+    Column("rubric_hash", Text, nullable=False),
+    Column("judge_hash", Text, nullable=False),
+    Column("outcome", Text, nullable=False),
+    Column("score", Float),
+    Column("results", JSON, nullable=False),
+    Column("reason", Text, nullable=False, default=""),
+    Column("error", Text, nullable=False, default=""),
+    Column("calls", Integer, nullable=False, default=0),
+    Column("prompt_tokens", Integer, nullable=False, default=0),
+    Column("completion_tokens", Integer, nullable=False, default=0),
+    Column("latency_seconds", Float, nullable=False, default=0.0),
+    Column("created_at", Text, nullable=False),
+    UniqueConstraint("task_id", "rubric_hash", "judge_hash"),
+)
+
+rounds = Table(
+    "rounds",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("name", Text, nullable=False, unique=True),
+    Column("state", Text, nullable=False),
+    Column("live", Integer, unique=True),
+    Column("trigger", Text, nullable=False),
+    Column("attempt", Integer, nullable=False, default=1),
+    Column("parent", Text),
+    Column("config_hash", Text, nullable=False),
+    Column("rubric_hash", Text, nullable=False),
+    Column("seed", Integer, nullable=False),
+    Column("dir", Text, nullable=False),
+    Column("pid", Integer),
+    Column("result", JSON),
+    Column("reason", Text, nullable=False, default=""),
+    Column("created_at", Text, nullable=False),
+    Column("finished_at", Text),
+)
+"""`live` is 1 while the round is unfinished and NULL afterwards: its uniqueness allows one live round."""
+
+round_samples = Table(
+    "round_samples",
+    metadata,
+    Column("round_id", ForeignKey("rounds.id"), primary_key=True),
+    Column("task_id", ForeignKey("tasks.id"), primary_key=True, index=True),
+    Column("split", Text, nullable=False),
+)
+
+adapters = Table(
+    "adapters",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("name", Text, nullable=False, unique=True),
+    Column("round_id", ForeignKey("rounds.id"), nullable=False),
+    Column("parent", Text),
+    Column("base_model", Text, nullable=False),
+    Column("path", Text, nullable=False),
+    Column("sha256", Text, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("comparison", JSON),
+    Column("probe", JSON),
+    Column("created_at", Text, nullable=False),
+)
+
+deployments = Table(
+    "deployments",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("alias", Text, nullable=False),
+    Column("active_alias", Text, unique=True),
+    Column("endpoints", JSON, nullable=False),
+    Column("adapter", Text),
+    Column("previous", Text),
+    Column("state", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("report", JSON),
+    Column("error", Text, nullable=False, default=""),
+    Column("created_at", Text, nullable=False),
+    Column("activated_at", Text),
+    Column("retired_at", Text),
+)
+"""`active_alias` is the alias while the deployment is active and NULL otherwise: at most one is. A NULL adapter is
+the base model."""
+
+dead_letters = Table(
+    "dead_letters",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("kind", Text, nullable=False),
+    Column("source_id", ForeignKey("sources.id")),
+    Column("subject", Text, nullable=False),
+    Column("error", Text, nullable=False),
+    Column("excerpt", Text, nullable=False, default=""),
+    Column("created_at", Text, nullable=False),
+    UniqueConstraint("kind", "source_id", "subject"),
+)
+
+events = Table(
+    "events",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("at", Text, nullable=False),
+    Column("kind", Text, nullable=False),
+    Column("subject", Text, nullable=False),
+    Column("old", Text),
+    Column("new", Text, nullable=False),
+    Column("detail", Text, nullable=False, default=""),
+    Index("events_by_subject", "kind", "subject"),
+)
+
+SCHEMA_VERSION: Final = 1

@@ -1,0 +1,61 @@
+"""Changes of state: compare-and-set, each with its event in the same transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any
+
+from sqlalchemy import Connection, Table, insert, update
+
+from flywheel.errors import StoreError
+from flywheel.states import AdapterState, DeploymentState, ReplyState, RoundState, TaskState, may_follow
+from flywheel.store import schema
+
+_TABLES: dict[type[StrEnum], Table] = {
+    ReplyState: schema.replies,
+    TaskState: schema.tasks,
+    RoundState: schema.rounds,
+    AdapterState: schema.adapters,
+    DeploymentState: schema.deployments,
+}
+
+
+def utcnow() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def move(conn: Connection, row_id: int, old: StrEnum, new: StrEnum, why: str = "", **values: Any) -> bool:
+    """Set the state of one row from `old` to `new`, with other columns; False if it was not in `old`.
+
+    Raises StoreError for a transition that the table of states does not allow: that is a defect, never a race.
+    """
+    if not may_follow(old, new):
+        raise StoreError(f"move {type(old).__name__} {row_id}", f"{old} → {new} is no legal transition")
+    table = _TABLES[type(old)]
+    changed = conn.execute(
+        update(table).where(table.c.id == row_id, table.c.state == old.value).values(state=new.value, **values)
+    )
+    if changed.rowcount != 1:
+        return False
+    record(conn, table.name, [str(row_id)], old, new, why)
+    return True
+
+
+def move_all(conn: Connection, row_ids: Iterable[int], old: StrEnum, new: StrEnum, why: str = "") -> list[int]:
+    """Those of `row_ids` that could be moved from `old` to `new`."""
+    return [row_id for row_id in row_ids if move(conn, row_id, old, new, why)]
+
+
+def record(
+    conn: Connection, kind: str, subjects: Iterable[str], old: StrEnum | None, new: StrEnum | str, detail: str = ""
+) -> None:
+    """Write the history of `subjects`; nothing is ever deleted from it."""
+    now = utcnow()
+    rows = [
+        {"at": now, "kind": kind, "subject": subject, "old": old and str(old), "new": str(new), "detail": detail}
+        for subject in subjects
+    ]
+    if rows:
+        conn.execute(insert(schema.events), rows)
