@@ -38,7 +38,7 @@ class Store:
         """Open `state.db` in `state_dir`, made and migrated if needed. Raises StoreError."""
         path = state_dir / "state.db"
         try:
-            state_dir.mkdir(parents=True, exist_ok=True)
+            state_dir.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240 - once, before anything runs
         except OSError as error:
             raise StoreError(
                 f"create the state directory {state_dir}",

@@ -1,0 +1,65 @@
+"""The counts that people look at: from replies to adapters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import Connection, func, select
+
+from flywheel.states import TaskState
+from flywheel.store.schema import dead_letters, meta, sources, tasks, verdicts
+
+_ACCEPTED = [TaskState.ACCEPTED.value, TaskState.RESERVED.value, TaskState.CONSUMED.value]
+
+
+def by_adapter(conn: Connection) -> list[dict[str, Any]]:
+    """What became of the tasks that each adapter answered; "" is the base model. `acceptance` leaves out the rest."""
+    counts: dict[str, dict[str, int]] = {}
+    rows = conn.execute(
+        select(tasks.c.adapter, tasks.c.state, func.count())
+        .group_by(tasks.c.adapter, tasks.c.state)
+        .order_by(func.min(tasks.c.id))
+    )
+    for adapter, state, number in rows:
+        entry = counts.setdefault(adapter, {"accepted": 0, "rejected": 0, "undecided": 0, "other": 0})
+        kind = "accepted" if state in _ACCEPTED else state if state in ("rejected", "undecided") else "other"
+        entry[kind] += number
+    return [
+        {"adapter": adapter, **entry, "acceptance": _share(entry["accepted"], entry["accepted"] + entry["rejected"])}
+        for adapter, entry in sorted(counts.items())
+    ]
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def judge_usage(conn: Connection) -> dict[str, int]:
+    row = conn.execute(
+        select(
+            func.coalesce(func.sum(verdicts.c.calls), 0),
+            func.coalesce(func.sum(verdicts.c.prompt_tokens), 0),
+            func.coalesce(func.sum(verdicts.c.completion_tokens), 0),
+        )
+    ).one()
+    return {"calls": int(row[0]), "prompt_tokens": int(row[1]), "completion_tokens": int(row[2])}
+
+
+def count_dead_letters(conn: Connection) -> int:
+    return int(conn.execute(select(func.count()).select_from(dead_letters)).scalar_one())
+
+
+def all_sources(conn: Connection) -> list[dict[str, Any]]:
+    return [dict(row) for row in conn.execute(select(sources).order_by(sources.c.id)).mappings()]
+
+
+def note(conn: Connection, key: str, value: str) -> None:
+    """Remember a word for `status`; an empty one forgets it."""
+    conn.execute(meta.delete().where(meta.c.key == key))
+    if value:
+        conn.execute(meta.insert().values(key=key, value=value))
+
+
+def noted(conn: Connection, key: str) -> str:
+    value = conn.execute(select(meta.c.value).where(meta.c.key == key)).scalar_one_or_none()
+    return str(value) if value is not None else ""

@@ -1,0 +1,141 @@
+"""Why: from an adapter back to the conversations that made it, and from a trace to what became of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import Connection, RowMapping, or_, select
+
+from flywheel.states import Split
+from flywheel.store.schema import (
+    adapters,
+    deployments,
+    events,
+    replies,
+    round_samples,
+    rounds,
+    sources,
+    tasks,
+    verdicts,
+)
+
+
+def why(conn: Connection, subject: str) -> dict[str, Any] | None:
+    """The story of an adapter or round (`r0007`, `ALIAS@r0007`), a task, a span, a trace or a conversation."""
+    name = subject.rpartition("@")[2]
+    found = conn.execute(select(rounds).where(rounds.c.name == name)).mappings().one_or_none()
+    if found is not None:
+        return _round_story(conn, found)
+    rows = (
+        conn.execute(
+            select(replies, sources.c.path.label("source"))
+            .join(sources, replies.c.source_id == sources.c.id)
+            .outerjoin(tasks, replies.c.task_id == tasks.c.id)
+            .where(
+                or_(
+                    replies.c.span_id == subject,
+                    replies.c.trace_id == subject,
+                    replies.c.conversation_id == subject,
+                    tasks.c.key == subject,
+                )
+            )
+            .order_by(replies.c.id)
+        )
+        .mappings()
+        .all()
+    )
+    return {"kind": "trace", "id": subject, "replies": [_reply_story(conn, row) for row in rows]} if rows else None
+
+
+def _round_story(conn: Connection, row: RowMapping) -> dict[str, Any]:
+    adapter = conn.execute(select(adapters).where(adapters.c.round_id == row["id"])).mappings().one_or_none()
+    samples = conn.execute(
+        select(tasks.c.key, tasks.c.conversation_id, tasks.c.agent, tasks.c.adapter, round_samples.c.split)
+        .join(round_samples, round_samples.c.task_id == tasks.c.id)
+        .where(round_samples.c.round_id == row["id"])
+        .order_by(tasks.c.id)
+    ).all()
+    train = [sample for sample in samples if sample.split == Split.TRAIN]
+    served = conn.execute(
+        select(deployments).where(deployments.c.adapter == row["name"]).order_by(deployments.c.id)
+    ).mappings()
+    result = row["result"] or {}
+    return {
+        "kind": "round",
+        "id": row["name"],
+        "state": row["state"],
+        "trigger": row["trigger"],
+        "reason": row["reason"],
+        "attempt": row["attempt"],
+        "parent": row["parent"],
+        "seed": row["seed"],
+        "config_hash": row["config_hash"],
+        "rubric_hash": row["rubric_hash"],
+        "created_at": row["created_at"],
+        "finished_at": row["finished_at"],
+        "adapter": adapter and {key: adapter[key] for key in ("name", "path", "sha256", "state", "base_model")},
+        "comparison": _without_scores(adapter["comparison"] if adapter else result.get("comparison")),
+        "versions": result.get("versions", {}),
+        "samples": [
+            {"task_id": s.key, "conversation_id": s.conversation_id, "agent": s.agent, "served_by": s.adapter}
+            for s in train
+        ],
+        "conversations": sorted({s.conversation_id for s in train}),
+        "held_out": len(samples) - len(train),
+        "deployments": [
+            {key: d[key] for key in ("alias", "state", "reason", "previous", "activated_at", "retired_at", "error")}
+            for d in served
+        ],
+    }
+
+
+def _without_scores(comparison: dict[str, Any] | None) -> dict[str, Any] | None:
+    return comparison and {key: value for key, value in comparison.items() if key != "scores"}
+
+
+def _reply_story(conn: Connection, row: RowMapping) -> dict[str, Any]:
+    story: dict[str, Any] = {
+        "source": row["source"],
+        "span_id": row["span_id"],
+        "trace_id": row["trace_id"],
+        "conversation_id": row["conversation_id"],
+        "agent": row["agent"],
+        "state": row["state"],
+        "skip_reason": row["skip_reason"],
+        "detail": row["detail"],
+        "task": None,
+    }
+    if row["task_id"] is None:
+        return story
+    task = conn.execute(select(tasks).where(tasks.c.id == row["task_id"])).mappings().one()
+    judged = conn.execute(select(verdicts).where(verdicts.c.task_id == task["id"]).order_by(verdicts.c.id)).mappings()
+    used = conn.execute(
+        select(rounds.c.name, rounds.c.state, round_samples.c.split)
+        .join(round_samples, round_samples.c.round_id == rounds.c.id)
+        .where(round_samples.c.task_id == task["id"])
+        .order_by(rounds.c.id)
+    )
+    history = conn.execute(
+        select(events.c.at, events.c.old, events.c.new, events.c.detail)
+        .where(events.c.kind == tasks.name, events.c.subject == str(task["id"]))
+        .order_by(events.c.id)
+    )
+    story["task"] = {
+        "task_id": task["key"],
+        "state": task["state"],
+        "split": task["split"],
+        "served_by": task["adapter"],
+        "query": task["payload"]["main_query"],
+        "answer": task["payload"]["answer"],
+        "verdicts": [
+            {
+                **{key: v[key] for key in ("outcome", "score", "reason", "error", "rubric_hash", "judge_hash")},
+                "failed": [result["criterion"] for result in v["results"] if not result["passed"]],
+                "at": v["created_at"],
+            }
+            for v in judged
+        ],
+        "rounds": [{"round": u.name, "state": u.state, "split": u.split} for u in used],
+        "history": [{"at": h.at, "old": h.old, "new": h.new, "detail": h.detail} for h in history],
+    }
+    return story
