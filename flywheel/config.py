@@ -237,6 +237,8 @@ class DaemonSettings(Section):
     """How long a stop waits for judge calls in flight."""
     round_attempts: int = Field(default=2, gt=0)
     """How often a round is started before it has failed."""
+    failed_round_wait_seconds: float = Field(default=1800.0, ge=0)
+    """How long after a failed round the next one may start by itself."""
     round_timeout_seconds: float = Field(default=6 * 3600.0, gt=0)
     """A worker that runs longer is stopped and its round abandoned."""
     reconcile_seconds: float = Field(default=15.0, gt=0)

@@ -1,0 +1,69 @@
+"""One instance at a time: whatever writes tasks, verdicts or rounds holds this lock."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from flywheel.errors import LockedError, StoreError
+
+
+class InstanceLock:
+    """An advisory lock on `lock` in the state directory; the kernel frees it when its holder dies."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self._path = state_dir / "lock"
+        self._fd: int | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise StoreError(
+                f"lock {self._path}",
+                error.strerror or str(error),
+                "Set state.dir (or $FLYWHEEL_HOME) to a directory that you may write.",
+            ) from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(fd, 32).decode(errors="replace").strip()
+            os.close(fd)
+            raise LockedError(
+                f"work on {self._path.parent}",
+                f"another flywheel (process {holder or 'unknown'}) is at work on it",
+                "Wait until it ends, or stop it; look with `flywheel status`.",
+            ) from None
+        os.ftruncate(fd, 0)
+        os.write(fd, str(os.getpid()).encode())
+        self._fd = fd
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._fd is not None:
+            os.ftruncate(self._fd, 0)
+            os.close(self._fd)
+            self._fd = None
+
+
+def holder(state_dir: Path) -> int | None:
+    """The process that holds the lock, if any does. Looking neither takes nor makes it."""
+    try:
+        fd = os.open(state_dir / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        text = os.read(fd, 32).decode(errors="replace").strip()
+        return int(text) if text.isdigit() else None
+    else:
+        return None
+    finally:
+        os.close(fd)

@@ -1,0 +1,122 @@
+"""Planning: when a round is due, with which samples, and the specification that its worker reads."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import orjson
+from sqlalchemy import Connection, Row
+
+from flywheel.config import Config
+from flywheel.errors import TrainError
+from flywheel.round import RoundSpec, RoundTask
+from flywheel.rubric import Rubric
+from flywheel.states import RoundState, Split
+from flywheel.store import deployments, judging, rounds
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """Whether a round should start, and the sentence that says why or why not."""
+
+    start: bool
+    reason: str
+
+
+def due(conn: Connection, config: Config, *, window: bool = False) -> Due:
+    """Look at the counts. `window` is true while a cron window has just opened."""
+    if (live := rounds.live(conn)) is not None:
+        return Due(False, f"{live.name} is {live.state}")
+    if wait := _backoff(conn, config):
+        return Due(False, wait)
+    free, held_out = judging.count_free(conn), judging.count_held_out(conn)
+    trigger = config.trigger
+    needed = min(trigger.cron_min_samples, trigger.min_samples) if window else trigger.min_samples
+    if free < needed:
+        return Due(False, f"{free} of {needed} samples are free")
+    if held_out < trigger.min_held_out:
+        return Due(False, f"{held_out} of {trigger.min_held_out} held-out tasks are judged")
+    return Due(True, f"{'cron window' if window else 'min_samples'}: {free} samples are free")
+
+
+def _backoff(conn: Connection, config: Config) -> str:
+    last = rounds.newest(conn, 1)
+    if not last or last[0].state != RoundState.FAILED:
+        return ""
+    until = datetime.fromisoformat(last[0].finished_at) + timedelta(seconds=config.daemon.failed_round_wait_seconds)
+    if datetime.now(UTC) >= until:
+        return ""
+    return f"{last[0].name} failed; the next try is at {until.isoformat(timespec='seconds')}"
+
+
+def plan(conn: Connection, config: Config, rubric: Rubric, rounds_dir: Path, trigger: str) -> Row[Any]:
+    """Reserve samples for a round and write it down. Raises TrainError when it cannot be."""
+    active = deployments.active(conn, config.model.alias)
+    return rounds.plan(
+        conn,
+        rounds_dir,
+        trigger=trigger,
+        max_samples=config.trigger.max_samples,
+        max_held_out=config.gate.max_tasks,
+        seed=config.training.seed,
+        parent=active.adapter if active else None,
+        config_hash=config_hash(config),
+        rubric_hash=rubric.hash,
+    )
+
+
+def spec_of(conn: Connection, row: Row[Any], config: Config, rubric: Rubric) -> RoundSpec:
+    """What the worker of a planned round is told."""
+    return RoundSpec(
+        round_id=row.name,
+        attempt=row.attempt,
+        seed=row.seed,
+        debug=False,
+        base_model=config.model.base,
+        parent=rounds.adapter_ref(conn, row.parent),
+        train=_tasks(conn, rounds.samples_of(conn, row.id, Split.TRAIN)),
+        held_out=_tasks(conn, rounds.samples_of(conn, row.id, Split.HELD_OUT)),
+        rubric=rubric.model_dump(mode="json"),
+        settings=config.model_dump(mode="json"),
+    )
+
+
+def debug_spec(conn: Connection, config: Config, rubric: Rubric) -> RoundSpec:
+    """A round that trains nothing and reserves nothing: it only shows rollouts and rewards."""
+    samples = rounds.free_samples(conn, config.training.prompts_per_step)
+    if not samples:
+        raise TrainError("try a round", "no accepted sample is free", "Collect and judge more traces first.")
+    active = deployments.active(conn, config.model.alias)
+    return RoundSpec(
+        round_id="debug",
+        attempt=1,
+        seed=config.training.seed,
+        debug=True,
+        base_model=config.model.base,
+        parent=rounds.adapter_ref(conn, active.adapter if active else None),
+        train=_tasks(conn, samples),
+        held_out=[],
+        rubric=rubric.model_dump(mode="json"),
+        settings=config.model_dump(mode="json"),
+    )
+
+
+def _tasks(conn: Connection, ids: list[int]) -> list[RoundTask]:
+    return [
+        RoundTask(
+            task_id=line["task_id"],
+            query=line["main_query"],
+            answer=line["answer"],
+            prompt=line["prompt"],
+            tools=orjson.loads(line["metadata"]["tools_json"]),
+        )
+        for line in rounds.payloads(conn, ids)
+    ]
+
+
+def config_hash(config: Config) -> str:
+    return hashlib.sha256(config.model_dump_json().encode()).hexdigest()

@@ -1,0 +1,185 @@
+"""Rounds: taking the live one a step further, whatever state a crash has left it in.
+
+planned     start the worker                                  → training
+training    wait for it, or adopt it, or read what it left    → evaluating, or abandoned
+evaluating  compare, decide, swap                             → promoted | rejected | failed
+abandoned   plan it again while attempts last                 → planned | failed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Row
+
+from flywheel.config import Config
+from flywheel.daemon import planner
+from flywheel.daemon.deployer import Deployer
+from flywheel.daemon.worker_process import WorkerProcess, result_of
+from flywheel.errors import ServeError, TrainError
+from flywheel.evaluation.gate import decide
+from flywheel.files import tree_sha256
+from flywheel.round import RoundResult
+from flywheel.rubric import Rubric
+from flywheel.states import RoundState
+from flywheel.store import deployments, funnel, rounds
+from flywheel.store.database import Store
+from flywheel.store.transitions import move
+
+log = logging.getLogger(__name__)
+
+ROUND_NOTE = "round"
+"""Key of the note that tells `status` why no round starts, or what the live one waits for."""
+
+
+class Rounds:
+    """Plans rounds and brings them to their end. One at a time."""
+
+    def __init__(self, store: Store, config: Config, rubric: Rubric, deployer: Deployer) -> None:
+        self._store = store
+        self._config = config
+        self._rubric = rubric
+        self._deployer = deployer
+        self._worker: WorkerProcess | None = None
+        self._stopping = False
+
+    async def start_due(self, *, window: bool = False) -> bool:
+        """Plan a round if one is due."""
+        due = await self._store.read(planner.due, self._config, window=window)
+        if due.start:
+            await self.plan(due.reason)
+        else:
+            await self._note(due.reason)
+        return due.start
+
+    async def plan(self, trigger: str) -> str:
+        """Plan a round now; its name."""
+        directory = self._config.state_dir / "rounds"
+        row = await self._store.write(planner.plan, self._config, self._rubric, directory, trigger)
+        log.info("%s is planned: %s", row.name, trigger)
+        return str(row.name)
+
+    async def finish_live(self) -> RoundState | None:
+        """Take the live round as far as it goes; its last state, or None without a live round.
+
+        Raises ServeError (retryable) when the candidate is better but no server can take it yet: the round stays in
+        `evaluating`, and the next call tries the swap again.
+        """
+        while not self._stopping and (row := await self._store.read(rounds.live)) is not None:
+            state = RoundState(row.state)
+            if state is RoundState.PLANNED:
+                await self._start(row)
+            elif state is RoundState.TRAINING:
+                await self._watch(row)
+            elif state is RoundState.ABANDONED:
+                await self._retry(row, state, "its worker died")
+            else:
+                await self._evaluate(row)
+            ended = await self._store.read(rounds.by_name, row.name)
+            if ended is not None and ended.live is None:
+                return RoundState(ended.state)
+        return None
+
+    async def _start(self, row: Row[Any]) -> None:
+        spec = await self._store.read(planner.spec_of, row, self._config, self._rubric)
+        try:
+            self._worker = await WorkerProcess.start(Path(row.dir), spec)
+        except TrainError as error:
+            await self._fail(row, RoundState.PLANNED, str(error))
+            return
+        pid = self._worker.pid
+        await self._store.write(move, row.id, RoundState.PLANNED, RoundState.TRAINING, "worker started", pid=pid)
+        log.info("%s trains on %d samples (process %d)", row.name, len(spec.train), pid)
+
+    async def _watch(self, row: Row[Any]) -> None:
+        worker = self._worker or WorkerProcess.adopt(Path(row.dir), row.pid)
+        self._worker = worker
+        try:
+            if worker is not None:
+                await asyncio.wait_for(worker.wait(), self._config.daemon.round_timeout_seconds)
+            if self._stopping:
+                await self._put_back(row)
+                return
+            result = await asyncio.to_thread(result_of, Path(row.dir))
+        except TimeoutError:
+            assert worker is not None
+            await worker.stop()
+            seconds = self._config.daemon.round_timeout_seconds
+            await self._retry(row, RoundState.TRAINING, f"it ran longer than {seconds:g} s")
+            return
+        except TrainError as error:
+            if error.retryable:
+                await self._retry(row, RoundState.TRAINING, str(error))
+            else:
+                await self._fail(row, RoundState.TRAINING, str(error))
+            return
+        finally:
+            self._worker = None
+        await self._store.write(rounds.store_result, row.id, result)
+        await self._store.write(move, row.id, RoundState.TRAINING, RoundState.EVALUATING, result.outcome, pid=None)
+
+    async def _retry(self, row: Row[Any], state: RoundState, why: str) -> None:
+        if row.attempt >= self._config.daemon.round_attempts:
+            await self._fail(row, state, f"{why} (attempt {row.attempt} of {row.attempt})")
+            return
+        log.warning("%s is started again: %s", row.name, why)
+        await self._store.write(rounds.retry, row.id, state, why)
+
+    async def _fail(self, row: Row[Any], state: RoundState, why: str) -> None:
+        log.error("%s failed: %s", row.name, why)
+        await self._store.write(rounds.finish, row.id, state, RoundState.FAILED, why)
+
+    async def _evaluate(self, row: Row[Any]) -> None:
+        result = RoundResult.model_validate(row.result)
+        if result.adapter is None or result.comparison is None:
+            reason = result.reason or "the round left no adapter"
+            log.warning("%s is rejected: %s", row.name, reason)
+            await self._store.write(rounds.finish, row.id, RoundState.EVALUATING, RoundState.REJECTED, reason)
+            return
+        found = await asyncio.to_thread(tree_sha256, Path(result.adapter.path))
+        if found != result.adapter.sha256:
+            await self._fail(row, RoundState.EVALUATING, f"the files in {result.adapter.path} have changed")
+            return
+        await self._store.write(rounds.add_adapter, row, result, self._config.model.base)
+        decision = decide(result.comparison, self._config.gate)
+        if not decision.promote:
+            log.info("%s is rejected: %s", row.name, decision.reason)
+            await self._store.write(
+                rounds.finish, row.id, RoundState.EVALUATING, RoundState.REJECTED, decision.reason
+            )
+            return
+        await self._promote(row, result.adapter.name, decision.reason)
+
+    async def _promote(self, row: Row[Any], adapter: str, reason: str) -> None:
+        active = await self._store.read(deployments.active, self._config.model.alias)
+        if active is None or active.adapter != adapter:
+            try:
+                await self._deployer.deploy(adapter, f"{row.name}: {reason}")
+            except ServeError as error:
+                if error.retryable:
+                    await self._note(f"{row.name} is better, but {error}")
+                    raise
+                await self._fail(row, RoundState.EVALUATING, f"better ({reason}), but not deployed: {error}")
+                return
+        await self._note("")
+        await self._store.write(rounds.finish, row.id, RoundState.EVALUATING, RoundState.PROMOTED, reason)
+        log.info("%s is promoted: %s", row.name, reason)
+
+    async def stop(self) -> None:
+        """End the worker: the round goes on when the daemon is started again. `finish_live` then returns."""
+        self._stopping = True
+        if self._worker is not None:
+            await self._worker.stop()
+
+    async def _put_back(self, row: Row[Any]) -> None:
+        # A stop is nobody's failure: it takes no attempt away.
+        why = "the daemon was stopped"
+        await self._store.write(move, row.id, RoundState.TRAINING, RoundState.ABANDONED, why, pid=None)
+        await self._store.write(move, row.id, RoundState.ABANDONED, RoundState.PLANNED, why)
+
+    async def _note(self, text: str) -> None:
+        if await self._store.read(funnel.noted, ROUND_NOTE) != text:
+            await self._store.write(funnel.note, ROUND_NOTE, text)

@@ -1,0 +1,227 @@
+"""The service: stages that wake each other, periodic jobs that wake them all, and an orderly end.
+
+files change ─▶ ingest ─▶ judge ─▶ rounds (plan, train, gate, swap)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import threading
+from collections.abc import Awaitable, Callable
+
+from apscheduler.schedulers.asyncio import AsyncIOScheduler
+from apscheduler.triggers.cron import CronTrigger
+
+from flywheel.config import Config
+from flywheel.daemon.deployer import Deployer
+from flywheel.daemon.filtering import Filtering
+from flywheel.daemon.ingestion import Ingestion
+from flywheel.daemon.notify import notify
+from flywheel.daemon.rounds import Rounds
+from flywheel.daemon.watcher import Watcher
+from flywheel.errors import FlywheelError
+from flywheel.store import deployments, judging
+from flywheel.store.database import Store
+
+log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 15.0
+"""How often a stage that has nothing to wake it looks again: undecided tasks, a judge or server that was away."""
+
+
+class Stage:
+    """One step of the wheel: runs its action when woken, and survives whatever goes wrong in it."""
+
+    def __init__(self, name: str, action: Callable[[], Awaitable[None]]) -> None:
+        self.name = name
+        self.wake = asyncio.Event()
+        self.idle = asyncio.Event()
+        self._action = action
+        self._last_error = ""
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        while not stopping.is_set():
+            await self.wake.wait()
+            self.wake.clear()
+            if stopping.is_set():
+                return
+            try:
+                await self._action()
+                self._last_error = ""
+            except FlywheelError as error:
+                # The same trouble is told once, not at every try.
+                if str(error) != self._last_error:
+                    log.error("%s: %s", self.name, error)
+                self._last_error = str(error)
+            except Exception:
+                log.exception("%s failed; this is a defect, please report it", self.name)
+
+
+class Service:
+    """`flywheel run`. The caller holds the instance lock."""
+
+    def __init__(self, config: Config, store: Store) -> None:
+        self._config = config
+        self._store = store
+        self._ingestion = Ingestion(store, config)
+        self._filtering = Filtering(store, config)
+        self._deployer = Deployer(store, config)
+        self._rounds = Rounds(store, config, self._filtering.rubric, self._deployer)
+        self._window = False
+        self._max_rounds: int | None = None
+        self._finished_rounds = 0
+        self._stopping = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._stop_judging = threading.Event()
+        self._ingest = Stage("ingest", self._do_ingest)
+        self._judge = Stage("judge", self._do_judge)
+        self._round = Stage("rounds", self._do_round)
+
+    async def recover(self) -> None:
+        """Put right what a process that died left half done. Safe because of the instance lock."""
+        released = await self._store.write(judging.release_all, "its process died")
+        failed = await self._store.write(deployments.fail_unfinished, "its process died")
+        if released or failed:
+            log.info("after a crash: %d tasks judged again, %d swaps given up", released, failed)
+
+    async def once(self, max_rounds: int | None) -> FlywheelError | None:
+        """Everything that is due now, then return; the last error, if any."""
+        await self.recover()
+        error: FlywheelError | None = None
+        try:
+            for report in await self._ingestion.run(final=True):
+                if report.error is not None:
+                    log.error("%s", report.error)
+                    error = report.error
+            judged = await self._filtering.run()
+            if judged.error is not None:
+                log.error("%s", judged.error)
+                error = judged.error
+            await self._rounds.finish_live()
+            rounds = 0
+            while (max_rounds is None or rounds < max_rounds) and await self._rounds.start_due():
+                await self._rounds.finish_live()
+                rounds += 1
+        except FlywheelError as failure:
+            log.error("%s", failure)
+            error = failure
+        finally:
+            await self._ingestion.close()
+        return error
+
+    async def run(self, max_rounds: int | None = None) -> None:
+        """Until SIGTERM, SIGINT, or `max_rounds` finished rounds. A second signal does not wait for judge calls."""
+        self._max_rounds = max_rounds
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled)
+        await self.recover()
+        stages = (self._ingest, self._judge, self._round)
+        watcher = Watcher((source.path.absolute() for source in self._config.sources), self._ingest.wake)
+        scheduler = self._schedule(watcher)
+        running = [asyncio.create_task(stage.run(self._stopping), name=stage.name) for stage in stages]
+        try:
+            watcher.start()
+            scheduler.start()
+            for stage in stages:
+                stage.wake.set()
+            notify("READY=1")
+            log.info("watching %d sources; state in %s", len(self._config.sources), self._config.state_dir)
+            await self._stopping.wait()
+        finally:
+            notify("STOPPING=1")
+            scheduler.shutdown(wait=False)
+            watcher.stop()
+            await self._end(running)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def stop(self) -> None:
+        """Begin to end, as a signal does."""
+        self._stopping.set()
+        self._stop_judging.set()
+
+    def _signalled(self) -> None:
+        if self._stopping.is_set():
+            log.warning("second signal: not waiting for what is in flight")
+            self._hurry.set()
+            return
+        log.info("stopping: %g s at most for judge calls in flight", self._config.daemon.drain_seconds)
+        self.stop()
+
+    async def _end(self, running: list[asyncio.Task[None]]) -> None:
+        self.stop()
+        for stage in (self._ingest, self._judge, self._round):
+            stage.wake.set()
+        stop_round = asyncio.create_task(self._rounds.stop())
+        hurried = asyncio.create_task(self._hurry.wait())
+        drained = asyncio.gather(*running, stop_round, return_exceptions=True)
+        await asyncio.wait(
+            (drained, hurried), timeout=self._config.daemon.drain_seconds, return_when=asyncio.FIRST_COMPLETED
+        )
+        hurried.cancel()
+        await stop_round
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, hurried, return_exceptions=True)
+        await self._ingestion.close()
+
+    def _schedule(self, watcher: Watcher) -> AsyncIOScheduler:
+        scheduler = AsyncIOScheduler(timezone="UTC")
+
+        def every(seconds: float, name: str, job: Callable[[], object]) -> None:
+            scheduler.add_job(job, "interval", seconds=seconds, id=name, coalesce=True, max_instances=1)
+
+        every(self._config.ingest.poll_seconds, "poll", self._ingest.wake.set)
+        every(RETRY_SECONDS, "judge", self._judge.wake.set)
+        every(RETRY_SECONDS, "rounds", self._round.wake.set)
+        every(RETRY_SECONDS, "directories", watcher.refresh)
+        every(self._config.daemon.reconcile_seconds, "reconcile", self._reconcile)
+        if self._config.trigger.cron:
+            scheduler.add_job(
+                self._open_window, CronTrigger.from_crontab(self._config.trigger.cron, timezone="UTC"), id="cron"
+            )
+        return scheduler
+
+    def _open_window(self) -> None:
+        self._window = True
+        self._round.wake.set()
+
+    async def _do_ingest(self) -> None:
+        for report in await self._ingestion.run():
+            if report.new:
+                log.info("%s: %d new tasks", report.path, report.new)
+                self._judge.wake.set()
+            if report.error is not None:
+                raise report.error
+
+    async def _do_judge(self) -> None:
+        report = await self._filtering.run(stop=self._stop_judging)
+        if report.judged:
+            log.info("judged %d: %d accepted, %d rejected, %d undecided", report.judged, report.accepted,
+                     report.rejected, report.undecided)  # fmt: skip
+            self._round.wake.set()
+        if report.error is not None:
+            raise report.error
+
+    async def _do_round(self) -> None:
+        if await self._rounds.finish_live() is not None:
+            self._count_round()
+        window, self._window = self._window, False
+        while not self._stopping.is_set() and await self._rounds.start_due(window=window):
+            if await self._rounds.finish_live() is not None:
+                self._count_round()
+            window = False
+
+    def _count_round(self) -> None:
+        self._finished_rounds += 1
+        if self._max_rounds is not None and self._finished_rounds >= self._max_rounds:
+            self.stop()
+
+    async def _reconcile(self) -> None:
+        with contextlib.suppress(FlywheelError):  # a server that is down is told when it is needed
+            if await self._deployer.reconcile():
+                log.info("a server had forgotten the deployed adapter; it has it again")

@@ -1,0 +1,93 @@
+"""Status: one look at everything, from the database alone, so that it works with and without a running daemon."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+from sqlalchemy import Connection, Row
+
+from flywheel import __version__
+from flywheel.config import Config
+from flywheel.daemon.filtering import JUDGE_NOTE
+from flywheel.daemon.lock import holder
+from flywheel.daemon.rounds import ROUND_NOTE
+from flywheel.round import METRICS_FILE
+from flywheel.states import ReplyState, RoundState, TaskState
+from flywheel.store import deployments, funnel, judging, rounds
+from flywheel.store.audit import balance
+
+ROUNDS_SHOWN = 20
+
+
+def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
+    """Every count, the sources, the rounds and what is deployed, as one JSON object."""
+    books = balance(conn)
+    shown = rounds.newest(conn, ROUNDS_SHOWN)
+    live = rounds.live(conn)
+    active = deployments.active(conn, config.model.alias)
+    return {
+        "version": __version__,
+        "state_dir": str(config.state_dir),
+        "daemon": {"pid": holder(config.state_dir)},
+        "sources": [_source(row) for row in funnel.all_sources(conn)],
+        "replies": {state.value: books.reply_states.get(state, 0) for state in ReplyState},
+        "skipped": books.skipped,
+        "tasks": {state.value: books.task_states.get(state, 0) for state in TaskState},
+        "balance": books.ends,
+        "balanced": books.balanced,
+        "free_samples": judging.count_free(conn),
+        "min_samples": config.trigger.min_samples,
+        "held_out": judging.count_held_out(conn),
+        "due": judging.count_due(conn),
+        "judge": {"error": funnel.noted(conn, JUDGE_NOTE), "usage": funnel.judge_usage(conn)},
+        "waiting_for": funnel.noted(conn, ROUND_NOTE),
+        "rounds": [_round(row) for row in shown],
+        "promoted": rounds.count(conn, RoundState.PROMOTED),
+        "live_round": _round(live) if live is not None else None,
+        "deployment": {
+            "alias": config.model.alias,
+            "adapter": active.adapter if active else None,
+            "since": active.activated_at if active else None,
+            "previous": active.previous if active else None,
+            "reason": active.reason if active else "",
+        },
+        "by_adapter": funnel.by_adapter(conn),
+        "dead_letters": funnel.count_dead_letters(conn),
+    }
+
+
+def _source(row: dict[str, Any]) -> dict[str, Any]:
+    keys = ("path", "schema", "generation", "open_traces", "longest_read_ms", "error", "warning", "read_at")
+    return {key: row[key] for key in keys}
+
+
+def _round(row: Row[Any]) -> dict[str, Any]:
+    result = row.result or {}
+    comparison = result.get("comparison") or {}
+    return {
+        "round": row.name,
+        "state": row.state,
+        "attempt": row.attempt,
+        "trigger": row.trigger,
+        "reason": row.reason,
+        "parent": row.parent,
+        "steps": result.get("steps", 0),
+        "reward_first": result.get("reward_first"),
+        "reward_last": result.get("reward_last"),
+        "comparison": {key: value for key, value in comparison.items() if key != "scores"} or None,
+        "adapter": (result.get("adapter") or {}).get("name"),
+        "dir": row.dir,
+        "created_at": row.created_at,
+        "finished_at": row.finished_at,
+    }
+
+
+def metrics_of(round_dir: Path) -> list[dict[str, Any]]:
+    """What a round's worker has measured so far, one entry per line; an unfinished last line is left out."""
+    try:
+        lines = (round_dir / METRICS_FILE).read_bytes().split(b"\n")[:-1]
+    except OSError:
+        return []
+    return [orjson.loads(line) for line in lines if line]

@@ -1,0 +1,121 @@
+"""The round worker as a process: started, watched, adopted after a restart, stopped. Only ever by its process id."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from pathlib import Path
+
+import orjson
+
+from flywheel.errors import TrainError
+from flywheel.files import write_atomic
+from flywheel.round import LOG_FILE, RESULT_FILE, SPEC_FILE, RoundResult, RoundSpec
+
+ERROR_FILE = "error.json"
+STOP_SECONDS = 20.0
+ADOPTED_POLL_SECONDS = 1.0
+
+
+class WorkerProcess:
+    """`python -m flywheel.worker ROUND_DIR`, leader of a process group of its own."""
+
+    def __init__(self, round_dir: Path, pid: int, process: asyncio.subprocess.Process | None) -> None:
+        self.dir = round_dir
+        self.pid = pid
+        self._process = process
+
+    @classmethod
+    async def start(cls, round_dir: Path, spec: RoundSpec) -> WorkerProcess:
+        """Write the specification and start the worker. Raises TrainError when the disk or the system refuses."""
+        try:
+            round_dir.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240 - before anything waits
+            for name in (RESULT_FILE, ERROR_FILE):
+                (round_dir / name).unlink(missing_ok=True)
+            write_atomic(round_dir / SPEC_FILE, spec.model_dump_json(indent=1).encode())
+            with (round_dir / LOG_FILE).open("ab") as log:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-m",
+                    "flywheel.worker",
+                    str(round_dir),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise TrainError(
+                f"start the worker of {round_dir}",
+                error.strerror or str(error),
+                "Free space or memory, or move state.dir; the round is tried again.",
+                retryable=True,
+            ) from error
+        return cls(round_dir, process.pid, process)
+
+    @classmethod
+    def adopt(cls, round_dir: Path, pid: int | None) -> WorkerProcess | None:
+        """The worker that an earlier daemon started, if it still runs. A reused process id is not mistaken for it."""
+        if pid is None or not _is_worker(pid, round_dir):
+            return None
+        return cls(round_dir, pid, None)
+
+    async def wait(self) -> None:
+        """Until it has ended, however it did."""
+        if self._process is not None:
+            await self._process.wait()
+            return
+        while _is_worker(self.pid, self.dir):  # noqa: ASYNC110 - it is no child of ours, nobody tells us
+            await asyncio.sleep(ADOPTED_POLL_SECONDS)
+
+    async def stop(self) -> None:
+        """SIGTERM, and SIGKILL to its process group when that has not helped in time."""
+        self._signal(signal.SIGTERM, group=False)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.wait(), STOP_SECONDS)
+        self._signal(signal.SIGKILL, group=True)
+        await self.wait()
+
+    def _signal(self, number: signal.Signals, *, group: bool) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if group:
+                os.killpg(self.pid, number)
+            elif self._process is not None:
+                self._process.send_signal(number)
+            elif _is_worker(self.pid, self.dir):
+                os.kill(self.pid, number)
+
+
+def _is_worker(pid: int, round_dir: Path) -> bool:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        zombie = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return False
+    return not zombie and b"flywheel.worker" in words and str(round_dir).encode() in words
+
+
+def result_of(round_dir: Path) -> RoundResult:
+    """What the worker left. Raises TrainError: with its own words if it could say them, else with its log's end."""
+    path = round_dir / RESULT_FILE
+    if path.exists():
+        return RoundResult.model_validate_json(path.read_bytes())
+    attempted = f"finish {round_dir.name}"
+    with contextlib.suppress(OSError, orjson.JSONDecodeError):
+        said = orjson.loads((round_dir / ERROR_FILE).read_bytes())
+        raise TrainError(attempted, said["error"], said.get("hint", ""), retryable=bool(said.get("retryable")))
+    last = _last_line(round_dir / LOG_FILE)
+    raise TrainError(
+        attempted, f"its worker died{f' ({last})' if last else ''}", f"See {round_dir / LOG_FILE}.", retryable=True
+    )
+
+
+def _last_line(path: Path) -> str:
+    try:
+        lines = path.read_bytes()[-4096:].decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.strip()[-300:] for line in reversed(lines) if line.strip()), "")
