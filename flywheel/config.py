@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from flywheel import content
 from flywheel.errors import ConfigError
 
 
@@ -85,8 +86,8 @@ class JudgeSettings(Section):
 
 
 class FilterSettings(Section):
-    rubric: UserPath = Path("rubrics/qa-quality.yaml")
-    """The rubric: what a good reply is. Paths are relative to the configuration file."""
+    rubric: UserPath = Field(default_factory=lambda: content.folder() / "rubrics" / "qa-quality.yaml")
+    """The rubric: what a good reply is. Relative to the configuration file. Default: the shipped `qa-quality`."""
     chain: UserPath | None = None
     """A filter chain (`filters/*.yaml`) that runs before the rubric's model criteria are paid for."""
 
@@ -206,7 +207,7 @@ class ServingSettings(Section):
     api_key_env: str | None = None
     """Name of the environment variable with the server's key, if it wants one."""
     host: str = "127.0.0.1"
-    """Where `flywheel serve` listens. Loading adapters is an administrative power: keep it on loopback or set a key."""
+    """Where `flywheel serve` listens. Loading adapters is an administrative power: use loopback or a key."""
     port: int = Field(default=8000, ge=0, le=65535)
     """Port of `flywheel serve`."""
     max_loras: int = Field(default=4, gt=0)
@@ -247,7 +248,8 @@ class DaemonSettings(Section):
 
 class Config(Section):
     state: StateSettings = StateSettings()
-    sources: list[SourceSettings] = []
+    sources: list[SourceSettings] = [SourceSettings()]
+    """The databases to watch. Default: Studio's own place for its database."""
     ingest: IngestSettings = IngestSettings()
     judge: JudgeSettings = JudgeSettings()
     filter: FilterSettings = FilterSettings()
@@ -277,10 +279,8 @@ def default_state_dir() -> Path:
     return Path(xdg).expanduser() / "flywheel"
 
 
-def load(path: Path | None) -> Config:
-    """Read and check a configuration file; without one, the defaults. Raises ConfigError."""
-    if path is None:
-        return Config()
+def load(path: Path) -> Config:
+    """Read and check a configuration file. Raises ConfigError."""
     attempted = f"read configuration {path}"
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -19,6 +19,7 @@ LAYERS: dict[str, int] = {
     "round": 1,
     "files": 1,
     "log": 1,
+    "content": 1,
     "config": 2,
     "studio": 3,
     "store": 3,

@@ -22,7 +22,7 @@ from flywheel.daemon.ingestion import Ingestion
 from flywheel.daemon.notify import notify
 from flywheel.daemon.rounds import Rounds
 from flywheel.daemon.watcher import Watcher
-from flywheel.errors import FlywheelError
+from flywheel.errors import FlywheelError, StudioError
 from flywheel.store import deployments, judging
 from flywheel.store.database import Store
 
@@ -191,12 +191,14 @@ class Service:
         self._round.wake.set()
 
     async def _do_ingest(self) -> None:
-        for report in await self._ingestion.run():
+        reports = await self._ingestion.run()
+        for report in reports:
             if report.new:
                 log.info("%s: %d new tasks", report.path, report.new)
                 self._judge.wake.set()
-            if report.error is not None:
-                raise report.error
+        errors = [report.error for report in reports if report.error is not None]
+        if errors:
+            raise errors[0] if len(errors) == 1 else StudioError("read some sources", "; ".join(map(str, errors)))
 
     async def _do_judge(self) -> None:
         report = await self._filtering.run(stop=self._stop_judging)

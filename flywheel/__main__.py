@@ -1,0 +1,5 @@
+"""`python -m flywheel` is `flywheel`."""
+
+from flywheel.cli import main
+
+main()

@@ -1,0 +1,187 @@
+"""`flywheel status`, `audit` and `why`: looking, without touching anything."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async
+from flywheel.config import Config
+from flywheel.errors import EXIT_FAILED, StoreError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from sqlalchemy import Connection
+
+T = TypeVar("T")
+
+
+async def _look(config: Config, look: Callable[[Connection], T]) -> T:
+    from flywheel.store.database import Store
+
+    store = await Store.copy(config.state_dir)
+    try:
+        return await store.read(look)
+    finally:
+        await store.close()
+
+
+@app.command()
+def status(
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Look again every second, until Ctrl-C.")] = False,
+) -> None:
+    """Show sources, funnel, rounds and what is deployed."""
+    from flywheel.daemon.status import snapshot
+
+    settings = load_config(config)
+
+    def look() -> dict[str, Any]:
+        return run_async(_look(settings, lambda conn: snapshot(conn, settings)))
+
+    if as_json:
+        print_json(look())
+        return
+    from rich.console import Console
+    from rich.live import Live
+
+    if not watch:
+        Console().print(_render(look()))
+        return
+    with Live(_render(look()), refresh_per_second=4) as live:
+        while True:
+            time.sleep(1)
+            live.update(_render(look()))
+
+
+def _render(state: dict[str, Any]) -> RenderableType:
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    daemon = state["daemon"]["pid"]
+    deployed = state["deployment"]
+    facts = Table.grid(padding=(0, 2))
+    rows: list[tuple[str, str]] = [
+        ("daemon", f"running (process {daemon})" if daemon else "not running"),
+        ("state", state["state_dir"]),
+        *(("source", _source_line(source)) for source in state["sources"]),
+        ("replies", _counts(state["replies"]) or "none yet"),
+        ("skipped", _counts(state["skipped"]) or "none"),
+        ("tasks", _counts(state["tasks"]) or "none yet"),
+        ("samples", f"{state['free_samples']} free of {state['min_samples']} needed, {state['held_out']} held out"),
+        ("judge", state["judge"]["error"] or f"{state['judge']['usage']['calls']} calls"),
+        ("deployed", f"{deployed['alias']} → {deployed['adapter'] or 'the base model'}"),
+        ("waiting", state["waiting_for"] or "–"),
+        ("balance", "right" if state["balanced"] else "WRONG: run `flywheel audit`"),
+    ]
+    for name, text in rows:
+        facts.add_row(Text(name, style="bold"), Text(text))
+    if not state["rounds"]:
+        return facts
+    rounds = Table("round", "state", "reward", "held-out score", "why")
+    for entry in state["rounds"]:
+        comparison = entry["comparison"]
+        score = f"{comparison['deployed_mean']:.2f} → {comparison['candidate_mean']:.2f}" if comparison else "–"
+        first, last = entry["reward_first"], entry["reward_last"]
+        reward = f"{first:.2f} → {last:.2f}" if first is not None and last is not None else "–"
+        rounds.add_row(entry["round"], entry["state"], reward, score, Text(entry["reason"] or entry["trigger"]))
+    return Group(facts, rounds)
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{number} {name}" for name, number in counts.items() if number)
+
+
+def _source_line(source: dict[str, Any]) -> str:
+    trouble = source["error"] or source["warning"]
+    return f"{source['path']} ({source['schema'] or 'unknown schema'}){': ' + trouble if trouble else ''}"
+
+
+@app.command()
+def audit(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    """Prove that every reply is accounted for; exit 1 if one is not."""
+    from flywheel.store.audit import balance
+
+    books = run_async(_look(load_config(config), balance))
+    report = {
+        "balanced": books.balanced,
+        "replies": books.replies,
+        **books.ends,
+        "reply_states": books.reply_states,
+        "task_states": books.task_states,
+        "skip_reasons": books.skipped,
+        "problems": books.problems,
+    }
+    if as_json:
+        print_json(report)
+    else:
+        typer.echo(
+            f"{books.replies} replies = " + " + ".join(f"{number} {end}" for end, number in books.ends.items())
+        )
+        for problem in books.problems:
+            typer.echo(f"wrong: {problem}")
+        typer.echo("balanced" if books.balanced else "NOT balanced")
+    if not books.balanced:
+        raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
+def why(
+    subject: Annotated[str, typer.Argument(metavar="ID", help="An adapter, task, trace, span or conversation.")],
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Tell which conversations made an adapter, or what became of a trace."""
+    from flywheel.store.lineage import why as tell
+
+    story = run_async(_look(load_config(config), lambda conn: tell(conn, subject)))
+    if story is None:
+        raise StoreError(
+            f"explain {subject}",
+            "no adapter, task, trace, span or conversation has this id",
+            "Ids are in tasks.jsonl, in `flywheel filter` and in `flywheel status`.",
+        )
+    if as_json:
+        print_json(story)
+    elif story["kind"] == "round":
+        _print_round(story)
+    else:
+        for reply in story["replies"]:
+            _print_reply(reply)
+
+
+def _print_round(story: dict[str, Any]) -> None:
+    typer.echo(f"{story['id']}: {story['state']}{' – ' + story['reason'] if story['reason'] else ''}")
+    typer.echo(f"started because: {story['trigger']}; attempt {story['attempt']}, seed {story['seed']}")
+    typer.echo(f"continues: {story['parent'] or 'the base model'}")
+    if story["adapter"]:
+        typer.echo(f"adapter: {story['adapter']['path']} (sha256 {story['adapter']['sha256'][:12]}…)")
+    if comparison := story["comparison"]:
+        typer.echo(
+            f"held-out: {comparison['deployed_mean']:.3f} → {comparison['candidate_mean']:.3f} on {comparison['tasks']}"
+            f" tasks, gain {comparison['gain']:+.3f} ({comparison['lower']:+.3f} … {comparison['upper']:+.3f})"
+        )
+    for entry in story["deployments"]:
+        typer.echo(f"deployed as {entry['alias']}: {entry['state']} since {entry['activated_at'] or '–'}")
+    typer.echo(f"made of {len(story['samples'])} samples from {len(story['conversations'])} conversations:")
+    for sample in story["samples"]:
+        typer.echo(f"  {sample['task_id']}  {sample['conversation_id']}  {sample['agent']}")
+
+
+def _print_reply(reply: dict[str, Any]) -> None:
+    typer.echo(f"span {reply['span_id']} of trace {reply['trace_id']} ({reply['agent']}, {reply['source']})")
+    task = reply["task"]
+    if task is None:
+        typer.echo(f"  {reply['state']}: {reply['skip_reason'] or ''} {reply['detail']}".rstrip())
+        return
+    typer.echo(f"  task {task['task_id']}: {task['state']}, {task['split']}")
+    for verdict in task["verdicts"]:
+        score = "–" if verdict["score"] is None else f"{verdict['score']:.2f}"
+        typer.echo(f"  verdict: {verdict['outcome']} ({score}) {verdict['reason'] or verdict['error']}")
+    for used in task["rounds"]:
+        typer.echo(f"  {used['round']} ({used['state']}): {used['split']}")

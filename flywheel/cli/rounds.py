@@ -1,0 +1,158 @@
+"""`flywheel round`, `deploy` and `rollback`: what the daemon does by itself, by hand."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async
+from flywheel.config import Config
+from flywheel.errors import EXIT_FAILED, TrainError
+
+
+@app.command(name="round")
+def train_round(
+    config: ConfigOption = None,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Rollouts and rewards only: no optimizer, no state.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Do not wait for trigger.min_samples.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run one training round now."""
+    settings = load_config(config)
+    report = run_async(_debug(settings) if debug else _round(settings, force))
+    if as_json:
+        print_json(report)
+    else:
+        _print(report)
+    if report["state"] == "failed":
+        raise typer.Exit(EXIT_FAILED)
+
+
+async def _round(config: Config, force: bool) -> dict[str, Any]:
+    from flywheel.daemon.deployer import Deployer
+    from flywheel.daemon.lock import InstanceLock
+    from flywheel.daemon.planner import due
+    from flywheel.daemon.rounds import Rounds
+    from flywheel.daemon.status import snapshot
+    from flywheel.judge.rubric_file import load_rubric
+    from flywheel.store.database import Store
+
+    rubric = load_rubric(config.filter.rubric)
+    with InstanceLock(config.state_dir):
+        store = await Store.open(config.state_dir)
+        try:
+            rounds = Rounds(store, config, rubric, Deployer(store, config))
+            await rounds.finish_live()
+            if force:
+                name = await rounds.plan("by hand")
+            else:
+                wanted = await store.read(due, config)
+                if not wanted.start:
+                    raise TrainError("start a round", wanted.reason, "Wait for more traces, or use --force.")
+                name = await rounds.plan(wanted.reason)
+            await rounds.finish_live()
+            status = await store.read(snapshot, config)
+        finally:
+            await store.close()
+    return next(entry for entry in status["rounds"] if entry["round"] == name)
+
+
+async def _debug(config: Config) -> dict[str, Any]:
+    from flywheel.daemon.planner import debug_spec
+    from flywheel.daemon.status import metrics_of
+    from flywheel.daemon.worker_process import WorkerProcess, result_of
+    from flywheel.judge.rubric_file import load_rubric
+    from flywheel.store.database import Store
+
+    rubric = load_rubric(config.filter.rubric)
+    store = await Store.copy(config.state_dir)
+    try:
+        spec = await store.read(debug_spec, config, rubric)
+    finally:
+        await store.close()
+    directory = config.state_dir / "rounds" / "debug"
+    worker = await WorkerProcess.start(directory, spec)
+    try:
+        await worker.wait()
+    except BaseException:
+        await worker.stop()
+        raise
+    result = result_of(directory)
+    steps = [entry for entry in metrics_of(directory) if entry.get("event") == "step"]
+    return {
+        "round": "debug",
+        "state": result.outcome,
+        "reason": result.reason,
+        "dir": str(directory),
+        "metrics": steps,
+    }
+
+
+def _print(report: dict[str, Any]) -> None:
+    typer.echo(f"{report['round']}: {report['state']}{': ' + report['reason'] if report['reason'] else ''}")
+    comparison = report.get("comparison")
+    if comparison:
+        typer.echo(
+            f"held-out score {comparison['deployed_mean']:.3f} → {comparison['candidate_mean']:.3f} on "
+            f"{comparison['tasks']} tasks (gain {comparison['lower']:+.3f} … {comparison['upper']:+.3f})"
+        )
+    for step in report.get("metrics", []):
+        typer.echo(f"reward {step['reward_mean']:.3f} ± {step['reward_std']:.3f}, {step['undecided']} undecided")
+    typer.echo(f"files: {report['dir']}")
+
+
+@app.command()
+def deploy(
+    adapter: Annotated[str, typer.Argument(help="An adapter (r0007), or `base` for the base model.")],
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Point the alias at an adapter: load it everywhere, prove that it answers, then flip."""
+    name = adapter.rpartition("@")[2]
+    report = run_async(_deploy(load_config(config), None if name == "base" else name))
+    _print_swap(report, as_json)
+
+
+@app.command()
+def rollback(
+    to: Annotated[str | None, typer.Option(metavar="ADAPTER", help="Not to the previous one but to this.")] = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Point the alias back at the adapter that served before."""
+    report = run_async(_rollback(load_config(config), to.rpartition("@")[2] if to else None))
+    _print_swap(report, as_json)
+
+
+async def _deploy(config: Config, adapter: str | None) -> dict[str, Any]:
+    from flywheel.daemon.deployer import Deployer
+    from flywheel.store.database import Store
+
+    store = await Store.open(config.state_dir)
+    try:
+        report = await Deployer(store, config).deploy(adapter, "by hand")
+    finally:
+        await store.close()
+    return {"alias": config.model.alias, "adapter": adapter, "report": report.as_json()}
+
+
+async def _rollback(config: Config, to: str | None) -> dict[str, Any]:
+    from flywheel.daemon.deployer import Deployer
+    from flywheel.store.database import Store
+
+    store = await Store.open(config.state_dir)
+    try:
+        adapter, report = await Deployer(store, config).rollback(to)
+    finally:
+        await store.close()
+    return {"alias": config.model.alias, "adapter": adapter, "report": report.as_json()}
+
+
+def _print_swap(report: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(report)
+    else:
+        typer.echo(f"{report['alias']} is now answered by {report['adapter'] or 'the base model'}")

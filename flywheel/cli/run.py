@@ -1,0 +1,39 @@
+"""`flywheel run`: the daemon."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from flywheel.cli.app import ConfigOption, app, load_config, run_async
+from flywheel.config import Config
+from flywheel.errors import EXIT_FAILED
+
+
+@app.command()
+def run(
+    config: ConfigOption = None,
+    once: Annotated[bool, typer.Option("--once", help="Do what is due now, then exit.")] = False,
+    max_rounds: Annotated[int | None, typer.Option(min=1, help="Exit after this many finished rounds.")] = None,
+) -> None:
+    """Watch the sources, judge, train and swap, until it is stopped."""
+    if not run_async(_run(load_config(config), once, max_rounds)):
+        raise typer.Exit(EXIT_FAILED)
+
+
+async def _run(config: Config, once: bool, max_rounds: int | None) -> bool:
+    from flywheel.daemon.lock import InstanceLock
+    from flywheel.daemon.service import Service
+    from flywheel.store.database import Store
+
+    with InstanceLock(config.state_dir):
+        store = await Store.open(config.state_dir)
+        try:
+            service = Service(config, store)
+            if once:
+                return await service.once(max_rounds) is None
+            await service.run(max_rounds)
+            return True
+        finally:
+            await store.close()
