@@ -163,8 +163,8 @@ def _print_round(story: dict[str, Any]) -> None:
         typer.echo(f"adapter: {story['adapter']['path']} (sha256 {story['adapter']['sha256'][:12]}…)")
     if comparison := story["comparison"]:
         typer.echo(
-            f"held-out: {comparison['deployed_mean']:.3f} → {comparison['candidate_mean']:.3f} on {comparison['tasks']}"
-            f" tasks, gain {comparison['gain']:+.3f} ({comparison['lower']:+.3f} … {comparison['upper']:+.3f})"
+            f"held-out: {comparison['deployed_mean']:.3f} → {comparison['candidate_mean']:.3f} "
+            f"on {comparison['tasks']} tasks, gain {comparison['gain']:+.3f} ({comparison['lower']:+.3f} … {comparison['upper']:+.3f})"
         )
     for entry in story["deployments"]:
         typer.echo(f"deployed as {entry['alias']}: {entry['state']} since {entry['activated_at'] or '–'}")

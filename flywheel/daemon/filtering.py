@@ -24,9 +24,6 @@ from flywheel.verdict import Exchange, Outcome, Verdict
 
 log = logging.getLogger(__name__)
 
-JUDGE_NOTE = "judge"
-"""Key of the note that tells `status` why judging does not go on."""
-
 
 @dataclass(slots=True)
 class FilterReport:
@@ -137,7 +134,7 @@ class Filtering:
             left = list(feed.claimed)
             if left:
                 await asyncio.shield(self._store.write(judging.release, left, "not judged"))
-        await self._store.write(funnel.note, JUDGE_NOTE, str(report.error or ""))
+        await self._store.write(funnel.note, funnel.JUDGE_NOTE, str(report.error or ""))
         return report
 
     async def _settle(

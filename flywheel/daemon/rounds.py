@@ -31,9 +31,6 @@ from flywheel.store.transitions import move
 
 log = logging.getLogger(__name__)
 
-ROUND_NOTE = "round"
-"""Key of the note that tells `status` why no round starts, or what the live one waits for."""
-
 
 class Rounds:
     """Plans rounds and brings them to their end. One at a time."""
@@ -181,5 +178,5 @@ class Rounds:
         await self._store.write(move, row.id, RoundState.ABANDONED, RoundState.PLANNED, why)
 
     async def _note(self, text: str) -> None:
-        if await self._store.read(funnel.noted, ROUND_NOTE) != text:
-            await self._store.write(funnel.note, ROUND_NOTE, text)
+        if await self._store.read(funnel.noted, funnel.ROUND_NOTE) != text:
+            await self._store.write(funnel.note, funnel.ROUND_NOTE, text)

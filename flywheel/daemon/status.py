@@ -10,9 +10,7 @@ from sqlalchemy import Connection, Row
 
 from flywheel import __version__
 from flywheel.config import Config
-from flywheel.daemon.filtering import JUDGE_NOTE
 from flywheel.daemon.lock import holder
-from flywheel.daemon.rounds import ROUND_NOTE
 from flywheel.round import METRICS_FILE
 from flywheel.states import ReplyState, RoundState, TaskState
 from flywheel.store import deployments, funnel, judging, rounds
@@ -41,8 +39,8 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
         "min_samples": config.trigger.min_samples,
         "held_out": judging.count_held_out(conn),
         "due": judging.count_due(conn),
-        "judge": {"error": funnel.noted(conn, JUDGE_NOTE), "usage": funnel.judge_usage(conn)},
-        "waiting_for": funnel.noted(conn, ROUND_NOTE),
+        "judge": {"error": funnel.noted(conn, funnel.JUDGE_NOTE), "usage": funnel.judge_usage(conn)},
+        "waiting_for": funnel.noted(conn, funnel.ROUND_NOTE),
         "rounds": [_round(row) for row in shown],
         "promoted": rounds.count(conn, RoundState.PROMOTED),
         "live_round": _round(live) if live is not None else None,

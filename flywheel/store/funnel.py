@@ -9,6 +9,11 @@ from sqlalchemy import Connection, func, select
 from flywheel.states import TaskState
 from flywheel.store.schema import dead_letters, meta, sources, tasks, verdicts
 
+JUDGE_NOTE = "judge"
+"""Key of the note that tells `status` why judging does not go on."""
+ROUND_NOTE = "round"
+"""Key of the note that tells `status` why no round starts, or what the live one waits for."""
+
 _ACCEPTED = [TaskState.ACCEPTED.value, TaskState.RESERVED.value, TaskState.CONSUMED.value]
 
 
