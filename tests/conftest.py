@@ -1,0 +1,125 @@
+"""What several areas' tests share: one real vLLM server on the CPU for the whole session."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from flywheel.config import Config, parse
+from flywheel.serving import server
+
+POLICY = Path(__file__).parent.parent / "demo" / "policy"
+START_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class VllmServer:
+    """A running `flywheel serve`: real vLLM with LoRA and the alias middleware, serving the demo's policy.
+
+    Tests share it: give adapters names of your own, use your own alias (any `PUT /flywheel/alias` makes one), or leave
+    `alias` as you found it.
+    """
+
+    url: str
+    base_model: str
+    base_path: Path
+    alias: str
+    state_dir: Path
+    config: Config
+    log: Path
+
+
+def free_port() -> int:
+    with socket.socket() as chosen:
+        chosen.bind(("127.0.0.1", 0))
+        return int(chosen.getsockname()[1])
+
+
+def serve_config(state_dir: Path, port: int, **serving: object) -> Config:
+    return parse(
+        {
+            "state": {"dir": str(state_dir)},
+            "model": {"base": str(POLICY), "alias": "test-agent"},
+            "serving": {
+                "urls": [f"http://127.0.0.1:{port}"],
+                "port": port,
+                "max_loras": 4,
+                "max_lora_rank": 8,
+                "max_model_len": 512,
+                "cpu_kv_cache_gib": 1,
+                "extra_args": ["--dtype", "float32", "--max-num-seqs", "32"],
+                **serving,
+            },
+        },
+        "the tests' configuration",
+        state_dir,
+    )
+
+
+def start_server(config: Config, log: Path) -> subprocess.Popen[bytes]:
+    """Start what `flywheel serve` would become, in a process group of its own, and wait until it answers."""
+    arguments, environment = server.command(config)
+    server.alias_file(config).parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            arguments,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            if httpx.get(f"{config.serving.urls[0]}/health", timeout=5).status_code == 200:
+                return process
+        except httpx.TransportError:
+            pass
+        time.sleep(0.3)
+    stop_server(process)
+    pytest.fail(f"vLLM did not start:\n{log.read_text(errors='replace')[-4000:]}")
+
+
+def stop_server(process: subprocess.Popen[bytes]) -> None:
+    """End the process group, whether or not its leader still lives."""
+    for number, patience in ((signal.SIGTERM, 30), (signal.SIGKILL, 10)):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(patience)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait(10)
+
+
+@pytest.fixture(scope="session")
+def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    """One real vLLM server for the session (20 to 60 s to start, about 3 GB). Mark tests that use it `slow`."""
+    home = tmp_path_factory.mktemp("vllm")
+    config = serve_config(home / "state", free_port())
+    log = home / "vllm.log"
+    process = start_server(config, log)
+    try:
+        yield VllmServer(
+            url=config.serving.urls[0],
+            base_model=server.base_name(config.model.base),
+            base_path=POLICY,
+            alias=config.model.alias,
+            state_dir=config.state_dir,
+            config=config,
+            log=log,
+        )
+    finally:
+        stop_server(process)
