@@ -22,7 +22,7 @@ T = TypeVar("T")
 async def _look(config: Config, look: Callable[[Connection], T]) -> T:
     from flywheel.store.database import Store
 
-    store = await Store.copy(config.state_dir)
+    store = await Store.view(config.state_dir)
     try:
         return await store.read(look)
     finally:

@@ -68,7 +68,7 @@ async def _debug(config: Config) -> dict[str, Any]:
     from flywheel.store.database import Store
 
     rubric = load_rubric(config.filter.rubric)
-    store = await Store.copy(config.state_dir)
+    store = await Store.view(config.state_dir)
     try:
         spec = await store.read(debug_spec, config, rubric)
     finally:

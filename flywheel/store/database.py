@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.pool import StaticPool
 
 from flywheel.errors import StoreError
-from flywheel.store.migrations import migrate
+from flywheel.store.migrations import migrate, version_of
+from flywheel.store.schema import SCHEMA_VERSION
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -46,8 +48,30 @@ class Store:
                 "Set state.dir (or $FLYWHEEL_HOME) to a directory that you may write.",
             ) from error
         engine = create_async_engine(f"sqlite+aiosqlite:///{path}")
-        _prepare(engine, durable=True)
+        _prepare(engine, begin="BEGIN IMMEDIATE", settings=("journal_mode = WAL", "synchronous = FULL"))
         return await cls._ready(engine, str(path))
+
+    @classmethod
+    async def view(cls, state_dir: Path) -> Self:
+        """The state to look at, beside whoever works on it. Nothing is written, not even SQLite's side files."""
+        path = state_dir / "state.db"
+        if not path.exists():
+            return await cls.copy(state_dir)
+        engine = _engine(lambda: _read_only(path))
+        _prepare(engine, begin="BEGIN")
+        store = cls(engine, str(path))
+        try:
+            version = await store.read(version_of)
+            if version != SCHEMA_VERSION:
+                raise StoreError(
+                    f"look at the state database {path}",
+                    f"its schema is version {version}, not {SCHEMA_VERSION}",
+                    "Start `flywheel run --once` with the newest Flywheel: it brings the schema up to date.",
+                )
+        except BaseException:
+            await store.close()
+            raise
+        return store
 
     @classmethod
     async def copy(cls, state_dir: Path) -> Self:
@@ -57,16 +81,12 @@ class Store:
         def connect() -> sqlite3.Connection:
             memory = sqlite3.connect(":memory:", check_same_thread=False)
             if path.exists():
-                with _read_only(path) as source:
+                with contextlib.closing(_read_only(path)) as source:
                     source.backup(memory)
-                source.close()
             return memory
 
-        async def create() -> aiosqlite.Connection:
-            return await aiosqlite.Connection(connect, iter_chunk_size=64)
-
-        engine = create_async_engine("sqlite+aiosqlite://", async_creator=create, poolclass=StaticPool)
-        _prepare(engine, durable=False)
+        engine = _engine(connect)
+        _prepare(engine, begin="BEGIN IMMEDIATE")
         return await cls._ready(engine, f"{path} (a copy)")
 
     @classmethod
@@ -100,25 +120,29 @@ class Store:
 def _read_only(path: Path) -> sqlite3.Connection:
     # Without a -wal file nobody has the database open, and "immutable" keeps even SQLite's own side files away.
     immutable = "" if path.with_name(path.name + "-wal").exists() else "&immutable=1"
-    return sqlite3.connect(f"file:{quote(str(path))}?mode=ro{immutable}", uri=True)
+    return sqlite3.connect(f"file:{quote(str(path))}?mode=ro{immutable}", uri=True, check_same_thread=False)
 
 
-def _prepare(engine: AsyncEngine, *, durable: bool) -> None:
+def _engine(connect: Callable[[], sqlite3.Connection]) -> AsyncEngine:
+    async def create() -> aiosqlite.Connection:
+        return await aiosqlite.Connection(connect, iter_chunk_size=64)
+
+    return create_async_engine("sqlite+aiosqlite://", async_creator=create, poolclass=StaticPool)
+
+
+def _prepare(engine: AsyncEngine, *, begin: str, settings: tuple[str, ...] = ()) -> None:
     @event.listens_for(engine.sync_engine, "connect")
     def connected(connection: Any, _record: object) -> None:
         # The driver's own idea of when a transaction begins is switched off: every one begins as written below.
         connection.isolation_level = None
         cursor = connection.cursor()
-        cursor.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
-        cursor.execute("PRAGMA foreign_keys = ON")
-        if durable:
-            cursor.execute("PRAGMA journal_mode = WAL")
-            cursor.execute("PRAGMA synchronous = FULL")
+        for pragma in (f"busy_timeout = {BUSY_TIMEOUT_MS}", "foreign_keys = ON", *settings):
+            cursor.execute(f"PRAGMA {pragma}")
         cursor.close()
 
     @event.listens_for(engine.sync_engine, "begin")
     def began(connection: Connection) -> None:
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
+        connection.exec_driver_sql(begin)
 
 
 def _explain(name: str, error: DBAPIError) -> StoreError:

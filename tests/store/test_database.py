@@ -1,0 +1,105 @@
+"""Opening, copying and refusing state databases."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Connection
+
+from flywheel.errors import StoreError
+from flywheel.store import ledger
+from flywheel.store.database import Store
+from tests.samples import batch, reply
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+def record(conn: Connection, number: int) -> int:
+    source = ledger.source_id(conn, "/x.sqlite")
+    return ledger.record_batch(
+        conn, source, "/x.sqlite", batch(reply(number)), train_ratio=0.7, split_seed=42
+    ).new_tasks
+
+
+def count(conn: Connection) -> int:
+    return ledger.counts_of(conn, ledger.source_id(conn, "/x.sqlite")).tasks
+
+
+async def test_what_is_written_is_there_when_it_is_opened_again(tmp_path: Path) -> None:
+    store = await Store.open(tmp_path)
+    await store.write(record, 1)
+    await store.close()
+    store = await Store.open(tmp_path)
+    assert await store.read(count) == 1
+    await store.close()
+
+
+async def test_a_failed_transaction_leaves_nothing(store: Store) -> None:
+    def record_and_die(conn: Connection) -> None:
+        record(conn, 1)
+        raise RuntimeError("died")
+
+    with pytest.raises(RuntimeError):
+        await store.write(record_and_die)
+    assert await store.read(count) == 0
+
+
+async def test_a_newer_schema_is_refused_by_every_way_in(tmp_path: Path) -> None:
+    await (await Store.open(tmp_path)).close()
+    with sqlite3.connect(tmp_path / "state.db") as conn:
+        conn.execute("UPDATE meta SET value = '999' WHERE key = 'schema_version'")
+    conn.close()
+    for enter in (Store.open, Store.copy, Store.view):
+        with pytest.raises(StoreError, match="999"):
+            await enter(tmp_path)
+
+
+async def test_a_copy_and_a_view_write_nothing(tmp_path: Path) -> None:
+    store = await Store.open(tmp_path)
+    await store.write(record, 1)
+    await store.close()
+    before = files(tmp_path)
+    copy = await Store.copy(tmp_path)
+    assert await copy.write(record, 2) == 1
+    assert await copy.read(count) == 2
+    await copy.close()
+    view = await Store.view(tmp_path)
+    assert await view.read(count) == 1
+    with pytest.raises(StoreError, match="readonly"):
+        await view.write(record, 3)
+    await view.close()
+    assert files(tmp_path) == before
+
+
+async def test_a_view_sees_what_a_running_writer_has_committed(tmp_path: Path) -> None:
+    store = await Store.open(tmp_path)
+    await store.write(record, 1)
+    view = await Store.view(tmp_path)
+    assert await view.read(count) == 1
+    await store.write(record, 2)
+    assert await view.read(count) == 2
+    await view.close()
+    await store.close()
+
+
+async def test_a_view_of_no_state_is_empty_and_makes_none(tmp_path: Path) -> None:
+    view = await Store.view(tmp_path / "nothing")
+    assert await view.read(count) == 0
+    await view.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_file_that_is_no_database_is_named_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "state.db").write_bytes(b"this is not a database, really" * 100)
+    with pytest.raises(StoreError, match=r"state\.db.*not a database.*Move that file away"):
+        await Store.open(tmp_path)
+
+
+async def test_a_state_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match=r"state\.dir"):
+        await Store.open(tmp_path / "file" / "state")

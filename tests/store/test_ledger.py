@@ -1,0 +1,187 @@
+"""Every reply once, whatever comes twice; and a place for what cannot become a task."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sqlalchemy import Connection
+
+from flywheel.states import SkipReason, Split, TaskState
+from flywheel.store import audit, judging, ledger, rounds
+from flywheel.store.database import Store
+from flywheel.store.ledger import Recorded
+from flywheel.trace import Batch, DeadRow
+from tests.samples import accepted, batch, rejected, replies_on, reply, undecided
+
+
+def put(conn: Connection, path: str, what: Batch) -> Recorded:
+    return ledger.record_batch(conn, ledger.source_id(conn, path), path, what, train_ratio=0.7, split_seed=42)
+
+
+async def test_a_batch_that_comes_again_changes_nothing(store: Store) -> None:
+    what = batch(reply(1), reply(2), reply(3, skip=SkipReason.ERROR), dead=(DeadRow(9, "s9", "t9", "no JSON"),))
+    first = await store.write(put, "/a", what)
+    again = await store.write(put, "/a", what)
+    assert (first.new_tasks, first.new_replies, first.dead) == (2, 3, 1)
+    assert (again.new_tasks, again.new_replies, again.dead) == (0, 0, 0)
+    counts = await store.read(ledger.counts_of, 1)
+    assert (counts.replies, counts.tasks, dict(counts.skipped), counts.dead) == (4, 2, {"error": 1}, 1)
+
+
+async def test_the_same_reply_through_two_sources_is_one_task(store: Store) -> None:
+    await store.write(put, "/a", batch(reply(1)))
+    second = await store.write(put, "/copy-of-a", batch(reply(1)))
+    assert second.new_tasks == 0
+    books = await store.read(audit.balance)
+    assert books.balanced
+    assert books.task_states == {"pending": 1}
+
+
+async def test_an_agent_span_that_arrives_after_it_was_given_up_becomes_a_task(store: Store) -> None:
+    await store.write(put, "/a", batch(reply(1, skip=SkipReason.UNFINISHED, answer="")))
+    late = await store.write(put, "/a", batch(reply(1)))
+    assert late.new_tasks == 1
+    counts = await store.read(ledger.counts_of, 1)
+    assert (counts.tasks, dict(counts.skipped)) == (1, {})
+
+
+async def test_the_cursor_is_stored_with_the_replies(store: Store) -> None:
+    await store.write(put, "/a", batch(reply(1), rowid=77))
+    cursor = await store.read(ledger.cursor_of, 1)
+    assert (cursor.rowid, cursor.identity) == (77, "1:2")
+
+
+async def test_a_verdict_is_not_paid_for_twice(store: Store) -> None:
+    await store.write(put, "/a", batch(reply(1)))
+    [task] = await store.write(judging.claim, 10, "rubric", "judge")
+    assert task.stored is None
+    await store.write(judging.settle, task.id, rejected(), "rubric", "judge", 0.0)
+    assert await store.write(judging.claim, 10, "rubric", "judge") == []
+
+    def again(conn: Connection) -> None:
+        conn.exec_driver_sql("UPDATE tasks SET state = 'pending'")
+
+    await store.write(again)
+    [task] = await store.write(judging.claim, 10, "rubric", "judge")
+    assert task.stored is not None
+    assert task.stored.failed == ("correct",)
+    await store.write(judging.release, [task.id], "")
+    [task] = await store.write(judging.claim, 10, "another rubric", "judge")
+    assert task.stored is None
+
+
+async def test_undecided_is_retried_when_its_time_has_come_and_its_cost_is_kept(store: Store) -> None:
+    await store.write(put, "/a", batch(reply(1)))
+    [task] = await store.write(judging.claim, 1, "r", "j")
+    await store.write(judging.settle, task.id, undecided(), "r", "j", 3600.0)
+    assert await store.write(judging.claim, 1, "r", "j") == []
+
+    def due_now(conn: Connection) -> None:
+        conn.exec_driver_sql("UPDATE tasks SET retry_at = '2020-01-01T00:00:00+00:00'")
+
+    await store.write(due_now)
+    [task] = await store.write(judging.claim, 1, "r", "j")
+    await store.write(judging.settle, task.id, accepted(), "r", "j", 3600.0)
+
+    def calls(conn: Connection) -> list[tuple[str, int]]:
+        return [(row[0], row[1]) for row in conn.exec_driver_sql("SELECT outcome, calls FROM verdicts")]
+
+    assert await store.read(calls) == [("accepted", 5)]
+    assert (await store.read(audit.balance)).balanced
+
+
+def states(conn: Connection) -> dict[str, int]:
+    return {row[0]: row[1] for row in conn.exec_driver_sql("SELECT state, count(*) FROM tasks GROUP BY state")}
+
+
+async def test_the_audit_notices_what_is_wrong(store: Store) -> None:
+    await store.write(put, "/a", batch(*replies_on(Split.TRAIN, 3)))
+    assert (await store.read(audit.balance)).balanced
+    damages = {
+        "UPDATE tasks SET state = 'accepted' WHERE id = 1": "no verdict",
+        "UPDATE tasks SET state = 'reserved' WHERE id = 1": "no live round",
+        "UPDATE tasks SET state = 'consumed' WHERE id = 1": "no finished round",
+        "UPDATE tasks SET state = 'nonsense' WHERE id = 1": "unknown state",
+        "UPDATE replies SET task_id = NULL WHERE id = 1": "no task",
+        "UPDATE replies SET state = 'skipped' WHERE id = 1": "no reason",
+    }
+    for damage, complaint in damages.items():
+
+        def break_it(conn: Connection, damage: str = damage) -> audit.Balance:
+            conn.exec_driver_sql("SAVEPOINT before")
+            conn.exec_driver_sql(damage)
+            books = audit.balance(conn)
+            conn.exec_driver_sql("ROLLBACK TO before")
+            return books
+
+        books = await store.write(break_it)
+        assert not books.balanced
+        assert complaint in "; ".join(books.problems)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(["ingest", "again", "skip", "claim", "accept", "reject", "undecided", "release"]),
+                  st.integers(0, 5)),
+        max_size=25,
+    )
+)  # fmt: skip
+async def test_the_books_balance_after_any_sequence(steps: list[tuple[str, int]]) -> None:
+    store = await Store.copy(Path("/nonexistent"))
+    claimed: list[int] = []
+    try:
+        for action, number in steps:
+            if action == "ingest":
+                await store.write(put, "/a", batch(reply(number)))
+            elif action == "again":
+                await store.write(put, "/b", batch(reply(number)))
+            elif action == "skip":
+                await store.write(put, "/a", batch(reply(number, skip=SkipReason.UNFINISHED)))
+            elif action == "claim":
+                claimed += [task.id for task in await store.write(judging.claim, number + 1, "r", "j")]
+            elif claimed:
+                task = claimed.pop()
+                if action == "release":
+                    await store.write(judging.release, [task], "")
+                else:
+                    verdict = {"accept": accepted(), "reject": rejected(), "undecided": undecided()}[action]
+                    await store.write(judging.settle, task, verdict, "r", "j", 0.0)
+            books = await store.read(audit.balance)
+            assert books.balanced, books.problems
+            assert sum(books.ends.values()) == books.replies
+        assert len(claimed) == (await store.read(states)).get(TaskState.JUDGING, 0)
+    finally:
+        await store.close()
+
+
+async def test_a_round_takes_the_oldest_training_samples_and_never_a_held_out_one(store: Store) -> None:
+    train, held = replies_on(Split.TRAIN, 5), replies_on(Split.HELD_OUT, 3)
+    await store.write(put, "/a", batch(*train, *held))
+    for task in await store.write(judging.claim, 100, "r", "j"):
+        await store.write(judging.settle, task.id, accepted(), "r", "j", 0.0)
+    assert await store.read(judging.count_free) == 5
+    assert await store.read(judging.count_held_out) == 3
+
+    def plan(conn: Connection) -> tuple[str, list[int], list[int]]:
+        row = rounds.plan(
+            conn, Path("/rounds"), trigger="t", max_samples=4, max_held_out=2, seed=1, parent=None,
+            config_hash="c", rubric_hash="r",
+        )  # fmt: skip
+        return row.name, rounds.samples_of(conn, row.id, Split.TRAIN), rounds.samples_of(conn, row.id, Split.HELD_OUT)
+
+    name, trained, tested = await store.write(plan)
+    assert name == "r0001"
+    assert len(trained) == 4
+    assert len(tested) == 2
+    books = await store.read(audit.balance)
+    assert books.balanced
+    assert books.task_states == {"reserved": 4, "accepted": 4}
+
+    def sneak(conn: Connection) -> audit.Balance:
+        conn.exec_driver_sql("UPDATE round_samples SET split = 'train'")
+        return audit.balance(conn)
+
+    assert any("held-out" in problem for problem in (await store.write(sneak)).problems)
