@@ -1,0 +1,46 @@
+# Two commands do everything: `make demo` turns the wheel, `make test` proves that it turns.
+# Both install into .venv what is missing; `make install EXTRA=gpu` prepares a machine with a GPU.
+
+PYTHON ?= python3
+EXTRA ?= cpu
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
+LISTS := $(if $(filter cpu,$(EXTRA)),requirements/torch-cpu.txt) requirements/$(EXTRA).txt requirements/dev.txt
+READY := $(VENV)/installed-$(EXTRA)
+
+.PHONY: install demo test test-quick check clean
+
+install: $(READY)
+
+$(READY): $(LISTS) pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+ifeq ($(EXTRA),cpu)
+	@# pip's own configuration may know a CPU build of torch; where it does not, PyTorch's index has it.
+	$(PIP) -r requirements/torch-cpu.txt 2>$(VENV)/torch.log \
+	  || $(PIP) --index-url $(TORCH_INDEX) -r requirements/torch-cpu.txt \
+	  || { cat $(VENV)/torch.log; exit 1; }
+endif
+	$(PIP) -r requirements/$(EXTRA).txt
+	$(PIP) -r requirements/dev.txt
+	$(PIP) --no-build-isolation --editable .
+	touch $@
+
+demo: $(READY)
+	$(BIN)/python -m demo $(DEMO_ARGS)
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: check
+	$(BIN)/python -m pytest
+
+test-quick: $(READY)
+	$(BIN)/python -m pytest -m "not slow and not e2e and not gpu"
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info demo-run
