@@ -162,10 +162,9 @@ def _print_round(story: dict[str, Any]) -> None:
     if story["adapter"]:
         typer.echo(f"adapter: {story['adapter']['path']} (sha256 {story['adapter']['sha256'][:12]}…)")
     if comparison := story["comparison"]:
-        typer.echo(
-            f"held-out: {comparison['deployed_mean']:.3f} → {comparison['candidate_mean']:.3f} "
-            f"on {comparison['tasks']} tasks, gain {comparison['gain']:+.3f} ({comparison['lower']:+.3f} … {comparison['upper']:+.3f})"
-        )
+        means = f"{comparison['deployed_mean']:.3f} → {comparison['candidate_mean']:.3f}"
+        gain = f"{comparison['gain']:+.3f} ({comparison['lower']:+.3f} … {comparison['upper']:+.3f})"
+        typer.echo(f"held-out: {means} on {comparison['tasks']} tasks, gain {gain}")
     for entry in story["deployments"]:
         typer.echo(f"deployed as {entry['alias']}: {entry['state']} since {entry['activated_at'] or '–'}")
     typer.echo(f"made of {len(story['samples'])} samples from {len(story['conversations'])} conversations:")

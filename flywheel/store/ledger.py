@@ -48,7 +48,7 @@ def cursor_of(conn: Connection, source: int) -> Cursor:
     return Cursor(row.rowid_done, row.identity, row.fingerprint, row.generation)
 
 
-def note_source(conn: Connection, source: int, **values: Any) -> None:
+def note_source(conn: Connection, /, source: int, **values: Any) -> None:
     """Write what is known of a source besides its cursor: schema, error, longest read."""
     conn.execute(update(sources).where(sources.c.id == source).values(**values))
 

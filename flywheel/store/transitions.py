@@ -26,7 +26,7 @@ def utcnow() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def move(conn: Connection, row_id: int, old: StrEnum, new: StrEnum, why: str = "", **values: Any) -> bool:
+def move(conn: Connection, /, row_id: int, old: StrEnum, new: StrEnum, why: str = "", **values: Any) -> bool:
     """Set the state of one row from `old` to `new`, with other columns; False if it was not in `old`.
 
     Raises StoreError for a transition that the table of states does not allow: that is a defect, never a race.

@@ -1,0 +1,55 @@
+"""One instance at a time, and no trace of one that died."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flywheel.daemon.lock import InstanceLock, holder
+from flywheel.errors import LockedError
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from flywheel.daemon.lock import InstanceLock
+with InstanceLock(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> object:
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_a_second_instance_is_told_which_process_is_at_work(tmp_path: Path, other: subprocess.Popen[str]) -> None:
+    with pytest.raises(LockedError, match=str(other.pid)) as caught, InstanceLock(tmp_path):
+        pass
+    assert caught.value.exit_code == 75
+    assert holder(tmp_path) == other.pid
+
+
+def test_the_lock_of_a_killed_instance_is_free(tmp_path: Path, other: subprocess.Popen[str]) -> None:
+    os.kill(other.pid, signal.SIGKILL)
+    other.wait()
+    assert holder(tmp_path) is None
+    with InstanceLock(tmp_path):
+        assert holder(tmp_path) == os.getpid()
+    assert holder(tmp_path) is None
+
+
+def test_looking_makes_no_lock_file(tmp_path: Path) -> None:
+    assert holder(tmp_path) is None
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,65 @@
+"""Events of a source wake us; other files, and our own reading, do not."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from flywheel.daemon.watcher import Watcher
+
+SOON = 30.0
+
+
+@pytest.fixture
+async def watched(tmp_path: Path) -> AsyncIterator[tuple[Watcher, asyncio.Event, Path]]:
+    wake = asyncio.Event()
+    path = tmp_path / "studio" / "database.sqlite"
+    watcher = Watcher([path], wake)
+    watcher.start()
+    yield watcher, wake, path
+    watcher.stop()
+
+
+async def test_a_commit_wakes_in_a_directory_that_appeared_later(
+    watched: tuple[Watcher, asyncio.Event, Path],
+) -> None:
+    watcher, wake, path = watched
+    path.parent.mkdir()
+    watcher.refresh()
+    conn = sqlite3.connect(path)
+    conn.execute("CREATE TABLE t (x)")
+    conn.commit()
+    await asyncio.wait_for(wake.wait(), SOON)
+    wake.clear()
+    conn.execute("INSERT INTO t VALUES (1)")
+    conn.commit()
+    await asyncio.wait_for(wake.wait(), SOON)
+    conn.close()
+
+
+async def test_other_files_and_reading_do_not_wake(watched: tuple[Watcher, asyncio.Event, Path]) -> None:
+    watcher, wake, path = watched
+    path.parent.mkdir()
+    path.write_bytes(b"x")
+    watcher.refresh()
+    (path.parent / "other.txt").write_text("x")
+    path.read_bytes()
+    (path.parent / "other.txt").rename(path.parent / "another.txt")
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(wake.wait(), 0.5)
+    path.write_bytes(b"y")
+    await asyncio.wait_for(wake.wait(), SOON)
+
+
+async def test_replacing_the_file_wakes(watched: tuple[Watcher, asyncio.Event, Path]) -> None:
+    watcher, wake, path = watched
+    path.parent.mkdir()
+    path.write_bytes(b"old")
+    watcher.refresh()
+    (path.parent / "new").write_bytes(b"new")
+    (path.parent / "new").replace(path)
+    await asyncio.wait_for(wake.wait(), SOON)

@@ -1,0 +1,69 @@
+"""The worker as a process: adopted only if it is ours, stopped by its process id, heard even when it dies."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flywheel.daemon.worker_process import WorkerProcess, result_of
+from flywheel.errors import TrainError
+from flywheel.files import write_json
+from flywheel.round import RoundResult
+
+
+@pytest.fixture
+def impostor(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that looks like the worker of `tmp_path`: its command line has the same words."""
+    code = "import time; print('up', flush=True); time.sleep(600)"
+    command = [sys.executable, "-c", code, "flywheel.worker", str(tmp_path)]
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"up\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_a_reused_process_id_is_not_adopted(tmp_path: Path) -> None:
+    assert WorkerProcess.adopt(tmp_path, os.getpid()) is None
+    assert WorkerProcess.adopt(tmp_path, None) is None
+
+
+async def test_the_worker_of_an_earlier_daemon_is_adopted_and_stopped(
+    tmp_path: Path, impostor: subprocess.Popen[bytes]
+) -> None:
+    assert WorkerProcess.adopt(tmp_path / "another-round", impostor.pid) is None
+    worker = WorkerProcess.adopt(tmp_path, impostor.pid)
+    assert worker is not None
+    await worker.stop()
+    assert impostor.wait(30) != 0
+    assert WorkerProcess.adopt(tmp_path, impostor.pid) is None
+
+
+def test_the_workers_own_words_are_passed_on(tmp_path: Path) -> None:
+    write_json(
+        tmp_path / "error.json",
+        {"error": "no GPU has 40 GB free", "hint": "Use a smaller model.", "retryable": False},
+    )
+    with pytest.raises(TrainError, match=r"no GPU has 40 GB free\. Use a smaller model\.") as caught:
+        result_of(tmp_path)
+    assert not caught.value.retryable
+
+
+def test_a_worker_that_just_died_is_quoted_from_its_log(tmp_path: Path) -> None:
+    (tmp_path / "worker.log").write_text("starting\nKilled by the kernel\n\n")
+    with pytest.raises(TrainError, match="Killed by the kernel") as caught:
+        result_of(tmp_path)
+    assert caught.value.retryable
+
+
+def test_the_result_wins_over_everything(tmp_path: Path) -> None:
+    result = RoundResult(round_id="r0001", outcome="refused", reason="no spread")
+    write_json(tmp_path / "result.json", result.model_dump(mode="json"))
+    assert result_of(tmp_path) == result

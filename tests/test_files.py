@@ -1,0 +1,64 @@
+"""Files appear whole, and torn lines are cut."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flywheel.files import append_jsonl, cut_torn_line, json_line, tree_sha256, write_atomic
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3), max_leaves=8
+)
+
+
+@given(json_values)
+def test_a_line_is_one_line_of_utf8(value: object) -> None:
+    line = json_line(value)
+    assert line.endswith(b"\n")
+    assert line.count(b"\n") == 1
+    line.decode("utf-8")
+    assert json.loads(line) is not None or value is None
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"task_id"', b"x" * 200_000])
+@pytest.mark.parametrize("whole", [0, 1, 3])
+def test_only_the_torn_line_is_cut(tmp_path: Path, whole: int, torn: bytes) -> None:
+    path = tmp_path / "t.jsonl"
+    append_jsonl(path, [{"n": number} for number in range(whole)])
+    with path.open("ab") as file:
+        file.write(torn)
+    assert cut_torn_line(path) == len(torn)
+    assert [json.loads(line)["n"] for line in path.read_bytes().splitlines()] == list(range(whole))
+    assert cut_torn_line(path) == 0
+
+
+def test_an_atomic_write_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    write_atomic(tmp_path / "a", b"one")
+    write_atomic(tmp_path / "a", b"two")
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+    assert (tmp_path / "a").read_bytes() == b"two"
+
+
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
+    write_atomic(tmp_path / "a", b"one")
+    with pytest.raises(TypeError):
+        write_atomic(tmp_path / "a", "text")  # type: ignore[arg-type]
+    assert (tmp_path / "a").read_bytes() == b"one"
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_the_tree_hash_sees_content_names_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "a").write_text("1")
+    first = tree_sha256(tmp_path)
+    assert tree_sha256(tmp_path) == first
+    (tmp_path / "x" / "a").write_text("2")
+    assert tree_sha256(tmp_path) != first
+    (tmp_path / "x" / "a").write_text("1")
+    (tmp_path / "x" / "a").rename(tmp_path / "x" / "b")
+    assert tree_sha256(tmp_path) != first
