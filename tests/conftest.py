@@ -25,8 +25,8 @@ START_SECONDS = 300
 class VllmServer:
     """A running `flywheel serve`: real vLLM with LoRA and the alias middleware, serving the demo's policy.
 
-    Tests share it: give adapters names of your own, use your own alias (any `PUT /flywheel/alias` makes one), or leave
-    `alias` as you found it.
+    Tests share it: give adapters names of your own, and use your own alias (any `PUT /flywheel/alias` makes one)
+    or leave `alias` as you found it.
     """
 
     url: str

@@ -50,14 +50,14 @@ def rewrite_model(body: bytes, resolve: Callable[[str], str | None]) -> bytes:
     UTF-8 is returned as it is; refusing it is the server's business.
     """
     try:
-        text = body.decode("utf-8")
+        text = body.decode("utf-8", "surrogatepass")
         found = [(start, end, resolve(model)) for start, end, model in _model_spans(text)]
     except (UnicodeDecodeError, JSONDecodeError, IndexError, RecursionError):
         return body
     for start, end, target in reversed(found):
         if target is not None:
             text = text[:start] + json.dumps(target) + text[end:]
-    return text.encode("utf-8")
+    return text.encode("utf-8", "surrogatepass")
 
 
 def _model_spans(text: str) -> Iterable[tuple[int, int, str]]:

@@ -1,0 +1,246 @@
+"""One replica as a client sees it: vLLM's administrative calls and the alias, each failure named with its remedy."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, Self
+
+import httpx
+
+from flywheel.errors import ServeError
+from flywheel.serving.middleware import ADMIN_PATH, OWNER
+
+CONNECT_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """What an alias stands for on one replica: a model's name, and its directory unless it is the base model."""
+
+    target: str
+    path: str | None
+    base_model: str
+
+
+class Replica:
+    """A vLLM server with the alias middleware. Every method raises ServeError."""
+
+    def __init__(self, url: str, api_key: str | None = None, *, timeout_seconds: float = 120.0) -> None:
+        self.url = url.rstrip("/")
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        timeout = httpx.Timeout(timeout_seconds, connect=CONNECT_SECONDS)
+        # A proxy that the environment names for the internet is not asked for one's own servers.
+        self._http = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=timeout, trust_env=False)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def ready(self) -> bool:
+        """Whether the server answers and its engine lives."""
+        try:
+            return (await self._http.get("/health")).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    async def models(self) -> dict[str, str]:
+        """The models that are loaded, name → where from; aliases are not among them."""
+        attempted = f"list the models of {self.url}"
+        listing = self._json(await self._call("GET", "/v1/models", attempted), attempted)
+        cards = listing.get("data")
+        if not isinstance(cards, list):
+            raise self._not_vllm(attempted)
+        return {card["id"]: card.get("root") or "" for card in cards if card.get("owned_by") != OWNER}
+
+    async def load(self, name: str, path: str) -> bool:
+        """Load the adapter in directory `path` as `name`; False when it was already there from the same path.
+
+        A name is never loaded again in place: vLLM would read it from disk on every request from then on.
+        """
+        attempted = f"load adapter {name} on {self.url}"
+        if await self._loaded(name, path, attempted):
+            return False
+        response = await self._call(
+            "POST", "/v1/load_lora_adapter", attempted, {"lora_name": name, "lora_path": path}
+        )
+        if response.status_code == 200:
+            return True
+        # Another client may have loaded it since it was looked for.
+        if response.status_code == 400 and await self._loaded(name, path, attempted):
+            return False
+        raise _load_error(attempted, response, path)
+
+    async def unload(self, name: str) -> bool:
+        """Take the name from the server; requests under way with it end well. False when it was not there."""
+        attempted = f"unload adapter {name} on {self.url}"
+        response = await self._call("POST", "/v1/unload_lora_adapter", attempted, {"lora_name": name})
+        if response.status_code == 404 and name not in await self.models():
+            return False
+        if response.status_code != 200:
+            raise _refused(attempted, response)
+        return True
+
+    async def alias(self, alias: str) -> Alias:
+        """What `alias` stands for; an alias that was never set stands for the base model."""
+        attempted = f"ask {self.url} what {alias} stands for"
+        answer = self._json(await self._call("GET", ADMIN_PATH, attempted), attempted)
+        try:
+            base = str(answer["base_model"])
+            target = answer["aliases"].get(alias, base)
+            return Alias(target, answer["paths"].get(target), base)
+        except (KeyError, TypeError, AttributeError):
+            raise _no_middleware(attempted) from None
+
+    async def flip(self, alias: str, target: str, expected: str, path: str | None = None) -> None:
+        """Let `alias` stand for `target`, if it stands for `expected` now; every later request gets it."""
+        attempted = f"point {alias} at {target} on {self.url}"
+        wanted = {"alias": alias, "target": target, "expected": expected, "path": path}
+        response = await self._call("PUT", ADMIN_PATH, attempted, wanted)
+        if response.status_code == 404:
+            raise _no_middleware(attempted)
+        if response.status_code == 409:
+            raise ServeError(
+                attempted,
+                f"{_message(response)}, not {expected}: something else has changed it",
+                "See that only one Flywheel looks after this server.",
+                retryable=True,
+            )
+        if response.status_code != 200:
+            raise _refused(attempted, response)
+
+    async def logprobs(self, model: str, prompt_token_ids: list[int], token_ids: list[int]) -> list[float]:
+        """The log-probability, in nats, of each of `token_ids` as continuation of the prompt under `model`."""
+        attempted = f"measure {model} on {self.url}"
+        ids = prompt_token_ids + token_ids
+        request = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+        response = await self._call("POST", "/v1/completions", attempted, request)
+        if response.status_code != 200:
+            raise _refused(attempted, response)
+        answer = self._json(response, attempted)
+        try:
+            if answer["model"] != model:
+                raise ServeError(
+                    attempted, f"{answer['model']} answered", "Restart the server with `flywheel serve`."
+                )
+            positions = answer["choices"][0]["prompt_logprobs"]
+            start = len(prompt_token_ids)
+            return [float(positions[start + i][str(token)]["logprob"]) for i, token in enumerate(token_ids)]
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise self._not_vllm(attempted) from None
+
+    async def _loaded(self, name: str, path: str, attempted: str) -> bool:
+        root = (await self.models()).get(name)
+        if root is not None and root != path:
+            raise ServeError(
+                attempted,
+                f"that name is taken by another adapter, from {root}",
+                "Restart the server with `flywheel serve`: a name must never change its weights.",
+            )
+        return root is not None
+
+    async def _call(self, method: str, path: str, attempted: str, content: Any = None) -> httpx.Response:
+        try:
+            response = await self._http.request(method, path, json=content)
+        except httpx.TimeoutException as error:
+            raise ServeError(
+                attempted,
+                f"no answer within its time ({type(error).__name__})",
+                "See whether the server is overloaded, or raise serving.load_timeout_seconds.",
+                retryable=True,
+            ) from error
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            raise ServeError(
+                attempted,
+                f"it cannot be reached ({error or type(error).__name__})",
+                "Start it with `flywheel serve`, or correct serving.urls.",
+                retryable=True,
+            ) from error
+        if response.status_code in (401, 403):
+            raise ServeError(
+                attempted,
+                "it refuses the key",
+                "Name the environment variable with the server's key in serving.api_key_env.",
+            )
+        if response.status_code in (502, 503, 504):
+            raise ServeError(
+                attempted,
+                f"it is not ready (HTTP {response.status_code})",
+                "Look at the server's log; restart it if its engine has died.",
+                retryable=True,
+            )
+        return response
+
+    def _json(self, response: httpx.Response, attempted: str) -> dict[str, Any]:
+        if response.status_code == 404 and ADMIN_PATH in str(response.url):
+            raise _no_middleware(attempted)
+        if response.status_code != 200:
+            raise _refused(attempted, response)
+        try:
+            answer = response.json()
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            raise self._not_vllm(attempted) from None
+        if not isinstance(answer, dict):
+            raise self._not_vllm(attempted)
+        return answer
+
+    def _not_vllm(self, attempted: str) -> ServeError:
+        return ServeError(
+            attempted, "its answer is not what vLLM answers", f"See whether {self.url} is the inference server."
+        )
+
+
+def _load_error(attempted: str, response: httpx.Response, path: str) -> ServeError:
+    message = _message(response)
+    if response.status_code in (404, 405) and "adapter" not in message:
+        return ServeError(
+            attempted,
+            "it does not load adapters at run time",
+            "Start it with `flywheel serve`, or with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True.",
+        )
+    if response.status_code == 404:
+        return ServeError(
+            attempted,
+            f"the server finds no adapter in {path}",
+            "The directory must exist on the server's own disk, under the same path.",
+        )
+    # vLLM: "LoRA rank 64 is greater than max_lora_rank 16."
+    if rank := re.search(r"rank (\d+) is greater than max_lora_rank (\d+)", message):
+        wanted, most = rank.groups()
+        return ServeError(
+            attempted,
+            f"rank {wanted} > max_lora_rank {most}",
+            f"Restart the server with serving.max_lora_rank {wanted}, or train with a smaller training.lora.r.",
+        )
+    if "not enabled" in message:
+        return ServeError(attempted, "LoRA is not enabled on it", "Start it with `flywheel serve`.")
+    return _refused(attempted, response)
+
+
+def _no_middleware(attempted: str) -> ServeError:
+    return ServeError(
+        attempted,
+        "it has no alias middleware",
+        "Start it with `flywheel serve`, or with --middleware flywheel.serving.middleware.AliasMiddleware.",
+    )
+
+
+def _refused(attempted: str, response: httpx.Response) -> ServeError:
+    why = f"it answers HTTP {response.status_code}: {_message(response)}"
+    return ServeError(attempted, why, "Look at the server's log.", retryable=response.status_code >= 500)
+
+
+def _message(response: httpx.Response) -> str:
+    """The server's own words, in one line."""
+    try:
+        error = response.json()["error"]
+        text = error["message"] if isinstance(error, dict) else error
+    except (ValueError, KeyError, TypeError):
+        text = response.text
+    return " ".join(str(text).split())[:500] or "no explanation"

@@ -1,0 +1,292 @@
+"""The alias middleware behind a real HTTP server: what it rewrites, what it leaves, and that no request is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flywheel.serving.middleware import rewrite_model
+from tests.serving.fake_vllm import BASE, FakeVllm, replica, running, with_middleware
+
+ALIASES = {"agent": "agent@r0007", "代理/a": "代理/a@r0001", "same": "same"}
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.sampled_from([*ALIASES]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text() | st.just("model"), inner, max_size=4),
+    max_leaves=20,
+)
+layouts = st.fixed_dictionaries(
+    {
+        "ensure_ascii": st.booleans(),
+        "indent": st.none() | st.integers(0, 3),
+        "separators": st.sampled_from([None, (",", ":"), (" , ", " : ")]),
+    }
+)
+
+
+@given(st.dictionaries(st.text() | st.sampled_from(["model", "messages"]), values), layouts)
+def test_only_the_top_level_model_changes(document: dict[str, object], layout: dict[str, object]) -> None:
+    text = json.dumps(document, **layout)  # type: ignore[arg-type]
+    body = text.encode("utf-8", "surrogatepass")
+    rewritten = rewrite_model(body, ALIASES.get)
+    model = document.get("model")
+    if isinstance(model, str) and model in ALIASES:
+        assert json.loads(rewritten) == {**document, "model": ALIASES[model]}
+        kept = len(json.dumps(model, **layout).encode())  # type: ignore[arg-type]
+        assert len(rewritten) - len(json.dumps(ALIASES[model])) == len(body) - kept
+    else:
+        assert rewritten == body
+
+
+@given(st.binary() | st.text().map(str.encode) | values.map(json.dumps).map(str.encode))
+def test_what_is_no_json_object_is_left_to_the_server(body: bytes) -> None:
+    rewritten = rewrite_model(body, ALIASES.get)
+    try:
+        document = json.loads(body)
+    except (ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict):
+        assert rewritten == body
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (
+            b'{"messages": [{"model": "agent"}], "model": "agent"}',
+            b'{"messages": [{"model": "agent"}], "model": "X"}',
+        ),
+        (b'{"model": "agent", "a": 1e400, "b": 1.10}', b'{"model": "X", "a": 1e400, "b": 1.10}'),
+        (b'{"model": "\\u0061gent"}', b'{"model": "X"}'),
+        (b'{"model": "agent", "model": "agent"}', b'{"model": "X", "model": "X"}'),
+        (b'\n { "model"\t: "agent" } ', b'\n { "model"\t: "X" } '),
+        (b'{"model": ["agent"]}', b'{"model": ["agent"]}'),
+        (b'{"model": "agent"', b'{"model": "agent"'),
+        (b'{"text": "\\ud800", "model": "agent"}', b'{"text": "\\ud800", "model": "X"}'),
+        (b'{"text": "\xed\xa0\x80", "model": "agent"}', b'{"text": "\xed\xa0\x80", "model": "X"}'),
+        (b"[" * 100_000, b"[" * 100_000),
+        (b'{"model": "agent", "a": ' + b"[" * 100_000, b'{"model": "agent", "a": ' + b"[" * 100_000),
+        (b"", b""),
+    ],
+)
+def test_bytes_around_the_model_are_kept(body: bytes, expected: bytes) -> None:
+    assert rewrite_model(body, {"agent": "X"}.get) == expected
+
+
+@pytest.fixture
+def app() -> FakeVllm:
+    return FakeVllm()
+
+
+@pytest.fixture
+def url(app: FakeVllm) -> Iterator[str]:
+    with replica(app) as url:
+        yield url
+
+
+def flip(url: str, target: str, **more: str) -> httpx.Response:
+    return httpx.put(f"{url}/flywheel/alias", json={"alias": "agent", "target": target, **more})
+
+
+def test_an_alias_without_a_target_is_the_base_model(url: str) -> None:
+    answer = httpx.post(f"{url}/v1/chat/completions", json={"model": "agent", "messages": []})
+    assert answer.json() == {"model": BASE}
+    shown = httpx.get(f"{url}/flywheel/alias").json()
+    assert shown == {"aliases": {"agent": BASE}, "paths": {}, "base_model": BASE}
+
+
+def test_other_models_are_not_touched(url: str) -> None:
+    assert httpx.post(f"{url}/v1/chat/completions", json={"model": "agent2"}).status_code == 404
+    assert httpx.post(f"{url}/v1/chat/completions", json={"model": BASE}).json() == {"model": BASE}
+
+
+def test_a_big_chunked_body_arrives_whole(app: FakeVllm, url: str) -> None:
+    text = "ü" * 2_000_000
+    body = json.dumps({"messages": text, "model": "agent"}, ensure_ascii=False).encode()
+    pieces = (body[i : i + 65_537] for i in range(0, len(body), 65_537))
+    answer = httpx.post(f"{url}/v1/echo", content=pieces, headers={"content-type": "application/json; charset=utf-8"})
+    assert answer.status_code == 200
+    assert json.loads(app.bodies[0]) == {"messages": text, "model": BASE}
+    seen = answer.json()
+    assert seen["content_length"] == seen["length"] == len(app.bodies[0])
+    assert "transfer-encoding" not in seen["headers"]
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "multipart/form-data; boundary=x", ""])
+def test_other_content_is_not_touched(app: FakeVllm, url: str, kind: str) -> None:
+    body = b'{"model": "agent"}'
+    httpx.post(f"{url}/v1/echo", content=body, headers={"content-type": kind} if kind else {})
+    assert app.bodies == [body]
+
+
+def test_a_streamed_answer_is_passed_on_as_it_comes(app: FakeVllm, url: str) -> None:
+    with httpx.stream("POST", f"{url}/v1/stream", json={"model": "agent"}) as answer:
+        lines = answer.iter_lines()
+        assert next(lines) == BASE
+        # The version changes while the answer is under way; the request keeps its own.
+        assert flip(url, "agent@r0001").status_code == 200
+        app.proceed.set()
+        assert list(lines) == [BASE]
+
+
+def test_the_server_learns_that_a_client_left(app: FakeVllm, url: str) -> None:
+    with httpx.stream("POST", f"{url}/v1/stream", json={"model": "agent"}) as answer:
+        assert next(answer.iter_lines()) == BASE
+    assert app.disconnected.wait(20)
+
+
+def test_a_client_that_leaves_within_its_request_costs_nothing(app: FakeVllm, url: str) -> None:
+    place = urlsplit(url)
+    connection = http.client.HTTPConnection(place.hostname or "", place.port)
+    connection.putrequest("POST", "/v1/echo")
+    connection.putheader("content-type", "application/json")
+    connection.putheader("content-length", "1000")
+    connection.endheaders(b'{"model": ')
+    connection.close()
+    assert httpx.post(f"{url}/v1/chat/completions", json={"model": "agent"}).json() == {"model": BASE}
+    assert app.bodies == []
+
+
+def test_the_list_of_models_names_the_alias(app: FakeVllm, url: str) -> None:
+    app.loaded["agent@r0001"] = "/adapters/r0001"
+    flip(url, "agent@r0001")
+    cards = httpx.get(f"{url}/v1/models").json()["data"]
+    assert [card["id"] for card in cards] == [BASE, "agent@r0001", "agent"]
+    assert cards[-1]["root"] == "agent@r0001"
+
+
+def test_compare_and_set(url: str) -> None:
+    assert flip(url, "agent@r0001", expected=BASE).json()["previous"] == BASE
+    refused = flip(url, "agent@r0002", expected=BASE)
+    assert refused.status_code == 409
+    assert refused.json()["target"] == "agent@r0001"
+    assert flip(url, "agent@r0002", expected="agent@r0001").status_code == 200
+    assert httpx.get(f"{url}/flywheel/alias").json()["aliases"] == {"agent": "agent@r0002"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b"\xff",
+        b'{"alias": "agent"}',
+        b'{"alias": "agent", "target": 7}',
+        b'{"alias": "", "target": "x"}',
+        b'{"alias": "agent", "target": "agent"}',
+        b'{"alias": "tiny", "target": "agent@r0001"}',
+        b'{"alias": "agent", "target": "x", "expected": 1}',
+        b'{"alias": "agent", "target": "' + b"x" * 100_000 + b'"}',
+    ],
+)
+def test_a_wrong_admin_request_changes_nothing(url: str, body: bytes) -> None:
+    refused = httpx.put(f"{url}/flywheel/alias", content=body)
+    assert refused.status_code == 400
+    assert "error" in refused.json()
+    assert httpx.get(f"{url}/flywheel/alias").json()["aliases"] == {"agent": BASE}
+    assert httpx.delete(f"{url}/flywheel/alias").status_code == 405
+
+
+def test_the_key_guards_the_alias() -> None:
+    app = FakeVllm()
+    with running(with_middleware(app, VLLM_API_KEY="s3cret")) as url:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic s3cret"}):
+            assert httpx.get(f"{url}/flywheel/alias", headers=headers).status_code == 401
+            content = {"alias": "agent", "target": "agent@r0001"}
+            assert httpx.put(f"{url}/flywheel/alias", json=content, headers=headers).status_code == 401
+            # The server itself refuses these: they reach it as they are.
+            httpx.post(f"{url}/v1/echo", json={"model": "agent"}, headers=headers)
+            assert json.loads(app.bodies[-1]) == {"model": "agent"}
+        right = {"authorization": "bearer s3cret"}
+        assert httpx.get(f"{url}/flywheel/alias", headers=right).json()["aliases"] == {"agent": BASE}
+        httpx.post(f"{url}/v1/echo", json={"model": "agent"}, headers=right)
+        assert json.loads(app.bodies[-1]) == {"model": BASE}
+
+
+def test_a_restart_answers_with_the_same_version(tmp_path: Path) -> None:
+    file = tmp_path / "aliases.json"
+    settings = {"FLYWHEEL_ALIAS_FILE": str(file)}
+    with running(with_middleware(FakeVllm(), **settings)) as url:
+        flip(url, "agent@r0003", path="/adapters/r0003")
+    assert json.loads(file.read_text()) == {"agent": {"target": "agent@r0003", "path": "/adapters/r0003"}}
+    with running(with_middleware(FakeVllm(), FLYWHEEL_LOADED_ADAPTERS='["agent@r0003"]', **settings)) as url:
+        shown = httpx.get(f"{url}/flywheel/alias").json()
+        assert shown["aliases"] == {"agent": "agent@r0003"}
+        assert shown["paths"] == {"agent@r0003": "/adapters/r0003"}
+    # Not loaded at the start: a request for it would fail, so the base model answers until it is brought back.
+    with running(with_middleware(FakeVllm(), **settings)) as url:
+        assert httpx.get(f"{url}/flywheel/alias").json()["aliases"] == {"agent": BASE}
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"agent": 1}', b'{"agent": {}}', b"\xff"])
+def test_a_damaged_alias_file_is_survived(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "aliases.json"
+    file.write_bytes(content)
+    with running(with_middleware(FakeVllm(), FLYWHEEL_ALIAS_FILE=str(file))) as url:
+        assert httpx.get(f"{url}/flywheel/alias").json()["aliases"] == {"agent": BASE}
+        assert str(file) in caplog.text
+        assert flip(url, "agent@r0001").status_code == 200
+    assert json.loads(file.read_text())["agent"]["target"] == "agent@r0001"
+
+
+def test_a_change_that_cannot_be_kept_does_not_happen(tmp_path: Path) -> None:
+    with running(with_middleware(FakeVllm(), FLYWHEEL_ALIAS_FILE=str(tmp_path / "gone" / "a.json"))) as url:
+        assert flip(url, "agent@r0001").status_code == 500
+        assert httpx.get(f"{url}/flywheel/alias").json()["aliases"] == {"agent": BASE}
+
+
+async def test_flips_under_load_lose_and_mix_nothing(app: FakeVllm, url: str) -> None:
+    """Each request is answered by a version that was current at some moment between its start and its end."""
+    versions = [BASE, *(f"agent@r{i:04}" for i in range(1, 31))]
+    app.loaded = dict.fromkeys(versions[1:], "/adapters")
+    app.answer_seconds = 0.01
+    begun, ended = 0, 0  # flips
+    stop = asyncio.Event()
+    answered = 0
+    wrong: list[str] = []
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        nonlocal answered
+        while not stop.is_set():
+            oldest = ended
+            answer = await client.post("/v1/chat/completions", json={"messages": [], "model": "agent"})
+            version = versions.index(answer.json().get("model", "")) if answer.status_code == 200 else -1
+            if not oldest <= version <= begun:
+                wrong.append(f"{answer.status_code} {answer.text}: not in {oldest}..{begun}")
+            answered += 1
+
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        asking = [asyncio.create_task(ask(client)) for _ in range(16)]
+        for old, new in itertools.pairwise(versions):
+            await asyncio.sleep(0.03)
+            begun += 1
+            change = {"alias": "agent", "target": new, "expected": old}
+            assert (await client.put("/flywheel/alias", json=change)).status_code == 200
+            ended += 1
+        stop.set()
+        await asyncio.gather(*asking)
+    assert wrong == []
+    assert answered >= 30
+
+
+def test_it_imports_nothing_beyond_the_standard_library() -> None:
+    code = (
+        "import sys; before = set(sys.modules); import flywheel.serving.middleware\n"
+        "tops = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
+        "print(sorted(tops - set(sys.stdlib_module_names) - {'flywheel'}))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert run.stdout.strip() == "[]"
