@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
+from apscheduler.triggers.cron import CronTrigger
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from flywheel import content
@@ -20,6 +21,11 @@ from flywheel.errors import ConfigError
 
 def _expand(path: Path) -> Path:
     return path.expanduser()
+
+
+def _crontab(text: str) -> str:
+    CronTrigger.from_crontab(text, timezone="UTC")
+    return text
 
 
 UserPath = Annotated[Path, AfterValidator(_expand)]
@@ -97,7 +103,7 @@ class TriggerSettings(Section):
     """A round starts when this many accepted samples are free."""
     max_samples: int = Field(default=2048, gt=0)
     """A round takes this many samples at most, the oldest first."""
-    cron: str | None = None
+    cron: Annotated[str, AfterValidator(_crontab)] | None = None
     """A window (crontab, UTC) in which a round also starts, with at least `cron_min_samples`."""
     cron_min_samples: int = Field(default=8, gt=0)
     """Fewer samples than this never start a round."""

@@ -1,0 +1,62 @@
+"""Writes docs/configuration.md from the settings' own docstrings: `python -m scripts.configuration_page`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from flywheel.config import Config
+
+PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
+
+HEAD = """# Configuration
+
+One YAML file, given with `-c`, by `$FLYWHEEL_CONFIG`, or as `flywheel.yaml` in the current directory. Every key has a
+default; an unknown one is an error that names its path. `~` expands, relative paths are relative to the file, and
+secrets are never in it: it names the environment variables that hold them.
+
+This page is generated from the settings themselves (`python -m scripts.configuration_page`); a test compares the two.
+"""
+
+
+def page() -> str:
+    return "\n".join([HEAD, *_sections(Config, "")])
+
+
+def _sections(model: type[BaseModel], prefix: str) -> list[str]:
+    lines: list[str] = []
+    for name, field in model.model_fields.items():
+        inner = _inner(field.annotation)
+        if inner is None:
+            continue
+        key = f"{prefix}{name}"
+        listed = getattr(field.annotation, "__origin__", None) is list
+        lines += [f"## `{key}`{' (a list)' if listed else ''}", "", "| key | default | meaning |", "|---|---|---|"]
+        for child, info in inner.model_fields.items():
+            if _inner(info.annotation) is None:
+                text = " ".join((info.description or "").split()).replace("|", "\\|")
+                lines.append(f"| `{child}` | {_default(info)} | {text} |")
+        lines += ["", *_sections(inner, f"{key}.")]
+    return lines
+
+
+def _inner(annotation: Any) -> type[BaseModel] | None:
+    for candidate in (annotation, *getattr(annotation, "__args__", ())):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def _default(info: Any) -> str:
+    if info.default_factory is not None or info.default is None:
+        return "–"
+    value = info.default
+    if isinstance(value, Path):
+        return f"`{value}`"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,90 @@
+"""Settings: strict, with errors that name the key and what was meant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flywheel import content
+from flywheel.config import Config, default_state_dir, load, parse
+from flywheel.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("raw", "complaint"),
+    [
+        ({"judge": {"max_threads": 3}}, r"unknown key `judge\.max_threads` \(did you mean `max_thread`\?\)"),
+        ({"sources": [{"pth": "x"}]}, r"unknown key `sources\.0\.pth` \(did you mean `path`\?\)"),
+        ({"training": {"lora": {"rank": 3}}}, r"unknown key `training\.lora\.rank`"),
+        ({"judgement": {}}, r"unknown key `judgement` \(did you mean `judge`\?\)"),
+        ({"trigger": {"min_samples": "many"}}, r"`trigger\.min_samples`: .*integer"),
+        ({"training": {"micro_batch_size": 7}}, r"`training`: micro_batch_size 7 does not divide"),
+        ({"training": {"lora": {"r": 7}}}, r"`training\.lora\.r`"),
+        ({"gate": {"confidence": 2}}, r"`gate\.confidence`"),
+        ({"trigger": {"cron": "not a cron"}}, r"`trigger\.cron`"),
+        ([1], "its root is a list"),
+    ],
+)
+def test_what_is_wrong_is_named(raw: Any, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        parse(raw, "c.yaml", Path())
+    assert caught.value.exit_code == 78
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [(b"a: [", "not YAML"), (b"\xff\xfe\xff", "not UTF-8"), (b"- a", "root is a list")],
+)
+def test_what_cannot_be_read_is_named(tmp_path: Path, text: bytes, complaint: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_bytes(text)
+    with pytest.raises(ConfigError, match=complaint):
+        load(path)
+
+
+def test_a_missing_file_and_a_directory(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no such file.*flywheel init"):
+        load(tmp_path / "c.yaml")
+    with pytest.raises(ConfigError, match="directory"):
+        load(tmp_path)
+
+
+def test_paths_are_relative_to_the_file_and_tilde_expands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    (tmp_path / "c.yaml").write_text(
+        "sources: [{path: db/a.sqlite}, {path: ~/b.sqlite}]\n"
+        "filter: {rubric: r.yaml}\nstate: {dir: state}\nmodel: {base: ./policy}\n"
+    )
+    config = load(tmp_path / "c.yaml")
+    assert [source.path for source in config.sources] == [tmp_path / "db/a.sqlite", Path("/home/somebody/b.sqlite")]
+    assert config.filter.rubric == tmp_path / "r.yaml"
+    assert config.state_dir == tmp_path / "state"
+    assert config.model.base == str(tmp_path / "policy")
+    assert config.task_file == tmp_path / "state" / "tasks.jsonl"
+
+
+def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("")
+    config = load(tmp_path / "c.yaml")
+    assert config.filter.rubric.exists()
+    assert config.model.base == Config().model.base
+
+
+def test_the_state_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLYWHEEL_HOME", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", "/xdg")
+    assert default_state_dir() == Path("/xdg/flywheel")
+    monkeypatch.setenv("FLYWHEEL_HOME", "/fly")
+    assert default_state_dir() == Path("/fly")
+
+
+def test_settings_survive_the_way_to_the_worker(tmp_path: Path) -> None:
+    config = parse({"judge": {"model": "j"}, "model": {"base": "/m"}}, "c", tmp_path)
+    assert Config.model_validate(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize("path", sorted((content.folder() / "configs").glob("*.yaml")), ids=lambda p: p.name)
+def test_every_shipped_configuration_loads(path: Path) -> None:
+    load(path)
