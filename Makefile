@@ -5,7 +5,8 @@ PYTHON ?= python3
 EXTRA ?= cpu
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+PIP := $(INSTALL) --no-deps
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 LISTS := $(if $(filter cpu,$(EXTRA)),requirements/torch-cpu.txt) requirements/$(EXTRA).txt requirements/dev.txt
 READY := $(VENV)/installed-$(EXTRA)
@@ -23,7 +24,7 @@ ifeq ($(EXTRA),cpu)
 	  || $(PIP) --index-url $(TORCH_INDEX) -r requirements/torch-cpu.txt \
 	  || { cat $(VENV)/torch.log; exit 1; }
 endif
-	$(PIP) -r requirements/$(EXTRA).txt
+	$(if $(filter cpu,$(EXTRA)),$(PIP),$(INSTALL)) -r requirements/$(EXTRA).txt
 	$(PIP) -r requirements/dev.txt
 	$(PIP) --no-build-isolation --editable .
 	touch $@

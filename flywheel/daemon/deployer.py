@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
+from typing import Any
 
 from flywheel.config import Config
+from flywheel.daemon.lock import swap_lock
 from flywheel.errors import FlywheelError, ServeError
 from flywheel.files import tree_sha256
 from flywheel.round import Probe
 from flywheel.serving.client import Replica
-from flywheel.serving.swap import SwapReport, reconcile, swap
+from flywheel.serving.swap import SwapReport, reconcile, retire, rollback, swap
 from flywheel.states import AdapterState, DeploymentState
 from flywheel.store import deployments, rounds
 from flywheel.store.database import Store
 from flywheel.store.transitions import move
+
+WAIT_SECONDS = 120.0
+"""How long a swap waits for another one to end."""
 
 log = logging.getLogger(__name__)
 
@@ -29,34 +36,45 @@ class Deployer:
         self._config = config
         self._alias = config.model.alias
 
-    def _replicas(self) -> list[Replica]:
+    @contextlib.asynccontextmanager
+    async def _replicas(self, wait_seconds: float) -> AsyncIterator[list[Replica]]:
+        """The servers, for the one who may touch them now."""
         name = self._config.serving.api_key_env
         key = os.environ.get(name) if name else None
-        return [Replica(url, key) for url in self._config.serving.urls]
+        timeout = self._config.serving.load_timeout_seconds
+        async with swap_lock(self._config.state_dir, wait_seconds), contextlib.AsyncExitStack() as stack:
+            urls = self._config.serving.urls
+            yield [await stack.enter_async_context(Replica(url, key, timeout_seconds=timeout)) for url in urls]
 
     async def deploy(self, adapter: str | None, reason: str) -> SwapReport:
         """Swap to `adapter` (None: the base model). Raises ServeError; what served before then still does."""
         path, probe = await self._checked(adapter)
-        number = await self._store.write(deployments.request, self._alias, self._config.serving.urls, adapter, reason)
+        async with self._replicas(WAIT_SECONDS) as replicas:
+            number = await self._store.write(
+                deployments.request, self._alias, self._config.serving.urls, adapter, reason
+            )
 
-        async def on_state(state: DeploymentState) -> None:
-            if state in (DeploymentState.LOADING, DeploymentState.PROBING):
-                await self._store.write(deployments.advance, number, state)
+            async def on_state(state: DeploymentState) -> None:
+                if state in (DeploymentState.LOADING, DeploymentState.PROBING):
+                    await self._store.write(deployments.advance, number, state)
 
-        replicas = self._replicas()
+            work = swap(replicas, self._alias, adapter, path, probe, self._config.serving, on_state)
+            return await self._recorded(number, adapter, reason, work)
+
+    async def _recorded(
+        self, number: int, adapter: str | None, reason: str, work: Coroutine[Any, Any, SwapReport]
+    ) -> SwapReport:
         try:
-            report = await swap(replicas, self._alias, adapter, path, probe, self._config.serving, on_state)
+            report = await work
         except BaseException as error:
             why = str(error) if isinstance(error, FlywheelError) else f"stopped: {type(error).__name__}"
             await asyncio.shield(self._store.write(deployments.fail, number, why))
             raise
-        finally:
-            await asyncio.gather(*(replica.close() for replica in replicas))
-        await self._store.write(deployments.activate, number, self._alias, report.as_json())
+        await asyncio.shield(self._store.write(deployments.activate, number, self._alias, report.as_json()))
         log.info("%s is now answered by %s (%s)", self._alias, adapter or "the base model", reason)
         return report
 
-    async def _checked(self, adapter: str | None) -> tuple[Path | None, Probe | None]:
+    async def _checked(self, adapter: str | None) -> tuple[str | None, Probe | None]:
         if adapter is None:
             return None, None
         attempted = f"deploy adapter {adapter}"
@@ -73,10 +91,10 @@ class Deployer:
                 f"the files in {path} are not those that were evaluated",
                 "Restore them from a backup, or deploy another adapter.",
             )
-        return path, Probe.model_validate(row.probe) if row.probe else None
+        return str(path), Probe.model_validate(row.probe) if row.probe else None
 
     async def rollback(self, to: str | None = None) -> tuple[str | None, SwapReport]:
-        """Swap back: to the adapter that served before, or to `to` ("base": the base model)."""
+        """Go back at once: to the adapter that served before, or to `to` ("base": the base model)."""
         active = await self._store.read(deployments.active, self._alias)
         if to is None and active is None:
             raise ServeError(
@@ -85,18 +103,31 @@ class Deployer:
                 "The base model is answering; there is no way back.",
             )
         target = (active.previous if active else None) if to is None else (None if to == "base" else to)
-        return target, await self.deploy(target, "rollback")
+        path, _probe = await self._checked(target)
+        async with self._replicas(WAIT_SECONDS) as replicas:
+            number = await self._store.write(
+                deployments.request, self._alias, self._config.serving.urls, target, "rollback"
+            )
+            work = rollback(replicas, self._alias, target, path, self._config.serving)
+            return target, await self._recorded(number, target, "rollback", work)
 
-    async def reconcile(self) -> bool:
-        """Bring servers that forgot the active adapter (a restart) back to it; whether anything had to be done."""
-        active = await self._store.read(deployments.active, self._alias)
-        if active is None:
-            return False
-        row = await self._store.read(rounds.adapter, active.adapter) if active.adapter else None
-        if active.adapter and row is None:
-            return False
-        replicas = self._replicas()
-        try:
-            return await reconcile(replicas, self._alias, active.adapter, Path(row.path) if row else None)
-        finally:
-            await asyncio.gather(*(replica.close() for replica in replicas))
+    async def reconcile(self) -> SwapReport | None:
+        """Bring servers that forgot the active adapter (a restart) back to it, and unload versions long out of use.
+
+        Raises LockedError while somebody else moves the alias.
+        """
+        async with self._replicas(0) as replicas:
+            active = await self._store.read(deployments.active, self._alias)
+            if active is None:
+                return None
+            row = await self._store.read(rounds.adapter, active.adapter) if active.adapter else None
+            path = row.path if row is not None else None
+            probe = Probe.model_validate(row.probe) if row is not None and row.probe else None
+            report = await reconcile(replicas, self._alias, active.adapter, path, probe, self._config.serving)
+            if not report.errors:
+                drain = self._config.serving.drain_seconds
+                keep = await self._store.read(deployments.in_use, self._alias, drain)
+                # Those that served until a moment ago are among `keep`: there is nothing to wait for here.
+                at_once = self._config.serving.model_copy(update={"drain_seconds": 0})
+                await retire(replicas, self._alias, keep, at_once)
+            return report

@@ -1,21 +1,29 @@
-"""One instance at a time: whatever writes tasks, verdicts or rounds holds this lock."""
+"""Locks between processes, which the kernel frees when their holder dies.
+
+Whatever writes tasks, verdicts or rounds holds `lock`; whatever moves the alias holds `swap.lock`, for as long as
+that takes, so that a rollback by hand and the daemon's own swaps come one after the other.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from flywheel.errors import LockedError, StoreError
 
 
 class InstanceLock:
-    """An advisory lock on `lock` in the state directory; the kernel frees it when its holder dies."""
+    """An advisory lock on a file in the state directory, with its holder's process id inside."""
 
-    def __init__(self, state_dir: Path) -> None:
-        self._path = state_dir / "lock"
+    def __init__(self, state_dir: Path, name: str = "lock") -> None:
+        self._path = state_dir / name
         self._fd: int | None = None
 
     def __enter__(self) -> Self:
@@ -34,8 +42,8 @@ class InstanceLock:
             holder = os.read(fd, 32).decode(errors="replace").strip()
             os.close(fd)
             raise LockedError(
-                f"work on {self._path.parent}",
-                f"another flywheel (process {holder or 'unknown'}) is at work on it",
+                f"take {self._path}",
+                f"another flywheel (process {holder or 'unknown'}) holds it",
                 "Wait until it ends, or stop it; look with `flywheel status`.",
             ) from None
         os.ftruncate(fd, 0)
@@ -67,3 +75,21 @@ def holder(state_dir: Path) -> int | None:
         return None
     finally:
         os.close(fd)
+
+
+@contextlib.asynccontextmanager
+async def swap_lock(state_dir: Path, wait_seconds: float) -> AsyncIterator[None]:
+    """Hold `swap.lock`; LockedError when another process does not let go of it in time."""
+    lock = InstanceLock(state_dir, "swap.lock")
+    waiting = AsyncRetrying(
+        retry=retry_if_exception_type(LockedError),
+        stop=stop_after_delay(wait_seconds),
+        wait=wait_fixed(0.1),
+        reraise=True,
+    )
+    async for attempt in waiting:
+        with attempt:
+            lock.__enter__()
+    with contextlib.ExitStack() as stack:
+        stack.push(lock.__exit__)
+        yield

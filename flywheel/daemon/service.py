@@ -6,7 +6,6 @@ files change ─▶ ingest ─▶ judge ─▶ rounds (plan, train, gate, swap)
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
 import threading
@@ -22,7 +21,7 @@ from flywheel.daemon.ingestion import Ingestion
 from flywheel.daemon.notify import notify
 from flywheel.daemon.rounds import Rounds
 from flywheel.daemon.watcher import Watcher
-from flywheel.errors import FlywheelError, StudioError
+from flywheel.errors import FlywheelError, LockedError, StudioError
 from flywheel.store import deployments, judging
 from flywheel.store.database import Store
 
@@ -224,6 +223,11 @@ class Service:
             self.stop()
 
     async def _reconcile(self) -> None:
-        with contextlib.suppress(FlywheelError):  # a server that is down is told when it is needed
-            if await self._deployer.reconcile():
-                log.info("a server had forgotten the deployed adapter; it has it again")
+        try:
+            report = await self._deployer.reconcile()
+        except LockedError:
+            return  # a swap is under way
+        for error in report.errors if report else ():
+            log.warning("%s", error)
+        if report and report.changed:
+            log.info("a server had forgotten what is deployed: %s", report.as_json())

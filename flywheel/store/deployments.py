@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Connection, Row, insert, select, update
+from sqlalchemy import Connection, Row, insert, select
 
 from flywheel.states import DeploymentState
 from flywheel.store.schema import deployments
@@ -22,6 +23,16 @@ def history(conn: Connection, alias: str, limit: int) -> Sequence[Row[Any]]:
     return conn.execute(
         select(deployments).where(deployments.c.alias == alias).order_by(deployments.c.id.desc()).limit(limit)
     ).all()
+
+
+def in_use(conn: Connection, alias: str, drain_seconds: float) -> set[str]:
+    """Adapters that must stay loaded: the active one, the one to roll back to, and those only just replaced."""
+    since = (datetime.now(UTC) - timedelta(seconds=drain_seconds)).isoformat(timespec="milliseconds")
+    now = active(conn, alias)
+    names = conn.execute(
+        select(deployments.c.adapter).where(deployments.c.alias == alias, deployments.c.retired_at > since)
+    ).scalars()
+    return {name for name in (*names, *((now.adapter, now.previous) if now else ())) if name}
 
 
 def request(conn: Connection, alias: str, endpoints: list[str], adapter: str | None, reason: str) -> int:
@@ -94,7 +105,3 @@ def fail_unfinished(conn: Connection, why: str) -> int:
     for deployment in ids:
         fail(conn, deployment, why)
     return len(ids)
-
-
-def note_report(conn: Connection, deployment: int, report: dict[str, Any]) -> None:
-    conn.execute(update(deployments).where(deployments.c.id == deployment).values(report=report))
