@@ -13,9 +13,9 @@ import orjson
 
 from flywheel.errors import TrainError
 from flywheel.files import write_atomic
-from flywheel.round import LOG_FILE, RESULT_FILE, SPEC_FILE, RoundResult, RoundSpec
+from flywheel.round import ERROR_FILE, LOG_FILE, RESULT_FILE, SPEC_FILE, RoundResult, RoundSpec
 
-ERROR_FILE = "error.json"
+
 STOP_SECONDS = 20.0
 ADOPTED_POLL_SECONDS = 1.0
 

@@ -1,0 +1,282 @@
+"""A round is brought to its end from whatever state a crash has left it in."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Connection
+
+from flywheel import content
+from flywheel.config import Config, parse
+from flywheel.daemon.deployer import Deployer
+from flywheel.daemon.planner import due, spec_of
+from flywheel.daemon.rounds import Rounds
+from flywheel.errors import ServeError, TrainError
+from flywheel.files import tree_sha256, write_json
+from flywheel.judge.rubric_file import load_rubric
+from flywheel.round import AdapterRef, Comparison, Probe, RoundResult, Score
+from flywheel.states import RoundState, Split
+from flywheel.store import audit, deployments, judging, ledger, lineage, rounds
+from flywheel.store.database import Store
+from flywheel.store.transitions import move
+from tests.samples import accepted, batch, rejected, replies_on
+from tests.serving.fake_vllm import BASE, FakeVllm, replica
+
+PROBE = Probe(prompt_token_ids=[1, 2], token_ids=[3, 4], adapter_logprobs=[-0.5, -0.2], base_logprobs=[-3.0, -4.0])
+
+
+@dataclass
+class Wheel:
+    """A state with judged tasks, a server, and what works on them."""
+
+    store: Store
+    config: Config
+    server: FakeVllm
+    rounds: Rounds
+    deployer: Deployer
+
+    async def started(self) -> Path:
+        """A round whose worker has been started and is gone."""
+        name = await self.rounds.plan("test")
+        row = await self.store.read(rounds.live)
+        assert row is not None
+        await self.store.write(move, row.id, RoundState.PLANNED, RoundState.TRAINING, pid=None)
+        directory = self.config.state_dir / "rounds" / name
+        directory.mkdir(parents=True)
+        return directory
+
+    async def state(self, name: str = "r0001") -> str:
+        row = await self.store.read(rounds.by_name, name)
+        assert row is not None
+        return str(row.state)
+
+    async def books(self) -> dict[str, int]:
+        books = await self.store.read(audit.balance)
+        assert books.balanced, books.problems
+        return books.task_states
+
+
+def put_tasks(conn: Connection, train: int, held_out: int) -> None:
+    replies = replies_on(Split.TRAIN, train) + replies_on(Split.HELD_OUT, held_out)
+    source = ledger.source_id(conn, "/a")
+    ledger.record_batch(conn, source, "/a", batch(*replies), train_ratio=0.7, split_seed=42)
+    for number, task in enumerate(judging.claim(conn, 1000, "r", "j")):
+        verdict = rejected() if task.line["metadata"]["split"] == "held-out" and number % 2 else accepted()
+        judging.settle(conn, task.id, verdict, "r", "j", 0.0)
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[FakeVllm, str]]:
+    app = FakeVllm({BASE: PROBE.base_logprobs})
+    with replica(app) as url:
+        yield app, url
+
+
+@pytest.fixture
+async def wheel(tmp_path: Path, server: tuple[FakeVllm, str]) -> AsyncIterator[Wheel]:
+    app, url = server
+    config = parse(
+        {
+            "state": {"dir": str(tmp_path / "state")},
+            "model": {"base": BASE, "alias": "agent"},
+            "serving": {"urls": [url], "drain_seconds": 0},
+            "trigger": {"min_samples": 4, "min_held_out": 2, "cron_min_samples": 1},
+            "daemon": {"round_attempts": 1},
+        },
+        "test",
+        tmp_path,
+    )
+    store = await Store.open(config.state_dir)
+    await store.write(put_tasks, 6, 4)
+    rubric = load_rubric(content.folder() / "rubrics" / "math-boxed.yaml")
+    deployer = Deployer(store, config)
+    yield Wheel(store, config, app, Rounds(store, config, rubric, deployer), deployer)
+    await store.close()
+
+
+def comparison(lower: float) -> Comparison:
+    scores = [Score(task_id=f"t{n}", candidate=0.9, deployed=0.2) for n in range(20)]
+    return Comparison(
+        tasks=20, samples=1, undecided=0, candidate_mean=0.9, deployed_mean=0.2, gain=0.7, lower=lower, upper=0.9,
+        confidence=0.95, method="test", scores=scores,
+    )  # fmt: skip
+
+
+def leave_result(wheel: Wheel, directory: Path, *, lower: float = 0.5, weights: str = "good", **values: Any) -> None:
+    adapter = directory / "adapter"
+    adapter.mkdir()
+    (adapter / "weights").write_text(weights)
+    wheel.server.weights[str(adapter)] = PROBE.adapter_logprobs if weights == "good" else PROBE.base_logprobs
+    defaults: dict[str, Any] = {
+        "outcome": "trained",
+        "adapter": AdapterRef(name=directory.name, path=str(adapter), sha256=tree_sha256(adapter)),
+        "comparison": comparison(lower),
+        "probe": PROBE,
+    }
+    result = RoundResult(round_id=directory.name, **{**defaults, **values})
+    write_json(directory / "result.json", result.model_dump(mode="json"))
+
+
+async def test_a_better_candidate_is_swapped_in_and_its_samples_are_consumed(wheel: Wheel) -> None:
+    leave_result(wheel, await wheel.started())
+    assert await wheel.rounds.finish_live() is RoundState.PROMOTED
+    assert (await wheel.books())["consumed"] == 6
+    active = await wheel.store.read(deployments.active, "agent")
+    assert active is not None
+    assert (active.adapter, active.previous) == ("r0001", None)
+    assert active.report["replicas"][0]["probe"] is not None
+    assert wheel.server.loaded == {"agent@r0001": str(wheel.config.state_dir / "rounds/r0001/adapter")}
+
+
+async def test_a_candidate_that_is_not_shown_to_be_better_changes_nothing_on_the_server(wheel: Wheel) -> None:
+    leave_result(wheel, await wheel.started(), lower=-0.1)
+    assert await wheel.rounds.finish_live() is RoundState.REJECTED
+    assert await wheel.store.read(deployments.active, "agent") is None
+    assert wheel.server.loaded == {}
+    row = await wheel.store.read(rounds.by_name, "r0001")
+    assert row is not None
+    assert "not shown to be better" in row.reason
+    assert (await wheel.books())["consumed"] == 6
+
+
+async def test_a_refused_round_says_why(wheel: Wheel) -> None:
+    leave_result(wheel, await wheel.started(), outcome="refused", adapter=None, comparison=None, reason="no spread")
+    assert await wheel.rounds.finish_live() is RoundState.REJECTED
+    assert (await wheel.store.read(rounds.by_name, "r0001")).reason == "no spread"  # type: ignore[union-attr]
+
+
+async def test_a_round_whose_worker_died_gives_its_samples_back_and_waits(wheel: Wheel) -> None:
+    directory = await wheel.started()
+    (directory / "worker.log").write_text("Out of memory\n")
+    assert await wheel.rounds.finish_live() is RoundState.FAILED
+    assert (await wheel.books())["accepted"] == 6 + 2
+    assert "Out of memory" in (await wheel.store.read(rounds.by_name, "r0001")).reason  # type: ignore[union-attr]
+    wanted = await wheel.store.read(due, wheel.config)
+    assert not wanted.start
+    assert "r0001 failed" in wanted.reason
+
+
+async def test_a_dead_worker_is_started_again_while_attempts_last(wheel: Wheel) -> None:
+    await wheel.started()
+    row = await wheel.store.read(rounds.live)
+    assert row is not None
+    await wheel.store.write(rounds.retry, row.id, RoundState.TRAINING, "its worker died")
+    again = await wheel.store.read(rounds.live)
+    assert again is not None
+    assert (again.state, again.attempt) == ("planned", 2)
+    assert (await wheel.books())["reserved"] == 6
+    spec = await wheel.store.read(spec_of, again, wheel.config, wheel.rounds._rubric)
+    assert spec.attempt == 2
+    assert len(spec.train) == 6
+    assert {task.task_id for task in spec.train}.isdisjoint(task.task_id for task in spec.held_out)
+
+
+async def test_an_adapter_that_does_not_answer_as_it_was_measured_is_not_deployed(wheel: Wheel) -> None:
+    leave_result(wheel, await wheel.started(), weights="wrong")
+    state = await wheel.rounds.finish_live()
+    assert state is RoundState.FAILED
+    assert await wheel.store.read(deployments.active, "agent") is None
+    [failed] = await wheel.store.read(deployments.history, "agent", 5)
+    assert failed.state == "failed"
+    assert failed.error
+
+
+async def test_files_that_changed_after_the_evaluation_are_not_deployed(wheel: Wheel) -> None:
+    directory = await wheel.started()
+    leave_result(wheel, directory)
+    (directory / "adapter" / "weights").write_text("tampered")
+    assert await wheel.rounds.finish_live() is RoundState.FAILED
+    assert wheel.server.loaded == {}
+
+
+async def test_a_server_that_is_away_delays_the_swap_and_loses_nothing(wheel: Wheel) -> None:
+    leave_result(wheel, await wheel.started())
+    wheel.server.faults["/v1/load_lora_adapter"] = (503, "starting")
+    with pytest.raises(ServeError) as caught:
+        await wheel.rounds.finish_live()
+    assert caught.value.retryable
+    assert await wheel.state() == "evaluating"
+    wheel.server.faults.clear()
+    assert await wheel.rounds.finish_live() is RoundState.PROMOTED
+    await wheel.books()
+
+
+async def test_rollback_goes_back_to_what_served_before_and_forth_again(wheel: Wheel) -> None:
+    leave_result(wheel, await wheel.started())
+    await wheel.rounds.finish_live()
+    target, _ = await wheel.deployer.rollback()
+    assert target is None
+    active = await wheel.store.read(deployments.active, "agent")
+    assert active is not None
+    assert (active.adapter, active.previous) == (None, "r0001")
+    target, _ = await wheel.deployer.rollback()
+    assert target == "r0001"
+
+
+async def test_rollback_before_any_deployment_explains_itself(wheel: Wheel) -> None:
+    with pytest.raises(ServeError, match="nothing was deployed yet"):
+        await wheel.deployer.rollback()
+
+
+async def test_a_server_that_forgot_its_adapter_gets_it_back(wheel: Wheel) -> None:
+    leave_result(wheel, await wheel.started())
+    await wheel.rounds.finish_live()
+    loaded = dict(wheel.server.loaded)
+    wheel.server.loaded.clear()
+    report = await wheel.deployer.reconcile()
+    assert report is not None
+    assert report.changed
+    assert wheel.server.loaded == loaded
+    report = await wheel.deployer.reconcile()
+    assert report is not None
+    assert not report.changed
+
+
+async def test_a_tampered_or_unknown_adapter_is_refused_by_hand_too(wheel: Wheel) -> None:
+    directory = await wheel.started()
+    leave_result(wheel, directory, lower=-1)
+    await wheel.rounds.finish_live()
+    with pytest.raises(ServeError, match="no such adapter"):
+        await wheel.deployer.deploy("r0099", "by hand")
+    (directory / "adapter" / "weights").write_text("tampered")
+    with pytest.raises(ServeError, match="not those that were evaluated"):
+        await wheel.deployer.deploy("r0001", "by hand")
+
+
+async def test_the_trigger_counts_what_a_round_can_use(wheel: Wheel) -> None:
+    def with_trigger(**values: int) -> Config:
+        trigger = wheel.config.trigger.model_copy(update=values)
+        return wheel.config.model_copy(update={"trigger": trigger})
+
+    assert (await wheel.store.read(due, wheel.config)).start
+    few = await wheel.store.read(due, with_trigger(min_samples=7))
+    assert (few.start, few.reason) == (False, "6 of 7 samples are free")
+    assert (await wheel.store.read(due, with_trigger(min_samples=7), window=True)).start
+    untested = await wheel.store.read(due, with_trigger(min_held_out=5))
+    assert (untested.start, untested.reason) == (False, "4 of 5 held-out tasks are judged")
+    await wheel.rounds.plan("test")
+    assert "r0001 is planned" in (await wheel.store.read(due, wheel.config)).reason
+    with pytest.raises(TrainError, match="r0001 is planned"):
+        await wheel.rounds.plan("another")
+
+
+async def test_why_tells_which_conversations_made_an_adapter(wheel: Wheel) -> None:
+    leave_result(wheel, await wheel.started())
+    await wheel.rounds.finish_live()
+    story = await wheel.store.read(lineage.why, "agent@r0001")
+    assert story is not None
+    assert story["state"] == "promoted"
+    assert len(story["conversations"]) == len(story["samples"]) == 6
+    assert story["comparison"]["gain"] == 0.7
+    assert story["deployments"][0]["state"] == "active"
+    task = await wheel.store.read(lineage.why, story["samples"][0]["task_id"])
+    assert task is not None
+    [told] = task["replies"]
+    assert told["task"]["rounds"] == [{"round": "r0001", "state": "promoted", "split": "train"}]
+    assert [step["new"] for step in told["task"]["history"]] == [
+        "pending", "judging", "accepted", "reserved", "consumed",
+    ]  # fmt: skip
