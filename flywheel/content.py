@@ -11,5 +11,5 @@ FOLDERS: Final = ("configs", "filters", "rubrics", "systemd")
 def folder() -> Path:
     """Where they lie: inside an installed package, or beside it in a checkout."""
     package = Path(__file__).parent
-    installed = package / "content"
+    installed = package / "shipped"
     return installed if installed.is_dir() else package.parent

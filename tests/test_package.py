@@ -1,0 +1,49 @@
+"""The package: light to import, whole as a wheel, and with all that users edit inside."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from hatchling.builders.wheel import WheelBuilder
+
+from flywheel import content
+
+ROOT = Path(__file__).parent.parent
+HEAVY = ("torch", "transformers", "trl", "peft", "vllm", "ray")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["run", "--once"], ["status", "--json"]])
+def test_commands_import_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        f"sys.argv = ['flywheel', *{arguments!r}]\n"
+        "from flywheel.cli import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)\n"
+    )
+    config = tmp_path / "flywheel.yaml"
+    config.write_text("sources: []\nstate: {dir: state}\njudge: {base_url: 'http://127.0.0.1:9/v1', model: j}\n")
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True
+    )
+    assert done.stderr.splitlines()[-1] == "[]", done.stderr
+
+
+def test_the_wheel_carries_what_users_edit(tmp_path: Path) -> None:
+    [wheel] = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    with zipfile.ZipFile(wheel) as archive:
+        inside = set(archive.namelist())
+    shipped = {
+        f"flywheel/shipped/{folder}/{path.name}"
+        for folder in content.FOLDERS
+        for path in (ROOT / folder).iterdir()
+        if path.is_file()
+    }
+    assert len(shipped) >= 8
+    assert shipped <= inside
+    assert "flywheel/py.typed" in inside
+    assert not [name for name in inside if name.startswith(("tests/", "demo/", "benchmarks/"))]
