@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,9 +17,11 @@ import httpx
 import pytest
 
 from flywheel.config import Config, parse
+from flywheel.round import Probe
 from flywheel.serving import server
 
-POLICY = Path(__file__).parent.parent / "demo" / "policy"
+ROOT = Path(__file__).parent.parent
+POLICY = ROOT / "demo" / "policy"
 START_SECONDS = 300
 
 
@@ -36,6 +40,14 @@ class VllmServer:
     state_dir: Path
     config: Config
     log: Path
+
+
+@dataclass(frozen=True)
+class MadeAdapter:
+    """An adapter of random weights and what a round would have measured for it."""
+
+    path: str
+    probe: Probe
 
 
 def free_port() -> int:
@@ -105,10 +117,35 @@ def stop_server(process: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.fixture(scope="session")
-def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    """One real vLLM server for the session (20 to 60 s to start, about 3 GB). Mark tests that use it `slow`."""
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MadeAdapter]:
+    """`good` and `other` of rank 8, and `wide` of rank 16, which is more than `vllm_server` takes."""
+    out = tmp_path_factory.mktemp("adapters")
+    arguments = [sys.executable, "-m", "tests.serving.make_adapters", str(POLICY), str(out)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    made = subprocess.run(
+        arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert made.returncode == 0, made.stderr[-4000:]
+    probes = json.loads((out / "probes.json").read_text())
+    return {name: MadeAdapter(str(out / name), Probe(**probe)) for name, probe in probes.items()}
+
+
+@pytest.fixture(scope="session")
+def vllm_server(tmp_path_factory: pytest.TempPathFactory, adapters: dict[str, MadeAdapter]) -> Iterator[VllmServer]:
+    """One real vLLM server for the session (20 to 60 s to start, about 3 GB). Mark tests that use it `slow`.
+
+    It starts as one that was stopped: `restored-agent` stood for an adapter, and so did `damaged-agent`, whose files
+    are gone since.
+    """
     home = tmp_path_factory.mktemp("vllm")
     config = serve_config(home / "state", free_port())
+    saved = server.alias_file(config)
+    saved.parent.mkdir(parents=True)
+    entries = {
+        "restored-agent": {"target": "restored-agent@r0001", "path": adapters["good"].path},
+        "damaged-agent": {"target": "damaged-agent@r0001", "path": str(home / "gone")},
+    }
+    saved.write_text(json.dumps(entries))
     log = home / "vllm.log"
     process = start_server(config, log)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from flywheel.errors import ServeError
 from flywheel.serving.middleware import ADMIN_PATH, OWNER
 
 CONNECT_SECONDS = 5.0
+MEASURED_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,24 +118,38 @@ class Replica:
             raise _refused(attempted, response)
 
     async def logprobs(self, model: str, prompt_token_ids: list[int], token_ids: list[int]) -> list[float]:
-        """The log-probability, in nats, of each of `token_ids` as continuation of the prompt under `model`."""
+        """The log-probability, in nats, of each of `token_ids` as continuation of the prompt under `model`.
+
+        One request per token, which that token alone may answer: vLLM reports what the model gave it before the
+        choice was narrowed. `prompt_logprobs` would need one request for all, but on a CPU vLLM 0.32 computes it with
+        the wrong shape when LoRA is enabled and other requests run, and the engine dies of it.
+        """
         attempted = f"measure {model} on {self.url}"
+        places = asyncio.Semaphore(MEASURED_AT_ONCE)
+
+        async def measure(before: list[int], token: int) -> float:
+            request = {
+                "model": model,
+                "prompt": before,
+                "max_tokens": 1,
+                "temperature": 0,
+                "allowed_token_ids": [token],
+                "logprobs": 0,
+            }
+            async with places:
+                response = await self._call("POST", "/v1/completions", attempted, request)
+            answer = self._json(response, attempted)
+            try:
+                if answer["model"] != model:
+                    why = f"{answer['model']} answered"
+                    raise ServeError(attempted, why, "Restart the server with `flywheel serve`.")
+                return float(answer["choices"][0]["logprobs"]["token_logprobs"][0])
+            except (KeyError, IndexError, TypeError, ValueError):
+                raise self._not_vllm(attempted) from None
+
         ids = prompt_token_ids + token_ids
-        request = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
-        response = await self._call("POST", "/v1/completions", attempted, request)
-        if response.status_code != 200:
-            raise _refused(attempted, response)
-        answer = self._json(response, attempted)
-        try:
-            if answer["model"] != model:
-                raise ServeError(
-                    attempted, f"{answer['model']} answered", "Restart the server with `flywheel serve`."
-                )
-            positions = answer["choices"][0]["prompt_logprobs"]
-            start = len(prompt_token_ids)
-            return [float(positions[start + i][str(token)]["logprob"]) for i, token in enumerate(token_ids)]
-        except (KeyError, IndexError, TypeError, ValueError):
-            raise self._not_vllm(attempted) from None
+        start = len(prompt_token_ids)
+        return await asyncio.gather(*(measure(ids[:at], ids[at]) for at in range(start, len(ids))))
 
     async def _loaded(self, name: str, path: str, attempted: str) -> bool:
         root = (await self.models()).get(name)

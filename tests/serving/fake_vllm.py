@@ -22,6 +22,8 @@ import uvicorn
 from flywheel.serving.middleware import AliasMiddleware
 
 BASE = "tiny"
+PROMPT_TOKENS = 3
+"""How long the prompts are whose continuation is measured."""
 
 
 class FakeVllm:
@@ -36,6 +38,7 @@ class FakeVllm:
         self.calls: list[str] = []
         self.lora = True
         self.answer_seconds = 0.0
+        self.slow_paths: set[str] = set()
         self.bodies: list[bytes] = []
         self.disconnected = threading.Event()
         self.proceed = threading.Event()
@@ -63,6 +66,10 @@ class FakeVllm:
         if self.lora:
             routes["/v1/load_lora_adapter"] = lambda: self.load(json.loads(body), send)
             routes["/v1/unload_lora_adapter"] = lambda: self.unload(json.loads(body), send)
+        if path in self.slow_paths:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            return
         if fault := self.faults.get(path):
             await answer(send, fault[0], {"error": {"message": fault[1]}})
         elif path in routes:
@@ -106,10 +113,9 @@ class FakeVllm:
         if values is None or (model != BASE and model not in self.loaded):
             await answer(send, 404, {"error": {"message": f"The model `{model}` does not exist."}})
             return
-        start = len(ids) - len(values)
-        entries: list[Any] = [None, *({str(i): {"logprob": -9.0, "rank": 9}} for i in ids[1:start])]
-        entries += [{str(i): {"logprob": v, "rank": 1}} for i, v in zip(ids[start:], values, strict=True)]
-        await answer(send, 200, {"model": model, "choices": [{"text": "", "prompt_logprobs": entries}]})
+        assert len(wanted["allowed_token_ids"]) == wanted["max_tokens"] == 1
+        logprobs = {"token_logprobs": [values[len(ids) - PROMPT_TOKENS]]}
+        await answer(send, 200, {"model": model, "choices": [{"text": "", "logprobs": logprobs}]})
 
     async def chat(self, wanted: dict[str, Any], send: Any) -> None:
         model = wanted["model"]

@@ -1,0 +1,148 @@
+"""What each failure of a server is called, and what is proposed."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from flywheel.errors import ServeError
+from flywheel.serving.client import Alias, Replica
+from tests.serving.fake_vllm import BASE, FakeVllm, replica, running, with_middleware
+
+
+@pytest.fixture
+def app() -> FakeVllm:
+    return FakeVllm()
+
+
+@pytest.fixture
+async def client(app: FakeVllm) -> AsyncIterator[Replica]:
+    with replica(app) as url:
+        async with Replica(url + "/", timeout_seconds=30) as client:
+            yield client
+
+
+async def test_load_flip_unload(client: Replica, tmp_path: Path) -> None:
+    path = str(tmp_path)
+    assert await client.ready()
+    assert await client.load("agent@r0001", path) is True
+    assert await client.load("agent@r0001", path) is False
+    assert await client.models() == {BASE: "/models/tiny", "agent@r0001": path}
+    assert await client.alias("agent") == Alias(BASE, None, BASE)
+    await client.flip("agent", "agent@r0001", BASE, path)
+    assert await client.alias("agent") == Alias("agent@r0001", path, BASE)
+    assert await client.alias("never-set") == Alias(BASE, None, BASE)
+    assert await client.unload("agent@r0001") is True
+    assert await client.unload("agent@r0001") is False
+
+
+async def test_a_name_never_changes_its_weights(client: Replica, app: FakeVllm, tmp_path: Path) -> None:
+    app.loaded["agent@r0001"] = "/somewhere/else"
+    with pytest.raises(ServeError, match="another adapter, from /somewhere/else"):
+        await client.load("agent@r0001", str(tmp_path))
+    assert app.loaded == {"agent@r0001": "/somewhere/else"}
+
+
+async def test_a_flip_that_something_else_has_overtaken(client: Replica) -> None:
+    with pytest.raises(ServeError, match=f"agent is {BASE}, not agent@r0001") as refused:
+        await client.flip("agent", "agent@r0002", "agent@r0001")
+    assert refused.value.retryable
+
+
+async def test_unreachable() -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # bound and not listening: nobody else can have it
+        async with Replica(f"http://127.0.0.1:{held.getsockname()[1]}") as client:
+            assert await client.ready() is False
+            with pytest.raises(ServeError, match="cannot be reached") as refused:
+                await client.models()
+    assert refused.value.retryable
+    assert "flywheel serve" in refused.value.hint
+
+
+async def test_no_answer_in_time(app: FakeVllm) -> None:
+    app.slow_paths.add("/v1/models")
+    with replica(app) as url:
+        async with Replica(url, timeout_seconds=0.2) as client:
+            with pytest.raises(ServeError, match="no answer within its time") as refused:
+                await client.models()
+    assert refused.value.retryable
+
+
+async def test_a_server_without_runtime_loading(client: Replica, app: FakeVllm, tmp_path: Path) -> None:
+    app.lora = False
+    with pytest.raises(ServeError, match="does not load adapters at run time") as refused:
+        await client.load("agent@r0001", str(tmp_path))
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True" in refused.value.hint
+    assert not refused.value.retryable
+
+
+async def test_an_adapter_that_the_server_cannot_see(client: Replica, tmp_path: Path) -> None:
+    with pytest.raises(ServeError, match="finds no adapter in") as refused:
+        await client.load("agent@r0001", str(tmp_path / "gone"))
+    assert "server's own disk" in refused.value.hint
+
+
+async def test_too_large_a_rank(client: Replica, app: FakeVllm, tmp_path: Path) -> None:
+    app.faults["/v1/load_lora_adapter"] = (
+        500,
+        "Call to add_lora failed: LoRA rank 64 is greater than max_lora_rank 32.",
+    )
+    with pytest.raises(ServeError, match="rank 64 > max_lora_rank 32") as refused:
+        await client.load("agent@r0001", str(tmp_path))
+    assert "serving.max_lora_rank 64" in refused.value.hint
+    assert not refused.value.retryable
+
+
+async def test_a_server_without_the_alias_middleware(app: FakeVllm) -> None:
+    with running(app) as url:
+        async with Replica(url) as client:
+            for call in (client.alias("agent"), client.flip("agent", "agent@r0001", BASE)):
+                with pytest.raises(ServeError, match="no alias middleware") as refused:
+                    await call
+                assert "--middleware" in refused.value.hint
+
+
+async def test_keys(app: FakeVllm) -> None:
+    with running(with_middleware(app, VLLM_API_KEY="s3cret")) as url:
+        async with Replica(url, "s3cret") as client:
+            assert (await client.alias("agent")).target == BASE
+        async with Replica(url, "wrong") as client:
+            with pytest.raises(ServeError, match="refuses the key") as refused:
+                await client.alias("agent")
+    assert "serving.api_key_env" in refused.value.hint
+    assert "s3cret" not in str(refused.value)
+    assert "wrong" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("status", "retryable"), [(500, True), (503, True), (400, False), (418, False)])
+async def test_other_refusals_carry_the_servers_words(
+    client: Replica, app: FakeVllm, status: int, retryable: bool
+) -> None:
+    app.faults["/v1/completions"] = (status, "the engine\n is dead")
+    with pytest.raises(ServeError) as refused:
+        await client.logprobs(BASE, [1, 2], [3])
+    assert refused.value.retryable is retryable
+    assert "the engine is dead" in refused.value.why or status == 503
+
+
+async def test_logprobs_of_the_continuation(client: Replica, app: FakeVllm) -> None:
+    app.logprobs[BASE] = [-0.5, -1.5]
+    assert await client.logprobs(BASE, [7, 8, 9], [5, 5]) == [-0.5, -1.5]
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[]", b'{"data": 1}'])
+async def test_something_else_listens_there(body: bytes) -> None:
+    async def other(scope: dict[str, object], receive: object, send: object) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})  # type: ignore[operator]
+        await send({"type": "http.response.body", "body": body})  # type: ignore[operator]
+
+    with running(other) as url:
+        async with Replica(url) as client:
+            with pytest.raises(ServeError, match="not what vLLM answers"):
+                await client.models()
+            with pytest.raises(ServeError, match=r"not what vLLM answers|no alias middleware"):
+                await client.alias("agent")

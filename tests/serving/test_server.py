@@ -1,0 +1,204 @@
+"""The command line and environment of the server, and what is refused before it starts."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flywheel.config import Config, parse
+from flywheel.errors import ServeError
+from flywheel.serving import server
+
+
+def adapter(folder: Path, rank: int = 8) -> Path:
+    """The smallest directory that vLLM would take for an adapter."""
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"r": rank, "peft_type": "LORA"}))
+    header = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, "__metadata__": {}}).encode()
+    (folder / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
+    return folder
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., Config]:
+    base = tmp_path / "tiny"
+    base.mkdir()
+    (base / "config.json").write_text("{}")
+
+    def config(base: str = str(base), alias: str = "agent", **serving: Any) -> Config:
+        raw = {"state": {"dir": "state"}, "model": {"base": base, "alias": alias}, "serving": serving}
+        return parse(raw, "test", tmp_path)
+
+    return config
+
+
+def after(arguments: list[str], flag: str) -> str:
+    return arguments[arguments.index(flag) + 1]
+
+
+def test_the_command(make: Callable[..., Config]) -> None:
+    config = make(port=8123, max_loras=3, max_lora_rank=32, max_model_len=777, extra_args=["--enforce-eager"])
+    arguments, environment = server.command(config)
+    assert after(arguments, "--served-model-name") == "tiny"
+    assert after(arguments, "--model") == config.model.base
+    assert after(arguments, "--port") == "8123"
+    assert after(arguments, "--host") == "127.0.0.1"
+    assert after(arguments, "--max-loras") == "3"
+    assert int(after(arguments, "--max-cpu-loras")) >= 3
+    assert after(arguments, "--max-lora-rank") == "32"
+    assert after(arguments, "--max-model-len") == "777"
+    assert after(arguments, "--middleware") == "flywheel.serving.middleware.AliasMiddleware"
+    assert "--enable-lora" in arguments
+    assert "--lora-modules" not in arguments
+    assert arguments[-1] == "--enforce-eager"
+    assert environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
+    assert environment["VLLM_NO_USAGE_STATS"] == environment["DO_NOT_TRACK"] == "1"
+    assert environment["HF_HUB_OFFLINE"] == "1"
+    assert environment["FLYWHEEL_ALIAS"] == "agent"
+    assert environment["FLYWHEEL_BASE_MODEL"] == "tiny"
+    assert environment["FLYWHEEL_ALIAS_FILE"] == str(server.alias_file(config))
+    assert "VLLM_API_KEY" not in environment
+
+
+def test_a_hub_name_keeps_the_hub(make: Callable[..., Config]) -> None:
+    arguments, environment = server.command(make(base="Qwen/Qwen3-4B"))
+    assert after(arguments, "--served-model-name") == "Qwen/Qwen3-4B"
+    assert "HF_HUB_OFFLINE" not in environment
+
+
+def test_the_key_is_handed_over_by_environment_only(
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", "s3cret")
+    arguments, environment = server.command(make(host="0.0.0.0", api_key_env="MY_KEY"))
+    assert environment["VLLM_API_KEY"] == "s3cret"
+    assert "s3cret" not in " ".join(arguments)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.7", "::", "inference.local"])
+def test_no_open_server_without_a_key(make: Callable[..., Config], host: str) -> None:
+    with pytest.raises(ServeError, match="no key is set") as refused:
+        server.command(make(host=host))
+    assert "serving.api_key_env" in refused.value.hint
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
+def test_loopback_needs_no_key(make: Callable[..., Config], host: str) -> None:
+    server.command(make(host=host))
+
+
+def test_a_key_that_is_not_there(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MY_KEY", raising=False)
+    with pytest.raises(ServeError, match="MY_KEY, which is not set"):
+        server.command(make(api_key_env="MY_KEY"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["--api-key", "x"], "serving.api_key_env"),
+        (["--port=9"], "serving.port"),
+        (["--data-parallel-size", "2"], "one server per replica"),
+        (["--api-server-count=2"], "one server per replica"),
+    ],
+)
+def test_arguments_that_would_break_the_promises(
+    make: Callable[..., Config], arguments: list[str], hint: str
+) -> None:
+    with pytest.raises(ServeError) as refused:
+        server.command(make(extra_args=arguments))
+    assert hint in refused.value.hint
+
+
+def test_alias_and_base_must_differ(make: Callable[..., Config]) -> None:
+    with pytest.raises(ServeError, match="same name"):
+        server.command(make(alias="tiny"))
+
+
+def save(config: Config, entries: Any) -> None:
+    file = server.alias_file(config)
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(entries))
+
+
+def test_what_was_deployed_is_loaded_again(make: Callable[..., Config], tmp_path: Path) -> None:
+    config = make()
+    path = str(adapter(tmp_path / "a,=b" / "r0007"))
+    save(config, {"agent": {"target": "agent@r0007", "path": path}, "spare": {"target": "tiny", "path": None}})
+    arguments, environment = server.command(config)
+    assert json.loads(after(arguments, "--lora-modules")) == {"name": "agent@r0007", "path": path}
+    assert json.loads(environment["FLYWHEEL_LOADED_ADAPTERS"]) == ["agent@r0007"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (lambda folder: (folder / "adapter_config.json").unlink(), "No such file"),
+        (lambda folder: (folder / "adapter_model.safetensors").unlink(), "No such file"),
+        (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b""), "no readable adapter"),
+        (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"\xff" * 100), "no readable adapter"),
+        (lambda folder: os.truncate(folder / "adapter_model.safetensors", 60), "adapter"),
+        (lambda folder: os.truncate(folder / "adapter_model.safetensors", 100), "cut short"),
+        (lambda folder: (folder / "adapter_config.json").write_text("{}"), "no readable adapter"),
+        (lambda folder: (folder / "adapter_config.json").write_text('{"r": 128}'), "128 > serving.max_lora_rank 64"),
+    ],
+)
+def test_a_damaged_adapter_is_left_out_loudly(
+    make: Callable[..., Config],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    damage: Callable[[Path], object],
+    why: str,
+) -> None:
+    config = make()
+    folder = adapter(tmp_path / "r0007")
+    damage(folder)
+    save(config, {"agent": {"target": "agent@r0007", "path": str(folder)}})
+    arguments, environment = server.command(config)
+    assert "--lora-modules" not in arguments
+    assert environment["FLYWHEEL_LOADED_ADAPTERS"] == "[]"
+    assert why in caplog.text
+    assert "agent ANSWERS WITH THE BASE MODEL" in caplog.text
+
+
+def test_a_port_in_use(make: Callable[..., Config]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ServeError, match="Address already in use") as refused:
+            server.serve(make(port=port))
+    assert str(port) in refused.value.attempted
+    assert "serving.port" in refused.value.hint
+
+
+@pytest.mark.parametrize("folder", ["missing", "empty"])
+def test_a_model_that_is_not_there(make: Callable[..., Config], tmp_path: Path, folder: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ServeError, match=r"no such folder|no config\.json"):
+        server.serve(make(base=str(tmp_path / folder)))
+
+
+def test_vllm_is_not_installed(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ServeError, match="vLLM is not installed") as refused:
+        server.serve(make())
+    assert "agentscope-flywheel[gpu]" in refused.value.hint
+
+
+def test_serve_becomes_the_server(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    became: list[Any] = []
+    monkeypatch.setattr(os, "execve", lambda *arguments: became.extend(arguments))
+    monkeypatch.setenv("FROM_OUTSIDE", "kept")
+    config = make(port=0)
+    server.serve(config)
+    program, arguments, environment = became
+    assert program == arguments[0]
+    assert environment["FROM_OUTSIDE"] == "kept"
+    assert environment["FLYWHEEL_ALIAS"] == "agent"
+    assert server.alias_file(config).parent.is_dir()
