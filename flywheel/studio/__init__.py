@@ -1,0 +1,1 @@
+"""AgentScope Studio databases, read and never written: rows become spans, spans traces, traces agent replies."""

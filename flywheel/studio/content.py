@@ -1,0 +1,202 @@
+"""Messages as clients write them, and as the OpenAI chat form.
+
+Three dialects occur: AgentScope's own messages (`content` is text or a list of blocks), the GenAI convention
+(`parts`) and the OpenAI form that formatters produce. Reasoning never counts as text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from flywheel.studio.literal import ReprError, is_message, is_result, parse_call
+from flywheel.trace import ChatMessage
+
+Message = dict[str, Any]
+
+FINISH_FUNCTIONS: Final = frozenset({"generate_response", "GenerateStructuredOutput"})
+"""How AgentScope lets the model hand in its answer: calls of these are the answer, not steps on the way to it."""
+
+ROLES: Final = frozenset({"system", "user", "assistant", "tool", "developer"})
+
+
+def messages_of(value: Any, *, encoded: bool = False) -> list[Message]:
+    """The messages in an attribute: a list, a single message, reprs of messages, plain text, or nothing.
+
+    With `encoded`, a text may also be the JSON of messages. Raises ReprError for a garbled repr.
+    """
+    if isinstance(value, str):
+        if is_message(value):
+            return [parse_call(value)]
+        if encoded and value[:1] in ("[", "{"):
+            try:
+                return messages_of(json.loads(value))
+            except (ValueError, RecursionError):
+                pass
+        return [{"role": "user", "content": value}] if value else []
+    if isinstance(value, dict):
+        return [value] if {"role", "parts", "content"} & value.keys() else []
+    if isinstance(value, list):
+        return [message for item in value for message in messages_of(item)]
+    return []
+
+
+def blocks_of(message: Message) -> list[dict[str, Any]]:
+    """The blocks or parts of a message; plain text is one text block."""
+    return _blocks(message["parts"] if "parts" in message else message.get("content"))
+
+
+def _blocks(content: Any) -> list[dict[str, Any]]:
+    if content is None:
+        return []
+    if isinstance(content, list):
+        return [block for item in content for block in _blocks(item)]
+    if isinstance(content, dict):
+        return [content]
+    return [{"type": "text", "text": _plain(content)}]
+
+
+def text_of(message: Message) -> str:
+    """The text that a reader of the message saw, without reasoning and tool calls."""
+    return _text(blocks_of(message))
+
+
+def _text(blocks: Iterable[dict[str, Any]]) -> str:
+    return "\n".join(
+        _plain(block.get("text", block.get("content"))) for block in blocks if block.get("type") == "text"
+    )
+
+
+def _plain(value: Any) -> str:
+    """Servers decode loosely: a text that happened to be JSON can arrive as the number or object it spelled."""
+    if isinstance(value, str):
+        return value
+    return "" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def images_of(message: Message) -> list[str]:
+    """References to the images of a message. Embedded data is named by its hash: it has no address."""
+    return [reference for block in blocks_of(message) if (reference := _image(block))]
+
+
+def _image(block: dict[str, Any]) -> str:
+    match block:
+        case {"type": "image", "source": {"url": str(url)}} | {"type": "image_url", "image_url": {"url": str(url)}}:
+            return _embedded(url) if url.startswith("data:") else url
+        case {"type": "image", "source": {"data": str(data)}}:
+            return _embedded(data)
+        case {"type": "uri", "modality": "image", "uri": str(url)}:
+            return _embedded(url) if url.startswith("data:") else url
+        case {"type": "blob", "modality": "image", **rest}:
+            return _embedded(str(rest.get("content", rest.get("data", ""))))
+        case _:
+            return ""
+
+
+def _embedded(data: str) -> str:
+    return "sha256:" + hashlib.sha256(data.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def result_text(value: Any) -> str:
+    """The text of a tool's result, in any form: text, blocks, an object with content, a repr, JSON of blocks."""
+    if isinstance(value, str):
+        if is_result(value):
+            try:
+                return result_text(parse_call(value).get("content"))
+            except ReprError:
+                return value
+        if value.startswith("[{"):
+            try:
+                decoded = json.loads(value)
+            except (ValueError, RecursionError):
+                return value
+            if all(isinstance(block, dict) and "type" in block for block in decoded):
+                return _text(decoded)
+        return value
+    if isinstance(value, dict) and "content" in value:
+        return result_text(value["content"])
+    if isinstance(value, list):
+        blocks = _blocks(value)
+        if all("type" in block for block in blocks):
+            return _text(blocks)
+    return _plain(value)
+
+
+def chat_of(message: Message) -> list[ChatMessage]:
+    """A message in the OpenAI form: one message, or several where it holds tool results between its parts."""
+    role = message.get("role")
+    role = role if role in ROLES else "user"
+    if role == "tool":
+        return [_tool_message(message.get("tool_call_id"), message.get("name"), text_of(message))]
+    done: list[ChatMessage] = []
+    texts: list[dict[str, Any]] = []
+    calls = [call_of(call) for call in message.get("tool_calls") or [] if isinstance(call, dict)]
+
+    def flush() -> None:
+        if texts or calls:
+            done.append({"role": role, "content": _text(texts), **({"tool_calls": list(calls)} if calls else {})})
+        texts.clear()
+        calls.clear()
+
+    for block in blocks_of(message):
+        match block.get("type"):
+            case "text":
+                texts.append(block)
+            case "tool_use" | "tool_call":
+                calls.append(call_of(block))
+            case "tool_result":
+                flush()
+                done.append(_tool_message(block.get("id"), block.get("name"), result_text(block.get("output"))))
+            case "tool_call_response":
+                flush()
+                done.append(_tool_message(block.get("id"), block.get("name"), result_text(block.get("response"))))
+    flush()
+    return done or [{"role": role, "content": ""}]
+
+
+def _tool_message(call_id: Any, name: Any, content: str) -> ChatMessage:
+    return {"role": "tool", "tool_call_id": _plain(call_id), "name": _plain(name), "content": content}
+
+
+def call_of(block: dict[str, Any]) -> dict[str, Any]:
+    """A tool call in the OpenAI form, from a block, a part or that form itself."""
+    function = block.get("function")
+    inner = function if isinstance(function, dict) else block
+    arguments = inner.get("arguments", inner.get("input"))
+    return {
+        "id": _plain(block.get("id")),
+        "type": "function",
+        "function": {"name": _plain(inner.get("name")), "arguments": _plain({} if arguments is None else arguments)},
+    }
+
+
+def tool_of(definition: dict[str, Any]) -> dict[str, Any]:
+    """A tool's definition in the OpenAI form; the GenAI convention writes it flat."""
+    if isinstance(definition.get("function"), dict):
+        return {"type": "function", "function": definition["function"]}
+    return {"type": "function", "function": {key: value for key, value in definition.items() if key != "type"}}
+
+
+def without_finish(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """The messages without calls of the finish functions and without their results."""
+    finished: set[str] = set()
+    kept: list[ChatMessage] = []
+    names: dict[str, str] = {}
+    for message in messages:
+        calls = message.get("tool_calls")
+        if calls:
+            own = [call for call in calls if call["function"]["name"] not in FINISH_FUNCTIONS]
+            finished |= {call["id"] for call in calls if call["function"]["name"] in FINISH_FUNCTIONS}
+            names |= {call["id"]: call["function"]["name"] for call in own}
+            if own:
+                kept.append({**message, "tool_calls": own})
+            elif message["content"]:
+                kept.append({key: value for key, value in message.items() if key != "tool_calls"})
+        elif message["role"] == "tool":
+            if message["tool_call_id"] not in finished and message["name"] not in FINISH_FUNCTIONS:
+                kept.append({**message, "name": message["name"] or names.get(message["tool_call_id"], "")})
+        else:
+            kept.append(message)
+    return kept

@@ -1,0 +1,219 @@
+"""One Studio database file: opened read-only, asked in short transactions, its failures explained.
+
+Studio loses spans when a reader makes its commits wait, so no statement is left open here: every question is asked
+and fetched whole. The file is never opened as immutable, never checkpointed, and nothing is created beside it. A file
+in WAL mode that no process has open has no `-wal` and `-shm` beside it, and SQLite would make them: such a file is
+copied to a temporary folder and the copy is read.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+import stat
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+from urllib.parse import quote
+
+from flywheel.errors import StudioError
+from flywheel.studio.schema import GENERATIONS, TABLE, Row, Schema, fingerprint, recognise
+
+BUSY_SECONDS: Final = 2.0
+_WAL_VERSION: Final = 2
+
+
+class Database:
+    """A connection to one file, made when it is first needed. One thread at a time may use it."""
+
+    def __init__(self, path: Path, *, busy_seconds: float = BUSY_SECONDS) -> None:
+        self.path = path
+        self.longest_read_ms = 0.0
+        self.last_read_ms = 0.0
+        self._busy_seconds = busy_seconds
+        self._connection: sqlite3.Connection | None = None
+        self._identity = ""
+        self._copy: tempfile.TemporaryDirectory[str] | None = None
+        self._copied: object = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def identity(self) -> str:
+        """Device and inode of the file; a file that was replaced is opened anew. Raises StudioError."""
+        try:
+            found = self.path.stat()
+        except OSError as error:
+            raise self._unreachable(error) from error
+        if stat.S_ISDIR(found.st_mode):
+            raise self._error("it is a directory", "Name the database file in it, usually database.sqlite.")
+        if found.st_size == 0:
+            raise self._error(
+                "it is empty: Studio has not written yet",
+                "Start Studio, or point the source at its file.",
+                retry=True,
+            )
+        identity = f"{found.st_dev}:{found.st_ino}"
+        if identity != self._identity or (self._copy is not None and self._copied != self._state()):
+            self.close()
+            self._identity = identity
+        return identity
+
+    def columns(self) -> list[tuple[str, str]]:
+        """Name and type of each column of the span table."""
+        return [
+            (name.decode(), kind.decode())
+            for name, kind in self.ask("SELECT name, type FROM pragma_table_info(?)", (TABLE,))
+        ]
+
+    def schema(self) -> tuple[Schema, str]:
+        """Which generation the file is, and its fingerprint. Raises StudioError for a file that is not Studio's."""
+        columns = self.columns()
+        names = [name for name, _ in columns]
+        if not columns:
+            tables = [name.decode() for (name,) in self.ask("SELECT name FROM sqlite_master WHERE type = 'table'")]
+            found = f"it holds {', '.join(sorted(tables)[:8])}" if tables else "it holds no table"
+            raise self._error(
+                f"it is a SQLite database but not Studio's: there is no {TABLE} ({found})",
+                "Point the source at Studio's own database, usually ~/AgentScope-Studio/database.sqlite.",
+            )
+        schema = recognise(names)
+        if schema is None:
+            expected = " or ".join(" and ".join(sorted(known.marks)) for known in GENERATIONS)
+            raise self._error(
+                f"its {TABLE} is of no known generation: expected the columns {expected}, found {', '.join(names)}",
+                "Use a Studio from 1.0.5 to 1.0.9, or report this version.",
+            )
+        if lacking := [column for column in schema.columns if column not in names]:
+            raise self._error(
+                f"its {TABLE} ({schema.name}) lacks the columns {', '.join(lacking)}",
+                "Let Studio finish its migration, or restore the database from a backup.",
+            )
+        return schema, fingerprint(columns)
+
+    def ask(self, sql: str, values: Sequence[Any] = ()) -> list[Row]:
+        """All rows of one question in one read transaction; texts come as bytes. Raises StudioError."""
+        try:
+            connection = self._connection or self._connect()
+            began = time.perf_counter()
+            try:
+                return connection.execute(sql, values).fetchall()
+            finally:
+                self.last_read_ms = (time.perf_counter() - began) * 1000
+                self.longest_read_ms = max(self.longest_read_ms, self.last_read_ms)
+        except sqlite3.Error as error:
+            self.close()
+            raise self._explained(error) from error
+        except OSError as error:
+            self.close()
+            raise self._unreachable(error) from error
+
+    def rest(self) -> None:
+        """Between passes: let go of a file in WAL mode, so that its last writer can fold the log in when it ends."""
+        if self._connection is not None and self._copy is None and self._is_wal():
+            self._disconnect()
+
+    def close(self) -> None:
+        self._disconnect()
+        if self._copy is not None:
+            self._copy.cleanup()
+            self._copy = None
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _connect(self) -> sqlite3.Connection:
+        path = self.path.absolute()
+        if self._is_wal() and not all(self._beside(end).exists() for end in ("-wal", "-shm")):
+            path = self._private_copy()
+        connection = sqlite3.connect(
+            f"file:{quote(str(path))}?mode=ro",
+            uri=True,
+            timeout=self._busy_seconds,
+            isolation_level=None,
+            check_same_thread=False,
+        )
+        # Texts are decoded row by row: one that is not UTF-8 would fail its whole page.
+        connection.text_factory = bytes
+        self._connection = connection
+        return connection
+
+    def _is_wal(self) -> bool:
+        with self.path.open("rb") as file:
+            return file.read(19)[18:19] == bytes([_WAL_VERSION])
+
+    def _beside(self, ending: str) -> Path:
+        return self.path.with_name(self.path.name + ending)
+
+    def _private_copy(self) -> Path:
+        self._copied = self._state()
+        self._copy = tempfile.TemporaryDirectory(prefix="flywheel-studio-")
+        target = Path(self._copy.name) / "database.sqlite"
+        shutil.copyfile(self.path, target)
+        if self._beside("-wal").exists():
+            shutil.copyfile(self._beside("-wal"), target.with_name("database.sqlite-wal"))
+        if self._copied != self._state():
+            self.close()
+            raise self._error("it changed while it was copied", "Try again.", retry=True)
+        return target
+
+    def _state(self) -> object:
+        """What changes when somebody writes to the file or opens it for writing."""
+        return [
+            (found.st_ino, found.st_size, found.st_mtime_ns)
+            for path in (self.path, self._beside("-wal"), self._beside("-shm"))
+            if path.exists() and (found := path.stat())
+        ]
+
+    def _error(self, why: str, hint: str, *, retry: bool = False) -> StudioError:
+        return StudioError(f"read Studio database {self.path}", why, hint, retryable=retry)
+
+    def _unreachable(self, error: OSError) -> StudioError:
+        if isinstance(error, FileNotFoundError):
+            return self._error("there is no such file", "Start Studio once, or correct the source's path.")
+        if isinstance(error, PermissionError):
+            return self._error("permission denied", "Let this user read the file and enter its folder.")
+        return self._error(error.strerror or str(error), "Check the path and the disk.", retry=True)
+
+    def _explained(self, error: sqlite3.Error) -> StudioError:
+        code = getattr(error, "sqlite_errorcode", 0)
+        match code & 0xFF:
+            case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED:
+                return self._error(
+                    f"another process has kept it locked for {self._busy_seconds:g} s",
+                    "It is read again at the next pass; if it stays locked, end what holds it.",
+                    retry=True,
+                )
+            case sqlite3.SQLITE_NOTADB:
+                return self._error("it is not a SQLite database", "Point the source at Studio's database file.")
+            case sqlite3.SQLITE_CORRUPT:
+                return self._error(
+                    "the file is damaged (database disk image is malformed)",
+                    "Stop Studio and restore the file from a backup, or salvage it with `sqlite3 FILE .recover`.",
+                )
+            case sqlite3.SQLITE_READONLY:
+                return self._error(
+                    "its last writer died in the middle of a change that has to be rolled back first",
+                    "Start Studio: it repairs the file when it opens it.",
+                    retry=True,
+                )
+            case sqlite3.SQLITE_CANTOPEN | sqlite3.SQLITE_PERM | sqlite3.SQLITE_AUTH:
+                try:
+                    self.path.open("rb").close()
+                except OSError as cause:
+                    return self._unreachable(cause)
+                return self._error(f"SQLite cannot open it ({error})", "Check the file and its folder.", retry=True)
+            case _:
+                return self._error(
+                    str(error), "Check the file and the disk.", retry=code & 0xFF == sqlite3.SQLITE_IOERR
+                )

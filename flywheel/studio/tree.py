@@ -1,0 +1,163 @@
+"""The spans of one trace as a tree: who called whom, which spans belong to which agent, who answered the user.
+
+Roles. An agent below another agent was called by it (as a tool): nested. Agents beside each other under one root that
+is no agent's ran after each other: a pipeline, whose last stage the user sees. Two cases look like a pipeline and are
+none: agents that overlap in time are a fan-out, and one agent that answers again, without being handed its own
+answer, is the next turn of a conversation that the application wrapped into one span.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from flywheel.studio.attributes import agent_input, agent_name, agent_output
+from flywheel.studio.content import text_of
+from flywheel.studio.literal import ReprError
+from flywheel.trace import Span, SpanKind
+
+
+class Role(StrEnum):
+    ROOT = "root"
+    NESTED = "nested"
+    STAGE = "stage"
+    LAST = "last"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """An agent span's role; `asked` is the span whose input is what the user asked."""
+
+    role: Role
+    asked: Span
+
+
+class Tree:
+    """`spans` by id. `buried` are ids of spans that exist but could not be read."""
+
+    def __init__(self, spans: Mapping[str, Span], buried: Collection[str] = ()) -> None:
+        self.spans = spans
+        self._buried = buried
+        self._children: dict[str, list[Span]] = defaultdict(list)
+        for span in sorted(spans.values(), key=_order):
+            if span.parent_id:
+                self._children[span.parent_id].append(span)
+
+    @cached_property
+    def missing(self) -> dict[str, list[Span]]:
+        """Ids that spans name as their parent and that are not there, with those spans."""
+        return {
+            parent: children
+            for parent, children in self._children.items()
+            if parent not in self.spans and parent not in self._buried
+        }
+
+    @cached_property
+    def missing_agents(self) -> dict[str, list[Span]]:
+        """The missing parents that must be agents: they called a model, a tool or a formatter themselves."""
+        inner = (SpanKind.LLM, SpanKind.TOOL, SpanKind.FORMATTER)
+        return {
+            parent: children
+            for parent, children in self.missing.items()
+            if any(child.kind in inner for child in children)
+        }
+
+    def agents(self) -> list[Span]:
+        return sorted((span for span in self.spans.values() if span.kind is SpanKind.AGENT), key=_order)
+
+    def ancestors(self, span: Span) -> Iterator[Span]:
+        """From the parent up to the root."""
+        seen = {span.span_id}
+        parent = self.spans.get(span.parent_id or "")
+        while parent is not None and parent.span_id not in seen:
+            yield parent
+            seen.add(parent.span_id)
+            parent = self.spans.get(parent.parent_id or "")
+
+    def cyclic(self) -> list[Span]:
+        """The spans that are their own ancestors."""
+        return [span for span in self.spans.values() if self._reaches_itself(span)]
+
+    def _reaches_itself(self, span: Span) -> bool:
+        *_, top = (span, *self.ancestors(span))
+        return top.parent_id == span.span_id
+
+    def own(self, agent_id: str) -> list[Span]:
+        """The spans of one agent in the order they began, without those of agents it called as tools.
+
+        A reply that only delegates to its superclass is two agent spans of one name, one right below the other: the
+        inner spans belong to both.
+        """
+        agent = self.spans.get(agent_id)
+        found: list[Span] = []
+        waiting = list(self._children.get(agent_id, ()))
+        seen = {agent_id}
+        while waiting:
+            span = waiting.pop()
+            if span.span_id in seen:
+                continue
+            seen.add(span.span_id)
+            if span.kind is SpanKind.AGENT:
+                delegated = agent is not None and span.parent_id == agent_id and agent_name(span) == agent_name(agent)
+                if not delegated:
+                    continue
+            else:
+                found.append(span)
+            waiting += self._children.get(span.span_id, ())
+        return sorted(found, key=_order)
+
+    @cached_property
+    def placements(self) -> dict[str, Placement]:
+        """The role of every agent span."""
+        placed: dict[str, Placement] = {}
+        beside: dict[str, list[Span]] = defaultdict(list)
+        for agent in self.agents():
+            line = list(self.ancestors(agent))
+            top = line[-1] if line else agent
+            if any(span.kind is SpanKind.AGENT for span in line) or self._below_missing_agent(top, agent):
+                placed[agent.span_id] = Placement(Role.NESTED, agent)
+            else:
+                beside[top.parent_id or top.span_id].append(agent)
+        for agents in beside.values():
+            placed |= _pipeline(agents)
+        return placed
+
+    def _below_missing_agent(self, top: Span, agent: Span) -> bool:
+        """Whether the trace ends above `agent` where an agent must have been that never arrived."""
+        if not top.parent_id or top.parent_id not in self.missing:
+            return False
+        others = (child for children in self.missing_agents.values() for child in children if child is not top)
+        return top.parent_id in self.missing_agents or any(child.started_ns <= agent.started_ns for child in others)
+
+
+def _pipeline(agents: list[Span]) -> dict[str, Placement]:
+    """The roles of agents beside each other, given in the order they began."""
+    placed: dict[str, Placement] = {}
+    for at, agent in enumerate(agents):
+        if any(later.started_ns >= agent.ended_ns and _follows(agent, later) for later in agents[at + 1 :]):
+            placed[agent.span_id] = Placement(Role.STAGE, agent)
+            continue
+        earlier = [other for other in agents[:at] if other.ended_ns <= agent.started_ns and _follows(other, agent)]
+        placed[agent.span_id] = Placement(Role.LAST, earlier[0]) if earlier else Placement(Role.ROOT, agent)
+    return placed
+
+
+def _follows(earlier: Span, later: Span) -> bool:
+    """Whether `later` works on from `earlier`, rather than being the next turn of the same agent."""
+    if agent_name(earlier) != agent_name(later):
+        return True
+    try:
+        answer = agent_output(earlier)
+        handed = " ".join(text_of(message) for message in agent_input(later))
+    except ReprError:
+        return False
+    said = text_of(answer).strip() if answer else ""
+    return bool(said) and said in handed
+
+
+def _order(span: Span) -> tuple[int, int]:
+    # Converted rows have times in milliseconds, so many tie; rows are stored in the order they ended.
+    return span.started_ns, span.rowid
