@@ -12,6 +12,7 @@ SPEC_FILE = "spec.json"
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
 RESULT_FILE = "result.json"
+ERROR_FILE = "error.json"
 ADAPTER_DIR = "adapter"
 LOG_FILE = "worker.log"
 

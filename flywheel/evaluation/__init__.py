@@ -1,0 +1,1 @@
+"""Is the candidate better? The comparison on held-out tasks, and the gate that decides from it."""

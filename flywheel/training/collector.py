@@ -1,0 +1,114 @@
+"""The collector: sends rollout requests to the engines and grades each completion as soon as it is there.
+
+Generation and judging overlap. A rollout that fails costs itself; a dead engine or a judge that can never answer
+ends the round.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from flywheel.errors import FlywheelError, TrainError
+from flywheel.training.rollout import Batch, Completion, Rollout, RolloutRequest, exchange
+from flywheel.verdict import Exchange, Outcome, Verdict
+
+log = logging.getLogger(__name__)
+
+Grade = Callable[[Exchange], Verdict]
+
+
+class Collector:
+    """Use it as a context: its threads end with it."""
+
+    def __init__(self, engines: Sequence[Any], grade: Grade, *, max_thread: int, timeout_seconds: float) -> None:
+        self._engines = engines
+        self._grade = grade
+        self._timeout = timeout_seconds
+        self._threads = ThreadPoolExecutor(max_thread, thread_name_prefix="grade")
+
+    def __enter__(self) -> Collector:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def collect(self, requests: Sequence[RolloutRequest]) -> Batch:
+        """One rollout per request, in the same order. Raises TrainError when an engine dies, and the judge's own
+        error when it can never answer (a wrong key, for example)."""
+        started = time.monotonic()
+        completions: list[Completion] = [Completion(error="not generated")] * len(requests)
+        grades: dict[int, Future[Verdict]] = {}
+        # A group stays on one engine, which then computes its prompt once.
+        pending = {
+            self._engines[request.group % len(self._engines)].generate.remote(request): place
+            for place, request in enumerate(requests)
+        }
+        while pending:
+            left = started + self._timeout - time.monotonic()
+            ready, _ = ray.wait(list(pending), num_returns=1, timeout=max(0.0, left))
+            if not ready:
+                self._give_up(pending, completions)
+                break
+            for reference in ready:
+                place = pending.pop(reference)
+                completion = completions[place] = _fetch(reference)
+                if not completion.error:
+                    work = exchange(requests[place].prompt, completion.text)
+                    grades[place] = self._threads.submit(self._verdict, work)
+        generated = time.monotonic()
+        verdicts = {place: future.result() for place, future in grades.items()}
+        graded = time.monotonic()
+        rollouts = tuple(
+            Rollout(request, completions[place], verdicts.get(place)) for place, request in enumerate(requests)
+        )
+        return Batch(rollouts, {"generate": generated - started, "grade": graded - generated})
+
+    def _give_up(self, pending: dict[Any, int], completions: list[Completion]) -> None:
+        for reference, place in pending.items():
+            ray.cancel(reference)
+            completions[place] = Completion(error=f"no completion within {self._timeout:g} s")
+        log.warning("%d rollouts had no completion within %g s", len(pending), self._timeout)
+
+    def _verdict(self, work: Exchange) -> Verdict:
+        try:
+            return self._grade(work)
+        except FlywheelError as error:
+            if not error.retryable:
+                raise
+            return _undecided(str(error))
+        except Exception as error:
+            log.exception("the grader failed on one rollout")
+            return _undecided(f"the grader failed: {type(error).__name__}: {error}")
+
+
+def _fetch(reference: Any) -> Completion:
+    try:
+        completion: Completion = ray.get(reference)
+    except RayActorError as error:
+        raise _dead(error) from error
+    except RayTaskError as error:
+        if "EngineDead" in type(error.cause).__name__:
+            raise _dead(error.cause) from error
+        log.warning("one rollout failed: %s", error.cause)
+        return Completion(error=f"the engine failed: {error.cause}")
+    return completion if completion.token_ids else Completion(error="the engine returned no token")
+
+
+def _dead(error: BaseException) -> TrainError:
+    return TrainError(
+        "generate rollouts",
+        f"a rollout engine died ({' '.join(str(error).split())[:200]})",
+        "The worker's log has the cause; often memory ran out. The round can be started again.",
+        retryable=True,
+    )
+
+
+def _undecided(error: str) -> Verdict:
+    return Verdict(Outcome.UNDECIDED, None, error=error)

@@ -1,0 +1,60 @@
+"""The round directory between workers: what it asks for, whether it is done, and what an unfinished one leaves."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from flywheel.errors import TrainError
+from flywheel.files import tree_sha256
+from flywheel.round import (
+    ADAPTER_DIR,
+    ERROR_FILE,
+    METRICS_FILE,
+    RESULT_FILE,
+    ROLLOUTS_FILE,
+    SPEC_FILE,
+    RoundResult,
+    RoundSpec,
+)
+
+SYNC_DIR = "sync"
+"""Adapters of single steps, on their way to the engines."""
+TRL_DIR = "trl"
+"""TRL's output directory, which stays empty."""
+PARTS = (METRICS_FILE, ROLLOUTS_FILE, RESULT_FILE, ERROR_FILE, ADAPTER_DIR, f".{ADAPTER_DIR}.new", SYNC_DIR, TRL_DIR)
+
+
+def read_spec(directory: Path) -> RoundSpec:
+    path = directory / SPEC_FILE
+    try:
+        return RoundSpec.model_validate_json(path.read_bytes())
+    except OSError as error:
+        why = error.strerror or str(error)
+    except ValidationError as error:
+        first = error.errors()[0]
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    raise TrainError(f"read {path}", why, "The daemon writes this file; start a round with `flywheel round`.")
+
+
+def finished(directory: Path, spec: RoundSpec) -> bool:
+    """Whether the directory already holds this round's whole result, adapter included."""
+    try:
+        result = RoundResult.model_validate_json((directory / RESULT_FILE).read_bytes())
+    except (OSError, ValidationError):
+        return False
+    if result.round_id != spec.round_id:
+        return False
+    return result.adapter is None or tree_sha256(Path(result.adapter.path)) == result.adapter.sha256
+
+
+def start_over(directory: Path) -> None:
+    """Remove what an earlier worker left unfinished."""
+    for name in PARTS:
+        path = directory / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)

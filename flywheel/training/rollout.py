@@ -1,0 +1,191 @@
+"""The rollout: one fresh completion of a prompt with its reward, and what a batch of them amounts to.
+
+Plain data and arithmetic; nothing here generates, grades or trains.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flywheel.errors import TrainError
+from flywheel.training.prompts import Prompt
+from flywheel.verdict import Exchange, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    """An adapter as engines know it. A name and a number stand for one set of weights for ever."""
+
+    name: str
+    number: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRequest:
+    """What an engine is asked for. `group` is the prompt's place in its step; `adapter` None is the base model."""
+
+    prompt: Prompt
+    group: int
+    seed: int
+    temperature: float
+    top_p: float
+    max_tokens: int
+    adapter: LoadedAdapter | None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine returned: the end-of-turn token included, `text` without special tokens.
+
+    A logprob is that of the token under the distribution it was drawn from; None where the engine gave no number.
+    With `error` there is no completion, only the reason.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float | None, ...] = ()
+    text: str = ""
+    truncated: bool = False
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    request: RolloutRequest
+    completion: Completion
+    verdict: Verdict | None
+
+    @property
+    def reward(self) -> float | None:
+        """The verdict's score; None when the judge or the engine failed, which is not a bad answer."""
+        return None if self.verdict is None else self.verdict.score
+
+    @property
+    def failure(self) -> str:
+        """Why there is no reward; empty when there is one."""
+        if self.completion.error:
+            return self.completion.error
+        return self.verdict.error or "the judge gave no score" if self.verdict and self.reward is None else ""
+
+    def line(self, step: int) -> dict[str, Any]:
+        """The rollout token by token: `token_ids`, `loss_mask` and `logprobs` have one length and cover prompt and
+        completion; a logprob that does not exist is null, never a number."""
+        prompt, completion = self.request.prompt, self.completion
+        before = len(prompt.token_ids)
+        return {
+            "step": step,
+            "task_id": prompt.task.task_id,
+            "group": self.request.group,
+            "seed": self.request.seed,
+            "prompt_tokens": before,
+            "token_ids": [*prompt.token_ids, *completion.token_ids],
+            "loss_mask": [0] * before + [1] * len(completion.token_ids),
+            "logprobs": [None] * before + [_rounded(value) for value in completion.logprobs],
+            "answer": completion.text,
+            "truncated": completion.truncated,
+            "reward": self.reward,
+            "failed": list(self.verdict.failed) if self.verdict else [],
+            "error": self.failure,
+        }
+
+
+def exchange(prompt: Prompt, text: str) -> Exchange:
+    """What the judge sees of a rollout."""
+    task = prompt.task
+    return Exchange(
+        query=task.query,
+        answer=text,
+        history=tuple(task.prompt[:-1]),
+        tools=tuple(task.tools),
+        reference=task.answer,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The rollouts of one step, in the order they were asked for; `seconds` says where the time went."""
+
+    rollouts: tuple[Rollout, ...]
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def rewards(self) -> list[float]:
+        return [reward for rollout in self.rollouts if (reward := rollout.reward) is not None]
+
+    @property
+    def undecided(self) -> int:
+        return len(self.rollouts) - len(self.rewards)
+
+    @property
+    def groups(self) -> int:
+        return len({rollout.request.group for rollout in self.rollouts})
+
+    @property
+    def groups_with_spread(self) -> int:
+        """Groups in which something can be learned: their decided rewards differ."""
+        rewards: defaultdict[int, set[float]] = defaultdict(set)
+        for rollout in self.rollouts:
+            if rollout.reward is not None:
+                rewards[rollout.request.group].add(rollout.reward)
+        return sum(len(values) > 1 for values in rewards.values())
+
+    def refuse_undecided(self, max_share: float) -> None:
+        """Raise TrainError when so many rewards are missing that the step would teach chance."""
+        if not self.rollouts or self.undecided <= max_share * len(self.rollouts):
+            return
+        reasons = Counter(rollout.failure for rollout in self.rollouts if rollout.reward is None)
+        reason, times = reasons.most_common(1)[0]
+        raise TrainError(
+            "reward the rollouts of a step",
+            f"{self.undecided} of {len(self.rollouts)} are undecided, more than the share {max_share:g} allowed by"
+            f" training.max_undecided_share; {times} times: {reason}",
+            "Check the judge's endpoint and the worker's log; the round can be started again.",
+            retryable=True,
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """The step's figures for its metrics line. Means are over what exists; None when nothing does."""
+        done = [rollout.completion for rollout in self.rollouts if not rollout.completion.error]
+        rewards = self.rewards
+        return {
+            "reward_mean": mean(rewards),
+            "reward_std": deviation(rewards),
+            "undecided": self.undecided,
+            "groups": self.groups,
+            "groups_with_spread": self.groups_with_spread,
+            "rollouts": len(self.rollouts),
+            "completion_tokens_mean": mean([len(completion.token_ids) for completion in done]),
+            "truncated_share": mean([float(completion.truncated) for completion in done]),
+        }
+
+    def usage(self) -> dict[str, int]:
+        verdicts = [rollout.verdict for rollout in self.rollouts if rollout.verdict is not None]
+        return {
+            "rollouts": len(self.rollouts),
+            "rollout_tokens": sum(len(rollout.completion.token_ids) for rollout in self.rollouts),
+            "judge_calls": sum(verdict.calls for verdict in verdicts),
+            "judge_prompt_tokens": sum(verdict.prompt_tokens for verdict in verdicts),
+            "judge_completion_tokens": sum(verdict.completion_tokens for verdict in verdicts),
+        }
+
+
+def add_usage(total: dict[str, int], more: dict[str, int]) -> dict[str, int]:
+    return {key: total.get(key, 0) + more.get(key, 0) for key in {**total, **more}}
+
+
+def mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
+
+
+def deviation(values: Sequence[float]) -> float | None:
+    """Standard deviation of the values themselves (not an estimate for a larger population)."""
+    center = mean(values)
+    return None if center is None else math.sqrt(math.fsum((v - center) ** 2 for v in values) / len(values))
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 6)

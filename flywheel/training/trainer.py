@@ -1,0 +1,241 @@
+"""The trainer: a Ray actor that turns rollouts into an adapter, step by step.
+
+Owns the loop of one round: sync the adapter to the engines under a new name, collect graded rollouts, one optimizer
+step, one metrics line. It starts no engine and knows no judge; grades come from a factory that it is given.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from flywheel.config import Config
+from flywheel.errors import TrainError
+from flywheel.files import append_jsonl
+from flywheel.round import ADAPTER_DIR, ROLLOUTS_FILE, RoundSpec
+from flywheel.training.collector import Collector, Grade
+from flywheel.training.directory import SYNC_DIR, TRL_DIR
+from flywheel.training.metrics import Metrics
+from flywheel.training.policy import load_policy, save_adapter
+from flywheel.training.prompts import Prompt, schedule, seed_of
+from flywheel.training.rollout import Batch, LoadedAdapter, RolloutRequest, add_usage
+
+FIRST_LOOK = 2
+"""A round is refused when so many steps show no group with different rewards; one could be bad luck."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a training run came to. With `refusal` there is no adapter."""
+
+    steps: int
+    reward_first: float | None
+    reward_last: float | None
+    refusal: str = ""
+    usage: dict[str, int] = field(default_factory=dict)
+
+
+class RefusedError(Exception):
+    """Nothing can be learned from this round's tasks; the message says why."""
+
+
+class Trainer:
+    """Runs as a Ray actor."""
+
+    def __init__(self, spec: RoundSpec, directory: str, threads: int) -> None:
+        # Ray starts actors with one thread; torch reads the number before its first parallel section.
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+        import torch
+
+        torch.set_num_threads(threads)
+        self._spec = spec
+        self._directory = Path(directory)
+        self._settings = Config.model_validate(spec.settings)
+        self._model = load_policy(spec.base_model, spec.parent, self._settings.training.lora, spec.seed)
+        # TRL takes seconds to import; here that happens while the engines start.
+        import flywheel.training.grpo  # noqa: F401
+
+    def train(
+        self, prompts: Sequence[Prompt], engines: Sequence[Any], make_grade: Callable[[RoundSpec], Grade]
+    ) -> Trained:
+        """Train for the configured steps and write the adapter. Raises TrainError, or the judge's error."""
+        from transformers import AutoTokenizer
+
+        from flywheel.training.grpo import RoundTrainer, StepLog, grpo_config, rows
+
+        training = self._settings.training
+        with Collector(
+            engines,
+            make_grade(self._spec),
+            max_thread=self._settings.judge.max_thread,
+            timeout_seconds=self._settings.rollout.timeout_seconds,
+        ) as collector:
+            run = Run(self._spec, self._settings, self._directory, prompts, engines, collector)
+            trainer = RoundTrainer(
+                roll_out=run.roll_out,
+                sync_weights=lambda: run.sync(self._model),
+                model=self._model,
+                args=grpo_config(
+                    self._settings, self._directory / TRL_DIR, seed=self._spec.seed, model_dtype=self._model.dtype
+                ),
+                train_dataset=rows(training.steps, training.prompts_per_step),
+                processing_class=AutoTokenizer.from_pretrained(self._spec.base_model),
+                callbacks=[StepLog(run.report)],
+            )
+            refusal = ""
+            try:
+                trainer.train()
+            except RefusedError as reason:
+                refusal = str(reason)
+        if not refusal:
+            save_adapter(self._model, self._directory / ADAPTER_DIR)
+        run.clean_up()
+        return Trained(run.steps_done, run.reward_first, run.reward_last, refusal, run.usage)
+
+
+class Run:
+    """The steps of one round, as TRL calls for them."""
+
+    def __init__(
+        self,
+        spec: RoundSpec,
+        settings: Config,
+        directory: Path,
+        prompts: Sequence[Prompt],
+        engines: Sequence[Any],
+        collector: Collector,
+    ) -> None:
+        self._spec, self._settings, self._directory = spec, settings, directory
+        self._engines, self._collector = engines, collector
+        self._metrics = Metrics(directory)
+        self._adapter: LoadedAdapter | None = None
+        self._sync_seconds = 0.0
+        self._batch = Batch(())
+        self._first: list[Batch] = []
+        self._step_started = time.monotonic()
+        self.steps_done = 0
+        self.reward_first: float | None = None
+        self.reward_last: float | None = None
+        self.usage: dict[str, int] = {}
+        training = settings.training
+        self._plan = [
+            [prompts[index] for index in step]
+            for step in schedule(
+                len(prompts), per_step=training.prompts_per_step, steps=training.steps, seed=spec.seed
+            )
+        ]
+
+    def sync(self, model: Any) -> None:
+        """Give the engines the current weights under a name and a number that were never used before."""
+        started = time.monotonic()
+        old = self._adapter
+        number = 1 if old is None else old.number + 1
+        path = self._directory / SYNC_DIR / f"step-{number}"
+        path.parent.mkdir(exist_ok=True)
+        save_adapter(model, path)
+        new = LoadedAdapter(f"{self._spec.round_id}-step-{number}", number, str(path))
+        ray.get([engine.load.remote(new) for engine in self._engines])
+        self._adapter = new
+        if old is not None:
+            # A step waits for all its rollouts, so nobody asks for the old adapter any more. Once it is out of the
+            # engines' caches its files may go, never before: an engine whose adapter has no files dies.
+            ray.get([engine.unload.remote(old) for engine in self._engines])
+            shutil.rmtree(old.path)
+        self._sync_seconds = time.monotonic() - started
+
+    def roll_out(self, step: int) -> Batch:
+        """The graded rollouts of one step, counted from 0. Raises RefusedError and TrainError."""
+        requests = step_requests(self._plan[step], step, self._spec, self._settings, self._adapter)
+        batch = self._collector.collect(requests)
+        self._batch = batch
+        self.usage = add_usage(self.usage, batch.usage())
+        append_jsonl(self._directory / ROLLOUTS_FILE, [rollout.line(step + 1) for rollout in batch.rollouts])
+        training = self._settings.training
+        batch.refuse_undecided(training.max_undecided_share)
+        if step < FIRST_LOOK:
+            self._first.append(batch)
+            if len(self._first) == min(FIRST_LOOK, training.steps):
+                refuse_without_spread(self._first, training.min_spread_share)
+        return batch
+
+    def report(self, step: int, logs: dict[str, Any]) -> None:
+        """Write the metrics line of a step that has been taken."""
+        batch = self._batch
+        now = time.monotonic()
+        whole = now - self._step_started
+        self._step_started = now
+        parts = {**batch.seconds, "sync": self._sync_seconds}
+        summary = batch.summary()
+        self._metrics.step(
+            step,
+            self._settings.training.steps,
+            {
+                **summary,
+                "loss": logs["loss"],
+                "grad_norm": logs["grad_norm"],
+                "learning_rate": logs["learning_rate"],
+                "entropy": logs.get("entropy"),
+                "logprob_gap": logs.get("sampling/sampling_logp_difference/mean"),
+                "temperature": self._settings.rollout.temperature,
+                "seconds": {**parts, "train": max(0.0, whole - sum(parts.values()))},
+            },
+        )
+        self.steps_done = step
+        self.reward_last = summary["reward_mean"]
+        self.reward_first = self.reward_last if step == 1 else self.reward_first
+        for name in ("loss", "grad_norm"):
+            if not math.isfinite(float(logs[name])):
+                raise TrainError(
+                    f"take step {step} of the round",
+                    f"{name} is {logs[name]}",
+                    "Lower training.learning_rate or training.max_grad_norm.",
+                )
+
+    def clean_up(self) -> None:
+        """Remove what only the steps needed; the adapter of the last one goes once no engine holds it."""
+        if self._adapter is not None:
+            ray.get([engine.unload.remote(self._adapter) for engine in self._engines])
+        shutil.rmtree(self._directory / SYNC_DIR, ignore_errors=True)
+        shutil.rmtree(self._directory / TRL_DIR, ignore_errors=True)
+
+
+def step_requests(
+    prompts: Sequence[Prompt], step: int, spec: RoundSpec, settings: Config, adapter: LoadedAdapter | None
+) -> list[RolloutRequest]:
+    """The requests of one step, group by group. Each has a seed of its own, the same whenever the round is run."""
+    return [
+        RolloutRequest(
+            prompt=prompt,
+            group=group,
+            seed=seed_of(spec.seed, "rollout", step, group, sample),
+            temperature=settings.rollout.temperature,
+            top_p=settings.rollout.top_p,
+            max_tokens=settings.rollout.max_completion_tokens,
+            adapter=adapter,
+        )
+        for group, prompt in enumerate(prompts)
+        for sample in range(settings.training.group_size)
+    ]
+
+
+def refuse_without_spread(batches: Sequence[Batch], min_share: float) -> None:
+    """Raise RefusedError when too few groups have rewards that differ: the advantages of the others are 0."""
+    groups = sum(batch.groups for batch in batches)
+    spread = sum(batch.groups_with_spread for batch in batches)
+    if spread > min_share * groups:
+        return
+    rewards = [reward for batch in batches for reward in batch.rewards]
+    seen = f"rewards from {min(rewards):g} to {max(rewards):g}" if rewards else "no reward at all"
+    raise RefusedError(
+        f"nothing can be learned: {spread} of {groups} groups in the first steps have rewards that differ ({seen});"
+        " the rubric may be too easy or too hard for these tasks"
+    )
