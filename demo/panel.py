@@ -1,7 +1,7 @@
 """What the demo shows: the funnel, the round's reward curve, what is deployed, and at the end the table.
 
-Pure functions from recorded data (the status of `flywheel status --json` and a round's metrics) to something that rich
-can print; nothing is read or measured here.
+Pure functions from recorded data (the status of `flywheel status --json` and a round's metrics) to something that
+rich can print; nothing is read or measured here.
 """
 
 from __future__ import annotations
@@ -130,7 +130,6 @@ def lines(status: Status) -> list[Line]:
     Acceptance is of the traffic that a version answered; the held-out score is the mean reward with which the gate
     measured it, against its successor for the base model and against its predecessor for the rest.
     """
-    traffic = {entry["adapter"] or BASE: entry for entry in status["by_adapter"]}
     promoted = sorted((each for each in status["rounds"] if each["state"] == "promoted"), key=lambda e: e["round"])
     held_out: dict[str, float | None] = {BASE: None}
     for each in promoted:
@@ -140,17 +139,16 @@ def lines(status: Status) -> list[Line]:
         held_out[each["adapter"] or each["round"]] = comparison.get("candidate_mean")
     found = []
     for version, score in held_out.items():
-        served = traffic.get(version, {})
-        found.append(
-            Line(
-                version,
-                served.get("accepted", 0),
-                served.get("rejected", 0),
-                served.get("acceptance"),
-                score,
-            )
-        )
+        served = [entry for entry in status["by_adapter"] if _version(entry["adapter"]) == version]
+        accepted, rejected = (sum(entry[kind] for entry in served) for kind in ("accepted", "rejected"))
+        acceptance = accepted / (accepted + rejected) if accepted + rejected else None
+        found.append(Line(version, accepted, rejected, acceptance, score))
     return found
+
+
+def _version(model: str) -> str:
+    """`demo-agent@r0001` is the version r0001; a name without one is the base model's."""
+    return model.partition("@")[2] or BASE
 
 
 def table(status: Status) -> Table:

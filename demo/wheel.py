@@ -1,0 +1,213 @@
+"""One run of the demo: judge, server, traffic and `flywheel run`, watched until enough rounds were promoted.
+
+Composes the parts and decides when the users come often, when seldom and when it is enough. What is shown comes from
+Flywheel's own records.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import yaml
+from rich.console import Console
+from rich.live import Live
+
+from demo import judge, panel
+from demo.parts import Part, adopt_orphans, end_descendants
+from demo.studio import StudioDatabase
+from demo.traffic import Traffic
+from flywheel.config import Config, load
+from flywheel.daemon.status import metrics_of, snapshot
+from flywheel.errors import StoreError
+from flywheel.store.database import Store
+
+ROOT: Final = Path(__file__).parent.parent
+TEMPLATE: Final = ROOT / "configs" / "demo.yaml"
+
+BUSY_RATE: Final = 12.0
+"""Questions per second while samples are gathered."""
+QUIET_RATE: Final = 0.5
+"""The same while a round trains: it needs the processor."""
+LAST_JUDGED: Final = 80
+"""Replies of the last version that must have been judged before the table is drawn."""
+LOOK_SECONDS: Final = 1.0
+PLAIN_SECONDS: Final = 5.0
+STOP_SECONDS: Final = 25.0
+PATIENCE_SECONDS: Final = 5.0
+
+ENVIRONMENT: Final = {
+    "HF_HUB_OFFLINE": "1",
+    "OPENAI_API_KEY": "demo",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+class SlowError(Exception):
+    """The rounds that were asked for were not promoted in time."""
+
+
+class Screen:
+    """The live panel on a terminal; elsewhere a line whenever something has changed."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        self._last = ""
+        self._written = -PLAIN_SECONDS
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        with self._live or contextlib.nullcontext():
+            yield
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False)
+
+    def show(self, status: panel.Status, metrics: panel.Metrics) -> None:
+        if self._live:
+            self._live.update(panel.render(status, metrics), refresh=True)
+            return
+        line = panel.plain(status, metrics)
+        if line != self._last and time.monotonic() - self._written >= PLAIN_SECONDS:
+            self.say(line)
+            self._last, self._written = line, time.monotonic()
+
+
+class Wheel:
+    """The run in `folder`, which is made. After `turn` or an exception nothing of it runs any more."""
+
+    def __init__(self, folder: Path, rounds: int, limit_seconds: float, screen: Screen) -> None:
+        self._folder = folder
+        self._rounds = rounds
+        self._limit_seconds = limit_seconds
+        self._screen = screen
+        self._parts: list[Part] = []
+        self.hurry = False
+        """Set to end the processes without waiting for them to stop by themselves."""
+
+    async def turn(self) -> Mapping[str, Any]:
+        """The last status. Raises PartError, TrafficError, SlowError and FlywheelError."""
+        adopt_orphans()
+        self._folder.mkdir(parents=True)
+        with judge.running() as judge_url:
+            port = free_port()
+            file = self._folder / "flywheel.yaml"
+            file.write_text(yaml.safe_dump(settings(self._folder, judge_url, port), sort_keys=False))
+            config = load(file)
+            database = StudioDatabase(config.sources[0].path)
+            try:
+                for name in ("serve", "run"):
+                    arguments = [sys.executable, "-m", "flywheel", name, "-c", str(file)]
+                    self._parts.append(Part(f"flywheel {name}", arguments, self._folder / f"{name}.log", ENVIRONMENT))
+                self._screen.say(f"The run's files are in {self._folder}. vLLM starts; that takes half a minute.")
+                url = config.serving.urls[0]
+                await self._until_ready(url)
+                traffic = Traffic(url, config.model.alias, database, rate=BUSY_RATE)
+                asking = asyncio.create_task(traffic.run())
+                try:
+                    with self._screen.on():
+                        return await self._watch(config, traffic, asking)
+                finally:
+                    asking.cancel()
+                    await asyncio.wait([asking])
+            finally:
+                # In a thread: a second Ctrl-C must still be heard.
+                await asyncio.shield(asyncio.to_thread(self._stop))
+
+    async def _until_ready(self, url: str) -> None:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            while True:
+                for part in self._parts:
+                    part.check()
+                with contextlib.suppress(httpx.TransportError):
+                    if (await client.get(f"{url}/health")).status_code == httpx.codes.OK:
+                        return
+                await asyncio.sleep(LOOK_SECONDS / 2)
+
+    async def _watch(self, config: Config, traffic: Traffic, asking: asyncio.Task[None]) -> Mapping[str, Any]:
+        deadline = time.monotonic() + self._limit_seconds
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            for part in self._parts:
+                part.check()
+            if asking.done():
+                await asking
+            status = await look(config)
+            if status is None:
+                continue
+            live = status["live_round"]
+            shown = live or (status["rounds"][0] if status["rounds"] else None)
+            metrics = metrics_of(Path(shown["dir"])) if shown and shown["dir"] else []
+            self._screen.show(status, metrics)
+            if self._enough(status):
+                return status
+            done = status["promoted"] >= self._rounds
+            traffic.rate = QUIET_RATE if live and not done else BUSY_RATE
+            if time.monotonic() > deadline:
+                raise SlowError(
+                    f"{status['promoted']} of {self._rounds} rounds were promoted in {self._limit_seconds / 60:.0f} "
+                    f"minutes. See {self._folder / 'run.log'}, or allow more with --minutes."
+                )
+
+    def _enough(self, status: Mapping[str, Any]) -> bool:
+        if status["promoted"] < self._rounds:
+            return False
+        last = panel.lines(status)[-1]
+        return last.accepted + last.rejected >= LAST_JUDGED
+
+    def _stop(self) -> None:
+        for part in self._parts:
+            part.ask_to_stop()
+        deadline = time.monotonic() + STOP_SECONDS
+        for part in self._parts:
+            while not part.wait(0.2) and not self.hurry and time.monotonic() < deadline:
+                pass
+        end_descendants(0.0 if self.hurry else PATIENCE_SECONDS)
+
+
+def settings(folder: Path, judge_url: str, port: int) -> dict[str, Any]:
+    """The shipped configuration with the run's own paths and addresses."""
+    raw: dict[str, Any] = yaml.safe_load(TEMPLATE.read_text(encoding="utf-8"))
+    here = TEMPLATE.parent
+    raw["state"]["dir"] = str(folder.absolute() / "state")
+    raw["sources"] = [{"path": str(folder.absolute() / "studio.sqlite")}]
+    raw["judge"]["base_url"] = judge_url
+    raw["filter"]["rubric"] = str((here / raw["filter"]["rubric"]).resolve())
+    raw["model"]["base"] = str((here / raw["model"]["base"]).resolve())
+    raw["serving"] |= {"urls": [f"http://127.0.0.1:{port}"], "port": port}
+    return raw
+
+
+async def look(config: Config) -> dict[str, Any] | None:
+    """Flywheel's status; None until the daemon has made its database."""
+    try:
+        store = await Store.view(config.state_dir)
+    except StoreError:
+        return None
+    try:
+        return await store.read(lambda conn: snapshot(conn, config))
+    finally:
+        await store.close()
+
+
+def free_port() -> int:
+    with socket.socket() as chosen:
+        chosen.bind(("127.0.0.1", 0))
+        return int(chosen.getsockname()[1])
+
+
+def record(folder: Path, status: Mapping[str, Any]) -> Path:
+    """Keep the last status beside the run's other files."""
+    path = folder / "status.json"
+    path.write_text(json.dumps(status, default=str, indent=1) + "\n")
+    return path
