@@ -153,7 +153,8 @@ def _iso_ns(values: Mapping[str, Any], column: str) -> int:
 
 def _span_2(values: dict[str, Any], rowid: int) -> Span:
     attributes = _attributes(values)
-    operation = dig(attributes, "gen_ai", "operation", "name")
+    written = dig(attributes, "gen_ai", "operation", "name")
+    operations = (written if isinstance(written, str) else "", _text(values, "operationName"))
     status = _json(values, "status")
     message = dig(status, "message")
     return Span(
@@ -162,9 +163,7 @@ def _span_2(values: dict[str, Any], rowid: int) -> Span:
         trace_id=_identifier(values, "traceId"),
         parent_id=_text(values, "parentSpanId") or None,
         name=_text(values, "name"),
-        kind=_KINDS_2.get(
-            operation if isinstance(operation, str) else _text(values, "operationName"), SpanKind.OTHER
-        ),
+        kind=next((_KINDS_2[name] for name in operations if name in _KINDS_2), SpanKind.OTHER),
         started_ns=_decimal_ns(values, "startTimeUnixNano"),
         ended_ns=_decimal_ns(values, "endTimeUnixNano"),
         status=next((known for code, known in _STATUS_2 if code == dig(status, "code")), SpanStatus.UNSET),

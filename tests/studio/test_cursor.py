@@ -1,0 +1,314 @@
+"""Whatever order and rhythm spans arrive in, and wherever a reader is restarted: nothing is lost, nothing doubled."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flywheel.config import IngestSettings
+from flywheel.states import SkipReason
+from flywheel.studio import reader as reading
+from flywheel.studio.reader import StudioReader
+from flywheel.trace import Cursor, Reply
+from tests.studio.reading import MUCH_LATER, NOW, Ledger, by_id, read_all
+from tests.studio.writer import DATA, NAMES, Studio, agent, chat, empty_like, insert, message, part, rows, span
+
+QUICK = IngestSettings(settle_seconds=0)
+
+
+def whole(name: str) -> dict[str, Reply]:
+    return by_id(read_all(DATA / f"{name}.sqlite")[0])
+
+
+def test_one_reader_tells_each_reply_once_while_spans_arrive(tmp_path: Path) -> None:
+    path = empty_like("new_v1", tmp_path / "studio.sqlite")
+    reader, ledger = StudioReader(path, QUICK), Ledger()
+    spans = rows("new_v1")
+    for first in range(0, len(spans), 7):
+        insert(path, spans[first : first + 7])
+        ledger.pass_(reader)
+    assert ledger.tellings == len(ledger.replies) == 104, "the crashed reply is still open"
+    ledger.pass_(reader, final=True)
+    assert ledger.replies == whole("new_v1")
+    assert ledger.tellings == 105
+    reader.close()
+
+
+@pytest.mark.parametrize("name", ["old", "new_v2"])
+def test_a_restart_after_every_commit_changes_nothing(name: str, tmp_path: Path) -> None:
+    path = empty_like(name, tmp_path / "studio.sqlite")
+    ledger = Ledger()
+    spans = rows(name)
+    for first in range(0, len(spans), 13):
+        insert(path, spans[first : first + 13])
+        reader = StudioReader(path, QUICK)
+        ledger.pass_(reader)
+        reader.close()
+    reader = StudioReader(path, QUICK)
+    ledger.pass_(reader, final=True)
+    reader.close()
+    assert ledger.replies == whole(name)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_commits_passes_and_crashes_in_any_order(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A crash is a pass of which only the first batches were stored, by a reader that goes on or dies."""
+    name = data.draw(st.sampled_from(NAMES))
+    first = data.draw(st.sampled_from([0, 350]))
+    spans = rows(name)[first : first + 100]
+    path = empty_like(name, tmp_path_factory.mktemp("any") / "studio.sqlite")
+    insert(path, spans)
+    expected = by_id(read_all(path)[0])
+    with sqlite3.connect(path) as database:
+        database.execute("DELETE FROM span_table")
+    database.close()
+    reader, ledger, at = StudioReader(path, QUICK), Ledger(), 0
+    reader._limit = 1
+    while at < len(spans):
+        size = data.draw(st.integers(1, 40))
+        insert(path, spans[at : at + size])
+        at += size
+        kept = data.draw(st.integers(0, 3))
+        final = data.draw(st.booleans())
+        for number, batch in enumerate(reader.read(ledger.cursor, now=NOW, final=final)):
+            if number == kept:
+                break
+            ledger.store(batch)
+        if data.draw(st.booleans()):
+            reader.close()
+            reader = StudioReader(path, QUICK)
+    ledger.pass_(reader, final=True)
+    reader.close()
+    assert ledger.replies == expected
+
+
+def test_a_trace_in_several_commits_is_told_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "studio.sqlite"
+    studio, ledger = Studio(path), Ledger()
+    reader = StudioReader(path, QUICK)
+    given_ = [message("user", part("q"))]
+    studio.write(chat("c1", given_, "draft", parent="a1", ended=1))
+    ledger.pass_(reader)
+    studio.write(agent("a1", "q", "draft", parent="root", ended=2))
+    ledger.pass_(reader)
+    assert ledger.replies == {}
+    studio.write(span("root", None, {}, ended=3), agent("a2", "q2", trace="other", ended=9))
+    ledger.pass_(reader)
+    assert sorted(ledger.replies) == ["a1", "a2"]
+    assert ledger.replies["a1"].history == ()
+    assert ledger.cursor.rowid == 4
+    reader.close()
+
+
+def test_settling_waits_for_quiet_and_never_for_a_wrong_clock(tmp_path: Path) -> None:
+    path = tmp_path / "studio.sqlite"
+    studio = Studio(path)
+    ahead = 10 * 3600
+    studio.write(agent("a1", ended=5), agent("skewed", trace="t2", began=ahead, ended=ahead + 5))
+    ended = NOW.replace(hour=5, minute=23, second=25)
+    reader, ledger = StudioReader(path, IngestSettings(settle_seconds=2)), Ledger()
+    ledger.pass_(reader, now=ended + timedelta(seconds=1))
+    assert ledger.replies == {} and ledger.cursor.rowid == 0
+    ledger.pass_(reader, now=ended + timedelta(seconds=2))
+    assert sorted(ledger.replies) == ["a1"]
+    ledger.pass_(reader, now=ended + timedelta(seconds=4))
+    assert sorted(ledger.replies) == ["a1", "skewed"]
+    reader.close()
+
+
+def test_final_does_not_wait(tmp_path: Path) -> None:
+    path = tmp_path / "studio.sqlite"
+    Studio(path).write(agent("a1", ended=5))
+    told, _, _ = read_all(path, now=NOW.replace(hour=5, minute=23, second=25), settings=IngestSettings())
+    assert [reply.skip for reply in told] == [None]
+
+
+def crash(path: Path) -> Studio:
+    studio = Studio(path)
+    given_ = [message("system", part("s")), message("user", part("q")), message("assistant", name="Solver")]
+    studio.write(
+        chat("c1", given_, "thinking aloud", parent="lost", trace="t1", ended=1),
+        agent("done", "other", "fine", trace="t2", ended=2),
+    )
+    return studio
+
+
+def test_an_unfinished_reply_keeps_its_place_and_is_told_once_more_when_it_comes(tmp_path: Path) -> None:
+    path = tmp_path / "studio.sqlite"
+    studio = crash(path)
+    reader, ledger = StudioReader(path, QUICK), Ledger()
+    ledger.pass_(reader)
+    assert sorted(ledger.replies) == ["done"]
+    for _ in range(2):
+        ledger.pass_(reader, final=True)
+    assert ledger.tellings == 2, "a reader tells an unfinished reply once"
+    lost = ledger.replies["lost"]
+    assert lost.skip is SkipReason.UNFINISHED
+    assert (lost.query, lost.agent, lost.conversation_id) == ("q", "Solver", "conversation")
+    assert [m["content"] for m in lost.history] == ["s"]
+    assert ledger.cursor.rowid == 0, "a restart must read the open trace again"
+    reader.close()
+
+    studio.write(agent("lost", "q", "at last", trace="t1", ended=30))
+    reader = StudioReader(path, QUICK)
+    ledger.pass_(reader)
+    assert ledger.replies["lost"].skip is None
+    assert ledger.replies["lost"].answer == "at last"
+    assert [m["content"] for m in ledger.replies["lost"].history] == ["s"]
+    assert ledger.cursor.rowid == 3
+    reader.close()
+
+
+def test_an_abandoned_trace_is_given_up(tmp_path: Path) -> None:
+    path = tmp_path / "studio.sqlite"
+    studio = crash(path)
+    reader, ledger = StudioReader(path, QUICK), Ledger()
+    ledger.pass_(reader, now=MUCH_LATER)
+    assert ledger.replies["lost"].skip is SkipReason.UNFINISHED
+    assert ledger.cursor.rowid == 2
+    studio.write(agent("lost", "q", "very late", trace="t1", ended=30))
+    ledger.pass_(reader, now=MUCH_LATER)
+    assert ledger.replies["lost"].skip is None
+    reader.close()
+
+
+def test_agents_under_an_application_that_never_ended(tmp_path: Path) -> None:
+    path = tmp_path / "studio.sqlite"
+    Studio(path).write(agent("a1", "q", "a", parent="root"))
+    reader, ledger = StudioReader(path, QUICK), Ledger()
+    ledger.pass_(reader)
+    assert ledger.replies == {}, "another stage could follow"
+    ledger.pass_(reader, final=True)
+    assert ledger.replies["a1"].skip is SkipReason.UNFINISHED, "told for the balance"
+    ledger.pass_(reader, now=MUCH_LATER)
+    assert ledger.replies["a1"].skip is None, "told as it is once nothing more is expected"
+    assert list(ledger.replies) == ["a1"], "an application is no reply"
+    reader.close()
+
+
+def test_a_late_child_opens_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "studio.sqlite"
+    studio = Studio(path)
+    studio.write(agent("a1", ended=2))
+    reader, ledger = StudioReader(path, QUICK), Ledger()
+    ledger.pass_(reader)
+    studio.write(chat("c1", [message("user", part("q"))], parent="a1", ended=4))
+    ledger.pass_(reader, final=True)
+    assert ledger.tellings == 1
+    assert ledger.cursor.rowid == 2
+    reader.close()
+
+
+def test_a_batch_that_was_not_stored_is_told_again(tmp_path: Path) -> None:
+    path = tmp_path / "studio.sqlite"
+    studio = Studio(path)
+    # The open trace keeps the cursor where it is: only the reader can know that nothing was stored.
+    studio.write(chat("c0", [], parent="open", trace="t0"))
+    reader, ledger = StudioReader(path, QUICK), Ledger()
+    ledger.pass_(reader)
+    studio.write(agent("a1"))
+    (lost,) = next(reader.read(ledger.cursor, now=NOW)).replies
+    ledger.pass_(reader)
+    assert ledger.replies == {"a1": lost}
+    ledger.pass_(reader)
+    assert ledger.tellings == 1, "what was stored is not told again"
+    reader.close()
+
+
+def test_pages_are_small_and_each_has_its_cursor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "FIRST_PAGE", 20)
+    monkeypatch.setattr(reading, "MAX_PAGE", 20)
+    told, _, batches = read_all(DATA / "old.sqlite")
+    assert len(batches) == 24
+    assert max(len(batch.replies) for batch in batches[:-1]) <= 20
+    assert by_id(told) == whole("old")
+    places = [batch.cursor.rowid for batch in batches]
+    assert places == sorted(places) and places[-1] == 432, "before the first row of a trace that is still open"
+
+
+def test_a_slow_read_makes_the_next_page_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = StudioReader(DATA / "old.sqlite", QUICK)
+    passes = reader.read(Cursor(), now=NOW)
+    next(passes)
+    assert reader._limit == 2 * reading.FIRST_PAGE
+    monkeypatch.setattr(reading, "SLOW_READ_MS", -1.0)
+    next(passes)
+    assert reader._limit == reading.FIRST_PAGE
+    reader.close()
+
+
+def test_another_file_or_schema_starts_over(tmp_path: Path) -> None:
+    path = tmp_path / "studio.sqlite"
+    shutil.copy(DATA / "old.sqlite", path)
+    reader, ledger = StudioReader(path, QUICK), Ledger()
+    ledger.pass_(reader, now=MUCH_LATER)
+    first = ledger.cursor
+    assert (first.generation, first.rowid) == (0, 466)
+
+    other = tmp_path / "migrated.sqlite"
+    shutil.copy(DATA / "migrated.sqlite", other)
+    other.replace(path)
+    ledger.pass_(reader, now=MUCH_LATER)
+    second = ledger.cursor
+    assert (second.generation, second.rowid) == (1, 466)
+    assert second.identity != first.identity and second.fingerprint != first.fingerprint
+    assert ledger.tellings == 210 and len(ledger.replies) == 105
+
+    with sqlite3.connect(path) as database:
+        database.execute("ALTER TABLE span_table ADD COLUMN extra varchar")
+    database.close()
+    ledger.pass_(reader, now=MUCH_LATER)
+    assert ledger.cursor.generation == 2
+    assert ledger.cursor.identity == second.identity
+    reader.close()
+
+
+def test_a_stored_cursor_goes_on_where_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "studio.sqlite"
+    shutil.copy(DATA / "new_v2.sqlite", path)
+    ledger = Ledger()
+    reader = StudioReader(path, QUICK)
+    ledger.pass_(reader, now=MUCH_LATER)
+    reader.close()
+    told = ledger.tellings
+    reader = StudioReader(path, QUICK)
+    ledger.pass_(reader, now=MUCH_LATER)
+    assert ledger.tellings == told
+    ledger.cursor = replace(ledger.cursor, rowid=0)
+    ledger.pass_(reader, now=MUCH_LATER)
+    assert ledger.tellings == 2 * told
+    reader.close()
+
+
+def test_a_database_without_agents_says_so_every_time(tmp_path: Path) -> None:
+    path = tmp_path / "studio.sqlite"
+    studio = Studio(path)
+    ledger = Ledger()
+    for _ in range(2):
+        reader = StudioReader(path, QUICK)
+        (batch,) = reader.read(ledger.cursor, now=NOW)
+        assert batch.warnings == (), "an empty table is no reason to worry"
+        reader.close()
+    studio.write(chat("c1", [message("user", part("q"))], "a"), span("s1", None, {}, trace="t2"))
+    for _ in range(2):
+        reader = StudioReader(path, QUICK)
+        (batch,) = reader.read(ledger.cursor, now=NOW)
+        ledger.store(batch)
+        (warning,) = batch.warnings
+        assert "2 spans" in warning and "1 llm" in warning and "AgentScope" in warning
+        reader.close()
+    studio.write(agent("a1", trace="t3"))
+    reader = StudioReader(path, QUICK)
+    (batch,) = reader.read(ledger.cursor, now=NOW)
+    assert batch.warnings == () and batch.cursor.rowid == 3
+    reader.close()

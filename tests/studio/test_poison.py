@@ -1,0 +1,200 @@
+"""One row that cannot be understood is one dead row, and nothing else changes."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flywheel.studio import schema
+from flywheel.trace import Reply
+from tests.studio.reading import by_id, read_all
+from tests.studio.writer import Studio, agent, chat, empty_like, insert, message, part, rows, span, tool
+
+
+def poison(column: str, value: Any) -> dict[str, Any]:
+    return {**agent("poison", trace="poisoned"), column: value}
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (poison("attributes", "{broken"), "attributes is not JSON"),
+        (poison("attributes", ""), "attributes is not JSON"),
+        (poison("attributes", "[1, 2]"), "not an object"),
+        (poison("attributes", '"text"'), "not an object"),
+        (poison("attributes", 7.5), "attributes is a"),
+        (poison("attributes", b'{"a": "\xff\xfe"}'), "UTF-8"),
+        (poison("attributes", "[" * 200_000), "attributes is not JSON"),
+        (poison("events", "{broken"), "events is not JSON"),
+        (poison("status", "nonsense"), "status is not JSON"),
+        (poison("traceId", b"\xff"), "UTF-8"),
+        (poison("traceId", ""), "traceId is empty"),
+        (poison("startTimeUnixNano", "yesterday"), "startTimeUnixNano"),
+        (poison("startTimeUnixNano", "-5"), "out of range"),
+        (poison("endTimeUnixNano", "9" * 30), "out of range"),
+        (poison("parentSpanId", "poison"), "circle"),
+        (
+            agent("poison", "q", [message("assistant", part("a"))], trace="poisoned") | {"parentSpanId": "poison"},
+            "circle",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_bad_row_costs_itself(bad: dict[str, Any], why: str, tmp_path: Path) -> None:
+    studio = Studio(tmp_path / "studio.sqlite")
+    studio.write(agent("before", trace="1"), bad, agent("after", trace="2"))
+    replies, dead, batches = read_all(studio.path)
+    (row,) = dead
+    assert (row.rowid, row.span_id) == (2, "poison")
+    assert why in row.error
+    assert len(row.excerpt) <= 500
+    assert sorted(by_id(replies)) == ["after", "before"]
+    assert batches[-1].cursor.rowid == 3
+
+
+@pytest.mark.parametrize("name", ["old", "new_v1", "new_v2", "new_oldclient"])
+def test_poison_of_every_kind_among_real_rows(name: str, tmp_path: Path) -> None:
+    path = empty_like(name, tmp_path / "studio.sqlite")
+    insert(path, rows(name))
+    expected = by_id(read_all(path)[0])
+    bad = ["{broken", "[]", b"\xff", "null", "12"]
+    with sqlite3.connect(path) as database:
+        (tail,) = database.execute("SELECT max(rowid) FROM span_table").fetchone()
+        columns = [row[1] for row in database.execute("PRAGMA table_info(span_table)")]
+        for number, value in enumerate(bad):
+            copied = ", ".join(f"'p{number}'" if c in ("id", "spanId", "traceId") else c for c in columns)
+            database.execute(
+                f"INSERT INTO span_table ({', '.join(columns)}) SELECT {copied} FROM span_table WHERE rowid = 1"
+            )
+            database.execute(f"UPDATE span_table SET attributes = ? WHERE id = 'p{number}'", (value,))
+    database.close()
+    replies, dead, _ = read_all(path)
+    assert by_id(replies) == expected
+    assert [row.rowid for row in dead] == list(range(tail + 1, tail + 1 + len(bad)))
+
+
+def test_a_circle_of_three_and_what_hangs_from_it(tmp_path: Path) -> None:
+    studio = Studio(tmp_path / "studio.sqlite")
+    studio.write(
+        agent("leaf", parent="x"),
+        span("x", None, {}, parent="y"),
+        span("y", None, {}, parent="z"),
+        span("z", None, {}, parent="x"),
+    )
+    replies, dead, _ = read_all(studio.path)
+    assert sorted(row.span_id for row in dead) == ["x", "y", "z"]
+    assert [(reply.span_id, reply.skip) for reply in replies] == [("leaf", None)]
+
+
+def test_children_of_a_dead_agent_do_not_wait_for_it(tmp_path: Path) -> None:
+    studio = Studio(tmp_path / "studio.sqlite")
+    studio.write(chat("c", [message("user", part("q"))], "a", parent="dead"), {**agent("dead"), "attributes": "{"})
+    replies, dead, batches = read_all(studio.path)
+    assert replies == []
+    assert [row.span_id for row in dead] == ["dead"]
+    assert batches[-1].open_traces == 0
+
+
+def test_a_garbled_message_is_one_dead_reply(tmp_path: Path) -> None:
+    studio = Studio(tmp_path / "studio.sqlite")
+    cut = {"gen_ai": {"agent": {"name": "A"}}, "agentscope": {"function": {"output": "Msg(id='x', content='cut o"}}}
+    studio.write(span("cut", "invoke_agent", cut, trace="1"), agent("fine", trace="2"))
+    replies, dead, _ = read_all(studio.path)
+    assert list(by_id(replies)) == ["fine"]
+    (row,) = dead
+    assert row.span_id == "cut" and "Python repr" in row.error
+
+
+WEIRD: list[Any] = [
+    None,
+    0,
+    7,
+    "text",
+    [],
+    {},
+    [None],
+    [[1]],
+    {"a": 1},
+    [{"role": 5}],
+    {"parts": 3},
+    {"content": {}},
+    True,
+]
+
+
+@pytest.mark.parametrize("value", WEIRD, ids=repr)
+def test_attributes_of_any_shape_never_raise(value: Any, tmp_path: Path) -> None:
+    studio = Studio(tmp_path / "studio.sqlite")
+    paths: list[Any] = [
+        value,
+        {"gen_ai": value},
+        {
+            "gen_ai": {
+                "input": value,
+                "output": value,
+                "agent": value,
+                "tool": value,
+                "usage": value,
+                "response": value,
+            }
+        },
+        {"gen_ai": {"input": {"messages": value}, "output": {"messages": value}, "tool": {"call": value}}},
+        {"gen_ai": {"tool": {"definitions": value, "call": {"id": value, "arguments": value, "result": value}}}},
+        {"gen_ai": {"request": {"model": value}, "response": {"model": value, "finish_reasons": value}}},
+        {"gen_ai": {"usage": {"input_tokens": value, "output_tokens": value}}},
+        {"agentscope": value},
+        {"agentscope": {"function": {"input": value, "output": value}}},
+        {"agentscope": {"function": {"input": {"args": value, "kwargs": value}, "output": {"content": value}}}},
+        {"input": {"kwargs": {"msg": value, "tools": value, "messages": value}}, "metadata": value, "output": value},
+        {"gen_ai": {"operation": {"name": value}}},
+    ]
+    spans = []
+    for number, attributes in enumerate(paths):
+        trace = f"t{number}"
+        for operation in ("chat", "execute_tool", "format"):
+            events = [value, {"name": "exception", "attributes": value}]
+            spans.append(
+                span(f"{operation}{number}", operation, attributes, parent=f"a{number}", trace=trace, events=events)
+            )
+        spans.append(span(f"a{number}", "invoke_agent", attributes, trace=trace, ended=2, events=[value]))
+    studio.write(*spans, agent("fine", trace="fine"))
+    replies, dead, batches = read_all(studio.path)
+    accounted = {reply.span_id for reply in replies} | {row.span_id for row in dead}
+    assert accounted >= {f"a{number}" for number in range(len(paths))}
+    assert by_id(replies)["fine"].skip is None
+    assert batches[-1].open_traces == 0
+
+
+def test_a_huge_row_is_dead_and_the_rest_flows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schema, "MAX_ATTRIBUTES", 10_000)
+    studio = Studio(tmp_path / "studio.sqlite")
+    studio.write(agent("huge", "q" * 20_000, trace="1"), agent("fine", trace="2"))
+    replies, dead, _ = read_all(studio.path)
+    assert [reply.span_id for reply in replies] == ["fine"]
+    assert "more than 10,000" in dead[0].error
+
+
+def test_what_json_allows_and_few_parsers_do(tmp_path: Path) -> None:
+    studio = Studio(tmp_path / "studio.sqlite")
+    text = agent("a")["attributes"].replace("What is 1 + 1?", "\\ud83d 1 \\u0000").replace('"2"', '"\\udc00 2"')
+    studio.write(span("a", "invoke_agent", text))
+    replies, dead, _ = read_all(studio.path)
+    assert dead == []
+    assert (replies[0].query, replies[0].answer) == ("\ud83d 1 \x00", "\udc00 2")
+
+
+def test_shared_ids_that_are_no_conversations_link_nothing(tmp_path: Path) -> None:
+    studio = Studio(tmp_path / "studio.sqlite")
+    studio.write(
+        agent("a1", "first", "1", trace="1", conversation="unknown"),
+        agent("a2", "second", "2", trace="2", conversation="unknown", began=2, ended=3),
+        agent("a3", "third", "3", trace="3", conversation="[no_session_id]", began=4, ended=5),
+        tool("t", "c", "add", "2", trace="4", conversation="unknown"),
+    )
+    replies, _, _ = read_all(studio.path)
+    found: dict[str, Reply] = by_id(replies)
+    assert all(reply.history == () and reply.turn == 0 for reply in found.values())
+    assert [found[key].conversation_id for key in ("a1", "a3")] == ["unknown", "[no_session_id]"]

@@ -1,0 +1,213 @@
+"""Which replies become tasks: what the user saw, and what the settings add or take away."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flywheel.config import IngestSettings
+from flywheel.states import SkipReason
+from flywheel.trace import Reply
+from tests.studio.reading import by_id, read_all
+from tests.studio.writer import DATA, Studio, agent, chat, message, part, span, tool
+
+SORRY = "I notice the interruption. How can I help you?"
+ASKED = [message("system", part("s")), message("user", part("What is 1 + 1?"))]
+
+
+def told(path: Path, *spans: dict[str, Any], settings: IngestSettings | None = None) -> dict[str, Reply]:
+    studio = Studio(path / "studio.sqlite")
+    studio.write(*spans)
+    replies, dead, _ = read_all(studio.path, settings=settings)
+    assert dead == []
+    return by_id(replies)
+
+
+def skips(replies: dict[str, Reply]) -> dict[str, SkipReason | None]:
+    return {key: reply.skip for key, reply in replies.items()}
+
+
+def test_a_single_agent_below_the_application_is_a_task(tmp_path: Path) -> None:
+    found = told(tmp_path, agent("a", parent="root"), span("root", None, {}, ended=9))
+    assert skips(found) == {"a": None}
+
+
+def test_an_agent_below_an_agent_is_nested_however_deep(tmp_path: Path) -> None:
+    found = told(
+        tmp_path,
+        agent("inner", parent="step", began=2, ended=3, name="Worker"),
+        span("step", None, {}, parent="tool", began=2, ended=3),
+        tool("tool", "c", "ask", "2", parent="outer", began=1, ended=4),
+        agent("outer", ended=5, name="Router"),
+    )
+    assert skips(found) == {"inner": SkipReason.NESTED, "outer": None}
+    assert [call["function"]["name"] for m in found["outer"].trajectory for call in m.get("tool_calls", ())] == [
+        "ask"
+    ]
+
+
+def test_a_pipeline_of_three_asks_what_the_user_asked(tmp_path: Path) -> None:
+    found = told(
+        tmp_path,
+        agent("one", "the question", "draft", name="A", parent="root", began=0, ended=1),
+        agent("two", "draft", "better", name="B", parent="step", began=1, ended=2),
+        span("step", None, {}, parent="root", began=1, ended=2),
+        agent("three", "better", "final", name="C", parent="root", began=2, ended=3),
+        span("root", None, {}, ended=4),
+    )
+    assert skips(found) == {"one": SkipReason.PIPELINE_STAGE, "two": SkipReason.PIPELINE_STAGE, "three": None}
+    assert (found["three"].query, found["three"].request) == ("the question", "better")
+
+
+def test_agents_side_by_side_in_time_are_all_seen(tmp_path: Path) -> None:
+    found = told(
+        tmp_path,
+        *(agent(f"a{i}", name=f"Solver_{i}", parent="root", began=i / 10, ended=5) for i in range(3)),
+        span("root", None, {}, ended=6),
+    )
+    assert set(skips(found).values()) == {None}
+
+
+def test_turns_of_one_agent_in_one_span_are_no_pipeline(tmp_path: Path) -> None:
+    found = told(
+        tmp_path,
+        agent("t1", "first question", "first answer", parent="root", began=0, ended=1),
+        agent("t2", "second question", "second answer", parent="root", began=2, ended=3),
+        span("root", None, {}, ended=4),
+    )
+    assert skips(found) == {"t1": None, "t2": None}
+    assert found["t2"].query == "second question"
+
+
+def test_an_agent_that_is_handed_its_own_answer_refines_it(tmp_path: Path) -> None:
+    found = told(
+        tmp_path,
+        agent("t1", "the question", "draft 12", parent="root", began=0, ended=1),
+        agent("t2", "Improve this: draft 12", "better", parent="root", began=2, ended=3),
+        span("root", None, {}, ended=4),
+    )
+    assert skips(found) == {"t1": SkipReason.PIPELINE_STAGE, "t2": None}
+    assert found["t2"].query == "the question"
+
+
+def test_a_subclass_that_delegates_is_one_reply_with_its_history(tmp_path: Path) -> None:
+    found = told(
+        tmp_path,
+        chat("c", ASKED, "2", parent="inner", ended=1),
+        agent("inner", parent="outer", ended=2),
+        agent("outer", ended=3),
+    )
+    assert skips(found) == {"inner": SkipReason.NESTED, "outer": None}
+    assert found["outer"].history == ({"role": "system", "content": "s"},)
+    assert found["outer"].input_tokens == 10
+
+
+@pytest.mark.parametrize("name", ["old", "new_v1", "new_v2"])
+def test_included_and_excluded_agents(name: str) -> None:
+    path = DATA / f"{name}.sqlite"
+    plain = by_id(read_all(path)[0])
+    more = by_id(read_all(path, settings=IngestSettings(include_agents=["Solver"]))[0])
+    changed = {key: more[key] for key in plain if plain[key].skip is not more[key].skip}
+    assert len(changed) == 4
+    assert {reply.agent for reply in changed.values()} == {"Solver"}
+    assert all(reply.skip is None and reply.query == reply.request for reply in changed.values())
+
+    less = by_id(read_all(path, settings=IngestSettings(exclude_agents=["Solver", "Checker"]))[0])
+    excluded = {reply.agent for reply in less.values() if reply.skip is SkipReason.AGENT_EXCLUDED}
+    assert excluded == {"Solver", "Checker"}
+    assert all(less[key].skip is SkipReason.AGENT_EXCLUDED for key in plain if plain[key].agent in excluded)
+
+
+def cancelled() -> list[dict[str, Any]]:
+    return [{"name": "exception", "attributes": {"exception": {"type": "asyncio.CancelledError", "message": 0}}}]
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [agent("a", answer=None, code=2, events=cancelled())],
+        [chat("c", ASKED, "I was abou", reasons=["interrupted"], parent="a"), agent("a", answer=SORRY)],
+        [chat("c", ASKED, code=2, events=cancelled(), parent="a"), agent("a", answer="custom words", ended=2)],
+        [
+            chat("c", ASKED, parent="a"),
+            tool("t", "x", "slow", {"state": "interrupted", "content": []}, parent="a", began=2, ended=3),
+            agent("a", answer=SORRY, ended=4),
+        ],
+        [
+            tool("t", "x", "slow", "ToolResponse(content=[], is_interrupted=True, id='1')", parent="a"),
+            agent("a", answer="custom words", ended=4),
+        ],
+        [chat("c", ASKED, "The answer would be", parent="a"), agent("a", answer=SORRY, ended=4)],
+    ],
+    ids=["cancelled", "finish reason", "cancelled model call", "tool state", "tool repr", "sentence of nobody"],
+)
+def test_interruption(spans: list[dict[str, Any]], tmp_path: Path) -> None:
+    assert skips(told(tmp_path, *spans)) == {"a": SkipReason.INTERRUPTED}
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [agent("a", answer=SORRY)],
+        [chat("c", ASKED, SORRY, parent="a"), agent("a", answer=SORRY, ended=2)],
+        [
+            chat("c", ASKED, "x", reasons=["interrupted"], parent="a"),
+            chat("c2", ASKED, "2", parent="a", began=1, ended=2),
+            agent("a", ended=3),
+        ],
+    ],
+    ids=["a sentence alone", "the model said it", "it went on"],
+)
+def test_no_interruption(spans: list[dict[str, Any]], tmp_path: Path) -> None:
+    assert skips(told(tmp_path, *spans)) == {"a": None}
+
+
+def test_errors_and_missing_texts(tmp_path: Path) -> None:
+    found = told(
+        tmp_path,
+        agent("failed", trace="1", code=2, message="it broke"),
+        agent("silent", answer=None, trace="2"),
+        agent("mute", asked="  \n ", trace="3"),
+        agent("unasked", asked=None, trace="4"),
+        agent("empty", answer=[message("assistant")], trace="5"),
+        agent(
+            "shown",
+            asked=[message("user", {"type": "uri", "uri": "https://x/y.png", "modality": "image"})],
+            trace="6",
+        ),
+    )
+    assert skips(found) == {
+        "failed": SkipReason.ERROR,
+        "silent": SkipReason.ERROR,
+        "mute": SkipReason.NO_QUERY,
+        "unasked": SkipReason.NO_QUERY,
+        "empty": None,
+        "shown": None,
+    }
+    assert found["failed"].skip_detail == "it broke"
+    assert found["silent"].skip_detail == "the agent's span has no output"
+    assert found["shown"].images == ("https://x/y.png",)
+
+
+def test_an_agent_called_without_a_message_answers_what_it_observed(tmp_path: Path) -> None:
+    found = told(tmp_path, chat("c", ASKED, "2", parent="a"), agent("a", asked=None, ended=2))
+    assert (found["a"].query, found["a"].skip) == ("What is 1 + 1?", None)
+    assert found["a"].history == ({"role": "system", "content": "s"},)
+
+
+def test_the_version_that_served_the_reply(tmp_path: Path) -> None:
+    found = told(
+        tmp_path,
+        chat("c", ASKED, "2", served="my-agent@r0007", parent="a"),
+        agent("a", ended=2),
+    )
+    assert (found["a"].model, found["a"].adapter) == ("small", "my-agent@r0007")
+
+
+def test_what_the_model_was_given_besides_the_request_is_history(tmp_path: Path) -> None:
+    hint = message("user", part("<long_term_memory>1 + 1 is 2</long_term_memory>"))
+    found = told(tmp_path, chat("c", [*ASKED, hint], "2", parent="a"), agent("a", ended=2))
+    assert [m["content"] for m in found["a"].history] == ["s", "<long_term_memory>1 + 1 is 2</long_term_memory>"]
+    assert found["a"].turn == 0
