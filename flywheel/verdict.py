@@ -58,6 +58,8 @@ class Verdict:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     latency_seconds: float = 0.0
+    unreachable: bool = False
+    """Undecided because the endpoint could not be reached or kept failing, not because of this exchange."""
 
     @property
     def failed(self) -> tuple[str, ...]:

@@ -1,0 +1,11 @@
+"""An example of a filter of your own: one function in one file. `task` is a line of tasks.jsonl."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def keep(task: dict[str, Any]) -> tuple[bool, str]:
+    """Drop answers to questions that only say hello."""
+    greeting = task["main_query"].strip().casefold().rstrip("!.") in {"hi", "hello", "你好"}
+    return not greeting, "only a greeting"

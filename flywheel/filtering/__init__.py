@@ -1,0 +1,1 @@
+"""Filters: what users put before the judge, as a chain in YAML."""

@@ -1,0 +1,1 @@
+"""The judge: an independent model behind an OpenAI-compatible endpoint, asked by a rubric."""
