@@ -29,10 +29,9 @@ from flywheel import log as logs
 from flywheel.config import Config
 from flywheel.errors import EXIT_FAILED, FlywheelError, LockedError, TrainError
 from flywheel.evaluation.compare import Paired, compare
-from flywheel.files import tree_sha256, write_atomic, write_json
+from flywheel.files import tree_sha256, write_atomic
 from flywheel.round import (
     ADAPTER_DIR,
-    ERROR_FILE,
     LOG_FILE,
     RESULT_FILE,
     AdapterRef,
@@ -44,11 +43,11 @@ from flywheel.round import (
 from flywheel.training import cluster
 from flywheel.training.collector import Collector, Grade
 from flywheel.training.debug import roll_out_only
-from flywheel.training.directory import finished, read_spec, start_over
+from flywheel.training.directory import finished, read_spec, settings_of, start_over, write_error
 from flywheel.training.engine import Engine, EngineSettings
 from flywheel.training.held_out import answer
 from flywheel.training.metrics import Metrics
-from flywheel.training.policy import check_parent, rank
+from flywheel.training.policy import check_base, check_parent, rank
 from flywheel.training.probe import make_probe
 from flywheel.training.process import Stopped, alone_in, catch_signals, output_to
 from flywheel.training.prompts import Prompt, fitting
@@ -66,7 +65,8 @@ def build_grade(spec: RoundSpec) -> Grade:
     from flywheel.judge.rubric_file import parse_rubric
 
     settings = Config.model_validate(spec.settings)
-    return Grader(parse_rubric(spec.rubric, f"the rubric of {spec.round_id}"), settings.judge).grade
+    grader = Grader(parse_rubric(spec.rubric, f"the rubric of {spec.round_id}"), settings.judge)
+    return grader.grade
 
 
 class Round:
@@ -225,9 +225,10 @@ class Round:
 def run_round(spec: RoundSpec, directory: Path, make_grade: MakeGrade) -> RoundResult:
     """The whole round, with nothing of it left running. Raises FlywheelError."""
     started = time.monotonic()
-    settings = Config.model_validate(spec.settings)
+    settings = settings_of(spec)
     if not spec.train:
         raise TrainError(f"train {spec.round_id}", "it has no task", "Collect and judge more traces first.")
+    check_base(spec.base_model)
     check_parent(spec.parent)
     # Before anything is started: a rubric or a judge that cannot work shows itself here.
     whole = Round(spec, directory, settings, make_grade)
@@ -245,8 +246,6 @@ def run_round(spec: RoundSpec, directory: Path, make_grade: MakeGrade) -> RoundR
 
 
 def as_flywheel_error(error: Exception, spec: RoundSpec) -> FlywheelError:
-    if isinstance(error, FlywheelError):
-        return error
     hint = "Free space." if isinstance(error, OSError) and error.errno == errno.ENOSPC else ""
     return TrainError(
         f"run {spec.round_id}",
@@ -257,32 +256,23 @@ def as_flywheel_error(error: Exception, spec: RoundSpec) -> FlywheelError:
 
 
 def work(directory: Path, make_grade: MakeGrade) -> None:
-    """Run the round of this directory. Raises FlywheelError, after having written it down, and Stopped."""
+    """Run the round of this directory. Raises FlywheelError and Stopped."""
     spec = read_spec(directory)
     with alone_in(directory):
         if finished(directory, spec):
             return
         start_over(directory)
-        try:
-            with output_to(directory / LOG_FILE):
-                logs.setup()
-                try:
-                    result = run_round(spec, directory, make_grade)
-                except Exception:
-                    log.debug("the round failed", exc_info=True)
-                    raise
-            write_atomic(directory / RESULT_FILE, result.model_dump_json(indent=1).encode())
-        except Exception as error:
-            failure = as_flywheel_error(error, spec)
-            write_json(
-                directory / ERROR_FILE,
-                {
-                    "error": f"cannot {failure.attempted}: {failure.why}",
-                    "hint": failure.hint,
-                    "retryable": failure.retryable,
-                },
-            )
-            raise failure from error
+        with output_to(directory / LOG_FILE):
+            logs.setup()
+            try:
+                result = run_round(spec, directory, make_grade)
+            except FlywheelError as error:
+                log.error("%s", error)
+                raise
+            except Exception as error:
+                log.exception("%s failed", spec.round_id)
+                raise as_flywheel_error(error, spec) from error
+        write_atomic(directory / RESULT_FILE, result.model_dump_json(indent=1).encode())
 
 
 def main(argv: Sequence[str] | None = None, make_grade: MakeGrade = build_grade) -> int:
@@ -294,18 +284,23 @@ def main(argv: Sequence[str] | None = None, make_grade: MakeGrade = build_grade)
     try:
         work(directory, make_grade)
     except Stopped as stopped:
-        print(f"flywheel.worker: {stopped}", file=sys.stderr, flush=True)
-        return stopped.exit_code
+        return _end(stopped, stopped.exit_code)
     except LockedError as error:
-        print(f"flywheel.worker: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
+        return _end(error, error.exit_code)
     except FlywheelError as error:
-        print(f"flywheel.worker: {error}", file=sys.stderr, flush=True)
-        return EXIT_FAILED
+        write_error(directory, error)
+        return _end(error, EXIT_FAILED)
     return 0
 
 
+def _end(reason: BaseException, code: int) -> int:
+    print(f"flywheel.worker: {reason}", file=sys.stderr, flush=True)
+    return code
+
+
 if __name__ == "__main__":
-    code = main()
-    # Threads that still wait for a judge's answer would hold the process back.
-    os._exit(code)
+    # Under its own name, so that actors find `build_grade` where it is.
+    from flywheel import worker  # noqa: PLW0406 - as a script this module has no importable name
+
+    # Threads that still wait for a judge's answer would hold an ordinary exit back.
+    os._exit(worker.main())

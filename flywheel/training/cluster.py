@@ -24,6 +24,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from flywheel.config import Config
 from flywheel.errors import FlywheelError, TrainError
+from flywheel.training.process import POLL_SECONDS, check_stopped
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +35,6 @@ OBJECT_STORE_BYTES = 100 << 20
 """Rollouts are small and travel inside the calls; this is little more than Ray's minimum."""
 SHORT_PATH = 40
 """Ray puts sockets below its directory, and a socket's path has at most 107 characters."""
-POLL_SECONDS = 0.5
-"""How long a signal may wait for Python while Ray waits."""
 GRACE_SECONDS = 8.0
 KILL_SECONDS = 5.0
 ENVIRONMENT = {
@@ -131,9 +130,10 @@ def cpu_threads() -> int:
 
 
 def wait(references: Sequence[Any]) -> list[Any]:
-    """The results, while signals still reach Python. An actor's FlywheelError comes out as it was raised."""
+    """The results, unless a signal stops the worker first. An actor's FlywheelError comes out as it was raised."""
     pending = list(references)
     while pending:
+        check_stopped()
         ready, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_SECONDS)
         for reference in ready:
             _get(reference)
@@ -148,7 +148,7 @@ def _get(reference: Any) -> Any:
         while cause is not None and not isinstance(cause, FlywheelError):
             cause = cause.cause if isinstance(cause, RayTaskError) else cause.__cause__
         if cause is None:
-            raise
+            raise error.cause from error
         raise cause from None
     except RayActorError as error:
         raise _died(error) from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -16,6 +17,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from flywheel.errors import FlywheelError, TrainError
+from flywheel.training.process import POLL_SECONDS, check_stopped
 from flywheel.training.rollout import Batch, Completion, Rollout, RolloutRequest, exchange
 from flywheel.verdict import Exchange, Outcome, Verdict
 
@@ -51,9 +53,9 @@ class Collector:
             for place, request in enumerate(requests)
         }
         while pending:
-            left = started + self._timeout - time.monotonic()
-            ready, _ = ray.wait(list(pending), num_returns=1, timeout=max(0.0, left))
-            if not ready:
+            check_stopped()
+            ready, _ = ray.wait(list(pending), num_returns=1, timeout=POLL_SECONDS)
+            if not ready and time.monotonic() > started + self._timeout:
                 self._give_up(pending, completions)
                 break
             for reference in ready:
@@ -63,6 +65,12 @@ class Collector:
                     work = exchange(requests[place].prompt, completion.text)
                     grades[place] = self._threads.submit(self._verdict, work)
         generated = time.monotonic()
+        waiting: set[Future[Verdict]] = set(grades.values())
+        while waiting:
+            check_stopped()
+            done, waiting = futures.wait(waiting, timeout=POLL_SECONDS, return_when=futures.FIRST_EXCEPTION)
+            for future in done:
+                future.result()
         verdicts = {place: future.result() for place, future in grades.items()}
         graded = time.monotonic()
         rollouts = tuple(

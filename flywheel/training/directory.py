@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from flywheel.errors import TrainError
-from flywheel.files import tree_sha256
+from flywheel.config import Config, explain
+from flywheel.errors import FlywheelError, TrainError
+from flywheel.files import tree_sha256, write_json
 from flywheel.round import (
     ADAPTER_DIR,
     ERROR_FILE,
@@ -39,6 +41,17 @@ def read_spec(directory: Path) -> RoundSpec:
     raise TrainError(f"read {path}", why, "The daemon writes this file; start a round with `flywheel round`.")
 
 
+def settings_of(spec: RoundSpec) -> Config:
+    try:
+        return Config.model_validate(spec.settings)
+    except ValidationError as error:
+        raise TrainError(
+            f"use the settings of {spec.round_id}",
+            explain(error, Config),
+            "Worker and daemon are of different versions; restart the daemon.",
+        ) from None
+
+
 def finished(directory: Path, spec: RoundSpec) -> bool:
     """Whether the directory already holds this round's whole result, adapter included."""
     try:
@@ -58,3 +71,14 @@ def start_over(directory: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+
+
+def write_error(directory: Path, error: FlywheelError) -> None:
+    """Say why there is no result, as far as that can be written."""
+    words = {
+        "error": f"cannot {error.attempted}: {error.why}",
+        "hint": error.hint,
+        "retryable": error.retryable,
+    }
+    with contextlib.suppress(OSError):
+        write_json(directory / ERROR_FILE, words)

@@ -32,6 +32,17 @@ def base_dtype(base: str) -> str:
     return "auto" if dtype is None else str(dtype).removeprefix("torch.")
 
 
+def check_base(base: str) -> None:
+    """Raise TrainError for a path that holds no model; what a hub has only shows when it is asked."""
+    path = Path(base)
+    if path.is_absolute() and not (path / "config.json").is_file():
+        raise TrainError(
+            f"load base model {base}",
+            "there is no config.json" if path.is_dir() else "there is no such directory",
+            "Set model.base to a model's directory or to its name on the hub.",
+        )
+
+
 def check_parent(parent: AdapterRef | None) -> None:
     """Raise TrainError unless the parent adapter is there and unchanged."""
     if parent is None:

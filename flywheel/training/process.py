@@ -9,12 +9,12 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
 
 from flywheel.errors import LockedError
 
 LOCK_FILE = "worker.lock"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+POLL_SECONDS = 0.5
 
 
 class Stopped(BaseException):
@@ -25,17 +25,22 @@ class Stopped(BaseException):
         super().__init__(f"stopped by {signal.Signals(number).name}")
 
 
+_received: list[int] = []
+
+
 def catch_signals() -> None:
-    """Turn SIGTERM and SIGINT into Stopped. Called again after any library that installs handlers of its own."""
+    """Note SIGTERM and SIGINT for `check_stopped`. Called again after any library that installs handlers of its own.
+
+    The handler raises nothing itself: inside Ray's native code an exception would come out as another one.
+    """
     for number in SIGNALS:
-        signal.signal(number, _stop)
+        signal.signal(number, lambda received, _: _received.append(received))
 
 
-def _stop(number: int, _: Any) -> NoReturn:
-    # What follows is short and must not be torn; whoever cannot wait has SIGKILL.
-    for other in SIGNALS:
-        signal.signal(other, signal.SIG_IGN)
-    raise Stopped(number)
+def check_stopped() -> None:
+    """Raise Stopped when a signal has come. Whoever waits does so in slices of POLL_SECONDS and asks in between."""
+    if _received:
+        raise Stopped(_received[0])
 
 
 @contextlib.contextmanager

@@ -1,0 +1,88 @@
+"""The comparison against values worked out by hand, and what must hold for any rewards."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from flywheel.evaluation.compare import Paired, compare
+from flywheel.round import Comparison
+
+
+def made(*pairs: tuple[tuple[float | None, ...], tuple[float | None, ...]]) -> list[Paired]:
+    return [Paired(f"t-{place}", candidate, deployed) for place, (candidate, deployed) in enumerate(pairs)]
+
+
+def run(tasks: list[Paired], confidence: float = 0.95) -> Comparison:
+    return compare(tasks, samples=2, confidence=confidence, seed=1)
+
+
+def test_means_and_gain_by_hand() -> None:
+    result = run(made(((1, 1), (0, 0)), ((1, 0), (0, 0)), ((0, 0), (1, 0)), ((1, 0), (1, 0))))
+    assert [(score.candidate, score.deployed) for score in result.scores] == [(1, 0), (0.5, 0), (0, 0.5), (0.5, 0.5)]
+    assert (result.candidate_mean, result.deployed_mean) == (0.5, 0.25)
+    assert result.gain == 0.25
+    assert (result.tasks, result.undecided, result.samples) == (4, 0, 2)
+    assert result.method == "paired bootstrap, BCa"
+    assert result.lower < 0.25 < result.upper
+
+
+def test_a_task_with_an_undecided_answer_on_either_side_is_left_out_and_counted() -> None:
+    decided = made(((1, 1), (0, 0)), ((1, 0), (0, 0)), ((0, 1), (1, 1)))
+    with_undecided = [*decided, Paired("a", (1, None), (0, 0)), Paired("b", (1, 1), (None, None))]
+    result, alone = run(with_undecided), run(decided)
+    assert result.undecided == 2
+    assert result.tasks == 3
+    assert result.model_copy(update={"undecided": 0}) == alone
+
+
+def test_the_differences_are_paired() -> None:
+    """Tasks differ far more than the two sides do: only a paired interval can see the gain."""
+    tasks = made(*(((place / 40 + 0.02 + place % 2 / 50,), (place / 40,)) for place in range(39)))
+    result = run(tasks)
+    assert 0 < result.lower < result.gain < result.upper < 0.05
+    unpaired = stats.ttest_ind([t.candidate[0] for t in tasks], [t.deployed[0] for t in tasks])
+    assert unpaired.pvalue > 0.5
+
+
+def test_the_interval_is_about_that_of_students_t_where_that_holds() -> None:
+    gains = [(place % 7 - 2) / 20 for place in range(200)]
+    result = run(made(*(((0.5 + gain,), (0.5,)) for gain in gains)), 0.9)
+    students = stats.ttest_1samp(gains, 0).confidence_interval(0.9)
+    assert result.lower == pytest.approx(students.low, abs=0.003)
+    assert result.upper == pytest.approx(students.high, abs=0.003)
+
+
+def test_equal_differences_have_no_width() -> None:
+    same = run(made(*([((1, 1), (0.5, 0.5))] * 10)))
+    assert (same.lower, same.gain, same.upper) == (0.5, 0.5, 0.5)
+    none = run(made(*([((1, 0), (1, 0))] * 10)))
+    assert (none.lower, none.upper) == (0, 0)
+
+
+@pytest.mark.parametrize("tasks", [[], made(((1, 1), (0, 0))), made(((1, None), (0, 0)))])
+def test_without_two_tasks_nothing_is_known(tasks: list[Paired]) -> None:
+    result = run(tasks)
+    assert (result.lower, result.upper) == (-1, 1)
+    assert result.method.startswith("none")
+
+
+def test_the_same_rewards_give_the_same_interval() -> None:
+    tasks = made(((1, 1), (0, 0)), ((1, 0), (0, 0)), ((0, 0), (1, 0)), ((1, 0), (1, 0)))
+    assert run(tasks) == run(tasks)
+
+
+rewards = st.tuples(st.sampled_from([0.0, 0.3, 1.0]), st.sampled_from([0.0, 0.3, 1.0]))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(rewards, rewards), max_size=25))
+def test_any_rewards_give_an_interval_around_the_gain_that_can_be(
+    pairs: list[tuple[tuple[float, float], tuple[float, float]]],
+) -> None:
+    result = run(made(*pairs))
+    assert -1 - 1e-9 <= result.lower <= result.upper <= 1 + 1e-9
+    # BCa shifts the interval, but never so far that it misses the mean of what was resampled.
+    assert result.lower - 1e-9 <= result.gain <= result.upper + 1e-9

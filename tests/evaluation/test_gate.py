@@ -1,0 +1,69 @@
+"""The gate decides from a comparison's figures alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flywheel.config import GateSettings
+from flywheel.evaluation.gate import decide
+from flywheel.round import Comparison
+
+GATE = GateSettings(min_tasks=8, min_gain=0.0)
+
+
+def comparison(*, tasks: int = 50, gain: float = 0.2, lower: float = 0.1, undecided: int = 0) -> Comparison:
+    return Comparison(
+        tasks=tasks,
+        samples=2,
+        undecided=undecided,
+        candidate_mean=0.5 + gain,
+        deployed_mean=0.5,
+        gain=gain,
+        lower=lower,
+        upper=gain + (gain - lower),
+        confidence=0.95,
+        method="paired bootstrap, BCa",
+        scores=[],
+    )
+
+
+def test_a_gain_whose_interval_is_above_zero_is_promoted() -> None:
+    decision = decide(comparison(), GATE)
+    assert decision.promote
+    assert decision.reason == (
+        "better: gain +0.200, 95% interval +0.100 to +0.300; candidate 0.700, deployed 0.500, on 50 held-out tasks"
+    )
+
+
+def test_too_few_tasks_are_not_enough_evidence_however_large_the_gain() -> None:
+    assert decide(comparison(tasks=8, gain=0.9, lower=0.9), GATE).promote
+    decision = decide(comparison(tasks=7, gain=0.9, lower=0.9, undecided=5), GATE)
+    assert not decision.promote
+    assert decision.reason.startswith("not enough evidence: fewer than 8 held-out tasks decided")
+    assert "5 more undecided" in decision.reason
+
+
+def test_a_lower_bound_at_the_needed_gain_is_not_above_it() -> None:
+    assert not decide(comparison(gain=0.1, lower=0.0), GATE).promote
+    demanding = GateSettings(min_gain=0.1)
+    assert not decide(comparison(gain=0.2, lower=0.1), demanding).promote
+    assert decide(comparison(gain=0.2, lower=0.11), demanding).promote
+    assert "is not above 0.1 (gain +0.200" in decide(comparison(gain=0.2, lower=0.05), demanding).reason
+
+
+@given(tasks=st.integers(0, 30), lower=st.floats(-1, 1), min_tasks=st.integers(1, 30), min_gain=st.floats(0, 1))
+def test_only_what_is_shown_is_promoted(tasks: int, lower: float, min_tasks: int, min_gain: float) -> None:
+    gate = GateSettings(min_tasks=min_tasks, min_gain=min_gain)
+    decision = decide(comparison(tasks=tasks, gain=max(lower, 0.0), lower=lower), gate)
+    assert decision.promote == (tasks >= min_tasks and lower > min_gain)
+
+
+def test_the_gate_needs_no_science_library() -> None:
+    code = (
+        "import sys, flywheel.evaluation.gate; print(sorted({'scipy', 'numpy', 'torch', 'ray'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
