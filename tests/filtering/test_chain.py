@@ -1,0 +1,125 @@
+"""Filter chains: order kept, disabled without effect, errors named, and a broken filter costs one task."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flywheel import content
+from flywheel.errors import ConfigError
+from flywheel.filtering.chain import Chain, load_chain
+from flywheel.states import Split
+from flywheel.task import Task
+from tests.samples import reply
+
+PYTHON = """
+def keep(task):
+    if "crash" in task["main_query"]:
+        raise RuntimeError("a defect of the user's")
+    if "odd" in task["main_query"]:
+        return "yes"
+    return "bad" not in task["main_query"], "it is bad"
+
+def short(task):
+    return len(task["answer"]) < 100
+"""
+
+
+def line(query: str = "What is 1 plus 1?", answer: str = "2") -> dict[str, Any]:
+    return Task("t-1", Split.TRAIN, "/x", reply(1, query=query, answer=answer)).line()
+
+
+def chain(folder: Path, *filters: dict[str, Any], **values: Any) -> Chain:
+    (folder / "mine.py").write_text(PYTHON)
+    (folder / "chain.yaml").write_text(yaml.safe_dump({"id": "c", "filters": list(filters), **values}))
+    return load_chain(folder / "chain.yaml")
+
+
+def test_the_first_filter_that_says_no_is_named(tmp_path: Path) -> None:
+    both = chain(
+        tmp_path,
+        {"type": "rules", "params": {"min_answer_length": 3}},
+        {"type": "python", "params": {"path": "mine.py"}},
+        {"type": "llm_evaluate"},
+    )
+    assert both.apply(line(answer="long enough")).kept
+    decision = both.apply(line("bad question", " 1 "))
+    assert (decision.kept, decision.filter, decision.reason) == (False, "rules", "the answer is too short")
+    decision = both.apply(line("bad question", "long enough"))
+    assert (decision.filter, decision.reason) == ("python", "it is bad")
+
+
+def test_a_disabled_filter_has_no_effect(tmp_path: Path) -> None:
+    off = chain(tmp_path, {"type": "rules", "enabled": False, "params": {"min_answer_length": 3}})
+    assert off.apply(line(answer="1")).kept
+
+
+def test_a_filter_that_breaks_says_so_for_its_task_only(tmp_path: Path) -> None:
+    mine = chain(tmp_path, {"type": "python", "params": {"path": "mine.py"}})
+    decision = mine.apply(line("crash"))
+    assert not decision.kept
+    assert "RuntimeError: a defect of the user's" in decision.error
+    assert "must return" in mine.apply(line("odd")).error
+    assert mine.apply(line("fine")).kept
+
+
+@pytest.mark.parametrize(
+    ("params", "answer", "kept"),
+    [
+        ({"max_answer_length": 3}, "four", False),
+        ({"max_answer_length": 4}, "four", True),
+        ({"min_query_length": 1000}, "x", False),
+        ({"max_query_length": 3}, "x", False),
+        ({"exclude": ["(?i)rate limit"]}, "Rate Limit exceeded", False),
+        ({"exclude": ["(?i)rate limit"]}, "fine", True),
+    ],
+)
+def test_rules(tmp_path: Path, params: dict[str, Any], answer: str, kept: bool) -> None:
+    assert chain(tmp_path, {"type": "rules", "params": params}).apply(line(answer=answer)).kept is kept
+
+
+@pytest.mark.parametrize(
+    ("entry", "complaint"),
+    [
+        ({"type": "rule"}, r"`filters\.0\.type`: 'rule' is none of rules, python, llm_evaluate"),
+        ({"type": "rules", "params": {"min_answer": 1}}, "unknown key `min_answer`"),
+        ({"type": "rules", "params": {"exclude": ["("]}}, "no regular expression"),
+        ({"type": "python", "params": {}}, r"`filters\.0\.params` takes `path`"),
+        ({"type": "python", "params": {"path": "none.py"}}, "no such file"),
+        ({"type": "python", "params": {"path": "mine.py", "function": "nope"}}, "no function nope"),
+        ({"type": "llm_evaluate", "params": {"x": 1}}, "filter.rubric"),
+        ({"type": "rules", "enable": True}, r"unknown key `filters\.0\.enable` \(did you mean `enabled`\?\)"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, entry: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        chain(tmp_path, entry)
+
+
+def test_a_python_file_that_does_not_load_is_quoted(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("id: c\nfilters: [{type: python, params: {path: broken.py}}]")
+    (tmp_path / "broken.py").write_text("import no_such_module_anywhere")
+    with pytest.raises(ConfigError, match="no_such_module_anywhere"):
+        load_chain(tmp_path / "c.yaml")
+
+
+def test_the_hash_changes_with_the_chain_and_with_the_python_file(tmp_path: Path) -> None:
+    entry = {"type": "python", "params": {"path": "mine.py"}}
+    first = chain(tmp_path, entry).hash
+    assert chain(tmp_path, entry).hash == first
+    assert chain(tmp_path, entry, description="words").hash != first
+    (tmp_path / "mine.py").write_text(PYTHON + "\n# changed\n")
+    assert load_chain(tmp_path / "chain.yaml").hash != first
+
+
+@pytest.mark.parametrize("path", sorted((content.folder() / "filters").glob("*.yaml")), ids=lambda p: p.name)
+def test_every_shipped_chain_loads_with_all_its_filters_on(path: Path, tmp_path: Path) -> None:
+    load_chain(path)
+    on = path.read_text().replace("enabled: false", "enabled: true").replace("path: ", f"path: {path.parent}/")
+    (tmp_path / "on.yaml").write_text(on)
+    made = load_chain(tmp_path / "on.yaml")
+    assert made.apply(line()).kept
+    assert not made.apply(line("Hello!")).kept

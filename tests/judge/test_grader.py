@@ -1,0 +1,220 @@
+"""Verdicts from a real endpoint, and none from one that gives no readable answer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from flywheel.config import JudgeSettings
+from flywheel.errors import JudgeError
+from flywheel.judge.client import JudgeClient
+from flywheel.judge.grader import Grader
+from flywheel.judge.pool import grade_all
+from flywheel.rubric import Rubric
+from flywheel.verdict import Exchange, Outcome, Verdict
+from tests.judge_server import FAULTS, JudgeServer
+
+RUBRIC = Rubric.model_validate(
+    {
+        "id": "test",
+        "criteria": [
+            {"id": "boxed", "type": "regex", "value": r"\\boxed\{.+\}", "required": True},
+            {"id": "correct", "value": "It is right.", "weight": 10, "required": True},
+            {"id": "clear", "value": "It is clear.", "weight": 2, "choices": ["poor", "fair", "good"]},
+        ],
+    }
+)
+GOOD = Exchange("What is 3 plus 4?", "\\boxed{7}")
+MakeGrader = Callable[..., Grader]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeGrader]:
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    monkeypatch.setenv("OPENAI_API_KEY", "the-key")
+    monkeypatch.setattr(JudgeClient, "_wait", lambda *_: 0.0)
+    made: list[Grader] = []
+
+    def make(judge: JudgeServer, rubric: Rubric = RUBRIC, **settings: Any) -> Grader:
+        given = {"model": "the-judge", "base_url": judge.base_url, "max_attempts": 3, **settings}
+        made.append(Grader(rubric, JudgeSettings(**given)))
+        return made[-1]
+
+    yield make
+    for grader in made:
+        grader.close()
+
+
+def test_a_whole_verdict_with_what_was_billed(make: MakeGrader) -> None:
+    with JudgeServer(verdict=lambda question, answer: "7" in answer and "3 plus 4" in question) as judge:
+        grader = make(judge)
+        good, bad = grader.grade(GOOD), grader.grade(Exchange("What is 3 plus 4?", "\\boxed{8}"))
+    assert (good.outcome, good.score, good.failed) == (Outcome.ACCEPTED, 1.0, ())
+    assert (bad.outcome, bad.score, bad.failed) == (Outcome.REJECTED, 0.0, ("correct", "clear"))
+    assert "correct: it is not so" in bad.reason
+    assert (good.calls, good.prompt_tokens, good.completion_tokens) == (1, 100, 20)
+
+
+def test_the_request_says_what_the_settings_say(make: MakeGrader) -> None:
+    with JudgeServer() as judge:
+        make(judge, temperature=0.3, max_tokens=77).grade(GOOD)
+        make(judge).grade(GOOD)
+    first, second = judge.requests
+    assert (first["model"], first["temperature"], first["max_tokens"]) == ("the-judge", 0.3, 77)
+    assert (second["temperature"], second["max_tokens"]) == (0.0, 2048)
+    assert judge.headers[0]["authorization"] == "Bearer the-key"
+    properties = first["response_format"]["json_schema"]["schema"]["properties"]["criteria"]["properties"]
+    assert {name: part["properties"]["choice"]["enum"] for name, part in properties.items()} == {
+        "correct": ["no", "yes"],
+        "clear": ["poor", "fair", "good"],
+    }
+
+
+def test_a_failed_required_check_saves_the_call(make: MakeGrader) -> None:
+    with JudgeServer() as judge:
+        grader = make(judge)
+        exchange = Exchange("What is 3 plus 4?", "7")
+        verdict = grader.grade(exchange)
+        assert grader.preview(exchange) == 0
+        assert grader.preview(GOOD) > 100
+    assert judge.calls == 0
+    assert (verdict.outcome, verdict.score, verdict.failed, verdict.calls) == (Outcome.REJECTED, 0.0, ("boxed",), 0)
+
+
+@pytest.mark.parametrize("fault", [*sorted(set(FAULTS) - {"401", "403", "404", "prose", "no schema"}), "nonsense"])
+def test_a_fault_is_undecided_and_never_a_pass_or_a_fail(make: MakeGrader, fault: str) -> None:
+    with JudgeServer(behaviour=fault) as judge:
+        verdict = make(judge).grade(GOOD)
+    assert (verdict.outcome, verdict.score) == (Outcome.UNDECIDED, None)
+    assert verdict.error
+    retried = {"429", "429 with Retry-After", "500", "reset", "truncated body", "html"}
+    unreadable = {"truncated verdict", "missing criterion", "unknown criterion", "unknown choice", "nonsense"}
+    assert judge.calls == (3 if fault in retried else 2 if fault in unreadable | {"400", "422"} else 1)
+    assert verdict.unreachable is (fault in retried)
+    if fault in unreadable:
+        assert (verdict.calls, verdict.prompt_tokens) == (2, 200), "what was billed counts, readable or not"
+
+
+@pytest.mark.parametrize("fault", ["429", "429 with Retry-After", "500", "reset", "truncated body", "html"])
+def test_a_fault_that_passes_is_retried(make: MakeGrader, fault: str) -> None:
+    with JudgeServer(behaviour=[fault, fault, "good"]) as judge:
+        assert make(judge).grade(GOOD).outcome is Outcome.ACCEPTED
+    assert judge.calls == 3
+
+
+def test_an_unreadable_reply_is_shown_to_the_judge_once(make: MakeGrader) -> None:
+    with JudgeServer(behaviour=["missing criterion", "good"]) as judge:
+        verdict = make(judge).grade(GOOD)
+    assert verdict.outcome is Outcome.ACCEPTED
+    assert verdict.calls == 2
+    assert "missing: correct" in judge.requests[1]["messages"][-1]["content"]
+
+
+def test_prose_and_fences_around_the_verdict_are_passed_over(make: MakeGrader) -> None:
+    with JudgeServer(behaviour="prose") as judge:
+        assert make(judge).grade(GOOD).outcome is Outcome.ACCEPTED
+
+
+def test_an_endpoint_without_schemas_is_learned_once(make: MakeGrader) -> None:
+    with JudgeServer(behaviour="no schema") as judge:
+        grader = make(judge)
+        for _ in range(3):
+            assert grader.grade(GOOD).outcome is Outcome.ACCEPTED
+    assert ["response_format" in request for request in judge.requests] == [True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("fault", "setting"), [("401", "judge.api_key_env"), ("403", "judge.api_key_env"), ("404", "judge.model")]
+)
+def test_what_every_call_would_meet_ends_at_once_and_names_the_setting(
+    make: MakeGrader, fault: str, setting: str
+) -> None:
+    with JudgeServer(behaviour=fault) as judge, pytest.raises(JudgeError, match=setting) as caught:
+        make(judge).grade(GOOD)
+    assert judge.calls == 1
+    assert not caught.value.retryable
+
+
+def test_a_missing_key_is_named_before_anything_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(JudgeError, match="OPENAI_API_KEY"):
+        Grader(RUBRIC, JudgeSettings(model="m")).grade(GOOD)
+
+
+def test_the_endpoint_comes_from_the_environment_like_the_client_s_own(
+    make: MakeGrader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with JudgeServer() as judge:
+        monkeypatch.setenv("OPENAI_BASE_URL", judge.base_url)
+        grader = make(judge, base_url=None)
+        assert grader.grade(GOOD).outcome is Outcome.ACCEPTED
+
+
+def test_an_earlier_task_is_never_shown(make: MakeGrader) -> None:
+    with JudgeServer() as judge:
+        grader = make(judge)
+        grader.grade(Exchange("secret question", "\\boxed{secret}"))
+        grader.grade(GOOD)
+    assert "secret" not in str(judge.requests[1])
+
+
+def test_exactly_max_thread_are_in_flight_and_all_are_judged(make: MakeGrader) -> None:
+    with JudgeServer(delay_seconds=0.1) as judge:
+        grader = make(judge, max_thread=16)
+        verdicts = dict(grade_all(grader, ((n, GOOD) for n in range(64)), 16))
+    assert sorted(verdicts) == list(range(64))
+    assert judge.most_in_flight == 16
+
+
+def test_a_stop_finishes_what_is_in_flight_and_takes_no_more(make: MakeGrader) -> None:
+    stop = threading.Event()
+    taken = []
+
+    def items() -> Iterator[tuple[int, Exchange]]:
+        for number in range(1000):
+            taken.append(number)
+            yield number, GOOD
+
+    with JudgeServer(delay_seconds=0.05) as judge:
+        done = []
+        for key, _ in grade_all(make(judge), items(), 4, stop):
+            done.append(key)
+            stop.set()
+    assert sorted(done) == taken
+    assert len(taken) < 20
+
+
+def test_a_refusal_ends_the_batch_and_keeps_what_was_judged(make: MakeGrader) -> None:
+    done: list[Verdict] = []
+    with JudgeServer(behaviour=["good", "good", "401"]) as judge, pytest.raises(JudgeError, match="api_key_env"):
+        for _, verdict in grade_all(make(judge), ((n, GOOD) for n in range(1000)), 1):
+            done.append(verdict)
+    assert [verdict.outcome for verdict in done] == [Outcome.ACCEPTED] * 2
+    assert judge.calls == 3
+
+
+def test_an_endpoint_that_is_away_is_not_asked_a_thousand_times(make: MakeGrader) -> None:
+    with JudgeServer(behaviour="500") as judge, pytest.raises(JudgeError, match="in a row") as caught:
+        list(grade_all(make(judge, max_attempts=1), ((n, GOOD) for n in range(1000)), 8))
+    assert judge.calls <= 2 * 8
+    assert caught.value.retryable
+
+
+def test_one_bad_task_among_good_ones_stops_nobody(make: MakeGrader) -> None:
+    with JudgeServer(behaviour=["good", "400", "400", "good"]) as judge:
+        outcomes = [verdict.outcome for _, verdict in grade_all(make(judge), ((n, GOOD) for n in range(10)), 1)]
+    assert len(outcomes) == 10
+    assert {Outcome.ACCEPTED, Outcome.UNDECIDED} == set(outcomes)
+
+
+def test_the_judges_hash_is_that_of_what_answers(make: MakeGrader) -> None:
+    with JudgeServer() as judge:
+        hashes = {
+            make(judge, **settings).judge_hash
+            for settings in ({}, {"model": "b"}, {"temperature": 0.5}, {"max_tokens": 9}, {"max_thread": 2})
+        }
+    assert len(hashes) == 4

@@ -1,0 +1,228 @@
+"""An OpenAI-compatible judge in this process, truthful or misbehaving.
+
+`JudgeServer(verdict=…)` answers as `verdict(question, answer)` says; `behaviour=` makes it play one of the faults. It
+counts what it was asked and how many calls were in flight at once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import cycle
+from types import TracebackType
+from typing import Any, Self
+
+from flywheel.judge.prompt import parse_sections
+
+Verdict = Callable[[str, str], bool]
+
+FAULTS = (
+    "401",
+    "403",
+    "404",
+    "400",
+    "422",
+    "429",
+    "429 with Retry-After",
+    "500",
+    "reset",
+    "truncated body",
+    "html",
+    "prose",
+    "truncated verdict",
+    "missing criterion",
+    "unknown criterion",
+    "unknown choice",
+    "empty choices",
+    "empty content",
+    "refusal",
+    "error object",
+    "no schema",
+)
+
+
+def boxed_sum(question: str, answer: str) -> bool:
+    """Whether the answer boxes something: truth enough for tests that do not look at verdicts."""
+    return bool(question) and re.search(r"\\boxed\{.+\}", answer) is not None
+
+
+class JudgeServer:
+    """A context manager; `base_url` is what the judge's configuration wants. `behaviours` are played in turn."""
+
+    def __init__(
+        self,
+        verdict: Verdict = boxed_sum,
+        *,
+        behaviour: str | list[str] = "good",
+        delay_seconds: float = 0.0,
+    ) -> None:
+        self.verdict = verdict
+        self.delay_seconds = delay_seconds
+        self.requests: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.in_flight = 0
+        self.most_in_flight = 0
+        self._behaviours: Iterator[str] = cycle([behaviour] if isinstance(behaviour, str) else behaviour)
+        self._lock = threading.Lock()
+        self._server = _Server(("127.0.0.1", 0), _handler(self))
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_address[1]}/v1"
+
+    @property
+    def calls(self) -> int:
+        return len(self.requests)
+
+    def behave(self, *behaviours: str) -> None:
+        self._behaviours = cycle(behaviours)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    def begin(self, request: dict[str, Any], headers: dict[str, str]) -> str:
+        with self._lock:
+            self.requests.append(request)
+            self.headers.append(headers)
+            self.in_flight += 1
+            self.most_in_flight = max(self.most_in_flight, self.in_flight)
+            return next(self._behaviours)
+
+    def end(self) -> None:
+        with self._lock:
+            self.in_flight -= 1
+
+    def content(self, request: dict[str, Any]) -> dict[str, Any]:
+        """A whole and truthful reply, by the criteria of the request's schema or else its system message."""
+        shown = parse_sections(request["messages"][1]["content"])
+        good = self.verdict(shown["QUESTION"], shown["ANSWER"])
+        return {
+            "criteria": {
+                name: {"reason": f"it is {'so' if good else 'not so'}", "choice": choices[-1 if good else 0]}
+                for name, choices in _criteria(request).items()
+            }
+        }
+
+
+def _criteria(request: dict[str, Any]) -> dict[str, list[str]]:
+    if wanted := request.get("response_format"):
+        properties = wanted["json_schema"]["schema"]["properties"]["criteria"]["properties"]
+        return {name: part["properties"]["choice"]["enum"] for name, part in properties.items()}
+    lines = re.findall(r"^- (\S+): .* Choices \(worst to best\): (.*)\.$", request["messages"][0]["content"], re.M)
+    return {name: choices.split(", ") for name, choices in lines}
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 512
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is no failure of the server."""
+
+
+def _handler(judge: JudgeServer) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_POST(self) -> None:
+            request = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            behaviour = judge.begin(request, {name.lower(): value for name, value in self.headers.items()})
+            try:
+                if judge.delay_seconds:
+                    time.sleep(judge.delay_seconds)
+                self.play(behaviour, request)
+            finally:
+                judge.end()
+
+        def play(self, behaviour: str, request: dict[str, Any]) -> None:
+            if behaviour[:3].isdigit():
+                headers = {"retry-after": "0"} if "Retry-After" in behaviour else {}
+                self.send(int(behaviour[:3]), {"error": {"message": f"scripted {behaviour}"}}, headers)
+            elif behaviour == "no schema" and "response_format" in request:
+                self.send(400, {"error": {"message": "response_format is not supported"}})
+            elif behaviour == "reset":
+                self.reset()
+            elif behaviour == "html":
+                self.send(200, b"<html><body>Sign in to the proxy</body></html>", {"content-type": "text/html"})
+            elif behaviour == "error object":
+                self.send(200, {"error": {"message": "overloaded", "code": 529}})
+            elif behaviour == "truncated body":
+                self.send(200, json.dumps(_completion("x"))[:40].encode())
+            else:
+                self.send(200, self.completion(behaviour, request))
+
+        def completion(self, behaviour: str, request: dict[str, Any]) -> dict[str, Any]:
+            said = judge.content(request)
+            criteria = said["criteria"]
+            first = next(iter(criteria))
+            if behaviour == "missing criterion":
+                del criteria[first]
+            elif behaviour == "unknown criterion":
+                criteria["surprise"] = {"reason": "", "choice": "yes"}
+            elif behaviour == "unknown choice":
+                criteria[first]["choice"] = "perhaps"
+            text = json.dumps(said)
+            if behaviour == "truncated verdict":
+                text = text[:-10]
+            elif behaviour == "prose":
+                text = f"Let me think about {{this}}.\n```json\n{text}\n```\nI hope that helps."
+            elif behaviour == "nonsense":
+                text = "result: GOOD"
+            elif behaviour == "empty content":
+                text = ""
+            completion = _completion(text)
+            if behaviour == "refusal":
+                completion["choices"][0]["message"] = {"role": "assistant", "content": None, "refusal": "I cannot."}
+            elif behaviour == "empty choices":
+                completion["choices"] = []
+            return completion
+
+        def send(self, status: int, content: Any, headers: dict[str, str] | None = None) -> None:
+            body = content if isinstance(content, bytes) else json.dumps(content).encode()
+            self.send_response(status)
+            for name, value in {"content-type": "application/json", **(headers or {})}.items():
+                self.send_header(name, value)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def reset(self) -> None:
+            """Promise a body, send half of it, and reset the connection."""
+            self.send_response(200)
+            self.send_header("content-length", "1000")
+            self.end_headers()
+            self.wfile.write(b'{"id": "x"')
+            self.wfile.flush()
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.close_connection = True
+
+    return Handler
+
+
+def _completion(text: str) -> dict[str, Any]:
+    return {
+        "id": "chatcmpl-1",
+        "object": "chat.completion",
+        "created": 1,
+        "model": "judge",
+        "choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}],
+        "usage": {"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": 120},
+    }
