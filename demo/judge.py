@@ -88,8 +88,8 @@ def criteria_of(request: Mapping[str, Any]) -> dict[str, list[str]]:
 def complete(request: Mapping[str, Any]) -> dict[str, Any]:
     """The chat completion that answers a judge's request. Raises KeyError or TypeError for any other request."""
     asked = criteria_of(request)
-    text = next(message["content"] for message in reversed(request["messages"]) if message["role"] == "user")
-    sections = parse_sections(text)
+    said = [parse_sections(message["content"]) for message in request["messages"] if message["role"] == "user"]
+    sections = next(each for each in said if "QUESTION" in each)
     found = examine(sections["QUESTION"], sections["ANSWER"])
     content = json.dumps({"criteria": {name: grade(name, choices, found) for name, choices in asked.items()}})
     sent = sum(len(message["content"]) for message in request["messages"])

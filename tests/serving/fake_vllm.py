@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ class FakeVllm:
         self.calls: list[str] = []
         self.lora = True
         self.answer_seconds = 0.0
+        self.says = "It is \\boxed{7}."
         self.slow_paths: set[str] = set()
         self.bodies: list[bytes] = []
         self.disconnected = threading.Event()
@@ -123,7 +125,14 @@ class FakeVllm:
             await answer(send, 404, {"error": {"message": f"The model `{model}` does not exist."}})
             return
         await asyncio.sleep(self.answer_seconds)
-        await answer(send, 200, {"model": model})
+        message = {"role": "assistant", "content": self.says}
+        completion = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "model": model,
+            "choices": [{"message": message, "finish_reason": "stop"}],
+            "usage": {"prompt_tokens": 11, "completion_tokens": 5},
+        }
+        await answer(send, 200, completion)
 
     async def stream(self, wanted: dict[str, Any], receive: Any, send: Any) -> None:
         """One event, then, when the test has seen it, another; unless the client leaves first."""

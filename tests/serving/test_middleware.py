@@ -102,14 +102,14 @@ def flip(url: str, target: str, **more: str) -> httpx.Response:
 
 def test_an_alias_without_a_target_is_the_base_model(url: str) -> None:
     answer = httpx.post(f"{url}/v1/chat/completions", json={"model": "agent", "messages": []})
-    assert answer.json() == {"model": BASE}
+    assert answer.json()["model"] == BASE
     shown = httpx.get(f"{url}/flywheel/alias").json()
     assert shown == {"aliases": {"agent": BASE}, "paths": {}, "base_model": BASE}
 
 
 def test_other_models_are_not_touched(url: str) -> None:
     assert httpx.post(f"{url}/v1/chat/completions", json={"model": "agent2"}).status_code == 404
-    assert httpx.post(f"{url}/v1/chat/completions", json={"model": BASE}).json() == {"model": BASE}
+    assert httpx.post(f"{url}/v1/chat/completions", json={"model": BASE}).json()["model"] == BASE
 
 
 def test_a_big_chunked_body_arrives_whole(app: FakeVllm, url: str) -> None:
@@ -155,7 +155,7 @@ def test_a_client_that_leaves_within_its_request_costs_nothing(app: FakeVllm, ur
     connection.putheader("content-length", "1000")
     connection.endheaders(b'{"model": ')
     connection.close()
-    assert httpx.post(f"{url}/v1/chat/completions", json={"model": "agent"}).json() == {"model": BASE}
+    assert httpx.post(f"{url}/v1/chat/completions", json={"model": "agent"}).json()["model"] == BASE
     assert app.bodies == []
 
 
