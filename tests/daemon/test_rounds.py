@@ -26,7 +26,7 @@ from flywheel.store.transitions import move
 from tests.samples import accepted, batch, rejected, replies_on
 from tests.serving.fake_vllm import BASE, FakeVllm, replica
 
-PROBE = Probe(prompt_token_ids=[1, 2], token_ids=[3, 4], adapter_logprobs=[-0.5, -0.2], base_logprobs=[-3.0, -4.0])
+PROBE = Probe(prompt_token_ids=[1, 2, 3], token_ids=[4, 5], adapter_logprobs=[-0.5, -0.2], base_logprobs=[-3.0, -4.0])
 
 
 @dataclass

@@ -1,0 +1,223 @@
+"""Ingest, filter, look: the loop up to the round, as a person turns it by hand."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+from tests.judge_server import JudgeServer
+
+STUDIO = Path(__file__).parent.parent / "data" / "studio"
+NAMES = ("old", "new_v1", "new_v2", "new_oldclient", "migrated")
+
+
+def labels(name: str) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (STUDIO / f"{name}.labels.jsonl").read_text().splitlines()]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def truth() -> Callable[[str, str], bool]:
+    """The labels' own verdicts: the judge is right when nobody can say otherwise."""
+    good = {
+        (label["query"], label["answer"])
+        for name in NAMES
+        for label in labels(name)
+        if label["expected_verdict"] == "GOOD"
+    }
+    return lambda question, answer: (question, answer) in good
+
+
+@pytest.fixture
+def judge(truth: Callable[[str, str], bool]) -> Iterator[JudgeServer]:
+    with JudgeServer(verdict=truth) as judge:
+        yield judge
+
+
+@pytest.fixture
+def config(tmp_path: Path, judge: JudgeServer) -> Path:
+    shutil.copy(STUDIO / "new_v2.sqlite", tmp_path / "studio.sqlite")
+    path = tmp_path / "flywheel.yaml"
+    path.write_text(
+        "sources: [{path: studio.sqlite}]\nstate: {dir: state}\n"
+        f"judge: {{base_url: '{judge.base_url}', model: judge, max_thread: 8}}\n"
+        "filter: {rubric: rubric.yaml}\n"
+    )
+    (tmp_path / "rubric.yaml").write_text(
+        "id: test\ncriteria:\n  - {id: good, value: It is right and boxed., required: true}\n"
+    )
+    return path
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_visible_reply_comes_out_once_and_the_rest_has_a_reason(
+    flywheel: Run, tmp_path: Path, name: str
+) -> None:
+    first = flywheel("ingest", "--source", STUDIO / f"{name}.sqlite", "--out", tmp_path / "out.jsonl", "--json")
+    again = flywheel("ingest", "--source", STUDIO / f"{name}.sqlite", "--out", tmp_path / "out.jsonl", "--json")
+    assert first.code == again.code == 0
+    [source] = first.json["sources"]
+    assert source["replies"] == source["tasks"] + sum(source["skipped"].values()) == 105
+    assert first.json["new"] == first.json["tasks"] == source["tasks"]
+    assert again.json["new"] == 0
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert len(lines) == first.json["tasks"]
+    keys = [(sorted(line), sorted(line["metadata"])) for line in lines]
+    assert all(entry == keys[0] for entry in keys), "the same keys on every line"
+    came_out = {line["metadata"]["span_id"]: line for line in lines}
+    for label in labels(name):
+        line = came_out.pop(str(label["span_id"]), None)
+        if line is not None:
+            assert line["main_query"] == label.get("user_query", label["query"])
+            assert line["answer"] == line["metadata"]["answer"] == label["answer"]
+        else:
+            assert not label["user_visible"] or label["status"] != "OK" or label["kind"] == "interrupted"
+    assert came_out == {}
+
+
+def test_all_sources_at_once_share_what_is_the_same_reply(flywheel: Run, tmp_path: Path) -> None:
+    sources = [word for name in NAMES for word in ("--source", STUDIO / f"{name}.sqlite")]
+    ran = flywheel("ingest", *sources, "--json")
+    assert ran.code == 0
+    assert len(ran.json["sources"]) == 5
+    lines = (tmp_path / "home" / "tasks.jsonl").read_text().splitlines()
+    # migrated.sqlite holds the conversations of old.sqlite.
+    assert len(lines) == ran.json["new"] == ran.json["tasks"] - ran.json["sources"][0]["tasks"]
+    assert flywheel("audit", "--json").json["balanced"]
+
+
+def test_verdicts_are_those_of_the_judge_and_are_paid_for_once(
+    flywheel: Run, config: Path, judge: JudgeServer
+) -> None:
+    ran = flywheel("filter", "-c", config, "--json")
+    assert ran.code == 0
+    expected = {label["span_id"]: label["expected_verdict"] for label in labels("new_v2")}
+    verdicts = ran.json["verdicts"]
+    assert len(verdicts) == ran.json["judged"] > 90
+    for verdict in verdicts:
+        wanted = "accepted" if expected[verdict["span_id"]] == "GOOD" else "rejected"
+        # The last stage of a pipeline is judged by the user's question, which the label's pair does not have.
+        if verdict["outcome"] != wanted:
+            kinds = {label["kind"] for label in labels("new_v2") if label["span_id"] == verdict["span_id"]}
+            assert kinds == {"pipeline_last"}
+    assert ran.json["usage"]["calls"] == judge.calls == len(verdicts)
+    assert ran.json["usage"]["prompt_tokens"] == 100 * judge.calls
+    again = flywheel("filter", "-c", config, "--json").json
+    assert (again["judged"], again["usage"]["calls"]) == (0, 0)
+    assert judge.calls == len(verdicts)
+    books = flywheel("audit", "-c", config, "--json").json
+    assert books["balanced"]
+    assert books["accepted"] == ran.json["accepted"]
+
+
+def test_a_dry_run_asks_but_writes_nothing_anywhere(
+    flywheel: Run, config: Path, tmp_path: Path, judge: JudgeServer
+) -> None:
+    fresh = files(tmp_path)
+    ran = flywheel("filter", "-c", config, "--dry-run", "--limit", "5", "--json")
+    assert ran.code == 0
+    assert (ran.json["judged"], ran.json["dry_run"], judge.calls) == (5, True, 5)
+    assert ran.json["estimated_tokens"] > 0
+    assert files(tmp_path) == fresh
+    flywheel("filter", "-c", config, "--limit", "10")
+    before = files(tmp_path)
+    ran = flywheel("filter", "-c", config, "--dry-run", "--limit", "7", "--json")
+    assert ran.json["judged"] == 7
+    assert files(tmp_path) == before
+
+
+def test_the_table_shows_what_a_person_wants_to_know(
+    flywheel: Run, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    ran = flywheel("filter", "-c", config, "--dry-run", "--limit", "20")
+    assert ran.code == 0
+    for word in (
+        "score",
+        "verdict",
+        "failed",
+        "reason",
+        "accepted",
+        "rejected",
+        "it is not so",
+        "nothing was written",
+    ):
+        assert word in ran.out
+
+
+def test_another_rubric_judges_only_what_is_pending(
+    flywheel: Run, config: Path, tmp_path: Path, judge: JudgeServer
+) -> None:
+    flywheel("filter", "-c", config, "--limit", "10")
+    other = tmp_path / "other.yaml"
+    other.write_text("id: other\ncriteria: [{id: long, type: min-length, value: 1}]\n")
+    calls = judge.calls
+    ran = flywheel("filter", "-c", config, "--rubric", other, "--limit", "5", "--json").json
+    assert (ran["judged"], ran["usage"]["calls"]) == (5, 0)
+    assert judge.calls == calls
+
+
+def test_the_chain_saves_calls_and_a_broken_filter_costs_one_task(
+    flywheel: Run, config: Path, tmp_path: Path, judge: JudgeServer
+) -> None:
+    config.write_text(config.read_text() + "ingest: {}\n")
+    config.write_text(config.read_text().replace("rubric: rubric.yaml", "rubric: rubric.yaml, chain: chain.yaml"))
+    (tmp_path / "chain.yaml").write_text(
+        "id: c\nfilters:\n  - {type: python, params: {path: mine.py}}\n  - {type: llm_evaluate}\n"
+    )
+    first = labels("new_v2")[0]["query"]
+    (tmp_path / "mine.py").write_text(
+        f"def keep(task):\n    if task['main_query'] == {first!r}:\n        raise ValueError('broken')\n"
+        "    return 'What is' not in task['main_query'], 'too easy'\n"
+    )
+    ran = flywheel("filter", "-c", config, "--json")
+    assert ran.code == 0
+    outcomes = [verdict["outcome"] for verdict in ran.json["verdicts"]]
+    assert outcomes.count("dead") == ran.json["dead"] == 1
+    easy = [verdict for verdict in ran.json["verdicts"] if verdict["reason"] == "filter python: too easy"]
+    assert len(easy) > 10
+    assert judge.calls == len(outcomes) - len(easy) - 1
+    status = flywheel("status", "-c", config, "--json").json
+    assert status["dead_letters"] == 1
+    assert status["balanced"]
+
+
+def test_status_audit_and_why_agree(flywheel: Run, config: Path) -> None:
+    flywheel("filter", "-c", config, "--limit", "30")
+    status = flywheel("status", "-c", config, "--json").json
+    books = flywheel("audit", "-c", config, "--json").json
+    assert status["tasks"]["accepted"] == books["accepted"]
+    assert status["balance"]["pending"] == books["pending"]
+    assert status["sources"][0]["schema"] == "generation 2"
+    assert status["judge"]["usage"]["calls"] == 30
+    assert status["deployment"]["adapter"] is None
+    line = json.loads((config.parent / "state" / "tasks.jsonl").read_text().splitlines()[0])
+    for subject in (line["task_id"], line["metadata"]["span_id"], line["metadata"]["trace_id"]):
+        story = flywheel("why", subject, "-c", config, "--json").json
+        [told] = [reply for reply in story["replies"] if reply["span_id"] == line["metadata"]["span_id"]]
+        assert told["task"]["task_id"] == line["task_id"]
+        assert told["task"]["verdicts"][0]["outcome"] in ("accepted", "rejected")
+    skipped = next(label for label in labels("new_v2") if label["role"] == "nested")
+    ran = flywheel("why", skipped["span_id"], "-c", config)
+    assert "nested" in ran.out
+    for command in ("status", "audit"):
+        assert flywheel(command, "-c", config).code == 0
+
+
+def test_init_lays_out_files_that_load_and_leaves_existing_ones_alone(flywheel: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine" / "rubrics").mkdir(parents=True)
+    (tmp_path / "mine" / "rubrics" / "math-boxed.yaml").write_text("mine")
+    assert flywheel("init", "mine").code == 0
+    assert (tmp_path / "mine" / "rubrics" / "math-boxed.yaml").read_text() == "mine"
+    assert flywheel("rubric", "check", tmp_path / "mine" / "rubrics" / "qa-quality.yaml").code == 0
+    assert flywheel("status", "-c", tmp_path / "mine" / "configs" / "flywheel.yaml").code == 0
+    assert (tmp_path / "mine" / "systemd" / "flywheel.service").exists()
+    assert flywheel("rubric", "check", tmp_path / "mine" / "rubrics" / "math-boxed.yaml").code == 78
