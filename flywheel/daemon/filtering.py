@@ -63,12 +63,23 @@ class Judged:
     error: str = ""
 
 
+class _Stop(threading.Event):
+    """Set by this run for itself, or by the caller for all runs: the caller's event is only looked at."""
+
+    def __init__(self, outer: threading.Event | None) -> None:
+        super().__init__()
+        self._outer = outer
+
+    def is_set(self) -> bool:
+        return super().is_set() or (self._outer is not None and self._outer.is_set())
+
+
 @dataclass(slots=True)
 class _Feed:
     """What the judging thread and the event loop say to each other."""
 
+    stop: _Stop
     queue: asyncio.Queue[Judged | FlywheelError | None] = field(default_factory=asyncio.Queue)
-    stop: threading.Event = field(default_factory=threading.Event)
     claimed: dict[int, Claimed] = field(default_factory=dict)
 
 
@@ -116,7 +127,7 @@ class Filtering:
         on_judged: Callable[[Judged], None] | None = None,
     ) -> FilterReport:
         """Judge due tasks, at most `limit`, until none is left or `stop` is set. Nothing is left in `judging`."""
-        feed = _Feed(stop=stop or threading.Event())
+        feed = _Feed(_Stop(stop))
         report = FilterReport()
         loop = asyncio.get_running_loop()
         thread = threading.Thread(target=self._work, args=(feed, loop, limit), name="judging", daemon=True)
