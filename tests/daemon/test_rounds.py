@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flywheel.judge.rubric_file import load_rubric
 from sqlalchemy import Connection
 
 from flywheel import content
@@ -18,6 +17,7 @@ from flywheel.daemon.planner import due, spec_of
 from flywheel.daemon.rounds import Rounds
 from flywheel.errors import ServeError, TrainError
 from flywheel.files import tree_sha256, write_json
+from flywheel.judge.rubric_file import load_rubric
 from flywheel.round import AdapterRef, Comparison, Probe, RoundResult, Score
 from flywheel.states import RoundState, Split
 from flywheel.store import audit, deployments, judging, ledger, lineage, rounds
