@@ -179,7 +179,7 @@ def was_cut_short(span: Span) -> bool:
     output = _tool_output(span)
     if isinstance(output, str) and is_result(output):
         try:
-            return parse_call(output).get("is_interrupted") is True
+            return "is_interrupted=True" in output and parse_call(output).get("is_interrupted") is True
         except ReprError:
             return False
     return dig(output, "state") == "interrupted" or dig(output, "is_interrupted") is True

@@ -7,6 +7,7 @@ inside them: message texts hold quotes, brackets and whole other reprs.
 from __future__ import annotations
 
 import ast
+from functools import lru_cache
 from typing import Any, Final
 
 _MSG: Final = "Msg(id='"
@@ -28,9 +29,13 @@ def is_result(text: str) -> bool:
     return text.startswith(("ToolResponse(content=", "ChatResponse(content="))
 
 
+@lru_cache(maxsize=16)
 def parse_call(text: str) -> dict[str, Any]:
-    """The keyword arguments of a repr such as `Msg(…)`. What is no literal inside (other objects, dates, enums)
-    becomes a dictionary of its own keywords or its source text. Raises ReprError."""
+    """The keyword arguments of a repr such as `Msg(…)`; the caller must not change them. Raises ReprError.
+
+    What is no literal inside (other objects, dates, enums) becomes a dictionary of its own keywords or its source
+    text. The last few are kept, because one reply asks for the same repr more than once.
+    """
     text = _quoted_name(text)
     try:
         node = ast.parse(text, mode="eval").body

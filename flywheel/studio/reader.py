@@ -113,12 +113,9 @@ class StudioReader:
         self._limit = max(1, self._limit // 2) if slow else min(MAX_PAGE, self._limit * 2)
 
     def _batch(self, rows: list[Row], now_ns: int, more: bool, final: bool) -> Batch:
-        touched, dead = self._take(rows, now_ns)
-        if more:
-            told = self._traces.close(now_ns, only=touched, final=final)
-        else:
-            self._look_up_parents()
-            told = self._traces.close(now_ns, final=final)
+        dead = self._take(rows, now_ns)
+        self._look_up_parents(now_ns, more)
+        told = self._traces.close(now_ns, self._at, more=more, final=final)
         return Batch(
             cursor=self._cursor(),
             replies=told.replies,
@@ -127,39 +124,34 @@ class StudioReader:
             warnings=() if more else self._warnings(),
         )
 
-    def _take(self, rows: list[Row], now_ns: int) -> tuple[dict[str, None], list[DeadRow]]:
+    def _take(self, rows: list[Row], now_ns: int) -> list[DeadRow]:
         assert self._schema is not None
-        touched: dict[str, None] = {}
         dead: list[DeadRow] = []
         for row in rows:
             read = self._schema.read(row)
             self._at = read.rowid
             if isinstance(read, DeadRow):
                 dead.append(read)
-                self._traces.bury(read)
                 continue
             self._kinds[read.kind.value] += 1
             self._agents_seen = self._agents_seen or read.kind is SpanKind.AGENT
             self._traces.add(read, now_ns)
-            touched[read.trace_id] = None
-        return touched, dead
+        return dead
 
-    def _look_up_parents(self) -> None:
-        """A span whose parent is not among the open ones may be late: the parent was told in an earlier pass."""
+    def _look_up_parents(self, now_ns: int, more: bool) -> None:
+        """A missing parent may have been told in an earlier pass, be a dead row, or lie behind this page."""
         for _ in range(_MAX_DEPTH):
-            asked = self._traces.unknown_parents()
+            asked = self._traces.unknown_parents(now_ns, self._at, more=more)
             if not asked:
                 return
-            self._traces.learn(asked, self._rows_of(list(asked)))
+            self._traces.learn(asked, (row for row in self._rows_of(list(asked)) if row.span_id in asked), self._at)
 
     def _rows_of(self, ids: list[str]) -> Iterator[Span | DeadRow]:
         assert self._schema is not None
         for first in range(0, len(ids), _LOOKUP):
             some = ids[first : first + _LOOKUP]
             for row in self._database.ask(self._schema.lookup_sql(len(some)), some):
-                # A row that came since the page was read is for the next pass.
-                if row[0] <= self._at:
-                    yield self._schema.read(row)
+                yield self._schema.read(row)
 
     def _cursor(self) -> Cursor:
         if not self._agents_seen:

@@ -179,7 +179,8 @@ def trajectory(own: Sequence[Span], answer: str) -> tuple[ChatMessage, ...]:
                 steps.append(message)
             for one in wanted:
                 called.add(one["id"])
-                result = _result(one["id"], tools, calls[place + 1 :])
+                finishes = one["function"]["name"] in FINISH_FUNCTIONS
+                result = None if finishes else _result(one["id"], tools, calls[place + 1 :])
                 if result is not None:
                     steps.append(
                         {
@@ -191,8 +192,8 @@ def trajectory(own: Sequence[Span], answer: str) -> tuple[ChatMessage, ...]:
                     )
     for call_id, span in tools.items():
         # A tool that no recorded model call asked for: the agent called it by itself.
-        if call_id not in called:
-            one = at.tool_call(span)
+        one = at.tool_call(span)
+        if call_id not in called and one["function"]["name"] not in FINISH_FUNCTIONS:
             steps.append({"role": "assistant", "content": "", "tool_calls": [one]})
             if (result := at.tool_result(span)) is not None:
                 name = one["function"]["name"]

@@ -119,6 +119,8 @@ def _attributes(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _events(values: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+    if values["events"] == b"[]":
+        return ()
     events = _json(values, "events")
     return tuple(event for event in events if isinstance(event, dict)) if isinstance(events, list) else ()
 

@@ -3,7 +3,7 @@
 Spans arrive when they end, children before parents, a trace in several commits. A trace is whole when every parent
 that its spans name is there; whole and quiet, it closes and its replies are told. One that stays incomplete for too
 long is given up: what is there is told, an agent span that never came as unfinished. This module never touches the
-database: the reader brings the spans, and the parents that were dealt with in an earlier pass.
+database: the reader brings the spans, and looks up the parents that are asked for.
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ from flywheel.trace import DeadRow, Reply, Span, SpanKind
 _BAD_CONTENT = (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, OverflowError)
 """What content of a wrong shape raises. It costs its own reply, never the batch."""
 
+FAR_ROWS = 5_000
+"""While a long history is read, a trace is not given up within so many rows of its last one: more may follow."""
+
 
 @dataclass(slots=True)
 class _Open:
-    """A growing trace. `told` are unfinished replies already reported, `asked` the parents already looked up."""
+    """A growing trace. `earlier` are spans dealt with in an earlier pass, `buried` unreadable ones, `told` unfinished
+    replies already reported, `asked` parents already looked up, `coming` those of them in rows not read yet."""
 
     first_rowid: int
     seen_ns: int
@@ -34,6 +38,7 @@ class _Open:
     buried: set[str] = field(default_factory=set)
     told: set[str] = field(default_factory=set)
     asked: set[str] = field(default_factory=set)
+    coming: set[str] = field(default_factory=set)
 
     def missing(self) -> set[str]:
         return {
@@ -60,6 +65,7 @@ class OpenTraces:
 
     def __init__(self, settings: IngestSettings) -> None:
         self._settings = settings
+        self._abandon_ns = int(settings.abandon_seconds * 1e9)
         self._open: dict[str, _Open] = {}
         self._closed: list[tuple[int, int]] = []
 
@@ -73,24 +79,31 @@ class OpenTraces:
         trace.seen_ns = now_ns
         trace.last_rowid = span.rowid
 
-    def bury(self, row: DeadRow) -> None:
-        """A row of the trace is there but unreadable: its children are not to wait for it."""
-        if row.trace_id in self._open:
-            self._open[row.trace_id].buried.add(row.span_id)
+    def unknown_parents(self, now_ns: int, read: int, *, more: bool) -> dict[str, str]:
+        """Parents that have not arrived and were not looked up yet, each with its trace.
 
-    def unknown_parents(self) -> dict[str, str]:
-        """Parents that have not arrived and were not looked up yet, each with its trace."""
+        `read` is the last row that was read; while there are `more`, only those matter that would be given up.
+        """
         return {
-            parent: trace_id for trace_id, trace in self._open.items() for parent in trace.missing() - trace.asked
+            parent: trace_id
+            for trace_id, trace in self._open.items()
+            if not more or self._is_stale(trace, now_ns, read, more)
+            for parent in trace.missing() - trace.asked
         }
 
-    def learn(self, asked: dict[str, str], found: Iterable[Span | DeadRow]) -> None:
-        """The answer to `unknown_parents`: spans and dead rows that were dealt with in an earlier pass."""
+    def _is_stale(self, trace: _Open, now_ns: int, read: int, more: bool) -> bool:
+        far = not more or read - trace.last_rowid >= FAR_ROWS
+        return far and trace.quiet_ns(now_ns) >= self._abandon_ns
+
+    def learn(self, asked: dict[str, str], found: Iterable[Span | DeadRow], read: int) -> None:
+        """The answer to `unknown_parents`: rows that were dealt with in an earlier pass, or lie behind `read`."""
         for parent, trace_id in asked.items():
             self._open[trace_id].asked.add(parent)
         for row in found:
             trace = self._open[asked[row.span_id]]
-            if isinstance(row, Span):
+            if row.rowid > read:
+                trace.coming.add(row.span_id)
+            elif isinstance(row, Span):
                 trace.spans[row.span_id] = row
                 trace.earlier.add(row.span_id)
             else:
@@ -109,27 +122,26 @@ class OpenTraces:
         self._closed = [(first, last) for first, last in self._closed if last > place]
         return place
 
-    def close(self, now_ns: int, *, only: Iterable[str] | None = None, final: bool = False) -> Told:
-        """Tell what is done. `only` limits the look to whole traces among these, while more rows are to come.
+    def close(self, now_ns: int, read: int, *, more: bool, final: bool) -> Told:
+        """Tell what is done.
 
-        `final` does not wait for whole traces to settle, and tells the incomplete ones as unfinished; these stay
-        open, so that a span that still comes is told properly.
+        `final` does not wait for whole traces to settle and, when there are no `more` rows to read, tells the
+        incomplete ones as unfinished; these stay open, so that a span that still comes is told properly.
         """
         replies: list[Reply] = []
         dead: list[DeadRow] = []
         settle_ns = 0 if final else int(self._settings.settle_seconds * 1e9)
-        abandon_ns = int(self._settings.abandon_seconds * 1e9)
-        for trace_id in list(self._open if only is None else only):
-            trace = self._open.get(trace_id)
-            if trace is None:
-                continue
-            quiet = trace.quiet_ns(now_ns)
-            whole = not trace.missing()
-            if quiet >= (settle_ns if whole else abandon_ns) and (whole or only is None):
+        for trace_id, trace in list(self._open.items()):
+            missing = trace.missing()
+            if missing:
+                done = self._is_stale(trace, now_ns, read, more) and not missing & trace.coming
+            else:
+                done = trace.quiet_ns(now_ns) >= settle_ns
+            if done:
                 self._tell(trace, replies, dead)
                 self._closed.append((trace.first_rowid, trace.last_rowid))
                 del self._open[trace_id]
-            elif only is None and final:
+            elif missing and final and not more:
                 replies += self._unfinished(trace)
         return Told(tuple(replies), tuple(dead))
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from flywheel.config import IngestSettings
 from flywheel.states import SkipReason
 from flywheel.studio import reader as reading
+from flywheel.studio import traces
 from flywheel.studio.reader import StudioReader
 from flywheel.trace import Cursor, Reply
 from tests.studio.reading import MUCH_LATER, NOW, Ledger, by_id, read_all
@@ -57,7 +58,7 @@ def test_a_restart_after_every_commit_changes_nothing(name: str, tmp_path: Path)
     assert ledger.replies == whole(name)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_commits_passes_and_crashes_in_any_order(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
@@ -158,6 +159,12 @@ def test_an_unfinished_reply_keeps_its_place_and_is_told_once_more_when_it_comes
     assert [m["content"] for m in lost.history] == ["s"]
     assert ledger.cursor.rowid == 0, "a restart must read the open trace again"
     reader.close()
+    again = StudioReader(path, QUICK)
+    aside = Ledger()
+    aside.pass_(again, final=True)
+    aside.pass_(again, now=MUCH_LATER)
+    assert (aside.tellings, aside.cursor.rowid) == (2, 2), "given up in silence when it was told before"
+    again.close()
 
     studio.write(agent("lost", "q", "at last", trace="t1", ended=30))
     reader = StudioReader(path, QUICK)
@@ -189,7 +196,9 @@ def test_agents_under_an_application_that_never_ended(tmp_path: Path) -> None:
     ledger.pass_(reader)
     assert ledger.replies == {}, "another stage could follow"
     ledger.pass_(reader, final=True)
+    ledger.pass_(reader, final=True)
     assert ledger.replies["a1"].skip is SkipReason.UNFINISHED, "told for the balance"
+    assert ledger.tellings == 1
     ledger.pass_(reader, now=MUCH_LATER)
     assert ledger.replies["a1"].skip is None, "told as it is once nothing more is expected"
     assert list(ledger.replies) == ["a1"], "an application is no reply"
@@ -234,6 +243,29 @@ def test_pages_are_small_and_each_has_its_cursor(tmp_path: Path, monkeypatch: py
     assert by_id(told) == whole("old")
     places = [batch.cursor.rowid for batch in batches]
     assert places == sorted(places) and places[-1] == 432, "before the first row of a trace that is still open"
+
+
+@pytest.mark.parametrize("name", ["old", "new_v2"])
+def test_history_is_read_in_pages_of_one_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every trace lies across pages and is older than the patience: what still comes is in the table already."""
+    monkeypatch.setattr(reading, "FIRST_PAGE", 1)
+    monkeypatch.setattr(reading, "MAX_PAGE", 1)
+    told, _, batches = read_all(DATA / f"{name}.sqlite", now=MUCH_LATER, final=False)
+    assert by_id(told) == whole(name)
+    assert len(batches) == len(rows(name)) + 1
+
+
+def test_a_reply_lost_long_ago_holds_up_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "FIRST_PAGE", 2)
+    monkeypatch.setattr(reading, "MAX_PAGE", 2)
+    monkeypatch.setattr(traces, "FAR_ROWS", 3)
+    path = tmp_path / "studio.sqlite"
+    studio = crash(path)
+    studio.write(*(agent(f"a{number}", trace=f"later {number}") for number in range(6)))
+    told, _, batches = read_all(path, now=MUCH_LATER, final=False)
+    assert [reply.span_id for reply in told[:4]] == ["done", "lost", "a0", "a1"]
+    assert [batch.cursor.rowid for batch in batches] == [0, 4, 6, 8, 8]
+    assert [batch.open_traces for batch in batches] == [1, 0, 0, 0, 0]
 
 
 def test_a_slow_read_makes_the_next_page_smaller(monkeypatch: pytest.MonkeyPatch) -> None:

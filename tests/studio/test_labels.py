@@ -104,6 +104,12 @@ def test_history_is_the_agents_own_earlier_turns(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_what_a_pipeline_hands_on_is_request_and_not_history(name: str) -> None:
+    last = [reply_of(name, label) for label in labels(name) if label["role"] == "pipeline_last"]
+    assert [[message["role"] for message in reply.history] for reply in last] == [["system"], ["system"]]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_list_of_messages_is_history_and_request(name: str) -> None:
     (label,) = (label for label in labels(name) if label["kind"] == "list_of_msgs")
     reply = reply_of(name, label)

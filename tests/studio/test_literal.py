@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flywheel.studio.content import messages_of, result_text, text_of
@@ -40,6 +40,9 @@ BLOCK = st.one_of(
 )
 CONTENT = st.one_of(TEXT, st.lists(BLOCK, max_size=4))
 
+# Neither a slow machine nor the examples database may decide.
+PATIENT = settings(max_examples=80, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+
 
 def written(content: Any, name: str = "user", metadata: Any = None) -> str:
     """As AgentScope 1.x writes a message."""
@@ -49,6 +52,7 @@ def written(content: Any, name: str = "user", metadata: Any = None) -> str:
     )
 
 
+@PATIENT
 @given(CONTENT, NAME, PLAIN)
 def test_a_message_comes_back_as_it_was(content: Any, name: str, metadata: Any) -> None:
     assert parse_call(written(content, name, metadata)) == {
@@ -62,6 +66,7 @@ def test_a_message_comes_back_as_it_was(content: Any, name: str, metadata: Any) 
     }
 
 
+@PATIENT
 @given(CONTENT)
 def test_the_text_is_that_of_the_text_blocks(content: Any) -> None:
     (message,) = messages_of(written(content))
@@ -70,6 +75,7 @@ def test_the_text_is_that_of_the_text_blocks(content: Any) -> None:
     assert text_of(message) == wanted
 
 
+@PATIENT
 @given(st.lists(TEXT_BLOCK, max_size=3), CONTENT)
 def test_a_tools_result_with_a_message_inside(blocks: list[dict[str, str]], content: Any) -> None:
     inner = f"{{'success': True, 'response_msg': {written(content)}}}"
