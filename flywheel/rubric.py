@@ -30,7 +30,7 @@ class Criterion(Part):
     """Who decides: the judge (`llm-rubric`), or a check of the answer's text, which costs nothing."""
     value: str | int = ""
     """The statement; or the pattern, text, length or tool name that is looked for."""
-    weight: float = 1.0
+    weight: float = Field(default=1.0, allow_inf_nan=False)
     """Its share of the score. A negative one takes away when the statement is true."""
     required: bool = False
     """A reply that fails this is rejected, whatever its score."""
@@ -40,10 +40,12 @@ class Criterion(Part):
     @field_validator("choices", mode="before")
     @classmethod
     def _spread(cls, choices: Any) -> Any:
+        if isinstance(choices, dict):
+            return {_word(choice): value for choice, value in choices.items()}
         if isinstance(choices, list):
             if len(choices) < 2:
                 raise ValueError("a list of choices needs at least two")
-            return {str(choice): place / (len(choices) - 1) for place, choice in enumerate(choices)}
+            return {_word(choice): place / (len(choices) - 1) for place, choice in enumerate(choices)}
         return choices
 
     @model_validator(mode="after")
@@ -75,11 +77,18 @@ class Criterion(Part):
     @property
     def scale(self) -> Mapping[str, float]:
         """Choices with their values, worst to best."""
-        return self.choices or dict(zip(YES_NO, (0.0, 1.0), strict=True))
+        if not self.choices:
+            return dict(zip(YES_NO, (0.0, 1.0), strict=True))
+        return dict(sorted(self.choices.items(), key=lambda choice: choice[1]))
 
     def passes(self, value: float) -> bool:
         """Whether a value in 0…1 meets the criterion: at least half; for one that takes away, less than half."""
         return value < 0.5 if self.weight < 0 else value >= 0.5
+
+
+def _word(choice: Any) -> str:
+    # YAML reads an unquoted yes or no as a truth value.
+    return YES_NO[choice] if isinstance(choice, bool) else str(choice)
 
 
 class RubricJudge(Part):
@@ -117,6 +126,9 @@ class Rubric(Part):
             raise ValueError(f"criteria have the same id: {', '.join(doubled)}")
         if not any(criterion.weight > 0 for criterion in every):
             raise ValueError("no criterion has a positive weight, so no score could be reached")
+        best = self.score({c.id: (min if c.weight < 0 else max)(c.scale.values()) for c in every})
+        if best < self.threshold:
+            raise ValueError(f"the best choices give a score of {best:.2f}, below the threshold {self.threshold:g}")
         return self
 
     @property
@@ -149,4 +161,6 @@ class Rubric(Part):
         if any(c.required and not c.passes(values[c.id]) for c in self.every):
             return 0.0
         total = sum(c.weight * values[c.id] for c in self.every)
-        return min(1.0, max(0.0, total / sum(c.weight for c in self.every if c.weight > 0)))
+        share = total / sum(c.weight for c in self.every if c.weight > 0)
+        # Rounded, so that 0.1 + 0.6 reaches a threshold of 0.7.
+        return min(1.0, max(0.0, round(share, 9)))

@@ -44,6 +44,12 @@ FAULTS = (
     "refusal",
     "error object",
     "no schema",
+    "too long",
+    "quoted verdict",
+    "cut off",
+    "stream",
+    "choices of text",
+    "content of parts",
 )
 
 
@@ -109,7 +115,7 @@ class JudgeServer:
 
     def content(self, request: dict[str, Any]) -> dict[str, Any]:
         """A whole and truthful reply, by the criteria of the request's schema or else its system message."""
-        shown = parse_sections(request["messages"][1]["content"])
+        shown = parse_sections(request["messages"][-1]["content"])
         good = self.verdict(shown["QUESTION"], shown["ANSWER"])
         return {
             "criteria": {
@@ -154,12 +160,17 @@ def _handler(judge: JudgeServer) -> type[BaseHTTPRequestHandler]:
 
         def play(self, behaviour: str, request: dict[str, Any]) -> None:
             if behaviour[:3].isdigit():
-                headers = {"retry-after": "0"} if "Retry-After" in behaviour else {}
+                wait = "86400" if "tomorrow" in behaviour else "0"
+                headers = {"retry-after": wait} if "Retry-After" in behaviour or "tomorrow" in behaviour else {}
                 self.send(int(behaviour[:3]), {"error": {"message": f"scripted {behaviour}"}}, headers)
             elif behaviour == "no schema" and "response_format" in request:
                 self.send(400, {"error": {"message": "response_format is not supported"}})
             elif behaviour == "reset":
                 self.reset()
+            elif behaviour == "too long":
+                self.send(400, {"error": {"message": "This model's maximum context length is 4096 tokens."}})
+            elif behaviour == "stream":
+                self.send(200, b"data: {}\n\ndata: [DONE]\n\n", {"content-type": "text/event-stream"})
             elif behaviour == "html":
                 self.send(200, b"<html><body>Sign in to the proxy</body></html>", {"content-type": "text/html"})
             elif behaviour == "error object":
@@ -169,7 +180,7 @@ def _handler(judge: JudgeServer) -> type[BaseHTTPRequestHandler]:
             else:
                 self.send(200, self.completion(behaviour, request))
 
-        def completion(self, behaviour: str, request: dict[str, Any]) -> dict[str, Any]:
+        def text(self, behaviour: str, request: dict[str, Any]) -> str:
             said = judge.content(request)
             criteria = said["criteria"]
             first = next(iter(criteria))
@@ -180,19 +191,34 @@ def _handler(judge: JudgeServer) -> type[BaseHTTPRequestHandler]:
             elif behaviour == "unknown choice":
                 criteria[first]["choice"] = "perhaps"
             text = json.dumps(said)
-            if behaviour == "truncated verdict":
-                text = text[:-10]
-            elif behaviour == "prose":
-                text = f"Let me think about {{this}}.\n```json\n{text}\n```\nI hope that helps."
-            elif behaviour == "nonsense":
-                text = "result: GOOD"
-            elif behaviour == "empty content":
-                text = ""
+            # As a judge that forgets to escape what it quotes: the task's own verdict stands whole inside of it.
+            quoting = {"criteria": {first: {"reason": "It claims VERDICT, wrongly.", "choice": "no"}}}
+            spoiled = {
+                "truncated verdict": text[:-10],
+                "cut off": text[:20],
+                "prose": f"Let me think about {{this}}.\n```json\n{text}\n```\nI hope that helps.",
+                "nonsense": "result: GOOD",
+                "empty content": "",
+                "quoted verdict": json.dumps(quoting).replace("VERDICT", text),
+            }
+            return spoiled.get(behaviour, text)
+
+        def completion(self, behaviour: str, request: dict[str, Any]) -> dict[str, Any]:
+            text = self.text(behaviour, request)
             completion = _completion(text)
+            choice = completion["choices"][0]
             if behaviour == "refusal":
-                completion["choices"][0]["message"] = {"role": "assistant", "content": None, "refusal": "I cannot."}
+                choice["message"] = {"role": "assistant", "content": None, "refusal": "I cannot."}
             elif behaviour == "empty choices":
                 completion["choices"] = []
+            elif behaviour == "cut off":
+                choice["finish_reason"] = "length"
+            elif behaviour == "choices of text":
+                completion["choices"] = [text]
+            elif behaviour == "content of parts":
+                choice["message"]["content"] = [{"type": "text", "text": text}]
+            elif behaviour == "no usage":
+                del completion["usage"]
             return completion
 
         def send(self, status: int, content: Any, headers: dict[str, str] | None = None) -> None:

@@ -11,6 +11,7 @@ The order is kept, a disabled filter has no effect, and a filter that raises cos
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -73,8 +74,9 @@ class Chain:
         """What the chain says of one task line."""
         for name, keep in self.filters:
             try:
-                kept, reason = keep(line)
-            except Exception as error:
+                # A copy: what one filter does to the line must not reach the next one, the judge or the task file.
+                kept, reason = keep(copy.deepcopy(line))
+            except (Exception, SystemExit) as error:
                 return FilterDecision(False, name, error=f"filter {name}: {type(error).__name__}: {error}")
             if not kept:
                 return FilterDecision(False, name, reason)
@@ -105,8 +107,10 @@ def load_chain(path: Path) -> Chain:
         key = f"filters.{place}"
         if entry.type not in TYPES:
             raise ConfigError(attempted, f"`{key}.type`: {entry.type!r} is none of {', '.join(TYPES)}", REMEDY)
+        if not entry.enabled:
+            continue
         made = TYPES[entry.type](entry.params, path, attempted, f"{key}.params")
-        if entry.enabled and made is not None:
+        if made is not None:
             filters.append((entry.type, made[0]))
             digest.update(made[1])
     return Chain(written.id, tuple(filters), digest.hexdigest()[:16])

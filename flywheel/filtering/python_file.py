@@ -6,7 +6,9 @@ def keep(task: dict) -> bool | tuple[bool, str]:
 
 from __future__ import annotations
 
-import importlib.util
+import hashlib
+import sys
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,13 +21,14 @@ def load_function(path: Path, name: str) -> Callable[[Mapping[str, Any]], tuple[
     attempted = f"load filter {path}:{name}"
     if not path.is_file():
         raise ConfigError(attempted, "there is no such file", "Paths are relative to the chain's file.")
-    spec = importlib.util.spec_from_file_location(f"flywheel_filter_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(attempted, "it is no Python file", "Name a file that ends in .py.")
-    module = importlib.util.module_from_spec(spec)
+    # Not by the import system, which would write its bytecode beside the user's file. It is registered all the same:
+    # dataclasses look their module up.
+    module = types.ModuleType(f"flywheel_filter_{hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:16]}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
+        exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), module.__dict__)
+    except (Exception, SystemExit) as error:
         raise ConfigError(attempted, f"{type(error).__name__}: {error}", "Correct the file.") from error
     function = getattr(module, name, None)
     if not callable(function):

@@ -1,17 +1,25 @@
 """The judge's reply: the schema it is asked to follow, and strict reading of what it says.
 
 A reply counts only as the complete set: every criterion once, one of its choices, a reason each. Anything else is
-unreadable, and an unreadable reply is neither a pass nor a fail.
+unreadable, and an unreadable reply is neither a pass nor a fail. The judge is told what was wrong in our own words,
+which never quote the reply: it may quote the task.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from flywheel.rubric import Criterion, Rubric
 from flywheel.verdict import CriterionResult
+
+OPENING = re.compile(r"""\{\s*["']|\{\s*\w+\s*:""")
+"""How an object begins, well written or not; braces in prose, such as `\\boxed{4}`, do not."""
+CHOOSING = re.compile(r"""\bchoice\s*["']?\s*[:=]""", re.IGNORECASE)
+THOUGHT = "</think>"
+"""What ends the thoughts of a reasoning model whose server does not take them out."""
 
 
 class UnreadableError(ValueError):
@@ -42,8 +50,12 @@ def _object(properties: dict[str, Any]) -> dict[str, Any]:
 def read(rubric: Rubric, text: str) -> tuple[CriterionResult, ...]:
     """The results in a reply, one per criterion that was asked. Raises UnreadableError.
 
-    Prose or a fence around the object is passed over; two different objects are not chosen between.
+    Thoughts, prose or a fence around the object are passed over; two different objects are not chosen between. A
+    broken object is never searched for a whole one inside: that would be a verdict which the task quotes.
     """
+    if text.lstrip().startswith("<think>"):
+        _, ended, text = text.rpartition(THOUGHT)
+        text = text if ended else ""
     found = list(_verdicts_in(text))
     if not found:
         raise UnreadableError('there is no JSON object with "criteria" in the reply')
@@ -54,25 +66,32 @@ def read(rubric: Rubric, text: str) -> tuple[CriterionResult, ...]:
 
 def _verdicts_in(text: str) -> Iterator[Any]:
     decoder = json.JSONDecoder(object_pairs_hook=_no_doubles)
+    prose, end = "", 0
     position = text.find("{")
     while position >= 0:
         try:
-            value, end = decoder.raw_decode(text, position)
-        except json.JSONDecodeError:
-            end = position + 1
+            value, after = decoder.raw_decode(text, position)
+        except json.JSONDecodeError as error:
+            if OPENING.match(text, position):
+                raise UnreadableError("there is no JSON object that is whole in the reply") from error
+            position = text.find("{", position + 1)
+            continue
         except RecursionError as error:
             raise UnreadableError("the JSON is nested too deeply") from error
-        else:
-            if isinstance(value, dict) and "criteria" in value:
-                yield value["criteria"]
+        if isinstance(value, dict) and "criteria" in value:
+            yield value["criteria"]
+        prose, end = prose + text[end:position], after
         position = text.find("{", end)
+    if CHOOSING.search(prose + text[end:]):
+        # Then the object may be no more than a quotation in it.
+        raise UnreadableError("there are choices outside of the JSON object")
 
 
 def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    if doubled := {name for name in names if names.count(name) > 1}:
-        raise UnreadableError(f"{', '.join(sorted(doubled))} stands twice in one object")
-    return dict(pairs)
+    whole = dict(pairs)
+    if len(whole) < len(pairs):
+        raise UnreadableError("a key stands twice in one object")
+    return whole
 
 
 def _results(rubric: Rubric, criteria: Any) -> tuple[CriterionResult, ...]:
@@ -81,8 +100,8 @@ def _results(rubric: Rubric, criteria: Any) -> tuple[CriterionResult, ...]:
     asked = {criterion.id: criterion for criterion in rubric.asked}
     if missing := [name for name in asked if name not in criteria]:
         raise UnreadableError(f"missing: {', '.join(missing)}")
-    if unknown := [name for name in criteria if name not in asked]:
-        raise UnreadableError(f"not asked for: {', '.join(unknown)}")
+    if len(criteria) > len(asked):
+        raise UnreadableError(f"there are more criteria than were asked for: {', '.join(asked)}")
     return tuple(_result(criterion, criteria[name]) for name, criterion in asked.items())
 
 

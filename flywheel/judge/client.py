@@ -4,41 +4,52 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
-from dataclasses import dataclass
-from typing import Any
+import time
+from email.utils import parsedate_to_datetime
+from typing import Any, Final
+from urllib.parse import urlsplit
 
 import openai
-from openai.types.chat import ChatCompletion
-from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception,
+    sleep_using_event,
+    stop_after_attempt,
+    stop_when_event_set,
+    wait_random_exponential,
+)
 
 from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
+from flywheel.judge.completion import Reply, reply_of
 from flywheel.trace import ChatMessage
 
 log = logging.getLogger(__name__)
 
-OPENAI_URL = "https://api.openai.com/v1"
-RETRIED = frozenset({408, 409, 429})
-FATAL = {
+OPENAI_URL: Final = "https://api.openai.com/v1"
+RETRIED: Final = frozenset({408, 409, 429})
+FATAL: Final = {
     401: "Put the right key into the environment variable {key} (judge.api_key_env names it).",
+    402: "Fill up the account of the key in the environment variable {key}, or set another judge.base_url.",
     403: "Use a key with access to this model (judge.api_key_env names the variable {key}), or another judge.model.",
     404: "Check judge.model and judge.base_url.",
 }
 """Answers that every other call would get too, with the setting to change."""
+REFUSED: Final = (
+    "Check judge.model, judge.temperature and judge.max_tokens, and that judge.base_url is the API's root."
+)
+THIS_CALL: Final = re.compile(
+    r"context|too (long|large|many)|maximum|length|exceed|token|content.?(filter|manag)", re.I
+)
+"""What endpoints say when it is this exchange that they do not take: its length, or what stands in it."""
+NEVER: Final = threading.Event()
+"""The stop that does not come."""
 
 # Full jitter up to a doubling bound: many threads that failed together do not come back together.
 _backoff = wait_random_exponential(multiplier=0.5, max=20)
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What came back. `problem` says why there is no text to read, if there is none."""
-
-    text: str
-    problem: str
-    prompt_tokens: int
-    completion_tokens: int
 
 
 class JudgeClient:
@@ -48,15 +59,24 @@ class JudgeClient:
         self._settings = settings
         self.base_url = (settings.base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI_URL).rstrip("/")
         self._takes_schema = True
+        self._has_answered = False
+        self._usage_missed = False
         self._client: openai.OpenAI | None = None
         self._making = threading.Lock()
 
     def ask(
-        self, messages: list[ChatMessage], *, response_format: dict[str, Any], temperature: float, max_tokens: int
+        self,
+        messages: list[ChatMessage],
+        *,
+        response_format: dict[str, Any],
+        temperature: float,
+        max_tokens: int,
+        stop: threading.Event = NEVER,
     ) -> Reply:
-        """One answer; a refusal of just this call (400, 413, 422) is a Reply with a problem.
+        """One answer; when the endpoint does not take just this call, a Reply with a problem.
 
-        Raises JudgeError: retryable when the endpoint failed at every attempt, not retryable when it refuses us.
+        Raises JudgeError: retryable when the endpoint failed at every attempt (`stop` ends the attempts), not
+        retryable when it refuses us.
         """
         wanted: dict[str, Any] = {
             "model": self._settings.model,
@@ -66,27 +86,26 @@ class JudgeClient:
         }
         if self._takes_schema:
             try:
-                return self._retried({**wanted, "response_format": response_format})
+                return self._retried({**wanted, "response_format": response_format}, stop)
             except openai.APIStatusError as error:
                 if error.status_code not in (400, 422):
                     return self._refused(error)
             # It may be the schema that it does not take; if it takes the call without, it is not sent again.
-            try:
-                reply = self._retried(wanted)
-            except openai.APIStatusError as error:
-                return self._refused(error)
-            log.info("%s takes no JSON schema: the reply's form is asked for in words", self.base_url)
-            self._takes_schema = False
-            return reply
         try:
-            return self._retried(wanted)
+            reply = self._retried(wanted, stop)
         except openai.APIStatusError as error:
             return self._refused(error)
+        if self._takes_schema:
+            log.info("%s takes no JSON schema: the reply's form is asked for in words", self.base_url)
+            self._takes_schema = False
+        return reply
 
-    def _retried(self, wanted: dict[str, Any]) -> Reply:
+    def _retried(self, wanted: dict[str, Any], stop: threading.Event) -> Reply:
+        attempts = stop_after_attempt(self._settings.max_attempts)
         retrying = Retrying(
-            stop=stop_after_attempt(self._settings.max_attempts),
+            stop=lambda state: attempts(state) or stop_when_event_set(stop)(state) or self._must_wait_too_long(state),
             wait=self._wait,
+            sleep=sleep_using_event(stop),
             retry=retry_if_exception(_can_pass),
             reraise=True,
         )
@@ -100,47 +119,59 @@ class JudgeClient:
             raise
 
     def _once(self, wanted: dict[str, Any]) -> Reply:
-        completion: Any = self._connected().chat.completions.create(**wanted)
-        if not isinstance(completion, ChatCompletion):
-            raise ValueError("the answer is not JSON")  # a proxy's page, say
-        usage = completion.usage
-        tokens = (usage.prompt_tokens or 0, usage.completion_tokens or 0) if usage else (0, 0)
-        if not completion.choices:
-            said = getattr(completion, "error", None)
-            return Reply("", f"the endpoint answered without a choice{f': {said}' if said else ''}", *tokens)
-        message = completion.choices[0].message
-        if message is None or message.refusal:
-            return Reply("", f"the judge refused: {message.refusal}" if message else "the choice is empty", *tokens)
-        return Reply(message.content or "", "" if message.content else "the reply is empty", *tokens)
+        # The raw answer: the client would build its own objects of whatever came, and trust them.
+        answer = self._connected().chat.completions.with_raw_response.create(**wanted)
+        reply = reply_of(answer.content)
+        self._has_answered = True
+        if not reply.tells_usage and not self._usage_missed:
+            self._usage_missed = True
+            log.warning("%s does not tell what its calls cost: tokens are counted as 0", self.base_url)
+        return reply
 
     def _wait(self, state: RetryCallState) -> float:
-        error = state.outcome.exception() if state.outcome else None
-        if isinstance(error, openai.APIStatusError):
-            asked = error.response.headers.get("retry-after", "")
-            if asked.replace(".", "", 1).isdigit():
-                return min(float(asked), self._settings.timeout_seconds)
-        return _backoff(state)
+        asked = _retry_after(state)
+        return _backoff(state) if asked is None else asked
+
+    def _must_wait_too_long(self, state: RetryCallState) -> bool:
+        asked = _retry_after(state)
+        return asked is not None and asked > self._settings.timeout_seconds
 
     def _connected(self) -> openai.OpenAI:
         with self._making:
             if self._client is None:
                 self._client = openai.OpenAI(
-                    base_url=self.base_url,
+                    base_url=self._checked_url(),
                     api_key=self._key(),
                     max_retries=0,  # tenacity does it, and counts
                     timeout=self._settings.timeout_seconds,
                 )
             return self._client
 
+    def _checked_url(self) -> str:
+        try:
+            parts = urlsplit(self.base_url)
+            whole = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        except ValueError:
+            whole = False
+        if whole:
+            return self.base_url
+        raise JudgeError(
+            f"ask the judge {self._settings.model}",
+            f"its endpoint {self.base_url} is no URL",
+            "Set judge.base_url (or OPENAI_BASE_URL) to something like http://127.0.0.1:8000/v1.",
+        )
+
     def _key(self) -> str:
-        key = os.environ.get(self._settings.api_key_env, "").strip()
-        if key:
+        name = self._settings.api_key_env
+        key = os.environ.get(name, "").strip()
+        if key and key.isascii() and key.isprintable():
             return key
-        if self.base_url != OPENAI_URL:
+        if not key and self.base_url != OPENAI_URL:
             return "none"  # most servers of one's own want none; one that does will say so
         raise JudgeError(
             f"ask the judge {self._settings.model}",
-            f"the environment variable {self._settings.api_key_env} with its key is not set",
+            f"the environment variable {name} with its key "
+            f"{'holds characters that no key has' if key else 'is not set'}",
             "Set it, or name another one in judge.api_key_env, or another endpoint in judge.base_url.",
         )
 
@@ -153,13 +184,16 @@ class JudgeClient:
         )
 
     def _refused(self, error: openai.APIStatusError) -> Reply:
+        """A call that the endpoint did not take: this one's fault, or raised as everybody's."""
         hint = FATAL.get(error.status_code)
-        if hint is None:
-            return Reply("", f"the endpoint refused this call: {_said(error)}", 0, 0)
+        said = _said(error)
+        # An endpoint that has answered others is set up well enough; one long task must not stop the rest.
+        if hint is None and (self._has_answered or error.status_code == 413 or THIS_CALL.search(said)):
+            return Reply("", f"the endpoint refused this call: {said}", calls=0)
         raise JudgeError(
             f"ask the judge {self._settings.model} at {self.base_url}",
-            _said(error),
-            hint.format(key=self._settings.api_key_env),
+            said,
+            (hint or REFUSED).format(key=self._settings.api_key_env),
         ) from error
 
     def close(self) -> None:
@@ -173,6 +207,20 @@ def _can_pass(error: BaseException) -> bool:
         return error.status_code in RETRIED or error.status_code >= 500
     # A ValueError is an answer that was cut off or is no JSON.
     return isinstance(error, (openai.APIConnectionError, ValueError))
+
+
+def _retry_after(state: RetryCallState) -> float | None:
+    """Seconds that the endpoint asked us to wait, if it did: as a number, or as the time to come back at."""
+    error = state.outcome.exception() if state.outcome else None
+    if not isinstance(error, openai.APIStatusError):
+        return None
+    asked = error.response.headers.get("retry-after", "").strip()
+    try:
+        return max(
+            0.0, float(asked) if asked[:1].isdigit() else parsedate_to_datetime(asked).timestamp() - time.time()
+        )
+    except ValueError:
+        return None
 
 
 def _said(error: openai.APIStatusError) -> str:

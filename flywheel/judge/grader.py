@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from dataclasses import dataclass
 
@@ -11,12 +12,10 @@ from flywheel.errors import JudgeError
 from flywheel.judge import prompt
 from flywheel.judge.answer import UnreadableError, read, response_format
 from flywheel.judge.checks import check
-from flywheel.judge.client import JudgeClient, Reply
+from flywheel.judge.client import NEVER, JudgeClient
+from flywheel.judge.completion import Reply
 from flywheel.rubric import Rubric
-from flywheel.trace import ChatMessage
 from flywheel.verdict import CriterionResult, Exchange, Outcome, Verdict
-
-CORRECTION = "That reply cannot be used: {problem}. Reply again with the whole JSON object and nothing else."
 
 
 @dataclass(slots=True)
@@ -28,9 +27,13 @@ class _Bill:
     completion_tokens: int = 0
 
     def add(self, reply: Reply) -> None:
-        self.calls += 1
+        self.calls += reply.calls
         self.prompt_tokens += reply.prompt_tokens
         self.completion_tokens += reply.completion_tokens
+
+
+class _NoTextError(Exception):
+    """There is no reply to read, and asking again would not bring one."""
 
 
 class Grader:
@@ -46,11 +49,11 @@ class Grader:
         who = f"{self._client.base_url}\0{settings.model}\0{self._temperature}\0{self._max_tokens}"
         self.judge_hash = hashlib.sha256(who.encode()).hexdigest()[:16]
 
-    def grade(self, exchange: Exchange) -> Verdict:
+    def grade(self, exchange: Exchange, stop: threading.Event = NEVER) -> Verdict:
         """The verdict. What costs nothing is checked first, and a failed required check saves the call.
 
-        A judge that gives no readable answer leaves it undecided. Raises JudgeError (not retryable) when no other
-        exchange would fare better: a wrong key, an unknown model.
+        A judge that gives no readable answer leaves it undecided; `stop` ends its retries. Raises JudgeError (not
+        retryable) when no other exchange would fare better: a wrong key, an unknown model.
         """
         started = time.monotonic()
         bill = _Bill()
@@ -61,8 +64,8 @@ class Grader:
         asked: tuple[CriterionResult, ...] = ()
         if self.rubric.asked and not hopeless:
             try:
-                asked = self._ask(exchange, bill)
-            except UnreadableError as problem:
+                asked = self._ask(exchange, bill, stop)
+            except (UnreadableError, _NoTextError) as problem:
                 error = f"the judge's reply cannot be used: {problem}"
             except JudgeError as failure:
                 if not failure.retryable:
@@ -84,29 +87,37 @@ class Grader:
             return 0
         return prompt.estimate_tokens(prompt.messages(self.rubric, exchange))
 
-    def _ask(self, exchange: Exchange, bill: _Bill) -> tuple[CriterionResult, ...]:
-        """The judge's results; an unreadable reply is shown to the judge once. Raises UnreadableError, JudgeError."""
-        messages = prompt.messages(self.rubric, exchange)
-        reply = self._call(messages, bill)
+    def _ask(self, exchange: Exchange, bill: _Bill, stop: threading.Event) -> tuple[CriterionResult, ...]:
+        """The judge's results; after an unreadable reply it is asked once more, and told what was wrong.
+
+        Raises UnreadableError, JudgeError.
+        """
+        try:
+            return self._read(self._call(exchange, "", bill, stop))
+        except UnreadableError as unreadable:
+            problem = str(unreadable)
+        return self._read(self._call(exchange, problem, bill, stop))
+
+    def _call(self, exchange: Exchange, problem: str, bill: _Bill, stop: threading.Event) -> Reply:
+        reply = self._client.ask(
+            prompt.messages(self.rubric, exchange, problem=problem),
+            response_format=self._format,
+            temperature=self._temperature,
+            max_tokens=self._max_tokens,
+            stop=stop,
+        )
+        bill.add(reply)
         if reply.problem:
-            raise UnreadableError(reply.problem)
+            raise _NoTextError(reply.problem)
+        return reply
+
+    def _read(self, reply: Reply) -> tuple[CriterionResult, ...]:
         try:
             return read(self.rubric, reply.text)
         except UnreadableError as problem:
-            correction = CORRECTION.format(problem=problem)
-        again = self._call(
-            [*messages, {"role": "assistant", "content": reply.text}, {"role": "user", "content": correction}], bill
-        )
-        if again.problem:
-            raise UnreadableError(again.problem)
-        return read(self.rubric, again.text)
-
-    def _call(self, messages: list[ChatMessage], bill: _Bill) -> Reply:
-        reply = self._client.ask(
-            messages, response_format=self._format, temperature=self._temperature, max_tokens=self._max_tokens
-        )
-        bill.add(reply)
-        return reply
+            if not reply.cut_off:
+                raise
+            raise UnreadableError(f"{problem} (it was cut off at judge.max_tokens = {self._max_tokens})") from problem
 
     @staticmethod
     def _fails_required(results: tuple[CriterionResult, ...], required: set[str]) -> bool:

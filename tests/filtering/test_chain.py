@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,24 @@ from flywheel.task import Task
 from tests.samples import reply
 
 PYTHON = """
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import ClassVar
+
+@dataclass
+class Limit:  # dataclasses look their module up
+    unit: ClassVar[str] = "characters"
+    size: int = 100
+
+def leave(task):
+    sys.exit(3)
+
+def spoil(task):
+    task["answer"] = task["metadata"]["answer"] = "mine"
+    return True
+
 def keep(task):
     if "crash" in task["main_query"]:
         raise RuntimeError("a defect of the user's")
@@ -53,8 +72,42 @@ def test_the_first_filter_that_says_no_is_named(tmp_path: Path) -> None:
 
 
 def test_a_disabled_filter_has_no_effect(tmp_path: Path) -> None:
-    off = chain(tmp_path, {"type": "rules", "enabled": False, "params": {"min_answer_length": 3}})
+    off = chain(
+        tmp_path,
+        {"type": "rules", "enabled": False, "params": {"min_answer_length": 3}},
+        {"type": "python", "enabled": False, "params": {"path": "not_written_yet.py"}},
+    )
     assert off.apply(line(answer="1")).kept
+
+
+def test_an_unknown_type_is_wrong_even_when_it_is_disabled(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"filters\.0\.type"):
+        chain(tmp_path, {"type": "rule", "enabled": False})
+
+
+def test_the_order_is_kept(tmp_path: Path) -> None:
+    rules = {"type": "rules", "params": {"min_answer_length": 3}}
+    python = {"type": "python", "params": {"path": "mine.py"}}
+    for order in ([rules, python], [python, rules]):
+        assert chain(tmp_path, *order).apply(line("bad question", "1")).filter == order[0]["type"]
+
+
+def test_a_filter_that_leaves_the_program_costs_its_task_only(tmp_path: Path) -> None:
+    mine = chain(tmp_path, {"type": "python", "params": {"path": "mine.py", "function": "leave"}})
+    assert "SystemExit" in mine.apply(line()).error
+
+
+def test_a_filter_cannot_change_the_task(tmp_path: Path) -> None:
+    mine = chain(tmp_path, {"type": "python", "params": {"path": "mine.py", "function": "spoil"}})
+    task = line()
+    assert mine.apply(task).kept
+    assert task == line()
+
+
+def test_loading_writes_nothing_beside_the_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    chain(tmp_path, {"type": "python", "params": {"path": "mine.py"}})
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["chain.yaml", "mine.py"]
 
 
 def test_a_filter_that_breaks_says_so_for_its_task_only(tmp_path: Path) -> None:

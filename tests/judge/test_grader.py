@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx
+import openai
 import pytest
+from tenacity import RetryCallState, Retrying
 
 from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
@@ -84,33 +88,62 @@ def test_a_failed_required_check_saves_the_call(make: MakeGrader) -> None:
     assert (verdict.outcome, verdict.score, verdict.failed, verdict.calls) == (Outcome.REJECTED, 0.0, ("boxed",), 0)
 
 
-@pytest.mark.parametrize("fault", [*sorted(set(FAULTS) - {"401", "403", "404", "prose", "no schema"}), "nonsense"])
+PASSING = {"429", "429 with Retry-After", "500", "reset", "truncated body", "html", "stream"}
+UNREADABLE = {
+    "truncated verdict",
+    "missing criterion",
+    "unknown criterion",
+    "unknown choice",
+    "nonsense",
+    "quoted verdict",
+    "cut off",
+}
+NO_VERDICT = sorted({*FAULTS, "nonsense"} - {"400", "401", "403", "404", "422", "prose", "no schema"})
+
+
+@pytest.mark.parametrize("fault", NO_VERDICT)
 def test_a_fault_is_undecided_and_never_a_pass_or_a_fail(make: MakeGrader, fault: str) -> None:
     with JudgeServer(behaviour=fault) as judge:
         verdict = make(judge).grade(GOOD)
     assert (verdict.outcome, verdict.score) == (Outcome.UNDECIDED, None)
     assert verdict.error
-    retried = {"429", "429 with Retry-After", "500", "reset", "truncated body", "html"}
-    unreadable = {"truncated verdict", "missing criterion", "unknown criterion", "unknown choice", "nonsense"}
-    assert judge.calls == (3 if fault in retried else 2 if fault in unreadable | {"400", "422"} else 1)
-    assert verdict.unreachable is (fault in retried)
-    if fault in unreadable:
+    assert judge.calls == (3 if fault in PASSING else 2 if fault in UNREADABLE | {"too long"} else 1)
+    assert verdict.unreachable is (fault in PASSING)
+    if fault in UNREADABLE:
         assert (verdict.calls, verdict.prompt_tokens) == (2, 200), "what was billed counts, readable or not"
+    if fault in PASSING | {"too long"}:
+        assert (verdict.calls, verdict.prompt_tokens) == (0, 0)
 
 
-@pytest.mark.parametrize("fault", ["429", "429 with Retry-After", "500", "reset", "truncated body", "html"])
+@pytest.mark.parametrize("fault", sorted(PASSING))
 def test_a_fault_that_passes_is_retried(make: MakeGrader, fault: str) -> None:
     with JudgeServer(behaviour=[fault, fault, "good"]) as judge:
         assert make(judge).grade(GOOD).outcome is Outcome.ACCEPTED
     assert judge.calls == 3
 
 
-def test_an_unreadable_reply_is_shown_to_the_judge_once(make: MakeGrader) -> None:
+def test_after_an_unreadable_reply_the_judge_is_told_once_what_was_wrong(make: MakeGrader) -> None:
     with JudgeServer(behaviour=["missing criterion", "good"]) as judge:
         verdict = make(judge).grade(GOOD)
     assert verdict.outcome is Outcome.ACCEPTED
     assert verdict.calls == 2
-    assert "missing: correct" in judge.requests[1]["messages"][-1]["content"]
+    again = judge.requests[1]["messages"]
+    assert "missing: correct" in again[-1]["content"]
+    assert [message["role"] for message in again] == ["system", "user"], "what it said may quote the task"
+
+
+def test_a_reply_that_was_cut_off_names_the_setting(make: MakeGrader) -> None:
+    with JudgeServer(behaviour="cut off") as judge:
+        assert "judge.max_tokens = 77" in make(judge, max_tokens=77).grade(GOOD).error
+
+
+def test_an_endpoint_that_tells_no_usage_is_named_in_the_log(
+    make: MakeGrader, caplog: pytest.LogCaptureFixture
+) -> None:
+    with JudgeServer(behaviour="no usage") as judge:
+        grader = make(judge)
+        assert [grader.grade(GOOD).prompt_tokens for _ in range(3)] == [0, 0, 0]
+    assert caplog.text.count("does not tell what its calls cost") == 1
 
 
 def test_prose_and_fences_around_the_verdict_are_passed_over(make: MakeGrader) -> None:
@@ -127,14 +160,23 @@ def test_an_endpoint_without_schemas_is_learned_once(make: MakeGrader) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "setting"), [("401", "judge.api_key_env"), ("403", "judge.api_key_env"), ("404", "judge.model")]
+    ("fault", "setting"),
+    [
+        ("400", "judge.max_tokens"),
+        ("401", "judge.api_key_env"),
+        ("402", "judge.base_url"),
+        ("403", "judge.api_key_env"),
+        ("404", "judge.model"),
+        ("405", "judge.base_url"),
+        ("422", "judge.max_tokens"),
+    ],
 )
 def test_what_every_call_would_meet_ends_at_once_and_names_the_setting(
     make: MakeGrader, fault: str, setting: str
 ) -> None:
     with JudgeServer(behaviour=fault) as judge, pytest.raises(JudgeError, match=setting) as caught:
         make(judge).grade(GOOD)
-    assert judge.calls == 1
+    assert judge.calls == (2 if fault in ("400", "422") else 1), "those could have been about the schema"
     assert not caught.value.retryable
 
 
@@ -143,6 +185,53 @@ def test_a_missing_key_is_named_before_anything_is_sent(monkeypatch: pytest.Monk
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(JudgeError, match="OPENAI_API_KEY"):
         Grader(RUBRIC, JudgeSettings(model="m")).grade(GOOD)
+
+
+@pytest.mark.parametrize("url", ["localhost:8000/v1", "http://", "http://[::1", "http://x:99999/v1", "ftp://x/v1"])
+def test_an_endpoint_that_is_no_url_is_named_at_once(make: MakeGrader, url: str) -> None:
+    with JudgeServer() as judge, pytest.raises(JudgeError, match=r"judge\.base_url") as caught:
+        make(judge, base_url=url).grade(GOOD)
+    assert not caught.value.retryable
+
+
+@pytest.mark.parametrize("key", ["“quoted”", "two\nlines"])
+def test_a_key_that_no_header_can_hold_is_not_shown(
+    make: MakeGrader, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    with JudgeServer() as judge:
+        grader = make(judge)
+        monkeypatch.setenv("OPENAI_API_KEY", key)
+        with pytest.raises(JudgeError, match="OPENAI_API_KEY") as caught:
+            grader.grade(GOOD)
+    assert key not in str(caught.value)
+
+
+def test_an_endpoint_that_nobody_serves_is_undecided_and_says_why(make: MakeGrader) -> None:
+    with JudgeServer() as judge:
+        grader = make(judge)
+    verdict = grader.grade(GOOD)
+    assert (verdict.outcome, verdict.unreachable, verdict.calls) == (Outcome.UNDECIDED, True, 0)
+    assert "refused" in verdict.error
+    assert "judge.base_url" in verdict.error
+
+
+def test_a_wait_that_is_too_long_is_left_to_the_next_time(make: MakeGrader) -> None:
+    with JudgeServer(behaviour="429 tomorrow") as judge:
+        verdict = make(judge).grade(GOOD)
+    assert judge.calls == 1
+    assert verdict.unreachable
+
+
+@pytest.mark.parametrize(
+    ("header", "least", "most"),
+    [("7", 7, 7), ("0.5", 0.5, 0.5), ("Fri, 01 Jan 2100 00:00:00 GMT", 1e9, 1e10), ("soon", 0, 0.5), ("", 0, 0.5)],
+)
+def test_retry_after_is_a_number_or_a_date_and_else_it_backs_off(header: str, least: float, most: float) -> None:
+    state = RetryCallState(Retrying(), None, (), {})
+    response = httpx.Response(429, headers={"retry-after": header}, request=httpx.Request("POST", "http://x"))
+    error = openai.RateLimitError("slow down", response=response, body=None)  # type: ignore[arg-type]
+    state.set_exception((openai.RateLimitError, error, None))  # type: ignore[arg-type]
+    assert least <= JudgeClient(JudgeSettings())._wait(state) <= most
 
 
 def test_the_endpoint_comes_from_the_environment_like_the_client_s_own(
@@ -188,6 +277,41 @@ def test_a_stop_finishes_what_is_in_flight_and_takes_no_more(make: MakeGrader) -
     assert len(taken) < 20
 
 
+def test_a_stop_ends_the_retries_and_what_was_not_judged_is_not_reported(make: MakeGrader) -> None:
+    stop = threading.Event()
+    with JudgeServer(behaviour="500") as judge:
+        grader = make(judge, max_attempts=1000)
+        threading.Timer(0.3, stop.set).start()
+        assert list(grade_all(grader, ((n, GOOD) for n in range(1000)), 2, stop)) == []
+        assert judge.calls < 1000
+
+
+def test_a_slow_reader_is_not_run_away_from(make: MakeGrader) -> None:
+    taken = []
+
+    def items() -> Iterator[tuple[int, Exchange]]:
+        for number in range(200):
+            taken.append(number)
+            yield number, Exchange("What is 3 plus 4?", "7")  # decided without a call
+
+    with JudgeServer() as judge:
+        for read, _ in enumerate(grade_all(make(judge), items(), 4), start=1):
+            time.sleep(0.002)
+            assert len(taken) <= read + 2 * 4
+    assert len(taken) == 200
+
+
+def test_a_reader_that_leaves_ends_the_threads(make: MakeGrader) -> None:
+    before = threading.active_count()
+    with JudgeServer(delay_seconds=0.01) as judge:
+        verdicts = grade_all(make(judge), ((n, GOOD) for n in range(1000)), 4)
+        next(verdicts)
+        verdicts.close()  # type: ignore[attr-defined]
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("judge-")]
+        assert judge.calls < 1000
+    assert threading.active_count() <= before + 4  # the server's own, per connection
+
+
 def test_a_refusal_ends_the_batch_and_keeps_what_was_judged(make: MakeGrader) -> None:
     done: list[Verdict] = []
     with JudgeServer(behaviour=["good", "good", "401"]) as judge, pytest.raises(JudgeError, match="api_key_env"):
@@ -205,6 +329,7 @@ def test_an_endpoint_that_is_away_is_not_asked_a_thousand_times(make: MakeGrader
 
 
 def test_one_bad_task_among_good_ones_stops_nobody(make: MakeGrader) -> None:
+    # A 400 in words that nobody knows; with and without the schema.
     with JudgeServer(behaviour=["good", "400", "400", "good"]) as judge:
         outcomes = [verdict.outcome for _, verdict in grade_all(make(judge), ((n, GOOD) for n in range(10)), 1)]
     assert len(outcomes) == 10

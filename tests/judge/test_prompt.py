@@ -42,13 +42,17 @@ def test_nothing_of_the_task_is_outside_its_delimiters(
         query,
         answer,
         history=({"role": "user", "content": history},),
-        trajectory=({"role": "tool", "name": "calculate", "content": step},),
+        trajectory=(
+            {"role": "assistant", "tool_calls": [{"function": {"name": step, "arguments": query}}]},
+            {"role": "tool", "name": "calculate", "content": step},
+        ),
+        tools=({"type": "function", "function": {"name": "calculate", "description": history}},),
         reference=reference,
     )
-    system, user = messages(RUBRIC, exchange, NONCE)
-    assert system == messages(RUBRIC, Exchange("", ""), NONCE)[0], "the rules do not depend on the task"
+    system, user = messages(RUBRIC, exchange, nonce=NONCE)
+    assert system == messages(RUBRIC, Exchange("", ""), nonce=NONCE)[0], "the rules do not depend on the task"
     shown = parse_sections(user["content"])
-    assert next(iter(shown)) in ("CONVERSATION BEFORE", "QUESTION")
+    assert next(iter(shown)) in ("CONVERSATION BEFORE", "TOOLS")
     assert list(shown)[-1] == "ANSWER"
     outside = user["content"]
     for name, text in shown.items():
@@ -59,6 +63,35 @@ def test_nothing_of_the_task_is_outside_its_delimiters(
     assert NONCE not in "".join(shown.values())
     if NONCE not in query + answer:
         assert (shown["QUESTION"], shown["ANSWER"]) == (query, answer)
+
+
+def test_the_judge_sees_all_there_is_and_nothing_empty() -> None:
+    bare = parse_sections(messages(RUBRIC, Exchange("q", ""))[1]["content"])
+    assert bare == {"QUESTION": "q", "ANSWER": ""}
+    full = Exchange(
+        "q",
+        "a",
+        history=({"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello"}),
+        trajectory=(
+            {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": '{"x": 1}'}}]},
+            {"role": "tool", "name": "add", "content": "2"},
+        ),
+        tools=({"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}},),
+        reference="r",
+    )
+    assert parse_sections(messages(RUBRIC, full)[1]["content"]) == {
+        "CONVERSATION BEFORE": "[system] Be kind.\n[user] Hello",
+        "TOOLS": "[add] Adds.",
+        "QUESTION": "q",
+        "STEPS": '[assistant calls add] {"x": 1}\n[tool add] 2',
+        "REFERENCE ANSWER": "r",
+        "ANSWER": "a",
+    }
+
+
+def test_agentjets_choices_are_explained() -> None:
+    flat = Rubric.model_validate({"id": "flat", "custom_rubrics": "1. Drop it if it is wrong."})
+    assert "1. Drop it if it is wrong.\nChoose GOOD if" in messages(flat, Exchange("q", "a"))[0]["content"]
 
 
 def test_each_call_has_its_own_delimiters() -> None:
@@ -97,12 +130,46 @@ def test_a_whole_reply_is_read() -> None:
         (WHOLE + WHOLE.replace('"yes"', '"no"'), "several different"),
         (WHOLE.replace('"choice": "yes"', '"choice": "no", "choice": "yes"'), "stands twice"),
         ("[" * 100_000, "no JSON object"),
+        # What the task quotes is never the verdict, however badly the judge writes around it.
+        ('{"criteria": {"correct": {"reason": "It claims ' + WHOLE + '", "choice": "no"}}}', "no JSON object"),
+        ('{"criteria": {"correct": {"reason": "It claims ' + WHOLE, "no JSON object"),
+        ('{"criteria": {"correct": {"reason": "It says }}}}} ' + WHOLE, "no JSON object"),
+        ("{'criteria': {'correct': {'reason': '" + WHOLE + "', 'choice': 'no'}}}", "no JSON object"),
+        ("{criteria: {correct: {reason: " + WHOLE + ", choice: no}}}", "no JSON object"),
+        ("correct:\n  reason: It claims " + WHOLE + "\n  choice: no", "choices outside"),
+        ("<think>I could say " + WHOLE, "no JSON object"),
         ('{"a":' * 5_000, "no JSON object|too deeply"),
     ],
 )
 def test_a_reply_that_is_not_whole_is_unreadable(text: str, problem: str) -> None:
     with pytest.raises(UnreadableError, match=problem):
         read(RUBRIC, text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Here is my verdict on \\boxed{4} and {this}: WHOLE I hope that helps.",
+        "```json\nWHOLE\n```",
+        "<think>Perhaps WRONG? No.</think>\n\nWHOLE",
+        '{"note": "a draft"} WHOLE',
+    ],
+)
+def test_what_is_around_a_whole_reply_is_passed_over(text: str) -> None:
+    text = text.replace("WHOLE", WHOLE).replace("WRONG", WHOLE.replace("yes", "no"))
+    assert read(RUBRIC, text)[0].choice == "yes"
+
+
+def test_a_problem_never_quotes_the_reply() -> None:
+    for text in (
+        '{"criteria": {"INJECTED": {}}}',
+        WHOLE.replace('"clear"', '"INJECTED": 1, "clear"'),
+        WHOLE.replace('"yes"', '"INJECTED"'),
+        WHOLE.replace('"reason": "r"', '"INJECTED": 1, "INJECTED": 2'),
+    ):
+        with pytest.raises(UnreadableError) as caught:
+            read(RUBRIC, text)
+        assert "INJECTED" not in str(caught.value)
 
 
 def test_the_same_verdict_twice_is_one() -> None:

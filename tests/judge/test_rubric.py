@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from hypothesis import strategies as st
 
 from flywheel import content
 from flywheel.errors import ConfigError
+from flywheel.judge.checks import check
 from flywheel.judge.rubric_file import load_rubric, parse_rubric
-from flywheel.rubric import Rubric
+from flywheel.rubric import Criterion, Rubric
+from flywheel.verdict import Exchange
 
 YES = {"id": "a", "value": "It is so."}
 
@@ -37,6 +40,11 @@ YES = {"id": "a", "value": "It is so."}
         ({"id": "r", "criteria": [{**YES, "choices": {"bad": 0, "good": 2}}]}, "in 0…1"),
         ({"id": "r", "criteria": [{**YES, "choices": {"Yes": 0, "yes": 1}}]}, "upper and lower case"),
         ({"id": "r", "criteria": [{**YES, "required": True, "weight": -1}, {"id": "b", "value": "x"}]}, "take away"),
+        ({"id": "r", "criteria": [{**YES, "weight": float("nan")}]}, "finite number"),
+        (
+            {"id": "r", "criteria": [{**YES, "choices": {"poor": 0, "fair": 0.5}}]},
+            r"best choices give a score of 0\.50, below the threshold 0\.7",
+        ),
         ({"id": "r", "version": 2, "criteria": [YES]}, "`version`"),
     ],
 )
@@ -44,6 +52,49 @@ def test_what_is_wrong_is_named(raw: Any, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint) as caught:
         parse_rubric(raw, "r.yaml")
     assert caught.value.exit_code == 78
+
+
+@pytest.mark.parametrize("choices", ["[no, yes]", "{no: 0, yes: 1}", "{yes: 1, no: 0}", "[No, YES]", "['no', 'yes']"])
+def test_an_unquoted_yes_or_no_stays_a_word(tmp_path: Path, choices: str) -> None:
+    (tmp_path / "r.yaml").write_text(f"id: r\ncriteria: [{{id: a, value: It is so., choices: {choices}}}]")
+    assert list(load_rubric(tmp_path / "r.yaml").asked[0].scale.items()) == [("no", 0.0), ("yes", 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "answer", "passed"),
+    [
+        ("regex", r"\\boxed\{.+\}", "so \\boxed{7}", True),
+        ("regex", r"\\boxed\{.+\}", "so 7", False),
+        ("not-regex", "(?i)sorry", "Sorry!", False),
+        ("not-regex", "(?i)sorry", "Gladly.", True),
+        ("contains", "seven", "It is seven.", True),
+        ("contains", "seven", "It is 7.", False),
+        ("min-length", 3, "abc", True),
+        ("min-length", 3, "ab", False),
+        ("max-length", 3, "abc", True),
+        ("max-length", 3, "abcd", False),
+        ("tool-called", "add", "", True),
+        ("tool-called", "subtract", "", False),
+    ],
+)
+def test_a_check_costs_no_call(kind: str, value: str | int, answer: str, passed: bool) -> None:
+    steps = ({"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]},)
+    criterion = Criterion.model_validate({"id": "a", "type": kind, "value": value})
+    assert check(criterion, Exchange("q", answer, trajectory=steps)).passed is passed
+
+
+def test_a_sum_that_reaches_the_threshold_but_for_the_last_bit_passes() -> None:
+    weights = (0.1, 0.6, 0.3)  # 0.1 + 0.6 is a little less than 0.7
+    rubric = parse_rubric(
+        {"id": "r", "criteria": [{**YES, "id": f"c{n}", "weight": w} for n, w in enumerate(weights)]}, ""
+    )
+    assert rubric.score({"c0": 1, "c1": 1, "c2": 0}) >= 0.7
+
+
+def test_a_rubric_survives_json() -> None:
+    rubric = parse_rubric({"id": "r", "criteria": [{**YES, "choices": ["poor", "fair", "good"]}]}, "r")
+    again = parse_rubric(json.loads(json.dumps(rubric.model_dump(mode="json"))), "r")
+    assert (again, again.hash) == (rubric, rubric.hash)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -114,7 +165,7 @@ def test_a_score_is_in_0_to_1_and_0_when_a_required_criterion_fails(parts: list[
         {"id": f"c{n}", "value": "x", "weight": weight, "required": required and weight >= 0}
         for n, (weight, required, _) in enumerate(parts)
     ]
-    rubric = Rubric.model_validate({"id": "r", "criteria": criteria})
+    rubric = Rubric.model_validate({"id": "r", "threshold": 0, "criteria": criteria})
     values = {f"c{n}": value for n, (_, _, value) in enumerate(parts)}
     score = rubric.score(values)
     assert 0 <= score <= 1
