@@ -84,7 +84,7 @@ class Round:
         self.about: dict[str, Any] = {}
 
     def start(self) -> None:
-        """Start engines and trainer side by side, and wait for the engines."""
+        """Start engines and trainer side by side."""
         rollout, training = self.settings.rollout, self.settings.training
         share = cluster.gpu_share(rollout.engines)
         engine = EngineSettings(
@@ -97,9 +97,11 @@ class Round:
             cpu_threads=cluster.cpu_threads(),
         )
         self.engines = [cluster.start(Engine, engine, gpus=share) for _ in range(rollout.engines)]
+        started = [engine.start.remote() for engine in self.engines]
         if not self.spec.debug:
             self.trainer = cluster.start(Trainer, self.spec, str(self.directory), cluster.cpu_threads(), gpus=share)
-        self.about = cluster.wait([engine.describe.remote() for engine in self.engines])[0]
+            started.append(self.trainer.start.remote())
+        self.about = cluster.wait(started)[0]
 
     def prompts(self, tasks: Sequence[RoundTask]) -> list[Prompt]:
         """The tasks that the model can be asked: rendered by its template and short enough."""

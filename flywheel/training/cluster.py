@@ -43,6 +43,9 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     # vLLM would choose cores for its threads although the trainer and the agent's server use the same ones.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Threads that spin while they wait steal the cores from those they wait for: with other work on the machine a step
+    # took five times as long.
+    "OMP_WAIT_POLICY": "PASSIVE",
 }
 
 
@@ -155,11 +158,6 @@ def _get(reference: Any) -> Any:
 
 
 def _died(error: RayActorError) -> FlywheelError:
-    cause = error.__cause__
-    # A constructor's error arrives as the death of its actor.
-    found = getattr(error, "cause", None) or cause
-    if isinstance(found, RayTaskError) and isinstance(found.cause, FlywheelError):
-        return found.cause
     return TrainError(
         "run the round",
         f"a process of it died ({' '.join(str(error).split())[:300]})",

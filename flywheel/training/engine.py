@@ -44,9 +44,17 @@ class EngineSettings:
 
 
 class Engine:
-    """Runs as an asynchronous Ray actor: many calls at once, each one rollout."""
+    """Runs as an asynchronous Ray actor: many calls at once, each one rollout. `start` comes first."""
 
     def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._numbers = itertools.count()
+        self._llm: Any = None
+
+    async def start(self) -> dict[str, Any]:
+        """Start vLLM; its device and the versions at work. Raises TrainError: of a constructor that raises, Ray would
+        only pass on the text."""
+        settings = self._settings
         dtype = base_dtype(settings.model)
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gib)
         os.environ["VLLM_NO_USAGE_STATS"] = "1"
@@ -56,7 +64,6 @@ class Engine:
 
         import torch
         from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.lora.request import LoRARequest
         from vllm.v1.engine.async_llm import AsyncLLM
 
         gpu = torch.cuda.is_available()
@@ -78,10 +85,11 @@ class Engine:
         }
         if gpu:
             arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
-        self._settings = settings
-        self._device = torch.cuda.get_device_name() if gpu else "cpu"
-        self._lora_request = LoRARequest
-        self._numbers = itertools.count()
+        else:
+            # When only a part of a seeded prompt fits into a step, vLLM 0.32 rewinds the request's random generator,
+            # which a CPU's cannot do: the engine dies ("CPU Generator does not use offset").
+            arguments["enable_chunked_prefill"] = False
+            arguments["max_num_batched_tokens"] = max(settings.max_model_len, 8192)
         try:
             self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         except Exception as error:
@@ -90,11 +98,7 @@ class Engine:
                 " ".join(str(error).split())[:500] or type(error).__name__,
                 "The worker's log has vLLM's own words.",
             ) from error
-
-    async def describe(self) -> dict[str, Any]:
-        """Device and versions; answers once the engine is ready."""
-        await self._llm.check_health()
-        return {"device": self._device, "versions": versions()}
+        return {"device": torch.cuda.get_device_name() if gpu else "cpu", "versions": versions()}
 
     async def encode(self, tasks: Sequence[RoundTask]) -> tuple[list[Prompt], int]:
         """Prompts by the model's own chat template, and how many tasks it refuses. Raises TrainError without one."""
@@ -169,7 +173,8 @@ class Engine:
 
     async def stop(self) -> None:
         """End vLLM's own processes."""
-        await asyncio.to_thread(self._llm.shutdown, 5.0)
+        if self._llm is not None:
+            await asyncio.to_thread(self._llm.shutdown, 5.0)
 
     async def _run(self, token_ids: Sequence[int], sampling: Any, adapter: LoadedAdapter | None) -> Any:
         final = None
@@ -185,7 +190,9 @@ class Engine:
         return final
 
     def _request(self, adapter: LoadedAdapter) -> Any:
-        return self._lora_request(adapter.name, adapter.number, adapter.path)
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(adapter.name, adapter.number, adapter.path)
 
 
 def _final_only() -> Any:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flywheel.round import RoundTask
@@ -29,34 +28,22 @@ def fitting(prompts: Sequence[Prompt], *, max_model_len: int, max_completion_tok
 
 
 def schedule(count: int, *, per_step: int, steps: int, seed: int) -> list[list[int]]:
-    """Which of `count` prompts each step takes: every prompt is taken equally often (within one), and no prompt
-    twice in a step while there are enough different ones."""
+    """Which of `count` prompts each step takes: those that were taken least, chance deciding between equals. So every
+    prompt is taken equally often, within one, and none again in a step while there are others."""
     if count < 1:
         raise ValueError("there is no prompt to schedule")
-    stream = _shuffled_for_ever(count, seed)
-    waiting: deque[int] = deque()
+    rng = random.Random(seed)
+    taken = [0] * count
     plan = []
     for _ in range(steps):
-        chosen: list[int] = []
-        passed: list[int] = []
-        while len(chosen) < per_step:
-            index = waiting.popleft() if waiting else next(stream)
-            # A prompt that comes round again within the step waits for the next one.
-            if index in chosen and len(set(chosen)) < min(count, per_step):
-                passed.append(index)
-            else:
-                chosen.append(index)
-        waiting.extendleft(reversed(passed))
-        plan.append(chosen)
+        step: list[int] = []
+        while len(step) < per_step:
+            order = sorted(range(count), key=lambda index: (taken[index], rng.random()))
+            for index in order[: per_step - len(step)]:
+                taken[index] += 1
+                step.append(index)
+        plan.append(step)
     return plan
-
-
-def _shuffled_for_ever(count: int, seed: int) -> Iterator[int]:
-    rng = random.Random(seed)
-    order = list(range(count))
-    while True:
-        rng.shuffle(order)
-        yield from order
 
 
 def seed_of(*parts: int | str) -> int:

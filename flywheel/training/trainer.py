@@ -48,19 +48,25 @@ class RefusedError(Exception):
 
 
 class Trainer:
-    """Runs as a Ray actor."""
+    """Runs as a Ray actor. `start` comes first."""
 
     def __init__(self, spec: RoundSpec, directory: str, threads: int) -> None:
-        # Ray starts actors with one thread; torch reads the number before its first parallel section.
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-        os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
-        import torch
-
-        torch.set_num_threads(threads)
         self._spec = spec
         self._directory = Path(directory)
         self._settings = Config.model_validate(spec.settings)
-        self._model = load_policy(spec.base_model, spec.parent, self._settings.training.lora, spec.seed)
+        self._threads = threads
+        self._model: Any = None
+
+    def start(self) -> None:
+        """Load the policy. Raises TrainError."""
+        # Ray starts actors with one thread; torch reads the number before its first parallel section.
+        os.environ["OMP_NUM_THREADS"] = str(self._threads)
+        os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+        import torch
+
+        torch.set_num_threads(self._threads)
+        spec, training = self._spec, self._settings.training
+        self._model = load_policy(spec.base_model, spec.parent, training.lora, spec.seed)
         # TRL takes seconds to import; here that happens while the engines start.
         import flywheel.training.grpo  # noqa: F401
 

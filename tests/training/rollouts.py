@@ -1,0 +1,49 @@
+"""Rollouts made by hand, for tests that need no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flywheel.round import RoundTask
+from flywheel.training.prompts import Prompt
+from flywheel.training.rollout import Batch, Completion, LoadedAdapter, Rollout, RolloutRequest
+from flywheel.verdict import Outcome, Verdict
+
+
+def task(name: str = "t-1", query: str = "What is 3 plus 4?") -> RoundTask:
+    return RoundTask(
+        task_id=name,
+        query=query,
+        answer="\\boxed{7}",
+        prompt=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": query}],
+    )
+
+
+def prompt(name: str = "t-1", token_ids: Sequence[int] = (5, 6, 7), query: str = "What is 3 plus 4?") -> Prompt:
+    return Prompt(task(name, query), tuple(token_ids))
+
+
+def request(
+    group: int = 0, seed: int = 0, *, of: Prompt | None = None, adapter: LoadedAdapter | None = None
+) -> RolloutRequest:
+    return RolloutRequest(of or prompt(f"t-{group}"), group, seed, 1.0, 1.0, 8, adapter)
+
+
+def verdict(score: float | None) -> Verdict:
+    if score is None:
+        return Verdict(Outcome.UNDECIDED, None, error="the judge was away", calls=1)
+    return Verdict(Outcome.ACCEPTED if score > 0.5 else Outcome.REJECTED, score, calls=1, prompt_tokens=10)
+
+
+def rollout(group: int, score: float | None, token_ids: Sequence[int] = (8, 9)) -> Rollout:
+    completion = Completion(tuple(token_ids), tuple(-0.5 for _ in token_ids), "seven")
+    return Rollout(request(group), completion, verdict(score))
+
+
+def failed(group: int, error: str = "the engine failed") -> Rollout:
+    return Rollout(request(group), Completion(error=error), None)
+
+
+def batch(*groups: Sequence[float | None]) -> Batch:
+    """A batch with these rewards, one list per group; None is undecided."""
+    return Batch(tuple(rollout(group, score) for group, scores in enumerate(groups) for score in scores))

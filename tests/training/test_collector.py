@@ -1,0 +1,148 @@
+"""The collector on a real Ray session; only the engine is one that can be told to fail."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from flywheel.config import Config
+from flywheel.errors import FlywheelError, JudgeError, TrainError
+from flywheel.training import cluster
+from flywheel.training.collector import Collector, Grade
+from flywheel.training.rollout import Batch, Completion, RolloutRequest
+from flywheel.verdict import Exchange, Verdict
+from tests.training.rollouts import request, verdict
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+class Engine:
+    """Answers with the request's seed; some seeds fail in their own way."""
+
+    async def generate(self, wanted: RolloutRequest) -> Completion:
+        match wanted.seed:
+            case 1000:
+                raise ValueError("this prompt breaks me")
+            case 1001:
+                await asyncio.sleep(600)
+            case 1002:
+                os._exit(1)
+            case 1003:
+                return Completion()
+        return Completion((wanted.seed, 2), (-0.1, -0.2), str(wanted.seed))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def session() -> Iterator[None]:
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    with cluster.session(Config()):
+        yield
+    left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+    assert left == []
+
+
+def started() -> Any:
+    """An engine that is up: the first call to an actor waits for its process."""
+    actor = cluster.start(Engine, gpus=0)
+    cluster.wait([actor.generate.remote(request())])
+    return actor
+
+
+@pytest.fixture(scope="module")
+def engine(session: None) -> Any:
+    return started()
+
+
+def collect(engine: Any, seeds: list[int], grade: Grade, *, threads: int = 4, timeout: float = 60) -> Batch:
+    with Collector([engine], grade, max_thread=threads, timeout_seconds=timeout) as collector:
+        return collector.collect([request(place // 2, seed) for place, seed in enumerate(seeds)])
+
+
+def by_answer(shown: Exchange) -> Verdict:
+    return verdict(int(shown.answer) / 10)
+
+
+def test_rollouts_come_back_in_order_with_their_own_rewards(engine: Any) -> None:
+    seeds = [3, 1, 4, 1, 5, 9, 2, 6]
+    batch = collect(engine, seeds, by_answer)
+    assert [rollout.completion.token_ids for rollout in batch.rollouts] == [(seed, 2) for seed in seeds]
+    assert batch.rewards == [seed / 10 for seed in seeds]
+    assert set(batch.seconds) == {"generate", "grade"}
+
+
+def test_one_failing_rollout_costs_itself_alone(engine: Any) -> None:
+    batch = collect(engine, [3, 1000, 1003, 4], by_answer)
+    assert batch.rewards == [0.3, 0.4]
+    assert "this prompt breaks me" in batch.rollouts[1].failure
+    assert batch.rollouts[2].failure == "the engine returned no token"
+
+
+def test_a_rollout_that_takes_too_long_is_given_up(engine: Any) -> None:
+    started = time.monotonic()
+    batch = collect(engine, [3, 1001], by_answer, timeout=3)
+    assert time.monotonic() - started < 60
+    assert batch.rewards == [0.3]
+    assert batch.rollouts[1].failure == "no completion within 3 s"
+
+
+def test_a_dead_engine_ends_the_round_which_can_be_tried_again() -> None:
+    with pytest.raises(TrainError, match="a rollout engine died") as caught:
+        collect(started(), [3, 1002], by_answer)
+    assert caught.value.retryable
+
+
+def test_judging_overlaps_and_never_has_more_in_flight_than_allowed(engine: Any) -> None:
+    lock, running, most = threading.Lock(), [0], [0]
+
+    def slow(shown: Exchange) -> Verdict:
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        time.sleep(0.2)
+        with lock:
+            running[0] -= 1
+        return by_answer(shown)
+
+    assert collect(engine, list(range(16)), slow, threads=4).undecided == 0
+    assert most[0] == 4
+
+
+def test_a_judge_that_fails_leaves_that_rollout_undecided(engine: Any) -> None:
+    def shaky(shown: Exchange) -> Verdict:
+        if shown.answer == "3":
+            raise JudgeError("ask the judge", "it is busy", retryable=True)
+        if shown.answer == "4":
+            raise KeyError("choice")
+        return by_answer(shown)
+
+    batch = collect(engine, [3, 4, 5], shaky)
+    assert [rollout.reward for rollout in batch.rollouts] == [None, None, 0.5]
+    assert batch.rollouts[0].failure == "cannot ask the judge: it is busy."
+    assert "the grader failed: KeyError" in batch.rollouts[1].failure
+
+
+def test_a_judge_that_can_never_answer_ends_the_round(engine: Any) -> None:
+    def locked_out(_: Exchange) -> Verdict:
+        raise JudgeError("ask the judge", "the key is wrong", "Set OPENAI_API_KEY.")
+
+    with pytest.raises(JudgeError, match="the key is wrong"):
+        collect(engine, [3, 4], locked_out)
+
+
+def test_an_actors_own_words_come_out_as_they_were_raised() -> None:
+    class Judge:
+        def fail(self, error: FlywheelError) -> None:
+            raise error
+
+    actor = cluster.start(Judge, gpus=0)
+    with pytest.raises(JudgeError, match="the key is wrong"):
+        cluster.wait([actor.fail.remote(JudgeError("ask", "the key is wrong"))])
+    ray.kill(actor)

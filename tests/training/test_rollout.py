@@ -1,0 +1,93 @@
+"""What a batch of rollouts amounts to: rewards, spread, missing verdicts, and the token-level record."""
+
+from __future__ import annotations
+
+import pytest
+
+from flywheel.errors import TrainError
+from flywheel.training.rollout import Batch, Completion, Rollout, deviation, exchange, mean
+from flywheel.training.trainer import RefusedError, refuse_without_spread
+from tests.training.rollouts import batch, failed, prompt, request, rollout, verdict
+
+
+def test_an_undecided_rollout_has_no_reward_rather_than_zero() -> None:
+    some = batch([1, None, 0, 0], [None, None, None, None])
+    assert some.rewards == [1, 0, 0]
+    assert some.undecided == 5
+    assert some.summary()["reward_mean"] == pytest.approx(1 / 3)
+    assert some.rollouts[1].failure == "the judge was away"
+
+
+def test_groups_with_spread_are_those_whose_decided_rewards_differ() -> None:
+    assert batch([1, 1], [0, 1], [1, None], [0, 0.1, None], [None, None]).groups_with_spread == 2
+
+
+def test_one_failed_rollout_leaves_its_group_with_one_less() -> None:
+    some = Batch((rollout(0, 1), failed(0), rollout(0, 0)))
+    assert (some.undecided, some.groups_with_spread, some.rewards) == (1, 1, [1, 0])
+    assert some.rollouts[1].failure == "the engine failed"
+    assert some.summary()["completion_tokens_mean"] == 2
+
+
+def test_too_many_undecided_end_the_step_and_can_be_tried_again() -> None:
+    some = batch([1, None, 0, None])
+    some.refuse_undecided(0.5)
+    with pytest.raises(TrainError, match=r"2 of 4 are undecided.*2 times: the judge was away") as caught:
+        some.refuse_undecided(0.49)
+    assert caught.value.retryable
+
+
+def test_nothing_decided_has_no_mean() -> None:
+    summary = batch([None, None]).summary()
+    assert summary["reward_mean"] is None
+    assert summary["reward_std"] is None
+
+
+def test_a_line_is_token_level_with_three_equal_lists_and_null_for_no_number() -> None:
+    completion = Completion((8, 9, 2), (-0.25, None, -1.23456789), "seven", truncated=False)
+    line = Rollout(request(3, 77, of=prompt("t-9", (5, 6))), completion, verdict(1)).line(4)
+    assert line["token_ids"] == [5, 6, 8, 9, 2]
+    assert line["loss_mask"] == [0, 0, 1, 1, 1]
+    assert line["logprobs"] == [None, None, -0.25, None, -1.234568]
+    assert (line["step"], line["task_id"], line["group"], line["seed"], line["reward"]) == (4, "t-9", 3, 77, 1)
+
+
+def test_a_failed_rollouts_line_says_why_and_carries_no_loss() -> None:
+    line = failed(0, "no completion within 5 s").line(1)
+    assert line["token_ids"] == [5, 6, 7]
+    assert line["loss_mask"] == [0, 0, 0]
+    assert line["logprobs"] == [None] * 3
+    assert line["reward"] is None
+    assert line["error"] == "no completion within 5 s"
+
+
+def test_the_judge_sees_the_task_with_the_new_answer() -> None:
+    shown = exchange(prompt(), "\\boxed{8}")
+    assert (shown.query, shown.answer, shown.reference) == ("What is 3 plus 4?", "\\boxed{8}", "\\boxed{7}")
+    assert shown.history == ({"role": "system", "content": "Be brief."},)
+
+
+def test_usage_counts_calls_of_undecided_verdicts_too() -> None:
+    assert Batch((rollout(0, 1), rollout(0, None), failed(0))).usage() == {
+        "rollouts": 3,
+        "rollout_tokens": 4,
+        "judge_calls": 2,
+        "judge_prompt_tokens": 10,
+        "judge_completion_tokens": 0,
+    }
+
+
+def test_a_round_without_spread_is_refused_with_the_figures() -> None:
+    with pytest.raises(RefusedError, match=r"0 of 4 groups .* \(rewards from 0 to 1\)"):
+        refuse_without_spread([batch([0, 0], [1, 1]), batch([0, None], [None, None])], 0.0)
+    with pytest.raises(RefusedError, match="no reward at all"):
+        refuse_without_spread([batch([None, None])], 0.0)
+    refuse_without_spread([batch([0, 0], [0, 0]), batch([0, 1], [0, 0])], 0.0)
+    with pytest.raises(RefusedError):
+        refuse_without_spread([batch([0, 0], [0, 0]), batch([0, 1], [0, 0])], 0.25)
+
+
+def test_mean_and_deviation_by_hand() -> None:
+    assert mean([]) is None
+    assert deviation([]) is None
+    assert (mean([1, 0, 0, 1]), deviation([1, 0, 0, 1])) == (0.5, 0.5)
