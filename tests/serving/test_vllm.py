@@ -135,3 +135,20 @@ async def test_swaps_under_load_lose_nothing(
     assert answered > 20
     kept = {name for name in await replica.models() if name.startswith("load-agent@")}
     assert kept == {"load-agent@r0004", "load-agent@r0005"}
+
+
+async def test_seeded_requests_that_do_not_fit_into_one_step_are_survived(vllm_server: VllmServer) -> None:
+    """What killed the engine: a prompt with a seed of which only a part was computed in a step."""
+    async with httpx.AsyncClient(timeout=300) as client:
+
+        async def ask(seed: int) -> int:
+            request = {
+                "model": vllm_server.alias,
+                "prompt": [20 + (seed + place) % 50 for place in range(480)],
+                "max_tokens": 4,
+                "seed": seed,
+            }
+            return (await client.post(f"{vllm_server.url}/v1/completions", json=request)).status_code
+
+        assert await asyncio.gather(*(ask(seed) for seed in range(32))) == [200] * 32
+        assert (await client.get(f"{vllm_server.url}/health")).status_code == 200
