@@ -268,6 +268,25 @@ def test_a_reply_lost_long_ago_holds_up_nothing(tmp_path: Path, monkeypatch: pyt
     assert [batch.open_traces for batch in batches] == [1, 0, 0, 0, 0]
 
 
+def test_a_parent_far_behind_its_children_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Studio's rows need not lie together: another process wrote thousands between them."""
+    monkeypatch.setattr(reading, "FIRST_PAGE", 2)
+    monkeypatch.setattr(reading, "MAX_PAGE", 2)
+    monkeypatch.setattr(traces, "FAR_ROWS", 1)
+    path = tmp_path / "studio.sqlite"
+    studio = Studio(path)
+    asked = [message("system", part("s")), message("user", part("q"))]
+    studio.write(
+        chat("c", asked, "a", parent="far", trace="slow"),
+        *(agent(f"a{number}", trace=f"other {number}") for number in range(6)),
+        agent("far", "q", "a", trace="slow", ended=5),
+    )
+    told, _, batches = read_all(path, now=MUCH_LATER, final=False)
+    assert len(told) == 7
+    assert [m["content"] for m in by_id(told)["far"].history] == ["s"]
+    assert [batch.cursor.rowid for batch in batches] == [0, 0, 0, 8, 8]
+
+
 def test_a_slow_read_makes_the_next_page_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     reader = StudioReader(DATA / "old.sqlite", QUICK)
     passes = reader.read(Cursor(), now=NOW)
