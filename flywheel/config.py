@@ -6,17 +6,16 @@ that names the key's path. Secrets are never in the file: it names environment v
 
 from __future__ import annotations
 
-import difflib
 import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from apscheduler.triggers.cron import CronTrigger
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from flywheel import content
 from flywheel.errors import ConfigError
+from flywheel.yaml_file import explain, read_yaml
 
 
 def _expand(path: Path) -> Path:
@@ -287,17 +286,7 @@ def default_state_dir() -> Path:
 
 def load(path: Path) -> Config:
     """Read and check a configuration file. Raises ConfigError."""
-    attempted = f"read configuration {path}"
-    try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(attempted, "there is no such file", "Run `flywheel init` to make one.") from None
-    except OSError as error:
-        raise ConfigError(attempted, error.strerror or str(error), "Check the path and its permissions.") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(attempted, "it is not UTF-8 text", "Point -c at a YAML file.") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(attempted, f"it is not YAML: {_one_line(error)}", "Correct the file.") from error
+    raw = read_yaml(path, f"read configuration {path}", "Run `flywheel init` to make one.")
     return parse({} if raw is None else raw, str(path), path.parent)
 
 
@@ -332,38 +321,3 @@ def _anchored(config: Config, folder: Path) -> Config:
             "model": config.model.model_copy(update={"base": base}),
         }
     )
-
-
-def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """Each problem with the path of its key; for an unknown key, the name that may have been meant."""
-    return "; ".join(_explain_one(dict(item), model) for item in error.errors())
-
-
-def _explain_one(item: dict[str, Any], model: type[BaseModel]) -> str:
-    location = item["loc"]
-    key = ".".join(str(part) for part in location)
-    if item["type"] == "extra_forbidden":
-        known = _keys_at(model, location[:-1])
-        close = difflib.get_close_matches(str(location[-1]), known, n=1)
-        meant = f"did you mean `{close[0]}`?" if close else f"known here: {', '.join(known)}"
-        return f"unknown key `{key}` ({meant})"
-    message = item["msg"].removeprefix("Value error, ")
-    return f"`{key}`: {message[:1].lower()}{message[1:]}" if key else message
-
-
-def _keys_at(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
-    current: Any = model
-    for part in location:
-        if isinstance(part, int):
-            continue
-        field = current.model_fields.get(part) if hasattr(current, "model_fields") else None
-        if field is None:
-            return []
-        current = field.annotation
-        arguments = getattr(current, "__args__", ())
-        current = next((a for a in arguments if isinstance(a, type) and issubclass(a, BaseModel)), current)
-    return sorted(current.model_fields) if hasattr(current, "model_fields") else []
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

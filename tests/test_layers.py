@@ -20,6 +20,7 @@ LAYERS: dict[str, int] = {
     "files": 1,
     "log": 1,
     "content": 1,
+    "yaml_file": 1,
     "config": 2,
     "studio": 3,
     "store": 3,

@@ -18,13 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from flywheel.config import explain
 from flywheel.errors import ConfigError
 from flywheel.filtering.python_file import load_function
 from flywheel.filtering.rules import Rules
+from flywheel.yaml_file import explain, read_yaml
 
 REMEDY = "Correct the file; see docs/rubrics.md."
 Line = Mapping[str, Any]
@@ -86,22 +85,12 @@ class Chain:
 def load_chain(path: Path) -> Chain:
     """Read a chain. Raises ConfigError for whatever is wrong with it or with a Python file that it names."""
     attempted = f"read filter chain {path}"
-    try:
-        text = path.read_text(encoding="utf-8")
-        raw = yaml.safe_load(text)
-    except FileNotFoundError:
-        raise ConfigError(attempted, "there is no such file", "Set filter.chain to a chain in YAML.") from None
-    except OSError as error:
-        raise ConfigError(attempted, error.strerror or str(error), "Check the path and its permissions.") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(attempted, "it is not UTF-8 text", "Set filter.chain to a chain in YAML.") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(attempted, f"it is not YAML: {' '.join(str(error).split())}", REMEDY) from error
+    raw = read_yaml(path, attempted, "Set filter.chain to a chain in YAML.")
     try:
         written = ChainFile.model_validate(raw)
     except ValidationError as error:
         raise ConfigError(attempted, explain(error, ChainFile), REMEDY) from None
-    digest = hashlib.sha256(text.encode())
+    digest = hashlib.sha256(written.model_dump_json().encode())
     filters: list[tuple[str, Filter]] = []
     for place, entry in enumerate(written.filters):
         key = f"filters.{place}"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from flywheel.config import Config, explain
+from flywheel.config import Config
 from flywheel.errors import FlywheelError, TrainError
 from flywheel.files import tree_sha256, write_json
 from flywheel.round import (
@@ -21,6 +21,7 @@ from flywheel.round import (
     RoundResult,
     RoundSpec,
 )
+from flywheel.yaml_file import explain
 
 SYNC_DIR = "sync"
 """Adapters of single steps, on their way to the engines."""
