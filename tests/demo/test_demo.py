@@ -1,0 +1,129 @@
+"""The demo as a user runs it: the whole wheel on real parts, and its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from demo import panel, wheel
+from flywheel.config import load
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "demo", "--dir", str(folder), *arguments],
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "200"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def belongings(folder: Path) -> list[psutil.Process]:
+    """Processes that were started for a run in `folder`, by what their environment or command line names."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            words = [*process.cmdline(), process.environ().get("FLYWHEEL_ALIAS_FILE", "")]
+        except psutil.Error:
+            continue
+        if process.pid != os.getpid() and any(str(folder) in word for word in words):
+            found.append(process)
+    return found
+
+
+def end(process: subprocess.Popen[str], folder: Path) -> None:
+    """Whatever a failed test has left."""
+    process.kill()
+    process.communicate()
+    for left in belongings(folder):
+        left.kill()
+
+
+def test_the_shipped_configuration_is_taken(tmp_path: Path) -> None:
+    raw = wheel.settings(tmp_path, "http://127.0.0.1:1/v1", 2)
+    file = tmp_path / "flywheel.yaml"
+    file.write_text(yaml.safe_dump(raw))
+    config = load(file)
+    assert config.sources[0].path == tmp_path / "studio.sqlite"
+    assert config.state_dir == tmp_path / "state"
+    assert config.serving.urls == ["http://127.0.0.1:2"]
+    assert (Path(config.model.base) / "config.json").is_file()
+    assert config.filter.rubric.is_file()
+    assert load(wheel.TEMPLATE).model.alias == config.model.alias == "demo-agent"
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
+    process = start(tmp_path)
+    try:
+        deadline = time.monotonic() + 300
+        # vLLM's own children are the ones that could stay behind: wait until it has some.
+        while time.monotonic() < deadline and len(belongings(tmp_path)) < 4:
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=120)
+        assert process.returncode == 130
+        assert "nothing runs any more" in " ".join(said.split())
+        assert belongings(tmp_path) == []
+    finally:
+        end(process, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_part_that_dies_ends_the_demo_with_its_reason(tmp_path: Path) -> None:
+    process = start(tmp_path)
+    try:
+        deadline = time.monotonic() + 300
+        daemon: list[psutil.Process] = []
+        while time.monotonic() < deadline and not daemon:
+            assert process.poll() is None, process.communicate()[0]
+            daemon = [each for each in belongings(tmp_path) if "run" in each.cmdline()]
+            time.sleep(0.2)
+        daemon[0].kill()
+        said, _ = process.communicate(timeout=120)
+        assert process.returncode == 1
+        assert "flywheel run was ended by signal 9" in " ".join(said.split())
+        assert belongings(tmp_path) == []
+    finally:
+        end(process, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.timeout(1200)
+def test_one_turn_of_the_wheel(tmp_path: Path) -> None:
+    process = start(tmp_path, "--rounds", "1", "--minutes", "15")
+    try:
+        said, _ = process.communicate(timeout=1100)
+        logs = "\n".join(f"{log}:\n{log.read_text()[-2000:]}" for log in tmp_path.glob("*/run.log"))
+        assert process.returncode == 0, f"{said}\n{logs}"
+        assert belongings(tmp_path) == []
+        [folder] = tmp_path.iterdir()
+        status = json.loads((folder / "status.json").read_text())
+        assert status["balanced"] is True
+        assert status["promoted"] == 1
+        base, first = panel.lines(status)
+        assert (base.version, first.version) == ("base", status["deployment"]["adapter"])
+        assert base.acceptance is not None and first.acceptance is not None
+        assert 0.1 < base.acceptance < 0.45
+        assert first.acceptance > base.acceptance
+        assert base.held_out is not None and first.held_out is not None
+        assert first.held_out > base.held_out
+        assert first.version in said and "held-out score" in said
+    finally:
+        end(process, tmp_path)
