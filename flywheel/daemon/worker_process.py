@@ -15,7 +15,6 @@ from flywheel.errors import TrainError
 from flywheel.files import write_atomic
 from flywheel.round import ERROR_FILE, LOG_FILE, RESULT_FILE, SPEC_FILE, RoundResult, RoundSpec
 
-
 STOP_SECONDS = 20.0
 ADOPTED_POLL_SECONDS = 1.0
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import Connection, func, insert, select, update
 
-from flywheel.states import ReplyState, TaskState
+from flywheel.states import ReplyState, SkipReason, TaskState
 from flywheel.store.schema import dead_letters, replies, sources, tasks
 from flywheel.store.transitions import move, record, utcnow
 from flywheel.task import Task, split_of, task_id
@@ -79,7 +79,9 @@ def _record_reply(
     conn: Connection, source: int, path: str, reply: Reply, done: Recorded, train_ratio: float, split_seed: int
 ) -> None:
     known = conn.execute(
-        select(replies.c.id, replies.c.state).where(replies.c.source_id == source, replies.c.span_id == reply.span_id)
+        select(replies.c.id, replies.c.state, replies.c.skip_reason).where(
+            replies.c.source_id == source, replies.c.span_id == reply.span_id
+        )
     ).one_or_none()
     if known is None:
         row = conn.execute(
@@ -96,8 +98,7 @@ def _record_reply(
             .returning(replies.c.id)
         ).scalar_one()
         done.new_replies += 1
-    elif known.state in (ReplyState.SKIPPED, ReplyState.DEAD) and reply.skip is None:
-        # It was given up too early: its agent span arrived after all.
+    elif _given_up_too_early(known.state, known.skip_reason, reply):
         row = known.id
         move(conn, row, ReplyState(known.state), ReplyState.OPEN, "its agent span arrived late")
         move(conn, row, ReplyState.OPEN, ReplyState.CLOSED)
@@ -116,6 +117,14 @@ def _record_reply(
         return
     task = _task_for(conn, path, reply, done, train_ratio, split_seed)
     move(conn, row, ReplyState.CLOSED, ReplyState.CONVERTED, task_id=task)
+
+
+def _given_up_too_early(state: str, reason: str | None, reply: Reply) -> bool:
+    """Whether a reply that was skipped or dead is told anew because its agent span arrived after all."""
+    if state == ReplyState.DEAD:
+        return reply.skip is None
+    unfinished = state == ReplyState.SKIPPED and reason == SkipReason.UNFINISHED
+    return unfinished and reply.skip is not SkipReason.UNFINISHED
 
 
 def _task_for(conn: Connection, path: str, reply: Reply, done: Recorded, train_ratio: float, split_seed: int) -> int:

@@ -47,6 +47,14 @@ async def test_an_agent_span_that_arrives_after_it_was_given_up_becomes_a_task(s
     assert (counts.tasks, dict(counts.skipped)) == (1, {})
 
 
+async def test_a_late_agent_span_that_makes_no_task_corrects_the_reason(store: Store) -> None:
+    await store.write(put, "/a", batch(reply(1, skip=SkipReason.UNFINISHED), reply(2, skip=SkipReason.ERROR)))
+    await store.write(put, "/a", batch(reply(1, skip=SkipReason.NESTED), reply(2, skip=SkipReason.UNFINISHED)))
+    counts = await store.read(ledger.counts_of, 1)
+    assert dict(counts.skipped) == {"error": 1, "nested": 1}
+    assert (await store.read(audit.balance)).balanced
+
+
 async def test_the_cursor_is_stored_with_the_replies(store: Store) -> None:
     await store.write(put, "/a", batch(reply(1), rowid=77))
     cursor = await store.read(ledger.cursor_of, 1)
