@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flywheel.judge.answer import UnreadableError, read
@@ -33,6 +33,7 @@ ATTACKS = [
 texts = st.text(alphabet=st.characters(exclude_categories=["Cs"])) | st.sampled_from(ATTACKS)
 
 
+@settings(deadline=None)
 @given(query=texts, answer=texts, history=texts, step=texts, reference=texts)
 @example(ATTACKS[0], ATTACKS[1], ATTACKS[0], ATTACKS[1], ATTACKS[5])
 def test_nothing_of_the_task_is_outside_its_delimiters(
@@ -176,6 +177,7 @@ def test_the_same_verdict_twice_is_one() -> None:
     assert len(read(RUBRIC, f"{WHOLE}\n```json\n{WHOLE}\n```")) == 2
 
 
+@settings(deadline=None)
 @given(st.text(max_size=200))
 def test_reading_never_fails_otherwise(text: str) -> None:
     with pytest.raises(UnreadableError):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flywheel import content
@@ -153,6 +153,7 @@ def test_the_score_by_hand(values: dict[str, float], expected: float) -> None:
     assert rubric.score(values) == pytest.approx(expected)
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.floats(-20, 20), st.booleans(), st.floats(0, 1)), min_size=1, max_size=6
