@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import hypothesis
 import pytest
 
 from flywheel.config import Config, parse
@@ -23,6 +24,10 @@ from flywheel.serving import server
 ROOT = Path(__file__).parent.parent
 POLICY = ROOT / "demo" / "policy"
 START_SECONDS = 300
+
+# How long an example takes says how busy the machine is, and nothing else.
+hypothesis.settings.register_profile("flywheel", deadline=None)
+hypothesis.settings.load_profile("flywheel")
 
 
 @dataclass(frozen=True)
