@@ -34,14 +34,14 @@ def main() -> int:
     try:
         status = asyncio.run(_until_stopped(wheel, console))
     except (PartError, TrafficError, SlowError, FlywheelError) as error:
-        console.print(f"\n{error}", style="red", markup=False, highlight=False)
+        console.print(f"\n{error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
     except asyncio.CancelledError:
-        console.print(f"Stopped; nothing runs any more. The run's files are in {folder}.")
+        console.print(f"Stopped; nothing runs any more. The run's files are in {folder}.", soft_wrap=True)
         return INTERRUPTED
     console.print()
     console.print(panel.table(status))
-    console.print(f"From {record(folder, status)}; nothing runs any more.", highlight=False)
+    console.print(f"From {record(folder, status)}; nothing runs any more.", highlight=False, soft_wrap=True)
     return 0
 
 

@@ -71,7 +71,7 @@ class Screen:
             yield
 
     def say(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def show(self, status: panel.Status, metrics: panel.Metrics) -> None:
         if self._live:
