@@ -43,8 +43,8 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     # vLLM would choose cores for its threads although the trainer and the agent's server use the same ones.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # Threads that spin while they wait steal the cores from those they wait for: with other work on the machine a step
-    # took five times as long.
+    # Threads that spin while they wait take the cores from those they wait for: with other work on the machine, a
+    # training step took five times as long.
     "OMP_WAIT_POLICY": "PASSIVE",
 }
 
@@ -68,7 +68,9 @@ def session(settings: Config) -> Iterator[None]:
             # A token of this session's own; Ray would write one for all sessions into the user's home.
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
             parent = tempfile.gettempdir()
-            directory = tempfile.mkdtemp(prefix="fw-", dir=parent if len(parent) <= SHORT_PATH else "/tmp")
+            directory = tempfile.mkdtemp(
+                prefix=f"fw-{os.getpid()}-", dir=parent if len(parent) <= SHORT_PATH else "/tmp"
+            )
             ray.init(
                 address="local",
                 num_cpus=settings.rollout.engines + 1,

@@ -83,6 +83,10 @@ class Engine:
             "enforce_eager": not gpu,
             "disable_log_stats": True,
         }
+        if not gpu:
+            # Nor does the little that vLLM compiles even then (counting the ranks of logprobs) pay: seconds of a C++
+            # compiler, in the first step. Its processes inherit this.
+            os.environ["TORCH_COMPILE_DISABLE"] = "1"
         if gpu:
             arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
         else:
