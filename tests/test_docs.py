@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
 import yaml
 
+from flywheel.cli.app import app
 from flywheel.config import parse
+from flywheel.filtering.chain import load_chain
+from flywheel.judge.rubric_file import parse_rubric
 from scripts.configuration_page import PAGE, page
 
 ROOT = Path(__file__).parent.parent
@@ -30,3 +34,33 @@ def test_every_configuration_in_the_pages_is_valid() -> None:
             parse(yaml.safe_load(block), str(document), ROOT)
             found += 1
     assert found > 0
+
+
+def test_every_rubric_and_chain_in_the_pages_is_valid(tmp_path: Path) -> None:
+    rubrics = chains = 0
+    for document in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        for block in re.findall(r"```yaml\n(.*?)```", document.read_text(), re.S):
+            raw = yaml.safe_load(block)
+            if "criteria" in raw:
+                rubric = parse_rubric(raw, str(document))
+                boxed = [criterion for criterion in rubric.every if criterion.type == "regex"]
+                assert all(re.search(str(criterion.value), "\\boxed{7}") for criterion in boxed)
+                rubrics += 1
+            elif "filters" in raw:
+                raw["filters"] = [entry for entry in raw["filters"] if entry.get("enabled", True)]
+                (tmp_path / "chain.yaml").write_text(yaml.safe_dump(raw))
+                load_chain(tmp_path / "chain.yaml")
+                chains += 1
+    assert rubrics >= 2
+    assert chains >= 1
+
+
+def test_every_command_in_the_architecture_page_exists_and_none_is_left_out() -> None:
+    page_text = (ROOT / "docs" / "architecture.md").read_text()
+    table = page_text.split("## Command line")[1].split("`ingest --json`")[0]
+    named = set(re.findall(r"`flywheel ([a-z]+)", table))
+    for name in ("run", "ingest", "filter", "rounds", "look", "rubric", "setup"):
+        importlib.import_module(f"flywheel.cli.{name}")
+    commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    groups = {group.name for group in app.registered_groups}
+    assert named == commands | groups
