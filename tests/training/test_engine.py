@@ -1,0 +1,154 @@
+"""The rollout engine: real vLLM in a real Ray actor. What a round relies on, and what a CPU must not get wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from demo.questions import questions
+from flywheel.config import Config, LoraSettings
+from flywheel.errors import TrainError
+from flywheel.round import RoundTask
+from flywheel.training import cluster
+from flywheel.training.engine import Engine, EngineSettings
+from flywheel.training.prompts import Prompt
+from flywheel.training.rollout import Completion, LoadedAdapter, RolloutRequest
+from tests.training.rollouts import task
+from tests.training.test_directory import POLICY
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+def settings(model: str) -> EngineSettings:
+    return EngineSettings(
+        model=model,
+        max_model_len=128,
+        max_lora_rank=8,
+        seed=1,
+        gpu_memory_utilization=0.3,
+        kv_cache_gib=1,
+        cpu_threads=cluster.cpu_threads(),
+    )
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Any]:
+    with cluster.session(Config()):
+        actor = cluster.start(Engine, settings(str(POLICY)), gpus=cluster.gpu_share(1))
+        cluster.wait([actor.start.remote()])
+        yield actor
+        cluster.stop([actor])
+
+
+@pytest.fixture(scope="module")
+def adapters(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> list[LoadedAdapter]:
+    """Two adapters that change what the policy says beyond recognition, loaded as candidate and deployed would be."""
+    import torch
+
+    from flywheel.training.policy import load_policy, save_adapter
+
+    loaded = []
+    for number in (1, 2):
+        model = load_policy(str(POLICY), None, LoraSettings(r=8, alpha=16), seed=number)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if "lora_B" in name:
+                    weight.normal_(std=0.3)
+        path = tmp_path_factory.mktemp("adapters") / f"a{number}"
+        save_adapter(model, path)
+        loaded.append(LoadedAdapter(f"test-{number}", number, str(path)))
+    cluster.wait([engine.load.remote(adapter) for adapter in loaded])
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def prompts(engine: Any) -> list[Prompt]:
+    some = [task(f"t-{place}", question.text) for place, question in enumerate(questions()[::150])]
+    [(made, refused)] = cluster.wait([engine.encode.remote(some)])
+    assert (len(made), refused) == (len(some), 0)
+    prompts: list[Prompt] = made
+    return prompts
+
+
+def requests(prompts: list[Prompt], adapter: LoadedAdapter | None, seed: int = 0) -> list[RolloutRequest]:
+    return [RolloutRequest(prompt, 0, seed + place, 1.0, 1.0, 12, adapter) for place, prompt in enumerate(prompts)]
+
+
+def generate(engine: Any, wanted: list[RolloutRequest]) -> list[Completion]:
+    found: list[Completion] = cluster.wait([engine.generate.remote(request) for request in wanted])
+    return found
+
+
+def agreeing(left: list[Completion], right: list[Completion]) -> float:
+    """Share of completions with the same tokens. Another batch may turn a tie; other weights turn almost all."""
+    return sum(a.token_ids == b.token_ids for a, b in zip(left, right, strict=True)) / len(left)
+
+
+def test_a_seed_gives_the_same_tokens_again(engine: Any, prompts: list[Prompt]) -> None:
+    first = generate(engine, requests(prompts, None))
+    assert agreeing(first, generate(engine, requests(prompts, None))) >= 0.9
+    assert agreeing(first, generate(engine, requests(prompts, None, seed=1000))) < 0.5
+
+
+def test_a_completion_is_whole(engine: Any, prompts: list[Prompt]) -> None:
+    for completion in generate(engine, requests(prompts, None)):
+        assert len(completion.token_ids) == len(completion.logprobs) > 0
+        assert all(value is not None and value <= 0 for value in completion.logprobs)
+        assert "<|im_end|>" not in completion.text
+        assert completion.truncated == (len(completion.token_ids) == 12 and completion.token_ids[-1] != 2)
+
+
+def test_base_and_adapters_in_one_batch_answer_as_they_do_alone(
+    engine: Any, prompts: list[Prompt], adapters: list[LoadedAdapter]
+) -> None:
+    """vLLM on a CPU gives base requests the last slot's adapter when any other is in the batch."""
+    sides = [None, *adapters]
+    alone = [generate(engine, requests(prompts, side)) for side in sides]
+    mixed = generate(engine, [request for side in sides for request in requests(prompts, side)])
+    for place, side in enumerate(alone):
+        assert agreeing(side, mixed[place * len(prompts) : (place + 1) * len(prompts)]) >= 0.9
+    assert agreeing(alone[0], alone[1]) < 0.5
+    assert agreeing(alone[1], alone[2]) < 0.5
+
+
+def test_an_adapter_makes_room_for_the_next(
+    engine: Any, prompts: list[Prompt], adapters: list[LoadedAdapter]
+) -> None:
+    """As a round does step by step: load the new one, drop the old one, and the base stays the base."""
+    base = generate(engine, requests(prompts, None))
+    old = adapters[1]
+    for number in range(3, 9):
+        cluster.wait([engine.unload.remote(old)])
+        new = LoadedAdapter(f"test-{number}", number, adapters[1].path)
+        cluster.wait([engine.load.remote(new)])
+        both = generate(engine, [*requests(prompts, None), *requests(prompts, new)])
+        assert agreeing(base, both[: len(prompts)]) >= 0.9
+        assert agreeing(base, both[len(prompts) :]) < 0.5
+        old = new
+    cluster.wait([engine.unload.remote(old)])
+    cluster.wait([engine.load.remote(LoadedAdapter("test-9", 9, adapters[1].path))])
+
+
+def test_scores_are_those_of_the_tokens_it_generated(engine: Any, prompts: list[Prompt]) -> None:
+    [completion] = generate(engine, requests(prompts[:1], None))
+    [scores] = cluster.wait([engine.score.remote(prompts[0].token_ids, completion.token_ids, None)])
+    assert scores == pytest.approx(list(completion.logprobs), abs=1e-3)
+    [greedy] = cluster.wait([engine.continue_greedily.remote(prompts[0].token_ids, None, tokens=16)])
+    assert len(greedy) == 16
+
+
+def test_a_task_that_the_chat_template_refuses_is_left_out(engine: Any) -> None:
+    broken = RoundTask(task_id="t-x", query="?", answer="", prompt=[{"role": "user"}])
+    [(made, refused)] = cluster.wait([engine.encode.remote([task(), broken])])
+    assert [prompt.task.task_id for prompt in made] == ["t-1"]
+    assert refused == 1
+
+
+def test_a_model_that_is_none_is_said_to_be_none(engine: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    actor = cluster.start(Engine, settings(str(tmp_path)), gpus=0)
+    with pytest.raises(TrainError, match=f"cannot load base model {tmp_path}"):
+        cluster.wait([actor.start.remote()])

@@ -1,0 +1,404 @@
+"""Whole rounds: `python -m flywheel.worker` with real Ray, vLLM and TRL, the demo's policy and a judge over HTTP.
+
+The rounds are run once for all tests of this module.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from demo import judge
+from demo.questions import SYSTEM_PROMPT, Question, questions
+from flywheel.config import Config
+from flywheel.files import tree_sha256
+from flywheel.round import AdapterRef, RoundResult, RoundSpec, RoundTask
+from flywheel.training.process import LOCK_FILE
+from tests.training.test_directory import POLICY
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+STEPS, PROMPTS, GROUP = 3, 4, 8
+HELD_OUT, SAMPLES = 12, 2
+RUBRIC = {
+    "version": 1,
+    "id": "math-boxed",
+    "criteria": [
+        {"id": "boxed", "type": "contains", "value": "\\boxed{", "required": True},
+        {"id": "correct", "value": "The boxed number is right.", "weight": 9},
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Done:
+    """A worker that has ended, and what it left."""
+
+    directory: Path
+    spec: RoundSpec
+    code: int
+    stderr: str
+    left_running: list[str]
+    left_behind: list[Path]
+
+    @cached_property
+    def result(self) -> RoundResult:
+        return RoundResult.model_validate_json((self.directory / "result.json").read_bytes())
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        return lines(self.directory / "metrics.jsonl")
+
+    @cached_property
+    def steps(self) -> list[dict[str, Any]]:
+        return [line for line in self.metrics if line["event"] == "step"]
+
+    @cached_property
+    def rollouts(self) -> list[dict[str, Any]]:
+        return lines(self.directory / "rollouts.jsonl")
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def tasks(some: list[Question], prefix: str) -> list[RoundTask]:
+    return [
+        RoundTask(
+            task_id=f"t-{prefix}{place}",
+            query=question.text,
+            answer=f"\\boxed{{{question.answer}}}",
+            prompt=[{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question.text}],
+        )
+        for place, question in enumerate(some)
+    ]
+
+
+def spec(judge_url: str, **changes: Any) -> RoundSpec:
+    some = questions()
+    random.Random(1).shuffle(some)
+    too_long = RoundTask(task_id="t-long", query="?", answer="", prompt=[{"role": "user", "content": "word " * 500}])
+    settings = Config.model_validate(
+        {
+            "judge": {"base_url": judge_url, "model": "demo-judge", "max_thread": 4, "max_attempts": 1},
+            "training": {
+                "steps": STEPS,
+                "prompts_per_step": PROMPTS,
+                "group_size": GROUP,
+                "micro_batch_size": 16,
+                "learning_rate": 5e-3,
+                "lora": {"r": 8, "alpha": 16},
+            },
+            "rollout": {"max_completion_tokens": 16, "max_model_len": 128},
+            "gate": {"max_tasks": HELD_OUT, "samples": SAMPLES},
+        }
+    )
+    fields: dict[str, Any] = {
+        "round_id": "r0001",
+        "attempt": 1,
+        "seed": 7,
+        "debug": False,
+        "base_model": str(POLICY),
+        "parent": None,
+        "train": [*tasks(some[:30], "train-"), too_long],
+        "held_out": tasks(some[30 : 30 + HELD_OUT + 5], "held-"),
+        "rubric": RUBRIC,
+        "settings": settings.model_dump(mode="json"),
+    }
+    return RoundSpec(**{**fields, **changes})
+
+
+def environment(directory: Path) -> dict[str, str]:
+    # By this the worker's processes are found again, whoever their parents are.
+    own = directory.parent / "t"
+    own.mkdir(exist_ok=True)
+    added = {"HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": "none", "TMPDIR": str(own)}
+    return {**os.environ, **added}
+
+
+def start(directory: Path, made: RoundSpec) -> subprocess.Popen[str]:
+    directory.mkdir(exist_ok=True)
+    (directory / "spec.json").write_text(made.model_dump_json())
+    command = [sys.executable, "-m", "flywheel.worker", str(directory)]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(directory),
+        start_new_session=True,
+    )
+
+
+def family(directory: Path) -> list[psutil.Process]:
+    """Every process that has this worker's TMPDIR, whoever its parent is by now: orphans are found, too."""
+    own = str(directory.parent / "t")
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("TMPDIR") == own and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def left_behind(pid: int, directory: Path) -> list[Path]:
+    """What the worker left where temporary files go (Ray needs a short path, so that need not be TMPDIR)."""
+    return [path for parent in (Path("/tmp"), directory.parent / "t") for path in parent.glob(f"fw-{pid}-*")]
+
+
+def run(directory: Path, made: RoundSpec) -> Done:
+    process = start(directory, made)
+    try:
+        _, stderr = process.communicate(timeout=600)
+        left = [" ".join(p.cmdline())[:80] for p in family(directory)]
+    finally:
+        for member in family(directory):
+            member.kill()
+        process.wait()
+    return Done(directory, made, process.returncode, stderr, left, left_behind(process.pid, directory))
+
+
+@pytest.fixture(scope="module")
+def judge_url() -> Iterator[str]:
+    with judge.running() as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def trained(judge_url: str, tmp_path_factory: pytest.TempPathFactory) -> Done:
+    return run(tmp_path_factory.mktemp("first") / "r0001", spec(judge_url))
+
+
+@pytest.fixture(scope="module")
+def continued(trained: Done, judge_url: str, tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """A second round on the first one's adapter, in a directory where a worker died before."""
+    directory = tmp_path_factory.mktemp("second") / "r0002"
+    (directory / "sync" / "step-1").mkdir(parents=True)
+    (directory / "adapter").mkdir()
+    (directory / "adapter" / "adapter_model.safetensors").write_bytes(b"half")
+    (directory / "metrics.jsonl").write_text('{"event": "step", "step": 1}\n{"event": "st')
+    (directory / "rollouts.jsonl").write_text('{"step": 1}\n')
+    assert trained.result.adapter is not None
+    return run(directory, spec(judge_url, round_id="r0002", attempt=2, parent=trained.result.adapter))
+
+
+def test_a_round_ends_well_and_leaves_no_process_and_no_session(trained: Done) -> None:
+    log = (trained.directory / "worker.log").read_text()
+    assert (trained.code, trained.stderr) == (0, ""), log[-3000:]
+    assert trained.left_running == []
+    assert trained.result.outcome == "trained"
+    assert sorted(path.name for path in trained.directory.iterdir()) == sorted(
+        ["adapter", "metrics.jsonl", "result.json", "rollouts.jsonl", "spec.json", "worker.log", LOCK_FILE]
+    )
+    assert trained.left_behind == []
+
+
+def test_the_adapter_is_whole_hashed_and_has_been_trained(trained: Done) -> None:
+    from safetensors.numpy import load_file
+
+    adapter = trained.result.adapter
+    assert adapter is not None
+    assert (adapter.name, Path(adapter.path)) == ("r0001", trained.directory / "adapter")
+    assert tree_sha256(Path(adapter.path)) == adapter.sha256
+    assert json.loads((Path(adapter.path) / "adapter_config.json").read_text())["r"] == 8
+    weights = load_file(Path(adapter.path) / "adapter_model.safetensors")
+    # A fresh LoRA's B is zero everywhere.
+    assert all((weight != 0).any() for name, weight in weights.items() if "lora_B" in name)
+
+
+def test_rollouts_are_written_token_by_token(trained: Done) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(POLICY)
+    asked = {task.task_id: task for task in trained.spec.train}
+    assert len(trained.rollouts) == STEPS * PROMPTS * GROUP
+    assert len({line["seed"] for line in trained.rollouts}) == len(trained.rollouts)
+    for line in trained.rollouts:
+        ids, mask, logprobs = line["token_ids"], line["loss_mask"], line["logprobs"]
+        assert len(ids) == len(mask) == len(logprobs)
+        before = line["prompt_tokens"]
+        assert mask == [0] * before + [1] * (len(ids) - before)
+        assert all(value is None for value in logprobs[:before])
+        assert all(-50 < value <= 0 for value in logprobs[before:])
+        task = asked[line["task_id"]]
+        assert ids[:before] == tokenizer.apply_chat_template(
+            task.prompt, add_generation_prompt=True, return_dict=False
+        )
+        assert tokenizer.decode(ids[before:], skip_special_tokens=True) == line["answer"]
+        assert line["truncated"] == (ids[-1] != tokenizer.eos_token_id)
+
+
+def test_rewards_are_the_rubrics(trained: Done) -> None:
+    asked = {task.task_id: task.query for task in trained.spec.train}
+    for line in trained.rollouts:
+        found = judge.examine(asked[line["task_id"]], line["answer"])
+        if "\\boxed{" not in line["answer"]:
+            assert line["reward"] == 0
+        elif found.right:
+            assert line["reward"] == 1
+        else:
+            assert line["reward"] == pytest.approx(0.1)
+    assert {line["reward"] for line in trained.rollouts} >= {0, 1}
+
+
+def test_each_step_takes_other_prompts_in_whole_groups(trained: Done) -> None:
+    taken: list[str] = []
+    for step in range(1, STEPS + 1):
+        of_step = [line for line in trained.rollouts if line["step"] == step]
+        groups = [[line["task_id"] for line in of_step if line["group"] == group] for group in range(PROMPTS)]
+        assert all(len(group) == GROUP and len(set(group)) == 1 for group in groups)
+        taken += [group[0] for group in groups]
+    assert len(set(taken)) == STEPS * PROMPTS
+    assert "t-long" not in taken
+
+
+def test_metrics_tell_phases_and_steps_while_it_runs(trained: Done) -> None:
+    phases = [line["phase"] for line in trained.metrics if line["event"] == "phase"]
+    assert phases == ["starting", "training", "evaluating"]
+    training = next(line for line in trained.metrics if line.get("phase") == "training")
+    assert (training["prompts"], training["left_out"]) == (30, 1)
+    assert [(step["step"], step["steps"]) for step in trained.steps] == [(1, 3), (2, 3), (3, 3)]
+    for step in trained.steps:
+        rewards = [line["reward"] for line in trained.rollouts if line["step"] == step["step"]]
+        assert step["reward_mean"] == pytest.approx(sum(rewards) / len(rewards), abs=1e-6)
+        assert (step["undecided"], step["groups"], step["temperature"]) == (0, PROMPTS, 1.0)
+        assert set(step["seconds"]) == {"generate", "grade", "train", "sync"}
+        assert all(math.isfinite(step[name]) for name in ("loss", "grad_norm", "entropy", "learning_rate"))
+    assert trained.steps[0]["learning_rate"] > trained.steps[-1]["learning_rate"]
+    assert trained.result.reward_first == pytest.approx(trained.steps[0]["reward_mean"], abs=1e-6)
+    assert trained.result.reward_last == pytest.approx(trained.steps[-1]["reward_mean"], abs=1e-6)
+
+
+def test_trainer_and_engine_agree_on_every_steps_adapter(trained: Done, continued: Done) -> None:
+    """A stale or mixed-up adapter in the engine would show here: its logprobs would be those of other weights."""
+    for step in (*trained.steps, *continued.steps):
+        assert step["logprob_gap"] < 1e-3
+
+
+def test_both_sides_are_compared_on_the_newest_held_out_tasks(trained: Done) -> None:
+    comparison = trained.result.comparison
+    assert comparison is not None
+    assert (comparison.tasks, comparison.samples, comparison.undecided) == (HELD_OUT, SAMPLES, 0)
+    assert [score.task_id for score in comparison.scores] == [task.task_id for task in trained.spec.held_out[-12:]]
+    assert comparison.gain == pytest.approx(comparison.candidate_mean - comparison.deployed_mean)
+    assert comparison.lower <= comparison.gain <= comparison.upper
+    usage = trained.result.usage
+    assert usage["rollouts"] == STEPS * PROMPTS * GROUP + 2 * SAMPLES * HELD_OUT
+    assert 0 < usage["judge_calls"] < usage["rollouts"]
+
+
+def test_the_deployed_side_is_really_the_deployed_adapter(trained: Done, continued: Done) -> None:
+    """Both rounds ask the same tasks with the same seeds: what was the candidate is the deployed adapter now."""
+    first, second = trained.result.comparison, continued.result.comparison
+    assert first is not None
+    assert second is not None
+    before = [score.candidate for score in first.scores]
+    now = [score.deployed for score in second.scores]
+    # Batches differ, so a rare token may fall on the other side of a tie.
+    assert sum(a != b for a, b in zip(before, now, strict=True)) <= 2
+    assert first.scores != second.scores
+
+
+def test_the_probe_tells_the_adapter_from_its_base(trained: Done) -> None:
+    probe, adapter = trained.result.probe, trained.result.adapter
+    assert probe is not None
+    assert adapter is not None
+    assert len(probe.token_ids) == len(probe.adapter_logprobs) == len(probe.base_logprobs) == 16
+    base, adapted = logprobs_of(adapter, probe.prompt_token_ids, probe.token_ids)
+    assert base == pytest.approx(probe.base_logprobs, abs=1e-3)
+    assert adapted == pytest.approx(probe.adapter_logprobs, abs=1e-3)
+    assert sum(abs(a - b) for a, b in zip(adapted, base, strict=True)) / 16 > 0.01
+
+
+def logprobs_of(adapter: AdapterRef, prompt: list[int], tokens: list[int]) -> list[list[float]]:
+    """Under the base model and under the adapter, by transformers and PEFT: nothing that the round used."""
+    code = """
+import json, sys, torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+base, adapter, prompt, tokens = json.load(sys.stdin)
+def measure(model):
+    with torch.no_grad():
+        logits = model.eval()(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+model = AutoModelForCausalLM.from_pretrained(base)
+print(json.dumps([measure(model), measure(PeftModel.from_pretrained(model, adapter))]))
+"""
+    given = json.dumps([str(POLICY), adapter.path, prompt, tokens])
+    done = subprocess.run([sys.executable, "-c", code], input=given, capture_output=True, text=True, check=True)
+    found: list[list[float]] = json.loads(done.stdout)
+    return found
+
+
+def test_a_round_starts_over_where_a_worker_died_and_goes_on_from_the_parent(trained: Done, continued: Done) -> None:
+    assert continued.code == 0, (continued.directory / "worker.log").read_text()[-3000:]
+    assert continued.left_running == []
+    assert [line["step"] for line in continued.steps] == [1, 2, 3]
+    assert {line["step"] for line in continued.rollouts} == {1, 2, 3}
+    adapter, parent = continued.result.adapter, trained.result.adapter
+    assert adapter is not None
+    assert parent is not None
+    assert adapter.sha256 != parent.sha256
+    assert tree_sha256(Path(parent.path)) == parent.sha256
+
+
+def test_versions_and_device_are_written_down(trained: Done) -> None:
+    assert trained.result.device
+    assert {"torch", "trl", "peft", "ray", "transformers"} <= set(trained.result.versions)
+    assert set(trained.result.seconds) == {"start", "train", "evaluate", "total"}
+
+
+def test_a_debug_round_rolls_out_and_trains_nothing(trained: Done, judge_url: str, tmp_path: Path) -> None:
+    done = run(tmp_path / "debug", spec(judge_url, round_id="debug", debug=True, held_out=[]))
+    assert done.code == 0, (done.directory / "worker.log").read_text()[-3000:]
+    assert done.left_running == []
+    assert done.result.outcome == "debug"
+    assert done.result.adapter is None
+    assert not (done.directory / "adapter").exists()
+    assert done.result.steps == 2
+    assert "of 8 groups have rewards that differ" in done.result.reason
+    # The same seeds on the same weights: what a round would have seen in its first step.
+    first = [(line["task_id"], line["token_ids"]) for line in trained.rollouts if line["step"] == 1]
+    assert [(line["task_id"], line["token_ids"]) for line in done.rollouts if line["step"] == 1] == first
+
+
+def test_sigterm_ends_everything_at_once(judge_url: str, tmp_path: Path) -> None:
+    directory = tmp_path / "r0001"
+    process = start(directory, spec(judge_url))
+    try:
+        deadline = time.monotonic() + 300
+        # vLLM's own process is the one that no actor's end would end.
+        while not any("EngineCore" in " ".join(member.cmdline()) for member in family(directory)):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        _, stderr = process.communicate(timeout=60)
+        left = [" ".join(p.cmdline())[:80] for p in family(directory)]
+    finally:
+        for member in family(directory):
+            member.kill()
+        process.wait()
+    assert process.returncode == 143
+    assert stderr == "flywheel.worker: stopped by SIGTERM\n"
+    assert left == []
+    assert not (directory / "result.json").exists()
+    # Being stopped is no failure of the round.
+    assert not (directory / "error.json").exists()
+    assert left_behind(process.pid, directory) == []
