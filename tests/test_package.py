@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import subprocess
 import sys
 import zipfile
@@ -11,6 +12,7 @@ import pytest
 from hatchling.builders.wheel import WheelBuilder
 
 from flywheel import content
+from flywheel.errors import EXIT_CONFIG, EXIT_USAGE
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "transformers", "trl", "peft", "vllm", "ray")
@@ -47,3 +49,23 @@ def test_the_wheel_carries_what_users_edit(tmp_path: Path) -> None:
     assert shipped <= inside
     assert "flywheel/py.typed" in inside
     assert not [name for name in inside if name.startswith(("tests/", "demo/", "benchmarks/"))]
+
+
+@pytest.mark.parametrize("unit", ["flywheel.service", "flywheel-serve.service"])
+def test_the_units_start_commands_that_exist_and_know_the_exit_codes(unit: str) -> None:
+    parsed = configparser.RawConfigParser(strict=False)
+    parsed.optionxform = str  # type: ignore[assignment,method-assign]
+    parsed.read(ROOT / "systemd" / unit)
+    service = parsed["Service"]
+    words = service["ExecStart"].split()
+    assert Path(words[0]).name == "flywheel"
+    done = subprocess.run(
+        [sys.executable, "-m", "flywheel", words[1], "--help"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    assert "--config" in done.stdout
+    assert service["Type"] == {"run": "notify", "serve": "exec"}[words[1]]
+    assert {str(EXIT_USAGE), str(EXIT_CONFIG)} <= set(service["RestartPreventExitStatus"].split())
