@@ -67,9 +67,12 @@ class JudgeServer:
         *,
         behaviour: str | list[str] = "good",
         delay_seconds: float = 0.0,
+        hold_until: int = 0,
     ) -> None:
         self.verdict = verdict
         self.delay_seconds = delay_seconds
+        self.hold_until = hold_until
+        self._full = threading.Event()
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.in_flight = 0
@@ -107,7 +110,13 @@ class JudgeServer:
             self.headers.append(headers)
             self.in_flight += 1
             self.most_in_flight = max(self.most_in_flight, self.in_flight)
+            if self.in_flight >= self.hold_until:
+                self._full.set()
             return next(self._behaviours)
+
+    def hold(self) -> None:
+        """Answer nobody before `hold_until` calls are in flight at once."""
+        self._full.wait(120)
 
     def end(self) -> None:
         with self._lock:
@@ -152,6 +161,7 @@ def _handler(judge: JudgeServer) -> type[BaseHTTPRequestHandler]:
             request = json.loads(self.rfile.read(int(self.headers["content-length"])))
             behaviour = judge.begin(request, {name.lower(): value for name, value in self.headers.items()})
             try:
+                judge.hold()
                 if judge.delay_seconds:
                     time.sleep(judge.delay_seconds)
                 self.play(behaviour, request)

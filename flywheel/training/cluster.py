@@ -34,8 +34,8 @@ PR_SET_CHILD_SUBREAPER = 36
 OBJECT_STORE_BYTES = 100 << 20
 """Rollouts are small and travel inside the calls; this is little more than Ray's minimum."""
 SHORT_PATH = 20
-"""Longest parent of Ray's directory. A socket's path has at most 107 characters, and `/fw-PID-XXXXXXXX`, the name of the
-session and `/sockets/plasma_store` take up to 86 of them."""
+"""Longest parent of Ray's directory. A socket's path has at most 107 characters, of which `/fw-PID-XXXXXXXX`, the
+session's name and `/sockets/plasma_store` take up to 86."""
 GRACE_SECONDS = 8.0
 KILL_SECONDS = 5.0
 ENVIRONMENT = {

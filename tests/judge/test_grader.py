@@ -252,7 +252,7 @@ def test_an_earlier_task_is_never_shown(make: MakeGrader) -> None:
 
 
 def test_exactly_max_thread_are_in_flight_and_all_are_judged(make: MakeGrader) -> None:
-    with JudgeServer(delay_seconds=0.1) as judge:
+    with JudgeServer(delay_seconds=0.02, hold_until=16) as judge:
         grader = make(judge, max_thread=16)
         verdicts = dict(grade_all(grader, ((n, GOOD) for n in range(64)), 16))
     assert sorted(verdicts) == list(range(64))
