@@ -119,10 +119,6 @@ def samples_of(conn: Connection, round_id: int, split: Split) -> list[int]:
     )
 
 
-def set_pid(conn: Connection, round_id: int, pid: int | None) -> None:
-    conn.execute(update(rounds).where(rounds.c.id == round_id).values(pid=pid))
-
-
 def retry(conn: Connection, round_id: int, old: RoundState, why: str) -> None:
     """The worker of a round died: plan the same round again, with one attempt more."""
     if old is not RoundState.ABANDONED:
