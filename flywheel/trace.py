@@ -98,16 +98,40 @@ class DeadRow:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """Where reading resumes: every row up to and including `rowid` has been dealt with.
+    """Where reading resumes: every row up to and including `rowid` has been seen.
 
-    `identity` is the file's device and inode, `fingerprint` a hash of the schema; when either changes, the
-    generation is counted up and reading starts over (the ledger's keys stop duplicates).
+    `identity` is the file's device and inode, `fingerprint` a hash of the schema, `anchor` the id of the row at
+    `rowid`. When one of them no longer holds, the generation is counted up and reading starts over (the ledger's
+    keys stop duplicates). For a file of lines, `rowid` is the number of bytes read.
     """
 
     rowid: int = 0
     identity: str = ""
     fingerprint: str = ""
     generation: int = 0
+    anchor: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What is remembered of a trace: where its rows are (in `generation`), and what they were when it was told.
+
+    `digest` is the sum of the hashes of its rows, 0 of a trace that was not told yet. An open trace is waited for.
+    """
+
+    trace_id: str
+    rowids: tuple[int, ...]
+    digest: int = 0
+    generation: int = 0
+    is_open: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which replies become tasks beyond the visible ones, by the agent's name."""
+
+    include: frozenset[str] = frozenset()
+    exclude: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Tag, ValidationError
 
 from flywheel.errors import ConfigError
 
@@ -35,26 +35,49 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def _explain_one(item: dict[str, Any], model: type[BaseModel]) -> str:
-    location = item["loc"]
-    key = ".".join(str(part) for part in location)
+    location, known = _locate(model, item["loc"])
+    key = ".".join(location)
     if item["type"] == "extra_forbidden":
-        known = _keys_at(model, location[:-1])
-        close = difflib.get_close_matches(str(location[-1]), known, n=1)
+        close = difflib.get_close_matches(location[-1], known, n=1)
         meant = f"did you mean `{close[0]}`?" if close else f"known here: {', '.join(known)}"
         return f"unknown key `{key}` ({meant})"
+    if item["type"] == "union_tag_invalid":
+        tags = item["ctx"]["expected_tags"].replace("'", "`")
+        return f"`{key}.type`: there is no type `{item['ctx']['tag']}`; it is one of {tags}"
     message = item["msg"].removeprefix("Value error, ")
     return f"`{key}`: {message[:1].lower()}{message[1:]}" if key else message
 
 
-def _keys_at(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
-    current: Any = model
+def _locate(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[list[str], list[str]]:
+    """The path of a key as the user wrote it (without the tags of unions), and the keys that are known there."""
+    path: list[str] = []
+    current: type[BaseModel] | None = model
+    choices: dict[str, type[BaseModel]] = {}
+    known: list[str] = []
     for part in location:
+        if part in choices:
+            current, choices = choices[str(part)], {}
+            continue
+        path.append(str(part))
         if isinstance(part, int):
             continue
-        field = current.model_fields.get(part) if hasattr(current, "model_fields") else None
-        if field is None:
-            return []
-        current = field.annotation
-        arguments = getattr(current, "__args__", ())
-        current = next((a for a in arguments if isinstance(a, type) and issubclass(a, BaseModel)), current)
-    return sorted(current.model_fields) if hasattr(current, "model_fields") else []
+        known = sorted(current.model_fields) if current else []
+        field = current.model_fields.get(part) if current else None
+        found = sections_in(field.annotation) if field else {}
+        current = next(iter(found.values()), None)
+        choices = found if len(found) > 1 else {}
+    return path, known
+
+
+def sections_in(annotation: Any) -> dict[str, type[BaseModel]]:
+    """The models inside an annotation (a model, a list of models, a tagged union of models) by their tags."""
+    found: dict[str, type[BaseModel]] = {}
+    waiting, tag = [(annotation, "")], ""
+    while waiting:
+        candidate, tag = waiting.pop(0)
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            found[tag] = candidate
+            continue
+        own = next((m.tag for m in getattr(candidate, "__metadata__", ()) if isinstance(m, Tag)), tag)
+        waiting += [(inner, own) for inner in getattr(candidate, "__args__", ())]
+    return found

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from flywheel.config import Config
+from flywheel.yaml_file import sections_in
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 
@@ -28,29 +29,26 @@ def page() -> str:
 def _sections(model: type[BaseModel], prefix: str) -> list[str]:
     lines: list[str] = []
     for name, field in model.model_fields.items():
-        inner = _inner(field.annotation)
-        if inner is None:
-            continue
         key = f"{prefix}{name}"
         listed = getattr(field.annotation, "__origin__", None) is list
-        lines += [f"## `{key}`{' (a list)' if listed else ''}", "", "| key | default | meaning |", "|---|---|---|"]
-        for child, info in inner.model_fields.items():
-            if _inner(info.annotation) is None:
-                text = " ".join((info.description or "").split()).replace("|", "\\|")
-                lines.append(f"| `{child}` | {_default(info)} | {text} |")
-        lines += ["", *_sections(inner, f"{key}.")]
+        for tag, inner in sections_in(field.annotation).items():
+            kind = f" with `type: {tag}`" if tag else ""
+            lines += [f"## `{key}`{' (a list)' if listed else ''}{kind}", "", *_table(inner), ""]
+            lines += _sections(inner, f"{key}.")
     return lines
 
 
-def _inner(annotation: Any) -> type[BaseModel] | None:
-    for candidate in (annotation, *getattr(annotation, "__args__", ())):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
+def _table(model: type[BaseModel]) -> list[str]:
+    rows = [
+        f"| `{name}` | {_default(info)} | {' '.join((info.description or '').split()).replace('|', chr(92) + '|')} |"
+        for name, info in model.model_fields.items()
+        if not sections_in(info.annotation)
+    ]
+    return ["| key | default | meaning |", "|---|---|---|", *rows] if rows else []
 
 
 def _default(info: Any) -> str:
-    if info.default_factory is not None or info.default is None:
+    if info.default_factory is not None or info.default is None or info.is_required():
         return "–"
     value = info.default
     if isinstance(value, Path):

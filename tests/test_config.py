@@ -17,6 +17,12 @@ from flywheel.errors import ConfigError
     [
         ({"judge": {"max_threads": 3}}, r"unknown key `judge\.max_threads` \(did you mean `max_thread`\?\)"),
         ({"sources": [{"pth": "x"}]}, r"unknown key `sources\.0\.pth` \(did you mean `path`\?\)"),
+        ({"sources": [{"type": "otlp", "pth": "x"}]}, r"unknown key `sources\.0\.pth` \(known here: listen, type\)"),
+        (
+            {"sources": [{"type": "csv"}]},
+            r"`sources\.0\.type`: there is no type `csv`; it is one of `studio`, `jsonl`",
+        ),
+        ({"sources": [{"type": "jsonl"}]}, r"`sources\.0\.path`: field required"),
         ({"training": {"lora": {"rank": 3}}}, r"unknown key `training\.lora\.rank`"),
         ({"judgement": {}}, r"unknown key `judgement` \(did you mean `judge`\?\)"),
         ({"trigger": {"min_samples": "many"}}, r"`trigger\.min_samples`: .*integer"),

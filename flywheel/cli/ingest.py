@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from flywheel.cli.app import ConfigOption, JsonOption, app, complain, load_config, print_json, run_async
-from flywheel.config import Config, SourceSettings
+from flywheel.config import Config, StudioSource
 from flywheel.errors import EXIT_FAILED
 
 
@@ -24,7 +24,7 @@ def ingest(
     """Read new replies from the sources and make tasks of them."""
     settings = load_config(config)
     if source:
-        settings = settings.model_copy(update={"sources": [SourceSettings(path=path) for path in source]})
+        settings = settings.model_copy(update={"sources": [StudioSource(path=path) for path in source]})
     report, errors = run_async(_ingest(settings, out))
     if as_json:
         print_json(report)

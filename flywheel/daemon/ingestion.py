@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from flywheel.config import Config, IngestSettings
+from flywheel.config import Config, IngestSettings, StudioSource
 from flywheel.errors import StoreError, StudioError
 from flywheel.store import ledger
 from flywheel.store.database import Store
@@ -77,7 +77,9 @@ class Ingestion:
         self._config = config
         self._export = export_tasks
         # The same file named twice is one source.
-        paths = dict.fromkeys(source.path.absolute() for source in config.sources)
+        paths = dict.fromkeys(
+            source.path.absolute() for source in config.sources if isinstance(source, StudioSource)
+        )
         self._sources = [_Source(path, config.ingest) for path in paths]
 
     async def run(self, *, final: bool = False) -> list[SourceReport]:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from apscheduler.schedulers.asyncio import AsyncIOScheduler
 from apscheduler.triggers.cron import CronTrigger
 
-from flywheel.config import Config
+from flywheel.config import Config, StudioSource
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.filtering import Filtering
 from flywheel.daemon.ingestion import Ingestion
@@ -119,7 +119,9 @@ class Service:
             loop.add_signal_handler(number, self._signalled)
         await self.recover()
         stages = (self._ingest, self._judge, self._round)
-        watcher = Watcher((source.path.absolute() for source in self._config.sources), self._ingest.wake)
+        watcher = Watcher(
+            (s.path.absolute() for s in self._config.sources if isinstance(s, StudioSource)), self._ingest.wake
+        )
         scheduler = self._schedule(watcher)
         running = [asyncio.create_task(stage.run(self._stopping), name=stage.name) for stage in stages]
         try:

@@ -6,20 +6,34 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final
 
-from sqlalchemy import Connection, inspect, select
+from sqlalchemy import Connection, inspect, select, text, update
+from sqlalchemy.schema import CreateColumn
 
 from flywheel.errors import StoreError
-from flywheel.store.schema import SCHEMA_VERSION, meta, metadata
+from flywheel.store.schema import SCHEMA_VERSION, meta, metadata, sources
 
 VERSION_KEY: Final = "schema_version"
 
 
-def _create(conn: Connection) -> None:
+def _grow(conn: Connection, **columns: tuple[str, ...]) -> None:
+    """Make the tables that are new, and add these columns to tables that were there."""
+    for name, added in columns.items():
+        table = metadata.tables[name]
+        for column in added:
+            definition = CreateColumn(table.c[column]).compile(dialect=conn.dialect)
+            conn.execute(text(f"ALTER TABLE {name} ADD COLUMN {definition}"))
     metadata.create_all(conn)
 
 
-MIGRATIONS: Mapping[int, Callable[[Connection], None]] = MappingProxyType({1: _create})
-"""What leads to each version from the one before."""
+def _to_2(conn: Connection) -> None:
+    _grow(conn, sources=("anchor", "type", "condition", "swept_at"), replies=("content",))
+    # The cursor used to stay before open traces, and traces were not remembered: reading starts over once, and the
+    # ledger's keys see to it that nothing comes out twice.
+    conn.execute(update(sources).values(rowid_done=0))
+
+
+MIGRATIONS: Mapping[int, Callable[[Connection], None]] = MappingProxyType({2: _to_2})
+"""What leads to each version from the one before; a new database is made in the present one."""
 
 
 def version_of(conn: Connection) -> int:
@@ -31,7 +45,7 @@ def version_of(conn: Connection) -> int:
 
 
 def migrate(conn: Connection) -> None:
-    """Bring the database to the present schema; each step and its number commit together."""
+    """Bring the database to the present schema; all steps commit together."""
     found = version_of(conn)
     if found > SCHEMA_VERSION:
         raise StoreError(
@@ -39,7 +53,9 @@ def migrate(conn: Connection) -> None:
             f"its schema is version {found}, this Flywheel knows versions up to {SCHEMA_VERSION}",
             "Upgrade Flywheel, or point state.dir at another directory.",
         )
-    for version in range(found + 1, SCHEMA_VERSION + 1):
+    if not found:
+        metadata.create_all(conn)
+        conn.execute(meta.insert().values(key=VERSION_KEY, value=str(SCHEMA_VERSION)))
+    for version in range(found + 1, SCHEMA_VERSION + 1) if found else ():
         MIGRATIONS[version](conn)
-        conn.execute(meta.delete().where(meta.c.key == VERSION_KEY))
-        conn.execute(meta.insert().values(key=VERSION_KEY, value=str(version)))
+        conn.execute(meta.update().where(meta.c.key == VERSION_KEY).values(value=str(version)))

@@ -6,16 +6,19 @@ from typing import Final
 
 from sqlalchemy import (
     JSON,
+    BigInteger,
     Boolean,
     Column,
     Float,
     ForeignKey,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     Table,
     Text,
     UniqueConstraint,
+    text,
 )
 
 metadata = MetaData()
@@ -32,6 +35,10 @@ sources = Table(
     Column("fingerprint", Text, nullable=False, default=""),
     Column("generation", Integer, nullable=False, default=0),
     Column("rowid_done", Integer, nullable=False, default=0),
+    Column("anchor", Text, nullable=False, server_default=""),
+    Column("type", Text, nullable=False, server_default="studio"),
+    Column("condition", Text, nullable=False, server_default=""),
+    Column("swept_at", Text),
     Column("open_traces", Integer, nullable=False, default=0),
     Column("longest_read_ms", Float, nullable=False, default=0.0),
     Column("error", Text, nullable=False, default=""),
@@ -52,9 +59,45 @@ replies = Table(
     Column("skip_reason", Text),
     Column("detail", Text, nullable=False, default=""),
     Column("task_id", ForeignKey("tasks.id"), index=True),
+    Column("content", BigInteger),
     Column("created_at", Text, nullable=False),
     UniqueConstraint("source_id", "span_id"),
 )
+"""`content` is a hash of the reply as it was told; NULL is one that is not known, and any is right then."""
+
+traces = Table(
+    "traces",
+    metadata,
+    Column("source_id", ForeignKey("sources.id"), primary_key=True),
+    Column("trace_id", Text, primary_key=True),
+    Column("rowids", Text, nullable=False),
+    Column("digest", BigInteger, nullable=False),
+    Column("generation", Integer, nullable=False),
+    Column("is_open", Boolean, nullable=False),
+    Index("traces_open", "source_id", sqlite_where=text("is_open"), postgresql_where=text("is_open")),
+    sqlite_with_rowid=False,
+)
+"""What is remembered of every trace, see `flywheel.trace.Mark`; `rowids` are ranges such as `7-9,12`."""
+
+conversations = Table(
+    "conversations",
+    metadata,
+    Column("key", Text, primary_key=True),
+    Column("split", Text, nullable=False),
+    Column("like", Text, nullable=False),
+    sqlite_with_rowid=False,
+)
+"""Which side a conversation is on, for ever. `like` is the conversation it nearly repeats, else itself."""
+
+openings = Table(
+    "openings",
+    metadata,
+    Column("band", BigInteger, primary_key=True),
+    Column("key", ForeignKey("conversations.key"), primary_key=True),
+    Column("words", LargeBinary, nullable=False),
+    sqlite_with_rowid=False,
+)
+"""Where conversations that begin alike are found: bands of a MinHash signature, and the hashes of the words."""
 
 tasks = Table(
     "tasks",
@@ -187,4 +230,4 @@ events = Table(
     Index("events_by_subject", "kind", "subject"),
 )
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2

@@ -238,11 +238,11 @@ def _skip(
     name: str,
     settings: IngestSettings,
 ) -> tuple[SkipReason | None, str]:
-    if name in settings.exclude_agents:
-        return SkipReason.AGENT_EXCLUDED, f"ingest.exclude_agents names {name}"
-    if role is Role.NESTED and name not in settings.include_agents:
+    if name in settings.agents.exclude:
+        return SkipReason.AGENT_EXCLUDED, f"ingest.agents.exclude names {name}"
+    if role is Role.NESTED and name not in settings.agents.include:
         return SkipReason.NESTED, "another agent called it as a tool"
-    if role is Role.STAGE and name not in settings.include_agents:
+    if role is Role.STAGE and name not in settings.agents.include:
         return SkipReason.PIPELINE_STAGE, "another agent went on from its answer"
     if _was_interrupted(agent, own, output, answer):
         return SkipReason.INTERRUPTED, "the reply was interrupted"

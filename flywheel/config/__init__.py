@@ -1,0 +1,47 @@
+"""The configuration: sections by subject, and the file that holds them all."""
+
+from flywheel.config.file import Config, StateSettings, default_state_dir, load, parse
+from flywheel.config.ingest import (
+    AgentSettings,
+    IngestSettings,
+    JsonlSource,
+    OtlpSource,
+    SourceSettings,
+    StudioSource,
+)
+from flywheel.config.judge import FilterSettings, JudgeSettings
+from flywheel.config.serving import DaemonSettings, ServingSettings
+from flywheel.config.training import (
+    GateSettings,
+    LoraSettings,
+    ModelSettings,
+    RaySettings,
+    RolloutSettings,
+    TrainingSettings,
+    TriggerSettings,
+)
+
+__all__ = [
+    "AgentSettings",
+    "Config",
+    "DaemonSettings",
+    "FilterSettings",
+    "GateSettings",
+    "IngestSettings",
+    "JsonlSource",
+    "JudgeSettings",
+    "LoraSettings",
+    "ModelSettings",
+    "OtlpSource",
+    "RaySettings",
+    "RolloutSettings",
+    "ServingSettings",
+    "SourceSettings",
+    "StateSettings",
+    "StudioSource",
+    "TrainingSettings",
+    "TriggerSettings",
+    "default_state_dir",
+    "load",
+    "parse",
+]

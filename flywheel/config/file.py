@@ -1,0 +1,109 @@
+"""The whole configuration: one YAML file, strict, with units in the names.
+
+Each field's docstring is its documentation (`docs/configuration.md` is generated from it). An unknown key is an error
+that names the key's path. Secrets are never in the file: it names environment variables.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from flywheel.config.ingest import IngestSettings, OtlpSource, SourceSettings, StudioSource
+from flywheel.config.judge import FilterSettings, JudgeSettings
+from flywheel.config.section import Section, UserPath
+from flywheel.config.serving import DaemonSettings, ServingSettings
+from flywheel.config.training import (
+    GateSettings,
+    ModelSettings,
+    RaySettings,
+    RolloutSettings,
+    TrainingSettings,
+    TriggerSettings,
+)
+from flywheel.errors import ConfigError
+from flywheel.yaml_file import explain, read_yaml
+
+
+class StateSettings(Section):
+    dir: UserPath | None = None
+    """Where Flywheel keeps its own state: `state.db`, `tasks.jsonl`, rounds and adapters. Default: `$FLYWHEEL_HOME`,
+    else `flywheel` under the XDG state directory."""
+
+
+class Config(Section):
+    state: StateSettings = StateSettings()
+    sources: list[SourceSettings] = [StudioSource()]
+    """What to watch. Default: Studio's own place for its database."""
+    ingest: IngestSettings = IngestSettings()
+    judge: JudgeSettings = JudgeSettings()
+    filter: FilterSettings = FilterSettings()
+    trigger: TriggerSettings = TriggerSettings()
+    model: ModelSettings = ModelSettings()
+    training: TrainingSettings = TrainingSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    gate: GateSettings = GateSettings()
+    serving: ServingSettings = ServingSettings()
+    ray: RaySettings = RaySettings()
+    daemon: DaemonSettings = DaemonSettings()
+
+    @property
+    def state_dir(self) -> Path:
+        return self.state.dir or default_state_dir()
+
+    @property
+    def task_file(self) -> Path:
+        return self.ingest.output or self.state_dir / "tasks.jsonl"
+
+
+def default_state_dir() -> Path:
+    """`$FLYWHEEL_HOME`, else `flywheel` under the XDG state directory."""
+    if home := os.environ.get("FLYWHEEL_HOME"):
+        return Path(home).expanduser()
+    xdg = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(xdg).expanduser() / "flywheel"
+
+
+def load(path: Path) -> Config:
+    """Read and check a configuration file. Raises ConfigError."""
+    raw = read_yaml(path, f"read configuration {path}", "Run `flywheel init` to make one.")
+    return parse({} if raw is None else raw, str(path), path.parent)
+
+
+def parse(raw: Any, name: str, folder: Path) -> Config:
+    """Check a parsed configuration; its relative paths are relative to `folder`. Raises ConfigError."""
+    attempted = f"use configuration {name}"
+    if not isinstance(raw, dict):
+        raise ConfigError(attempted, f"its root is a {type(raw).__name__}, not a mapping", "Start with `sources:`.")
+    try:
+        config = Config.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(attempted, explain(error, Config), "Correct the file; see docs/configuration.md.") from None
+    return _anchored(config, folder.absolute())
+
+
+def _anchored(config: Config, folder: Path) -> Config:
+    def anchor(path: Path) -> Path:
+        return path if path.is_absolute() else folder / path
+
+    base = config.model.base
+    if base.startswith(("./", "../", "~")):
+        base = str(anchor(Path(base).expanduser()))
+    chain, output, state = config.filter.chain, config.ingest.output, config.state.dir
+    return config.model_copy(
+        update={
+            "sources": [
+                source if isinstance(source, OtlpSource) else source.model_copy(update={"path": anchor(source.path)})
+                for source in config.sources
+            ],
+            "filter": config.filter.model_copy(
+                update={"rubric": anchor(config.filter.rubric), "chain": chain and anchor(chain)}
+            ),
+            "ingest": config.ingest.model_copy(update={"output": output and anchor(output)}),
+            "state": config.state.model_copy(update={"dir": state and anchor(state)}),
+            "model": config.model.model_copy(update={"base": base}),
+        }
+    )

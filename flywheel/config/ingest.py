@@ -1,0 +1,70 @@
+"""Where replies come from, and which become tasks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from flywheel.config.section import Section, Share, UserPath
+
+
+class StudioSource(Section):
+    type: Literal["studio"] = "studio"
+    """`studio`: a database of AgentScope Studio. This is what a source without a `type` is."""
+    path: UserPath = Field(default=Path("~/AgentScope-Studio/database.sqlite"), validate_default=True)
+    """The SQLite file. It is opened read-only."""
+
+
+class JsonlSource(Section):
+    type: Literal["jsonl"]
+    """`jsonl`: tasks that another program writes, one JSON object per line."""
+    path: UserPath
+    """A file, or a directory whose `*.jsonl` files are read. Lines are only ever appended to them."""
+
+
+class OtlpSource(Section):
+    type: Literal["otlp"]
+    """`otlp`: spans that agents send themselves, by OTLP/HTTP (protobuf or JSON)."""
+    listen: str = "127.0.0.1:4318"
+    """HOST:PORT to receive at. The path is `/v1/traces`."""
+
+
+def _source_type(value: Any) -> str:
+    found = value.get("type", "studio") if isinstance(value, dict) else getattr(value, "type", "studio")
+    return str(found)
+
+
+SourceSettings = Annotated[
+    Annotated[StudioSource, Tag("studio")]
+    | Annotated[JsonlSource, Tag("jsonl")]
+    | Annotated[OtlpSource, Tag("otlp")],
+    Discriminator(_source_type),
+]
+
+
+class AgentSettings(Section):
+    include: list[str] = []
+    """Agents whose nested and pipeline-stage replies become tasks too. Root replies of all agents do anyway."""
+    exclude: list[str] = []
+    """Agents whose replies never become tasks."""
+
+
+class IngestSettings(Section):
+    settle_seconds: float = Field(default=2.0, ge=0)
+    """A reply is closed when its agent span has arrived and its trace has been quiet for this long."""
+    poll_seconds: float = Field(default=2.0, gt=0)
+    """How often the sources are looked at when the file system sends no event."""
+    abandon_seconds: float = Field(default=3600.0, gt=0)
+    """A trace whose agent span has not arrived after this long is given up as unfinished."""
+    sweep_seconds: float = Field(default=3600.0, gt=0)
+    """How often a whole source is compared with the ledger, to find what was changed in place. The newest rows are
+    compared whenever the source has changed."""
+    agents: AgentSettings = AgentSettings()
+    train_ratio: Share = 0.7
+    """Share of conversations that may train; the rest is held out for the gate, for ever."""
+    split_seed: int = 42
+    """Seed of the split. Changing it moves conversations between the sides, so do not."""
+    output: UserPath | None = None
+    """The task file. Default: `tasks.jsonl` in the state directory."""

@@ -1,0 +1,38 @@
+"""The judge, and the filters before it."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from flywheel import content
+from flywheel.config.section import Section, UserPath
+
+
+class JudgeSettings(Section):
+    model: str = "gpt-4o-mini"
+    """Name of the judging model. It should not be the model that is trained."""
+    base_url: str | None = None
+    """An OpenAI-compatible endpoint. Default: `OPENAI_BASE_URL`, else OpenAI's own."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """Name of the environment variable that holds the key. An endpoint without keys needs none."""
+    temperature: float | None = Field(default=None, ge=0)
+    """Sampling temperature. Default: the rubric's."""
+    max_tokens: int | None = Field(default=None, gt=0)
+    """Longest answer of the judge. Default: the rubric's."""
+    max_thread: int = Field(default=16, gt=0)
+    """Calls in flight, at most."""
+    max_attempts: int = Field(default=4, gt=0)
+    """Tries per call before the task is undecided."""
+    timeout_seconds: float = Field(default=60.0, gt=0)
+    """Longest wait for one answer."""
+    retry_undecided_seconds: float = Field(default=900.0, ge=0)
+    """When an undecided task is judged again."""
+    allow_self: bool = False
+    """Let the trained model judge itself."""
+
+
+class FilterSettings(Section):
+    rubric: UserPath = Field(default_factory=lambda: content.folder() / "rubrics" / "qa-quality.yaml")
+    """The rubric: what a good reply is. Relative to the configuration file. Default: the shipped `qa-quality`."""
+    chain: UserPath | None = None
+    """A filter chain (`filters/*.yaml`) that runs before the rubric's model criteria are paid for."""

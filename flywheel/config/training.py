@@ -1,0 +1,129 @@
+"""Rounds: when they start, what they train, how they are decided."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from apscheduler.triggers.cron import CronTrigger
+from pydantic import AfterValidator, Field, model_validator
+
+from flywheel.config.section import Section, Share
+
+
+def _crontab(text: str) -> str:
+    CronTrigger.from_crontab(text, timezone="UTC")
+    return text
+
+
+class TriggerSettings(Section):
+    min_samples: int = Field(default=64, gt=0)
+    """A round starts when this many accepted samples are free."""
+    max_samples: int = Field(default=2048, gt=0)
+    """A round takes this many samples at most, the oldest first."""
+    cron: Annotated[str, AfterValidator(_crontab)] | None = None
+    """A window (crontab, UTC) in which a round also starts, with at least `cron_min_samples`."""
+    cron_min_samples: int = Field(default=8, gt=0)
+    """Fewer samples than this never start a round."""
+    min_held_out: int = Field(default=8, gt=0)
+    """A round waits until this many held-out tasks exist: without them no gain could be shown."""
+
+
+class ModelSettings(Section):
+    base: str = "Qwen/Qwen3-4B"
+    """The base model: a local directory or a hub name, as vLLM and transformers take it."""
+    alias: str = "my-agent"
+    """The stable model name that agents call. Versions are served as `ALIAS@rNNNN`."""
+
+
+class LoraSettings(Section):
+    r: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = 16
+    """Rank. vLLM serves only these."""
+    alpha: float = 32
+    """Scale: the update is multiplied by alpha / r."""
+    dropout: Share = 0.0
+    """Dropout on the adapter's input. Above 0, the trainer's logprobs differ from the engine's."""
+    target_modules: str | list[str] = "all-linear"
+    """Which layers get an adapter."""
+
+
+class TrainingSettings(Section):
+    steps: int = Field(default=50, gt=0)
+    """Optimizer steps of one round."""
+    prompts_per_step: int = Field(default=8, gt=0)
+    """Different prompts per step."""
+    group_size: int = Field(default=8, gt=1)
+    """Rollouts per prompt; GRPO compares them with each other."""
+    learning_rate: float = Field(default=1e-5, gt=0)
+    """Peak learning rate; it decays linearly to 0."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the learning rate rises."""
+    beta: float = Field(default=0.0, ge=0)
+    """Weight of the KL term against the policy the round starts from; 0 needs no reference model."""
+    clip_epsilon: float = Field(default=0.2, gt=0)
+    """Lower clip range of the probability ratio."""
+    clip_epsilon_high: float = Field(default=0.28, gt=0)
+    """Upper clip range of the probability ratio."""
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "dapo"
+    """How TRL aggregates the token losses."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """What the advantages are divided by."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients are clipped to this norm."""
+    micro_batch_size: int = Field(default=8, gt=0)
+    """Rollouts per forward and backward pass; it must divide prompts_per_step × group_size."""
+    max_undecided_share: Share = 0.5
+    """A step with a larger share of undecided rewards fails the round."""
+    min_spread_share: Share = 0.0
+    """A round whose first step has no more than this share of groups with different rewards is refused: nothing can
+    be learned from it."""
+    seed: int = 42
+    """Seed of a round, together with its number."""
+    lora: LoraSettings = LoraSettings()
+
+    @model_validator(mode="after")
+    def _divides(self) -> Self:
+        if (self.prompts_per_step * self.group_size) % self.micro_batch_size:
+            raise ValueError(
+                f"micro_batch_size {self.micro_batch_size} does not divide prompts_per_step × group_size "
+                f"= {self.prompts_per_step * self.group_size}"
+            )
+        return self
+
+
+class RolloutSettings(Section):
+    engines: int = Field(default=1, gt=0)
+    """vLLM engines of a round, one Ray actor each."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature of rollouts."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus of rollouts."""
+    max_completion_tokens: int = Field(default=512, gt=0)
+    """Longest rollout."""
+    max_model_len: int = Field(default=4096, gt=0)
+    """Prompt and rollout together, at most. Longer prompts are left out of the round."""
+    timeout_seconds: float = Field(default=600.0, gt=0)
+    """Longest wait for one batch of rollouts."""
+    gpu_memory_utilization: float = Field(default=0.45, gt=0, le=1)
+    """Share of a GPU that a rollout engine may take (the trainer needs the rest)."""
+    cpu_kv_cache_gib: int = Field(default=1, gt=0)
+    """Key-value cache of a rollout engine without a GPU, GiB."""
+
+
+class GateSettings(Section):
+    max_tasks: int = Field(default=200, gt=0)
+    """Held-out tasks that candidate and deployed adapter both answer, at most; the newest."""
+    min_tasks: int = Field(default=8, gt=0)
+    """Fewer decided tasks than this are not enough evidence."""
+    samples: int = Field(default=2, gt=0)
+    """Answers per task and adapter."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature of these answers: the one the agent uses."""
+    confidence: float = Field(default=0.95, gt=0.5, lt=1)
+    """Confidence of the interval of the gain. A candidate is promoted when its lower bound is above min_gain."""
+    min_gain: float = Field(default=0.0, ge=0)
+    """What the lower bound must exceed."""
+
+
+class RaySettings(Section):
+    address: str | None = None
+    """An existing Ray cluster. Default: a local one for the length of the round."""
