@@ -42,8 +42,16 @@ def _rebuild(kind: type[FlywheelError], attempted: str, why: str, hint: str, ret
     return kind(attempted, why, hint, retryable=retryable)
 
 
-class StudioError(FlywheelError):
+class SourceError(FlywheelError):
+    """A source of replies could not be read."""
+
+
+class StudioError(SourceError):
     """A source database could not be read."""
+
+
+class ReceiverError(FlywheelError):
+    """Spans could not be received or kept."""
 
 
 class JudgeError(FlywheelError):

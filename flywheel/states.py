@@ -33,6 +33,8 @@ class SkipReason(StrEnum):
     """the agent span never arrived (its process died)"""
     NO_QUERY = "no_query"
     """the span holds no question to answer"""
+    NO_ANSWER = "no_answer"
+    """a line of a task file without an answer: there is nothing to judge"""
     AGENT_EXCLUDED = "agent_excluded"
     """the configuration excludes this agent"""
 
