@@ -1,0 +1,166 @@
+"""The inbox: an SQLite file with Studio's span table, written by the receiver and pruned by the daemon.
+
+It owns the file's layout and its durability: what `store` has returned from survives a crash of the machine. A span
+that is sent again updates its row in place, so that its place in the table never changes.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from flywheel.errors import ReceiverError
+from flywheel.files import sync_directory
+
+Row = Sequence[Any]
+"""The values of one span in the order of COLUMNS."""
+
+BUSY_SECONDS: Final = 5.0
+PRUNED_AT_ONCE: Final = 500
+"""Rows that one transaction of `prune` deletes: a client that sends meanwhile waits for a few milliseconds."""
+
+COLUMN_TYPES: Final = {
+    "id": "varchar PRIMARY KEY NOT NULL",
+    "traceId": "varchar NOT NULL",
+    "spanId": "varchar NOT NULL",
+    "traceState": "varchar",
+    "parentSpanId": "varchar",
+    "flags": "integer",
+    "name": "varchar NOT NULL",
+    "kind": "integer NOT NULL",
+    "startTimeUnixNano": "varchar NOT NULL",
+    "endTimeUnixNano": "varchar NOT NULL",
+    "attributes": "json NOT NULL",
+    "droppedAttributesCount": "integer",
+    "events": "json",
+    "droppedEventsCount": "integer",
+    "links": "json",
+    "droppedLinksCount": "integer",
+    "status": "json NOT NULL",
+    "resource": "json NOT NULL",
+    "scope": "json NOT NULL",
+    "statusCode": "integer",
+    "serviceName": "varchar",
+    "operationName": "varchar",
+    "instrumentationName": "varchar",
+    "instrumentationVersion": "varchar",
+    "model": "varchar",
+    "inputTokens": "integer",
+    "outputTokens": "integer",
+    "totalTokens": "integer",
+    "conversationId": "varchar",
+    "latencyNs": "float NOT NULL",
+}
+COLUMNS: Final = tuple(COLUMN_TYPES)
+
+_SCHEMA: Final = (
+    f"CREATE TABLE IF NOT EXISTS span_table ({', '.join(' '.join(column) for column in COLUMN_TYPES.items())})",
+    "CREATE INDEX IF NOT EXISTS span_trace ON span_table (traceId)",
+)
+_STORE: Final = (
+    f"INSERT INTO span_table ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))}) "  # noqa: S608 - constants
+    f"ON CONFLICT (id) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in COLUMNS[1:])}"
+)
+# The last row stays, whatever its age: without it SQLite would give its number to another span, and a reader that
+# has passed that number would never look at it.
+_PRUNE: Final = (
+    "DELETE FROM span_table WHERE rowid BETWEEN ? AND ? AND CAST(endTimeUnixNano AS INTEGER) < ? "
+    "AND rowid < (SELECT max(rowid) FROM span_table)"
+)
+
+
+def inbox_path(state_dir: Path, listen: str) -> Path:
+    """Where the spans received at HOST:PORT are kept."""
+    return state_dir / "otlp" / f"{re.sub(r'[^0-9A-Za-z.]+', '-', listen).strip('-.')}.sqlite"
+
+
+class Inbox:
+    """One connection to the file, made when the first spans arrive. One thread at a time may use it."""
+
+    def __init__(self, path: Path, *, busy_seconds: float = BUSY_SECONDS) -> None:
+        self.path = path
+        self._busy_seconds = busy_seconds
+        self._connection: sqlite3.Connection | None = None
+        self._identity: tuple[int, int] | None = None
+
+    def open(self) -> None:
+        """Make the file and its table, unless they are there. Raises ReceiverError."""
+        with self._explained("open"):
+            self._connected()
+
+    def store(self, rows: Sequence[Row]) -> None:
+        """Insert or update the rows in one transaction that is on disk on return. Raises ReceiverError."""
+        with self._explained("write to"):
+            connection = self._connected()
+            # Leaves no transaction open when a statement or the commit fails.
+            with connection:
+                connection.execute("BEGIN IMMEDIATE")
+                connection.executemany(_STORE, rows)
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _connected(self) -> sqlite3.Connection:
+        if self._connection is not None and self._identity != self._found():
+            # The file was removed or replaced: what is written to the old one nobody will read.
+            self.close()
+        if self._connection is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            connection = sqlite3.connect(
+                self.path, timeout=self._busy_seconds, isolation_level=None, check_same_thread=False
+            )
+            try:
+                # Readers and the receiver do not wait for each other, and a commit is one sync of the log.
+                connection.execute("PRAGMA journal_mode = WAL")
+                connection.execute("PRAGMA synchronous = FULL")
+                for statement in _SCHEMA:
+                    connection.execute(statement)
+            except BaseException:
+                connection.close()
+                raise
+            sync_directory(self.path.parent)
+            self._connection, self._identity = connection, self._found()
+        return self._connection
+
+    def _found(self) -> tuple[int, int] | None:
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            return None
+        return found.st_dev, found.st_ino
+
+    @contextmanager
+    def _explained(self, attempt: str) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            self.close()
+            hint = "Senders keep their spans and try again for a while. Free disk space, or move the state directory."
+            if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
+                hint = "Move the file away; a new one is made for the next spans."
+            raise ReceiverError(f"{attempt} the inbox {self.path}", str(error), hint, retryable=True) from error
+
+
+def prune(inbox: Path, before_ns: int) -> int:
+    """Delete the spans that ended before a time (nanoseconds since 1970) and count them. Raises ReceiverError.
+
+    The newest row stays, however old. The freed pages are used again; the file does not shrink.
+    """
+    if not inbox.exists():
+        return 0
+    deleted = 0
+    try:
+        with closing(sqlite3.connect(inbox, timeout=BUSY_SECONDS, isolation_level=None)) as connection:
+            first, last = connection.execute("SELECT min(rowid), max(rowid) FROM span_table").fetchone()
+            for at in range(first or 0, last or 0, PRUNED_AT_ONCE):
+                deleted += connection.execute(_PRUNE, (at, at + PRUNED_AT_ONCE - 1, before_ns)).rowcount
+    except sqlite3.Error as error:
+        hint = "Spans go on being received; prune again when the cause is gone."
+        raise ReceiverError(f"prune the inbox {inbox}", str(error), hint, retryable=True) from error
+    return deleted

@@ -1,0 +1,129 @@
+"""What travels over OTLP/HTTP: bodies to protobuf messages and back, in the encoding that the client chose.
+
+It owns the two encodings and the compressions, and must not know what becomes of a request. The JSON encoding is
+protobuf's own with one difference: ids are hexadecimal.
+https://opentelemetry.io/docs/specs/otlp/#otlphttp
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import zlib
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Any, Final
+
+import orjson
+from google.protobuf.json_format import MessageToJson, ParseDict, ParseError
+from google.protobuf.message import DecodeError, Message
+from google.rpc.status_pb2 import Status
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+
+WINDOWS: Final = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+"""The content encodings that are understood, each with the window that tells zlib its framing."""
+_NESTING: Final = 200
+_IDS: Final = ("traceId", "spanId", "parentSpanId", "trace_id", "span_id", "parent_span_id")
+
+
+class Encoding(StrEnum):
+    PROTOBUF = "application/x-protobuf"
+    JSON = "application/json"
+
+
+class UndecodableError(ValueError):
+    """A body that is not what its headers say."""
+
+
+class TooLargeError(ValueError):
+    """A body that unpacks to more than is accepted."""
+
+
+def inflated(body: bytes, content_encoding: str, limit: int) -> bytes:
+    """The body without its compression. Raises UndecodableError or TooLargeError."""
+    if content_encoding not in WINDOWS:
+        return body
+    whole = bytearray()
+    rest = body
+    try:
+        # A gzip body may be several members one after the other.
+        while rest:
+            stream = zlib.decompressobj(WINDOWS[content_encoding])
+            whole += stream.decompress(rest, limit + 1 - len(whole))
+            if len(whole) > limit:
+                raise TooLargeError(f"the body unpacks to more than {limit:,} bytes")
+            if not stream.eof:
+                raise UndecodableError(f"the {content_encoding} body is cut off")
+            rest = stream.unused_data
+    except zlib.error as error:
+        raise UndecodableError(f"the body is not {content_encoding}: {error}") from error
+    return bytes(whole)
+
+
+def request_of(body: bytes, encoding: Encoding) -> ExportTraceServiceRequest:
+    """The spans in a body. Raises UndecodableError."""
+    request = ExportTraceServiceRequest()
+    try:
+        if encoding is Encoding.PROTOBUF:
+            request.ParseFromString(body)
+        else:
+            value = orjson.loads(body)
+            if not isinstance(value, dict):
+                raise UndecodableError(f"the body is a JSON {type(value).__name__}, not an object")
+            for holder in _id_holders(value):
+                _ids_to_base64(holder)
+            ParseDict(value, request, ignore_unknown_fields=True, max_recursion_depth=_NESTING)
+    except (DecodeError, ParseError, orjson.JSONDecodeError) as error:
+        raise UndecodableError(f"the body is not an ExportTraceServiceRequest: {error}") from error
+    return request
+
+
+def _id_holders(value: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for resource in _objects(value, "resourceSpans", "resource_spans"):
+        for scope in _objects(resource, "scopeSpans", "scope_spans"):
+            for span in _objects(scope, "spans"):
+                yield span
+                yield from _objects(span, "links")
+
+
+def _objects(holder: dict[str, Any], *names: str) -> Iterator[dict[str, Any]]:
+    for name in names:
+        found = holder.get(name)
+        if isinstance(found, list):
+            yield from (item for item in found if isinstance(item, dict))
+
+
+def _ids_to_base64(holder: dict[str, Any]) -> None:
+    for name in _IDS:
+        value = holder.get(name)
+        if isinstance(value, str):
+            try:
+                raw = binascii.unhexlify(value)
+            except ValueError:
+                # Not empty, which would be a root's parent, and of no id's length: this span alone is refused.
+                raw = b"?"
+            holder[name] = base64.b64encode(raw).decode()
+
+
+def accepted(encoding: Encoding, rejected: int = 0, why: str = "") -> bytes:
+    """The body of a 200."""
+    response = ExportTraceServiceResponse()
+    if rejected:
+        response.partial_success.rejected_spans = rejected
+        response.partial_success.error_message = why
+    return _encoded(response, encoding)
+
+
+def refused(encoding: Encoding, code: int, why: str) -> bytes:
+    """The body of every other answer; `code` is a google.rpc.Code."""
+    return _encoded(Status(code=code, message=why), encoding)
+
+
+def _encoded(message: Message, encoding: Encoding) -> bytes:
+    if encoding is Encoding.PROTOBUF:
+        return bytes(message.SerializeToString())
+    written: str = MessageToJson(message, indent=None)
+    return written.encode()

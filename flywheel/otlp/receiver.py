@@ -1,0 +1,161 @@
+"""The receiver's life in the daemon: bind, serve on the daemon's event loop, stop without losing what was accepted.
+
+It owns the socket, the web server and the one thread that writes the inbox; it installs no signal handlers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import logging
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from flywheel.errors import ReceiverError
+from flywheel.otlp.inbox import BUSY_SECONDS, Inbox
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import uvicorn
+
+log = logging.getLogger(__name__)
+
+STOP_SECONDS: Final = 3
+_BACKLOG: Final = 128
+_HINTS: Final = {
+    errno.EADDRINUSE: "Stop the program that listens there, often a collector, or choose another port.",
+    errno.EADDRNOTAVAIL: "Name an address of this machine, usually 127.0.0.1.",
+    errno.EACCES: "Choose a port above 1023.",
+}
+
+
+class Receiver:
+    """Receives at `listen` (HOST:PORT; with port 0 the system chooses one) and stores into `inbox`."""
+
+    def __init__(self, listen: str, inbox: Path, *, busy_seconds: float = BUSY_SECONDS) -> None:
+        self._listen = listen
+        self._inbox = Inbox(inbox, busy_seconds=busy_seconds)
+        self._writer: ThreadPoolExecutor | None = None
+        self._server: uvicorn.Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._address: tuple[str, int] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where clients send to; the port is known when `start` has returned."""
+        host, port = self._address or _host_and_port(self._listen)
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1/traces"
+
+    async def start(self) -> None:
+        """Open the inbox and listen. Raises ReceiverError, retryable where waiting may help."""
+        host, port = _host_and_port(self._listen)
+        bound = _bound(host, port)
+        writer = ThreadPoolExecutor(1, thread_name_prefix="otlp-inbox")
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(writer, self._inbox.open)
+        except BaseException:
+            bound.close()
+            writer.shutdown(wait=False)
+            raise
+        if not _is_loopback(host):
+            log.warning(
+                "%s is not a loopback address and the receiver knows no authentication: whoever reaches it can add "
+                "spans, and with them training data",
+                self._listen,
+            )
+        self._writer = writer
+        self._address = (host, bound.getsockname()[1])
+        self._server = _server(self._inbox, writer)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[bound]), name=f"otlp {self._listen}")
+        while not self._server.started and not self._serving.done():  # noqa: ASYNC110 - a flag is all that it sets
+            await asyncio.sleep(0.01)
+        if self._serving.done():
+            await self.stop()
+            raise ReceiverError(f"receive spans at {self._listen}", "the web server ended at once", "See the log.")
+        log.info("receiving spans at %s", self.url)
+
+    async def stop(self) -> None:
+        """Stop listening, finish the requests in flight (at most a few seconds) and close the inbox."""
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await asyncio.wait([self._serving])
+            if not self._serving.cancelled() and (error := self._serving.exception()):
+                log.error("the receiver at %s ended with an error", self._listen, exc_info=error)
+        if self._writer is not None:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._writer, self._inbox.close)
+            self._writer.shutdown()
+        self._server = self._serving = self._writer = None
+
+
+def _server(inbox: Inbox, writer: ThreadPoolExecutor) -> uvicorn.Server:
+    # A daemon without a receiver must not carry a web server and protobuf in its memory.
+    import uvicorn
+
+    from flywheel.otlp.service import Service
+
+    class Server(uvicorn.Server):
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            """Signals belong to the daemon."""
+            yield
+
+    return Server(
+        uvicorn.Config(
+            Service(inbox.store, writer).app,
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            timeout_graceful_shutdown=STOP_SECONDS,
+        )
+    )
+
+
+def _host_and_port(listen: str) -> tuple[str, int]:
+    host, colon, port = listen.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not (colon and host and port.isascii() and port.isdecimal() and int(port) < 2**16):
+        raise ReceiverError(
+            f"receive spans at {listen!r}", "it is not HOST:PORT", "Write for example 127.0.0.1:4318 or [::1]:4318."
+        )
+    return host, int(port)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    attempt = f"receive spans at {host}:{port}"
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ReceiverError(
+            attempt, f"the host is not known ({error})", "Correct `listen`.", retryable=True
+        ) from error
+    # Of a name with both, clients try both: the older family is the one that is always there.
+    family, kind, protocol, _, address = sorted(found, key=lambda one: one[0] != socket.AF_INET)[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen(_BACKLOG)
+    except OSError as error:
+        bound.close()
+        retryable = error.errno == errno.EADDRINUSE
+        hint = _HINTS.get(error.errno or 0, "Correct `listen`.")
+        raise ReceiverError(attempt, error.strerror or str(error), hint, retryable=retryable) from error
+    bound.setblocking(False)
+    return bound
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

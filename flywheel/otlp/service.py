@@ -1,0 +1,153 @@
+"""The HTTP face of the receiver: `POST /v1/traces`, answered as the OTLP specification says.
+
+Its promise is that a 200 means "on disk". What a client can send again later is answered with 503 and Retry-After;
+what will never be accepted, with 400, 413 or 415, or it is counted as rejected in a 200.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import Final
+
+from google.rpc import code_pb2
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from flywheel.errors import ReceiverError
+from flywheel.otlp.inbox import Row
+from flywheel.otlp.messages import (
+    WINDOWS,
+    Encoding,
+    TooLargeError,
+    UndecodableError,
+    accepted,
+    inflated,
+    refused,
+    request_of,
+)
+from flywheel.otlp.rows import rows_of
+
+log = logging.getLogger(__name__)
+
+PATH: Final = "/v1/traces"
+MAX_BODY: Final = 32 * 1024 * 1024
+"""Bytes of a body, packed and unpacked. An exporter's batch of 512 spans is a few megabytes."""
+BODIES_AT_ONCE: Final = 8
+"""Requests whose bodies are in memory; others wait with theirs in the socket."""
+READ_SECONDS: Final = 30.0
+RETRY_SECONDS: Final = 5
+
+_CODES: Final = {
+    400: code_pb2.INVALID_ARGUMENT,
+    404: code_pb2.NOT_FOUND,
+    405: code_pb2.UNIMPLEMENTED,
+    408: code_pb2.DEADLINE_EXCEEDED,
+    413: code_pb2.RESOURCE_EXHAUSTED,
+    415: code_pb2.INVALID_ARGUMENT,
+    500: code_pb2.INTERNAL,
+    503: code_pb2.UNAVAILABLE,
+}
+
+
+class Service:
+    """Receives requests on the event loop; unpacks, reads and stores them one after the other in `executor`."""
+
+    def __init__(
+        self, store: Callable[[Sequence[Row]], None], executor: Executor, *, max_body: int = MAX_BODY
+    ) -> None:
+        self._store = store
+        self._executor = executor
+        self._max_body = max_body
+        self._room = asyncio.Semaphore(BODIES_AT_ONCE)
+        self._failing = False
+        self.app = Starlette(
+            routes=[Route(PATH, self._export, methods=["POST"])],
+            exception_handlers={HTTPException: _http_error},
+        )
+
+    async def _export(self, request: Request) -> Response:
+        encoding = _encoding_of(request)
+        packing = request.headers.get("content-encoding", "identity").strip().lower()
+        if packing not in (*WINDOWS, "identity", ""):
+            raise HTTPException(415, f"content encoding {packing!r} is not understood; send {' or '.join(WINDOWS)}")
+        async with self._room:
+            body = await self._body(request)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._executor, self._take, body, packing, encoding)
+
+    async def _body(self, request: Request) -> bytes:
+        too_large = HTTPException(413, f"the body is larger than {self._max_body:,} bytes; send smaller batches")
+        told = request.headers.get("content-length", "")
+        if told.isdecimal() and int(told) > self._max_body:
+            raise too_large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(READ_SECONDS):
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > self._max_body:
+                        raise too_large
+        except TimeoutError:
+            raise HTTPException(408, f"the body did not arrive within {READ_SECONDS:g} seconds") from None
+        except ClientDisconnect:
+            raise HTTPException(400, "the client went away before its body had arrived") from None
+        return bytes(body)
+
+    def _take(self, body: bytes, packing: str, encoding: Encoding) -> Response:
+        try:
+            rows = rows_of(request_of(inflated(body, packing, self._max_body), encoding))
+            if rows.accepted:
+                self._store(rows.accepted)
+        except UndecodableError as error:
+            return _refusal(400, str(error), encoding)
+        except TooLargeError as error:
+            return _refusal(413, f"{error}; send smaller batches", encoding)
+        except ReceiverError as error:
+            # Said once and not for every request of every client that tries again.
+            if not self._failing:
+                log.error("%s", error)
+            self._failing = True
+            return _refusal(503, str(error), encoding, {"Retry-After": str(RETRY_SECONDS)})
+        except Exception:
+            log.exception("a request for %s could not be handled", PATH)
+            return _refusal(500, "the request could not be handled; the log says why", encoding)
+        if self._failing and rows.accepted:
+            self._failing = False
+            log.info("spans are being stored again")
+        if rows.rejected:
+            log.warning(
+                "%d of %d spans were refused: %s", rows.rejected, rows.rejected + len(rows.accepted), rows.why
+            )
+        return Response(accepted(encoding, rows.rejected, rows.why), media_type=encoding.value)
+
+
+def _encoding_of(request: Request) -> Encoding:
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    try:
+        return Encoding(media_type)
+    except ValueError:
+        known = " or ".join(Encoding)
+        raise HTTPException(415, f"content type {media_type!r} is not understood; send {known}") from None
+
+
+def _refusal(status: int, why: str, encoding: Encoding, headers: dict[str, str] | None = None) -> Response:
+    body = refused(encoding, _CODES.get(status, code_pb2.UNKNOWN), why)
+    return Response(body, status, headers, media_type=encoding.value)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    why = error.detail
+    if error.status_code == 404:
+        why = f"there is nothing at {request.url.path}: traces are received at {PATH}, metrics and logs are not"
+    try:
+        encoding = _encoding_of(request)
+    except HTTPException:
+        encoding = Encoding.JSON
+    return _refusal(error.status_code, why, encoding, dict(error.headers or {}))
