@@ -91,6 +91,22 @@ def _word(choice: Any) -> str:
     return YES_NO[choice] if isinstance(choice, bool) else str(choice)
 
 
+class Escalation(Part):
+    """Scores near the threshold are worth a second look."""
+
+    band: tuple[float, float]
+    """Lowest and highest score that is judged again."""
+    repeats: int = Field(default=3, gt=0)
+    """How often. The majority of the repeats decides; without one the task stays undecided."""
+
+    @field_validator("band")
+    @classmethod
+    def _ordered(cls, band: tuple[float, float]) -> tuple[float, float]:
+        if not 0 <= band[0] <= band[1] <= 1:
+            raise ValueError("must be two scores in 0…1, the lower one first")
+        return band
+
+
 class RubricJudge(Part):
     """How the judge is asked, unless the configuration says otherwise."""
 
@@ -98,6 +114,12 @@ class RubricJudge(Part):
     """Sampling temperature of the judge."""
     max_tokens: int = Field(default=2048, gt=0)
     """Longest answer of the judge, tokens."""
+    per_criterion: bool = False
+    """One call for each criterion instead of one for all of them."""
+    repeats: int = Field(default=1, gt=0)
+    """How often every task is judged; the majority decides. Give a temperature above 0 when it is more than once."""
+    escalate: Escalation | None = None
+    """Judge scores inside a band again."""
 
 
 class Rubric(Part):

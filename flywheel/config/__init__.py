@@ -9,7 +9,7 @@ from flywheel.config.ingest import (
     SourceSettings,
     StudioSource,
 )
-from flywheel.config.judge import FilterSettings, JudgeSettings
+from flywheel.config.judge import BackupJudge, FilterSettings, JudgeBudget, JudgeSettings
 from flywheel.config.serving import DaemonSettings, ServingSettings
 from flywheel.config.training import (
     GateSettings,
@@ -23,12 +23,14 @@ from flywheel.config.training import (
 
 __all__ = [
     "AgentSettings",
+    "BackupJudge",
     "Config",
     "DaemonSettings",
     "FilterSettings",
     "GateSettings",
     "IngestSettings",
     "JsonlSource",
+    "JudgeBudget",
     "JudgeSettings",
     "LoraSettings",
     "ModelSettings",

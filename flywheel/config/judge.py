@@ -8,19 +8,44 @@ from flywheel import content
 from flywheel.config.section import Section, UserPath
 
 
+class BackupJudge(Section):
+    base_url: str | None = None
+    """Its endpoint. Default: that of the judge, which makes sense with another key or model."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """Name of the environment variable that holds its key."""
+    model: str | None = None
+    """Name of its model. Default: that of the judge."""
+
+
+class JudgeBudget(Section):
+    tokens_per_day: int | None = Field(default=None, gt=0)
+    """Tokens that judging may use in one day (UTC); it pauses when they are used up and goes on the next day."""
+    tokens_per_run: int | None = Field(default=None, gt=0)
+    """Tokens that one `flywheel filter` or one `flywheel run` may use, from its start to its end."""
+
+
 class JudgeSettings(Section):
     model: str = "gpt-4o-mini"
     """Name of the judging model. It should not be the model that is trained."""
     base_url: str | None = None
     """An OpenAI-compatible endpoint. Default: `OPENAI_BASE_URL`, else OpenAI's own."""
     api_key_env: str = "OPENAI_API_KEY"
-    """Name of the environment variable that holds the key. An endpoint without keys needs none."""
+    """Name of the environment variable that holds the key, or several as `k1|k2`: they take turns, and one that is
+    refused or asked to slow down rests. An endpoint without keys needs none."""
+    backup: BackupJudge | None = None
+    """Who is asked while the judge refuses every key or cannot be reached."""
     temperature: float | None = Field(default=None, ge=0)
     """Sampling temperature. Default: the rubric's."""
     max_tokens: int | None = Field(default=None, gt=0)
     """Longest answer of the judge. Default: the rubric's."""
     max_thread: int = Field(default=16, gt=0)
-    """Calls in flight, at most."""
+    """Calls in flight, at most. Fewer while the endpoint asks to slow down."""
+    requests_per_minute: int | None = Field(default=None, gt=0)
+    """Calls that begin in one minute, at most."""
+    tokens_per_minute: int | None = Field(default=None, gt=0)
+    """Tokens, sent and received, that are used in one minute, at most; what a call will use is estimated before it."""
+    budget: JudgeBudget = JudgeBudget()
+    """What judging may use before it pauses. The calls that grade a round's rollouts are not held back."""
     max_attempts: int = Field(default=4, gt=0)
     """Tries per call before the task is undecided."""
     timeout_seconds: float = Field(default=60.0, gt=0)
