@@ -35,7 +35,7 @@ class FlywheelError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Errors travel between processes (Ray actors); Exception's own pickling would pass one argument.
-        return (_rebuild, (type(self), self.attempted, self.why, self.hint, self.retryable))
+        return (_rebuild, (type(self), self.attempted, self.why, self.hint, self.retryable), self.__dict__)
 
 
 def _rebuild(kind: type[FlywheelError], attempted: str, why: str, hint: str, retryable: bool) -> FlywheelError:
@@ -43,14 +43,16 @@ def _rebuild(kind: type[FlywheelError], attempted: str, why: str, hint: str, ret
 
 
 class SourceError(FlywheelError):
-    """A source of replies could not be read."""
+    """A source of replies could not be read. `condition` names the state it is in, in one or two words."""
+
+    condition = "failing"
 
 
 class StudioError(SourceError):
     """A source database could not be read."""
 
 
-class ReceiverError(FlywheelError):
+class ReceiverError(SourceError):
     """Spans could not be received or kept."""
 
 
@@ -60,6 +62,10 @@ class JudgeError(FlywheelError):
 
 class StoreError(FlywheelError):
     """Flywheel's own state could not be read or written."""
+
+
+class ExportError(FlywheelError):
+    """A file for another program could not be written, or nothing can go into it."""
 
 
 class TrainError(FlywheelError):

@@ -1,0 +1,148 @@
+"""The receiver's life: where it may listen, what it leaves alone, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from flywheel.errors import ReceiverError
+from flywheel.otlp import Receiver, inbox_path
+from tests.otlp.exporting import PROTOBUF, ids, request, span
+
+GOOD = request(span(1)).SerializeToString()
+
+
+async def test_an_address_in_use_is_said_and_may_be_tried_again(receiver: Receiver, tmp_path: Path) -> None:
+    port = httpx.URL(receiver.url).port
+    second = Receiver(f"127.0.0.1:{port}", tmp_path / "second.sqlite")
+    with pytest.raises(
+        ReceiverError, match=rf"cannot receive spans at 127\.0\.0\.1:{port}: .*in use.*port"
+    ) as caught:
+        await second.start()
+    assert caught.value.retryable
+    await second.stop()
+    await receiver.stop()
+    await second.start()
+    assert (await post(second)).status_code == 200
+    await second.stop()
+
+
+@pytest.mark.parametrize("listen", ["4318", ":4318", "127.0.0.1:", "127.0.0.1:http", "127.0.0.1:70000", "", "::"])
+async def test_what_is_no_address_is_said(listen: str, tmp_path: Path) -> None:
+    with pytest.raises(ReceiverError, match=r"HOST:PORT.*127\.0\.0\.1:4318") as caught:
+        await Receiver(listen, tmp_path / "inbox.sqlite").start()
+    assert not caught.value.retryable
+
+
+async def test_an_address_of_another_machine_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ReceiverError, match="address of this machine"):
+        await Receiver("192.0.2.1:0", tmp_path / "inbox.sqlite").start()
+
+
+async def test_an_inbox_that_cannot_be_made_is_said_and_the_port_is_free_again(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    receiver = Receiver("127.0.0.1:0", tmp_path / "file" / "inbox.sqlite")
+    with pytest.raises(ReceiverError, match="cannot open the inbox"):
+        await receiver.start()
+
+
+@pytest.mark.parametrize(("listen", "warnings"), [("127.0.0.1:0", 0), ("localhost:0", 0), ("0.0.0.0:0", 1)])
+async def test_one_warning_for_an_address_that_others_reach(
+    listen: str, warnings: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    receiver = Receiver(listen, tmp_path / "inbox.sqlite")
+    await receiver.start()
+    await post(receiver)
+    await receiver.stop()
+    assert sum("no authentication" in record.message for record in caplog.records) == warnings
+
+
+@pytest.mark.skipif(not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists(), reason="no IPv6 here")
+async def test_ipv6(tmp_path: Path) -> None:
+    receiver = Receiver("[::1]:0", tmp_path / "inbox.sqlite")
+    await receiver.start()
+    assert receiver.url.startswith("http://[::1]:")
+    assert (await post(receiver)).status_code == 200
+    await receiver.stop()
+
+
+async def test_stopping_finishes_the_request_in_flight_and_frees_the_port(inbox: Path) -> None:
+    receiver = Receiver("127.0.0.1:0", inbox)
+    await receiver.start()
+    url = httpx.URL(receiver.url)
+    assert url.host and url.port
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    writer.write(head(len(GOOD)) + GOOD[:10])
+    await writer.drain()
+    while not (await asyncio.sleep(0.05)) and not receiver._server.server_state.tasks:  # type: ignore[union-attr]
+        pass
+    stopping = asyncio.create_task(receiver.stop())
+    await asyncio.sleep(0.2)
+    writer.write(GOOD[10:])
+    assert b" 200 " in await reader.readline()
+    await stopping
+    writer.close()
+    assert ids(inbox) == [1]
+    assert not list(inbox.parent.glob("*-wal"))
+    with pytest.raises(httpx.ConnectError):
+        await post(receiver, str(url))
+
+
+async def test_a_client_that_never_ends_does_not_hold_up_the_end(inbox: Path) -> None:
+    receiver = Receiver("127.0.0.1:0", inbox)
+    await receiver.start()
+    url = httpx.URL(receiver.url)
+    assert url.host and url.port
+    _, writer = await asyncio.open_connection(url.host, url.port)
+    writer.write(head(9))
+    await writer.drain()
+    await asyncio.sleep(0.2)
+    await asyncio.wait_for(receiver.stop(), 20)
+    writer.close()
+
+
+async def test_signals_stay_the_daemon_s(inbox: Path) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    receiver = Receiver("127.0.0.1:0", inbox)
+    await receiver.start()
+    during = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    await receiver.stop()
+    await receiver.stop()
+    assert during == before
+
+
+def test_a_daemon_without_a_receiver_loads_no_web_server() -> None:
+    code = (
+        "import sys, flywheel.otlp; "
+        "print([n for n in ('uvicorn', 'starlette', 'google.protobuf', 'opentelemetry') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"
+
+
+def test_each_address_has_an_inbox_of_its_own(tmp_path: Path) -> None:
+    assert inbox_path(tmp_path, "127.0.0.1:4318") == tmp_path / "otlp" / "127.0.0.1-4318.sqlite"
+    assert inbox_path(tmp_path, "[::1]:4318").parent == tmp_path / "otlp"
+    assert inbox_path(tmp_path, "../../x:1").parent == tmp_path / "otlp"
+
+
+def head(length: int) -> bytes:
+    lines = (
+        "POST /v1/traces HTTP/1.1",
+        "Host: x",
+        "Content-Type: application/x-protobuf",
+        f"Content-Length: {length}",
+    )
+    return "".join(f"{line}\r\n" for line in (*lines, "")).encode()
+
+
+async def post(receiver: Receiver, url: str = "") -> httpx.Response:
+    async with httpx.AsyncClient(timeout=30) as client:
+        return await client.post(url or receiver.url.replace("0.0.0.0", "127.0.0.1"), content=GOOD, headers=PROTOBUF)
