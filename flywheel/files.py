@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write beside, fsync, rename: a reader sees the old file or the new one, whatever dies in between."""
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that appears whole: write beside, fsync, rename. A reader sees the old one or the new one."""
     fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     temporary = Path(name)
     try:
         with os.fdopen(fd, "wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.chmod(0o644)
@@ -26,6 +28,11 @@ def write_atomic(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    with whole_file(path) as file:
+        file.write(data)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -1,0 +1,46 @@
+"""The formats of TRL: prompts for GRPO, whole replies for SFT, pairs of replies for DPO; all conversational."""
+
+from __future__ import annotations
+
+from flywheel.formats import chat
+from flywheel.formats.format import Record, Sample
+
+
+def grpo(sample: Sample) -> Record:
+    """A prompt; the other columns are what reward functions get as keyword arguments."""
+    line = sample.line
+    return {
+        "prompt": chat.prompt(line),
+        "answer": line["answer"],
+        "structured": line["metadata"]["structured_json"],
+        "tools": chat.tools(line),
+        "task_id": line["task_id"],
+        "agent_name": line["metadata"]["agent_name"],
+        "score": sample.score,
+    }
+
+
+def sft(sample: Sample) -> Record:
+    """Prompt and completion, so that the loss is on this reply alone: earlier turns had verdicts of their own."""
+    line = sample.line
+    return {
+        "prompt": chat.prompt(line),
+        "completion": chat.reply(line),
+        "tools": chat.tools(line),
+        "task_id": line["task_id"],
+        "score": sample.score,
+    }
+
+
+def dpo(chosen: Sample, rejected: Sample) -> Record:
+    """One prompt with a better and a worse reply."""
+    return {
+        "prompt": chat.prompt(chosen.line),
+        "chosen": chat.reply(chosen.line),
+        "rejected": chat.reply(rejected.line),
+        "tools": chat.tools(chosen.line),
+        "chosen_score": chosen.score,
+        "rejected_score": rejected.score,
+        "chosen_task_id": chosen.line["task_id"],
+        "rejected_task_id": rejected.line["task_id"],
+    }

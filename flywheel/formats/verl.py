@@ -1,0 +1,50 @@
+"""The format of verl: the columns of its `RLHFDataset`."""
+
+from __future__ import annotations
+
+import json
+
+from flywheel.formats import chat
+from flywheel.formats.format import Record, Sample
+from flywheel.trace import ChatMessage
+
+DATA_SOURCE = "flywheel"
+"""verl chooses the reward function by this name; it has none of its own for it, so one must be configured."""
+
+
+def verl(sample: Sample) -> Record:
+    line = sample.line
+    about = line["metadata"]
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": [_flat(message) for message in chat.prompt(line)],
+        "ability": "agent",
+        "reward_model": {"style": "rule", "ground_truth": line["answer"]},
+        "extra_info": {
+            "task_id": line["task_id"],
+            "split": about["split"],
+            "question": line["question"],
+            "answer": line["answer"],
+            "agent_name": about["agent_name"],
+            "score": sample.score,
+            "tools_json": chat.tools(line),
+            "structured_json": about["structured_json"],
+        },
+    }
+
+
+def _flat(message: ChatMessage) -> ChatMessage:
+    """A column of a table has one type: arguments, which differ from tool to tool, are JSON text here."""
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        {
+            **call,
+            "function": {
+                "name": call["function"]["name"],
+                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+            },
+        }
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}

@@ -1,0 +1,258 @@
+"""`flywheel export` as a person runs it: what it writes, what it says, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Connection, select
+
+from flywheel.states import Split, TaskState
+from flywheel.store import selection
+from flywheel.store.database import Store
+from flywheel.store.schema import tasks
+from flywheel.verdict import Outcome
+from tests.cli.conftest import Run
+from tests.formats.filling import Judged, add_verdict, bad, every_kind, fill, good, later_turn, lines, reply
+
+FORMATS = ["agentjet", "trinity", "trl-grpo", "trl-sft", "trl-dpo", "verl"]
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """Every kind of task accepted, one of each other state, one held out, and a pair of replies to one prompt."""
+    entries = [good(told) for told in every_kind()]
+    for number, state in enumerate(state for state in TaskState if state is not TaskState.ACCEPTED):
+        decided = state in (TaskState.RESERVED, TaskState.CONSUMED, TaskState.REJECTED)
+        entries.append(Judged(reply(20 + number), state, 0.25 if decided else None))
+    entries.append(Judged(reply(40), split=Split.HELD_OUT))
+    entries += [good(reply(50, query="Two and two?")), bad(reply(51, query="Two and two?"))]
+    home = tmp_path / "home"
+    asyncio.run(fill(home, entries))
+    return home
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_format_makes_a_file_and_leaves_the_state_alone(flywheel: Run, home: Path, name: str) -> None:
+    before = snapshot(home)
+    ran = flywheel("export", "--format", name, "--json")
+    assert ran.code == 0, ran.err
+    suffix = "parquet" if name == "verl" else "jsonl"
+    assert ran.json["out"] == f"{name}.{suffix}"
+    assert ran.json["lines"] > 0
+    out = home.parent / ran.json["out"]
+    if suffix == "jsonl":
+        assert len(lines(out)) == ran.json["lines"]
+    assert snapshot(home) == before
+    assert sorted(path.name for path in home.parent.iterdir()) == sorted([home.name, out.name])
+
+
+@pytest.mark.parametrize(("state", "expected"), [("accepted", 13), ("pending", 2), ("rejected", 2), ("all", 18)])
+def test_the_state_chooses_and_rounds_take_nothing_away(flywheel: Run, home: Path, state: str, expected: int) -> None:
+    assert flywheel("export", "--format", "agentjet", "--state", state, "--json").json["lines"] == expected
+
+
+@pytest.mark.parametrize(("split", "expected"), [("train", 13), ("held-out", 1), ("all", 14)])
+def test_held_out_tasks_come_only_when_asked_for(flywheel: Run, home: Path, split: str, expected: int) -> None:
+    ran = flywheel("export", "--format", "agentjet", "--split", split, "--json")
+    assert ran.json["lines"] == expected
+    found = {line["metadata"]["split"] for line in lines(home.parent / "agentjet.jsonl")}
+    assert found == ({"train", "held-out"} if split == "all" else {split})
+
+
+def test_the_report_counts_what_was_left_out(flywheel: Run, home: Path) -> None:
+    ran = flywheel("export", "--format", "trl-sft", "--out", "-")
+    assert ran.code == 0
+    written = [json.loads(line) for line in ran.out.split("\n") if line]
+    assert len(written) == 9
+    assert ran.err.splitlines()[0] == "9 lines in stdout (trl-sft, accepted, train)"
+    reasons = [line for line in ran.err.splitlines() if line.startswith("left out 1: ")]
+    assert len(reasons) == 4
+    assert any("image" in line for line in reasons)
+
+
+def test_the_score_is_of_the_verdict_that_decided(flywheel: Run, tmp_path: Path) -> None:
+    asyncio.run(fill(tmp_path / "home", [good(reply(1), 0.75), bad(reply(2), 0.125), Judged(reply(3), score=None)]))
+
+    async def judge_again() -> list[selection.Selected]:
+        store = await Store.open(tmp_path / "home")
+
+        def again(conn: Connection) -> list[selection.Selected]:
+            # Another rubric rejected the first task before the old rubric came back.
+            add_verdict(conn, 1, Outcome.REJECTED, 0.0, "another rubric")
+            add_verdict(conn, 2, Outcome.UNDECIDED, None, "another rubric")
+            return selection.read(conn, [3, 1, 2, 99])
+
+        try:
+            return await store.write(again)
+        finally:
+            await store.close()
+
+    found = asyncio.run(judge_again())
+    assert [(one.id, one.outcome, one.score) for one in found] == [
+        (3, None, None),
+        (1, Outcome.ACCEPTED, 0.75),
+        (2, Outcome.REJECTED, 0.125),
+    ]
+
+
+def test_a_state_of_many_pages_comes_whole_and_in_order(flywheel: Run, tmp_path: Path) -> None:
+    asyncio.run(fill(tmp_path / "home", [good(reply(number)) for number in range(950)]))
+    assert flywheel("export", "--format", "trl-grpo").code == 0
+    written = lines(tmp_path / "trl-grpo.jsonl")
+    assert [line["answer"] for line in written] == [f"\\boxed{{{number + 1}}}" for number in range(950)]
+
+
+def test_the_richest_line_is_the_first(flywheel: Run, tmp_path: Path) -> None:
+    entries = [Judged(reply(number), TaskState.PENDING, None) for number in range(300)]
+    entries.append(good(later_turn(300)))
+    asyncio.run(fill(tmp_path / "home", entries))
+    assert flywheel("export", "--format", "trl-grpo", "--state", "all").code == 0
+    scores = [line["score"] for line in lines(tmp_path / "trl-grpo.jsonl")]
+    assert scores == [1.0] + [None] * 300
+
+
+# What goes wrong
+
+
+def test_an_unknown_format_names_those_there_are(flywheel: Run, home: Path) -> None:
+    ran = flywheel("export", "--format", "csv")
+    assert ran.code == 2
+    assert all(name in ran.err for name in FORMATS)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--format", "trl-dpo", "--state", "all"],
+        ["--format", "trl-sft", "--margin", "0.1"],
+        ["--format", "trl-dpo", "--margin", "-1"],
+        ["--format", "trl-sft", "--out", "-", "--json"],
+        [],
+    ],
+    ids=" ".join,
+)
+def test_options_that_do_not_go_together_are_refused(flywheel: Run, home: Path, wrong: list[str]) -> None:
+    ran = flywheel("export", *wrong)
+    assert ran.code == 2
+    assert not [path for path in home.parent.iterdir() if path != home]
+
+
+def test_a_file_is_replaced_only_by_force(flywheel: Run, home: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text("precious")
+    ran = flywheel("export", "--format", "agentjet", "--out", mine)
+    assert ran.code == 1
+    assert "--force" in ran.err
+    assert mine.read_text() == "precious"
+    assert flywheel("export", "--format", "agentjet", "--out", mine, "--force").code == 0
+    assert len(lines(mine)) == 13
+
+
+@pytest.mark.parametrize("out", ["", "missing/x.jsonl"])
+def test_a_place_that_cannot_be_written_is_named(flywheel: Run, home: Path, tmp_path: Path, out: str) -> None:
+    ran = flywheel("export", "--format", "agentjet", "--out", tmp_path / out)
+    assert ran.code == 1
+    assert ran.err.startswith(f"flywheel: cannot write {tmp_path / out}")
+    assert "--out" in ran.err
+
+
+def test_no_task_and_no_state_say_what_there_is(flywheel: Run, tmp_path: Path) -> None:
+    ran = flywheel("export", "--format", "agentjet")
+    assert ran.code == 1
+    assert "has no task" in ran.err
+    assert "flywheel ingest" in ran.err
+    assert not (tmp_path / "home").exists()
+    asyncio.run(fill(tmp_path / "home", [Judged(reply(1), TaskState.PENDING, None), bad(reply(2))]))
+    ran = flywheel("export", "--format", "agentjet")
+    assert ran.code == 1
+    assert "1 pending (train), 1 rejected (train)" in ran.err
+    ran = flywheel("export", "--format", "trl-dpo")
+    assert ran.code == 1
+    assert "no reply with the other verdict" in ran.err
+    assert not list(tmp_path.glob("*.jsonl"))
+
+
+def test_parquet_without_pyarrow_names_the_command_that_installs_it(
+    flywheel: Run, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    ran = flywheel("export", "--format", "verl")
+    assert ran.code == 1
+    assert "pip install 'agentscope-flywheel[cpu]'" in ran.err
+    assert not [path for path in home.parent.iterdir() if path != home]
+
+
+def command(home: Path, *arguments: str, limit: int | None = None) -> list[str]:
+    code = "import sys; from flywheel.cli import main; sys.argv = ['flywheel', *sys.argv[1:]]; main()"
+    if limit is not None:
+        code = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); {code}"
+    return [sys.executable, "-c", code, *arguments]
+
+
+def run_alone(
+    home: Path, *arguments: str, stdout: int = subprocess.PIPE, limit: int | None = None
+) -> tuple[int, str]:
+    done = subprocess.run(
+        command(home, *arguments, limit=limit),
+        cwd=home.parent,
+        env={**os.environ, "FLYWHEEL_HOME": str(home)},
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("name", ["trl-sft", "verl"])
+def test_a_full_disk_leaves_no_file(home: Path, name: str) -> None:
+    code, err = run_alone(home, "export", "--format", name, "--out", "out", limit=1000)
+    assert code == 1
+    assert err.startswith("flywheel: cannot write out: File too large.")
+    assert len(err.splitlines()) == 1
+    assert [path.name for path in home.parent.iterdir()] == [home.name]
+
+
+@pytest.mark.parametrize("name", ["trl-sft", "verl"])
+def test_a_full_device_and_a_full_stdout_are_errors(home: Path, name: str) -> None:
+    code, err = run_alone(home, "export", "--format", name, "--out", "/dev/full")
+    assert (code, len(err.splitlines())) == (1, 1)
+    assert err.startswith("flywheel: cannot write /dev/full: No space left on device.")
+    with Path("/dev/full").open("wb") as full:
+        code, err = run_alone(home, "export", "--format", name, "--out", "-", stdout=full.fileno())
+    assert (code, len(err.splitlines())) == (1, 1)
+    assert err.startswith("flywheel: cannot write stdout: No space left on device.")
+
+
+def test_a_reader_that_goes_away_is_no_error_of_ours(home: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        code, err = run_alone(home, "export", "--format", "trl-sft", "--out", "-", stdout=writing)
+    finally:
+        os.close(writing)
+    assert (code, err) == (1, "")
+
+
+def test_the_export_keeps_out_of_a_running_writers_way(flywheel: Run, home: Path) -> None:
+    async def beside() -> int:
+        store = await Store.open(home)
+        try:
+            ran = await asyncio.to_thread(flywheel, "export", "--format", "agentjet", "--json")
+            assert ran.code == 0, ran.err
+            return len(await store.read(lambda conn: conn.execute(select(tasks.c.id)).all()))
+        finally:
+            await store.close()
+
+    assert asyncio.run(beside()) == 12 + len(TaskState)
