@@ -1,0 +1,160 @@
+"""Likeness of texts: what is left of a text when its looks are taken away, its words, and where to look for its like.
+
+Pure functions, the same in every process and after every restart: their results are stored. Two texts are near when
+they hold the same numbers and share most of their words; MinHash only says which pairs are worth comparing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import unicodedata
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Final
+
+import xxhash
+
+if TYPE_CHECKING:
+    from datasketch import MinHash
+
+NEAR: Final = 0.8
+"""The share of common words from which on texts with the same numbers are near-duplicates."""
+BANDS: Final = 16
+"""Keys per text, at most: what is stored and looked up for each."""
+MISSED: Final = 0.003
+"""How seldom a pair that is exactly at the threshold may share no band."""
+
+_SPACED: Final = frozenset({"Sm", "Sc", "So"})
+_OPERATORS: Final = {"×": "*", "÷": "/", "\N{MINUS SIGN}": "-"}
+_JOINING: Final = "-*/%^#.,:"
+"""Punctuation that means something beside a number, between one-letter names, or at the end of one (C#)."""
+_MARKS: Final = re.compile(
+    r"(?P<number>(?<=\d)[.,:](?=\d))"
+    r"|(?<=\d) *[-*/%^]|[-*/%^](?= *\d)|(?<=\b\w) *[-*/%^](?= *\w\b)|(?<=\w)#"
+    r"|(?P<other>[-*/%^#.,:])"
+)
+_UNSPACED: Final = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
+    "\U00020000-\U0003ffff"
+)
+"""Scripts whose words are not parted by spaces, or change at their ends: Thai, Lao, Burmese, Khmer, CJK."""
+_RUNS: Final = re.compile(f"[{_UNSPACED}]+|[^{_UNSPACED}]+")
+_IS_UNSPACED: Final = re.compile(f"[{_UNSPACED}]")
+_NUMBERS: Final = re.compile(r"\d+(?:[.,:]\d+)*|(?<!\S)[-*/%^+<>=#](?!\S)")
+
+
+class _Folded(dict[int, str]):
+    """What each character becomes; filled as characters are met."""
+
+    def __missing__(self, code: int) -> str:
+        self[code] = folded = self._fold(chr(code))
+        return folded
+
+    @staticmethod
+    def _fold(char: str) -> str:
+        if char in _OPERATORS:
+            return _OPERATORS[char]
+        category = unicodedata.category(char)
+        if category == "Pd":
+            return "-"
+        if char in _JOINING or category[0] in "LN":
+            return char
+        if category[0] == "M":
+            return "" if "\ufe00" <= char <= "\ufe0f" else char
+        if category == "Cf":
+            return ""
+        return f" {char} " if category in _SPACED else " "
+
+
+_FOLDED: Final = _Folded()
+
+
+@lru_cache(maxsize=8)
+def normalised(text: str) -> str:
+    """The text without case, width, punctuation and the kind of its white space; operators and decimals stay.
+
+    A text of nothing but punctuation stays as it is.
+    """
+    plain = text.casefold() if text.isascii() else _composed(_composed(text).casefold())
+    folded = " ".join(plain.translate(_FOLDED).split())
+    return " ".join(_MARKS.sub(_mark, folded).split()) or " ".join(plain.split())
+
+
+def _composed(text: str) -> str:
+    return unicodedata.normalize("NFKC", text)
+
+
+def _mark(found: re.Match[str]) -> str:
+    if found["number"]:
+        return found["number"]
+    return " " if found["other"] else f" {found[0].strip()} "
+
+
+def words(text: str) -> frozenset[int]:
+    """32-bit hashes of the different words; scripts without spaces count by pairs of characters."""
+    found: set[str] = set()
+    for word in normalised(text).split():
+        if word.isascii():
+            found.add(word)
+            continue
+        for run in _RUNS.findall(word):
+            if len(run) > 1 and _IS_UNSPACED.match(run):
+                found.update(run[start : start + 2] for start in range(len(run) - 1))
+            else:
+                found.add(run)
+    return frozenset(xxhash.xxh32_intdigest(word.encode("utf-8", "surrogatepass")) for word in found)
+
+
+def numbers(text: str) -> tuple[str, ...]:
+    """The numbers in their order, with the operators beside them: 3 + 4 is another question than 3 + 5 or 3 - 4."""
+    return tuple(_NUMBERS.findall(normalised(text)))
+
+
+def likeness(a: frozenset[int], b: frozenset[int]) -> float:
+    """The share of common words (Jaccard), 0…1; two texts without words are alike."""
+    common = len(a & b)
+    either = len(a) + len(b) - common
+    return common / either if either else 1.0
+
+
+def is_near(
+    words_a: frozenset[int],
+    numbers_a: tuple[str, ...],
+    words_b: frozenset[int],
+    numbers_b: tuple[str, ...],
+    *,
+    threshold: float = NEAR,
+) -> bool:
+    """Whether two texts are near-duplicates: the same numbers, and at least `threshold` of the words in common."""
+    return numbers_a == numbers_b and likeness(words_a, words_b) >= threshold
+
+
+def bands(words: frozenset[int], *, threshold: float = NEAR) -> tuple[int, ...]:
+    """63-bit keys, at most 16. Texts as alike as `threshold` share one but for `MISSED` of them; others may, too.
+
+    MinHash with banding (Broder 1997; Leskovec, Rajaraman, Ullman: Mining of Massive Datasets, 3.4).
+    """
+    rows = _rows(threshold)
+    signature = _empty(BANDS * rows).copy()
+    signature.update_batch(sorted(words))
+    values = signature.hashvalues.reshape(BANDS, rows)  # (band, row), uint32
+    return tuple(xxhash.xxh3_64_intdigest(row.tobytes(), seed=band) >> 1 for band, row in enumerate(values))
+
+
+@cache
+def _rows(threshold: float) -> int:
+    """The most rows per band that hardly ever miss a pair at the threshold: more rows, fewer chance hits."""
+    if threshold >= 1:
+        return 8
+    # A pair of likeness s shares no band with probability (1 - s^rows)^bands.
+    wanted = 1 - MISSED ** (1 / BANDS)
+    return max(1, min(8, int(math.log(wanted) / math.log(max(threshold, 0.01)))))
+
+
+@cache
+def _empty(permutations: int) -> MinHash:
+    # Here, not above: it brings numpy and scipy, and a daemon that waits needs neither.
+    from datasketch import MinHash
+
+    # The words are hashes already; scheme and seed are named because what they make is stored.
+    return MinHash(num_perm=permutations, seed=1, hashfunc=int, scheme="affine32")
