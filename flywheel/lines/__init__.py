@@ -1,0 +1,1 @@
+"""Task files that other programs write, one JSON object per line: read, never written."""
