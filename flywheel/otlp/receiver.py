@@ -115,6 +115,7 @@ def _server(inbox: Inbox, writer: ThreadPoolExecutor) -> uvicorn.Server:
             lifespan="off",
             ws="none",
             server_header=False,
+            proxy_headers=False,
             timeout_graceful_shutdown=STOP_SECONDS,
         )
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Final
 
@@ -41,7 +41,7 @@ MAX_BODY: Final = 32 * 1024 * 1024
 BODIES_AT_ONCE: Final = 8
 """Requests whose bodies are in memory; others wait with theirs in the socket."""
 READ_SECONDS: Final = 30.0
-RETRY_SECONDS: Final = 5
+_LATER: Final = {"Retry-After": "5"}
 
 _CODES: Final = {
     400: code_pb2.INVALID_ARGUMENT,
@@ -76,10 +76,14 @@ class Service:
         packing = request.headers.get("content-encoding", "identity").strip().lower()
         if packing not in (*WINDOWS, "identity", ""):
             raise HTTPException(415, f"content encoding {packing!r} is not understood; send {' or '.join(WINDOWS)}")
-        async with self._room:
-            body = await self._body(request)
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._executor, self._take, body, packing, encoding)
+        loop = asyncio.get_running_loop()
+        try:
+            async with self._room:
+                body = await self._body(request)
+                return await loop.run_in_executor(self._executor, self._take, body, packing, encoding)
+        except asyncio.CancelledError:
+            # The server is stopping and has waited long enough. The client may send the same again.
+            raise HTTPException(503, "the receiver is stopping", _LATER) from None
 
     async def _body(self, request: Request) -> bytes:
         too_large = HTTPException(413, f"the body is larger than {self._max_body:,} bytes; send smaller batches")
@@ -113,7 +117,7 @@ class Service:
             if not self._failing:
                 log.error("%s", error)
             self._failing = True
-            return _refusal(503, str(error), encoding, {"Retry-After": str(RETRY_SECONDS)})
+            return _refusal(503, str(error), encoding, _LATER)
         except Exception:
             log.exception("a request for %s could not be handled", PATH)
             return _refusal(500, "the request could not be handled; the log says why", encoding)
@@ -136,7 +140,7 @@ def _encoding_of(request: Request) -> Encoding:
         raise HTTPException(415, f"content type {media_type!r} is not understood; send {known}") from None
 
 
-def _refusal(status: int, why: str, encoding: Encoding, headers: dict[str, str] | None = None) -> Response:
+def _refusal(status: int, why: str, encoding: Encoding, headers: Mapping[str, str] | None = None) -> Response:
     body = refused(encoding, _CODES.get(status, code_pb2.UNKNOWN), why)
     return Response(body, status, headers, media_type=encoding.value)
 
@@ -150,4 +154,4 @@ async def _http_error(request: Request, error: Exception) -> Response:
         encoding = _encoding_of(request)
     except HTTPException:
         encoding = Encoding.JSON
-    return _refusal(error.status_code, why, encoding, dict(error.headers or {}))
+    return _refusal(error.status_code, why, encoding, error.headers)

@@ -44,6 +44,13 @@ def json_body(*spans: dict[str, Any]) -> bytes:
     return json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": list(spans)}]}]}).encode()
 
 
+def nested(levels: int) -> dict[str, Any]:
+    value: dict[str, Any] = {"intValue": 1}
+    for _ in range(levels):
+        value = {"kvlistValue": {"values": [{"key": "k", "value": value}]}}
+    return value
+
+
 @pytest.mark.parametrize(
     ("body", "headers"),
     [
@@ -57,6 +64,7 @@ def json_body(*spans: dict[str, Any]) -> bytes:
         (json_body(json_span(attributes=[{"key": "a", "value": {"intValue": {}}}])), JSON),
         (json_body(json_span(traceId=5)), JSON),
         (b'{"resourceSpans": ' + b"[" * 5000 + b"]" * 5000 + b"}", JSON),
+        (json_body(json_span(attributes=[{"key": "a", "value": nested(100)}])), JSON),
         (GOOD, {**PROTOBUF, "Content-Encoding": "gzip"}),
         (gzip.compress(GOOD)[:-4], {**PROTOBUF, "Content-Encoding": "gzip"}),
     ],

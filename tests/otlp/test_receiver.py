@@ -15,6 +15,7 @@ import pytest
 from flywheel.errors import ReceiverError
 from flywheel.otlp import Receiver, inbox_path
 from tests.otlp.exporting import PROTOBUF, ids, request, span
+from tests.studio.reading import read_all
 
 GOOD = request(span(1)).SerializeToString()
 
@@ -64,6 +65,12 @@ async def test_one_warning_for_an_address_that_others_reach(
     assert sum("no authentication" in record.message for record in caplog.records) == warnings
 
 
+async def test_an_inbox_is_readable_before_the_first_span(inbox: Path, receiver: Receiver) -> None:
+    assert read_all(inbox)[:2] == ([], [])
+    await receiver.stop()
+    assert read_all(inbox)[:2] == ([], [])
+
+
 @pytest.mark.skipif(not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists(), reason="no IPv6 here")
 async def test_ipv6(tmp_path: Path) -> None:
     receiver = Receiver("[::1]:0", tmp_path / "inbox.sqlite")
@@ -95,7 +102,9 @@ async def test_stopping_finishes_the_request_in_flight_and_frees_the_port(inbox:
         await post(receiver, str(url))
 
 
-async def test_a_client_that_never_ends_does_not_hold_up_the_end(inbox: Path) -> None:
+async def test_a_client_that_never_ends_does_not_hold_up_the_end(
+    inbox: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     receiver = Receiver("127.0.0.1:0", inbox)
     await receiver.start()
     url = httpx.URL(receiver.url)
@@ -106,6 +115,7 @@ async def test_a_client_that_never_ends_does_not_hold_up_the_end(inbox: Path) ->
     await asyncio.sleep(0.2)
     await asyncio.wait_for(receiver.stop(), 20)
     writer.close()
+    assert "Traceback" not in caplog.text
 
 
 async def test_signals_stay_the_daemon_s(inbox: Path) -> None:
