@@ -88,22 +88,18 @@ class Pairing:
                 free.remove(worse)
                 found.append((better.id, worse.id))
         for one in rest:
-            self.left_out[self._why(one, rejected)] += 1
+            self.left_out[self._why([(one, other) for other in rejected])] += 1
         for one in free:
-            self.left_out[self._why(one, accepted)] += 1
+            self.left_out[self._why([(other, one) for other in accepted])] += 1
         return found
 
     def _differ(self, better: Candidate, worse: Candidate) -> bool:
-        return better.answer != worse.answer and self._apart(better, worse)
-
-    def _apart(self, one: Candidate, other: Candidate) -> bool:
         # Rounded: 0.9 - 0.8 is less than 0.1 in binary.
-        gap = round(abs(one.score - other.score), 9)
-        return gap > 0 and gap >= self._margin
+        gap = round(better.score - worse.score, 9)
+        return better.answer != worse.answer and gap > 0 and gap >= self._margin
 
-    def _why(self, one: Candidate, others: Sequence[Candidate]) -> str:
-        if all(one.answer == other.answer for other in others):
+    def _why(self, possible: Sequence[tuple[Candidate, Candidate]]) -> str:
+        """Why a reply is in no pair, of all the pairs it could have been in."""
+        if all(better.answer == worse.answer for better, worse in possible):
             return SAME
-        if not any(one.answer != other.answer and self._apart(one, other) for other in others):
-            return CLOSE
-        return USED_UP
+        return USED_UP if any(self._differ(better, worse) for better, worse in possible) else CLOSE
