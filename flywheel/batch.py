@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 
 import orjson
 import xxhash
 
+from flywheel import likeness
 from flywheel.states import SkipReason, Split
 from flywheel.task import Task, task_id
 from flywheel.trace import Cursor, DeadRow, Mark, Reply
@@ -18,10 +20,10 @@ class Entry:
     """A reply as the ledger stores it: what is asked of it often, and its task as one JSON object.
 
     `line` is the task in UTF-8 without a line end, empty where `skip` says why there is none. Its split is
-    provisional: the ledger knows which side the conversation is on. `content` is a 63-bit hash of everything above, to notice
-    that a reply looks different when it is read again. `opening` is what the user said first in the conversation, as
-    far as it is known. A reply is `linked` when its own spans do not show the conversation before it: the ledger then
-    finds the earlier turns by conversation id and time.
+    provisional: the ledger knows which side the conversation is on. `content` is a 63-bit hash of all that, to notice
+    that a reply looks different when it is read again. `words` and `bands` say what the conversation begins like (see
+    `likeness`), where this is its first turn. A reply is `linked` when its own spans do not show the conversation
+    before it: the ledger then finds the earlier turns by conversation id and time.
     """
 
     span_id: str
@@ -33,7 +35,8 @@ class Entry:
     key: str
     line: bytes
     content: int
-    opening: str = ""
+    words: tuple[int, ...] = ()
+    bands: tuple[int, ...] = ()
     linked: bool = False
     skip: SkipReason | None = None
     detail: str = ""
@@ -41,9 +44,12 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step of reading, to be stored in one transaction: replies, dead rows, what is remembered, the cursor."""
+    """One step of reading, to be stored in one transaction: replies, dead rows, what is remembered, the cursor.
 
-    cursor: Cursor
+    Without a cursor, which a look back at earlier rows has not, the stored one stays.
+    """
+
+    cursor: Cursor | None
     entries: tuple[Entry, ...] = ()
     dead: tuple[DeadRow, ...] = ()
     marks: tuple[Mark, ...] = ()
@@ -55,7 +61,7 @@ def entry_of(reply: Reply, source: str) -> Entry:
     """A reply from `source` in the ledger's form."""
     key = task_id(reply.trace_id, reply.span_id)
     whole = line_bytes(Task(key, Split.TRAIN, source, reply).line())
-    asked = next((m["content"] for m in reply.history if m["role"] == "user"), reply.query)
+    words, bands = opening_of(reply.query) if reply.turn == 0 and not reply.skip else ((), ())
     return Entry(
         span_id=reply.span_id,
         trace_id=reply.trace_id,
@@ -66,7 +72,8 @@ def entry_of(reply: Reply, source: str) -> Entry:
         key=key,
         line=b"" if reply.skip else whole,
         content=xxhash.xxh3_64_intdigest(whole + str(reply.skip).encode()) >> 1,
-        opening=asked,
+        words=words,
+        bands=bands,
         linked=not reply.history and not reply.model,
         skip=reply.skip,
         detail=reply.skip_detail,
@@ -79,3 +86,14 @@ def line_bytes(line: dict[str, object]) -> bytes:
         return orjson.dumps(line)
     except orjson.JSONEncodeError:
         return json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+@lru_cache(maxsize=256)
+def opening_of(query: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The words of a conversation's first question, and where others that begin alike are found.
+
+    Only those with the same numbers are alike: "What is 3 + 4?" is another question than "What is 3 + 5?".
+    """
+    words = likeness.words(query)
+    numbers = xxhash.xxh3_64_intdigest("\0".join(likeness.numbers(query)).encode("utf-8", "replace")) >> 1
+    return tuple(sorted(words)), tuple(band ^ numbers for band in likeness.bands(words, threshold=likeness.NEAR))

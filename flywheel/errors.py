@@ -60,6 +60,10 @@ class JudgeError(FlywheelError):
     """The judge gave no verdict."""
 
 
+class FilterError(FlywheelError):
+    """A filter could not be asked: what waits for it stays pending."""
+
+
 class StoreError(FlywheelError):
     """Flywheel's own state could not be read or written."""
 

@@ -48,6 +48,10 @@ class TaskState(StrEnum):
     RESERVED = "reserved"
     CONSUMED = "consumed"
     DEAD = "dead"
+    HELD = "held"
+    """set aside for a person: one of a burst of near-identical questions"""
+    WITHDRAWN = "withdrawn"
+    """its reply turned out to be none when the trace went on; nothing had been paid for it"""
 
 
 class Split(StrEnum):
@@ -82,7 +86,18 @@ class DeploymentState(StrEnum):
     FAILED = "failed"
 
 
+class LetterState(StrEnum):
+    """A dead letter's."""
+
+    OPEN = "open"
+    RETRIED = "retried"
+    """looked at again; if that fails too, it is open again"""
+    DROPPED = "dropped"
+    """closed for good"""
+
+
 _R, _T, _RO, _A, _D = ReplyState, TaskState, RoundState, AdapterState, DeploymentState
+_L = LetterState
 _Table = Mapping[StrEnum, frozenset[StrEnum]]
 
 # One table per kind: members of different StrEnums compare equal by text (a reply's and a task's "dead").
@@ -92,18 +107,21 @@ TRANSITIONS: Final[Mapping[type[StrEnum], _Table]] = {
         _R.CLOSED: frozenset({_R.OPEN, _R.CONVERTED, _R.SKIPPED, _R.DEAD}),
         # The agent span of a reply that was given up can still arrive: its exporter was only late.
         _R.SKIPPED: frozenset({_R.OPEN}),
-        _R.CONVERTED: frozenset(),
+        # A trace that goes on opens its reply again, while no verdict has been paid for.
+        _R.CONVERTED: frozenset({_R.OPEN}),
         _R.DEAD: frozenset({_R.OPEN}),
     },
     TaskState: {
-        _T.PENDING: frozenset({_T.JUDGING, _T.DEAD}),
-        _T.JUDGING: frozenset({_T.ACCEPTED, _T.REJECTED, _T.UNDECIDED, _T.DEAD, _T.PENDING}),
-        _T.UNDECIDED: frozenset({_T.JUDGING, _T.PENDING, _T.DEAD}),
-        _T.ACCEPTED: frozenset({_T.RESERVED, _T.PENDING}),
+        _T.PENDING: frozenset({_T.JUDGING, _T.DEAD, _T.WITHDRAWN, _T.HELD}),
+        _T.JUDGING: frozenset({_T.ACCEPTED, _T.REJECTED, _T.UNDECIDED, _T.DEAD, _T.PENDING, _T.HELD}),
+        _T.UNDECIDED: frozenset({_T.JUDGING, _T.PENDING, _T.DEAD, _T.HELD}),
+        _T.HELD: frozenset({_T.PENDING, _T.REJECTED}),
+        _T.ACCEPTED: frozenset({_T.RESERVED, _T.PENDING, _T.HELD}),
         _T.REJECTED: frozenset({_T.PENDING}),
         _T.RESERVED: frozenset({_T.CONSUMED, _T.ACCEPTED}),
         _T.CONSUMED: frozenset(),
         _T.DEAD: frozenset({_T.PENDING}),
+        _T.WITHDRAWN: frozenset({_T.PENDING}),
     },
     RoundState: {
         _RO.PLANNED: frozenset({_RO.TRAINING, _RO.FAILED}),
@@ -128,6 +146,11 @@ TRANSITIONS: Final[Mapping[type[StrEnum], _Table]] = {
         _D.DRAINING: frozenset({_D.RETIRED}),
         _D.RETIRED: frozenset(),
         _D.FAILED: frozenset(),
+    },
+    LetterState: {
+        _L.OPEN: frozenset({_L.RETRIED, _L.DROPPED}),
+        _L.RETRIED: frozenset({_L.OPEN}),
+        _L.DROPPED: frozenset(),
     },
 }
 

@@ -77,12 +77,17 @@ def task_id(trace_id: str, span_id: str) -> str:
     return "t-" + hashlib.sha256(f"{trace_id}\0{span_id}".encode()).hexdigest()[:20]
 
 
+def conversation_key(conversation_id: str, trace_id: str) -> str:
+    """What a conversation is told apart by: its id, or its trace where the id is none."""
+    return trace_id if conversation_id in NO_CONVERSATION else conversation_id
+
+
 def split_of(conversation_id: str, trace_id: str, *, train_ratio: float, seed: int) -> Split:
     """The side a conversation is on, for ever: a hash decides, so that growing data moves nothing.
 
     Replies without a real conversation id are split by trace.
     """
-    group = trace_id if conversation_id in NO_CONVERSATION else conversation_id
+    group = conversation_key(conversation_id, trace_id)
     digest = hashlib.sha256(f"{seed}\0{group}".encode()).digest()
     share = int.from_bytes(digest[:8], "big") / 2**64
     return Split.TRAIN if share < train_ratio else Split.HELD_OUT

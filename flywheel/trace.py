@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 from typing import Any
@@ -132,14 +132,3 @@ class Selection:
 
     include: frozenset[str] = frozenset()
     exclude: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """What one step of reading brought: finished replies, dead rows, and the cursor to store with them."""
-
-    cursor: Cursor
-    replies: tuple[Reply, ...] = ()
-    dead: tuple[DeadRow, ...] = ()
-    open_traces: int = 0
-    warnings: tuple[str, ...] = field(default=())

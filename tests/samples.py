@@ -5,9 +5,10 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from flywheel.batch import Batch, entry_of
 from flywheel.states import Split
 from flywheel.task import split_of
-from flywheel.trace import Batch, Cursor, Reply
+from flywheel.trace import Cursor, Reply
 from flywheel.verdict import CriterionResult, Outcome, Verdict
 
 START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -29,8 +30,9 @@ def reply(number: int, **values: Any) -> Reply:
     return Reply(**{**defaults, **values})
 
 
-def batch(*replies: Reply, rowid: int = 1, **values: Any) -> Batch:
-    return Batch(cursor=Cursor(rowid=rowid, identity="1:2", fingerprint="f"), replies=tuple(replies), **values)
+def batch(*replies: Reply, rowid: int = 1, source: str = "/a", **values: Any) -> Batch:
+    entries = tuple(entry_of(reply, source) for reply in replies)
+    return Batch(cursor=Cursor(rowid=rowid, identity="1:2", fingerprint="f"), entries=entries, **values)
 
 
 def replies_on(split: Split, count: int, **values: Any) -> list[Reply]:

@@ -19,13 +19,16 @@ def ingest(
         list[Path] | None, typer.Option(metavar="DB", help="Read this database instead of the configured ones.")
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Append the tasks here.")] = None,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Compare everything with the ledger, not only what is new.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Read new replies from the sources and make tasks of them."""
     settings = load_config(config)
     if source:
         settings = settings.model_copy(update={"sources": [StudioSource(path=path) for path in source]})
-    report, errors = run_async(_ingest(settings, out))
+    report, errors = run_async(_ingest(settings, out, sweep))
     if as_json:
         print_json(report)
     else:
@@ -36,7 +39,7 @@ def ingest(
         raise typer.Exit(EXIT_FAILED)
 
 
-async def _ingest(config: Config, out: Path | None) -> tuple[dict[str, Any], list[str]]:
+async def _ingest(config: Config, out: Path | None, sweep: bool) -> tuple[dict[str, Any], list[str]]:
     from flywheel.daemon.ingestion import Ingestion
     from flywheel.daemon.lock import InstanceLock
     from flywheel.store.database import Store
@@ -46,7 +49,7 @@ async def _ingest(config: Config, out: Path | None) -> tuple[dict[str, Any], lis
         store = await Store.open(config.state_dir)
         ingestion = Ingestion(store, config, export_tasks=out is None)
         try:
-            reports = await ingestion.run(final=True)
+            reports = await ingestion.run(final=True, sweep=sweep)
             if out is not None:
                 await export_sources(store, out, [report.source_id for report in reports])
         finally:

@@ -61,6 +61,8 @@ class IngestSettings(Section):
     sweep_seconds: float = Field(default=3600.0, gt=0)
     """How often a whole source is compared with the ledger, to find what was changed in place. The newest rows are
     compared whenever the source has changed."""
+    keep_received_days: float = Field(default=30.0, gt=0)
+    """How long spans that were received by OTLP stay in the inbox. What was made of them stays for ever."""
     agents: AgentSettings = AgentSettings()
     train_ratio: Share = 0.7
     """Share of conversations that may train; the rest is held out for the gate, for ever."""

@@ -1,72 +1,22 @@
-"""Ingestion: from sources to the ledger, batch by batch, and on to the task file."""
+"""Ingestion: all sources of a configuration into the ledger, and on to the task file."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from flywheel.config import Config, IngestSettings, StudioSource
-from flywheel.errors import StoreError, StudioError
-from flywheel.store import ledger
+from flywheel.config import Config, JsonlSource, OtlpSource, StudioSource
+from flywheel.daemon.intake import Intake, SourceReport
+from flywheel.daemon.lines_feed import LinesFeed
+from flywheel.daemon.studio_feed import StudioFeed
+from flywheel.lines.file import files_of
+from flywheel.otlp.inbox import inbox_path
 from flywheel.store.database import Store
 from flywheel.store.export import export
-from flywheel.store.ledger import SourceCounts
-from flywheel.store.transitions import utcnow
-from flywheel.studio.reader import StudioReader
-from flywheel.trace import Batch
 
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class SourceReport:
-    """What one pass over one source found: `counts` is all that the ledger holds, `new` the pass's tasks."""
-
-    path: Path
-    source_id: int
-    schema: str
-    counts: SourceCounts
-    new: int
-    warnings: tuple[str, ...] = ()
-    error: StudioError | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        report: dict[str, Any] = {
-            "path": str(self.path),
-            "schema": self.schema,
-            "replies": self.counts.replies,
-            "tasks": self.counts.tasks,
-            "skipped": dict(self.counts.skipped),
-            "dead": self.counts.dead,
-            "new": self.new,
-            "warnings": list(self.warnings),
-        }
-        if self.error is not None:
-            report["error"] = str(self.error)
-        return report
-
-
-class _Source:
-    """One database with its reader, which lives in a thread of its own: a slow disk holds up nobody else."""
-
-    def __init__(self, path: Path, settings: IngestSettings) -> None:
-        self.path = path
-        self.reader = StudioReader(path, settings)
-        self.noted: dict[str, Any] = {}
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="studio")
-
-    async def next_batch(self, batches: Iterator[Batch]) -> Batch | None:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, next, batches, None)
-
-    async def close(self) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._thread, self.reader.close)
-        self._thread.shutdown()
+AT_ONCE = 8
+"""Sources that are read at the same time by a single pass over all of them."""
 
 
 class Ingestion:
@@ -76,63 +26,54 @@ class Ingestion:
         self._store = store
         self._config = config
         self._export = export_tasks
-        # The same file named twice is one source.
-        paths = dict.fromkeys(
-            source.path.absolute() for source in config.sources if isinstance(source, StudioSource)
-        )
-        self._sources = [_Source(path, config.ingest) for path in paths]
+        self._intakes: dict[Path, Intake] = {}
 
-    async def run(self, *, final: bool = False) -> list[SourceReport]:
+    def intakes(self) -> list[Intake]:
+        """The sources there are now: the files of a directory come and go. The same one named twice is one."""
+        for source in self._config.sources:
+            match source:
+                case StudioSource():
+                    self._add(source.path.absolute(), "studio")
+                case OtlpSource():
+                    self._add(inbox_path(self._config.state_dir, source.listen), "otlp")
+                case JsonlSource():
+                    path = source.path.absolute()
+                    for file in files_of(path) if path.is_dir() else [path]:
+                        self._add(file, "jsonl")
+        return list(self._intakes.values())
+
+    def _add(self, path: Path, kind: str) -> None:
+        if path not in self._intakes:
+            feed = LinesFeed(path) if kind == "jsonl" else StudioFeed(path, self._config, self._store, kind=kind)
+            self._intakes[path] = Intake(self._store, feed, self._config.ingest)
+
+    async def run(self, *, final: bool = False, sweep: bool = False) -> list[SourceReport]:
         """One pass. A source that fails reports its error and leaves the others alone.
 
-        `final` closes replies at once instead of waiting for their traces to settle.
+        `final` closes replies at once instead of waiting for their traces to settle; `sweep` compares whole sources
+        with the ledger instead of their newest rows.
         """
-        reports = await asyncio.gather(*(self._read(source, final) for source in self._sources))
-        if self._export:
-            await export(self._store, self._config.task_file)
+        seats = asyncio.Semaphore(AT_ONCE)
+
+        async def one(intake: Intake) -> SourceReport:
+            async with seats:
+                report = await intake.read(final=final)
+                if report.error is None and (intake.is_recheck_due or sweep):
+                    found = await intake.look_back(whole=sweep, at_leisure=False)
+                    # Traces that were found to be open are waited for by a pass.
+                    again = await intake.read(final=final)
+                    report = replace(again, new=report.new + found.new_tasks + again.new)
+                return report
+
+        reports = await asyncio.gather(*(one(intake) for intake in self.intakes()))
+        await self.export()
         return list(reports)
 
-    async def _read(self, source: _Source, final: bool) -> SourceReport:
-        number = await self._store.write(ledger.source_id, str(source.path))
-        new = 0
-        warnings: list[str] = []
-        error: StudioError | None = None
-        try:
-            cursor = await self._store.read(ledger.cursor_of, number)
-            batches = source.reader.read(cursor, now=datetime.now(UTC), final=final)
-            while (batch := await source.next_batch(batches)) is not None:
-                if not batch.replies and not batch.dead and not batch.warnings and batch.cursor == cursor:
-                    continue
-                cursor = batch.cursor
-                recorded = await self._store.write(
-                    ledger.record_batch,
-                    number,
-                    str(source.path),
-                    batch,
-                    train_ratio=self._config.ingest.train_ratio,
-                    split_seed=self._config.ingest.split_seed,
-                )
-                new += recorded.new_tasks
-                warnings += recorded.warnings
-        except StudioError as failure:
-            error = failure
-        except StoreError as failure:
-            log.error("%s", failure)
-            raise
-        noted = {
-            "schema": source.reader.schema,
-            "longest_read_ms": round(source.reader.longest_read_ms, 1),
-            "error": str(error or ""),
-            "warning": "; ".join(dict.fromkeys(warnings)),
-        }
-        if noted != source.noted:
-            await self._store.write(ledger.note_source, number, read_at=utcnow(), **noted)
-            source.noted = noted
-        counts = await self._store.read(ledger.counts_of, number)
-        return SourceReport(
-            source.path, number, source.reader.schema, counts, new, tuple(dict.fromkeys(warnings)), error
-        )
+    async def export(self) -> None:
+        """Append what is new to the task file."""
+        if self._export:
+            await export(self._store, self._config.task_file)
 
     async def close(self) -> None:
-        for source in self._sources:
-            await source.close()
+        for intake in self._intakes.values():
+            await intake.close()

@@ -1,6 +1,6 @@
 """The service: stages that wake each other, periodic jobs that wake them all, and an orderly end.
 
-files change ─▶ ingest ─▶ judge ─▶ rounds (plan, train, gate, swap)
+sources change ─▶ ledger ─▶ judge ─▶ rounds (plan, train, gate, swap)
 """
 
 from __future__ import annotations
@@ -9,19 +9,20 @@ import asyncio
 import logging
 import signal
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from apscheduler.schedulers.asyncio import AsyncIOScheduler
 from apscheduler.triggers.cron import CronTrigger
 
-from flywheel.config import Config, StudioSource
+from flywheel.config import Config
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.filtering import Filtering
 from flywheel.daemon.ingestion import Ingestion
 from flywheel.daemon.notify import notify
 from flywheel.daemon.rounds import Rounds
-from flywheel.daemon.watcher import Watcher
-from flywheel.errors import FlywheelError, LockedError, StudioError
+from flywheel.daemon.sources import Sources
+from flywheel.daemon.stage import Stage
+from flywheel.errors import FlywheelError, LockedError
 from flywheel.store import deployments, judging
 from flywheel.store.database import Store
 
@@ -29,34 +30,7 @@ log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 15.0
 """How often a stage that has nothing to wake it looks again: undecided tasks, a judge or server that was away."""
-
-
-class Stage:
-    """One step of the wheel: runs its action when woken, and survives whatever goes wrong in it."""
-
-    def __init__(self, name: str, action: Callable[[], Awaitable[None]]) -> None:
-        self.name = name
-        self.wake = asyncio.Event()
-        self.idle = asyncio.Event()
-        self._action = action
-        self._last_error = ""
-
-    async def run(self, stopping: asyncio.Event) -> None:
-        while not stopping.is_set():
-            await self.wake.wait()
-            self.wake.clear()
-            if stopping.is_set():
-                return
-            try:
-                await self._action()
-                self._last_error = ""
-            except FlywheelError as error:
-                # The same trouble is told once, not at every try.
-                if str(error) != self._last_error:
-                    log.error("%s: %s", self.name, error)
-                self._last_error = str(error)
-            except Exception:
-                log.exception("%s failed; this is a defect, please report it", self.name)
+PRUNE_SECONDS = 6 * 3600.0
 
 
 class Service:
@@ -75,9 +49,9 @@ class Service:
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
         self._stop_judging = threading.Event()
-        self._ingest = Stage("ingest", self._do_ingest)
         self._judge = Stage("judge", self._do_judge)
         self._round = Stage("rounds", self._do_round)
+        self._sources = Sources(store, config, self._ingestion, self._stopping, self._judge.wake.set)
 
     async def recover(self) -> None:
         """Put right what a process that died left half done. Safe because of the instance lock."""
@@ -118,14 +92,11 @@ class Service:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled)
         await self.recover()
-        stages = (self._ingest, self._judge, self._round)
-        watcher = Watcher(
-            (s.path.absolute() for s in self._config.sources if isinstance(s, StudioSource)), self._ingest.wake
-        )
-        scheduler = self._schedule(watcher)
+        stages = (self._judge, self._round)
+        scheduler = self._schedule()
         running = [asyncio.create_task(stage.run(self._stopping), name=stage.name) for stage in stages]
         try:
-            watcher.start()
+            await self._sources.start()
             scheduler.start()
             for stage in stages:
                 stage.wake.set()
@@ -135,7 +106,6 @@ class Service:
         finally:
             notify("STOPPING=1")
             scheduler.shutdown(wait=False)
-            watcher.stop()
             await self._end(running)
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
@@ -155,11 +125,12 @@ class Service:
 
     async def _end(self, running: list[asyncio.Task[None]]) -> None:
         self.stop()
-        for stage in (self._ingest, self._judge, self._round):
+        for stage in (self._judge, self._round):
             stage.wake.set()
+        stop_sources = asyncio.create_task(self._sources.stop())
         stop_round = asyncio.create_task(self._rounds.stop())
         hurried = asyncio.create_task(self._hurry.wait())
-        drained = asyncio.gather(*running, stop_round, return_exceptions=True)
+        drained = asyncio.gather(*running, stop_sources, stop_round, return_exceptions=True)
         await asyncio.wait(
             (drained, hurried), timeout=self._config.daemon.drain_seconds, return_when=asyncio.FIRST_COMPLETED
         )
@@ -170,16 +141,17 @@ class Service:
         await asyncio.gather(*running, hurried, return_exceptions=True)
         await self._ingestion.close()
 
-    def _schedule(self, watcher: Watcher) -> AsyncIOScheduler:
+    def _schedule(self) -> AsyncIOScheduler:
         scheduler = AsyncIOScheduler(timezone="UTC")
 
         def every(seconds: float, name: str, job: Callable[[], object]) -> None:
             scheduler.add_job(job, "interval", seconds=seconds, id=name, coalesce=True, max_instances=1)
 
-        every(self._config.ingest.poll_seconds, "poll", self._ingest.wake.set)
+        every(self._config.ingest.poll_seconds, "poll", self._sources.poll)
         every(RETRY_SECONDS, "judge", self._judge.wake.set)
         every(RETRY_SECONDS, "rounds", self._round.wake.set)
-        every(RETRY_SECONDS, "directories", watcher.refresh)
+        every(RETRY_SECONDS, "sources", self._sources.refresh)
+        every(PRUNE_SECONDS, "prune", self._sources.prune)
         every(self._config.daemon.reconcile_seconds, "reconcile", self._reconcile)
         if self._config.trigger.cron:
             scheduler.add_job(
@@ -190,16 +162,6 @@ class Service:
     def _open_window(self) -> None:
         self._window = True
         self._round.wake.set()
-
-    async def _do_ingest(self) -> None:
-        reports = await self._ingestion.run()
-        for report in reports:
-            if report.new:
-                log.info("%s: %d new tasks", report.path, report.new)
-                self._judge.wake.set()
-        errors = [report.error for report in reports if report.error is not None]
-        if errors:
-            raise errors[0] if len(errors) == 1 else StudioError("read some sources", "; ".join(map(str, errors)))
 
     async def _do_judge(self) -> None:
         report = await self._filtering.run(stop=self._stop_judging)

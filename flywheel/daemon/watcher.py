@@ -1,71 +1,97 @@
-"""Waking up when a source changes: file system events from its directory, where they come."""
+"""Waking up when a source changes: file system events from its directory, where they come.
+
+Polling remains the backstop: network mounts send no events, and a queue of events can overflow.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from watchdog.events import FileSystemEvent, FileSystemEventHandler
 from watchdog.observers import Observer
+from watchdog.observers.api import ObservedWatch
 
 log = logging.getLogger(__name__)
 
 
-class _Wake(FileSystemEventHandler):
-    def __init__(self, names: set[str], wake: Callable[[], None]) -> None:
-        self._names = names
-        self._wake = wake
+class _Directory(FileSystemEventHandler):
+    """What happens in one directory, told to those who watch a file in it."""
+
+    def __init__(self, tell: Callable[[Callable[[], object]], None]) -> None:
+        self.wakes: dict[str, Callable[[], object]] = {}
+        self._tell = tell
 
     def on_any_event(self, event: FileSystemEvent) -> None:
         # Reading makes events too ("opened", "closed_no_write"): they would wake us for our own looking.
         if event.event_type not in ("created", "modified", "moved", "deleted"):
             return
-        paths = (str(event.src_path), str(getattr(event, "dest_path", "")))
-        if any(Path(path).name.startswith(name) for path in paths for name in self._names):
-            self._wake()
+        names = {Path(str(path)).name for path in (event.src_path, getattr(event, "dest_path", "")) if path}
+        for watched, wake in list(self.wakes.items()):
+            # SQLite writes beside the file: NAME-journal, NAME-wal. An empty name stands for the whole directory.
+            if any(name.startswith(watched) for name in names):
+                self._tell(wake)
 
 
 class Watcher:
-    """Watches the directories of `paths`, as the files themselves come and go; polling remains the backstop."""
+    """Watches files through their directories, as both come and go."""
 
-    def __init__(self, paths: Iterable[Path], wake: asyncio.Event) -> None:
-        self._by_directory: dict[Path, set[str]] = {}
-        for path in paths:
-            # SQLite writes beside the file: NAME-journal, NAME-wal.
-            self._by_directory.setdefault(path.parent, set()).add(path.name)
-        self._wake = wake
+    def __init__(self) -> None:
+        self._directories: dict[Path, _Directory] = {}
+        self._scheduled: dict[Path, tuple[tuple[int, int], ObservedWatch]] = {}
         self._observer = Observer()
-        self._watched: set[Path] = set()
-
-    def start(self) -> None:
-        loop = asyncio.get_running_loop()
-
-        def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has been closed in the meantime
-                loop.call_soon_threadsafe(self._wake.set)
-
-        self._wake_loop = wake
+        self._loop = asyncio.get_running_loop()
         self._observer.start()
+
+    def watch(self, path: Path, wake: Callable[[], object]) -> None:
+        """Call `wake` in the event loop after anything happens to a file, or to what a link leads to."""
+        for place in {path, path.resolve()}:
+            self._in(place.parent).wakes[place.name] = wake
         self.refresh()
 
+    def watch_directory(self, path: Path, wake: Callable[[], object]) -> None:
+        """Call `wake` in the event loop after anything happens to any file in a directory."""
+        self._in(path).wakes[""] = wake
+        self.refresh()
+
+    def _in(self, directory: Path) -> _Directory:
+        return self._directories.setdefault(directory, _Directory(self._tell))
+
+    def _tell(self, wake: Callable[[], object]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has been closed in the meantime
+            self._loop.call_soon_threadsafe(wake)
+
     def refresh(self) -> None:
-        """Watch directories that have appeared since, and notice those that went away."""
-        for directory, names in self._by_directory.items():
-            there = directory.is_dir()
-            if there and directory not in self._watched:
-                try:
-                    self._observer.schedule(_Wake(names, self._wake_loop), str(directory))
-                except OSError as error:
-                    log.warning("no file system events from %s (%s): polling only", directory, error)
-                    continue
-                self._watched.add(directory)
-            elif not there:
-                self._watched.discard(directory)
+        """Watch directories that have appeared or were made anew, and forget those that went away."""
+        for path, directory in self._directories.items():
+            identity = _identity(path)
+            if path in self._scheduled and self._scheduled[path][0] != identity:
+                _, watch = self._scheduled.pop(path)
+                with contextlib.suppress(KeyError, OSError):
+                    self._observer.unschedule(watch)
+            if identity is None or path in self._scheduled:
+                continue
+            try:
+                self._scheduled[path] = (identity, self._observer.schedule(directory, str(path)))
+            except OSError as error:
+                log.warning("no file system events from %s (%s): polling only", path, error)
+                continue
+            # What happened before the watch began was not seen.
+            for wake in directory.wakes.values():
+                self._tell(wake)
 
     def stop(self) -> None:
         self._observer.stop()
         if self._observer.is_alive():
             self._observer.join(timeout=5)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return (found.st_dev, found.st_ino) if path.is_dir() else None

@@ -15,6 +15,7 @@ from flywheel.store.schema import adapters, deployments, replies, round_samples,
 BUCKET: dict[TaskState, str] = {
     TaskState.PENDING: "pending",
     TaskState.JUDGING: "pending",
+    TaskState.HELD: "pending",
     TaskState.ACCEPTED: "accepted",
     TaskState.RESERVED: "accepted",
     TaskState.CONSUMED: "accepted",
@@ -113,7 +114,10 @@ _CHECKS: list[tuple[str, Select[int]]] = [
         .select_from(replies)
         .where(replies.c.state == ReplyState.SKIPPED.value, replies.c.skip_reason.is_(None)),
     ),
-    ("tasks belong to no reply", _tasks_where(not_(_has_reply))),
+    (
+        "tasks belong to no reply",
+        _tasks_where(not_(_has_reply), tasks.c.state != TaskState.WITHDRAWN.value),
+    ),
     ("judged tasks have no verdict", _tasks_where(tasks.c.state.in_(_judged), not_(_has_verdict))),
     (
         "reserved tasks are in no live round",

@@ -1,18 +1,27 @@
-"""The ledger of replies: what came out of each source, and the tasks made of it."""
+"""The ledger of replies: what came out of each source, and the tasks made of it.
+
+A batch is stored in one transaction: replies, tasks, dead letters, what is remembered of traces, and the cursor. A
+reply that is known already changes nothing if it looks as it did; what happens otherwise is `retelling`'s matter.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection, func, insert, select, update
+from sqlalchemy import Connection, Row, Text, bindparam, func, insert, select, update
 
-from flywheel.states import ReplyState, SkipReason, TaskState
+from flywheel.batch import Batch, Entry
+from flywheel.states import ReplyState, Split, TaskState
+from flywheel.store import turns
+from flywheel.store.marks import chunks, remember
+from flywheel.store.retelling import retell
 from flywheel.store.schema import dead_letters, replies, sources, tasks
-from flywheel.store.transitions import move, record, utcnow
-from flywheel.task import Task, split_of, task_id
-from flywheel.trace import Batch, Cursor, DeadRow, Reply
+from flywheel.store.sides import Sides
+from flywheel.store.transitions import record, utcnow
+from flywheel.trace import Cursor, DeadRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,146 +40,212 @@ class Recorded:
 
     new_tasks: int = 0
     new_replies: int = 0
+    retold: int = 0
     dead: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
     warnings: list[str] = field(default_factory=list)
 
+    def add(self, other: Recorded) -> None:
+        self.new_tasks += other.new_tasks
+        self.new_replies += other.new_replies
+        self.retold += other.retold
+        self.dead += other.dead
+        self.skipped += other.skipped
+        self.warnings += other.warnings
 
-def source_id(conn: Connection, path: str) -> int:
+    def onto(self, counts: SourceCounts) -> SourceCounts:
+        """The counts after this batch, in which nothing that was known has changed."""
+        skipped = Counter(counts.skipped) + self.skipped
+        return SourceCounts(
+            counts.replies + self.new_replies + self.dead,
+            counts.tasks + self.new_replies - self.skipped.total(),
+            dict(sorted(skipped.items())),
+            counts.dead + self.dead,
+        )
+
+
+def source_id(conn: Connection, path: str, kind: str = "studio") -> int:
     """The number of a source, given to it when it is first seen."""
     found = conn.execute(select(sources.c.id).where(sources.c.path == path)).scalar_one_or_none()
     if found is None:
-        found = conn.execute(insert(sources).values(path=path).returning(sources.c.id)).scalar_one()
+        found = conn.execute(insert(sources).values(path=path, type=kind).returning(sources.c.id)).scalar_one()
     return int(found)
 
 
 def cursor_of(conn: Connection, source: int) -> Cursor:
     row = conn.execute(select(sources).where(sources.c.id == source)).one()
-    return Cursor(row.rowid_done, row.identity, row.fingerprint, row.generation)
+    return Cursor(row.rowid_done, row.identity, row.fingerprint, row.generation, row.anchor)
+
+
+def swept_at(conn: Connection, source: int) -> str | None:
+    """When the whole source was last compared with the ledger."""
+    found = conn.execute(select(sources.c.swept_at).where(sources.c.id == source)).scalar_one()
+    return None if found is None else str(found)
 
 
 def note_source(conn: Connection, /, source: int, **values: Any) -> None:
-    """Write what is known of a source besides its cursor: schema, error, longest read."""
+    """Write what is known of a source besides its cursor: schema, condition, error, longest read."""
     conn.execute(update(sources).where(sources.c.id == source).values(**values))
 
 
-def record_batch(
-    conn: Connection, source: int, path: str, batch: Batch, *, train_ratio: float, split_seed: int
-) -> Recorded:
-    """Store replies, tasks, dead letters and the cursor of one batch in the caller's transaction."""
+def record_batch(conn: Connection, source: int, batch: Batch, *, train_ratio: float, split_seed: int) -> Recorded:
+    """Store one batch in the caller's transaction."""
     done = Recorded(warnings=list(batch.warnings))
-    for reply in batch.replies:
-        _record_reply(conn, source, path, reply, done, train_ratio, split_seed)
-    for row in batch.dead:
-        _record_dead(conn, source, row, done)
-    cursor = batch.cursor
-    note_source(
-        conn,
-        source,
-        rowid_done=cursor.rowid,
-        identity=cursor.identity,
-        fingerprint=cursor.fingerprint,
-        generation=cursor.generation,
-        open_traces=batch.open_traces,
-    )
+    if batch.cursor is not None:
+        _notice_schema(conn, source, batch.cursor)
+    told = {entry.span_id: entry for entry in batch.entries}
+    known = _known(conn, source, [*told, *(row.span_id for row in batch.dead)])
+    sides = Sides(conn, list(told.values()), train_ratio=train_ratio, seed=split_seed)
+    for span, before in known.items():
+        if span in told:
+            done.retold += retell(
+                conn,
+                before,
+                told[span],
+                line=lambda entry: _line(conn, entry, sides.of(entry)),
+                make=lambda entry: _record_tasks(conn, [entry], sides, done)[entry.key],
+            )
+    new = [entry for span, entry in told.items() if span not in known]
+    _record_replies(conn, source, new, sides, done)
+    sides.store()
+    for row in {row.span_id: row for row in batch.dead}.values():
+        if row.span_id not in known and row.span_id not in told:
+            _record_dead(conn, source, row, done)
+    remember(conn, source, batch.marks)
+    if (cursor := batch.cursor) is not None:
+        note_source(
+            conn,
+            source,
+            rowid_done=cursor.rowid,
+            identity=cursor.identity,
+            fingerprint=cursor.fingerprint,
+            generation=cursor.generation,
+            anchor=cursor.anchor,
+            open_traces=batch.open_traces,
+        )
     return done
 
 
-def _record_reply(
-    conn: Connection, source: int, path: str, reply: Reply, done: Recorded, train_ratio: float, split_seed: int
-) -> None:
-    known = conn.execute(
-        select(replies.c.id, replies.c.state, replies.c.skip_reason).where(
-            replies.c.source_id == source, replies.c.span_id == reply.span_id
-        )
-    ).one_or_none()
-    if known is None:
-        row = conn.execute(
-            insert(replies)
-            .values(
-                source_id=source,
-                span_id=reply.span_id,
-                trace_id=reply.trace_id,
-                conversation_id=reply.conversation_id,
-                agent=reply.agent,
-                state=ReplyState.CLOSED.value,
-                created_at=utcnow(),
-            )
-            .returning(replies.c.id)
-        ).scalar_one()
-        done.new_replies += 1
-    elif _given_up_too_early(known.state, known.skip_reason, reply):
-        row = known.id
-        move(conn, row, ReplyState(known.state), ReplyState.OPEN, "its agent span arrived late")
-        move(conn, row, ReplyState.OPEN, ReplyState.CLOSED)
-        conn.execute(
-            update(replies)
-            .where(replies.c.id == row)
-            .values(skip_reason=None, detail="", conversation_id=reply.conversation_id, agent=reply.agent)
-        )
-    else:
+def _notice_schema(conn: Connection, source: int, cursor: Cursor) -> None:
+    """After a migration of the source every reply reads a little differently; it stays what it was."""
+    before = conn.execute(select(sources.c.fingerprint).where(sources.c.id == source)).scalar_one()
+    if before and before != cursor.fingerprint:
+        conn.execute(update(replies).where(replies.c.source_id == source).values(content=None))
+
+
+def _known(conn: Connection, source: int, spans: Sequence[str]) -> dict[str, Row[Any]]:
+    found: dict[str, Row[Any]] = {}
+    for some in chunks(spans):
+        rows = conn.execute(select(replies).where(replies.c.source_id == source, replies.c.span_id.in_(some)))
+        found |= {row.span_id: row for row in rows}
+    return found
+
+
+def _record_replies(conn: Connection, source: int, new: Sequence[Entry], sides: Sides, done: Recorded) -> None:
+    """Replies that were not known: all at once, however many."""
+    if not new:
         return
-    if reply.skip is not None:
-        detail = reply.skip_detail[:500]
-        move(
-            conn, row, ReplyState.CLOSED, ReplyState.SKIPPED, reply.skip, skip_reason=reply.skip.value, detail=detail
-        )
-        return
-    task = _task_for(conn, path, reply, done, train_ratio, split_seed)
-    move(conn, row, ReplyState.CLOSED, ReplyState.CONVERTED, task_id=task)
+    made = _record_tasks(conn, [entry for entry in new if entry.skip is None], sides, done)
+    now = utcnow()
+    conn.execute(
+        insert(replies),
+        [
+            {
+                "source_id": source,
+                "span_id": entry.span_id,
+                "trace_id": entry.trace_id,
+                "conversation_id": entry.conversation_id,
+                "agent": entry.agent,
+                "state": (ReplyState.SKIPPED if entry.skip else ReplyState.CONVERTED).value,
+                "skip_reason": entry.skip.value if entry.skip else None,
+                "detail": entry.detail[:500],
+                "task_id": None if entry.skip else made[entry.key],
+                "content": entry.content,
+                "created_at": now,
+            }
+            for entry in new
+        ],
+    )
+    ids = {span: row.id for span, row in _known(conn, source, [entry.span_id for entry in new]).items()}
+    for state, reasons in _by_end(new).items():
+        for reason, some in reasons.items():
+            record(conn, replies.name, (str(ids[entry.span_id]) for entry in some), ReplyState.CLOSED, state, reason)
+    done.new_replies += len(new)
+    done.skipped += Counter(entry.skip.value for entry in new if entry.skip)
 
 
-def _given_up_too_early(state: str, reason: str | None, reply: Reply) -> bool:
-    """Whether a reply that was skipped or dead is told anew because its agent span arrived after all."""
-    if state == ReplyState.DEAD:
-        return reply.skip is None
-    unfinished = state == ReplyState.SKIPPED and reason == SkipReason.UNFINISHED
-    return unfinished and reply.skip is not SkipReason.UNFINISHED
+def _by_end(new: Sequence[Entry]) -> dict[ReplyState, dict[str, list[Entry]]]:
+    ends: dict[ReplyState, dict[str, list[Entry]]] = {}
+    for entry in new:
+        state = ReplyState.SKIPPED if entry.skip else ReplyState.CONVERTED
+        ends.setdefault(state, {}).setdefault(entry.skip.value if entry.skip else "", []).append(entry)
+    return ends
 
 
-def _task_for(conn: Connection, path: str, reply: Reply, done: Recorded, train_ratio: float, split_seed: int) -> int:
-    key = task_id(reply.trace_id, reply.span_id)
-    found = conn.execute(select(tasks.c.id).where(tasks.c.key == key)).scalar_one_or_none()
-    if found is not None:
-        # The same reply seen through another source (a copy, a backup): one task, judged and trained on once.
-        return int(found)
-    split = split_of(reply.conversation_id, reply.trace_id, train_ratio=train_ratio, seed=split_seed)
-    task = Task(key, split, path, reply)
-    row = conn.execute(
-        insert(tasks)
-        .values(
-            key=key,
-            conversation_id=reply.conversation_id,
-            agent=reply.agent,
-            adapter=reply.adapter,
-            started_at=reply.started_at.isoformat(),
-            split=split.value,
-            state=TaskState.PENDING.value,
-            payload=task.line(),
-            created_at=utcnow(),
-        )
-        .returning(tasks.c.id)
-    ).scalar_one()
-    record(conn, tasks.name, [str(row)], None, TaskState.PENDING)
-    done.new_tasks += 1
-    return int(row)
+def _record_tasks(conn: Connection, new: Sequence[Entry], sides: Sides, done: Recorded) -> dict[str, int]:
+    """The tasks of these entries by key; the same reply seen through another source (a copy) has one already."""
+    wanted = {entry.key: entry for entry in new}
+    made = _task_ids(conn, list(wanted))
+    now = utcnow()
+    lacking = [entry for key, entry in wanted.items() if key not in made]
+    if not lacking:
+        return made
+    # One by one in the order they began: a later turn of a conversation is shown the earlier ones.
+    linked = sorted((entry for entry in lacking if entry.linked), key=lambda entry: entry.started_at)
+    plain = [entry for entry in lacking if not entry.linked]
+    for some in (plain, *([entry] for entry in linked)):
+        if some:
+            conn.execute(_INSERT_TASKS, [_task_row(conn, entry, sides.of(entry), now) for entry in some])
+    fresh = _task_ids(conn, [entry.key for entry in lacking])
+    record(conn, tasks.name, (str(number) for number in fresh.values()), None, TaskState.PENDING)
+    done.new_tasks += len(fresh)
+    return made | fresh
+
+
+# The payload is JSON already.
+_INSERT_TASKS = insert(tasks).values(payload=bindparam("payload", type_=Text))
+
+
+def _task_row(conn: Connection, entry: Entry, side: Split, now: str) -> dict[str, object]:
+    return {
+        "key": entry.key,
+        "conversation_id": entry.conversation_id,
+        "agent": entry.agent,
+        "adapter": entry.adapter,
+        "started_at": entry.started_at,
+        "split": side.value,
+        "state": TaskState.PENDING.value,
+        "payload": _line(conn, entry, side),
+        "created_at": now,
+    }
+
+
+def _line(conn: Connection, entry: Entry, side: Split) -> str:
+    """The task as it is exported: on its side, and with the turns before it."""
+    earlier = turns.before(conn, entry) if entry.linked else []
+    return turns.line(entry, side, earlier)
+
+
+def _task_ids(conn: Connection, keys: Sequence[str]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for some in chunks(keys):
+        rows = conn.execute(select(tasks.c.key, tasks.c.id).where(tasks.c.key.in_(some)))
+        found |= {row.key: row.id for row in rows}
+    return found
 
 
 def _record_dead(conn: Connection, source: int, row: DeadRow, done: Recorded) -> None:
-    span = row.span_id or f"row {row.rowid}"
-    known = select(replies.c.id).where(replies.c.source_id == source, replies.c.span_id == span)
-    if conn.execute(known).first() is not None:
-        return
     conn.execute(
         insert(replies).values(
             source_id=source,
-            span_id=span,
+            span_id=row.span_id,
             trace_id=row.trace_id,
             state=ReplyState.DEAD.value,
             detail=row.error[:500],
             created_at=utcnow(),
         )
     )
-    bury(conn, "row", span, row.error, row.excerpt, source)
+    bury(conn, "row", row.span_id, row.error, row.excerpt, source)
     done.dead += 1
 
 

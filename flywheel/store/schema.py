@@ -115,6 +115,7 @@ tasks = Table(
     Column("retry_at", Text),
     Column("created_at", Text, nullable=False),
     Index("tasks_by_state", "state", "split"),
+    Index("tasks_by_conversation", "conversation_id", "started_at"),
     Index("tasks_to_export", "exported"),
 )
 
@@ -137,6 +138,69 @@ verdicts = Table(
     Column("created_at", Text, nullable=False),
     UniqueConstraint("task_id", "rubric_hash", "judge_hash"),
 )
+
+fingerprints = Table(
+    "fingerprints",
+    metadata,
+    Column("task_id", ForeignKey("tasks.id"), primary_key=True),
+    Column("like", Integer, nullable=False),
+    Column("scope", BigInteger, nullable=False),
+    Column("exact", BigInteger, nullable=False),
+    Column("words", LargeBinary, nullable=False),
+    Column("text", Text, nullable=False),
+    Column("threshold", Float, nullable=False),
+    Column("kept", Boolean, nullable=False),
+    Index("fingerprints_by_exact", "exact"),
+    Index("fingerprints_by_scope", "scope", "kept"),
+    Index("fingerprints_by_like", "like"),
+)
+"""What a task's question is compared by. Only questions of one `scope` are: the same side of the split, the same
+conversation before, the same numbers. `like` is the first task that it nearly repeats, else itself; `kept` whether it
+went on to the judge; `text` names its embedding."""
+
+fingerprint_bands = Table(
+    "fingerprint_bands",
+    metadata,
+    Column("band", BigInteger, primary_key=True),
+    Column("task_id", ForeignKey("tasks.id"), primary_key=True, index=True),
+    sqlite_with_rowid=False,
+)
+
+embeddings = Table(
+    "embeddings",
+    metadata,
+    Column("model", Text, primary_key=True),
+    Column("text", Text, primary_key=True),
+    Column("vector", LargeBinary, nullable=False),
+)
+"""One float32 vector of length 1 per text and model, for ever; `text` is a hash. An empty vector is one that the
+endpoint refused to make."""
+
+duplicates = Table(
+    "duplicates",
+    metadata,
+    Column("task_id", ForeignKey("tasks.id"), primary_key=True),
+    Column("original_id", ForeignKey("tasks.id"), nullable=False, index=True),
+    Column("similarity", Float, nullable=False),
+    Column("method", Text, nullable=False),
+    Column("created_at", Text, nullable=False),
+)
+"""Which task each rejected duplicate repeats."""
+
+influences = Table(
+    "influences",
+    metadata,
+    Column("task_id", ForeignKey("tasks.id"), primary_key=True),
+    Column("conversation", Text, nullable=False),
+    Column("user", Text, nullable=False),
+    Column("template", BigInteger, nullable=False),
+    Column("origin", Text, nullable=False),
+    Column("at", Float, nullable=False),
+    Column("released", Boolean, nullable=False, default=False),
+    Index("influences_by_origin", "origin", "at"),
+)
+"""By what a task's share of a round is counted. `origin` is its user, else its source; `at` when it was asked, in
+seconds since 1970; `released` that a person has let it go on."""
 
 rounds = Table(
     "rounds",
@@ -213,6 +277,8 @@ dead_letters = Table(
     Column("subject", Text, nullable=False),
     Column("error", Text, nullable=False),
     Column("excerpt", Text, nullable=False, default=""),
+    Column("state", Text, nullable=False, server_default="open"),
+    Column("attempts", Integer, nullable=False, server_default="1"),
     Column("created_at", Text, nullable=False),
     UniqueConstraint("kind", "source_id", "subject"),
 )

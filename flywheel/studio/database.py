@@ -1,9 +1,9 @@
 """One Studio database file: opened read-only, asked in short transactions, its failures explained.
 
-Studio loses spans when a reader makes its commits wait, so no statement is left open here: every question is asked
-and fetched whole. The file is never opened as immutable, never checkpointed, and nothing is created beside it. A file
-in WAL mode that no process has open has no `-wal` and `-shm` beside it, and SQLite would make them: such a file is
-copied to a temporary folder and the copy is read.
+Studio loses spans when a reader makes its commits wait, so no statement is left open here: a page is read for a few
+milliseconds and its statement closed, whatever the number of rows. The file is never opened as immutable, never
+checkpointed, and nothing is created beside it. A file in WAL mode that no process has open has no `-wal` and `-shm`
+beside it, and SQLite would make them: such a file is copied to a temporary folder and the copy is read.
 """
 
 from __future__ import annotations
@@ -13,16 +13,22 @@ import sqlite3
 import stat
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 from urllib.parse import quote
 
 from flywheel.errors import StudioError
-from flywheel.studio.schema import GENERATIONS, TABLE, Row, Schema, fingerprint, recognise
+from flywheel.studio.schema import GENERATIONS, MAX_CELL, TABLE, Row, Schema, bounded, fingerprint, recognise
+
+T = TypeVar("T")
 
 BUSY_SECONDS: Final = 2.0
+HOLD_SECONDS: Final = 0.008
+"""How long a page is read. Beside a writer, and on a busy machine, that must stay far below Studio's patience."""
+PAGE_ROWS: Final = 2000
+PAGE_BYTES: Final = 8 * 1024 * 1024
 _WAL_VERSION: Final = 2
 
 
@@ -36,6 +42,7 @@ class Database:
         self._busy_seconds = busy_seconds
         self._connection: sqlite3.Connection | None = None
         self._identity = ""
+        self._connected = 0
         self._copy: tempfile.TemporaryDirectory[str] | None = None
         self._copied: object = None
 
@@ -54,11 +61,14 @@ class Database:
         except OSError as error:
             raise self._unreachable(error) from error
         if stat.S_ISDIR(found.st_mode):
-            raise self._error("it is a directory", "Name the database file in it, usually database.sqlite.")
+            raise self._error(
+                "it is a directory", "Name the database file in it, usually database.sqlite.", "not Studio's"
+            )
         if found.st_size == 0:
             raise self._error(
                 "it is empty: Studio has not written yet",
                 "Start Studio, or point the source at its file.",
+                "empty",
                 retry=True,
             )
         identity = f"{found.st_dev}:{found.st_ino}"
@@ -84,28 +94,39 @@ class Database:
             raise self._error(
                 f"it is a SQLite database but not Studio's: there is no {TABLE} ({found})",
                 "Point the source at Studio's own database, usually ~/AgentScope-Studio/database.sqlite.",
+                "not Studio's",
             )
         schema = recognise(names)
         if schema is None:
             expected = " or ".join(" and ".join(sorted(known.marks)) for known in GENERATIONS)
             raise self._error(
-                f"its {TABLE} is of no known generation: expected the columns {expected}, found {', '.join(names)}",
+                f"its {TABLE} is of no known generation (fingerprint {fingerprint(columns)}): expected the columns "
+                f"{expected}, found {', '.join(names)}",
                 "Use a Studio from 1.0.5 to 1.0.9, or report this version.",
+                "unknown schema",
             )
         if lacking := [column for column in schema.columns if column not in names]:
             raise self._error(
                 f"its {TABLE} ({schema.name}) lacks the columns {', '.join(lacking)}",
                 "Let Studio finish its migration, or restore the database from a backup.",
+                "unknown schema",
             )
         return schema, fingerprint(columns)
 
     def ask(self, sql: str, values: Sequence[Any] = ()) -> list[Row]:
-        """All rows of one question in one read transaction; texts come as bytes. Raises StudioError."""
+        """All rows of one small question in one read transaction; texts come as bytes. Raises StudioError."""
+        return self._held(lambda connection: connection.execute(sql, values).fetchall())
+
+    def page(self, sql: str, values: Sequence[Any]) -> tuple[list[Row], bool]:
+        """The first rows of a long question, as many as a few milliseconds bring, and whether there are more."""
+        return self._held(lambda connection: _some(connection.execute(sql, values)))
+
+    def _held(self, question: Callable[[sqlite3.Connection], T]) -> T:
         try:
             connection = self._connection or self._connect()
             began = time.perf_counter()
             try:
-                return connection.execute(sql, values).fetchall()
+                return question(connection)
             finally:
                 self.last_read_ms = (time.perf_counter() - began) * 1000
                 self.longest_read_ms = max(self.longest_read_ms, self.last_read_ms)
@@ -115,6 +136,28 @@ class Database:
         except OSError as error:
             self.close()
             raise self._unreachable(error) from error
+
+    def change_token(self) -> object:
+        """What differs after every commit of anybody else: compare it with the one from before. Raises StudioError.
+
+        On a held connection that is SQLite's own `data_version`. A file in WAL mode is not held open (its last writer
+        could not fold the log in); there it is the header of the log's index, which every commit changes.
+        """
+        identity = self.identity()
+        try:
+            if self._copy is not None or self._is_wal():
+                return identity, self._state(), self._log_index()
+        except OSError as error:
+            raise self._unreachable(error) from error
+        version = self.ask("PRAGMA data_version")
+        return identity, self._connected, version
+
+    def _log_index(self) -> bytes:
+        try:
+            with self._beside("-shm").open("rb") as file:
+                return file.read(48)
+        except OSError:
+            return b""
 
     def rest(self) -> None:
         """Between passes: let go of a file in WAL mode, so that its last writer can fold the log in when it ends."""
@@ -146,6 +189,8 @@ class Database:
         # Texts are decoded row by row: one that is not UTF-8 would fail its whole page.
         connection.text_factory = bytes
         self._connection = connection
+        # Versions are numbered per connection.
+        self._connected += 1
         return connection
 
     def _is_wal(self) -> bool:
@@ -164,7 +209,7 @@ class Database:
             shutil.copyfile(self._beside("-wal"), target.with_name("database.sqlite-wal"))
         if self._copied != self._state():
             self.close()
-            raise self._error("it changed while it was copied", "Try again.", retry=True)
+            raise self._error("it changed while it was copied", "Try again.", "busy", retry=True)
         return target
 
     def _state(self) -> object:
@@ -175,14 +220,16 @@ class Database:
             if path.exists() and (found := path.stat())
         ]
 
-    def _error(self, why: str, hint: str, *, retry: bool = False) -> StudioError:
-        return StudioError(f"read Studio database {self.path}", why, hint, retryable=retry)
+    def _error(self, why: str, hint: str, condition: str = "failing", *, retry: bool = False) -> StudioError:
+        error = StudioError(f"read Studio database {self.path}", why, hint, retryable=retry)
+        error.condition = condition
+        return error
 
     def _unreachable(self, error: OSError) -> StudioError:
         if isinstance(error, FileNotFoundError):
-            return self._error("there is no such file", "Start Studio once, or correct the source's path.")
+            return self._error("there is no such file", "Start Studio once, or correct the source's path.", "missing")
         if isinstance(error, PermissionError):
-            return self._error("permission denied", "Let this user read the file and enter its folder.")
+            return self._error("permission denied", "Let this user read the file and enter its folder.", "denied")
         return self._error(error.strerror or str(error), "Check the path and the disk.", retry=True)
 
     def _explained(self, error: sqlite3.Error) -> StudioError:
@@ -192,19 +239,24 @@ class Database:
                 return self._error(
                     f"another process has kept it locked for {self._busy_seconds:g} s",
                     "It is read again at the next pass; if it stays locked, end what holds it.",
+                    "locked",
                     retry=True,
                 )
             case sqlite3.SQLITE_NOTADB:
-                return self._error("it is not a SQLite database", "Point the source at Studio's database file.")
+                return self._error(
+                    "it is not a SQLite database", "Point the source at Studio's database file.", "not Studio's"
+                )
             case sqlite3.SQLITE_CORRUPT:
                 return self._error(
                     "the file is damaged (database disk image is malformed)",
                     "Stop Studio and restore the file from a backup, or salvage it with `sqlite3 FILE .recover`.",
+                    "damaged",
                 )
             case sqlite3.SQLITE_READONLY:
                 return self._error(
                     "its last writer died in the middle of a change that has to be rolled back first",
                     "Start Studio: it repairs the file when it opens it.",
+                    "needs repair",
                     retry=True,
                 )
             case sqlite3.SQLITE_CANTOPEN | sqlite3.SQLITE_PERM | sqlite3.SQLITE_AUTH:
@@ -217,3 +269,19 @@ class Database:
                 return self._error(
                     str(error), "Check the file and the disk.", retry=code & 0xFF == sqlite3.SQLITE_IOERR
                 )
+
+
+def _some(cursor: sqlite3.Cursor) -> tuple[list[Row], bool]:
+    rows: list[Row] = []
+    end = time.perf_counter() + HOLD_SECONDS
+    size = 0
+    try:
+        for row in cursor:
+            length = sum(len(value) for value in (row[5], row[7]) if isinstance(value, bytes))
+            rows.append(bounded(row) if length > MAX_CELL else row)
+            size += length
+            if len(rows) >= PAGE_ROWS or size >= PAGE_BYTES or time.perf_counter() >= end:
+                return rows, True
+        return rows, False
+    finally:
+        cursor.close()

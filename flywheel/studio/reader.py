@@ -1,31 +1,62 @@
-"""Reads one Studio database from a cursor on: page by page, each page's replies together with the cursor to store.
+"""Reads one Studio database: what is new since the cursor, and what was changed in place.
 
-A pass goes on where the last one of this reader ended, as long as the caller stored what it was given; else it starts
-from the cursor again. The cursor stays before the first row of every open trace, so that a restart reads those anew:
-replies can be told twice then, and the ledger's keys make that harmless; none is left out.
+Reading is a scan from the cursor on, page by page. A trace whose rows are all there, and which has been quiet for
+long enough, is handed out with its rows as they are; what it means is found out elsewhere (`conversion`). Each step
+comes with the cursor and the marks to store with it, so that a restart goes on where the last stored step ended.
+
+A sweep is a second scan, over rows that were seen before. A trace that looks as it did when it was told is passed
+over by its digest; one that was changed, or was missed, is handed out like a new one.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
+from collections import OrderedDict
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from flywheel.config import IngestSettings
 from flywheel.studio.database import BUSY_SECONDS, Database
-from flywheel.studio.schema import Row, Schema
-from flywheel.studio.traces import OpenTraces
-from flywheel.trace import Batch, Cursor, DeadRow, Span, SpanKind
+from flywheel.studio.scan import FAR_ROWS, Growing, Scan, digest_of
+from flywheel.studio.schema import TABLE, Row, Schema, shown
+from flywheel.trace import Cursor, DeadRow, Mark
 
-MAX_PAGE: Final = 500
-FIRST_PAGE: Final = 100
-SLOW_READ_MS: Final = 20.0
-"""A page that took longer to read halves the next one: Studio's commits wait for ours."""
+FOREVER_NS: Final = 2**63
 _LOOKUP: Final = 200
-_MAX_DEPTH: Final = 64
+_FRESH: Final = 10_000
+"""Marks that were handed out and may not be stored yet, at most."""
+
+
+class Memory(Protocol):
+    """What is remembered of the traces of one source."""
+
+    def open_marks(self) -> Sequence[Mark]: ...
+
+    def marks(self, trace_ids: Sequence[str]) -> Mapping[str, Mark]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RawTrace:
+    """The rows of a trace that is to be told; `is_open` if spans are missing that may still come."""
+
+    trace_id: str
+    rows: tuple[Row, ...]
+    is_open: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one page brought. `rows` is how many rows were read, `more` whether the end is still ahead."""
+
+    cursor: Cursor
+    traces: tuple[RawTrace, ...]
+    marks: tuple[Mark, ...]
+    dead: tuple[DeadRow, ...]
+    open_traces: int
+    rows: int
+    more: bool
 
 
 class StudioReader:
@@ -33,27 +64,21 @@ class StudioReader:
 
     def __init__(self, path: Path, settings: IngestSettings, *, busy_seconds: float = BUSY_SECONDS) -> None:
         self.path = path
-        self._settings = settings
+        self._settle_ns = int(settings.settle_seconds * 1e9)
+        self._abandon_ns = int(settings.abandon_seconds * 1e9)
         self._database = Database(path, busy_seconds=busy_seconds)
         self._schema: Schema | None = None
-        self._start = Cursor()
-        self._given: Cursor | None = None
-        self._restart(Cursor())
+        self._cursor = Cursor()
+        self._tail: Scan | None = None
+        self._token: object = None
+        self.due_ns = FOREVER_NS
+        """When a trace that is waited for is done if nothing more comes, nanoseconds since 1970."""
+        self._fresh: OrderedDict[str, Mark] = OrderedDict()
 
     @property
     def schema(self) -> str:
         """Which generation the database was when it was last read; empty before."""
         return self._schema.name if self._schema else ""
-
-    @property
-    def identity(self) -> str:
-        """Device and inode of the file when it was last read; empty before."""
-        return self._start.identity
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of the span table's columns when it was last read; empty before."""
-        return self._start.fingerprint
 
     @property
     def longest_read_ms(self) -> float:
@@ -62,108 +87,262 @@ class StudioReader:
 
     def close(self) -> None:
         self._database.close()
+        self.forget()
 
-    def read(self, cursor: Cursor, *, now: datetime, final: bool = False) -> Iterator[Batch]:
-        """One pass to the end of the table. Raises StudioError.
+    def forget(self) -> None:
+        """What was handed out was not stored: the next pass begins at the cursor it is given."""
+        self._tail = None
+        self._token = None
+        self._fresh.clear()
 
-        Ask for the next batch only when the last one is stored: that is how the reader knows. `final` closes whole
-        traces without waiting and tells incomplete ones as unfinished.
+    def rows_in_all(self) -> int:
+        """The number of the last row, which is about how many there are. Raises StudioError."""
+        (found,) = self._database.ask(f"SELECT max(rowid) FROM {TABLE}")  # noqa: S608 - a constant
+        return int(found[0] or 0)
+
+    def read(self, cursor: Cursor, memory: Memory, *, now: datetime, final: bool = False) -> Generator[Step]:
+        """What is new, to the end of the table; nothing at all where nothing has changed. Raises StudioError.
+
+        Each step must be stored before the pass after this one, or `forget` be called. `final` closes whole traces
+        without waiting and tells incomplete ones as they are.
         """
         now_ns = int(now.timestamp() * 1e9)
-        self._begin(cursor)
-        # Whatever interrupts this pass, the next one starts from the stored cursor.
-        self._given = None
+        token = self._database.change_token()
+        changed = token != self._token or self._tail is None
+        if not changed and not final and now_ns < self.due_ns:
+            return
+        if changed:
+            self._begin(cursor, memory, now_ns)
+            # Opening the file can be what made the token differ.
+            token = self._database.change_token()
+        self._token = None
+        scan = self._tail
+        assert scan is not None and self._schema is not None
+        stored = False
         try:
-            more = True
-            while more:
-                rows = self._page()
-                more = len(rows) == self._limit
-                batch = self._batch(rows, now_ns, more, final)
-                self._adapt()
-                yield batch
-            self._given = batch.cursor
+            more = changed
+            while True:
+                rows: list[Row] = []
+                if more:
+                    rows, more = self._database.page(self._schema.page_sql, (scan.at,))
+                dead = scan.add(rows, self._schema, now_ns)
+                self._recall(scan, memory)
+                yield self._step(scan, dead, len(rows), now_ns, more=more, final=final)
+                if not more:
+                    break
+            scan.rest()
+            self.due_ns = self._next_due(scan)
+            self._token = token
+            stored = True
         finally:
             self._database.rest()
+            if not stored:
+                # The last step was not asked to be followed by another: it may not have been stored.
+                self.forget()
 
-    def _begin(self, cursor: Cursor) -> None:
+    def sweep(self, memory: Memory, *, now: datetime, last: int | None = None) -> Generator[Step]:
+        """Compare what was read before with what is there now: the `last` rows, or all. Raises StudioError.
+
+        It ends early when a pass has started over in the meantime. To be called after a pass has ended.
+        """
+        tail = self._tail
+        if tail is None or self._schema is None:
+            return
+        now_ns = int(now.timestamp() * 1e9)
+        scan = Scan(0 if last is None else max(0, tail.at - last))
+        stored = False
+        try:
+            more = True
+            while more and self._tail is tail:
+                rows, more = self._database.page(self._schema.page_sql, (scan.at,))
+                seen = [row for row in rows if row[0] <= tail.at]
+                more = more and len(seen) == len(rows)
+                scan.add(seen, self._schema, now_ns)
+                self._recall(scan, memory)
+                yield self._swept(scan, tail, len(seen), now_ns, more=more)
+            stored = True
+        finally:
+            self._database.rest()
+            if not stored:
+                self.forget()
+
+    def _begin(self, cursor: Cursor, memory: Memory, now_ns: int) -> None:
         """Find the file and decide where to go on."""
         identity = self._database.identity()
         self._schema, fingerprint = self._database.schema()
-        if (cursor.identity, cursor.fingerprint) != (identity, fingerprint):
+        same = (cursor.identity, cursor.fingerprint) == (identity, fingerprint)
+        if not same or not self._holds(cursor):
             generation = cursor.generation + 1 if cursor.identity else cursor.generation
             cursor = Cursor(0, identity, fingerprint, generation)
-        if self._given != cursor:
-            self._restart(cursor)
-
-    def _restart(self, cursor: Cursor) -> None:
-        self._start = cursor
-        self._at = cursor.rowid
-        self._limit = FIRST_PAGE
-        self._traces = OpenTraces(self._settings)
-        self._kinds: Counter[str] = Counter()
-        # Behind a cursor that has moved there was an agent's span.
-        self._agents_seen = cursor.rowid > 0
-
-    def _page(self) -> list[Row]:
-        assert self._schema is not None
-        return self._database.ask(self._schema.page_sql, (self._at, self._limit))
-
-    def _adapt(self) -> None:
-        slow = self._database.last_read_ms > SLOW_READ_MS
-        self._limit = max(1, self._limit // 2) if slow else min(MAX_PAGE, self._limit * 2)
-
-    def _batch(self, rows: list[Row], now_ns: int, more: bool, final: bool) -> Batch:
-        dead = self._take(rows, now_ns)
-        self._look_up_parents(now_ns, more)
-        told = self._traces.close(now_ns, self._at, more=more, final=final)
-        return Batch(
-            cursor=self._cursor(),
-            replies=told.replies,
-            dead=(*dead, *told.dead),
-            open_traces=len(self._traces),
-            warnings=() if more else self._warnings(),
+        here = (
+            self._tail is not None and self._tail.at == cursor.rowid and self._cursor.generation == cursor.generation
         )
+        self._cursor = cursor
+        if not here:
+            self._fresh.clear()
+            self._tail = Scan(cursor.rowid)
+            self._tail.anchor = cursor.anchor
+            self._reopen(self._tail, memory, now_ns)
 
-    def _take(self, rows: list[Row], now_ns: int) -> list[DeadRow]:
+    def _holds(self, cursor: Cursor) -> bool:
+        """Whether the last row that was read is still where it was; else rows were renumbered or put back."""
+        if not cursor.rowid:
+            return True
+        question = f"SELECT id FROM {TABLE} WHERE rowid = ?"  # noqa: S608 - a constant
+        found = self._database.ask(question, (cursor.rowid,))
+        return bool(found) and shown(found[0][0]) == cursor.anchor
+
+    def _reopen(self, scan: Scan, memory: Memory, now_ns: int) -> None:
+        """Pick up the traces that were open when an earlier process ended, or that are to be looked at again."""
+        for mark in memory.open_marks():
+            if mark.generation == self._cursor.generation:
+                growing = Growing(mark.trace_id, now_ns, known=mark, is_open=True)
+                scan.growing[mark.trace_id] = growing
+                scan.join(growing, self._rows_of(mark), self._schema_now)
+                growing.seen_ns = growing.ended_ns
+
+    @property
+    def _schema_now(self) -> Schema:
         assert self._schema is not None
-        dead: list[DeadRow] = []
-        for row in rows:
-            read = self._schema.read(row)
-            self._at = read.rowid
-            if isinstance(read, DeadRow):
-                dead.append(read)
+        return self._schema
+
+    def _rows_of(self, mark: Mark) -> list[Row]:
+        return self._fetch(mark.rowids, {mark.trace_id})
+
+    def _fetch(self, rowids: Iterable[int], traces: set[str]) -> list[Row]:
+        """Rows by number, those of other traces left out."""
+        wanted = sorted(rowids)
+        names = {trace.encode() for trace in traces}
+        found: list[Row] = []
+        while wanted:
+            some = wanted[:_LOOKUP]
+            rows, cut = self._database.page(self._schema_now.rows_sql(len(some)), some)
+            found += [row for row in rows if row[2] in names]
+            wanted = [rowid for rowid in wanted if rowid > rows[-1][0]] if cut else wanted[_LOOKUP:]
+        return found
+
+    def _recall(self, scan: Scan, memory: Memory) -> None:
+        """What is remembered of the traces that this scan has just met, and their rows from before it."""
+        new = scan.take_new()
+        asked = [trace for trace in new if trace not in self._fresh]
+        marks = {**(memory.marks(asked) if asked else {}), **{t: self._fresh[t] for t in new if t in self._fresh}}
+        for trace, mark in marks.items():
+            growing = new[trace]
+            growing.known = mark
+            growing.is_open = mark.is_open
+            if mark.generation == self._cursor.generation:
+                behind = [rowid for rowid in mark.rowids if rowid <= scan.at and rowid not in growing.rows]
+                scan.join(growing, self._fetch(behind, {trace}), self._schema_now)
+        scan.take_new()
+
+    def _step(self, scan: Scan, dead: list[DeadRow], rows: int, now_ns: int, *, more: bool, final: bool) -> Step:
+        done: list[Growing] = []
+        partial: list[Growing] = []
+        settle_ns = 0 if final else self._settle_ns
+        for growing in scan.candidates(more=more):
+            if more and growing.awaits(scan.at, self._cursor.generation):
                 continue
-            self._kinds[read.kind.value] += 1
-            self._agents_seen = self._agents_seen or read.kind is SpanKind.AGENT
-            self._traces.add(read, now_ns)
-        return dead
+            quiet = growing.quiet_ns(now_ns)
+            if growing.is_whole():
+                is_done = quiet >= settle_ns
+            else:
+                far = not more or scan.at - growing.last_rowid >= FAR_ROWS
+                is_done = far and quiet >= self._abandon_ns
+                if not is_done and final and not more:
+                    partial.append(growing)
+            if is_done:
+                done.append(growing)
+            else:
+                scan.wait(growing)
+        traces, marks = self._tell(scan, done, partial)
+        waiting = self._newly_open(scan)
+        self._cursor = replace(self._cursor, rowid=scan.at, anchor=scan.anchor)
+        return Step(self._cursor, traces, (*marks, *waiting), tuple(dead), len(scan.growing), rows, more)
 
-    def _look_up_parents(self, now_ns: int, more: bool) -> None:
-        """A missing parent may have been told in an earlier pass, be a dead row, or lie behind this page."""
-        for _ in range(_MAX_DEPTH):
-            asked = self._traces.unknown_parents(now_ns, self._at, more=more)
-            if not asked:
-                return
-            self._traces.learn(asked, (row for row in self._rows_of(list(asked)) if row.span_id in asked), self._at)
+    def _swept(self, scan: Scan, tail: Scan, rows: int, now_ns: int, *, more: bool) -> Step:
+        done: list[Growing] = []
+        for growing in scan.candidates(more=more):
+            if more and growing.awaits(scan.at, self._cursor.generation):
+                continue
+            if growing.trace_id in tail.growing or not self._is_told(growing, now_ns):
+                # The pass waits for this one.
+                tail.adopt(growing)
+                self.due_ns = 0
+                scan.drop(growing)
+            else:
+                done.append(growing)
+        traces, marks = self._tell(scan, done, ())
+        return Step(self._cursor, traces, marks, (), len(tail.growing), rows, more)
 
-    def _rows_of(self, ids: list[str]) -> Iterator[Span | DeadRow]:
-        assert self._schema is not None
-        for first in range(0, len(ids), _LOOKUP):
-            some = ids[first : first + _LOOKUP]
-            for row in self._database.ask(self._schema.lookup_sql(len(some)), some):
-                yield self._schema.read(row)
+    def _is_told(self, growing: Growing, now_ns: int) -> bool:
+        return growing.known is not None or growing.is_whole() or growing.quiet_ns(now_ns) >= self._abandon_ns
 
-    def _cursor(self) -> Cursor:
-        if not self._agents_seen:
-            # A database without agents is told about at every start, never passed over in silence.
-            return self._start
-        return replace(self._start, rowid=self._traces.resume_after(self._at))
+    def _tell(
+        self, scan: Scan, done: Sequence[Growing], partial: Sequence[Growing]
+    ) -> tuple[tuple[RawTrace, ...], tuple[Mark, ...]]:
+        """The rows of traces that are done, or told as far as they are there, and their marks."""
+        lacking = {rowid for growing in (*done, *partial) for rowid in growing.rows.keys() - growing.raw.keys()}
+        if lacking:
+            names = {growing.trace_id for growing in (*done, *partial)}
+            by_trace: dict[bytes, dict[int, Row]] = {}
+            for row in self._fetch(lacking, names):
+                by_trace.setdefault(row[2], {})[row[0]] = row
+            for growing in (*done, *partial):
+                growing.raw |= by_trace.get(growing.trace_id.encode(), {})
+        traces: list[RawTrace] = []
+        marks: list[Mark] = []
+        for growing, is_open in [*((g, False) for g in done), *((g, True) for g in partial)]:
+            rows = tuple(growing.raw[rowid] for rowid in sorted(growing.raw))
+            known = growing.known
+            mark = Mark(
+                growing.trace_id, tuple(sorted(growing.raw)), digest_of(rows), self._cursor.generation, is_open
+            )
+            if rows and not _looks_the_same(mark, known):
+                traces.append(RawTrace(growing.trace_id, rows, is_open))
+            if mark != known:
+                marks.append(mark)
+                self._remember(mark)
+            growing.known, growing.is_open = mark, is_open
+            if not is_open:
+                scan.drop(growing)
+            growing.raw.clear()
+        return tuple(traces), tuple(marks)
 
-    def _warnings(self) -> tuple[str, ...]:
-        if self._agents_seen or not self._kinds:
-            return ()
-        found = ", ".join(f"{count} {kind}" for kind, count in self._kinds.most_common())
-        return (
-            f"{self.path} holds {self._kinds.total()} spans and not one of them is an agent's ({found}): "
-            "only agents' replies become tasks. Trace the agent itself, with AgentScope's own tracing.",
+    def _newly_open(self, scan: Scan) -> tuple[Mark, ...]:
+        """Marks of the traces that are waited for from now on, or have grown."""
+        marks = []
+        for growing in scan.take_grown():
+            rowids = tuple(sorted(growing.rows))
+            known = growing.known
+            if known is None or not known.is_open or known.rowids != rowids:
+                mark = Mark(growing.trace_id, rowids, known.digest if known else 0, self._cursor.generation, True)
+                growing.known = mark
+                marks.append(mark)
+                self._remember(mark)
+        return tuple(marks)
+
+    def _remember(self, mark: Mark) -> None:
+        self._fresh[mark.trace_id] = mark
+        self._fresh.move_to_end(mark.trace_id)
+        if len(self._fresh) > _FRESH:
+            self._fresh.popitem(last=False)
+
+    def _next_due(self, scan: Scan) -> int:
+        """When a trace that is waited for is done if nothing more comes, nanoseconds since 1970."""
+        return min(
+            (
+                min(growing.ended_ns, growing.seen_ns) + (self._settle_ns if growing.is_whole() else self._abandon_ns)
+                for growing in scan.growing.values()
+            ),
+            default=FOREVER_NS,
         )
+
+
+def _looks_the_same(mark: Mark, known: Mark | None) -> bool:
+    """Whether a trace was told as it is now. One that has only lost rows is: what was told stays."""
+    if known is None or not known.digest:
+        return False
+    if mark.digest == known.digest:
+        # Told as unfinished, it is told again once it is given up.
+        return mark.is_open or not known.is_open
+    return not known.is_open and len(mark.rowids) < len(known.rowids)

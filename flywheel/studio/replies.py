@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from flywheel.config import IngestSettings
 from flywheel.states import SkipReason
 from flywheel.studio import attributes as at
 from flywheel.studio.content import (
@@ -25,7 +24,7 @@ from flywheel.studio.content import (
     without_finish,
 )
 from flywheel.studio.tree import Role, Tree
-from flywheel.trace import ChatMessage, Reply, Span, SpanKind, SpanStatus
+from flywheel.trace import ChatMessage, Reply, Selection, Span, SpanKind, SpanStatus
 
 INTERRUPTION_SENTENCES: Final = frozenset(
     {
@@ -36,7 +35,7 @@ INTERRUPTION_SENTENCES: Final = frozenset(
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-def finished_reply(tree: Tree, agent: Span, settings: IngestSettings) -> Reply:
+def finished_reply(tree: Tree, agent: Span, selection: Selection) -> Reply:
     """The reply of an agent span. Raises ReprError where its texts are garbled."""
     placement = tree.placements[agent.span_id]
     own = tree.own(agent.span_id)
@@ -53,7 +52,7 @@ def finished_reply(tree: Tree, agent: Span, settings: IngestSettings) -> Reply:
     query = request if asked is agent else _request(at.agent_input(asked))
     images = tuple(dict.fromkeys(image for message in handed for image in images_of(message)))
     name = at.agent_name(agent)
-    skip, detail = _skip(agent, own, output, answer, bool(query.strip() or images), placement.role, name, settings)
+    skip, detail = _skip(agent, own, output, answer, bool(query.strip() or images), placement.role, name, selection)
     return Reply(
         span_id=agent.span_id,
         trace_id=agent.trace_id,
@@ -236,13 +235,13 @@ def _skip(
     asked: bool,
     role: Role,
     name: str,
-    settings: IngestSettings,
+    selection: Selection,
 ) -> tuple[SkipReason | None, str]:
-    if name in settings.agents.exclude:
+    if name in selection.exclude:
         return SkipReason.AGENT_EXCLUDED, f"ingest.agents.exclude names {name}"
-    if role is Role.NESTED and name not in settings.agents.include:
+    if role is Role.NESTED and name not in selection.include:
         return SkipReason.NESTED, "another agent called it as a tool"
-    if role is Role.STAGE and name not in settings.agents.include:
+    if role is Role.STAGE and name not in selection.include:
         return SkipReason.PIPELINE_STAGE, "another agent went on from its answer"
     if _was_interrupted(agent, own, output, answer):
         return SkipReason.INTERRUPTED, "the reply was interrupted"

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any, Final
 
 import orjson
@@ -20,8 +20,8 @@ from flywheel.trace import DeadRow, Span, SpanKind, SpanStatus
 Row = Sequence[Any]
 
 TABLE: Final = "span_table"
-MAX_ATTRIBUTES: Final = 64 * 1024 * 1024
-"""Bytes of attributes above which a row is dead rather than a reason to run out of memory."""
+MAX_CELL: Final = 32 * 1024 * 1024
+"""Bytes of one value above which its row is dead rather than a reason to run out of memory."""
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _LATEST_NS: Final = 10**19
@@ -34,20 +34,24 @@ class RowError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """One generation: `marks` are the columns that only it has, `columns` what is read, in this order."""
+    """One generation: `marks` are the columns that only it has, `columns` what is read, in this order.
+
+    A row begins with its rowid, the span's id, its trace's, its parent's and the time it ended, whichever the schema.
+    """
 
     name: str
     marks: frozenset[str]
     columns: tuple[str, ...]
-    span_of: Callable[[dict[str, Any], int], Span]
+    span_of: Callable[[Row], Span]
+    ended_of: Callable[[Any], int]
 
     @property
     def page_sql(self) -> str:
-        return f"SELECT {self._listed} FROM {TABLE} WHERE rowid > ? ORDER BY rowid LIMIT ?"  # noqa: S608 - constants
+        return f"SELECT {self._listed} FROM {TABLE} WHERE rowid > ? ORDER BY rowid"  # noqa: S608 - constants
 
-    def lookup_sql(self, count: int) -> str:
+    def rows_sql(self, count: int) -> str:
         marks = ",".join("?" * count)
-        return f"SELECT {self._listed} FROM {TABLE} WHERE id IN ({marks})"  # noqa: S608 - constants
+        return f"SELECT {self._listed} FROM {TABLE} WHERE rowid IN ({marks}) ORDER BY rowid"  # noqa: S608 - constants
 
     @property
     def _listed(self) -> str:
@@ -55,14 +59,30 @@ class Schema:
 
     def read(self, row: Row) -> Span | DeadRow:
         """A row as a span, or as a dead row with the reason."""
-        values = dict(zip(self.columns, row[1:], strict=True))
         try:
-            return self.span_of(values, row[0])
+            return self.span_of(row)
         except (RowError, UnicodeDecodeError) as error:
             why = "a text is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
-            return DeadRow(
-                row[0], _shown(values["id"]), _shown(values["traceId"]), why, _shown(values["attributes"])[:500]
-            )
+            return DeadRow(row[0], shown(row[1]), shown(row[2]), why, shown(row[5])[:500])
+
+
+@dataclass(frozen=True, slots=True)
+class Oversized:
+    """Stands for a value that is too large to be kept."""
+
+    size: int
+    start: bytes
+
+    def __str__(self) -> str:
+        return self.start.decode(errors="replace")
+
+
+def bounded(row: Row) -> Row:
+    """The row with values that are too large replaced by what they began with."""
+    return tuple(
+        Oversized(len(value), value[:500]) if isinstance(value, bytes) and len(value) > MAX_CELL else value
+        for value in row
+    )
 
 
 def fingerprint(columns: Sequence[tuple[str, str]]) -> str:
@@ -70,34 +90,43 @@ def fingerprint(columns: Sequence[tuple[str, str]]) -> str:
     return hashlib.sha256(repr(list(columns)).encode()).hexdigest()[:16]
 
 
-def _shown(value: Any) -> str:
-    return value[:2000].decode(errors="replace") if isinstance(value, bytes) else str(value or "")
+def shown(value: Any) -> str:
+    """A value of a row as text, whatever it is."""
+    if isinstance(value, bytes):
+        return value[:2000].decode(errors="replace")
+    return "" if value is None else str(value)[:2000]
 
 
-def _text(values: Mapping[str, Any], column: str) -> str:
-    value = values[column]
-    if value is None:
-        return ""
+def _text(value: Any, column: str) -> str:
     if isinstance(value, bytes):
         return value.decode()
-    raise RowError(f"{column} is a {type(value).__name__}, not text")
+    if value is None:
+        return ""
+    raise RowError(f"{column} {_is(value)}, not text")
 
 
-def _identifier(values: Mapping[str, Any], column: str) -> str:
-    value = _text(values, column)
-    if not value:
-        raise RowError(f"{column} is empty")
-    return value
+def _is(value: Any) -> str:
+    if isinstance(value, Oversized):
+        return f"has {value.size:,} bytes, more than {MAX_CELL:,}"
+    return f"is a {type(value).__name__}"
 
 
-def _json(values: Mapping[str, Any], column: str) -> Any:
-    value = values[column]
+def _identifier(value: Any, column: str) -> str:
+    if isinstance(value, bytes) and value:
+        return value.decode()
+    raise RowError(f"{column} is empty" if value in (None, b"") else f"{column} {_is(value)}, not text")
+
+
+def identifiers(row: Row) -> tuple[str, str]:
+    """The ids of a row's span and trace. Raises RowError and UnicodeDecodeError."""
+    return _identifier(row[1], "id"), _identifier(row[2], "traceId")
+
+
+def _json(value: Any, column: str) -> Any:
     if value is None:
         return None
     if not isinstance(value, bytes):
-        raise RowError(f"{column} is a {type(value).__name__}, not JSON text")
-    if len(value) > MAX_ATTRIBUTES:
-        raise RowError(f"{column} has {len(value):,} bytes, more than {MAX_ATTRIBUTES:,}")
+        raise RowError(f"{column} {_is(value)}, not JSON text")
     try:
         return orjson.loads(value)
     except orjson.JSONDecodeError:
@@ -111,88 +140,111 @@ def _json(values: Mapping[str, Any], column: str) -> Any:
         raise RowError(f"{column} is not JSON: {error}") from error
 
 
-def _attributes(values: Mapping[str, Any]) -> dict[str, Any]:
-    attributes = _json(values, "attributes")
+def _attributes(value: Any) -> dict[str, Any]:
+    attributes = _json(value, "attributes")
     if not isinstance(attributes, dict):
         raise RowError(f"attributes is a JSON {type(attributes).__name__}, not an object")
     return attributes
 
 
-def _events(values: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-    if values["events"] == b"[]":
+def _events(value: Any) -> tuple[dict[str, Any], ...]:
+    if value == b"[]" or value is None:
         return ()
-    events = _json(values, "events")
+    events = _json(value, "events")
     return tuple(event for event in events if isinstance(event, dict)) if isinstance(events, list) else ()
 
 
-def _span_1(values: dict[str, Any], rowid: int) -> Span:
+def _span_1(row: Row) -> Span:
+    rowid, span_id, trace_id, parent, ended, attributes, name, events, status, kind, started, message, run = row
     return Span(
-        rowid=rowid,
-        span_id=_identifier(values, "id"),
-        trace_id=_identifier(values, "traceId"),
-        parent_id=_text(values, "parentSpanId") or None,
-        name=_text(values, "name"),
-        kind=_KINDS_1.get(_text(values, "spanKind"), SpanKind.OTHER),
-        started_ns=_iso_ns(values, "startTime"),
-        ended_ns=_iso_ns(values, "endTime"),
-        status=_STATUS_1.get(_text(values, "status"), SpanStatus.UNSET),
-        status_message=_text(values, "statusMessage"),
-        conversation_id=_text(values, "run_id"),
-        attributes=_attributes(values),
-        events=_events(values),
+        rowid,
+        _identifier(span_id, "id"),
+        _identifier(trace_id, "traceId"),
+        _text(parent, "parentSpanId") or None,
+        _text(name, "name"),
+        _KINDS_1.get(kind, SpanKind.OTHER),
+        _iso_ns(started, "startTime"),
+        _iso_ns(ended, "endTime"),
+        _STATUS_1.get(status, SpanStatus.UNSET),
+        _text(message, "statusMessage"),
+        _text(run, "run_id"),
+        _attributes(attributes),
+        _events(events),
     )
 
 
-def _iso_ns(values: Mapping[str, Any], column: str) -> int:
-    text = _text(values, column)
+def _iso_ns(value: Any, column: str) -> int:
+    text = _text(value, column)
     try:
         moment = datetime.fromisoformat(text)
         moment = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment
-        return (moment - _EPOCH) // timedelta(microseconds=1) * 1000
+        since = moment - _EPOCH
     except (ValueError, OverflowError) as error:
         raise RowError(f"{column} is no time: {text[:40]!r}") from error
+    return ((since.days * 86_400 + since.seconds) * 1_000_000 + since.microseconds) * 1000
 
 
-def _span_2(values: dict[str, Any], rowid: int) -> Span:
-    attributes = _attributes(values)
-    written = dig(attributes, "gen_ai", "operation", "name")
-    operations = (written if isinstance(written, str) else "", _text(values, "operationName"))
-    status = _json(values, "status")
-    message = dig(status, "message")
+def _span_2(row: Row) -> Span:
+    (rowid, span_id, trace_id, parent, ended, attributes, name, events, status, started, operation, conversation,
+     service) = row  # fmt: skip
+    found = _attributes(attributes)
+    written = dig(found, "gen_ai", "operation", "name")
+    kind = _KINDS_2.get(written) if isinstance(written, str) else None
+    state, message = _STATUS_2.get(status) or _status_of(status)
     return Span(
-        rowid=rowid,
-        span_id=_identifier(values, "id"),
-        trace_id=_identifier(values, "traceId"),
-        parent_id=_text(values, "parentSpanId") or None,
-        name=_text(values, "name"),
-        kind=next((_KINDS_2[name] for name in operations if name in _KINDS_2), SpanKind.OTHER),
-        started_ns=_decimal_ns(values, "startTimeUnixNano"),
-        ended_ns=_decimal_ns(values, "endTimeUnixNano"),
-        status=next((known for code, known in _STATUS_2 if code == dig(status, "code")), SpanStatus.UNSET),
-        status_message=message if isinstance(message, str) else "",
-        conversation_id=_text(values, "conversationId"),
-        attributes=attributes,
-        events=_events(values),
-        service=_text(values, "serviceName"),
+        rowid,
+        _identifier(span_id, "id"),
+        _identifier(trace_id, "traceId"),
+        _text(parent, "parentSpanId") or None,
+        _text(name, "name"),
+        kind or _KINDS_2.get(_text(operation, "operationName"), SpanKind.OTHER),
+        _decimal_ns(started, "startTimeUnixNano"),
+        _decimal_ns(ended, "endTimeUnixNano"),
+        state,
+        message,
+        _text(conversation, "conversationId"),
+        found,
+        _events(events),
+        _text(service, "serviceName"),
     )
 
 
-def _decimal_ns(values: Mapping[str, Any], column: str) -> int:
-    value = values[column]
+def _status_of(value: Any) -> tuple[SpanStatus, str]:
+    status = _json(value, "status")
+    code, message = dig(status, "code"), dig(status, "message")
+    known = {1: SpanStatus.OK, 2: SpanStatus.ERROR}.get(code) if isinstance(code, int) else None
+    return known or SpanStatus.UNSET, message if isinstance(message, str) else ""
+
+
+def _decimal_ns(value: Any, column: str) -> int:
     try:
         ns = int(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise RowError(f"{column} is no number of nanoseconds: {_shown(value)[:40]!r}") from error
+        raise RowError(f"{column} is no number of nanoseconds: {shown(value)[:40]!r}") from error
     if not 0 <= ns < _LATEST_NS:
         raise RowError(f"{column} is out of range: {ns}")
     return ns
 
 
+def _iso_end(value: Any) -> int:
+    try:
+        return _iso_ns(value, "endTime")
+    except (RowError, UnicodeDecodeError):
+        return 0
+
+
+def _decimal_end(value: Any) -> int:
+    try:
+        return _decimal_ns(value, "endTimeUnixNano")
+    except RowError:
+        return 0
+
+
 _KINDS_1: Final = {
-    "AGENT": SpanKind.AGENT,
-    "LLM": SpanKind.LLM,
-    "TOOL": SpanKind.TOOL,
-    "FORMATTER": SpanKind.FORMATTER,
+    b"AGENT": SpanKind.AGENT,
+    b"LLM": SpanKind.LLM,
+    b"TOOL": SpanKind.TOOL,
+    b"FORMATTER": SpanKind.FORMATTER,
 }
 _KINDS_2: Final = {
     "invoke_agent": SpanKind.AGENT,
@@ -200,27 +252,40 @@ _KINDS_2: Final = {
     "execute_tool": SpanKind.TOOL,
     "format": SpanKind.FORMATTER,
 }
-_STATUS_1: Final = {"OK": SpanStatus.OK, "ERROR": SpanStatus.ERROR}
-_STATUS_2: Final = ((1, SpanStatus.OK), (2, SpanStatus.ERROR))
-
-_COMMON: Final = ("id", "traceId", "parentSpanId", "name", "attributes", "events", "status")
+_STATUS_1: Final = {b"OK": SpanStatus.OK, b"ERROR": SpanStatus.ERROR}
+_STATUS_2: Final = {
+    b'{"code":1,"message":""}': (SpanStatus.OK, ""),
+    b'{"code":1}': (SpanStatus.OK, ""),
+    b'{"code":0}': (SpanStatus.UNSET, ""),
+    b'{"code":0,"message":""}': (SpanStatus.UNSET, ""),
+}
+"""How nearly every row spells it; the others are parsed."""
 
 GENERATIONS: Final = (
     Schema(
         "generation 1",
         frozenset({"spanKind", "run_id"}),
-        (*_COMMON, "spanKind", "startTime", "endTime", "statusMessage", "run_id"),
+        ("id", "traceId", "parentSpanId", "endTime", "attributes", "name", "events", "status", "spanKind",
+         "startTime", "statusMessage", "run_id"),
         _span_1,
+        _iso_end,
     ),
     Schema(
         "generation 2",
         frozenset({"spanId", "conversationId"}),
-        (*_COMMON, "startTimeUnixNano", "endTimeUnixNano", "operationName", "conversationId", "serviceName"),
+        ("id", "traceId", "parentSpanId", "endTimeUnixNano", "attributes", "name", "events", "status",
+         "startTimeUnixNano", "operationName", "conversationId", "serviceName"),
         _span_2,
+        _decimal_end,
     ),
-)
+)  # fmt: skip
 
 
 def recognise(columns: Sequence[str]) -> Schema | None:
     """The generation whose own columns these include."""
     return next((schema for schema in GENERATIONS if schema.marks <= set(columns)), None)
+
+
+def named(name: str) -> Schema:
+    """The generation of that name."""
+    return next(schema for schema in GENERATIONS if schema.name == name)

@@ -65,7 +65,9 @@ class Tree:
             if any(child.kind in inner for child in children)
         }
 
+    @cached_property
     def agents(self) -> list[Span]:
+        """The agent spans in the order they began."""
         return sorted((span for span in self.spans.values() if span.kind is SpanKind.AGENT), key=_order)
 
     def ancestors(self, span: Span) -> Iterator[Span]:
@@ -114,7 +116,7 @@ class Tree:
         """The role of every agent span."""
         placed: dict[str, Placement] = {}
         beside: dict[str, list[Span]] = defaultdict(list)
-        for agent in self.agents():
+        for agent in self.agents:
             line = list(self.ancestors(agent))
             top = line[-1] if line else agent
             if any(span.kind is SpanKind.AGENT for span in line) or self._below_missing_agent(top, agent):

@@ -63,7 +63,7 @@ class Wheel:
 def put_tasks(conn: Connection, train: int, held_out: int) -> None:
     replies = replies_on(Split.TRAIN, train) + replies_on(Split.HELD_OUT, held_out)
     source = ledger.source_id(conn, "/a")
-    ledger.record_batch(conn, source, "/a", batch(*replies), train_ratio=0.7, split_seed=42)
+    ledger.record_batch(conn, source, batch(*replies), train_ratio=0.7, split_seed=42)
     for number, task in enumerate(judging.claim(conn, 1000, "r", "j")):
         verdict = rejected() if task.line["metadata"]["split"] == "held-out" and number % 2 else accepted()
         judging.settle(conn, task.id, verdict, "r", "j", 0.0)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from datetime import UTC, datetime
 from pathlib import Path
 
 from flywheel.config import parse
 from flywheel.daemon.service import Service
-from flywheel.daemon.watcher import Watcher
 from flywheel.store.database import Store
 
 
@@ -24,10 +22,10 @@ async def test_a_cron_window_wakes_the_rounds_once(tmp_path: Path) -> None:
         return False
 
     service._rounds.start_due = start_due  # type: ignore[method-assign]
-    scheduler = service._schedule(Watcher([], asyncio.Event()))
+    scheduler = service._schedule()
     try:
         jobs = {job.id: job for job in scheduler.get_jobs()}
-        assert set(jobs) == {"poll", "judge", "rounds", "directories", "reconcile", "cron"}
+        assert set(jobs) == {"poll", "judge", "rounds", "sources", "prune", "reconcile", "cron"}
         night = jobs["cron"].trigger.get_next_fire_time(None, datetime(2026, 1, 1, 12, tzinfo=UTC))
         assert night == datetime(2026, 1, 2, 3, tzinfo=UTC)
         assert not service._round.wake.is_set()

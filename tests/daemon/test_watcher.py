@@ -18,10 +18,16 @@ SOON = 30.0
 async def watched(tmp_path: Path) -> AsyncIterator[tuple[Watcher, asyncio.Event, Path]]:
     wake = asyncio.Event()
     path = tmp_path / "studio" / "database.sqlite"
-    watcher = Watcher([path], wake)
-    watcher.start()
+    watcher = Watcher()
+    watcher.watch(path, wake.set)
     yield watcher, wake, path
     watcher.stop()
+
+
+async def first(wake: asyncio.Event) -> None:
+    """What happened before the watch began was not seen, so it begins with a wake."""
+    await asyncio.wait_for(wake.wait(), SOON)
+    wake.clear()
 
 
 async def test_a_commit_wakes_in_a_directory_that_appeared_later(
@@ -30,6 +36,7 @@ async def test_a_commit_wakes_in_a_directory_that_appeared_later(
     watcher, wake, path = watched
     path.parent.mkdir()
     watcher.refresh()
+    await first(wake)
     conn = sqlite3.connect(path)
     conn.execute("CREATE TABLE t (x)")
     conn.commit()
@@ -46,6 +53,7 @@ async def test_other_files_and_reading_do_not_wake(watched: tuple[Watcher, async
     path.parent.mkdir()
     path.write_bytes(b"x")
     watcher.refresh()
+    await first(wake)
     (path.parent / "other.txt").write_text("x")
     path.read_bytes()
     (path.parent / "other.txt").rename(path.parent / "another.txt")
@@ -60,6 +68,37 @@ async def test_replacing_the_file_wakes(watched: tuple[Watcher, asyncio.Event, P
     path.parent.mkdir()
     path.write_bytes(b"old")
     watcher.refresh()
+    await first(wake)
     (path.parent / "new").write_bytes(b"new")
     (path.parent / "new").replace(path)
     await asyncio.wait_for(wake.wait(), SOON)
+
+
+async def test_a_directory_that_was_made_anew_is_watched_again(
+    watched: tuple[Watcher, asyncio.Event, Path],
+) -> None:
+    watcher, wake, path = watched
+    path.parent.mkdir()
+    watcher.refresh()
+    await first(wake)
+    path.parent.rename(path.parent.with_name("away"))
+    path.parent.mkdir()
+    watcher.refresh()
+    await first(wake)
+    path.write_bytes(b"x")
+    await asyncio.wait_for(wake.wait(), SOON)
+
+
+async def test_what_a_link_leads_to_is_watched(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "links").mkdir()
+    real, link = tmp_path / "real" / "studio.sqlite", tmp_path / "links" / "database.sqlite"
+    real.write_bytes(b"x")
+    link.symlink_to(real)
+    wake = asyncio.Event()
+    watcher = Watcher()
+    watcher.watch(link, wake.set)
+    await first(wake)
+    real.write_bytes(b"y")
+    await asyncio.wait_for(wake.wait(), SOON)
+    watcher.stop()

@@ -21,7 +21,7 @@ def files(directory: Path) -> dict[str, bytes]:
 def record(conn: Connection, number: int) -> int:
     source = ledger.source_id(conn, "/x.sqlite")
     return ledger.record_batch(
-        conn, source, "/x.sqlite", batch(reply(number)), train_ratio=0.7, split_seed=42
+        conn, source, batch(reply(number)), train_ratio=0.7, split_seed=42
     ).new_tasks
 
 

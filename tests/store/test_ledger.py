@@ -8,16 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy import Connection
 
+from flywheel.batch import Batch
 from flywheel.states import SkipReason, Split, TaskState
 from flywheel.store import audit, judging, ledger, rounds
 from flywheel.store.database import Store
 from flywheel.store.ledger import Recorded
-from flywheel.trace import Batch, DeadRow
+from flywheel.trace import DeadRow
 from tests.samples import accepted, batch, rejected, replies_on, reply, undecided
 
 
 def put(conn: Connection, path: str, what: Batch) -> Recorded:
-    return ledger.record_batch(conn, ledger.source_id(conn, path), path, what, train_ratio=0.7, split_seed=42)
+    return ledger.record_batch(conn, ledger.source_id(conn, path), what, train_ratio=0.7, split_seed=42)
 
 
 async def test_a_batch_that_comes_again_changes_nothing(store: Store) -> None:

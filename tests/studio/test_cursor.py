@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from flywheel.config import IngestSettings
 from flywheel.states import SkipReason
+from flywheel.studio import database as studio_database
 from flywheel.studio import reader as reading
-from flywheel.studio import traces
+from flywheel.studio import scan
 from flywheel.studio.reader import StudioReader
 from flywheel.trace import Cursor, Reply
 from tests.studio.reading import MUCH_LATER, NOW, Ledger, by_id, read_all
@@ -74,17 +75,18 @@ def test_commits_passes_and_crashes_in_any_order(
         database.execute("DELETE FROM span_table")
     database.close()
     reader, ledger, at = StudioReader(path, QUICK), Ledger(), 0
-    reader._limit = 1
     while at < len(spans):
         size = data.draw(st.integers(1, 40))
         insert(path, spans[at : at + size])
         at += size
         kept = data.draw(st.integers(0, 3))
         final = data.draw(st.booleans())
-        for number, batch in enumerate(reader.read(ledger.cursor, now=NOW, final=final)):
+        steps = reader.read(ledger.cursor, ledger, now=NOW, final=final)
+        for number, step in enumerate(steps):
             if number == kept:
                 break
-            ledger.store(batch)
+            ledger.store(step, reader.schema)
+        steps.close()
         if data.draw(st.booleans()):
             reader.close()
             reader = StudioReader(path, QUICK)
@@ -119,7 +121,7 @@ def test_settling_waits_for_quiet_and_never_for_a_wrong_clock(tmp_path: Path) ->
     ended = NOW.replace(hour=5, minute=23, second=25)
     reader, ledger = StudioReader(path, IngestSettings(settle_seconds=2)), Ledger()
     ledger.pass_(reader, now=ended + timedelta(seconds=1))
-    assert ledger.replies == {} and ledger.cursor.rowid == 0
+    assert ledger.replies == {} and len(ledger.open_marks()) == 2
     ledger.pass_(reader, now=ended + timedelta(seconds=2))
     assert sorted(ledger.replies) == ["a1"]
     ledger.pass_(reader, now=ended + timedelta(seconds=4))
@@ -157,13 +159,11 @@ def test_an_unfinished_reply_keeps_its_place_and_is_told_once_more_when_it_comes
     assert lost.skip is SkipReason.UNFINISHED
     assert (lost.query, lost.agent, lost.conversation_id) == ("q", "Solver", "conversation")
     assert [m["content"] for m in lost.history] == ["s"]
-    assert ledger.cursor.rowid == 0, "a restart must read the open trace again"
+    assert (ledger.cursor.rowid, [mark.trace_id for mark in ledger.open_marks()]) == (2, ["t1"])
     reader.close()
     again = StudioReader(path, QUICK)
-    aside = Ledger()
-    aside.pass_(again, final=True)
-    aside.pass_(again, now=MUCH_LATER)
-    assert (aside.tellings, aside.cursor.rowid) == (2, 2), "given up in silence when it was told before"
+    ledger.pass_(again, now=MUCH_LATER)
+    assert (ledger.tellings, ledger.open_marks()) == (3, []), "given up in silence when it was told before"
     again.close()
 
     studio.write(agent("lost", "q", "at last", trace="t1", ended=30))
@@ -173,6 +173,7 @@ def test_an_unfinished_reply_keeps_its_place_and_is_told_once_more_when_it_comes
     assert ledger.replies["lost"].answer == "at last"
     assert [m["content"] for m in ledger.replies["lost"].history] == ["s"]
     assert ledger.cursor.rowid == 3
+    assert ledger.changes == []
     reader.close()
 
 
@@ -205,15 +206,17 @@ def test_agents_under_an_application_that_never_ended(tmp_path: Path) -> None:
     reader.close()
 
 
-def test_a_late_child_opens_nothing(tmp_path: Path) -> None:
+def test_a_late_child_tells_its_reply_again(tmp_path: Path) -> None:
     path = tmp_path / "studio.sqlite"
     studio = Studio(path)
     studio.write(agent("a1", ended=2))
     reader, ledger = StudioReader(path, QUICK), Ledger()
     ledger.pass_(reader)
-    studio.write(chat("c1", [message("user", part("q"))], parent="a1", ended=4))
+    asked = [message("system", part("s")), message("user", part("What is 1 + 1?"))]
+    studio.write(chat("c1", asked, parent="a1", ended=4))
     ledger.pass_(reader, final=True)
-    assert ledger.tellings == 1
+    assert (ledger.tellings, ledger.changes) == (2, ["a1"])
+    assert [m["content"] for m in ledger.replies["a1"].history] == ["s"]
     assert ledger.cursor.rowid == 2
     reader.close()
 
@@ -226,53 +229,55 @@ def test_a_batch_that_was_not_stored_is_told_again(tmp_path: Path) -> None:
     reader, ledger = StudioReader(path, QUICK), Ledger()
     ledger.pass_(reader)
     studio.write(agent("a1"))
-    (lost,) = next(reader.read(ledger.cursor, now=NOW)).replies
+    steps = reader.read(ledger.cursor, ledger, now=NOW)
+    assert [trace.trace_id for trace in next(steps).traces] == ["trace"]
+    steps.close()
     ledger.pass_(reader)
-    assert ledger.replies == {"a1": lost}
+    assert list(ledger.replies) == ["a1"]
     ledger.pass_(reader)
     assert ledger.tellings == 1, "what was stored is not told again"
     reader.close()
 
 
-def test_pages_are_small_and_each_has_its_cursor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "FIRST_PAGE", 20)
-    monkeypatch.setattr(reading, "MAX_PAGE", 20)
-    told, _, batches = read_all(DATA / "old.sqlite")
-    assert len(batches) == 24
-    assert max(len(batch.replies) for batch in batches[:-1]) <= 20
+def pages_of(rows: int, monkeypatch: pytest.MonkeyPatch, *, near: int = 1, far: int = 5_000) -> None:
+    monkeypatch.setattr(studio_database, "PAGE_ROWS", rows)
+    monkeypatch.setattr(scan, "NEAR_ROWS", near)
+    monkeypatch.setattr(scan, "FAR_ROWS", far)
+    monkeypatch.setattr(reading, "FAR_ROWS", far)
+
+
+def test_pages_are_small_and_each_has_its_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages_of(20, monkeypatch)
+    told, _, steps = read_all(DATA / "old.sqlite")
+    assert [step.cursor.rowid for step in steps] == [*range(20, 466, 20), 466]
+    assert max(len(step.traces) for step in steps[:-1]) <= 20
     assert by_id(told) == whole("old")
-    places = [batch.cursor.rowid for batch in batches]
-    assert places == sorted(places) and places[-1] == 432, "before the first row of a trace that is still open"
 
 
 @pytest.mark.parametrize("name", ["old", "new_v2"])
 def test_history_is_read_in_pages_of_one_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every trace lies across pages and is older than the patience: what still comes is in the table already."""
-    monkeypatch.setattr(reading, "FIRST_PAGE", 1)
-    monkeypatch.setattr(reading, "MAX_PAGE", 1)
-    told, _, batches = read_all(DATA / f"{name}.sqlite", now=MUCH_LATER, final=False)
-    assert by_id(told) == whole(name)
-    assert len(batches) == len(rows(name)) + 1
+    pages_of(1, monkeypatch)
+    told, _, steps = read_all(DATA / f"{name}.sqlite", now=MUCH_LATER, final=False)
+    assert {reply.span_id: reply for reply in told} == whole(name)
+    assert len(steps) == len(rows(name)) + 1
 
 
 def test_a_reply_lost_long_ago_holds_up_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "FIRST_PAGE", 2)
-    monkeypatch.setattr(reading, "MAX_PAGE", 2)
-    monkeypatch.setattr(traces, "FAR_ROWS", 3)
+    pages_of(2, monkeypatch, far=3)
     path = tmp_path / "studio.sqlite"
     studio = crash(path)
     studio.write(*(agent(f"a{number}", trace=f"later {number}") for number in range(6)))
-    told, _, batches = read_all(path, now=MUCH_LATER, final=False)
-    assert [reply.span_id for reply in told[:4]] == ["done", "lost", "a0", "a1"]
-    assert [batch.cursor.rowid for batch in batches] == [0, 4, 6, 8, 8]
-    assert [batch.open_traces for batch in batches] == [1, 0, 0, 0, 0]
+    told, _, steps = read_all(path, now=MUCH_LATER, final=False)
+    assert sorted(reply.span_id for reply in told) == sorted(["done", "lost", *(f"a{n}" for n in range(6))])
+    place = [reply.span_id for reply in told].index("lost")
+    assert place < 5, "long before the end"
+    assert steps[-1].open_traces == 0
 
 
 def test_a_parent_far_behind_its_children_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Studio's rows need not lie together: another process wrote thousands between them."""
-    monkeypatch.setattr(reading, "FIRST_PAGE", 2)
-    monkeypatch.setattr(reading, "MAX_PAGE", 2)
-    monkeypatch.setattr(traces, "FAR_ROWS", 1)
+    pages_of(2, monkeypatch)
     path = tmp_path / "studio.sqlite"
     studio = Studio(path)
     asked = [message("system", part("s")), message("user", part("q"))]
@@ -281,21 +286,30 @@ def test_a_parent_far_behind_its_children_is_waited_for(tmp_path: Path, monkeypa
         *(agent(f"a{number}", trace=f"other {number}") for number in range(6)),
         agent("far", "q", "a", trace="slow", ended=5),
     )
-    told, _, batches = read_all(path, now=MUCH_LATER, final=False)
+    told, _, _ = read_all(path, now=MUCH_LATER, final=False)
     assert len(told) == 7
     assert [m["content"] for m in by_id(told)["far"].history] == ["s"]
-    assert [batch.cursor.rowid for batch in batches] == [0, 0, 0, 8, 8]
 
 
-def test_a_slow_read_makes_the_next_page_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    reader = StudioReader(DATA / "old.sqlite", QUICK)
-    passes = reader.read(Cursor(), now=NOW)
-    next(passes)
-    assert reader._limit == 2 * reading.FIRST_PAGE
-    monkeypatch.setattr(reading, "SLOW_READ_MS", -1.0)
-    next(passes)
-    assert reader._limit == reading.FIRST_PAGE
-    reader.close()
+def test_a_parent_too_far_behind_is_told_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages_of(2, monkeypatch, far=2)
+    path = tmp_path / "studio.sqlite"
+    asked = [message("system", part("s")), message("user", part("q"))]
+    Studio(path).write(
+        chat("c", asked, "a", parent="far", trace="slow"),
+        *(agent(f"a{number}", trace=f"other {number}") for number in range(6)),
+        agent("far", "q", "a", trace="slow", ended=5),
+    )
+    told, _, _ = read_all(path, now=MUCH_LATER, final=False)
+    assert [reply.skip for reply in told if reply.span_id == "far"] == [SkipReason.UNFINISHED, None]
+    assert [m["content"] for m in told[-1].history] == ["s"]
+
+
+def test_a_page_is_held_for_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(studio_database, "HOLD_SECONDS", 0.0)
+    told, _, steps = read_all(DATA / "new_v2.sqlite")
+    assert [step.rows for step in steps] == [1] * 247 + [0]
+    assert by_id(told) == whole("new_v2")
 
 
 def test_another_file_or_schema_starts_over(tmp_path: Path) -> None:
@@ -332,34 +346,26 @@ def test_a_stored_cursor_goes_on_where_it_was(tmp_path: Path) -> None:
     ledger.pass_(reader, now=MUCH_LATER)
     reader.close()
     told = ledger.tellings
-    reader = StudioReader(path, QUICK)
-    ledger.pass_(reader, now=MUCH_LATER)
-    assert ledger.tellings == told
-    ledger.cursor = replace(ledger.cursor, rowid=0)
-    ledger.pass_(reader, now=MUCH_LATER)
-    assert ledger.tellings == 2 * told
-    reader.close()
+    for cursor in (ledger.cursor, replace(ledger.cursor, rowid=0)):
+        ledger.cursor = cursor
+        reader = StudioReader(path, QUICK)
+        ledger.pass_(reader, now=MUCH_LATER)
+        assert ledger.tellings == told, "what is remembered is passed over"
+        reader.close()
 
 
-def test_a_database_without_agents_says_so_every_time(tmp_path: Path) -> None:
+def test_nothing_is_read_where_nothing_has_changed(tmp_path: Path) -> None:
     path = tmp_path / "studio.sqlite"
-    studio = Studio(path)
-    ledger = Ledger()
-    for _ in range(2):
-        reader = StudioReader(path, QUICK)
-        (batch,) = reader.read(ledger.cursor, now=NOW)
-        assert batch.warnings == (), "an empty table is no reason to worry"
-        reader.close()
-    studio.write(chat("c1", [message("user", part("q"))], "a"), span("s1", None, {}, trace="t2"))
-    for _ in range(2):
-        reader = StudioReader(path, QUICK)
-        (batch,) = reader.read(ledger.cursor, now=NOW)
-        ledger.store(batch)
-        (warning,) = batch.warnings
-        assert "2 spans" in warning and "1 llm" in warning and "AgentScope" in warning
-        reader.close()
-    studio.write(agent("a1", trace="t3"))
-    reader = StudioReader(path, QUICK)
-    (batch,) = reader.read(ledger.cursor, now=NOW)
-    assert batch.warnings == () and batch.cursor.rowid == 3
+    studio, ledger = Studio(path), Ledger()
+    studio.write(agent("a1", ended=5), agent("a2", trace="2", ended=5))
+    ended = NOW.replace(hour=5, minute=23, second=25)
+    reader = StudioReader(path, IngestSettings(settle_seconds=2))
+    assert len(ledger.pass_(reader, now=ended)) == 1
+    assert ledger.pass_(reader, now=ended + timedelta(seconds=1)) == [], "neither changed nor due"
+    assert reader.due_ns == int((ended + timedelta(seconds=2)).timestamp()) * 10**9
+    (step,) = ledger.pass_(reader, now=ended + timedelta(seconds=2))
+    assert (step.rows, len(step.traces)) == (0, 2)
+    assert ledger.pass_(reader, now=MUCH_LATER) == []
+    studio.write(agent("a3", trace="3", ended=9))
+    assert [step.rows for step in ledger.pass_(reader, now=MUCH_LATER)] == [1]
     reader.close()

@@ -17,6 +17,7 @@ import pytest
 
 from flywheel.config import IngestSettings
 from flywheel.errors import StudioError
+from flywheel.studio import database as studio_database
 from flywheel.studio.database import Database
 from flywheel.studio.reader import StudioReader
 from flywheel.trace import Cursor
@@ -30,7 +31,7 @@ def refusal(path: Path) -> StudioError:
     reader = StudioReader(path, QUICK, busy_seconds=0.1)
     try:
         with pytest.raises(StudioError) as caught:
-            list(reader.read(Cursor(), now=NOW))
+            list(reader.read(Cursor(), Ledger(), now=NOW))
     finally:
         reader.close()
     error = caught.value
@@ -162,7 +163,7 @@ def test_permission_denied(tmp_path: Path) -> None:
         "from flywheel.studio.reader import StudioReader\n"
         "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
         "reader = StudioReader(Path(sys.argv[1]), IngestSettings())\n"
-        "try: list(reader.read(Cursor(), now=datetime.now(UTC)))\n"
+        "try: list(reader.read(Cursor(), None, now=datetime.now(UTC)))\n"
         "except Exception as error: print(type(error).__name__, error)\n"
     )
     # Only the last folder needs to let the other user in: the ones above are opened for the length of the test.
@@ -192,8 +193,8 @@ def test_reading_leaves_folder_and_file_as_they_were(name: str, tmp_path: Path) 
     shutil.copy(DATA / f"{name}.sqlite", path)
     before, found = state(tmp_path), path.stat()
     reader, ledger = StudioReader(path, QUICK), Ledger()
-    for batch in reader.read(ledger.cursor, now=NOW):
-        ledger.store(batch)
+    for step in reader.read(ledger.cursor, ledger, now=NOW):
+        ledger.store(step, reader.schema)
         assert state(tmp_path) == before, "not even while it is open"
     reader.close()
     assert state(tmp_path) == before
@@ -269,16 +270,16 @@ def test_a_log_left_by_a_dead_writer_is_read(tmp_path: Path) -> None:
     assert state(left) == before
 
 
-def test_a_writer_is_never_blocked(tmp_path: Path) -> None:
+def test_a_writer_is_never_blocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer without any patience commits all through the reading, and between the pages of a slow consumer."""
     path = empty_like("new_v1", tmp_path / "studio.sqlite")
     spans = rows("new_v1")
     insert(path, spans[:200])
+    monkeypatch.setattr(studio_database, "PAGE_ROWS", 10)
     reader, ledger = StudioReader(path, QUICK), Ledger()
-    reader._limit = 10
     at = 200
-    for batch in reader.read(ledger.cursor, now=NOW):
-        ledger.store(batch)
+    for step in reader.read(ledger.cursor, ledger, now=NOW):
+        ledger.store(step, reader.schema)
         if at < len(spans):
             writer = sqlite3.connect(path, timeout=0)
             writer.execute(f"INSERT INTO span_table VALUES ({','.join('?' * len(spans[at]))})", spans[at])
@@ -294,7 +295,8 @@ def test_a_writer_is_never_blocked(tmp_path: Path) -> None:
         own = StudioReader(path, QUICK)
         while not stop.is_set():
             try:
-                list(own.read(Cursor(), now=NOW))
+                list(own.read(Cursor(), Ledger(), now=NOW))
+                own.forget()
             except StudioError as error:
                 failures.append(error)
         own.close()

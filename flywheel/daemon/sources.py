@@ -1,0 +1,147 @@
+"""The sources of a running daemon: each is read when it changes, when it is due and at every poll, by itself.
+
+One that is locked, damaged or long holds up no other. Sweeps go on beside the passes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from flywheel.config import Config, JsonlSource, OtlpSource
+from flywheel.daemon.ingestion import Ingestion
+from flywheel.daemon.intake import Intake
+from flywheel.daemon.stage import Stage
+from flywheel.daemon.watcher import Watcher
+from flywheel.errors import FlywheelError
+from flywheel.otlp.inbox import inbox_path, prune
+from flywheel.otlp.receiver import Receiver
+from flywheel.store.database import Store
+from flywheel.store.ledger import Recorded
+
+log = logging.getLogger(__name__)
+
+GATHER_SECONDS = 0.01
+"""How long a change is waited on before it is read: a burst of commits is one pass."""
+
+
+class Sources:
+    """Starts and stops what reads the sources; `on_tasks` is called when there are new tasks."""
+
+    def __init__(
+        self,
+        store: Store,
+        config: Config,
+        ingestion: Ingestion,
+        stopping: asyncio.Event,
+        on_tasks: Callable[[], object],
+    ) -> None:
+        self._store = store
+        self._config = config
+        self._ingestion = ingestion
+        self._stopping = stopping
+        self._on_tasks = on_tasks
+        self._export = Stage("task file", ingestion.export)
+        self._stages: dict[Path, Stage] = {}
+        self._running: set[asyncio.Task[None]] = set()
+        self._sweeps: dict[Path, asyncio.Task[None]] = {}
+        self._receivers: list[Receiver] = []
+        self._watcher: Watcher | None = None
+
+    async def start(self) -> None:
+        """Begin. Raises FlywheelError when an address to receive at cannot be had."""
+        self._watcher = Watcher()
+        for source in self._config.sources:
+            if isinstance(source, OtlpSource):
+                receiver = Receiver(source.listen, inbox_path(self._config.state_dir, source.listen))
+                await receiver.start()
+                log.info("receiving spans at %s", receiver.url)
+                self._receivers.append(receiver)
+            elif isinstance(source, JsonlSource):
+                self._watcher.watch_directory(source.path.absolute(), self.refresh)
+        self._run(self._export)
+        self._export.wake.set()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Notice sources and directories that have appeared since."""
+        if self._stopping.is_set() or self._watcher is None:
+            return
+        for intake in self._ingestion.intakes():
+            if intake.path not in self._stages:
+                stage = Stage(f"source {intake.path}", functools.partial(self._read, intake))
+                self._stages[intake.path] = stage
+                self._run(stage)
+                self._watcher.watch(intake.path, stage.wake.set)
+                stage.wake.set()
+        self._watcher.refresh()
+
+    def poll(self) -> None:
+        """Look at every source, whether or not an event came."""
+        for stage in self._stages.values():
+            stage.wake.set()
+
+    async def stop(self) -> None:
+        """End passes at their next batch; what is stored is whole."""
+        if self._watcher is not None:
+            self._watcher.stop()
+        for receiver in self._receivers:
+            await receiver.stop()
+        for sweep in self._sweeps.values():
+            sweep.cancel()
+        for stage in (self._export, *self._stages.values()):
+            stage.wake.set()
+        await asyncio.gather(*self._running, *self._sweeps.values(), return_exceptions=True)
+
+    def _run(self, stage: Stage) -> None:
+        self._running.add(asyncio.create_task(stage.run(self._stopping), name=stage.name))
+
+    async def _read(self, intake: Intake) -> None:
+        await asyncio.sleep(GATHER_SECONDS)
+        report = await intake.read(stop=self._stopping)
+        if report.new:
+            log.info("%s: %d new tasks", report.path, report.new)
+            self._tell()
+        if report.error is not None:
+            raise report.error
+        if intake.is_recheck_due:
+            self._tell_of(intake, await intake.look_back())
+        if intake.path not in self._sweeps and await intake.is_sweep_due():
+            self._sweeps[intake.path] = asyncio.create_task(self._sweep(intake))
+        if (due := intake.due_at) is not None:
+            wake = self._stages[intake.path].wake
+            asyncio.get_running_loop().call_later(max(0.0, due - time.time()) + 0.001, wake.set)
+
+    async def _sweep(self, intake: Intake) -> None:
+        try:
+            self._tell_of(intake, await intake.look_back(whole=True))
+        except FlywheelError as error:
+            log.error("look through %s: %s", intake.path, error)
+        finally:
+            del self._sweeps[intake.path]
+
+    def _tell_of(self, intake: Intake, found: Recorded) -> None:
+        if found.new_replies or found.retold:
+            log.info(
+                "%s: %d replies had been missed, %d were changed in place",
+                intake.path,
+                found.new_replies,
+                found.retold,
+            )
+            self._tell()
+
+    def _tell(self) -> None:
+        self._export.wake.set()
+        self._on_tasks()
+
+    async def prune(self) -> None:
+        """Delete received spans that are older than they have to be kept."""
+        before = time.time_ns() - int(self._config.ingest.keep_received_days * 86_400e9)
+        for source in self._config.sources:
+            if isinstance(source, OtlpSource):
+                inbox = inbox_path(self._config.state_dir, source.listen)
+                await asyncio.to_thread(prune, inbox, before)

@@ -1,0 +1,91 @@
+"""What is remembered of the traces of each source, so that rows are told once and changes are noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+from sqlalchemy import Connection, Row, delete, insert, select, update
+
+from flywheel.store.schema import traces
+from flywheel.trace import Mark
+
+CHUNK = 500
+"""Values in one statement: SQLite takes no more than 999 in its older builds."""
+
+
+def chunks(values: Sequence[str]) -> Iterator[list[str]]:
+    for start in range(0, len(values), CHUNK):
+        yield list(values[start : start + CHUNK])
+
+
+def marks_of(conn: Connection, source: int, trace_ids: Sequence[str]) -> dict[str, Mark]:
+    """The marks of these traces, as far as there are any."""
+    found: dict[str, Mark] = {}
+    for some in chunks(trace_ids):
+        rows = conn.execute(select(traces).where(traces.c.source_id == source, traces.c.trace_id.in_(some)))
+        found |= {row.trace_id: _mark(row) for row in rows}
+    return found
+
+
+def open_marks(conn: Connection, source: int) -> list[Mark]:
+    """The marks of the traces that are waited for."""
+    rows = conn.execute(select(traces).where(traces.c.source_id == source, traces.c.is_open))
+    return [_mark(row) for row in rows]
+
+
+def remember(conn: Connection, source: int, marks: Iterable[Mark]) -> None:
+    """Store marks in place of those there were; of several of one trace, the last."""
+    latest = {mark.trace_id: mark for mark in marks}
+    for some in chunks(list(latest)):
+        conn.execute(delete(traces).where(traces.c.source_id == source, traces.c.trace_id.in_(some)))
+    if latest:
+        conn.execute(
+            insert(traces),
+            [
+                {
+                    "source_id": source,
+                    "trace_id": mark.trace_id,
+                    "rowids": spelled(mark.rowids),
+                    "digest": mark.digest,
+                    "generation": mark.generation,
+                    "is_open": mark.is_open,
+                }
+                for mark in latest.values()
+            ],
+        )
+
+
+def reopen(conn: Connection, source: int, trace_ids: Sequence[str]) -> int:
+    """Have traces looked at again at the next pass; how many of them are remembered."""
+    return sum(
+        conn.execute(
+            update(traces)
+            .where(traces.c.source_id == source, traces.c.trace_id.in_(some))
+            .values(is_open=True, digest=0)
+        ).rowcount
+        for some in chunks(trace_ids)
+    )
+
+
+def _mark(row: Row[Any]) -> Mark:
+    return Mark(row.trace_id, parsed(row.rowids), row.digest, row.generation, row.is_open)
+
+
+def spelled(rowids: Sequence[int]) -> str:
+    """Ascending numbers as ranges: `7-9,12`."""
+    if not rowids:
+        return ""
+    starts = [rowids[0], *(after for before, after in pairwise(rowids) if after != before + 1)]
+    ends = [*(before for before, after in pairwise(rowids) if after != before + 1), rowids[-1]]
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+
+
+def parsed(text: str) -> tuple[int, ...]:
+    """The numbers that `spelled` wrote."""
+    found: list[int] = []
+    for part in text.split(",") if text else ():
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return tuple(found)

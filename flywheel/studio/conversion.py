@@ -1,0 +1,91 @@
+"""What the rows of a trace mean: parsed, put together as a tree, told as replies.
+
+Pure: rows in, entries out. It runs in the daemon for the few traces of every day and in a process of its own while a
+long history is read, so it must not import more than it needs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from flywheel.batch import Entry, entry_of
+from flywheel.states import SkipReason
+from flywheel.studio.replies import finished_reply, unfinished_reply
+from flywheel.studio.schema import Row, Schema, named
+from flywheel.studio.tree import Tree
+from flywheel.trace import DeadRow, Reply, Selection, Span, SpanKind
+
+_BAD_CONTENT = (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, OverflowError)
+"""What content of a wrong shape raises. It costs its own reply, never the batch."""
+
+
+@dataclass(slots=True)
+class Told:
+    """What traces hold; `kinds` counts their spans."""
+
+    entries: list[Entry] = field(default_factory=list)
+    dead: list[DeadRow] = field(default_factory=list)
+    kinds: Counter[str] = field(default_factory=Counter)
+
+
+def convert(schema: str, traces: Sequence[tuple[Sequence[Row], bool]], selection: Selection, source: str) -> Told:
+    """Tell traces of `source`, each given by its rows and whether spans are missing that may still come."""
+    told = Told()
+    known = named(schema)
+    for rows, is_open in traces:
+        replies, dead = tell(known, rows, selection, is_open=is_open, kinds=told.kinds)
+        told.entries += [entry_of(reply, source) for reply in replies]
+        told.dead += dead
+    return told
+
+
+def tell(
+    schema: Schema, rows: Sequence[Row], selection: Selection, *, is_open: bool, kinds: Counter[str]
+) -> tuple[list[Reply], list[DeadRow]]:
+    """The replies and dead rows of one trace."""
+    spans: dict[str, Span] = {}
+    buried: set[str] = set()
+    dead: list[DeadRow] = []
+    for row in rows:
+        span = schema.read(row)
+        if isinstance(span, DeadRow):
+            dead.append(span)
+            buried.add(span.span_id)
+        else:
+            spans[span.span_id] = span
+            kinds[span.kind] += 1
+    tree = Tree(spans, buried)
+    if cyclic := tree.cyclic():
+        for span in cyclic:
+            dead.append(_dead(span, "its parents form a circle"))
+            del spans[span.span_id]
+            buried.add(span.span_id)
+        tree = Tree(spans, buried)
+    replies: list[Reply] = []
+    for agent in tree.agents:
+        try:
+            reply = finished_reply(tree, agent, selection)
+        except _BAD_CONTENT as error:
+            dead.append(_dead(agent, f"its content cannot be read: {error}"))
+            continue
+        if is_open:
+            reply = replace(reply, skip=SkipReason.UNFINISHED, skip_detail="a span above the agent's has not arrived")
+        replies.append(reply)
+    replies += _missing_agents(tree)
+    return replies, dead
+
+
+def _missing_agents(tree: Tree) -> Iterator[Reply]:
+    for parent, children in tree.missing_agents.items():
+        try:
+            yield unfinished_reply(tree, parent, children)
+        except _BAD_CONTENT:
+            # The children are unreadable as well; that the reply existed is all that can be told.
+            bare = [replace(child, attributes={}, kind=SpanKind.OTHER, events=()) for child in children]
+            yield unfinished_reply(Tree({span.span_id: span for span in bare}), parent, bare)
+
+
+def _dead(span: Span, error: str) -> DeadRow:
+    return DeadRow(span.rowid, span.span_id, span.trace_id, error[:2000], repr(span.attributes)[:500])
