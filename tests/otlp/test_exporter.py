@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +108,6 @@ async def test_an_sdk_conversation_is_read_as_its_replies(
 
 async def test_the_exporter_keeps_what_the_inbox_cannot_take(receiver: Receiver, inbox: Path) -> None:
     """The SDK tries again after a 503: nothing is lost by an inbox that somebody holds for a while."""
-    import sqlite3
-
     other = sqlite3.connect(inbox, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     provider = TracerProvider()

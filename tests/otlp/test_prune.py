@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from pathlib import Path
 
 import httpx
@@ -43,8 +44,6 @@ async def test_no_row_number_is_given_twice(client: httpx.AsyncClient, inbox: Pa
 
 
 def rowids(inbox: Path) -> list[int]:
-    import sqlite3
-
     connection = sqlite3.connect(inbox)
     found = [rowid for (rowid,) in connection.execute("SELECT rowid FROM span_table ORDER BY rowid")]
     connection.close()
