@@ -1,8 +1,8 @@
 """Reads one file of lines from a cursor on: page by page, each page's tasks together with the cursor to store.
 
-The cursor counts bytes, and knows the file by device and inode, by its first line and by the last line that was read:
-a file that was rotated, truncated, replaced or rewritten in place is read from its beginning, and the ledger's keys
-stop duplicates. A file that was moved away is read to its end before the one that took its name.
+The cursor counts bytes, and knows the file by device and inode and, in its anchor, by the first line and the last one
+that was read: a file that was rotated, truncated, replaced or rewritten in place is read from its beginning, and the
+ledger's keys stop duplicates. A file that was moved away is read to its end before the one that took its name.
 """
 
 from __future__ import annotations
@@ -142,17 +142,16 @@ class LinesReader:
                     entries.append(entry_of_line(line.text, self.path, now))
             except LineError as error:
                 dead.append(_dead(line, error))
-        last = page[-1]
-        first = page[0].head_mark if page[0].start == 0 else cursor.fingerprint
-        moved = replace(cursor, rowid=last.end, anchor=last.tail_mark, fingerprint=first)
+        first = page[0].head_mark if page[0].start == 0 else cursor.anchor.partition(" ")[0]
+        moved = replace(cursor, rowid=page[-1].end, anchor=f"{first} {page[-1].tail_mark}")
         return Batch(moved, tuple(entries), tuple(dead))
 
 
 def _resumed(file: LineFile, cursor: Cursor) -> Cursor:
     """Where to go on in this file: at the cursor, or at its beginning if the cursor is not about what it holds."""
     if cursor.identity == file.identity:
-        known = not cursor.rowid or (file.begins_so(cursor.fingerprint) and file.ends_so(cursor.rowid, cursor.anchor))
-        if known:
+        first, _, last = cursor.anchor.partition(" ")
+        if not cursor.rowid or (file.begins_so(first) and file.ends_so(cursor.rowid, last)):
             return cursor
     generation = cursor.generation + 1 if cursor.identity else cursor.generation
     return Cursor(identity=file.identity, generation=generation)

@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy import Connection, func, select
 
-from flywheel.states import TaskState
+from flywheel.states import LetterState, TaskState
 from flywheel.store.schema import dead_letters, meta, sources, tasks, verdicts
 
 JUDGE_NOTE = "judge"
@@ -51,7 +51,9 @@ def judge_usage(conn: Connection) -> dict[str, int]:
 
 
 def count_dead_letters(conn: Connection) -> int:
-    return int(conn.execute(select(func.count()).select_from(dead_letters)).scalar_one())
+    """Those that nobody has retried or dropped yet."""
+    is_open = dead_letters.c.state == LetterState.OPEN.value
+    return int(conn.execute(select(func.count()).select_from(dead_letters).where(is_open)).scalar_one())
 
 
 def all_sources(conn: Connection) -> list[dict[str, Any]]:

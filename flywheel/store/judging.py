@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, and_, func, insert, or_, select, update
 
 from flywheel.states import Split, TaskState
-from flywheel.store.ledger import bury
+from flywheel.store.letters import TASK, bury
 from flywheel.store.schema import tasks, verdicts
 from flywheel.store.transitions import move, move_all, utcnow
 from flywheel.verdict import CriterionResult, Outcome, Verdict
@@ -127,7 +127,7 @@ def _store(conn: Connection, task: int, verdict: Verdict, rubric_hash: str, judg
 def bury_task(conn: Connection, task: int, key: str, error: str) -> None:
     """A task that a filter broke on: kept as a dead letter, out of the way of the others."""
     if move(conn, task, TaskState.JUDGING, TaskState.DEAD, error[:500]):
-        bury(conn, "task", key, error)
+        bury(conn, TASK, key, error)
 
 
 def release(conn: Connection, ids: Sequence[int], why: str) -> int:

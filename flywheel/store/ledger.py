@@ -16,9 +16,10 @@ from sqlalchemy import Connection, Row, Text, bindparam, func, insert, select, u
 from flywheel.batch import Batch, Entry
 from flywheel.states import ReplyState, Split, TaskState
 from flywheel.store import turns
+from flywheel.store.letters import ROW, bury
 from flywheel.store.marks import chunks, remember
 from flywheel.store.retelling import retell
-from flywheel.store.schema import dead_letters, replies, sources, tasks
+from flywheel.store.schema import replies, sources, tasks
 from flywheel.store.sides import Sides
 from flywheel.store.transitions import record, utcnow
 from flywheel.trace import Cursor, DeadRow
@@ -109,8 +110,13 @@ def record_batch(conn: Connection, source: int, batch: Batch, *, train_ratio: fl
     _record_replies(conn, source, new, sides, done)
     sides.store()
     for row in {row.span_id: row for row in batch.dead}.values():
-        if row.span_id not in known and row.span_id not in told:
+        if row.span_id in told:
+            continue
+        if row.span_id not in known:
             _record_dead(conn, source, row, done)
+        elif known[row.span_id].state == ReplyState.DEAD:
+            # Its letter may have been retried.
+            bury(conn, ROW, row.span_id, row.error, row.excerpt, source)
     remember(conn, source, batch.marks)
     if (cursor := batch.cursor) is not None:
         note_source(
@@ -245,26 +251,8 @@ def _record_dead(conn: Connection, source: int, row: DeadRow, done: Recorded) ->
             created_at=utcnow(),
         )
     )
-    bury(conn, "row", row.span_id, row.error, row.excerpt, source)
+    bury(conn, ROW, row.span_id, row.error, row.excerpt, source)
     done.dead += 1
-
-
-def bury(conn: Connection, kind: str, subject: str, error: str, excerpt: str = "", source: int | None = None) -> None:
-    """Keep a unit that cannot go on, with its error."""
-    same = select(dead_letters.c.id).where(
-        dead_letters.c.kind == kind, dead_letters.c.subject == subject, dead_letters.c.source_id == source
-    )
-    if conn.execute(same).first() is None:
-        conn.execute(
-            insert(dead_letters).values(
-                kind=kind,
-                source_id=source,
-                subject=subject,
-                error=error[:2000],
-                excerpt=excerpt[:2000],
-                created_at=utcnow(),
-            )
-        )
 
 
 def counts_of(conn: Connection, source: int) -> SourceCounts:

@@ -26,7 +26,12 @@ def _grow(conn: Connection, **columns: tuple[str, ...]) -> None:
 
 
 def _to_2(conn: Connection) -> None:
-    _grow(conn, sources=("anchor", "type", "condition", "swept_at"), replies=("content",))
+    _grow(
+        conn,
+        sources=("anchor", "type", "condition", "swept_at"),
+        replies=("content",),
+        dead_letters=("state", "attempts"),
+    )
     # The cursor used to stay before open traces, and traces were not remembered: reading starts over once, and the
     # ledger's keys see to it that nothing comes out twice.
     conn.execute(update(sources).values(rowid_done=0))

@@ -10,7 +10,15 @@ from typing import Any
 from sqlalchemy import Connection, Table, insert, update
 
 from flywheel.errors import StoreError
-from flywheel.states import AdapterState, DeploymentState, ReplyState, RoundState, TaskState, may_follow
+from flywheel.states import (
+    AdapterState,
+    DeploymentState,
+    LetterState,
+    ReplyState,
+    RoundState,
+    TaskState,
+    may_follow,
+)
 from flywheel.store import schema
 
 _TABLES: dict[type[StrEnum], Table] = {
@@ -19,6 +27,7 @@ _TABLES: dict[type[StrEnum], Table] = {
     RoundState: schema.rounds,
     AdapterState: schema.adapters,
     DeploymentState: schema.deployments,
+    LetterState: schema.dead_letters,
 }
 
 

@@ -1,0 +1,162 @@
+"""`flywheel dead-letters`: what could not go on, and what is to be done with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async
+from flywheel.config import Config
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+    from flywheel.store.letters import Letter
+
+T = TypeVar("T")
+
+NEXT = {
+    "judged": "the task is pending again: the daemon or `flywheel filter` judges it",
+    "read": "its trace is read again: by the daemon or by `flywheel ingest`",
+    "swept": "nothing is remembered of its trace: the daemon compares the whole source with the ledger",
+    "reread": "its file is read again from the beginning: by the daemon or by `flywheel ingest`",
+    "alive": "it is not dead any more: nothing is left to do",
+}
+"""What happens after a retry, by `flywheel.store.letters.Next`."""
+
+
+class Action(StrEnum):
+    SHOW = "show"
+    RETRY = "retry"
+    DROP = "drop"
+
+
+@app.command(name="dead-letters")
+def dead_letters(
+    action: Annotated[Action, typer.Argument(help="What to do.")] = Action.SHOW,
+    ids: Annotated[list[int] | None, typer.Argument(metavar="[ID]...", help="Only these.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="All open ones; show also the others.")] = False,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show rows and tasks that could not go on, have them looked at again, or close them for good."""
+    settings = load_config(config)
+    if action is Action.SHOW:
+        _show(settings, ids or [], every, as_json)
+        return
+    if bool(ids) == every:
+        raise typer.BadParameter("name the letters by their numbers, or all open ones with --all", param_hint="ID")
+    if action is Action.RETRY:
+        _retry(settings, ids, as_json)
+    else:
+        _drop(settings, ids, as_json)
+
+
+def _show(config: Config, ids: list[int], every: bool, as_json: bool) -> None:
+    from flywheel.states import LetterState
+    from flywheel.store import letters
+
+    def look(conn: Connection) -> tuple[list[dict[str, Any]], dict[str, int]]:
+        states = list(LetterState) if every else [LetterState.OPEN]
+        found = letters.letters_of(conn, ids) if ids else letters.letters_in(conn, states)
+        histories = [{"history": letters.history_of(conn, letter.id)} if ids else {} for letter in found]
+        told = [asdict(letter) | history for letter, history in zip(found, histories, strict=True)]
+        return told, letters.count(conn)
+
+    found, counts = run_async(_look(config, look))
+    if as_json:
+        print_json({"letters": found, **counts})
+    elif ids:
+        for letter in found:
+            _print_whole(letter)
+    else:
+        _print_table(found, counts, every)
+
+
+def _retry(config: Config, ids: list[int] | None, as_json: bool) -> None:
+    from flywheel.store import letters
+
+    done = run_async(_change(config, lambda conn: letters.retry(conn, ids)))
+    if as_json:
+        print_json({"retried": [{**_named(letter), "next": then.value} for letter, then in done]})
+        return
+    for letter, then in done:
+        typer.echo(f"{letter.id}: {_clean(letter.subject)}: {NEXT[then]}")
+    typer.echo(f"{len(done)} retried; one that fails again is open again, and counted" if done else "none is open")
+
+
+def _drop(config: Config, ids: list[int] | None, as_json: bool) -> None:
+    from flywheel.store import letters
+
+    done = run_async(_change(config, lambda conn: letters.drop(conn, ids)))
+    if as_json:
+        print_json({"dropped": [_named(letter) for letter in done]})
+        return
+    typer.echo(
+        f"{len(done)} dropped; what they are about stays dead, and `--all` shows them" if done else "none is open"
+    )
+
+
+def _named(letter: Letter) -> dict[str, Any]:
+    return {"id": letter.id, "kind": letter.kind, "subject": letter.subject}
+
+
+async def _look(config: Config, look: Callable[[Connection], T]) -> T:
+    from flywheel.store.database import Store
+
+    store = await Store.view(config.state_dir)
+    try:
+        return await store.read(look)
+    finally:
+        await store.close()
+
+
+async def _change(config: Config, change: Callable[[Connection], T]) -> T:
+    from flywheel.daemon.lock import InstanceLock
+    from flywheel.store.database import Store
+
+    with InstanceLock(config.state_dir):
+        store = await Store.open(config.state_dir)
+        try:
+            return await store.write(change)
+        finally:
+            await store.close()
+
+
+def _print_table(letters: list[dict[str, Any]], counts: dict[str, int], every: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    if letters:
+        table = Table("id", "kind", "source", "subject", "when", "state", "error")
+        for letter in letters:
+            state = letter["state"] if letter["attempts"] == 1 else f"{letter['state']}, {letter['attempts']} times"
+            when = letter["created_at"][:19].replace("T", " ")
+            cells = (letter["kind"], letter["source"] or "–", letter["subject"], when, state, letter["error"][:200])
+            table.add_row(str(letter["id"]), *(Text(_clean(cell)) for cell in cells))
+        console.print(table)
+    closed = ", ".join(f"{counts[state]} {state}" for state in ("retried", "dropped") if counts[state])
+    hint = f" ({closed}: see --all)" if closed and not every else ""
+    console.print(f"{counts['open'] or 'no'} open dead letters{hint}", markup=False, highlight=False)
+
+
+def _print_whole(letter: dict[str, Any]) -> None:
+    typer.echo(f"dead letter {letter['id']}: {letter['kind']} {_clean(letter['subject'])}")
+    typer.echo(f"  source:   {letter['source'] or '–'}")
+    typer.echo(f"  state:    {letter['state']}, failed {letter['attempts']} times, first {letter['created_at']}")
+    typer.echo(f"  error:    {_clean(letter['error'])}")
+    for entry in letter["history"]:
+        typer.echo(f"  {entry['at']}  {entry['state']}  {_clean(entry['detail'])}".rstrip())
+    if letter["excerpt"]:
+        typer.echo(_clean(letter["excerpt"]))
+
+
+def _clean(text: str) -> str:
+    """Without what would command the terminal: the texts are those of rows that nobody could read."""
+    return "".join(sign if sign.isprintable() or sign == "\n" else "�" for sign in text)
