@@ -247,7 +247,7 @@ class Talk:
             odd = [d for d in dialogues(source) if d.is_special and special and not plain]
             for group, part in ((usual, 1 - SPECIAL_SHARE if odd else 1.0), (odd, SPECIAL_SHARE)):
                 self._choices += group
-                self._weights += [share * part / len(group)] * len(group)
+                self._weights += [share * part / max(1, len(group))] * len(group)
         self._by_size: dict[int, list[Dialogue]] = defaultdict(list)
         for dialogue in self._choices:
             self._by_size[dialogue.truth.spans].append(dialogue)

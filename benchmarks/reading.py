@@ -1,0 +1,75 @@
+"""The two sides that are compared: a bare loop over the rows, and Flywheel. Each runs in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+Begin = Callable[[], None]
+
+
+def floor(begin: Begin, path: Path) -> int:
+    """Fetch the rows and columns that Flywheel reads and parse their attributes: the least that any reader does.
+
+    One statement over the whole table, which nobody should do beside a live server. Returns the number of rows.
+    """
+    import orjson
+
+    from flywheel.studio.schema import recognise
+
+    begin()
+    database = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+    names = [row[1] for row in database.execute("PRAGMA table_info(span_table)")]
+    schema = recognise(names)
+    assert schema is not None, "the generator copies Studio's own tables"
+    columns = schema.columns
+    database.text_factory = bytes
+    place = columns.index("attributes") + 1
+    rows = 0
+    select = f"SELECT rowid, {', '.join(columns)} FROM span_table ORDER BY rowid"  # noqa: S608 - constants
+    for row in database.execute(select):
+        orjson.loads(row[place])
+        rows += 1
+    database.close()
+    return rows
+
+
+def cold(begin: Begin, path: Path) -> int:
+    """Flywheel's reading alone: rows to whole replies, nothing stored. Returns the number of replies."""
+    from flywheel.config import IngestSettings
+    from flywheel.studio.reader import StudioReader
+    from flywheel.trace import Cursor
+
+    begin()
+    reader = StudioReader(path, IngestSettings())
+    replies = sum(len(batch.replies) for batch in reader.read(Cursor(), now=datetime.now(UTC), final=True))
+    reader.close()
+    return replies
+
+
+def ingest(begin: Begin, path: Path, folder: Path) -> dict[str, Any]:
+    """Everything that `flywheel ingest` does: replies into the ledger, tasks into the state and their file.
+
+    With a `folder` that it has filled before, it is a second pass. Returns the source's report.
+    """
+    from flywheel.config import parse
+    from flywheel.daemon.ingestion import Ingestion
+    from flywheel.store.database import Store
+
+    async def run() -> dict[str, Any]:
+        config = parse({"state": {"dir": "state"}, "sources": [{"path": str(path)}]}, "the benchmark's", folder)
+        begin()
+        store = await Store.open(config.state_dir)
+        ingestion = Ingestion(store, config)
+        try:
+            (report,) = await ingestion.run(final=True)
+        finally:
+            await ingestion.close()
+            await store.close()
+        return report.as_json()
+
+    return asyncio.run(run())
