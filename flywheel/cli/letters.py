@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -22,7 +23,7 @@ T = TypeVar("T")
 NEXT = {
     "judged": "the task is pending again: the daemon or `flywheel filter` judges it",
     "read": "its trace is read again: by the daemon or by `flywheel ingest`",
-    "swept": "nothing is remembered of its trace: the daemon compares the whole source with the ledger",
+    "swept": "nothing is remembered of its trace: the daemon or `flywheel ingest --sweep` looks through its source",
     "reread": "its file is read again from the beginning: by the daemon or by `flywheel ingest`",
     "alive": "it is not dead any more: nothing is left to do",
 }
@@ -37,8 +38,8 @@ class Action(StrEnum):
 
 @app.command(name="dead-letters")
 def dead_letters(
-    action: Annotated[Action, typer.Argument(help="What to do.")] = Action.SHOW,
-    ids: Annotated[list[int] | None, typer.Argument(metavar="[ID]...", help="Only these.")] = None,
+    action: Annotated[Action, typer.Argument(metavar="show|retry|drop", help="What to do.")] = Action.SHOW,
+    ids: Annotated[list[int] | None, typer.Argument(metavar="ID", help="Only these.")] = None,
     every: Annotated[bool, typer.Option("--all", help="All open ones; show also the others.")] = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
@@ -138,7 +139,14 @@ def _print_table(letters: list[dict[str, Any]], counts: dict[str, int], every: b
         for letter in letters:
             state = letter["state"] if letter["attempts"] == 1 else f"{letter['state']}, {letter['attempts']} times"
             when = letter["created_at"][:19].replace("T", " ")
-            cells = (letter["kind"], letter["source"] or "–", letter["subject"], when, state, letter["error"][:200])
+            cells = (
+                letter["kind"],
+                Path(letter["source"]).name or "–",
+                letter["subject"],
+                when,
+                state,
+                letter["error"][:200],
+            )
             table.add_row(str(letter["id"]), *(Text(_clean(cell)) for cell in cells))
         console.print(table)
     closed = ", ".join(f"{counts[state]} {state}" for state in ("retried", "dropped") if counts[state])

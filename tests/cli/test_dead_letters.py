@@ -1,0 +1,221 @@
+"""`flywheel dead-letters`, by hand: what could not go on is shown, tried again and closed."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flywheel.daemon.lock import InstanceLock
+from tests.cli.conftest import Ran, Run
+from tests.judge_server import JudgeServer
+from tests.studio.writer import Studio, agent
+
+BAD = {**agent("bad", trace="bad-trace", began=5), "attributes": "{broken"}
+
+
+@pytest.fixture
+def studio(tmp_path: Path) -> Studio:
+    """Three replies, of which the middle one cannot be read."""
+    (tmp_path / "flywheel.yaml").write_text("sources: [{path: studio.sqlite}]\nstate: {dir: state}\n")
+    studio = Studio(tmp_path / "studio.sqlite")
+    studio.write(agent("good", trace="good-trace"), BAD, agent("late", trace="late-trace", began=9))
+    return studio
+
+
+def correct(studio: Studio) -> None:
+    with sqlite3.connect(studio.path) as conn:
+        conn.execute("UPDATE span_table SET attributes = ? WHERE spanId = 'bad'", (agent("bad")["attributes"],))
+    conn.close()
+
+
+def letters(flywheel: Run, *more: str) -> Any:
+    return flywheel("dead-letters", *more, "--json").json
+
+
+def balanced(flywheel: Run) -> dict[str, int]:
+    ran = flywheel("audit", "--json")
+    assert ran.code == 0
+    assert ran.json["balanced"]
+    return {end: ran.json[end] for end in ("pending", "dead")}
+
+
+def succeeded(ran: Ran) -> Ran:
+    assert (ran.code, ran.err) == (0, "")
+    return ran
+
+
+def test_without_any_there_are_none(flywheel: Run) -> None:
+    assert "no open dead letters" in succeeded(flywheel("dead-letters")).out
+    assert letters(flywheel) == {"letters": [], "open": 0, "retried": 0, "dropped": 0}
+    assert succeeded(flywheel("dead-letters", "retry", "--all")).out == "none is open\n"
+    assert succeeded(flywheel("dead-letters", "drop", "--all")).out == "none is open\n"
+
+
+def test_a_row_that_cannot_be_read_is_shown(flywheel: Run, studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    flywheel("ingest")
+    table = succeeded(flywheel("dead-letters")).out
+    assert all(text in table for text in ("row", "bad", "studio.sqlite", "attributes is not JSON", "1 open"))
+    assert succeeded(flywheel("dead-letters", "show")).out == table
+    whole = succeeded(flywheel("dead-letters", "show", "1")).out
+    assert all(text in whole for text in ("dead letter 1: row bad", str(studio.path), "failed 1 times", "{broken"))
+    [letter] = letters(flywheel, "show", "1")["letters"]
+    assert (letter["subject"], letter["state"], letter["attempts"], letter["excerpt"]) == (
+        "bad",
+        "open",
+        1,
+        "{broken",
+    )
+    assert [entry["state"] for entry in letter["history"]] == ["open"]
+    assert flywheel("status", "--json").json["dead_letters"] == 1
+    assert balanced(flywheel) == {"pending": 2, "dead": 1}
+
+
+def test_a_row_that_was_corrected_becomes_a_task_when_it_is_retried(flywheel: Run, studio: Studio) -> None:
+    flywheel("ingest")
+    correct(studio)
+    said = succeeded(flywheel("dead-letters", "retry", "1")).out
+    assert "its trace is read again" in said
+    assert balanced(flywheel) == {"pending": 2, "dead": 1}
+    assert flywheel("ingest", "--json").json["new"] == 1
+    assert letters(flywheel) == {"letters": [], "open": 0, "retried": 1, "dropped": 0}
+    assert [letter["state"] for letter in letters(flywheel, "--all")["letters"]] == ["retried"]
+    assert balanced(flywheel) == {"pending": 3, "dead": 0}
+    assert "it is not dead any more" in flywheel("dead-letters", "retry", "1").out
+
+
+def test_a_row_that_fails_again_is_open_again_and_counted(flywheel: Run, studio: Studio) -> None:
+    flywheel("ingest")
+    flywheel("ingest", "--sweep")
+    assert letters(flywheel)["letters"][0]["attempts"] == 1
+    for attempts in (2, 3):
+        assert letters(flywheel, "retry", "--all") == {
+            "retried": [{"id": 1, "kind": "row", "subject": "bad", "next": "read"}]
+        }
+        assert flywheel("status", "--json").json["dead_letters"] == 0
+        assert flywheel("ingest", "--json").json["new"] == 0
+        [letter] = letters(flywheel)["letters"]
+        assert (letter["id"], letter["state"], letter["attempts"]) == (1, "open", attempts)
+        assert balanced(flywheel) == {"pending": 2, "dead": 1}
+    assert "2 times" not in flywheel("dead-letters", "show", "1").out
+
+
+def test_a_row_that_is_dropped_is_closed_and_stays_dead(flywheel: Run, studio: Studio) -> None:
+    flywheel("ingest")
+    assert letters(flywheel, "drop", "1") == {"dropped": [{"id": 1, "kind": "row", "subject": "bad"}]}
+    flywheel("ingest", "--sweep")
+    assert letters(flywheel) == {"letters": [], "open": 0, "retried": 0, "dropped": 1}
+    assert "1 dropped: see --all" in flywheel("dead-letters").out
+    assert flywheel("status", "--json").json["dead_letters"] == 0
+    assert balanced(flywheel) == {"pending": 2, "dead": 1}
+    refused = flywheel("dead-letters", "retry", "1")
+    assert refused.code == 1
+    assert "it was dropped, which is for good" in refused.err
+
+
+def test_a_line_that_cannot_be_read_is_read_again(flywheel: Run, tmp_path: Path) -> None:
+    (tmp_path / "flywheel.yaml").write_text("sources: [{type: jsonl, path: tasks.jsonl}]\nstate: {dir: state}\n")
+    lines = tmp_path / "tasks.jsonl"
+    good = [json.dumps({"question": f"q{number}", "answer": "a"}) for number in range(3)]
+    bad = "b" * (len(good[1]) - 1)
+    lines.write_text(f"{good[0]}\n{bad}\n\n{good[2]}\n")
+    assert flywheel("ingest", "--json").json["new"] == 2
+    assert "its file is read again" in flywheel("dead-letters", "retry", "1").out
+    assert flywheel("ingest", "--json").json["new"] == 0
+    assert letters(flywheel)["letters"][0]["attempts"] == 2
+    # The line in the middle is corrected in place, which nothing but a retry makes anybody look at.
+    lines.write_text(f"{good[0]}\n{good[1]}\n{good[2]}\n")
+    assert flywheel("ingest", "--json").json["new"] == 0
+    flywheel("dead-letters", "retry", "--all")
+    assert flywheel("ingest", "--json").json["new"] == 1
+    assert letters(flywheel) == {"letters": [], "open": 0, "retried": 1, "dropped": 0}
+    assert balanced(flywheel) == {"pending": 3, "dead": 1}
+
+
+@pytest.fixture
+def judge() -> Iterator[JudgeServer]:
+    with JudgeServer(verdict=lambda _question, _answer: True) as judge:
+        yield judge
+
+
+def test_a_task_that_a_filter_broke_on_is_judged_after_a_retry(
+    flywheel: Run, tmp_path: Path, judge: JudgeServer
+) -> None:
+    (tmp_path / "flywheel.yaml").write_text(
+        "sources: [{type: jsonl, path: tasks.jsonl}]\nstate: {dir: state}\n"
+        f"judge: {{base_url: '{judge.base_url}', model: judge}}\nfilter: {{rubric: rubric.yaml, chain: chain.yaml}}\n"
+    )
+    (tmp_path / "rubric.yaml").write_text(
+        "id: test\ncriteria:\n  - {id: good, value: It is right., required: true}\n"
+    )
+    (tmp_path / "chain.yaml").write_text(
+        "id: c\nfilters:\n  - {type: python, params: {path: mine.py}}\n  - {type: llm_evaluate}\n"
+    )
+    (tmp_path / "mine.py").write_text(
+        "def keep(task):\n    if task['main_query'] == 'q1':\n        raise ValueError('broken')\n"
+        "    return True, ''\n"
+    )
+    (tmp_path / "tasks.jsonl").write_text(
+        "".join(
+            json.dumps({"question": f"q{number}", "answer": "a", "task_id": f"t{number}"}) + "\n" for number in (0, 1)
+        )
+    )
+    assert flywheel("filter", "--json").json["dead"] == 1
+    [letter] = letters(flywheel)["letters"]
+    assert (letter["kind"], letter["subject"], letter["source"]) == ("task", "t1", "")
+    assert balanced(flywheel) == {"pending": 0, "dead": 1}
+    assert "t1: the task is pending again" in succeeded(flywheel("dead-letters", "retry", "1")).out
+    assert balanced(flywheel) == {"pending": 1, "dead": 0}
+    assert flywheel("filter", "--json").json["dead"] == 1
+    assert letters(flywheel)["letters"][0]["attempts"] == 2
+    (tmp_path / "mine.py").write_text("def keep(task):\n    return True, ''\n")
+    flywheel("dead-letters", "retry", "1")
+    assert flywheel("filter", "--json").json["accepted"] == 1
+    assert letters(flywheel)["open"] == 0
+    assert balanced(flywheel) == {"pending": 0, "dead": 0}
+
+
+@pytest.mark.parametrize("action", ["retry", "drop"])
+def test_writing_waits_for_whoever_holds_the_state(flywheel: Run, studio: Studio, action: str) -> None:
+    flywheel("ingest")
+    with InstanceLock(studio.path.parent / "state"):
+        assert flywheel("dead-letters", action, "1").code == 75
+        assert letters(flywheel)["open"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "why"),
+    [
+        (["retry"], 2, "--all"),
+        (["drop"], 2, "--all"),
+        (["retry", "1", "--all"], 2, "--all"),
+        (["burn", "1"], 2, "burn"),
+        (["retry", "one"], 2, "integer"),
+        (["show", "7"], 1, "cannot find dead letter 7"),
+        (["retry", "1", "7"], 1, "cannot find dead letter 7"),
+        (["drop", "7"], 1, "cannot find dead letter 7"),
+    ],
+)
+def test_what_is_asked_wrongly_is_explained_and_changes_nothing(
+    flywheel: Run, studio: Studio, arguments: list[str], code: int, why: str
+) -> None:
+    flywheel("ingest")
+    ran = flywheel("dead-letters", *arguments)
+    assert ran.code == code
+    assert why in ran.err
+    assert letters(flywheel)["open"] == 1
+
+
+def test_texts_that_command_the_terminal_are_disarmed(flywheel: Run, studio: Studio) -> None:
+    studio.write({**BAD, "id": "x", "spanId": "x", "traceId": "x", "attributes": "\x1b[2Jgone\n[red]"})
+    flywheel("ingest")
+    for arguments in (["show"], ["show", "1", "2"]):
+        out = flywheel("dead-letters", *arguments).out
+        assert "\x1b" not in out
+    assert "[2Jgone" in out
+    assert "[red]" in out
