@@ -56,6 +56,10 @@ class ReceiverError(SourceError):
     """Spans could not be received or kept."""
 
 
+class CheckError(FlywheelError):
+    """A criterion that needs no judge could not be decided."""
+
+
 class JudgeError(FlywheelError):
     """The judge gave no verdict."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -28,6 +28,8 @@ class Exchange:
     trajectory: tuple[ChatMessage, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
     reference: str = ""
+    line: dict[str, Any] = field(default_factory=dict)
+    """The task's own line of `tasks.jsonl`, for checks that look at more; empty when a rollout is judged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,25 @@ class CriterionResult:
     value: float
     passed: bool
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """One opinion of the judge: a verdict is made of one, or of several that vote.
+
+    `stage` is "first" for what is asked of every task and "again" for what was asked because the score was close.
+    `score` is None when the reply could not be used; `error` then says why. `judge` is the model that gave it.
+    """
+
+    outcome: Outcome
+    score: float | None
+    results: tuple[CriterionResult, ...] = ()
+    error: str = ""
+    judge: str = ""
+    stage: str = "first"
+    calls: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +81,8 @@ class Verdict:
     latency_seconds: float = 0.0
     unreachable: bool = False
     """Undecided because the endpoint could not be reached or kept failing, not because of this exchange."""
+    judgements: tuple[Judgement, ...] = ()
+    """Every opinion that was asked for, in turn; empty where the judge was not asked."""
 
     @property
     def failed(self) -> tuple[str, ...]:

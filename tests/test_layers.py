@@ -23,6 +23,8 @@ LAYERS: dict[str, int] = {
     "log": 1,
     "content": 1,
     "yaml_file": 1,
+    "yaml_place": 1,
+    "python_source": 1,
     "config": 2,
     "studio": 3,
     "lines": 3,

@@ -6,33 +6,41 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import orjson
 
-from flywheel.config import Config
+from flywheel.config import Config, JudgeSettings
 from flywheel.errors import ConfigError, FlywheelError, JudgeError
+from flywheel.daemon.screening import Screened, Screening
 from flywheel.filtering.chain import Chain, load_chain
+from flywheel.filtering.llm_evaluate import AGENTJET_TEMPERATURE
 from flywheel.judge.grader import Grader
 from flywheel.judge.pool import grade_all
-from flywheel.judge.rubric_file import load_rubric
-from flywheel.store import funnel, judging
+from flywheel.judge.rubric_file import load_rubric, parse_rubric
+from flywheel.rubric import Rubric
+from flywheel.store import duplicates, funnel, judging
 from flywheel.store.database import Store
+from flywheel.store.duplicates import Repeats
 from flywheel.store.judging import Claimed
 from flywheel.verdict import Exchange, Outcome, Verdict
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 @dataclass(slots=True)
 class FilterReport:
-    """What one run did. `reused` verdicts had been paid for before; `dead` tasks broke a filter."""
+    """What one run did. `reused` verdicts had been paid for before; `dead` tasks broke a filter, `held` ones wait for a
+    person."""
 
     accepted: int = 0
     rejected: int = 0
     undecided: int = 0
     dead: int = 0
+    held: int = 0
     reused: int = 0
     calls: int = 0
     prompt_tokens: int = 0
@@ -47,6 +55,9 @@ class FilterReport:
         name = verdict.outcome.value
         setattr(self, name, getattr(self, name) + 1)
         self.reused += reused
+        self.bill(verdict)
+
+    def bill(self, verdict: Verdict) -> None:
         self.calls += verdict.calls
         self.prompt_tokens += verdict.prompt_tokens
         self.completion_tokens += verdict.completion_tokens
@@ -54,13 +65,20 @@ class FilterReport:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One task with its verdict, for whoever watches. `error` is set when a filter broke on it instead."""
+    """One task with its verdict, for whoever watches. Without one, it is `held`, or `error` says how a filter broke.
+
+    `repeats` is the task that it was rejected for repeating; `paid` the judge's verdict, when a filter behind the judge
+    had another.
+    """
 
     task: Claimed
     verdict: Verdict | None
     rubric_hash: str
     reused: bool = False
     error: str = ""
+    held: bool = False
+    repeats: Repeats | None = None
+    paid: Verdict | None = None
 
 
 class _Stop(threading.Event):
@@ -92,6 +110,7 @@ def exchange_of(line: dict[str, Any]) -> Exchange:
         history=tuple(line["init_messages"]),
         trajectory=tuple(orjson.loads(metadata["trajectory_json"])),
         tools=tuple(orjson.loads(metadata["tools_json"])),
+        line=line,
     )
 
 
@@ -108,16 +127,48 @@ def check_alien(config: Config) -> None:
     )
 
 
-class Filtering:
-    """Judges what is due. Raises ConfigError at once for a wrong rubric, chain or judge."""
+def rubric_of(config: Config, chain: Chain | None = None) -> Rubric:
+    """The rubric that applies: AgentJet's text in the chain, else the configured file. Raises ConfigError."""
+    if chain is None and config.filter.chain is not None:
+        chain = load_chain(config.filter.chain)
+    text = chain.judge.custom_rubrics if chain and chain.judge else None
+    if chain is None or text is None:
+        return load_rubric(config.filter.rubric)
+    if "rubric" in config.filter.model_fields_set:
+        log.info("filter.rubric is not used: the chain %s has custom_rubrics of its own", config.filter.chain)
+    return parse_rubric({"id": chain.id, "custom_rubrics": text}, f"custom_rubrics of {config.filter.chain}")
 
-    def __init__(self, store: Store, config: Config) -> None:
+
+def judge_settings(config: Config, chain: Chain | None) -> JudgeSettings:
+    """The judge as configured, with what the chain's `llm_evaluate` says of it."""
+    said = chain.judge if chain else None
+    if said is None:
+        return config.judge
+    temperature = said.temperature
+    if temperature is None and said.custom_rubrics is not None and config.judge.temperature is None:
+        temperature = AGENTJET_TEMPERATURE
+    given = {"temperature": temperature, "max_thread": said.max_thread, "max_tokens": said.max_tokens}
+    return config.judge.model_copy(update={name: value for name, value in given.items() if value is not None})
+
+
+class Filtering:
+    """Judges what is due. Raises ConfigError at once for a wrong rubric, chain or judge.
+
+    `rubric` takes the place of the one that the configuration and the chain name.
+    """
+
+    def __init__(self, store: Store, config: Config, *, rubric: Rubric | None = None) -> None:
         check_alien(config)
         self._store = store
         self._config = config
-        self.rubric = load_rubric(config.filter.rubric)
-        self.grader = Grader(self.rubric, config.judge)
         self._chain: Chain | None = load_chain(config.filter.chain) if config.filter.chain else None
+        for notice in self._chain.notices if self._chain else ():
+            log.info("%s", notice)
+        self.rubric = rubric or rubric_of(config, self._chain)
+        self._judge = judge_settings(config, self._chain)
+        self.grader = Grader(self.rubric, self._judge)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._screening = Screening(self._chain, self._ask) if self._chain else None
 
     async def run(
         self,
@@ -129,7 +180,7 @@ class Filtering:
         """Judge due tasks, at most `limit`, until none is left or `stop` is set. Nothing is left in `judging`."""
         feed = _Feed(_Stop(stop))
         report = FilterReport()
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         thread = threading.Thread(target=self._work, args=(feed, loop, limit), name="judging", daemon=True)
         thread.start()
         try:
@@ -162,22 +213,36 @@ class Filtering:
                 report.error = item
                 continue
             feed.claimed.pop(item.task.id, None)
-            if item.verdict is None:
+            if item.held:
+                report.held += 1
+            elif item.verdict is None:
                 report.dead += 1
             else:
                 report.count(item.verdict, reused=item.reused)
+            if item.paid is not None and not item.reused:
+                report.bill(item.paid)
+            self._tell_reason(item)
             if on_judged is not None:
                 on_judged(item)
 
     def _store_all(self, conn: Any, done: list[Judged]) -> None:
         retry = self._config.judge.retry_undecided_seconds
         for item in done:
+            if item.held:
+                continue
+            if item.paid is not None and not item.reused:
+                judging.store_verdict(conn, item.task.id, item.paid, self.rubric.hash, self.grader.judge_hash)
+            if item.repeats is not None:
+                duplicates.note(conn, item.task.id, item.repeats)
             if item.verdict is None:
                 judging.bury_task(conn, item.task.id, item.task.key, item.error)
-            elif item.reused:
+            elif item.reused and item.paid is None:
                 judging.apply(conn, item.task.id, item.verdict, retry)
             else:
                 judging.settle(conn, item.task.id, item.verdict, item.rubric_hash, self.grader.judge_hash, retry)
+        # What repeats a task that is rejected now has nothing to repeat any more.
+        gone = [item.task.id for item in done if item.verdict is None or item.verdict.outcome is Outcome.REJECTED]
+        duplicates.free_repetitions(conn, gone)
 
     def _work(self, feed: _Feed, loop: asyncio.AbstractEventLoop, limit: int | None) -> None:
         """The judging thread: claims, filters and grades, and hands everything to the loop."""
@@ -187,8 +252,8 @@ class Filtering:
 
         try:
             items = self._to_grade(feed, loop, limit, put)
-            for task, verdict in grade_all(self.grader, items, self._config.judge.max_thread, feed.stop):
-                put(Judged(task, verdict, self.rubric.hash))
+            for task, verdict in grade_all(self.grader, items, self._judge.max_thread, feed.stop):
+                put(self._behind_the_judge(Judged(task, verdict, self.rubric.hash)))
         except FlywheelError as error:
             put(error)
         except Exception as error:
@@ -207,29 +272,45 @@ class Filtering:
         """Claimed tasks that need a call. Those that a stored verdict or the chain decides are put at once."""
         left = limit if limit is not None else 1 << 62
         while left > 0 and not feed.stop.is_set():
-            size = min(left, 4 * self._config.judge.max_thread)
-            claiming = self._store.write(judging.claim, size, self.rubric.hash, self.grader.judge_hash)
-            claimed = asyncio.run_coroutine_threadsafe(claiming, loop).result()
+            size = min(left, 4 * self._judge.max_thread)
+            claimed = self._ask(judging.claim, size, self.rubric.hash, self.grader.judge_hash)
             if not claimed:
                 return
             left -= len(claimed)
             feed.claimed.update({task.id: task for task in claimed})
             for task in claimed:
-                decided = self._without_a_call(task)
-                if decided is not None:
-                    put(decided)
+                if task.stored is not None:
+                    put(self._behind_the_judge(Judged(task, task.stored, self.rubric.hash, reused=True)))
+            fresh = [task for task in claimed if task.stored is None]
+            screened = self._screening.before(fresh) if self._screening else [Screened(task) for task in fresh]
+            for each in screened:
+                if each.goes_on:
+                    # Released with the others if the run ends before: in the form that the judge would have seen.
+                    yield each.task, exchange_of(each.task.line)
                 else:
-                    yield task, exchange_of(task.line)
+                    put(self._stopped(each))
 
-    def _without_a_call(self, task: Claimed) -> Judged | None:
-        if task.stored is not None:
-            return Judged(task, task.stored, self.rubric.hash, reused=True)
-        if self._chain is None:
-            return None
-        decision = self._chain.apply(task.line)
-        if decision.error:
-            return Judged(task, None, "", error=decision.error)
-        if decision.kept:
-            return None
-        verdict = Verdict(Outcome.REJECTED, 0.0, reason=f"filter {decision.filter}: {decision.reason}")
-        return Judged(task, verdict, f"chain:{self._chain.hash}")
+    def _behind_the_judge(self, judged: Judged) -> Judged:
+        """What the judge accepted can still be stopped by the filters that a chain keeps behind it."""
+        verdict = judged.verdict
+        if self._screening is None or verdict is None or verdict.outcome is not Outcome.ACCEPTED:
+            return judged
+        screened = self._screening.after(judged.task)
+        return judged if screened.goes_on else replace(self._stopped(screened), paid=verdict, reused=judged.reused)
+
+    def _stopped(self, screened: Screened) -> Judged:
+        assert self._chain is not None
+        if screened.error or screened.held:
+            return Judged(screened.task, None, "", error=screened.error, held=screened.held)
+        verdict = Verdict(Outcome.REJECTED, 0.0, reason=screened.reason)
+        return Judged(screened.task, verdict, f"{judging.CHAIN}{self._chain.hash}", repeats=screened.repeats)
+
+    def _ask(self, function: Callable[..., T], *args: Any) -> T:
+        """One transaction of the store, from the judging thread."""
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(self._store.write(function, *args), self._loop).result()
+
+    def _tell_reason(self, item: Judged) -> None:
+        if self._chain and self._chain.judge and self._chain.judge.print_reason and item.verdict is not None:
+            verdict = item.verdict
+            log.info("%s %s: %s", item.task.key, verdict.outcome.value, verdict.reason or verdict.error)

@@ -6,13 +6,11 @@ def keep(task: dict) -> bool | tuple[bool, str]:
 
 from __future__ import annotations
 
-import hashlib
-import sys
-import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from flywheel import python_source
 from flywheel.errors import ConfigError
 
 
@@ -21,18 +19,11 @@ def load_function(path: Path, name: str) -> Callable[[Mapping[str, Any]], tuple[
     attempted = f"load filter {path}:{name}"
     if not path.is_file():
         raise ConfigError(attempted, "there is no such file", "Paths are relative to the chain's file.")
-    # Not by the import system, which would write its bytecode beside the user's file. It is registered all the same:
-    # dataclasses look their module up.
-    module = types.ModuleType(f"flywheel_filter_{hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:16]}")
-    module.__file__ = str(path)
-    sys.modules[module.__name__] = module
     try:
-        exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), module.__dict__)
-    except (Exception, SystemExit) as error:
-        raise ConfigError(attempted, f"{type(error).__name__}: {error}", "Correct the file.") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ConfigError(attempted, f"it has no function {name}", "Name one in params.function.")
+        source = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(attempted, error.strerror or str(error), "Check its permissions.") from error
+    function = python_source.load_function(source, path, name, attempted)
 
     def keep(line: Mapping[str, Any]) -> tuple[bool, str]:
         said = function(line)

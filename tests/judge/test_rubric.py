@@ -161,7 +161,7 @@ def test_the_score_by_hand(values: dict[str, float], expected: float) -> None:
 )  # fmt: skip
 def test_a_score_is_in_0_to_1_and_0_when_a_required_criterion_fails(parts: list[tuple[float, bool, float]]) -> None:
     criteria = [
-        {"id": f"c{n}", "value": "x", "weight": weight, "required": required and weight >= 0}
+        {"id": f"c{n}", "value": "x", "weight": weight, "required": required and weight > 0}
         for n, (weight, required, _) in enumerate(parts)
     ]
     rubric = Rubric.model_validate({"id": "r", "threshold": 0, "criteria": criteria})

@@ -1,0 +1,63 @@
+"""Checks of the answer as a text: patterns, words, length."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Final
+
+import regex
+
+from flywheel.errors import CheckError
+from flywheel.judge.checks.found import Found, found
+from flywheel.rubric import Criterion, Rubric
+from flywheel.verdict import Exchange
+
+PATTERN_SECONDS: Final = 2.0
+"""What a pattern may take on one answer. One that backtracks without end must not hold a judging thread for ever."""
+
+
+@lru_cache(maxsize=256)
+def _compiled(pattern: str) -> regex.Pattern[str]:
+    return regex.compile(pattern, regex.DOTALL)
+
+
+def search(pattern: str, text: str, named: str) -> bool:
+    """Whether the pattern is found. Raises CheckError when that takes too long; `named` is what asks."""
+    try:
+        # `concurrent` lets other threads run meanwhile: the event loop is one of them.
+        return _compiled(pattern).search(text, timeout=PATTERN_SECONDS, concurrent=True) is not None
+    except TimeoutError:
+        raise CheckError(
+            f"decide {named}",
+            f"its pattern ran longer than {PATTERN_SECONDS:g} s on an answer of {len(text)} characters",
+            "Rewrite nested repetitions such as (a+)+ so that there is one way to match.",
+        ) from None
+
+
+def _is_found(criterion: Criterion, exchange: Exchange) -> bool:
+    return search(str(criterion.value), exchange.answer, f"criterion {criterion.id}")
+
+
+def regex_is_found(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> Found:
+    holds = _is_found(criterion, exchange)
+    return found(holds, f"the pattern is {'found' if holds else 'not found'}")
+
+
+def regex_is_not_found(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> Found:
+    holds = not _is_found(criterion, exchange)
+    return found(holds, f"the pattern is {'not found' if holds else 'found'}")
+
+
+def contains(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> Found:
+    holds = str(criterion.value) in exchange.answer
+    return found(holds, f"the text is {'found' if holds else 'not found'}")
+
+
+def is_long_enough(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> Found:
+    length = len(exchange.answer)
+    return found(length >= int(str(criterion.value)), f"{length} characters")
+
+
+def is_short_enough(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> Found:
+    length = len(exchange.answer)
+    return found(length <= int(str(criterion.value)), f"{length} characters")

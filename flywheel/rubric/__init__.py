@@ -1,0 +1,34 @@
+"""The rubric: what a good reply is, as weighted criteria, and how their choices become a score. No I/O."""
+
+from __future__ import annotations
+
+from flywheel.rubric.criterion import Criterion, CriterionType
+from flywheel.rubric.kinds import KINDS, MODEL_TYPE, Kind
+from flywheel.rubric.rubric import (
+    ALIEN,
+    FLAT_CHOICES,
+    FLAT_ID,
+    Escalation,
+    Example,
+    Rubric,
+    RubricJudge,
+    UsedFile,
+)
+from flywheel.rubric.schema import json_schema
+
+__all__ = [
+    "ALIEN",
+    "FLAT_CHOICES",
+    "FLAT_ID",
+    "KINDS",
+    "MODEL_TYPE",
+    "Criterion",
+    "CriterionType",
+    "Escalation",
+    "Example",
+    "Kind",
+    "Rubric",
+    "RubricJudge",
+    "UsedFile",
+    "json_schema",
+]

@@ -1,0 +1,56 @@
+"""The JSON Schema of a rubric file, for editors that complete and validate while one types."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from pydantic.json_schema import GenerateJsonSchema
+
+from flywheel.rubric.criterion import Criterion
+from flywheel.rubric.kinds import KINDS, MODEL_TYPE, OPTIONS
+from flywheel.rubric.rubric import Rubric
+
+DIALECT: Final = GenerateJsonSchema.schema_dialect
+
+
+def json_schema() -> dict[str, Any]:
+    """Draft 2020-12, made of the models: what it refuses, `flywheel rubric check` refuses too."""
+    schema = Rubric.model_json_schema()
+    for definition in (schema, *schema["$defs"].values()):
+        for key, part in definition["properties"].items():
+            part.pop("title", None)
+            if part.get("default", ...) is None:
+                del part["default"]
+            if key == "version":
+                part["default"] = 1
+    criterion = schema["$defs"][Criterion.__name__]
+    kinds = criterion["properties"]["type"]
+    kinds["oneOf"] = [{"const": name, "description": kind.summary} for name, kind in KINDS.items()]
+    del kinds["enum"], kinds["type"]
+    criterion["properties"]["choices"] = _choices(criterion["properties"]["choices"])
+    criterion["allOf"] = [_rules(name) for name in KINDS]
+    title = "A Flywheel rubric"
+    return {"$schema": DIALECT, "title": title, **{key: part for key, part in schema.items() if key != "title"}}
+
+
+def _choices(described: dict[str, Any]) -> dict[str, Any]:
+    word = {"type": ["string", "boolean", "number"]}
+    values = {"type": "object", "additionalProperties": {"type": "number", "minimum": 0, "maximum": 1}}
+    listed = {"type": "array", "items": word, "minItems": 2, "uniqueItems": True}
+    return {"description": described["description"], "anyOf": [listed, {**values, "minProperties": 2}]}
+
+
+def _rules(name: str) -> dict[str, Any]:
+    """What holds for the criteria of one type."""
+    kind = KINDS[name]
+    allowed: dict[str, Any] = {option: False for option in OPTIONS if option not in kind.options}
+    allowed["value"] = False if kind.schema is None else dict(kind.schema)
+    if not kind.can_take_away:
+        allowed["weight"] = {"minimum": 0}
+    is_type: dict[str, Any] = {"properties": {"type": {"const": name}}}
+    if name != MODEL_TYPE:
+        is_type["required"] = ["type"]
+    then: dict[str, Any] = {"properties": allowed}
+    if kind.needs_value:
+        then["required"] = ["value"]
+    return {"if": is_type, "then": then}
