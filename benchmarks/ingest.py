@@ -22,8 +22,9 @@ def compare(database: Database, scratch: Path, repetitions: int) -> dict[str, An
     floor, cold, ingest = [], [], []
     for _ in range(repetitions):
         floor.append(measurement.measure(reading.floor, database.path))
-        cold.append(measurement.measure(reading.cold, database.path))
+        cold.append(measurement.measure(reading.cold, database.path, scratch / "cold"))
         ingest.append(measurement.measure(reading.ingest, database.path, scratch / "ingest"))
+        shutil.rmtree(scratch / "cold")
         shutil.rmtree(scratch / "ingest")
     truth = database.truth
     for told in ingest:

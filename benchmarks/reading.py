@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +37,29 @@ def floor(begin: Begin, path: Path) -> int:
     return rows
 
 
-def cold(begin: Begin, path: Path) -> int:
-    """Flywheel's reading alone: rows to whole replies, nothing stored. Returns the number of replies."""
-    from flywheel.config import IngestSettings
-    from flywheel.studio.reader import StudioReader
+def cold(begin: Begin, path: Path, folder: Path) -> int:
+    """Flywheel's reading alone: rows to whole replies, as the ledger is given them, but nothing is stored.
+
+    Returns the number of replies and dead rows.
+    """
+    from flywheel.config import parse
+    from flywheel.daemon.studio_feed import StudioFeed
+    from flywheel.store.database import Store
     from flywheel.trace import Cursor
 
-    begin()
-    reader = StudioReader(path, IngestSettings())
-    replies = sum(len(batch.replies) for batch in reader.read(Cursor(), now=datetime.now(UTC), final=True))
-    reader.close()
-    return replies
+    async def run() -> int:
+        config = parse({"state": {"dir": "state"}, "sources": [{"path": str(path)}]}, "the benchmark's", folder)
+        # A ledger that remembers nothing is asked whether it knows the traces.
+        store = await Store.open(config.state_dir)
+        begin()
+        feed = StudioFeed(path, config, store)
+        try:
+            return sum([len(batch.entries) + len(batch.dead) async for batch in feed.read(1, Cursor(), final=True)])
+        finally:
+            await feed.close()
+            await store.close()
+
+    return asyncio.run(run())
 
 
 def ingest(begin: Begin, path: Path, folder: Path) -> dict[str, Any]:
