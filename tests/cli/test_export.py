@@ -192,7 +192,7 @@ def test_parquet_without_pyarrow_names_the_command_that_installs_it(
     assert not [path for path in home.parent.iterdir() if path != home]
 
 
-def command(home: Path, *arguments: str, limit: int | None = None) -> list[str]:
+def command(*arguments: str, limit: int | None = None) -> list[str]:
     code = "import sys; from flywheel.cli import main; sys.argv = ['flywheel', *sys.argv[1:]]; main()"
     if limit is not None:
         code = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); {code}"
@@ -202,10 +202,12 @@ def command(home: Path, *arguments: str, limit: int | None = None) -> list[str]:
 def run_alone(
     home: Path, *arguments: str, stdout: int = subprocess.PIPE, limit: int | None = None
 ) -> tuple[int, str]:
+    # Buffered, as for everybody: what a full disk refused is still there when the program ends.
+    environment = {**os.environ, "FLYWHEEL_HOME": str(home), "PYTHONUNBUFFERED": ""}
     done = subprocess.run(
-        command(home, *arguments, limit=limit),
+        command(*arguments, limit=limit),
         cwd=home.parent,
-        env={**os.environ, "FLYWHEEL_HOME": str(home)},
+        env=environment,
         stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
