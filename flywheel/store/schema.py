@@ -84,7 +84,7 @@ conversations = Table(
     metadata,
     Column("key", Text, primary_key=True),
     Column("split", Text, nullable=False),
-    Column("like", Text, nullable=False),
+    Column("like", Text, nullable=False, index=True),
     sqlite_with_rowid=False,
 )
 """Which side a conversation is on, for ever. `like` is the conversation it nearly repeats, else itself."""

@@ -70,11 +70,10 @@ class Sides:
     def _decide(self, key: str, entry: Entry) -> Split:
         split = split_of(entry.conversation_id, entry.trace_id, train_ratio=self._train_ratio, seed=self._seed)
         like = self._nearest(entry)
-        if like is not None and self._followers(like) < TEMPLATE:
+        follows = like is not None and self._followers(like) < TEMPLATE
+        if like is not None and follows:
             split = self._side_of(like)
-        else:
-            like = None
-        self._new.append({"key": key, "split": split.value, "like": like or key})
+        self._new.append({"key": key, "split": split.value, "like": like if like and follows else key})
         if like is None:
             # Only the first of those that are alike is looked for: the others would be found through it.
             words = frozenset(entry.words)
