@@ -50,6 +50,10 @@ FAULTS = (
     "stream",
     "choices of text",
     "content of parts",
+    "error object 429",
+    "billed error object",
+    "huge",
+    "cut off stream",
 )
 
 
@@ -130,13 +134,25 @@ class JudgeServer:
             "criteria": {
                 name: {"reason": f"it is {'so' if good else 'not so'}", "choice": choices[-1 if good else 0]}
                 for name, choices in _criteria(request).items()
-            }
+            },
+            "check": nonce_of(request),
         }
 
 
+def nonce_of(request: dict[str, Any]) -> str:
+    """The token that the judge is asked to repeat."""
+    told = re.search(r'"check": "([0-9a-f]{16})"', request["messages"][0]["content"])
+    return told[1] if told else ""
+
+
 def _criteria(request: dict[str, Any]) -> dict[str, list[str]]:
+    schema = None
     if wanted := request.get("response_format"):
-        properties = wanted["json_schema"]["schema"]["properties"]["criteria"]["properties"]
+        schema = wanted["json_schema"]["schema"]
+    elif tools := request.get("tools"):
+        schema = tools[0]["function"]["parameters"]
+    if schema is not None:
+        properties = schema["properties"]["criteria"]["properties"]
         return {name: part["properties"]["choice"]["enum"] for name, part in properties.items()}
     lines = re.findall(r"^- (\S+): .* Choices \(worst to best\): (.*)\.$", request["messages"][0]["content"], re.M)
     return {name: choices.split(", ") for name, choices in lines}
@@ -168,13 +184,31 @@ def _handler(judge: JudgeServer) -> type[BaseHTTPRequestHandler]:
             finally:
                 judge.end()
 
-        def play(self, behaviour: str, request: dict[str, Any]) -> None:
+        def play(self, behaviour: str, request: dict[str, Any]) -> None:  # noqa: PLR0912 - one branch per fault
             if behaviour[:3].isdigit():
                 wait = "86400" if "tomorrow" in behaviour else "0"
                 headers = {"retry-after": wait} if "Retry-After" in behaviour or "tomorrow" in behaviour else {}
                 self.send(int(behaviour[:3]), {"error": {"message": f"scripted {behaviour}"}}, headers)
             elif behaviour == "no schema" and "response_format" in request:
                 self.send(400, {"error": {"message": "response_format is not supported"}})
+            elif behaviour == "no schema, no tools" and ("response_format" in request or "tools" in request):
+                what = "response_format" if "response_format" in request else "tools"
+                self.send(422, {"error": {"message": f"{what}: extra fields not permitted"}})
+            elif behaviour == "refuses silently" and "response_format" in request:
+                self.send(400, {"error": {"message": "Bad request"}})
+            elif behaviour == "no seed" and "seed" in request:
+                self.send(400, {"error": {"message": "Unsupported parameter: seed"}})
+            elif behaviour == "newer" and "max_tokens" in request:
+                self.send(400, {"error": {"message": "Use 'max_completion_tokens' instead of 'max_tokens'."}})
+            elif behaviour == "error object 429":
+                self.send(200, {"error": {"message": "slow down", "code": 429}})
+            elif behaviour == "billed error object":
+                self.send(200, {"error": {"message": "broke", "code": 502}, "usage": _completion("")["usage"]})
+            elif behaviour == "huge":
+                self.send(200, b" " * (5 << 20) + json.dumps(self.completion("good", request)).encode())
+            elif behaviour in ("streamed", "cut off stream"):
+                events = _stream(self.text("good", request), whole=behaviour == "streamed")
+                self.send(200, events, {"content-type": "text/event-stream"})
             elif behaviour == "reset":
                 self.reset()
             elif behaviour == "too long":
@@ -206,12 +240,16 @@ def _handler(judge: JudgeServer) -> type[BaseHTTPRequestHandler]:
             spoiled = {
                 "truncated verdict": text[:-10],
                 "cut off": text[:20],
+                "fenced": f"```json\n{text}\n```",
+                "broken json": text.replace('"', "'").replace("it is", "it\nis").replace("}}", "},}"),
+                "without nonce": f"My verdict: {json.dumps({'criteria': criteria})}",
                 "prose": f"Let me think about {{this}}.\n```json\n{text}\n```\nI hope that helps.",
                 "nonsense": "result: GOOD",
                 "empty content": "",
                 "quoted verdict": json.dumps(quoting).replace("VERDICT", text),
             }
-            return spoiled.get(behaviour, text)
+            # These play an endpoint that takes a schema and tools, and pays no attention to either.
+            return spoiled.get(behaviour.removeprefix("ignoring, "), text)
 
         def completion(self, behaviour: str, request: dict[str, Any]) -> dict[str, Any]:
             text = self.text(behaviour, request)
@@ -227,6 +265,11 @@ def _handler(judge: JudgeServer) -> type[BaseHTTPRequestHandler]:
                 completion["choices"] = [text]
             elif behaviour == "content of parts":
                 choice["message"]["content"] = [{"type": "text", "text": text}]
+            elif "tools" in request and not behaviour.startswith("ignoring"):
+                function = {"name": request["tools"][0]["function"]["name"], "arguments": text}
+                call = {"id": "call_1", "type": "function", "function": function}
+                choice["message"] = {"role": "assistant", "content": None, "tool_calls": [call]}
+                choice["finish_reason"] = "tool_calls"
             elif behaviour == "no usage":
                 del completion["usage"]
             return completion
@@ -251,6 +294,18 @@ def _handler(judge: JudgeServer) -> type[BaseHTTPRequestHandler]:
             self.close_connection = True
 
     return Handler
+
+
+def _stream(text: str, *, whole: bool) -> bytes:
+    pieces: list[dict[str, Any]] = [
+        {"choices": [{"index": 0, "delta": {"content": text[at : at + 7]}, "finish_reason": None}]}
+        for at in range(0, len(text), 7)
+    ]
+    if whole:
+        pieces.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+        pieces.append({"choices": [], "usage": _completion("")["usage"]})
+    lines = [f"data: {json.dumps(piece)}\n\n" for piece in pieces]
+    return "".join([": hello\n\n", *lines, "data: [DONE]\n\n" if whole else ""]).encode()
 
 
 def _completion(text: str) -> dict[str, Any]:

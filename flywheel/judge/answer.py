@@ -3,33 +3,48 @@
 A reply counts only as the complete set: every criterion once, one of its choices, a reason each. Anything else is
 unreadable, and an unreadable reply is neither a pass nor a fail. The judge is told what was wrong in our own words,
 which never quote the reply: it may quote the task.
+
+A reply that is one JSON object from its first character to its last is the judge's own. An object that stands in
+other text might be a quotation from the task: it counts only if it carries the call's nonce, which no task can know.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from flywheel.rubric import Criterion, Rubric
+import json_repair
+
+from flywheel.rubric import Criterion
 from flywheel.verdict import CriterionResult
 
 OPENING = re.compile(r"""\{\s*["']|\{\s*\w+\s*:""")
 """How an object begins, well written or not; braces in prose, such as `\\boxed{4}`, do not."""
 CHOOSING = re.compile(r"""\bchoice\s*["']?\s*[:=]""", re.IGNORECASE)
+FIELD = re.compile(r"""["'\s{,](criteria|check|reason|choice)\s*["']?\s*[:=]""", re.IGNORECASE)
 THOUGHT = "</think>"
 """What ends the thoughts of a reasoning model whose server does not take them out."""
+FENCED = re.compile(r"\s*```(?:json)?\s*\n(.*?)\n?\s*```\s*", re.DOTALL | re.IGNORECASE)
 
 
 class UnreadableError(ValueError):
-    """The reply is not a whole set of choices; the message says what is wrong, in words for the judge."""
+    """The reply is not a whole set of choices; the message says what is wrong, in words for the judge.
+
+    `formless` is set when the reply does not even begin as an object: a schema had no part in it.
+    """
+
+    def __init__(self, problem: str, *, formless: bool = False) -> None:
+        super().__init__(problem)
+        self.formless = formless
 
 
-def response_format(rubric: Rubric) -> dict[str, Any]:
-    """The JSON schema of the reply, as `response_format` takes it."""
-    criteria = {c.id: _criterion_schema(c) for c in rubric.asked}
-    schema = _object({"criteria": _object(criteria)})
+def response_format(criteria: Sequence[Criterion]) -> dict[str, Any]:
+    """The JSON schema of the reply, as `response_format` takes it. It is the same for every call: servers keep it."""
+    schema = _object(
+        {"criteria": _object({c.id: _criterion_schema(c) for c in criteria}), "check": {"type": "string"}}
+    )
     return {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": schema}}
 
 
@@ -47,24 +62,50 @@ def _object(properties: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def read(rubric: Rubric, text: str) -> tuple[CriterionResult, ...]:
+def read(
+    criteria: Sequence[Criterion], text: str, *, nonce: str, constrained: bool = False, shown: str = ""
+) -> tuple[CriterionResult, ...]:
     """The results in a reply, one per criterion that was asked. Raises UnreadableError.
 
-    Thoughts, prose or a fence around the object are passed over; two different objects are not chosen between. A
-    broken object is never searched for a whole one inside: that would be a verdict which the task quotes.
+    `constrained` says that the endpoint was asked for nothing but the object, by schema or tool call: one that is the
+    whole reply needs no nonce then. `shown` is what the judge was shown of the task: a broken object is repaired only
+    if nothing in there looks like a part of one. Thoughts, prose or a fence around the object are passed over; two
+    different objects are not chosen between.
     """
     if text.lstrip().startswith("<think>"):
         _, ended, text = text.rpartition(THOUGHT)
         text = text if ended else ""
-    found = list(_verdicts_in(text))
+    try:
+        return _results(criteria, _own(text, nonce, constrained=constrained))
+    except UnreadableError as unreadable:
+        repaired = _repaired(text, shown, len(criteria))
+        if repaired is None or repaired.get("check") != nonce:
+            formless = not text.lstrip().startswith("{")
+            raise UnreadableError(str(unreadable), formless=formless) from None
+        return _results(criteria, repaired["criteria"])
+
+
+def _own(text: str, nonce: str, *, constrained: bool) -> Any:
+    """The criteria of the one object that is the judge's own."""
+    whole = FENCED.fullmatch(text)
+    found = list(_verdicts_in(whole[1] if whole else text))
     if not found:
         raise UnreadableError('there is no JSON object with "criteria" in the reply')
     if any(other != found[0] for other in found[1:]):
         raise UnreadableError("there are several different JSON objects in the reply")
-    return _results(rubric, found[0])
+    if found[0].get("check") != nonce and not (constrained and _is_object(text)):
+        raise UnreadableError('"check" is not the token that was given')
+    return found[0]["criteria"]
 
 
-def _verdicts_in(text: str) -> Iterator[Any]:
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _verdicts_in(text: str) -> Iterator[dict[str, Any]]:
     decoder = json.JSONDecoder(object_pairs_hook=_no_doubles)
     prose, end = "", 0
     position = text.find("{")
@@ -79,7 +120,7 @@ def _verdicts_in(text: str) -> Iterator[Any]:
         except RecursionError as error:
             raise UnreadableError("the JSON is nested too deeply") from error
         if isinstance(value, dict) and "criteria" in value:
-            yield value["criteria"]
+            yield value
         prose, end = prose + text[end:position], after
         position = text.find("{", end)
     if CHOOSING.search(prose + text[end:]):
@@ -94,22 +135,51 @@ def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return whole
 
 
-def _results(rubric: Rubric, criteria: Any) -> tuple[CriterionResult, ...]:
-    if not isinstance(criteria, dict):
+def _repaired(text: str, shown: str, criteria: int) -> dict[str, Any] | None:
+    """A broken object made whole; None where a part of it could be a quotation, or where there is nothing to gain.
+
+    Every field must stand exactly as often as in a whole reply. The last one is the nonce: what was cut off lacks it.
+    """
+    if FIELD.search(shown):
+        return None
+    fields = [match.lower() for match in FIELD.findall(text)]
+    wanted = {"criteria": 1, "check": 1, "reason": criteria, "choice": criteria}
+    if any(fields.count(name) != number for name, number in wanted.items()):
+        return None
+    rest, _, _ = text[text.find("{") :].partition("```")
+    # To its last brace, or, if that one is missing, to the end.
+    for candidate in (rest[: rest.rfind("}") + 1], rest):
+        try:
+            value = json_repair.loads(candidate, skip_json_loads=True, strict=True)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict) and set(value) == {"criteria", "check"} and _is_exact(value["criteria"]):
+            return value
+    return None
+
+
+def _is_exact(criteria: Any) -> bool:
+    return isinstance(criteria, dict) and all(
+        isinstance(said, dict) and set(said) == {"reason", "choice"} for said in criteria.values()
+    )
+
+
+def _results(criteria: Sequence[Criterion], said: Any) -> tuple[CriterionResult, ...]:
+    if not isinstance(said, dict):
         raise UnreadableError('"criteria" is not an object')
-    asked = {criterion.id: criterion for criterion in rubric.asked}
-    if missing := [name for name in asked if name not in criteria]:
+    asked = {criterion.id: criterion for criterion in criteria}
+    if missing := [name for name in asked if name not in said]:
         raise UnreadableError(f"missing: {', '.join(missing)}")
-    if len(criteria) > len(asked):
+    if len(said) > len(asked):
         raise UnreadableError(f"there are more criteria than were asked for: {', '.join(asked)}")
-    return tuple(_result(criterion, criteria[name]) for name, criterion in asked.items())
+    return tuple(_result(criterion, said[name]) for name, criterion in asked.items())
 
 
 def _result(criterion: Criterion, said: Any) -> CriterionResult:
     if not isinstance(said, dict):
         raise UnreadableError(f"{criterion.id} is not an object with reason and choice")
     reason, choice = said.get("reason"), said.get("choice")
-    if not isinstance(reason, str):
+    if not isinstance(reason, str) or not reason.strip():
         raise UnreadableError(f"{criterion.id} has no reason")
     scale = {name.casefold(): (name, value) for name, value in criterion.scale.items()}
     if not isinstance(choice, str) or choice.strip().casefold() not in scale:

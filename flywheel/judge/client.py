@@ -1,68 +1,63 @@
-"""One call to the judge: the openai client, with retries by tenacity and errors in our words."""
+"""The judge as somebody to ask: by the best means that its endpoint has, and the backup while it is away."""
 
 from __future__ import annotations
 
 import logging
 import os
-import re
 import threading
 import time
-from email.utils import parsedate_to_datetime
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Final
-from urllib.parse import urlsplit
-
-import openai
-from tenacity import (
-    RetryCallState,
-    Retrying,
-    retry_if_exception,
-    sleep_using_event,
-    stop_after_attempt,
-    stop_when_event_set,
-    wait_random_exponential,
-)
 
 from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
-from flywheel.judge.completion import Reply, reply_of
+from flywheel.judge.completion import TOOL_NAME, Reply
+from flywheel.judge.endpoint import OPENAI_URL, THIS_CALL, CallError, Endpoint, Who
+from flywheel.judge.means import MAX_TOKENS, SEED, Learned, Means, names
 from flywheel.trace import ChatMessage
 
 log = logging.getLogger(__name__)
 
-OPENAI_URL: Final = "https://api.openai.com/v1"
-RETRIED: Final = frozenset({408, 409, 429})
-FATAL: Final = {
-    401: "Put the right key into the environment variable {key} (judge.api_key_env names it).",
-    402: "Fill up the account of the key in the environment variable {key}, or set another judge.base_url.",
-    403: "Use a key with access to this model (judge.api_key_env names the variable {key}), or another judge.model.",
-    404: "Check judge.model and judge.base_url.",
-}
-"""Answers that every other call would get too, with the setting to change."""
-REFUSED: Final = (
-    "Check judge.model, judge.temperature and judge.max_tokens, and that judge.base_url is the API's root."
-)
-THIS_CALL: Final = re.compile(
-    r"context|too (long|large|many)|maximum|length|exceed|token|content.?(filter|manag)", re.I
-)
-"""What endpoints say when it is this exchange that they do not take: its length, or what stands in it."""
 NEVER: Final = threading.Event()
 """The stop that does not come."""
+AWAY_SECONDS: Final = 60.0
+"""How long the backup is asked first after the judge failed."""
+UNTOLD: Final = frozenset({400, 422})
+"""Answers that may be about how we asked, whatever they say."""
+NOT_TAKEN: Final = UNTOLD | {404, 405, 415}
+"""Answers that are about how we asked if they name it."""
 
-# Full jitter up to a doubling bound: many threads that failed together do not come back together.
-_backoff = wait_random_exponential(multiplier=0.5, max=20)
+
+def judges(settings: JudgeSettings) -> list[Who]:
+    """Who is asked, the backup last."""
+    url = (settings.base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI_URL).rstrip("/")
+    asked = [Who(settings.model, url, settings.api_key_env)]
+    if backup := settings.backup:
+        url = (backup.base_url or url).rstrip("/")
+        asked.append(Who(backup.model or settings.model, url, backup.api_key_env, "judge.backup"))
+    return asked
 
 
 class JudgeClient:
-    """Asks one model at one endpoint. Thread-safe; it remembers whether the endpoint takes a JSON schema."""
+    """Asks the judge. Thread-safe; `learned` remembers what its endpoints turned out not to do."""
 
-    def __init__(self, settings: JudgeSettings) -> None:
-        self._settings = settings
-        self.base_url = (settings.base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI_URL).rstrip("/")
-        self._takes_schema = True
-        self._has_answered = False
-        self._usage_missed = False
-        self._client: openai.OpenAI | None = None
-        self._making = threading.Lock()
+    def __init__(
+        self,
+        settings: JudgeSettings,
+        learned: Learned | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.learned = learned or Learned()
+        self._endpoints = [Endpoint(who, settings) for who in judges(settings)]
+        self.base_url = self._endpoints[0].who.base_url
+        self._clock = clock
+        self._away_until = float("-inf")
+
+    @property
+    def identity(self) -> str:
+        """What answers: a verdict of another model is another verdict."""
+        return "\0".join(f"{endpoint.who.base_url}\0{endpoint.who.model}" for endpoint in self._endpoints)
 
     def ask(
         self,
@@ -71,6 +66,7 @@ class JudgeClient:
         response_format: dict[str, Any],
         temperature: float,
         max_tokens: int,
+        seed: int | None = None,
         stop: threading.Event = NEVER,
     ) -> Reply:
         """One answer; when the endpoint does not take just this call, a Reply with a problem.
@@ -78,157 +74,102 @@ class JudgeClient:
         Raises JudgeError: retryable when the endpoint failed at every attempt (`stop` ends the attempts), not
         retryable when it refuses us.
         """
-        wanted: dict[str, Any] = {
-            "model": self._settings.model,
-            "messages": messages,
-            "temperature": temperature,
-            "max_tokens": max_tokens,
-        }
-        if self._takes_schema:
+        wanted: dict[str, Any] = {"messages": messages, "temperature": temperature, "max_tokens": max_tokens}
+        if seed is not None:
+            wanted["seed"] = seed
+        first: JudgeError | None = None
+        for endpoint in self._in_order():
             try:
-                return self._retried({**wanted, "response_format": response_format}, stop)
-            except openai.APIStatusError as error:
-                if error.status_code not in (400, 422):
-                    return self._refused(error)
-            # It may be the schema that it does not take; if it takes the call without, it is not sent again.
-        try:
-            reply = self._retried(wanted, stop)
-        except openai.APIStatusError as error:
-            return self._refused(error)
-        if self._takes_schema:
-            log.info("%s takes no JSON schema: the reply's form is asked for in words", self.base_url)
-            self._takes_schema = False
-        return reply
+                return self._ask(endpoint, wanted, response_format, stop)
+            except JudgeError as error:
+                if len(self._endpoints) == 1 or stop.is_set():
+                    raise
+                if endpoint is self._endpoints[0]:
+                    self._away_until = self._clock() + AWAY_SECONDS
+                    log.warning("%s", error)
+                first = error if first is None or endpoint is self._endpoints[0] else first
+        assert first is not None
+        raise first
 
-    def _retried(self, wanted: dict[str, Any], stop: threading.Event) -> Reply:
-        attempts = stop_after_attempt(self._settings.max_attempts)
-        retrying = Retrying(
-            stop=lambda state: attempts(state) or stop_when_event_set(stop)(state) or self._must_wait_too_long(state),
-            wait=self._wait,
-            sleep=sleep_using_event(stop),
-            retry=retry_if_exception(_can_pass),
-            reraise=True,
-        )
-        try:
-            return retrying(self._once, wanted)
-        except (openai.APIConnectionError, ValueError) as error:
-            raise self._unreachable(_cause(error)) from error
-        except openai.APIStatusError as error:
-            if _can_pass(error):
-                raise self._unreachable(_said(error)) from error
-            raise
+    def ignored(self, reply: Reply) -> bool:
+        """The reply did not come as it was asked for: the next is asked for by other means, if there are any left."""
+        endpoint = next((each for each in self._endpoints if str(each.who) == reply.judge), None)
+        if endpoint is None or reply.means is Means.TEXT:
+            return False
+        self._note(endpoint, reply.means, "ignores")
+        return True
 
-    def _once(self, wanted: dict[str, Any]) -> Reply:
-        # The raw answer: the client would build its own objects of whatever came, and trust them.
-        answer = self._connected().chat.completions.with_raw_response.create(**wanted)
-        reply = reply_of(answer.content)
-        self._has_answered = True
-        if not reply.tells_usage and not self._usage_missed:
-            self._usage_missed = True
-            log.warning("%s does not tell what its calls cost: tokens are counted as 0", self.base_url)
-        return reply
+    def _in_order(self) -> Iterator[Endpoint]:
+        away = self._clock() < self._away_until
+        yield from reversed(self._endpoints) if away else self._endpoints
 
-    def _wait(self, state: RetryCallState) -> float:
-        asked = _retry_after(state)
-        return _backoff(state) if asked is None else asked
+    def _ask(
+        self, endpoint: Endpoint, wanted: dict[str, Any], response_format: dict[str, Any], stop: threading.Event
+    ) -> Reply:
+        """By the best means that is left. A refusal that names one is learned; after any other, words are tried."""
+        left = self.learned.means(str(endpoint.who))
+        suspected: Means | None = None
+        while True:
+            means = left.pop(0)
+            try:
+                reply = self._call(endpoint, {**wanted, **_form(means, response_format)}, stop)
+            except CallError as error:
+                named = error.status in NOT_TAKEN and names(error.said, means)
+                about_us = named or (error.status in UNTOLD and not THIS_CALL.search(error.said))
+                if means is Means.TEXT or not about_us:
+                    return endpoint.refused(error)
+                if named:
+                    self._note(endpoint, means, "takes no")
+                else:
+                    left, suspected = [Means.TEXT], means
+                continue
+            if suspected is not None:
+                self._note(endpoint, suspected, "takes no")
+            return replace(reply, means=means)
 
-    def _must_wait_too_long(self, state: RetryCallState) -> bool:
-        asked = _retry_after(state)
-        return asked is not None and asked > self._settings.timeout_seconds
-
-    def _connected(self) -> openai.OpenAI:
-        with self._making:
-            if self._client is None:
-                self._client = openai.OpenAI(
-                    base_url=self._checked_url(),
-                    api_key=self._key(),
-                    max_retries=0,  # tenacity does it, and counts
-                    timeout=self._settings.timeout_seconds,
+    def _call(self, endpoint: Endpoint, wanted: dict[str, Any], stop: threading.Event) -> Reply:
+        """One request, without the parameters that the endpoint does not know."""
+        while True:
+            sent = self._known_to(endpoint, wanted)
+            try:
+                return endpoint.call(sent, stop)
+            except CallError as error:
+                unknown = next(
+                    (each for each in (SEED, MAX_TOKENS) if each in sent and names(error.said, each)), None
                 )
-            return self._client
+                if error.status not in UNTOLD or unknown is None:
+                    raise
+                self._note(endpoint, unknown, "takes no")
 
-    def _checked_url(self) -> str:
-        try:
-            parts = urlsplit(self.base_url)
-            whole = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-        except ValueError:
-            whole = False
-        if whole:
-            return self.base_url
-        raise JudgeError(
-            f"ask the judge {self._settings.model}",
-            f"its endpoint {self.base_url} is no URL",
-            "Set judge.base_url (or OPENAI_BASE_URL) to something like http://127.0.0.1:8000/v1.",
-        )
+    def _known_to(self, endpoint: Endpoint, wanted: dict[str, Any]) -> dict[str, Any]:
+        sent = dict(wanted)
+        if self.learned.lacks(str(endpoint.who), SEED):
+            sent.pop(SEED, None)
+        if self.learned.lacks(str(endpoint.who), MAX_TOKENS):
+            sent["max_completion_tokens"] = sent.pop(MAX_TOKENS)
+        return sent
 
-    def _key(self) -> str:
-        name = self._settings.api_key_env
-        key = os.environ.get(name, "").strip()
-        if key and key.isascii() and key.isprintable():
-            return key
-        if not key and self.base_url != OPENAI_URL:
-            return "none"  # most servers of one's own want none; one that does will say so
-        raise JudgeError(
-            f"ask the judge {self._settings.model}",
-            f"the environment variable {name} with its key "
-            f"{'holds characters that no key has' if key else 'is not set'}",
-            "Set it, or name another one in judge.api_key_env, or another endpoint in judge.base_url.",
-        )
-
-    def _unreachable(self, why: str) -> JudgeError:
-        return JudgeError(
-            f"ask the judge {self._settings.model} at {self.base_url}",
-            why,
-            "Check judge.base_url and that the endpoint runs; nothing is lost, the tasks are asked again later.",
-            retryable=True,
-        )
-
-    def _refused(self, error: openai.APIStatusError) -> Reply:
-        """A call that the endpoint did not take: this one's fault, or raised as everybody's."""
-        hint = FATAL.get(error.status_code)
-        said = _said(error)
-        # An endpoint that has answered others is set up well enough; one long task must not stop the rest.
-        if hint is None and (self._has_answered or error.status_code == 413 or THIS_CALL.search(said)):
-            return Reply("", f"the endpoint refused this call: {said}", calls=0)
-        raise JudgeError(
-            f"ask the judge {self._settings.model} at {self.base_url}",
-            said,
-            (hint or REFUSED).format(key=self._settings.api_key_env),
-        ) from error
+    def _note(self, endpoint: Endpoint, what: str, does: str) -> None:
+        if self.learned.note(str(endpoint.who), what):
+            log.info("%s %s %s: it is asked without from now on", endpoint.who, does, _NAMES[what])
 
     def close(self) -> None:
-        if self._client is not None:
-            self._client.close()
+        for endpoint in self._endpoints:
+            endpoint.close()
 
 
-def _can_pass(error: BaseException) -> bool:
-    """Whether the same call may succeed in a moment."""
-    if isinstance(error, openai.APIStatusError):
-        return error.status_code in RETRIED or error.status_code >= 500
-    # A ValueError is an answer that was cut off or is no JSON.
-    return isinstance(error, (openai.APIConnectionError, ValueError))
+_NAMES: Final = {Means.SCHEMA: "JSON schema", Means.TOOL: "tool call", SEED: "seed", MAX_TOKENS: "max_tokens"}
 
 
-def _retry_after(state: RetryCallState) -> float | None:
-    """Seconds that the endpoint asked us to wait, if it did: as a number, or as the time to come back at."""
-    error = state.outcome.exception() if state.outcome else None
-    if not isinstance(error, openai.APIStatusError):
-        return None
-    asked = error.response.headers.get("retry-after", "").strip()
-    try:
-        return max(
-            0.0, float(asked) if asked[:1].isdigit() else parsedate_to_datetime(asked).timestamp() - time.time()
-        )
-    except ValueError:
-        return None
-
-
-def _said(error: openai.APIStatusError) -> str:
-    return f"it answered {error.status_code} ({' '.join(str(error.message).split())[:300]})"
-
-
-def _cause(error: BaseException) -> str:
-    """The innermost error's words: "Connection error." alone says nothing."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return " ".join(str(error).split()) or type(error).__name__
+def _form(means: Means, response_format: dict[str, Any]) -> dict[str, Any]:
+    """The part of a request that asks for the reply's form."""
+    if means is Means.SCHEMA:
+        return {"response_format": response_format}
+    if means is Means.TEXT:
+        return {}
+    parameters = response_format["json_schema"]["schema"]
+    function = {"name": TOOL_NAME, "description": "Give the verdict.", "parameters": parameters, "strict": True}
+    return {
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": {"type": "function", "function": {"name": TOOL_NAME}},
+    }

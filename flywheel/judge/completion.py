@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
+
+import orjson
+
+from flywheel.judge.means import Means
+
+TOOL_NAME: Final = "verdict"
+"""The function that a judge calls to give its verdict, where it is asked by a tool call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +20,8 @@ class Reply:
     """What came back. `problem` says why there is no text to read, if there is none.
 
     `cut_off` is set when the reply was as long as it may be; `calls` is 0 for one that the endpoint did not take.
+    `error_status` is the status that an error object claims which came with 200. `means` is how it was asked for,
+    `called` whether it is a tool call, and `judge` says who gave it.
     """
 
     text: str
@@ -21,36 +31,91 @@ class Reply:
     cut_off: bool = False
     tells_usage: bool = False
     calls: int = 1
+    error_status: int = 0
+    means: Means = Means.TEXT
+    called: bool = False
+    judge: str = ""
 
 
 def reply_of(body: bytes) -> Reply:
     """The reply in a body. Raises ValueError for what is no JSON object: a proxy's page, a body that was cut off."""
-    try:
-        completion = json.loads(body)
-    except (ValueError, RecursionError):
-        raise ValueError("the answer is not JSON") from None
-    if not isinstance(completion, dict):
-        raise ValueError("the answer is not a JSON object")
+    completion = _completion_in(body)
     usage = _dict(completion.get("usage"))
     billed = _count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens"))
     choices = completion.get("choices")
     if not isinstance(choices, list) or not choices:
-        said = completion.get("error")
-        problem = f"the endpoint answered without a choice{f': {str(said)[:300]}' if said else ''}"
-        return Reply("", problem, *billed, tells_usage=bool(usage))
+        error = completion.get("error")
+        problem = f"the endpoint answered without a choice{f': {str(error)[:300]}' if error else ''}"
+        return Reply("", problem, *billed, tells_usage=bool(usage), error_status=_count(_dict(error).get("code")))
     choice = _dict(choices[0])
-    text, problem = _text(_dict(choice.get("message")))
+    text, problem, called = _text(_dict(choice.get("message")))
     cut_off = choice.get("finish_reason") == "length"
-    return Reply(text, problem, *billed, cut_off=cut_off, tells_usage=bool(usage))
+    return Reply(text, problem, *billed, cut_off=cut_off, tells_usage=bool(usage), called=called)
 
 
-def _text(message: dict[str, Any]) -> tuple[str, str]:
+def _completion_in(body: bytes) -> dict[str, Any]:
+    try:
+        completion = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        completion = _of_stream(body)
+    if not isinstance(completion, dict):
+        raise ValueError("the answer is not a JSON object")
+    return completion
+
+
+def _of_stream(body: bytes) -> dict[str, Any]:
+    """The completion that a stream of server-sent events adds up to: some proxies stream whatever is asked."""
+    text, arguments, finished, ended = "", "", None, False
+    usage: Any = None
+    error: Any = None
+    name = ""
+    for event in _events(body):
+        if event == "[DONE]":
+            ended = True
+            continue
+        try:
+            chunk = _dict(json.loads(event))
+        except (ValueError, RecursionError):
+            raise ValueError("the answer is a stream that is not JSON") from None
+        usage, error = chunk.get("usage") or usage, chunk.get("error") or error
+        for choice in chunk.get("choices") or ():
+            delta = _dict(_dict(choice).get("delta"))
+            text += delta["content"] if isinstance(delta.get("content"), str) else ""
+            for call in delta.get("tool_calls") or ():
+                function = _dict(_dict(call).get("function"))
+                name = name or str(function.get("name") or "")
+                arguments += str(function.get("arguments") or "")
+            finished = choice.get("finish_reason") or finished
+    if not ended and finished is None and error is None:
+        raise ValueError("the answer is a stream that was cut off")
+    message: dict[str, Any] = {"content": text}
+    if name:
+        message["tool_calls"] = [{"function": {"name": name, "arguments": arguments}}]
+    choices = [{"message": message, "finish_reason": finished}] if finished is not None else []
+    return {"choices": choices, "usage": usage, "error": error}
+
+
+def _events(body: bytes) -> Iterator[str]:
+    lines = body.decode("utf-8", "replace").splitlines()
+    events = [line.removeprefix("data:").strip() for line in lines if line.startswith("data:")]
+    if not events or any(line and not line.startswith(("data:", "event:", "id:", "retry:", ":")) for line in lines):
+        raise ValueError("the answer is not JSON")
+    yield from events
+
+
+def _text(message: dict[str, Any]) -> tuple[str, str, bool]:
+    """Text, problem, and whether the text is what the verdict's function was called with."""
     if refusal := message.get("refusal"):
-        return "", f"the judge refused: {str(refusal)[:300]}"
+        return "", f"the judge refused: {str(refusal)[:300]}", False
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = _dict(_dict(call).get("function"))
+        if function.get("name") == TOOL_NAME and isinstance(arguments := function.get("arguments"), str):
+            return arguments, "", True
     content = message.get("content")
     if not isinstance(content, str) or not content.strip():
-        return "", "the reply has no text"
-    return content, ""
+        return "", "the reply has no text", False
+    return content, "", False
 
 
 def _dict(value: Any) -> dict[str, Any]:
@@ -58,4 +123,4 @@ def _dict(value: Any) -> dict[str, Any]:
 
 
 def _count(value: Any) -> int:
-    return value if isinstance(value, int) and value > 0 else 0
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0

@@ -5,35 +5,20 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from itertools import count
 
 from flywheel.config import JudgeSettings
-from flywheel.errors import JudgeError
+from flywheel.errors import CheckError, JudgeError
 from flywheel.judge import prompt
-from flywheel.judge.answer import UnreadableError, read, response_format
-from flywheel.judge.checks import check
+from flywheel.judge.checks import ask_the_judge, check_all
 from flywheel.judge.client import NEVER, JudgeClient
-from flywheel.judge.completion import Reply
-from flywheel.rubric import Rubric
-from flywheel.verdict import CriterionResult, Exchange, Outcome, Verdict
+from flywheel.judge.inquiry import Findings, Inquiry
+from flywheel.judge.vote import majority, tally
+from flywheel.rubric import ALIEN, Rubric
+from flywheel.verdict import CriterionResult, Exchange, Judgement, Outcome, Verdict
 
-
-@dataclass(slots=True)
-class _Bill:
-    """What the calls of one verdict cost."""
-
-    calls: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-    def add(self, reply: Reply) -> None:
-        self.calls += reply.calls
-        self.prompt_tokens += reply.prompt_tokens
-        self.completion_tokens += reply.completion_tokens
-
-
-class _NoTextError(Exception):
-    """There is no reply to read, and asking again would not bring one."""
+FIRST, AGAIN = "first", "again"
 
 
 class Grader:
@@ -41,13 +26,13 @@ class Grader:
 
     def __init__(self, rubric: Rubric, settings: JudgeSettings, client: JudgeClient | None = None) -> None:
         self.rubric = rubric
-        self._client = client or JudgeClient(settings)
-        self._format = response_format(rubric)
-        given = rubric.judge
-        self._temperature = given.temperature if settings.temperature is None else settings.temperature
-        self._max_tokens = settings.max_tokens or given.max_tokens
-        who = f"{self._client.base_url}\0{settings.model}\0{self._temperature}\0{self._max_tokens}"
-        self.judge_hash = hashlib.sha256(who.encode()).hexdigest()[:16]
+        if rubric.judge.model != ALIEN:
+            settings = settings.model_copy(update={"model": rubric.judge.model})
+        self.client = client or JudgeClient(settings)
+        self._inquiry = Inquiry(rubric, settings, self.client)
+        self._required = frozenset(criterion.id for criterion in rubric.every if criterion.required)
+        asked = f"{self._inquiry.temperature}\0{self._inquiry.max_tokens}\0{prompt.VERSION}"
+        self.judge_hash = hashlib.sha256(f"{self.client.identity}\0{asked}".encode()).hexdigest()[:16]
 
     def grade(self, exchange: Exchange, stop: threading.Event = NEVER) -> Verdict:
         """The verdict. What costs nothing is checked first, and a failed required check saves the call.
@@ -56,81 +41,127 @@ class Grader:
         retryable) when no other exchange would fare better: a wrong key, an unknown model.
         """
         started = time.monotonic()
-        bill = _Bill()
-        free = [check(criterion, exchange) for criterion in self.rubric.every if not criterion.asks_the_judge]
-        required = {criterion.id for criterion in self.rubric.every if criterion.required}
-        hopeless = any(not result.passed and result.criterion in required for result in free)
-        unreachable, error = False, ""
-        asked: tuple[CriterionResult, ...] = ()
-        if self.rubric.asked and not hopeless:
-            try:
-                asked = self._ask(exchange, bill, stop)
-            except (UnreadableError, _NoTextError) as problem:
-                error = f"the judge's reply cannot be used: {problem}"
-            except JudgeError as failure:
-                if not failure.retryable:
-                    raise
-                unreachable, error = True, str(failure)
-        cost = (bill.calls, bill.prompt_tokens, bill.completion_tokens, round(time.monotonic() - started, 4))
-        if error:
-            return Verdict(Outcome.UNDECIDED, None, tuple(free), "", error, *cost, unreachable)
-        results = (*free, *asked)
-        score = 0.0 if hopeless else self.rubric.score({result.criterion: result.value for result in results})
-        accepted = not hopeless and score >= self.rubric.threshold and not self._fails_required(results, required)
-        outcome = Outcome.ACCEPTED if accepted else Outcome.REJECTED
-        return Verdict(outcome, score, results, self._reason(results, score, accepted), "", *cost)
+        try:
+            free = check_all(self.rubric, exchange)
+        except CheckError as broken:
+            return self._undecided(str(broken), (), [], started)
+        if self._fails_required(free):
+            return self._verdict(Judgement(Outcome.REJECTED, 0.0, free), [], started)
+        if not self.rubric.asked:
+            return self._verdict(self._judgement(Findings(), free, FIRST), [], started)
+        judgements: list[Judgement] = []
+        try:
+            chosen = self._vote(exchange, free, judgements, stop)
+        except JudgeError as failure:
+            # What earlier calls of it have cost is on record with the verdict.
+            if not failure.retryable and not any(each.calls for each in judgements):
+                raise
+            return self._undecided(str(failure), free, judgements, started, unreachable=failure.retryable)
+        if chosen is None:
+            errors = [each.error for each in judgements if each.error]
+            error = errors[-1] if errors else f"there is no majority: {tally(judgements)}"
+            return self._undecided(error, free, judgements, started)
+        return self._verdict(chosen, judgements, started)
 
     def preview(self, exchange: Exchange) -> int:
-        """About how many prompt tokens a call would have; 0 if none would be made."""
-        required = [c for c in self.rubric.every if c.required and not c.asks_the_judge]
-        if not self.rubric.asked or not all(check(criterion, exchange).passed for criterion in required):
+        """About how many prompt tokens judging would send; 0 if no call would be made."""
+        if not ask_the_judge(self.rubric, exchange):
             return 0
-        return prompt.estimate_tokens(prompt.messages(self.rubric, exchange))
+        return self.rubric.judge.repeats * self._inquiry.estimate_tokens(exchange)
 
-    def _ask(self, exchange: Exchange, bill: _Bill, stop: threading.Event) -> tuple[CriterionResult, ...]:
-        """The judge's results; after an unreadable reply it is asked once more, and told what was wrong.
+    def _vote(
+        self,
+        exchange: Exchange,
+        free: tuple[CriterionResult, ...],
+        judgements: list[Judgement],
+        stop: threading.Event,
+    ) -> Judgement | None:
+        """Ask as often as the rubric wants, adding to `judgements`; the one that speaks for the majority, or None.
 
-        Raises UnreadableError, JudgeError.
+        Raises JudgeError when no reply came.
         """
-        try:
-            return self._read(self._call(exchange, "", bill, stop))
-        except UnreadableError as unreadable:
-            problem = str(unreadable)
-        return self._read(self._call(exchange, problem, bill, stop))
+        seeds = count()
 
-    def _call(self, exchange: Exchange, problem: str, bill: _Bill, stop: threading.Event) -> Reply:
-        reply = self._client.ask(
-            prompt.messages(self.rubric, exchange, problem=problem),
-            response_format=self._format,
-            temperature=self._temperature,
-            max_tokens=self._max_tokens,
-            stop=stop,
+        def ask(times: int, stage: str) -> Judgement | None:
+            for _ in range(times):
+                # The first is asked without a seed: what is asked once need not be asked differently.
+                findings = self._inquiry.run(exchange, next(seeds) or None, stop)
+                judgements.append(self._judgement(findings, free, stage))
+                if findings.failure is not None:
+                    raise findings.failure
+            return majority(judgements[-times:])
+
+        settings = self.rubric.judge
+        chosen = ask(settings.repeats, FIRST)
+        if chosen is None or settings.escalate is None or not self._is_close(chosen, settings.escalate.band):
+            return chosen
+        return ask(settings.escalate.repeats, AGAIN)
+
+    def _is_close(self, judgement: Judgement, band: tuple[float, float]) -> bool:
+        # A failed required criterion is no matter of the score.
+        score = judgement.score
+        return score is not None and band[0] <= score <= band[1] and not self._fails_required(judgement.results)
+
+    def _judgement(self, findings: Findings, free: tuple[CriterionResult, ...], stage: str) -> Judgement:
+        outcome, score, results = Outcome.UNDECIDED, None, (*free, *findings.results)
+        if not findings.error:
+            score = self.rubric.score({result.criterion: result.value for result in results})
+            accepted = score >= self.rubric.threshold and not self._fails_required(results)
+            outcome = Outcome.ACCEPTED if accepted else Outcome.REJECTED
+        return Judgement(
+            outcome,
+            score,
+            results,
+            error=findings.error,
+            judge=findings.judge,
+            stage=stage,
+            calls=findings.calls,
+            prompt_tokens=findings.prompt_tokens,
+            completion_tokens=findings.completion_tokens,
         )
-        bill.add(reply)
-        if reply.problem:
-            raise _NoTextError(reply.problem)
-        return reply
 
-    def _read(self, reply: Reply) -> tuple[CriterionResult, ...]:
-        try:
-            return read(self.rubric, reply.text)
-        except UnreadableError as problem:
-            if not reply.cut_off:
-                raise
-            raise UnreadableError(f"{problem} (it was cut off at judge.max_tokens = {self._max_tokens})") from problem
+    def _verdict(self, chosen: Judgement, judgements: Sequence[Judgement], started: float) -> Verdict:
+        reason = self._reason(chosen)
+        if len(judgements) > 1:
+            reason = f"{reason} (judged {len(judgements)} times: {tally(judgements)})"
+        return Verdict(
+            chosen.outcome, chosen.score, chosen.results, reason, "", *_cost(judgements, started),
+            judgements=tuple(judgements),
+        )  # fmt: skip
 
     @staticmethod
-    def _fails_required(results: tuple[CriterionResult, ...], required: set[str]) -> bool:
-        return any(not result.passed and result.criterion in required for result in results)
+    def _undecided(
+        error: str,
+        free: tuple[CriterionResult, ...],
+        judgements: Sequence[Judgement],
+        started: float,
+        *,
+        unreachable: bool = False,
+    ) -> Verdict:
+        return Verdict(
+            Outcome.UNDECIDED, None, free, "", error, *_cost(judgements, started), unreachable,
+            judgements=tuple(judgements),
+        )  # fmt: skip
 
-    def _reason(self, results: tuple[CriterionResult, ...], score: float, accepted: bool) -> str:
+    def _fails_required(self, results: Sequence[CriterionResult]) -> bool:
+        return any(not result.passed and result.criterion in self._required for result in results)
+
+    def _reason(self, chosen: Judgement) -> str:
         """One line for a person: why it failed, or what the judge liked."""
         model = {criterion.id for criterion in self.rubric.asked}
-        told = [r for r in results if not r.passed] or [r for r in results if r.criterion in model]
+        told = [r for r in chosen.results if not r.passed] or [r for r in chosen.results if r.criterion in model]
         text = "; ".join(f"{result.criterion}: {result.reason}" for result in told)
-        if not accepted and all(result.passed for result in results):
-            text = f"score {score:.2f} is below {self.rubric.threshold:g}; {text}"
+        if chosen.outcome is Outcome.REJECTED and all(result.passed for result in chosen.results):
+            text = f"score {chosen.score or 0.0:.2f} is below {self.rubric.threshold:g}; {text}"
         return text
 
     def close(self) -> None:
-        self._client.close()
+        self.client.close()
+
+
+def _cost(judgements: Sequence[Judgement], started: float) -> tuple[int, int, int, float]:
+    """Calls, prompt tokens, completion tokens, seconds."""
+    calls = sum(each.calls for each in judgements)
+    sent = sum(each.prompt_tokens for each in judgements)
+    received = sum(each.completion_tokens for each in judgements)
+    return calls, sent, received, round(time.monotonic() - started, 4)

@@ -3,61 +3,82 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Iterator
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
+from flywheel.config import JudgeBudget
 from flywheel.errors import JudgeError
+from flywheel.judge.budget import Budget
 from flywheel.judge.grader import Grader
 from flywheel.verdict import Exchange, Verdict
 
 K = TypeVar("K")
 
+LOOK_SECONDS = 0.2
+"""How often somebody who waits for a verdict looks whether to stop."""
+
 
 def grade_all(
-    grader: Grader, items: Iterable[tuple[K, Exchange]], max_thread: int, stop: threading.Event | None = None
+    grader: Grader,
+    items: Iterable[tuple[K, Exchange]],
+    max_thread: int,
+    stop: threading.Event | None = None,
+    *,
+    budget: Budget | None = None,
+    drain_seconds: float | None = None,
 ) -> Iterator[tuple[K, Verdict]]:
     """Verdicts as they come, with the key of each exchange.
 
     `items` is consumed one at a time, by the thread that will grade it, and no more than `2 * max_thread` ahead of
     whoever reads the verdicts. When `stop` is set, what is in flight is still finished and yielded, except what the
-    endpoint kept failing: that was not judged. Raises JudgeError after that: when the judge refuses us altogether,
-    and when the endpoint failed `max_thread` times in a row (or every time) — what was not graded has cost nothing.
+    endpoint kept failing and what takes longer than `drain_seconds`: that was not judged. Raises JudgeError after
+    that: when the judge refuses us altogether, when the endpoint failed `max_thread` times in a row (or every time),
+    and when the budget is spent (BudgetSpentError) — what was not graded has cost nothing.
     """
-    pool = _Pool(grader, iter(items), stop or threading.Event(), max_thread)
+    pool = _Pool(grader, iter(items), stop or threading.Event(), max_thread, budget or Budget(JudgeBudget()))
     threads = [threading.Thread(target=pool.work, name=f"judge-{n}", daemon=True) for n in range(max_thread)]
     for thread in threads:
         thread.start()
     try:
-        yield from pool.results(len(threads))
+        yield from pool.results(len(threads), drain_seconds)
     finally:
         pool.closed.set()
         pool.room.release(len(threads))
         for thread in threads:
-            thread.join()
+            # One that is still in flight after the drain ends with its call; it is nobody's any more.
+            thread.join(0 if pool.drained else None)
     if pool.error is not None:
         raise pool.error
 
 
 class _Pool(Generic[K]):
     def __init__(
-        self, grader: Grader, items: Iterator[tuple[K, Exchange]], stop: threading.Event, threads: int
+        self,
+        grader: Grader,
+        items: Iterator[tuple[K, Exchange]],
+        stop: threading.Event,
+        threads: int,
+        budget: Budget,
     ) -> None:
         self._grader = grader
         self._items = items
         self._stop = stop
+        self._budget = budget
         self._taking = threading.Lock()
         self._done: SimpleQueue[tuple[K, Verdict] | None] = SimpleQueue()
         # What is in flight or waits to be read: a slow reader must not pile up verdicts that a crash would lose.
         self.room = threading.Semaphore(2 * threads)
         self.closed = threading.Event()
+        self.drained = False
+        self._drain_until = float("inf")
         self.error: BaseException | None = None
 
     def work(self) -> None:
         try:
-            while (item := self._next()) is not None:
-                key, exchange = item
-                self._done.put((key, self._grader.grade(exchange, self._stop)))
+            while self._grade_next():
+                pass
         except BaseException as error:
             # The first error is the one to tell: the others are its echoes.
             self.error = self.error or error
@@ -65,19 +86,32 @@ class _Pool(Generic[K]):
         finally:
             self._done.put(None)
 
-    def _next(self) -> tuple[K, Exchange] | None:
+    def _grade_next(self) -> bool:
+        """Whether there was one."""
         self.room.acquire()
-        with self._taking:
-            if self._stop.is_set() or self.closed.is_set():
-                return None
-            return next(self._items, None)
+        # Before anything is taken: what cannot be paid for is not even looked at.
+        with self._budget.hold(self._stop) as pay:
+            with self._taking:
+                item = None if self._stop.is_set() or self.closed.is_set() else next(self._items, None)
+            if item is None:
+                return False
+            key, exchange = item
+            verdict = self._grader.grade(exchange, self._stop)
+            pay(verdict)
+        self._done.put((key, verdict))
+        return True
 
-    def results(self, threads: int) -> Iterator[tuple[K, Verdict]]:
+    def results(self, threads: int, drain_seconds: float | None) -> Iterator[tuple[K, Verdict]]:
         streak = total = 0
         ended = 0
         last = ""
         while ended < threads:
-            item = self._done.get()
+            try:
+                item = self._done.get(timeout=self._patience(drain_seconds))
+            except Empty:
+                if self.drained:
+                    return
+                continue
             if item is None:
                 ended += 1
                 continue
@@ -101,3 +135,12 @@ class _Pool(Generic[K]):
                 "What was not judged stays pending and is asked when the judge is back.",
                 retryable=True,
             )
+
+    def _patience(self, drain_seconds: float | None) -> float:
+        """How long to wait for a verdict before looking around; sets `drained` when it is over."""
+        if drain_seconds is None or not self._stop.is_set():
+            return LOOK_SECONDS
+        now = time.monotonic()
+        self._drain_until = min(self._drain_until, now + drain_seconds)
+        self.drained = now >= self._drain_until
+        return max(0.0, min(LOOK_SECONDS, self._drain_until - now))

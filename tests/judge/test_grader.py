@@ -7,14 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import httpx
-import openai
 import pytest
 from tenacity import RetryCallState, Retrying
 
 from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
-from flywheel.judge.client import JudgeClient
+from flywheel.judge.client import judges
+from flywheel.judge.endpoint import CallError, Endpoint, seconds
 from flywheel.judge.grader import Grader
 from flywheel.judge.pool import grade_all
 from flywheel.rubric import Rubric
@@ -39,7 +38,7 @@ MakeGrader = Callable[..., Grader]
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeGrader]:
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
     monkeypatch.setenv("OPENAI_API_KEY", "the-key")
-    monkeypatch.setattr(JudgeClient, "_wait", lambda *_: 0.0)
+    monkeypatch.setattr(Endpoint, "_wait", lambda *_: 0.0)
     made: list[Grader] = []
 
     def make(judge: JudgeServer, rubric: Rubric = RUBRIC, **settings: Any) -> Grader:
@@ -88,7 +87,17 @@ def test_a_failed_required_check_saves_the_call(make: MakeGrader) -> None:
     assert (verdict.outcome, verdict.score, verdict.failed, verdict.calls) == (Outcome.REJECTED, 0.0, ("boxed",), 0)
 
 
-PASSING = {"429", "429 with Retry-After", "500", "reset", "truncated body", "html", "stream"}
+PASSING = {
+    "429",
+    "429 with Retry-After",
+    "500",
+    "reset",
+    "truncated body",
+    "html",
+    "cut off stream",
+    "error object",
+    "error object 429",
+}
 UNREADABLE = {
     "truncated verdict",
     "missing criterion",
@@ -107,10 +116,13 @@ def test_a_fault_is_undecided_and_never_a_pass_or_a_fail(make: MakeGrader, fault
         verdict = make(judge).grade(GOOD)
     assert (verdict.outcome, verdict.score) == (Outcome.UNDECIDED, None)
     assert verdict.error
-    assert judge.calls == (3 if fault in PASSING else 2 if fault in UNREADABLE | {"too long"} else 1)
+    # What is no object at all shows that the endpoint ignores schemas, and then tools: words are tried, twice.
+    tries = {"nonsense": 4, **dict.fromkeys(PASSING, 3), **dict.fromkeys(UNREADABLE - {"nonsense"}, 2)}
+    assert judge.calls == tries.get(fault, 1)
     assert verdict.unreachable is (fault in PASSING)
     if fault in UNREADABLE:
-        assert (verdict.calls, verdict.prompt_tokens) == (2, 200), "what was billed counts, readable or not"
+        billed = (tries[fault], 100 * tries[fault], 20 * tries[fault])
+        assert (verdict.calls, verdict.prompt_tokens, verdict.completion_tokens) == billed
     if fault in PASSING | {"too long"}:
         assert (verdict.calls, verdict.prompt_tokens) == (0, 0)
 
@@ -228,10 +240,10 @@ def test_a_wait_that_is_too_long_is_left_to_the_next_time(make: MakeGrader) -> N
 )
 def test_retry_after_is_a_number_or_a_date_and_else_it_backs_off(header: str, least: float, most: float) -> None:
     state = RetryCallState(Retrying(), None, (), {})
-    response = httpx.Response(429, headers={"retry-after": header}, request=httpx.Request("POST", "http://x"))
-    error = openai.RateLimitError("slow down", response=response, body=None)  # type: ignore[arg-type]
-    state.set_exception((openai.RateLimitError, error, None))  # type: ignore[arg-type]
-    assert least <= JudgeClient(JudgeSettings())._wait(state) <= most
+    error = CallError("slow down", status=429, retry_after=seconds(header))
+    state.set_exception((CallError, error, None))  # type: ignore[arg-type]
+    settings = JudgeSettings()
+    assert least <= Endpoint(judges(settings)[0], settings)._wait(state) <= most
 
 
 def test_the_endpoint_comes_from_the_environment_like_the_client_s_own(

@@ -1,0 +1,318 @@
+"""One model at one endpoint: attempts and retries (by tenacity), its keys, its speed, and errors in our words.
+
+Knows what HTTP says of a call. What a reply is worth, and how the judge is best asked, others know.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from email.utils import parsedate_to_datetime
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import orjson
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception,
+    sleep_using_event,
+    stop_after_attempt,
+    stop_when_event_set,
+    wait_random_exponential,
+)
+
+from flywheel.config import JudgeSettings
+from flywheel.errors import JudgeError
+from flywheel.judge.completion import Reply, reply_of
+from flywheel.judge.keys import Key, KeyPool
+from flywheel.judge.limiter import InFlight
+from flywheel.judge.pace import Pace
+from flywheel.judge.transport import Answer, TooLargeError, Transport, TransportError
+
+log = logging.getLogger(__name__)
+
+OPENAI_URL: Final = "https://api.openai.com/v1"
+RETRIED: Final = frozenset({408, 409, 429})
+KEY_REFUSED: Final = frozenset({401, 402, 403})
+FATAL: Final = {
+    401: "Put the right key into the environment variable {key} ({section}.api_key_env names it).",
+    402: "Fill up the account of the key in the environment variable {key}, or set another {section}.base_url.",
+    403: "Use a key with access to this model ({section}.api_key_env names the variable {key}), or another "
+    "{section}.model.",
+    404: "Check {section}.model and {section}.base_url.",
+}
+"""Answers that every other call would get too, with the setting to change."""
+REFUSED: Final = (
+    "Check {section}.model, judge.temperature and judge.max_tokens, and that {section}.base_url is the API's root."
+)
+THIS_CALL: Final = re.compile(
+    r"context|too (long|large|many)|maximum|length|exceed|token|content.?(filter|manag)", re.I
+)
+"""What endpoints say when it is this exchange that they do not take: its length, or what stands in it."""
+COMPLETION_GUESS: Final = 200.0
+"""Tokens of a reply before any was seen."""
+
+# Full jitter up to a doubling bound: many threads that failed together do not come back together.
+_backoff = wait_random_exponential(multiplier=0.5, max=20)
+
+
+@dataclass(frozen=True, slots=True)
+class Who:
+    """A model at an endpoint, and the section of the configuration that names it."""
+
+    model: str
+    base_url: str
+    api_key_env: str
+    section: str = "judge"
+
+    def __str__(self) -> str:
+        return f"{self.model} at {self.base_url}"
+
+
+class CallError(Exception):
+    """An attempt that brought no reply. `status` is that of the answer, 0 where none came."""
+
+    def __init__(self, said: str, *, status: int = 0, retry_after: float | None = None, final: bool = False) -> None:
+        super().__init__(said)
+        self.said = said
+        self.status = status
+        self.retry_after = retry_after
+        self._final = final
+
+    @property
+    def can_pass(self) -> bool:
+        """Whether the same call may succeed in a moment."""
+        return not self._final and (self.status == 0 or self.status in RETRIED or self.status >= 500)
+
+
+class Endpoint:
+    """Thread-safe. `has_answered` is set once it took a call: it is set up well enough, then."""
+
+    def __init__(self, who: Who, settings: JudgeSettings) -> None:
+        self.who = who
+        self.has_answered = False
+        self.in_flight = InFlight(settings.max_thread)
+        self._settings = settings
+        self._requests = Pace(settings.requests_per_minute)
+        self._tokens = Pace(settings.tokens_per_minute)
+        self._mean_completion = COMPLETION_GUESS
+        self._usage_missed = False
+        self._making = threading.Lock()
+        self._keys: KeyPool | None = None
+        self._transport: Transport | None = None
+
+    def call(self, wanted: Mapping[str, Any], stop: threading.Event) -> Reply:
+        """The reply to one request, which was tried as often as the settings allow.
+
+        Raises CallError when the endpoint does not take this call, and JudgeError: retryable when it failed at every
+        attempt (`stop` ends them), not retryable when no other call would fare better.
+        """
+        body = orjson.dumps({"model": self.who.model, **wanted})
+        attempts = stop_after_attempt(self._settings.max_attempts)
+        retrying = Retrying(
+            stop=lambda state: attempts(state) or stop_when_event_set(stop)(state) or self._must_wait_too_long(state),
+            wait=self._wait,
+            sleep=sleep_using_event(stop),
+            retry=retry_if_exception(lambda error: isinstance(error, CallError) and error.can_pass),
+            reraise=True,
+        )
+        try:
+            return retrying(self._once, body, stop)
+        except CallError as error:
+            if error.status and not error.can_pass:
+                raise
+            raise self._unreachable(error.said) from error
+
+    def refused(self, error: CallError) -> Reply:
+        """A call that the endpoint did not take: this one's fault, or raised as everybody's."""
+        hint = FATAL.get(error.status)
+        # An endpoint that has answered others is set up well enough; one long task must not stop the rest.
+        if hint is None and (self.has_answered or error.status == 413 or THIS_CALL.search(error.said)):
+            return Reply("", f"the endpoint refused this call: {error.said}", calls=0, judge=str(self.who))
+        raise self._error(error.said, hint or REFUSED) from error
+
+    def _once(self, body: bytes, stop: threading.Event) -> Reply:
+        keys, transport = self._connected()
+        while True:
+            key = self._next_key(keys, stop)
+            try:
+                return self._ask(transport, keys, key, body, stop)
+            except CallError as error:
+                if error.status not in KEY_REFUSED or len(keys) == 1:
+                    raise
+                if not keys.refuse(key, error.said):
+                    raise CallError(
+                        f"{error.said}, and so for each of {len(keys)} keys", status=error.status
+                    ) from error
+                log.warning("key %d of %d for %s rests: %s", key.place, len(keys), self.who, error.said)
+
+    def _ask(self, transport: Transport, keys: KeyPool, key: Key, body: bytes, stop: threading.Event) -> Reply:
+        place = self.in_flight.enter(stop)
+        if place is None:
+            raise CallError("judging stops", final=True)
+        throttled: bool | None = None
+        try:
+            expected = len(body) / 4 + self._mean_completion
+            wait = max(self._requests.reserve(), self._tokens.reserve(expected))
+            if wait and stop.wait(wait):
+                raise CallError("judging stops", final=True)
+            headers = {
+                "authorization": f"Bearer {key.secret}",
+                "content-type": "application/json",
+                "accept": "application/json",
+                "user-agent": "flywheel",
+            }
+            try:
+                answer = transport.post(f"{self.who.base_url}/chat/completions", headers, body)
+                reply = _reply(answer)
+            except CallError as error:
+                throttled = error.status == 429 or error.retry_after is not None or None
+                if throttled:
+                    keys.slow(key, error.retry_after)
+                raise
+            except TooLargeError as error:
+                reply = Reply("", str(error))
+            except TransportError as error:
+                raise CallError(str(error)) from error
+            throttled = False
+            self._account(reply, expected)
+        finally:
+            self.in_flight.leave(place, throttled=throttled)
+        keys.worked(key)
+        return replace(reply, judge=str(self.who))
+
+    def _account(self, reply: Reply, expected: float) -> None:
+        self.has_answered = True
+        if reply.tells_usage:
+            self._mean_completion += 0.1 * (reply.completion_tokens - self._mean_completion)
+            self._tokens.correct(reply.prompt_tokens + reply.completion_tokens - expected)
+        elif not self._usage_missed:
+            self._usage_missed = True
+            log.warning("%s does not tell what its calls cost: tokens are counted as 0", self.who.base_url)
+
+    def _next_key(self, keys: KeyPool, stop: threading.Event) -> Key:
+        """A key that does not rest, after a wait if need be."""
+        while (key := keys.take()) is None:
+            if refusal := keys.refusal():
+                raise CallError(refusal, status=401)
+            wait = keys.seconds_to_wait()
+            if wait > self._settings.timeout_seconds:
+                raise CallError(f"it asked to be left alone for {wait:.0f} s", final=True)
+            if stop.wait(wait):
+                raise CallError("judging stops", final=True)
+        return key
+
+    def _wait(self, state: RetryCallState) -> float:
+        asked = _retry_after(state)
+        return _backoff(state) if asked is None else asked
+
+    def _must_wait_too_long(self, state: RetryCallState) -> bool:
+        asked = _retry_after(state)
+        return asked is not None and asked > self._settings.timeout_seconds
+
+    def _connected(self) -> tuple[KeyPool, Transport]:
+        if self._keys is None or self._transport is None:
+            with self._making:
+                self._check_url()
+                self._keys = self._keys or KeyPool(self._secrets())
+                try:
+                    self._transport = self._transport or Transport(
+                        self.who.base_url,
+                        timeout_seconds=self._settings.timeout_seconds,
+                        connections=self._settings.max_thread,
+                    )
+                except ValueError as error:
+                    raise self._error(str(error), "Correct HTTPS_PROXY and HTTP_PROXY, or unset them.") from error
+        return self._keys, self._transport
+
+    def _check_url(self) -> None:
+        try:
+            parts = urlsplit(self.who.base_url)
+            whole = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        except ValueError:
+            whole = False
+        if not whole:
+            raise JudgeError(
+                f"ask the judge {self.who.model}",
+                f"its endpoint {self.who.base_url} is no URL",
+                f"Set {self.who.section}.base_url (or OPENAI_BASE_URL) to something like http://127.0.0.1:8000/v1.",
+            )
+
+    def _secrets(self) -> list[str]:
+        name = self.who.api_key_env
+        keys = [key.strip() for key in os.environ.get(name, "").split("|") if key.strip()]
+        if keys and all(key.isascii() and key.isprintable() for key in keys):
+            return keys
+        if not keys and self.who.base_url != OPENAI_URL:
+            return ["none"]  # most servers of one's own want none; one that does will say so
+        raise JudgeError(
+            f"ask the judge {self.who.model}",
+            f"the environment variable {name} with its key "
+            f"{'holds characters that no key has' if keys else 'is not set'}",
+            f"Set it, or name another one in {self.who.section}.api_key_env, or another endpoint in "
+            f"{self.who.section}.base_url.",
+        )
+
+    def _unreachable(self, why: str) -> JudgeError:
+        return self._error(
+            why,
+            "Check {section}.base_url and that the endpoint runs; nothing is lost, the tasks are asked again later.",
+            retryable=True,
+        )
+
+    def _error(self, why: str, hint: str, *, retryable: bool = False) -> JudgeError:
+        told = hint.format(key=self.who.api_key_env, section=self.who.section)
+        return JudgeError(f"ask the judge {self.who}", why, told, retryable=retryable)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+
+def _reply(answer: Answer) -> Reply:
+    """Raises CallError for an answer that holds none."""
+    if not 200 <= answer.status < 300:
+        said = f"it answered {answer.status} ({_words(answer)})"
+        raise CallError(said, status=answer.status, retry_after=seconds(answer.headers.get("retry-after", "")))
+    try:
+        reply = reply_of(answer.body)
+    except ValueError as error:
+        raise CallError(str(error)) from error
+    failed = CallError(reply.problem, status=reply.error_status)
+    # What was billed is kept, though it is no verdict; what was not can be had again.
+    if reply.error_status and failed.can_pass and not reply.prompt_tokens + reply.completion_tokens:
+        raise failed
+    return reply
+
+
+def _words(answer: Answer) -> str:
+    if location := answer.headers.get("location"):
+        return f"look at {location[:200]}"
+    try:
+        body = orjson.loads(answer.body)
+        error = body.get("error", body) if isinstance(body, dict) else body
+        text = error.get("message", error) if isinstance(error, dict) else error
+    except orjson.JSONDecodeError:
+        text = answer.body[:2000].decode("utf-8", "replace")
+    return " ".join(str(text).split())[:300]
+
+
+def _retry_after(state: RetryCallState) -> float | None:
+    error = state.outcome.exception() if state.outcome else None
+    return error.retry_after if isinstance(error, CallError) else None
+
+
+def seconds(asked: str) -> float | None:
+    """Seconds that the endpoint asked us to wait, if it did: as a number, or as the time to come back at."""
+    try:
+        return max(
+            0.0, float(asked) if asked[:1].isdigit() else parsedate_to_datetime(asked).timestamp() - time.time()
+        )
+    except (ValueError, OverflowError):
+        return None

@@ -1,0 +1,124 @@
+"""One judgement of one exchange: the calls that it takes, and one more where a reply could not be read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flywheel.config import JudgeSettings
+from flywheel.errors import JudgeError
+from flywheel.judge import prompt
+from flywheel.judge.answer import UnreadableError, read, response_format
+from flywheel.judge.client import JudgeClient
+from flywheel.judge.completion import Reply
+from flywheel.judge.means import Means
+from flywheel.rubric import Criterion, Rubric
+from flywheel.verdict import CriterionResult, Exchange
+
+
+@dataclass(slots=True)
+class Findings:
+    """What the judge said, if it could be read, and what that cost, in any case.
+
+    `failure` is set when no reply came at all; `error` says why there are no results, in both cases.
+    """
+
+    results: tuple[CriterionResult, ...] = ()
+    error: str = ""
+    failure: JudgeError | None = None
+    judge: str = ""
+    calls: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    def bill(self, reply: Reply) -> None:
+        self.calls += reply.calls
+        self.prompt_tokens += reply.prompt_tokens
+        self.completion_tokens += reply.completion_tokens
+        self.judge = reply.judge or self.judge
+
+
+class _NoTextError(Exception):
+    """There is no reply to read, and asking again would not bring one."""
+
+
+class Inquiry:
+    """Asks the judge about a rubric's criteria: all in one call, or each in its own. Thread-safe."""
+
+    def __init__(self, rubric: Rubric, settings: JudgeSettings, client: JudgeClient) -> None:
+        self._rubric = rubric
+        self._client = client
+        asked = rubric.asked
+        self._sets = [(each,) for each in asked] if rubric.judge.per_criterion else [asked]
+        self._formats = [response_format(criteria) for criteria in self._sets]
+        self.temperature = rubric.judge.temperature if settings.temperature is None else settings.temperature
+        self.max_tokens = settings.max_tokens or rubric.judge.max_tokens
+
+    def run(self, exchange: Exchange, seed: int | None, stop: threading.Event) -> Findings:
+        findings = Findings()
+        results: list[CriterionResult] = []
+        try:
+            for criteria, form in zip(self._sets, self._formats, strict=True):
+                results += self._ask(exchange, criteria, form, seed, findings, stop)
+        except (UnreadableError, _NoTextError) as problem:
+            findings.error = f"the judge's reply cannot be used: {problem}"
+        except JudgeError as failure:
+            findings.error, findings.failure = str(failure), failure
+        else:
+            findings.results = tuple(results)
+        return findings
+
+    def estimate_tokens(self, exchange: Exchange) -> int:
+        """About how many prompt tokens one judgement sends."""
+        sent = [prompt.messages(self._rubric, exchange, criteria=criteria) for criteria in self._sets]
+        return sum(prompt.estimate_tokens(messages) for messages in sent)
+
+    def _ask(
+        self,
+        exchange: Exchange,
+        criteria: Sequence[Criterion],
+        form: dict[str, Any],
+        seed: int | None,
+        findings: Findings,
+        stop: threading.Event,
+    ) -> tuple[CriterionResult, ...]:
+        """The judge's results; after an unreadable reply it is asked once more, and told what was wrong.
+
+        A reply that did not come as it was asked for is no answer yet: the next means are tried before that.
+        """
+        problem = ""
+        while True:
+            nonce = prompt.new_nonce()
+            messages = prompt.messages(self._rubric, exchange, criteria=criteria, problem=problem, nonce=nonce)
+            reply = self._client.ask(
+                messages,
+                response_format=form,
+                temperature=self.temperature,
+                max_tokens=self.max_tokens,
+                seed=seed,
+                stop=stop,
+            )
+            findings.bill(reply)
+            if reply.problem:
+                raise _NoTextError(reply.problem)
+            try:
+                return self._read(criteria, reply, nonce, str(messages[-1]["content"]))
+            except UnreadableError as unreadable:
+                if unreadable.formless and not reply.cut_off and self._client.ignored(reply):
+                    continue
+                if problem:
+                    raise
+                problem = str(unreadable)
+
+    def _read(
+        self, criteria: Sequence[Criterion], reply: Reply, nonce: str, shown: str
+    ) -> tuple[CriterionResult, ...]:
+        constrained = reply.called if reply.means is Means.TOOL else reply.means is Means.SCHEMA
+        try:
+            return read(criteria, reply.text, nonce=nonce, constrained=constrained, shown=shown)
+        except UnreadableError as problem:
+            if not reply.cut_off:
+                raise
+            raise UnreadableError(f"{problem} (it was cut off at judge.max_tokens = {self.max_tokens})") from problem

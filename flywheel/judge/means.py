@@ -1,0 +1,85 @@
+"""How an endpoint is asked for a verdict's form, and what it turned out not to do.
+
+What is learned is kept in this process by `Learned`, and by whoever stores its `snapshot`. It is believed for a
+month: servers learn too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Final
+
+MONTH_SECONDS: Final = 30 * 86_400.0
+
+
+class Means(StrEnum):
+    """From the one that leaves the judge least freedom to the one that leaves it all."""
+
+    SCHEMA = "schema"
+    TOOL = "tool"
+    TEXT = "text"
+
+
+SEED: Final = "seed"
+MAX_TOKENS: Final = "max_tokens"
+"""Not a means but a parameter: newer models of OpenAI want `max_completion_tokens` instead."""
+
+_NAMED: Final = {
+    Means.SCHEMA.value: re.compile(r"response_?format|json_?\s?schema|structured|guided|grammar|schema", re.I),
+    Means.TOOL.value: re.compile(r"\btools?\b|tool_choice|tool-call|function", re.I),
+    SEED: re.compile(r"\bseed\b", re.I),
+    MAX_TOKENS: re.compile(r"max_completion_tokens", re.I),
+}
+
+
+def names(said: str, what: str) -> bool:
+    """Whether a refusal is about this: a means, or a parameter."""
+    return what in _NAMED and _NAMED[what].search(said) is not None
+
+
+class Learned:
+    """What endpoints refused or ignored, by endpoint and model. Thread-safe."""
+
+    def __init__(self, now: Callable[[], float] = time.time) -> None:
+        self._known: dict[str, dict[str, float]] = {}
+        self._now = now
+        self._lock = threading.Lock()
+
+    def lacks(self, endpoint: str, what: str) -> bool:
+        with self._lock:
+            since = self._known.get(endpoint, {}).get(what)
+            return since is not None and since + MONTH_SECONDS > self._now()
+
+    def means(self, endpoint: str) -> list[Means]:
+        """The means that are left, the best first; words always are."""
+        return [means for means in Means if means is Means.TEXT or not self.lacks(endpoint, means)]
+
+    def note(self, endpoint: str, what: str) -> bool:
+        """The endpoint does not do this; whether that is news."""
+        if self.lacks(endpoint, what):
+            return False
+        with self._lock:
+            self._known.setdefault(endpoint, {})[what] = self._now()
+            return True
+
+    def snapshot(self) -> str:
+        """All of it, to be stored."""
+        with self._lock:
+            return json.dumps(self._known, sort_keys=True)
+
+    def restore(self, snapshot: str) -> None:
+        """Take over what was stored. What is no snapshot is nothing."""
+        try:
+            stored = json.loads(snapshot or "{}")
+            known = {str(at): {str(k): float(since) for k, since in each.items()} for at, each in stored.items()}
+        except (ValueError, TypeError, AttributeError):
+            return
+        with self._lock:
+            self._known = {at: {**each, **self._known.get(at, {})} for at, each in known.items()} | {
+                at: each for at, each in self._known.items() if at not in known
+            }

@@ -1,0 +1,116 @@
+"""HTTP to the judge: one POST, one whole answer, within a time and a size.
+
+urllib3 and not httpx: its pool costs the same for 16 threads and for 256, where httpx's looks at every connection for
+every request. Knows nothing of completions, retries or keys.
+"""
+
+from __future__ import annotations
+
+import ssl
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+import certifi
+import urllib3
+from urllib3.exceptions import HTTPError
+
+MAX_BODY_BYTES: Final = 4 << 20
+"""More than any verdict; what an endpoint sends beyond it is not read."""
+PIECE_BYTES: Final = 1 << 16
+
+
+class TransportError(Exception):
+    """No whole answer came: refused, reset, too late."""
+
+
+class TooLargeError(Exception):
+    """The answer is larger than any verdict."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer with its body; names of headers are in lower case."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class Transport:
+    """Connections to one endpoint, kept open between calls. Thread-safe."""
+
+    def __init__(self, url: str, *, timeout_seconds: float, connections: int) -> None:
+        """Raises ValueError for a proxy in the environment that cannot be used."""
+        self._timeout_seconds = timeout_seconds
+        options: dict[str, object] = {
+            "maxsize": connections,
+            "timeout": urllib3.Timeout(total=timeout_seconds),
+            "retries": False,  # who calls retries, and counts
+        }
+        parts = urlsplit(url)
+        if parts.scheme == "https":
+            options["ssl_context"] = _authorities()
+        proxy = _proxy(parts.scheme, parts.hostname or "")
+        try:
+            self._pool = urllib3.ProxyManager(proxy, **options) if proxy else urllib3.PoolManager(**options)  # type: ignore[arg-type]
+        except HTTPError as error:
+            raise ValueError(f"the proxy {proxy} that the environment names cannot be used: {error}") from error
+
+    def post(self, url: str, headers: Mapping[str, str], body: bytes) -> Answer:
+        """Raises TransportError, TooLargeError."""
+        until = time.monotonic() + self._timeout_seconds
+        try:
+            response = self._pool.request(
+                "POST", url, body=body, headers=dict(headers), redirect=False, preload_content=False
+            )
+            try:
+                whole = self._body(response, until)
+            except BaseException:
+                response.close()  # a connection with an unread rest cannot be used again
+                raise
+            response.release_conn()
+        except (HTTPError, OSError, ValueError) as error:
+            raise TransportError(_cause(error)) from error
+        return Answer(response.status, {name.lower(): value for name, value in response.headers.items()}, whole)
+
+    def _body(self, response: urllib3.BaseHTTPResponse, until: float) -> bytes:
+        pieces: list[bytes] = []
+        size = 0
+        while piece := response.read1(PIECE_BYTES):
+            pieces.append(piece)
+            size += len(piece)
+            if size > MAX_BODY_BYTES:
+                raise TooLargeError(f"the answer is larger than {MAX_BODY_BYTES >> 20} MiB")
+            # Each read has a timeout of its own: an endpoint that drips would never meet it.
+            if time.monotonic() > until:
+                raise TransportError(f"the answer was not whole after {self._timeout_seconds:g} s")
+        return b"".join(pieces)
+
+    def close(self) -> None:
+        self._pool.clear()
+
+
+def _authorities() -> ssl.SSLContext:
+    """The system's authorities, those that SSL_CERT_FILE names, and Mozilla's for systems that have none."""
+    context = ssl.create_default_context()
+    context.load_verify_locations(certifi.where())
+    return context
+
+
+def _proxy(scheme: str, host: str) -> str | None:
+    if proxy_bypass(host):
+        return None
+    proxies = getproxies()
+    proxy = proxies.get(scheme) or proxies.get("all")
+    return proxy if proxy is None or "://" in proxy else f"http://{proxy}"
+
+
+def _cause(error: BaseException) -> str:
+    """The innermost error's words: what is around them names hosts and pools."""
+    while (inner := error.__cause__ or getattr(error, "reason", None)) is not None and isinstance(inner, Exception):
+        error = inner
+    return " ".join(str(error).split()) or type(error).__name__
