@@ -31,10 +31,11 @@ def read_yaml(path: Path, attempted: str, if_missing: str) -> Any:
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
     """Each problem with the path of its key; for an unknown key, the name that may have been meant."""
-    return "; ".join(_explain_one(dict(item), model) for item in error.errors())
+    return "; ".join(explain_one(dict(item), model) for item in error.errors())
 
 
-def _explain_one(item: dict[str, Any], model: type[BaseModel]) -> str:
+def explain_one(item: dict[str, Any], model: type[BaseModel]) -> str:
+    """One problem of a ValidationError, as it lists them."""
     location, known = _locate(model, item["loc"])
     key = ".".join(location)
     if item["type"] == "extra_forbidden":

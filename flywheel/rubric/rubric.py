@@ -110,7 +110,7 @@ class Rubric(Part):
             if criterion.id in seen:
                 yield f"criteria have the same id: {criterion.id}", ("criteria", place, "id")
             elif criterion.id == FLAT_ID and len(every) > len(self.criteria):
-                yield f"criteria have the same id: {FLAT_ID} is that of the flat text", ("criteria", place, "id")
+                yield f"the id {FLAT_ID} is that of the flat text", ("criteria", place, "id")
             seen.add(criterion.id)
         if not any(criterion.weight > 0 for criterion in every):
             yield "no criterion has a positive weight, so no score could be reached", ("criteria",)
