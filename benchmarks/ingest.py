@@ -33,10 +33,9 @@ def compare(database: Database, scratch: Path, repetitions: int) -> dict[str, An
             sys.exit(f"ingested {found} replies, tasks and dead rows of {truth}: {told.value.get('error', '')}")
     if {one.value for one in floor} != {truth.spans} or {one.value for one in cold} != {truth.replies}:
         sys.exit(f"read {floor[0].value} rows and {cold[0].value} replies of {truth}")
-    seconds = {
-        name: median(one.seconds for one in many)
-        for name, many in (("floor", floor), ("cold", cold), ("ingest", ingest))
-    }
+    sides = {"floor": floor, "cold": cold, "ingest": ingest}
+    seconds = {name: median(one.seconds for one in many) for name, many in sides.items()}
+    cpu = {name: median(one.cpu_seconds for one in many) for name, many in sides.items()}
     return {
         "cold_vs_floor": round(seconds["floor"] / seconds["cold"], 3),
         "ingest_vs_floor": round(seconds["floor"] / seconds["ingest"], 3),
@@ -49,6 +48,7 @@ def compare(database: Database, scratch: Path, repetitions: int) -> dict[str, An
         "repetitions": repetitions,
         "spans_per_second": round(truth.spans / seconds["ingest"]),
         **{f"{name}_seconds": round(taken, 3) for name, taken in seconds.items()},
+        **{f"{name}_cpu_seconds": round(spent, 3) for name, spent in cpu.items()},
     }
 
 

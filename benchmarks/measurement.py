@@ -25,10 +25,14 @@ _MEBIBYTE: Final = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """`value` is what the function returned; time and memory count from where it called `begin`."""
+    """`value` is what the function returned; time and memory count from where it called `begin`.
+
+    `cpu_seconds` are those of the process and its children: they say more than `seconds` on a machine that is shared.
+    """
 
     value: Any
     seconds: float
+    cpu_seconds: float
     growth_mb: float
 
 
@@ -37,6 +41,7 @@ class _Clock:
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.cpu_seconds = 0.0
         self.rss = 0
 
     def __call__(self) -> None:
@@ -44,6 +49,7 @@ class _Clock:
             # Linux: the peak counts from here, not from the imports.
             Path("/proc/self/clear_refs").write_text("5")
         self.rss = _tree_rss(psutil.Process())
+        self.cpu_seconds = _cpu_seconds()
         self.seconds = time.perf_counter()
 
 
@@ -64,19 +70,26 @@ def measure(function: Callable[..., Any], *arguments: Any) -> Measured:
         while not ours.poll(_SAMPLE_SECONDS):
             peak = max(peak, _tree_rss(tree))
         try:
-            value, seconds, before, own_peak = ours.recv()
+            value, seconds, cpu_seconds, before, own_peak = ours.recv()
         except EOFError:
             raise SystemExit(f"{function.__name__} failed; see above") from None
     finally:
         process.join()
-    return Measured(value, seconds, (max(peak, own_peak) - before) / _MEBIBYTE)
+    return Measured(value, seconds, cpu_seconds, (max(peak, own_peak) - before) / _MEBIBYTE)
 
 
 def _run(parent: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     clock = _Clock()
     value = function(clock, *arguments)
     seconds = time.perf_counter() - clock.seconds
-    parent.send((value, seconds, clock.rss, max(_own_peak(), _tree_rss(psutil.Process()))))
+    cpu_seconds = _cpu_seconds() - clock.cpu_seconds
+    parent.send((value, seconds, cpu_seconds, clock.rss, max(_own_peak(), _tree_rss(psutil.Process()))))
+
+
+def _cpu_seconds() -> float:
+    """Of this process and of its children that have ended."""
+    spent = os.times()
+    return spent.user + spent.system + spent.children_user + spent.children_system
 
 
 def _own_peak() -> int:
