@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import orjson
 
 from flywheel.config import Config, JudgeSettings
-from flywheel.errors import ConfigError, FlywheelError, JudgeError
 from flywheel.daemon.screening import Screened, Screening
+from flywheel.errors import ConfigError, FlywheelError, JudgeError
 from flywheel.filtering.chain import Chain, load_chain
 from flywheel.filtering.llm_evaluate import AGENTJET_TEMPERATURE
 from flywheel.judge.grader import Grader
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class FilterReport:
-    """What one run did. `reused` verdicts had been paid for before; `dead` tasks broke a filter, `held` ones wait for a
+    """What one run did. `reused` verdicts were paid for before; `dead` tasks broke a filter, `held` ones wait for a
     person."""
 
     accepted: int = 0
@@ -67,8 +67,8 @@ class FilterReport:
 class Judged:
     """One task with its verdict, for whoever watches. Without one, it is `held`, or `error` says how a filter broke.
 
-    `repeats` is the task that it was rejected for repeating; `paid` the judge's verdict, when a filter behind the judge
-    had another.
+    `repeats` is the task that it was rejected for repeating; `paid` the judge's verdict, when a filter behind the
+    judge had another.
     """
 
     task: Claimed

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Connection, and_, func, insert, or_, select, update
 
 from flywheel.states import Split, TaskState
 from flywheel.store.letters import TASK, bury
-from flywheel.store.schema import tasks, verdicts
+from flywheel.store.schema import influences, tasks, verdicts
 from flywheel.store.transitions import move, move_all, utcnow
 from flywheel.verdict import CriterionResult, Outcome, Verdict
+
+CHAIN: Final = "chain:"
+"""A verdict of a filter chain has this and the chain's hash where one of the judge has the rubric's hash."""
+PERSON: Final = "person"
+"""A verdict of a person has this there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,7 @@ def settle(
     conn: Connection, task: int, verdict: Verdict, rubric_hash: str, judge_hash: str, retry_seconds: float
 ) -> None:
     """Store a verdict and move its task out of `judging`, in one transaction."""
-    _store(conn, task, verdict, rubric_hash, judge_hash)
+    store_verdict(conn, task, verdict, rubric_hash, judge_hash)
     apply(conn, task, verdict, retry_seconds)
 
 
@@ -86,7 +91,8 @@ def apply(conn: Connection, task: int, verdict: Verdict, retry_seconds: float) -
         move(conn, task, TaskState.JUDGING, new, verdict.reason[:500], retry_at=None)
 
 
-def _store(conn: Connection, task: int, verdict: Verdict, rubric_hash: str, judge_hash: str) -> None:
+def store_verdict(conn: Connection, task: int, verdict: Verdict, rubric_hash: str, judge_hash: str) -> None:
+    """Store a verdict and leave its task where it is."""
     same = and_(
         verdicts.c.task_id == task, verdicts.c.rubric_hash == rubric_hash, verdicts.c.judge_hash == judge_hash
     )
@@ -99,10 +105,12 @@ def _store(conn: Connection, task: int, verdict: Verdict, rubric_hash: str, judg
         "latency_seconds": verdict.latency_seconds,
         "created_at": utcnow(),
     }
-    # An earlier undecided answer of this judge is replaced, but what it cost stays counted.
+    # An earlier undecided answer of this judge is replaced, but what it cost stays counted; so is what a chain or a
+    # person said before, which cost nothing.
+    free = or_(verdicts.c.rubric_hash.startswith(CHAIN), verdicts.c.rubric_hash == PERSON)
     replaced = conn.execute(
         update(verdicts)
-        .where(same, verdicts.c.outcome == Outcome.UNDECIDED.value)
+        .where(same, or_(verdicts.c.outcome == Outcome.UNDECIDED.value, free))
         .values(
             calls=verdicts.c.calls + verdict.calls,
             prompt_tokens=verdicts.c.prompt_tokens + verdict.prompt_tokens,
@@ -122,6 +130,28 @@ def _store(conn: Connection, task: int, verdict: Verdict, rubric_hash: str, judg
                 **values,
             )
         )
+
+
+def rewrite(conn: Connection, lines: Mapping[int, Mapping[str, Any]]) -> None:
+    """Replace the lines of tasks, as filters that take something out of them want it."""
+    for task, line in lines.items():
+        conn.execute(update(tasks).where(tasks.c.id == task).values(payload=dict(line)))
+
+
+def release_held(conn: Connection, ids: Sequence[int]) -> list[int]:
+    """Let held tasks go on, and never hold them again; those that could be."""
+    released = move_all(conn, ids, TaskState.HELD, TaskState.PENDING, "released by a person")
+    for task in released:
+        conn.execute(update(influences).where(influences.c.task_id == task).values(released=True))
+    return released
+
+
+def reject_held(conn: Connection, ids: Sequence[int]) -> list[int]:
+    """Reject held tasks, as a verdict of a person; those that could be."""
+    rejected = move_all(conn, ids, TaskState.HELD, TaskState.REJECTED, "rejected by a person")
+    for task in rejected:
+        store_verdict(conn, task, Verdict(Outcome.REJECTED, 0.0, reason="rejected by a person"), PERSON, "")
+    return rejected
 
 
 def bury_task(conn: Connection, task: int, key: str, error: str) -> None:

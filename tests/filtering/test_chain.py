@@ -137,13 +137,13 @@ def test_rules(tmp_path: Path, params: dict[str, Any], answer: str, kept: bool) 
 @pytest.mark.parametrize(
     ("entry", "complaint"),
     [
-        ({"type": "rule"}, r"`filters\.0\.type`: 'rule' is none of rules, python, llm_evaluate"),
+        ({"type": "rule"}, r"`filters\.0\.type`: 'rule' is none of pii, rules, python, influence, deduplication, llm_evaluate"),
         ({"type": "rules", "params": {"min_answer": 1}}, "unknown key `min_answer`"),
         ({"type": "rules", "params": {"exclude": ["("]}}, "no regular expression"),
         ({"type": "python", "params": {}}, r"`filters\.0\.params` takes `path`"),
         ({"type": "python", "params": {"path": "none.py"}}, "no such file"),
         ({"type": "python", "params": {"path": "mine.py", "function": "nope"}}, "no function nope"),
-        ({"type": "llm_evaluate", "params": {"x": 1}}, "filter.rubric"),
+        ({"type": "llm_evaluate", "params": {"x": 1}}, r"`filters\.0\.params`: unknown key `x`"),
         ({"type": "rules", "enable": True}, r"unknown key `filters\.0\.enable` \(did you mean `enabled`\?\)"),
     ],
 )

@@ -1,0 +1,40 @@
+"""The judge's place in a chain, with AgentJet's parameters."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+AGENTJET_TEMPERATURE: Final = 0.5
+
+
+class LlmEvaluate(BaseModel):
+    """Parameters of `llm_evaluate`. What is not given is as the configuration and the rubric say."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    custom_rubrics: str | None = None
+    """AgentJet's flat text: the rubric, in place of `filter.rubric`."""
+    temperature: float | None = Field(default=None, ge=0)
+    """Sampling temperature of the judge. With `custom_rubrics`: 0.5, as in AgentJet."""
+    print_reason: bool = False
+    """Log the judge's reason for every task."""
+    max_thread: int | None = Field(default=None, gt=0)
+    """Calls in flight, at most."""
+    max_tokens: int | None = Field(default=None, gt=0)
+    """Longest answer of the judge."""
+
+    @field_validator("custom_rubrics", mode="before")
+    @classmethod
+    def _joined(cls, text: object) -> object:
+        if isinstance(text, list) and all(isinstance(part, str) for part in text):
+            return "\n".join(text)
+        return text
+
+    @field_validator("custom_rubrics")
+    @classmethod
+    def _says_something(cls, text: str | None) -> str | None:
+        if text is not None and not text.strip():
+            raise ValueError("must be a text")
+        return text

@@ -1,0 +1,156 @@
+"""Influence: whose task each one is, what a round may choose from, and bursts that are set aside for a person."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+from sqlalchemy import Connection, Row, exists, func, insert, select, update
+
+from flywheel.states import Split, TaskState
+from flywheel.store.schema import fingerprints, influences, tasks
+from flywheel.store.transitions import move
+
+NOT_YET_USED: Final = (TaskState.PENDING, TaskState.JUDGING, TaskState.UNDECIDED, TaskState.ACCEPTED)
+"""A task of a burst in one of these can still be set aside."""
+
+
+class Weighed(Protocol):
+    """What this module stores of a task, see `flywheel.filtering.influence.Weight`."""
+
+    @property
+    def conversation(self) -> str: ...
+    @property
+    def user(self) -> str: ...
+    @property
+    def template(self) -> int: ...
+    @property
+    def origin(self) -> str: ...
+    @property
+    def at(self) -> float: ...
+
+
+def enter(conn: Connection, task: int, weight: Weighed) -> None:
+    """Remember by what a task's share is counted."""
+    values = {
+        "conversation": weight.conversation,
+        "user": weight.user,
+        "template": weight.template,
+        "origin": weight.origin,
+        "at": weight.at,
+    }
+    changed = conn.execute(update(influences).where(influences.c.task_id == task).values(**values))
+    if changed.rowcount == 0:
+        conn.execute(insert(influences).values(task_id=task, released=False, **values))
+
+
+def unknown(conn: Connection, limit: int) -> list[Row[Any]]:
+    """Free samples (id, payload) that are not weighed: the filter came later."""
+    weighed = exists().where(influences.c.task_id == tasks.c.id)
+    return list(
+        conn.execute(
+            select(tasks.c.id, tasks.c.payload)
+            .where(tasks.c.state == TaskState.ACCEPTED.value, tasks.c.split == Split.TRAIN.value, ~weighed)
+            .order_by(tasks.c.id)
+            .limit(limit)
+        )
+    )
+
+
+def candidates(conn: Connection) -> list[Row[Any]]:
+    """Free samples (id, conversation, user, template), the oldest first; what is not known of one is empty."""
+    return list(
+        conn.execute(
+            select(
+                tasks.c.id,
+                func.coalesce(influences.c.conversation, "").label("conversation"),
+                func.coalesce(influences.c.user, "").label("user"),
+                func.coalesce(influences.c.template, 0).label("template"),
+            )
+            .outerjoin(influences, influences.c.task_id == tasks.c.id)
+            .where(tasks.c.state == TaskState.ACCEPTED.value, tasks.c.split == Split.TRAIN.value)
+            .order_by(tasks.c.id)
+        )
+    )
+
+
+def hold_bursts(conn: Connection, asked: Sequence[int], count: int, seconds: float) -> list[int]:
+    """Set aside every task that is one of `count` or more near-identical questions of one origin within `seconds`.
+
+    Looks where the tasks `asked` stand; what earlier ones of the burst had reached is taken back, unless a round has
+    them already. Gives the tasks that are held now. What a person released is neither counted nor held again.
+    """
+    held: list[int] = []
+    seen: set[int] = set()
+    for task in asked:
+        if task in seen:
+            continue
+        times = _alike(conn, task, seconds)
+        burst = _window(times, task, count, seconds)
+        seen |= burst
+        for row in times:
+            if row.task_id in burst and TaskState(row.state) in NOT_YET_USED:
+                why = f"one of {len(burst)} near-identical questions within {seconds:g} s"
+                if move(conn, row.task_id, TaskState(row.state), TaskState.HELD, why, retry_at=None):
+                    held.append(row.task_id)
+    return held
+
+
+def _alike(conn: Connection, task: int, seconds: float) -> list[Row[Any]]:
+    own = conn.execute(
+        select(influences.c.origin, influences.c.at, influences.c.released, fingerprints.c.like)
+        .join(fingerprints, fingerprints.c.task_id == influences.c.task_id)
+        .where(influences.c.task_id == task)
+    ).one_or_none()
+    if own is None or own.released:
+        return []
+    return list(
+        conn.execute(
+            select(influences.c.task_id, influences.c.at, tasks.c.state)
+            .join(fingerprints, fingerprints.c.task_id == influences.c.task_id)
+            .join(tasks, tasks.c.id == influences.c.task_id)
+            .where(
+                influences.c.origin == own.origin,
+                influences.c.at.between(own.at - seconds, own.at + seconds),
+                influences.c.released.is_(False),
+                fingerprints.c.like == own.like,
+            )
+            .order_by(influences.c.at, influences.c.task_id)
+        )
+    )
+
+
+def _window(times: Sequence[Row[Any]], task: int, count: int, seconds: float) -> set[int]:
+    """The tasks of all windows of `seconds` that hold `count` or more; empty if the task itself is in none."""
+    burst: set[int] = set()
+    start = 0
+    for end, row in enumerate(times):
+        while row.at - times[start].at > seconds:
+            start += 1
+        if end - start + 1 >= count:
+            burst |= {each.task_id for each in times[start : end + 1]}
+    return burst if task in burst else set()
+
+
+def of_state(conn: Connection, state: TaskState, limit: int | None) -> list[Row[Any]]:
+    """Tasks in a state (id, key, split, payload, origin, like), the oldest first."""
+    leader = tasks.alias("leader")
+    return list(
+        conn.execute(
+            select(
+                tasks.c.id,
+                tasks.c.key,
+                tasks.c.split,
+                tasks.c.state,
+                tasks.c.payload,
+                func.coalesce(influences.c.origin, "").label("origin"),
+                leader.c.key.label("like"),
+            )
+            .outerjoin(influences, influences.c.task_id == tasks.c.id)
+            .outerjoin(fingerprints, fingerprints.c.task_id == tasks.c.id)
+            .outerjoin(leader, leader.c.id == fingerprints.c.like)
+            .where(tasks.c.state == state.value)
+            .order_by(tasks.c.id)
+            .limit(limit)
+        )
+    )
