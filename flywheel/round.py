@@ -22,13 +22,15 @@ class Frozen(BaseModel):
 
 
 class RoundTask(Frozen):
-    """A task as training and evaluation need it. `prompt` is in the OpenAI chat form, `answer` the traced one."""
+    """A task as training and evaluation need it. `prompt` is in the OpenAI chat form, `answer` the traced one,
+    `reference` the right one where the task knows it."""
 
     task_id: str
     query: str
     answer: str
     prompt: list[ChatMessage]
     tools: list[dict[str, Any]] = []
+    reference: str = ""
 
 
 class AdapterRef(Frozen):

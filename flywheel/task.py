@@ -58,6 +58,8 @@ class Task:
                 "trajectory_json": _json(list(reply.trajectory)),
                 "structured_json": _json(reply.structured),
                 "images_json": _json(list(reply.images)),
+                "errors_json": _json(list(reply.errors)),
+                "reference": reply.reference,
                 "split": self.split.value,
             },
         }

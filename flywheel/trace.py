@@ -57,7 +57,8 @@ class Reply:
 
     `history` is the conversation before the reply, the system prompt first; `request` is what this agent was handed
     (for the last stage of a pipeline that is another agent's text, while `query` is what the user had asked).
-    `trajectory` holds the model and tool messages between request and answer.
+    `trajectory` holds the model and tool messages between request and answer, `errors` the steps that failed on the
+    way ("tool search: TimeoutError: …"). `reference` is the right answer, where a source knows it.
     """
 
     span_id: str
@@ -77,6 +78,8 @@ class Reply:
     tools: tuple[dict[str, Any], ...] = ()
     images: tuple[str, ...] = ()
     structured: dict[str, Any] | None = None
+    errors: tuple[str, ...] = ()
+    reference: str = ""
     status: SpanStatus = SpanStatus.OK
     service: str = ""
     input_tokens: int = 0

@@ -113,6 +113,7 @@ def _tasks(conn: Connection, ids: list[int]) -> list[RoundTask]:
             answer=line["answer"],
             prompt=line["prompt"],
             tools=orjson.loads(line["metadata"]["tools_json"]),
+            reference=line["metadata"].get("reference", ""),
         )
         for line in rounds.payloads(conn, ids)
     ]

@@ -81,6 +81,8 @@ def entry_of_line(text: bytes, source: Path, now: datetime) -> Entry:
         tools=_tools(line) or _listed(metadata, "tools_json"),
         images=asked.images or tuple(str(image) for image in _json_in(metadata, "images_json", list)),
         structured=_json_in(metadata, "structured_json", dict) or None,
+        errors=tuple(str(error) for error in _json_in(metadata, "errors_json", list)),
+        reference=_reference(metadata),
         service=_text_of(metadata, "service"),
         input_tokens=_count(metadata, "input_tokens"),
         output_tokens=_count(metadata, "output_tokens"),
@@ -229,6 +231,12 @@ def _object(line: Mapping[str, Any], key: str) -> dict[str, Any]:
 def _text_of(metadata: Mapping[str, Any], key: str) -> str:
     value = metadata.get(key)
     return value if isinstance(value, str) else ""
+
+
+def _reference(metadata: Mapping[str, Any]) -> str:
+    """The right answer; task files of maths have it as a number too."""
+    value = metadata.get("reference")
+    return str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
 
 
 def _conversation(metadata: Mapping[str, Any]) -> str:

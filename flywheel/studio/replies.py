@@ -68,6 +68,7 @@ def finished_reply(tree: Tree, agent: Span, selection: Selection) -> Reply:
         trajectory=trajectory(own, answer),
         images=images,
         structured=_structured(agent, own),
+        errors=_errors(own),
         status=agent.status,
         service=agent.service,
         skip=skip,
@@ -210,6 +211,16 @@ def _result(call_id: str, tools: dict[str, Span], later: Sequence[Span]) -> str 
                 if message["role"] == "tool" and message["tool_call_id"] == call_id:
                     return str(message["content"])
     return None
+
+
+def _errors(own: Sequence[Span]) -> tuple[str, ...]:
+    """The model and tool calls that failed, with the reason; a failed call may have been made again since."""
+    failed = (span for span in own if span.kind in (SpanKind.LLM, SpanKind.TOOL) and span.status is SpanStatus.ERROR)
+    return tuple(f"{_step(span)}: {at.error_text(span)}"[:500] for span in failed)
+
+
+def _step(span: Span) -> str:
+    return f"tool {at.tool_call(span)['function']['name']}" if span.kind is SpanKind.TOOL else "model"
 
 
 def _structured(agent: Span, own: Sequence[Span]) -> dict[str, Any] | None:

@@ -102,6 +102,7 @@ def exchange(prompt: Prompt, text: str) -> Exchange:
         history=tuple(task.prompt[:-1]),
         tools=tuple(task.tools),
         reference=task.answer,
+        line={"metadata": {"reference": task.reference}} if task.reference else {},
     )
 
 

@@ -50,8 +50,9 @@ def _read(said: Any, name: str) -> Found:
 
 def line_of(exchange: Exchange) -> Mapping[str, Any]:
     """The line of the task; of a rollout, what is known of it under the same keys."""
-    if exchange.line:
+    if "answer" in exchange.line:
         return exchange.line
+    known = exchange.line.get("metadata", {})
     return {
         "main_query": exchange.query,
         "question": exchange.query,
@@ -62,5 +63,6 @@ def line_of(exchange: Exchange) -> Mapping[str, Any]:
             "reference": exchange.reference,
             "tools_json": orjson.dumps(exchange.tools).decode(),
             "trajectory_json": orjson.dumps(exchange.trajectory).decode(),
+            **known,
         },
     }
