@@ -35,7 +35,16 @@ NAMES: Final[Mapping[str, str]] = {
 }
 TEXTS: Final = ("main_query", "question", "answer", "init_messages", "prompt")
 """Keys of a task line that hold what people and models wrote, and below those of its metadata; `…_json` is JSON."""
-METADATA_TEXTS: Final = ("answer", "tools_json", "trajectory_json", "structured_json", "images_json", "errors_json", "reference")
+METADATA_TEXTS: Final = (
+    "answer",
+    "reference",
+    "tools_json",
+    "trajectory_json",
+    "structured_json",
+    "images_json",
+    "errors_json",
+    "reference",
+)
 
 
 class Pii(BaseModel):
