@@ -63,7 +63,8 @@ def boxed_sum(question: str, answer: str) -> bool:
 
 
 class JudgeServer:
-    """A context manager; `base_url` is what the judge's configuration wants. `behaviours` are played in turn."""
+    """A context manager; `base_url` is what the judge's configuration wants. `behaviours` are played in turn,
+    `by_key` is for calls with that key."""
 
     def __init__(
         self,
@@ -72,7 +73,9 @@ class JudgeServer:
         behaviour: str | list[str] = "good",
         delay_seconds: float = 0.0,
         hold_until: int = 0,
+        by_key: dict[str, str] | None = None,
     ) -> None:
+        self.by_key = by_key or {}
         self.verdict = verdict
         self.delay_seconds = delay_seconds
         self.hold_until = hold_until
@@ -116,7 +119,8 @@ class JudgeServer:
             self.most_in_flight = max(self.most_in_flight, self.in_flight)
             if self.in_flight >= self.hold_until:
                 self._full.set()
-            return next(self._behaviours)
+            key = headers.get("authorization", "").removeprefix("Bearer ")
+            return self.by_key.get(key) or next(self._behaviours)
 
     def hold(self) -> None:
         """Answer nobody before `hold_until` calls are in flight at once."""

@@ -8,15 +8,16 @@ from urllib.parse import urlsplit
 
 from flywheel.config import Config
 from flywheel.errors import ConfigError
-from flywheel.judge.client import judges
+from flywheel.judge.client import judge_of, judges
+from flywheel.rubric import Rubric
 
 log = logging.getLogger(__name__)
 
 PORTS = {"http": 80, "https": 443}
 
 
-def check_alien(config: Config) -> None:
-    """Refuse a judge, or a backup, that is the trained model. Raises ConfigError.
+def check_alien(config: Config, rubric: Rubric | None = None) -> None:
+    """Refuse a judge, or a backup, that is the trained model; a rubric may name another one. Raises ConfigError.
 
     The alias and its adapters are names that only our servers give, so they are refused wherever they are asked for.
     The base model is refused at our servers; elsewhere, like any other name at our servers, it is warned of.
@@ -24,7 +25,7 @@ def check_alien(config: Config) -> None:
     if config.judge.allow_self:
         return
     ours = {place(url) for url in config.serving.urls}
-    for who in judges(config.judge):
+    for who in judges(judge_of(rubric, config.judge) if rubric else config.judge):
         here = place(who.base_url) in ours
         trained, base = _is_trained(who.model, config), _is_base(who.model, config)
         if trained or (base and here):

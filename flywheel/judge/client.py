@@ -15,6 +15,7 @@ from flywheel.errors import JudgeError
 from flywheel.judge.completion import TOOL_NAME, Reply
 from flywheel.judge.endpoint import OPENAI_URL, THIS_CALL, CallError, Endpoint, Who
 from flywheel.judge.means import MAX_TOKENS, SEED, Learned, Means, names
+from flywheel.rubric import ALIEN, Rubric
 from flywheel.trace import ChatMessage
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,12 @@ UNTOLD: Final = frozenset({400, 422})
 """Answers that may be about how we asked, whatever they say."""
 NOT_TAKEN: Final = UNTOLD | {404, 405, 415}
 """Answers that are about how we asked if they name it."""
+
+
+def judge_of(rubric: Rubric, settings: JudgeSettings) -> JudgeSettings:
+    """The judge that a rubric is judged by: the one of the configuration, or another model at its endpoint."""
+    named = rubric.judge.model
+    return settings if named == ALIEN else settings.model_copy(update={"model": named})
 
 
 def judges(settings: JudgeSettings) -> list[Who]:

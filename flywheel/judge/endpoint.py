@@ -138,19 +138,21 @@ class Endpoint:
         raise self._error(error.said, hint or REFUSED) from error
 
     def _once(self, body: bytes, stop: threading.Event) -> Reply:
+        """One attempt, with as many keys as it takes to find one that works."""
         keys, transport = self._connected()
-        while True:
+        for left in reversed(range(len(keys))):
             key = self._next_key(keys, stop)
             try:
                 return self._ask(transport, keys, key, body, stop)
             except CallError as error:
-                if error.status not in KEY_REFUSED or len(keys) == 1:
+                refused = error.status in KEY_REFUSED
+                if refused and not keys.refuse(key, error.said) and len(keys) > 1:
+                    said = f"{error.said}, and so for each of {len(keys)} keys"
+                    raise CallError(said, status=error.status) from error
+                if not left or not (refused or error.status == 429):
                     raise
-                if not keys.refuse(key, error.said):
-                    raise CallError(
-                        f"{error.said}, and so for each of {len(keys)} keys", status=error.status
-                    ) from error
                 log.warning("key %d of %d for %s rests: %s", key.place, len(keys), self.who, error.said)
+        raise AssertionError("a pool has a key")
 
     def _ask(self, transport: Transport, keys: KeyPool, key: Key, body: bytes, stop: threading.Event) -> Reply:
         place = self.in_flight.enter(stop)

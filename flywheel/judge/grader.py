@@ -12,10 +12,10 @@ from flywheel.config import JudgeSettings
 from flywheel.errors import CheckError, JudgeError
 from flywheel.judge import prompt
 from flywheel.judge.checks import ask_the_judge, check_all
-from flywheel.judge.client import NEVER, JudgeClient
+from flywheel.judge.client import NEVER, JudgeClient, judge_of
 from flywheel.judge.inquiry import Findings, Inquiry
 from flywheel.judge.vote import majority, tally
-from flywheel.rubric import ALIEN, Rubric
+from flywheel.rubric import Rubric
 from flywheel.verdict import CriterionResult, Exchange, Judgement, Outcome, Verdict
 
 FIRST, AGAIN = "first", "again"
@@ -26,9 +26,7 @@ class Grader:
 
     def __init__(self, rubric: Rubric, settings: JudgeSettings, client: JudgeClient | None = None) -> None:
         self.rubric = rubric
-        if rubric.judge.model != ALIEN:
-            settings = settings.model_copy(update={"model": rubric.judge.model})
-        self.client = client or JudgeClient(settings)
+        self.client = client or JudgeClient(judge_of(rubric, settings))
         self._inquiry = Inquiry(rubric, settings, self.client)
         self._required = frozenset(criterion.id for criterion in rubric.every if criterion.required)
         asked = f"{self._inquiry.temperature}\0{self._inquiry.max_tokens}\0{prompt.VERSION}"

@@ -1,0 +1,368 @@
+"""How many calls, how fast, with which key, for how much: by an injected clock, and at a server that counts."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flywheel.config import JudgeBudget, JudgeSettings
+from flywheel.errors import JudgeError
+from flywheel.judge.budget import Budget, BudgetSpentError
+from flywheel.judge.client import NEVER
+from flywheel.judge.endpoint import Endpoint
+from flywheel.judge.grader import Grader
+from flywheel.judge.keys import LONGEST_SECONDS, REFUSED_SECONDS, SLOW_SECONDS, KeyPool
+from flywheel.judge.limiter import InFlight
+from flywheel.judge.pace import Pace
+from flywheel.judge.pool import grade_all
+from flywheel.rubric import Rubric
+from flywheel.verdict import Exchange, Outcome, Verdict
+from tests.judge_server import JudgeServer
+
+RUBRIC = Rubric.model_validate({"id": "test", "criteria": [{"id": "correct", "value": "It is right."}]})
+GOOD = Exchange("What is 3 plus 4?", "\\boxed{7}")
+Make = Callable[..., Grader]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    monkeypatch.setenv("OPENAI_API_KEY", "the-key")
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    monkeypatch.setattr(Endpoint, "_wait", lambda *_: 0.0)
+    made: list[Grader] = []
+
+    def make(judge: JudgeServer, **settings: Any) -> Grader:
+        given = {"model": "m", "base_url": judge.base_url, "max_attempts": 3, **settings}
+        made.append(Grader(RUBRIC, JudgeSettings(**given)))
+        return made[-1]
+
+    yield make
+    for grader in made:
+        grader.close()
+
+
+# In flight
+
+
+def enter(limiter: InFlight) -> Any:
+    place = limiter.enter(NEVER)
+    assert place is not None
+    return place
+
+
+def test_a_refusal_for_speed_halves_and_answers_add_one_for_each_round() -> None:
+    clock = Clock()
+    limiter = InFlight(16, clock)
+    clock.now += 1
+    first = [enter(limiter) for _ in range(4)]
+    clock.now += 1
+    for place in first:
+        limiter.leave(place, throttled=True)
+    assert limiter.limit == 8, "the other three are echoes of the first"
+    clock.now += 1
+    limiter.leave(enter(limiter), throttled=True)
+    assert limiter.limit == 4
+    for _ in range(5):
+        limiter.leave(enter(limiter), throttled=False)
+    assert limiter.limit == 5
+    for _ in range(1000):
+        limiter.leave(enter(limiter), throttled=False)
+    assert limiter.limit == 16
+
+
+def test_an_answer_that_says_nothing_of_speed_changes_nothing() -> None:
+    clock = Clock()
+    limiter = InFlight(8, clock)
+    limiter.leave(enter(limiter), throttled=True)
+    for _ in range(100):
+        limiter.leave(enter(limiter), throttled=None)
+    assert limiter.limit == 4
+
+
+def test_at_least_one_is_always_let_in() -> None:
+    clock = Clock()
+    limiter = InFlight(2, clock)
+    for _ in range(10):
+        clock.now += 1
+        limiter.leave(enter(limiter), throttled=True)
+    assert limiter.limit == 1
+
+
+def test_who_waits_for_a_place_notices_the_stop() -> None:
+    limiter = InFlight(1)
+    enter(limiter)
+    stop = threading.Event()
+    threading.Timer(0.05, stop.set).start()
+    assert limiter.enter(stop) is None
+
+
+def test_who_waits_for_a_place_gets_the_next() -> None:
+    limiter = InFlight(1)
+    place = enter(limiter)
+    threading.Timer(0.05, limiter.leave, [place], {"throttled": False}).start()
+    assert limiter.enter(threading.Event()) is not None
+
+
+@pytest.mark.parametrize("fault", ["429", "429 with Retry-After"])
+def test_after_429_fewer_are_in_flight_and_all_are_judged(make: Make, fault: str) -> None:
+    with JudgeServer(behaviour=[*[fault] * 8, *["good"] * 1000], delay_seconds=0.01) as judge:
+        grader = make(judge, max_thread=8, max_attempts=20)
+        limiter = grader.client._endpoints[0].in_flight
+        seen = []
+        outcomes: Counter[Outcome] = Counter()
+        for _, verdict in grade_all(grader, ((n, GOOD) for n in range(300)), 8):
+            outcomes[verdict.outcome] += 1
+            seen.append(limiter.limit)
+    assert outcomes == {Outcome.ACCEPTED: 300}
+    assert min(seen) <= 4
+    assert seen[-1] == 8, "it recovers by itself"
+
+
+# Pace
+
+
+def test_turns_are_evenly_spaced() -> None:
+    clock = Clock()
+    pace = Pace(120, clock)
+    assert [pace.reserve() for _ in range(4)] == [0.0, 0.5, 1.0, 1.5]
+    clock.now += 60
+    assert [pace.reserve() for _ in range(2)] == [0.0, 0.5], "unused turns are not saved up"
+
+
+def test_what_was_estimated_is_corrected() -> None:
+    clock = Clock()
+    pace = Pace(6000, clock)
+    pace.reserve(300)
+    pace.correct(-200)
+    assert pace.reserve(1) == pytest.approx(1.0)
+    assert Pace(None, clock).reserve(10**9) == 0.0
+
+
+@given(st.integers(1, 10_000), st.lists(st.floats(0, 30), min_size=1, max_size=200))
+def test_no_minute_holds_more_than_was_allowed(per_minute: int, pauses: list[float]) -> None:
+    clock = Clock()
+    pace = Pace(per_minute, clock)
+    turns = []
+    for pause in pauses:
+        clock.now += pause / per_minute
+        turns.append(clock.now + pace.reserve())
+    for begin in turns:
+        assert sum(begin <= turn < begin + 60 - 1e-6 for turn in turns) <= per_minute
+
+
+def test_requests_and_tokens_are_held_back(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    class Stop(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.append(timeout or 0.0)
+            return False
+
+    with JudgeServer() as judge:
+        grader = make(judge, requests_per_minute=60)
+        for _ in range(3):
+            assert grader.grade(GOOD, Stop()).outcome is Outcome.ACCEPTED
+        assert waits[-1] == pytest.approx(2.0, abs=0.5)
+        waits.clear()
+        grader = make(judge, tokens_per_minute=1200)
+        for _ in range(2):
+            grader.grade(GOOD, Stop())
+    # The call had 120 tokens, as the endpoint said: six seconds at twenty a second, however many were expected.
+    assert waits == [pytest.approx(6.0, abs=0.5)]
+
+
+# Keys
+
+
+def test_keys_take_turns_and_a_slow_one_rests() -> None:
+    clock = Clock()
+    pool = KeyPool(["a", "b", "c"], clock)
+
+    def taken(number: int) -> str:
+        keys = [pool.take() for _ in range(number)]
+        return "".join(key.secret if key else "-" for key in keys)
+
+    assert taken(4) == "abca"
+    slow = pool.take()
+    assert slow is not None
+    pool.slow(slow, None)
+    assert "b" not in taken(6)
+    clock.now += SLOW_SECONDS
+    assert "b" in taken(3)
+    for key in [pool.take(), pool.take(), pool.take()]:
+        assert key is not None
+        pool.slow(key, 86_400)
+    assert taken(1) == "-"
+    assert pool.seconds_to_wait() == LONGEST_SECONDS
+
+
+def test_a_refused_key_rests_and_all_refused_is_told() -> None:
+    clock = Clock()
+    pool = KeyPool(["a", "b"], clock)
+    first = pool.take()
+    assert first is not None
+    assert pool.refuse(first, "401")
+    assert pool.refusal() == ""
+    second = pool.take()
+    assert second is not None
+    assert second.secret == "b"
+    assert not pool.refuse(second, "402")
+    assert pool.take() is None
+    assert pool.refusal() == "402"
+    clock.now += REFUSED_SECONDS
+    again = pool.take()
+    assert again is not None
+    pool.worked(again)
+    assert pool.refusal() == ""
+
+
+def test_secrets_are_in_no_representation() -> None:
+    assert "hush" not in repr(KeyPool(["hush"]).take())
+
+
+def keys_used(judge: JudgeServer) -> list[str]:
+    return [headers["authorization"].removeprefix("Bearer ") for headers in judge.headers]
+
+
+def test_a_pool_of_keys_takes_turns(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "k1| k2 |")
+    with JudgeServer() as judge:
+        grader = make(judge)
+        for _ in range(4):
+            grader.grade(GOOD)
+    assert keys_used(judge) == ["k1", "k2", "k1", "k2"]
+
+
+@pytest.mark.parametrize("fault", ["401", "402", "403", "429", "429 tomorrow"])
+def test_a_key_that_is_refused_or_slow_rests_while_the_other_works(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "bad-key|good-key")
+    # As with a real endpoint, the answer to a key does not depend on when it is asked.
+    with JudgeServer(by_key={"bad-key": fault}) as judge:
+        grader = make(judge)
+        outcomes = [grader.grade(GOOD).outcome for _ in range(5)]
+    assert outcomes == [Outcome.ACCEPTED] * 5
+    assert Counter(keys_used(judge)) == {"bad-key": 1, "good-key": 5}
+    assert "bad-key" not in caplog.text
+
+
+def test_all_keys_refused_names_the_variable(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "k1|k2")
+    with JudgeServer(behaviour="401") as judge:
+        grader = make(judge)
+        for _ in range(2):
+            with pytest.raises(JudgeError, match="OPENAI_API_KEY") as caught:
+                grader.grade(GOOD)
+            assert not caught.value.retryable
+    assert judge.calls == 2, "they rest; nobody asks again at once"
+    assert "k1" not in str(caught.value)
+
+
+# The backup
+
+
+@pytest.mark.parametrize("fault", ["401", "500", "reset", "429 tomorrow"])
+def test_the_backup_judges_while_the_judge_is_away(make: Make, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    monkeypatch.setenv("BACKUP_KEY", "the-other-key")
+    with JudgeServer(behaviour=fault) as judge, JudgeServer() as other:
+        backup = {"base_url": other.base_url, "api_key_env": "BACKUP_KEY", "model": "m2"}
+        grader = make(judge, backup=backup, max_attempts=1)
+        verdicts = [grader.grade(GOOD) for _ in range(3)]
+    assert {verdict.outcome for verdict in verdicts} == {Outcome.ACCEPTED}
+    assert judge.calls == 1, "it is left alone for a while"
+    assert (other.calls, other.requests[0]["model"], keys_used(other)[0]) == (3, "m2", "the-other-key")
+    assert verdicts[0].judgements[0].judge == f"m2 at {other.base_url}"
+
+
+def test_when_both_are_away_the_judge_is_named(make: Make) -> None:
+    with JudgeServer(behaviour="401") as judge, JudgeServer(behaviour="500") as other:
+        grader = make(judge, backup={"base_url": other.base_url}, max_attempts=1)
+        with pytest.raises(JudgeError, match=r"judge\.api_key_env"):
+            grader.grade(GOOD)
+    with JudgeServer(behaviour="500") as judge, JudgeServer(behaviour="401") as other:
+        grader = make(judge, backup={"base_url": other.base_url}, max_attempts=1)
+        verdict = grader.grade(GOOD)
+    assert verdict.unreachable
+    assert judge.base_url in verdict.error
+
+
+def test_another_backup_is_another_judge(make: Make) -> None:
+    with JudgeServer() as judge:
+        hashes = {make(judge, backup=each).judge_hash for each in (None, {"model": "a"}, {"model": "b"})}
+    assert len(hashes) == 3
+
+
+# The budget
+
+
+def spend(budget: Budget, tokens: int) -> None:
+    with budget.hold(NEVER) as pay:
+        pay(Verdict(Outcome.ACCEPTED, 1.0, prompt_tokens=tokens))
+
+
+def test_a_day_s_budget_is_spent_and_comes_back_at_midnight() -> None:
+    now = [datetime(2026, 3, 1, 23, 0, tzinfo=UTC)]
+    budget = Budget(JudgeBudget(tokens_per_day=1000), lambda: 400, lambda: now[0])
+    spend(budget, 500)
+    spend(budget, 100)
+    for _ in range(2):
+        with pytest.raises(BudgetSpentError, match=r"1,000 tokens a day .*midnight UTC.*tokens_per_day") as caught:
+            spend(budget, 1)
+        assert caught.value.retryable
+    now[0] += timedelta(hours=1)
+    spend(budget, 999)
+    spend(budget, 1)
+    with pytest.raises(BudgetSpentError):
+        spend(budget, 1)
+
+
+def test_a_run_s_budget_is_not_the_day_s() -> None:
+    budget = Budget(JudgeBudget(tokens_per_run=100), lambda: 10**9)
+    spend(budget, 100)
+    with pytest.raises(BudgetSpentError, match="a run"):
+        spend(budget, 1)
+
+
+def test_without_a_budget_nothing_is_counted() -> None:
+    def fail() -> int:
+        raise AssertionError
+
+    spend(Budget(JudgeBudget(), fail), 10**12)
+
+
+@pytest.mark.parametrize("threads", [1, 16])
+def test_judging_pauses_when_the_budget_is_spent(make: Make, threads: int) -> None:
+    taken = []
+
+    def items() -> Iterator[tuple[int, Exchange]]:
+        for number in range(1000):
+            taken.append(number)
+            yield number, GOOD
+
+    done = []
+    with JudgeServer(delay_seconds=0.005) as judge:
+        grader = make(judge, max_thread=threads)
+        budget = Budget(JudgeBudget(tokens_per_run=1200))
+        for _ in range(2):
+            with pytest.raises(BudgetSpentError):
+                for key, verdict in grade_all(grader, items(), threads, budget=budget):
+                    done.append((key, verdict.prompt_tokens + verdict.completion_tokens))
+    # 120 tokens a call: ten calls, all of them kept, and nothing was taken that could not be paid for.
+    assert sum(tokens for _, tokens in done) == 1200
+    assert judge.calls == len(taken) == 10
