@@ -1,0 +1,123 @@
+"""Ingestion that kills itself: `python -m tests.daemon.killed CONFIG POINT N` dies at its n-th arrival at a point.
+
+The product knows nothing of the points: its functions are wrapped here. Ends with 3 if it never got there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from flywheel.config import load
+from flywheel.daemon.ingestion import Ingestion
+from flywheel.files import append_jsonl, json_line
+from flywheel.lines.reader import LinesReader
+from flywheel.store import export
+from flywheel.store.database import Store
+from flywheel.studio import database
+
+POINTS: Final = (
+    "before read",
+    "after read",
+    "before commit",
+    "after commit",
+    "before append",
+    "in append",
+    "after append",
+)
+PATIENCE_SECONDS: Final = 120.0
+PAGE_ROWS: Final = 25
+
+
+class Trap:
+    """Where and at which arrival this process dies."""
+
+    def __init__(self, point: str, arrival: int) -> None:
+        assert point in POINTS
+        self._point = point
+        self._left = arrival
+
+    def is_next(self, point: str) -> bool:
+        """Count an arrival; whether it is the last one."""
+        self._left -= point == self._point
+        return self._left <= 0 and point == self._point
+
+    def pass_by(self, point: str) -> None:
+        if self.is_next(point):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def set_up(trap: Trap) -> None:
+    page, lines, write, append = database.Database.page, LinesReader.read, Store.write, append_jsonl
+
+    def trapped_page(self: database.Database, *args: Any) -> Any:
+        trap.pass_by("before read")
+        found = page(self, *args)
+        trap.pass_by("after read")
+        return found
+
+    def trapped_lines(self: LinesReader, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        trap.pass_by("before read")
+        for batch in lines(self, *args, **kwargs):
+            trap.pass_by("after read")
+            yield batch
+            trap.pass_by("before read")
+
+    async def trapped_write(self: Store, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def last_thing_before_commit(*given: Any, **named: Any) -> Any:
+            result = function(*given, **named)
+            trap.pass_by("before commit")
+            return result
+
+        result = await write(self, last_thing_before_commit, *args, **kwargs)
+        trap.pass_by("after commit")
+        return result
+
+    def trapped_append(path: Path, values: Iterable[Any]) -> int:
+        written = list(values)
+        if not written:
+            return append(path, written)
+        trap.pass_by("before append")
+        if trap.is_next("in append"):
+            torn = b"".join(json_line(value) for value in written)
+            with path.open("ab") as file:
+                file.write(torn[: max(1, len(torn) * 2 // 3)])
+            os.kill(os.getpid(), signal.SIGKILL)
+        count = append(path, written)
+        trap.pass_by("after append")
+        return count
+
+    database.PAGE_ROWS = PAGE_ROWS  # type: ignore[misc]  # many commits in a pass
+    database.Database.page = trapped_page  # type: ignore[method-assign]
+    LinesReader.read = trapped_lines  # type: ignore[method-assign]
+    Store.write = trapped_write  # type: ignore[method-assign,assignment]
+    export.append_jsonl = trapped_append  # type: ignore[attr-defined]
+
+
+async def ingest_for_ever(config_file: Path) -> None:
+    config = load(config_file)
+    store = await Store.open(config.state_dir)
+    ingestion = Ingestion(store, config)
+    end = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < end:
+        for report in await ingestion.run():
+            if report.error is not None and not report.error.retryable:
+                raise report.error
+        await asyncio.sleep(0.02)
+
+
+def main() -> None:
+    config_file, point, arrival = sys.argv[1:]
+    set_up(Trap(point, int(arrival)))
+    asyncio.run(ingest_for_ever(Path(config_file)))
+    sys.exit(3)
+
+
+if __name__ == "__main__":
+    main()
