@@ -1,4 +1,7 @@
-"""An example of a filter of your own: one function in one file. `task` is a line of tasks.jsonl."""
+"""An example of a filter of your own: one function in one file. `task` is a line of tasks.jsonl.
+
+A task that it raises on becomes a dead letter (`flywheel letters`); the others go on.
+"""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def complain(error: FlywheelError | str) -> None:
 def main() -> None:
     """Run the command line; every FlywheelError ends with its message and its exit code."""
     # Each module adds its commands to `app` when it is imported; the order is that of `--help`.
-    for name in ("run", "ingest", "filter", "rounds", "look", "letters", "rubric", "export", "setup"):
+    for name in ("run", "ingest", "filter", "rounds", "look", "letters", "tasks", "rubric", "export", "setup"):
         importlib.import_module(f"flywheel.cli.{name}")
     try:
         app()

@@ -35,12 +35,8 @@ def filter_tasks(
 ) -> None:
     """Judge pending tasks with the rubric; new replies of configured sources are read first."""
     settings = load_config(config)
-    if rubric is not None:
-        settings = settings.model_copy(
-            update={"filter": settings.filter.model_copy(update={"rubric": rubric.absolute()})}
-        )
     has_sources = find_config(config) is not None
-    report, verdicts = run_async(_filter(settings, dry_run, limit, has_sources))
+    report, verdicts = run_async(_filter(settings, rubric, dry_run, limit, has_sources))
     if as_json:
         print_json(_as_json(report, verdicts, dry_run))
     else:
@@ -51,7 +47,7 @@ def filter_tasks(
 
 
 async def _filter(
-    config: Config, dry_run: bool, limit: int | None, has_sources: bool
+    config: Config, rubric: Path | None, dry_run: bool, limit: int | None, has_sources: bool
 ) -> tuple[FilterReport, list[dict[str, Any]]]:
     from flywheel.daemon.lock import InstanceLock
     from flywheel.store.database import Store
@@ -60,25 +56,26 @@ async def _filter(
         # Everything happens to a copy in memory, by the same code: what is shown is what would be done.
         store = await Store.copy(config.state_dir)
         try:
-            return await _judge(store, config, limit, has_sources, export=False)
+            return await _judge(store, config, rubric, limit, has_sources, export=False)
         finally:
             await store.close()
     with InstanceLock(config.state_dir):
         store = await Store.open(config.state_dir)
         try:
-            return await _judge(store, config, limit, has_sources, export=True)
+            return await _judge(store, config, rubric, limit, has_sources, export=True)
         finally:
             await store.close()
 
 
 async def _judge(
-    store: Store, config: Config, limit: int | None, has_sources: bool, *, export: bool
+    store: Store, config: Config, rubric: Path | None, limit: int | None, has_sources: bool, *, export: bool
 ) -> tuple[FilterReport, list[dict[str, Any]]]:
     from flywheel.daemon.filtering import Filtering, exchange_of
     from flywheel.daemon.ingestion import Ingestion
+    from flywheel.judge.rubric_file import load_rubric
     from flywheel.store import judging
 
-    filtering = Filtering(store, config)
+    filtering = Filtering(store, config, rubric=load_rubric(rubric) if rubric is not None else None)
     await store.write(judging.release_all, "its process died")
     if has_sources:
         ingestion = Ingestion(store, config, export_tasks=export)
@@ -91,17 +88,19 @@ async def _judge(
     verdicts: list[dict[str, Any]] = []
 
     def on_judged(judged: Judged) -> None:
-        verdict = judged.verdict
+        verdict, repeats = judged.verdict, judged.repeats
         verdicts.append(
             {
                 "task_id": judged.task.key,
                 "span_id": judged.task.line["metadata"]["span_id"],
-                "outcome": verdict.outcome.value if verdict else "dead",
+                "outcome": verdict.outcome.value if verdict else "held" if judged.held else "dead",
                 "score": verdict.score if verdict else None,
                 "failed": list(verdict.failed) if verdict else [],
                 "reason": (verdict.reason or verdict.error) if verdict else judged.error,
                 "estimated_tokens": filtering.grader.preview(exchange_of(judged.task.line)),
                 "reused": judged.reused,
+                "repeats": repeats
+                and {"task_id": repeats.key, "similarity": repeats.similarity, "method": repeats.method},
             }
         )
 
@@ -116,6 +115,7 @@ def _as_json(report: FilterReport, verdicts: list[dict[str, Any]], dry_run: bool
         "rejected": report.rejected,
         "undecided": report.undecided,
         "dead": report.dead,
+        "held": report.held,
         "reused": report.reused,
         "verdicts": verdicts,
         "usage": {
@@ -135,7 +135,7 @@ def _print(report: FilterReport, verdicts: list[dict[str, Any]], dry_run: bool) 
     from rich.text import Text
 
     console = Console()
-    colours = {"accepted": "green", "rejected": "red", "undecided": "yellow", "dead": "magenta"}
+    colours = {"accepted": "green", "rejected": "red", "undecided": "yellow", "dead": "magenta", "held": "blue"}
     if verdicts:
         table = Table("task", "score", "verdict", "failed", "reason", "tokens ≈")
         for verdict in verdicts:

@@ -99,7 +99,8 @@ def _counts(counts: dict[str, int]) -> str:
 
 def _source_line(source: dict[str, Any]) -> str:
     trouble = source["error"] or source["warning"]
-    return f"{source['path']} ({source['schema'] or 'unknown schema'}){': ' + trouble if trouble else ''}"
+    about = f"{source['schema'] or source['type']}, {source['condition'] or 'not read yet'}"
+    return f"{source['path']} ({about}){': ' + trouble if trouble else ''}"
 
 
 @app.command()
@@ -179,6 +180,8 @@ def _print_reply(reply: dict[str, Any]) -> None:
         typer.echo(f"  {reply['state']}: {reply['skip_reason'] or ''} {reply['detail']}".rstrip())
         return
     typer.echo(f"  task {task['task_id']}: {task['state']}, {task['split']}")
+    if repeats := task["repeats"]:
+        typer.echo(f"  repeats {repeats['task_id']} ({repeats['method']}, {repeats['similarity']:.2f})")
     for verdict in task["verdicts"]:
         score = "–" if verdict["score"] is None else f"{verdict['score']:.2f}"
         typer.echo(f"  verdict: {verdict['outcome']} ({score}) {verdict['reason'] or verdict['error']}")

@@ -33,14 +33,14 @@ def train_round(
 
 async def _round(config: Config, force: bool) -> dict[str, Any]:
     from flywheel.daemon.deployer import Deployer
+    from flywheel.daemon.filtering import rubric_of
     from flywheel.daemon.lock import InstanceLock
     from flywheel.daemon.planner import due
     from flywheel.daemon.rounds import Rounds
     from flywheel.daemon.status import snapshot
-    from flywheel.judge.rubric_file import load_rubric
     from flywheel.store.database import Store
 
-    rubric = load_rubric(config.filter.rubric)
+    rubric = rubric_of(config)
     with InstanceLock(config.state_dir):
         store = await Store.open(config.state_dir)
         try:
@@ -61,13 +61,13 @@ async def _round(config: Config, force: bool) -> dict[str, Any]:
 
 
 async def _debug(config: Config) -> dict[str, Any]:
+    from flywheel.daemon.filtering import rubric_of
     from flywheel.daemon.planner import debug_spec
     from flywheel.daemon.status import metrics_of
     from flywheel.daemon.worker_process import WorkerProcess, result_of
-    from flywheel.judge.rubric_file import load_rubric
     from flywheel.store.database import Store
 
-    rubric = load_rubric(config.filter.rubric)
+    rubric = rubric_of(config)
     store = await Store.view(config.state_dir)
     try:
         spec = await store.read(debug_spec, config, rubric)

@@ -13,10 +13,12 @@ from sqlalchemy import Connection, Row
 
 from flywheel.config import Config
 from flywheel.errors import TrainError
+from flywheel.filtering.chain import influence_of
+from flywheel.filtering.influence import Candidate, within_shares
 from flywheel.round import RoundSpec, RoundTask
 from flywheel.rubric import Rubric
 from flywheel.states import RoundState, Split
-from flywheel.store import deployments, judging, rounds
+from flywheel.store import deployments, influence, judging, rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,11 @@ def due(conn: Connection, config: Config, *, window: bool = False) -> Due:
     needed = min(trigger.cron_min_samples, trigger.min_samples) if window else trigger.min_samples
     if free < needed:
         return Due(False, f"{free} of {needed} samples are free")
+    choice = choose(conn, config)
+    if choice is not None and len(choice) < needed:
+        back = free - len(choice)
+        why = f"{back} more wait, held back by the shares of a round that `influence` allows"
+        return Due(False, f"{len(choice)} of {needed} samples may be taken; {why}")
     if held_out < trigger.min_held_out:
         return Due(False, f"{held_out} of {trigger.min_held_out} held-out tasks are judged")
     return Due(True, f"{'cron window' if window else 'min_samples'}: {free} samples are free")
@@ -53,6 +60,15 @@ def _backoff(conn: Connection, config: Config) -> str:
     return f"{last[0].name} failed; the next try is at {until.isoformat(timespec='seconds')}"
 
 
+def choose(conn: Connection, config: Config) -> list[int] | None:
+    """The samples that a round may take by the chain's `influence`, the oldest first; None when all may be."""
+    caps = influence_of(config.filter.chain)
+    if caps is None:
+        return None
+    free = [Candidate(row.id, row.conversation, row.user, row.template) for row in influence.candidates(conn)]
+    return within_shares(free, caps, config.trigger.max_samples)
+
+
 def plan(conn: Connection, config: Config, rubric: Rubric, rounds_dir: Path, trigger: str) -> Row[Any]:
     """Reserve samples for a round and write it down. Raises TrainError when it cannot be."""
     active = deployments.active(conn, config.model.alias)
@@ -66,6 +82,7 @@ def plan(conn: Connection, config: Config, rubric: Rubric, rounds_dir: Path, tri
         parent=active.adapter if active else None,
         config_hash=config_hash(config),
         rubric_hash=rubric.hash,
+        choice=choose(conn, config),
     )
 
 

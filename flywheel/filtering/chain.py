@@ -127,6 +127,19 @@ def load_chain(path: Path) -> Chain:
     return _Reading(path).chain()
 
 
+def redactor_of(path: Path | None) -> Redactor | None:
+    """What takes personal data out of task lines before they are stored, by the chain's `pii` filters; None without.
+
+    Raises ConfigError for whatever is wrong with the chain.
+    """
+    return load_chain(path).redact if path is not None else None
+
+
+def influence_of(path: Path | None) -> Influence | None:
+    """The shares of a round that the chain allows, None where it has no `influence`. Raises ConfigError."""
+    return _Reading(path).influence() if path is not None else None
+
+
 class _Reading:
     """A chain file while it is read: every complaint names the file and the key."""
 
@@ -173,6 +186,13 @@ class _Reading:
             judge=next((step for step in steps if isinstance(step, LlmEvaluate)), None),
             notices=tuple(self._notices),
         )
+
+    def influence(self) -> Influence | None:
+        """That filter alone: it is asked for often, and needs no Python file."""
+        for place, entry in enumerate(self._written.filters):
+            if entry.type == "influence" and entry.enabled:
+                return self._checked(Influence, entry, f"filters.{place}.params")
+        return None
 
     def _made(self, entry: FilterEntry, key: str) -> Step | Pii | Influence | LlmEvaluate:
         # A key says nothing about decisions, and does not belong into what is stored.
@@ -236,11 +256,3 @@ RANK: Final[Mapping[str, int]] = {
 """The types of filters, and in which order they run: what costs nothing first, what is paid for last."""
 ONCE: Final = frozenset({"influence", "deduplication", "llm_evaluate"})
 """Types of which a chain has one at most."""
-
-
-def redactor_of(path: Path | None) -> Redactor | None:
-    """What takes personal data out of task lines before they are stored, by the chain's `pii` filters; None without.
-
-    Raises ConfigError for whatever is wrong with the chain.
-    """
-    return load_chain(path).redact if path is not None else None

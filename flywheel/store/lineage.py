@@ -10,6 +10,7 @@ from flywheel.states import Split
 from flywheel.store.schema import (
     adapters,
     deployments,
+    duplicates,
     events,
     replies,
     round_samples,
@@ -18,6 +19,8 @@ from flywheel.store.schema import (
     tasks,
     verdicts,
 )
+
+originals = tasks.alias("originals")
 
 
 def why(conn: Connection, subject: str) -> dict[str, Any] | None:
@@ -120,6 +123,11 @@ def _reply_story(conn: Connection, row: RowMapping) -> dict[str, Any]:
         .where(events.c.kind == tasks.name, events.c.subject == str(task["id"]))
         .order_by(events.c.id)
     )
+    repeats = conn.execute(
+        select(originals.c.key, duplicates.c.similarity, duplicates.c.method)
+        .join(originals, originals.c.id == duplicates.c.original_id)
+        .where(duplicates.c.task_id == task["id"])
+    ).one_or_none()
     story["task"] = {
         "task_id": task["key"],
         "state": task["state"],
@@ -127,6 +135,7 @@ def _reply_story(conn: Connection, row: RowMapping) -> dict[str, Any]:
         "served_by": task["adapter"],
         "query": task["payload"]["main_query"],
         "answer": task["payload"]["answer"],
+        "repeats": repeats and {"task_id": repeats.key, "similarity": repeats.similarity, "method": repeats.method},
         "verdicts": [
             {
                 **{key: v[key] for key in ("outcome", "score", "reason", "error", "rubric_hash", "judge_hash")},

@@ -40,14 +40,16 @@ def plan(
     parent: str | None,
     config_hash: str,
     rubric_hash: str,
+    choice: Sequence[int] | None = None,
 ) -> Row[Any]:
     """Make a round and reserve its samples: the oldest free ones, and the newest held-out tasks for the gate.
 
+    `choice` are the samples it may take instead of the oldest; what of them is not free any more is left out.
     Raises TrainError when another round is unfinished or no sample is free.
     """
     if (other := live(conn)) is not None:
         raise TrainError("plan a round", f"{other.name} is {other.state}", "Wait until it has finished.")
-    samples = free_samples(conn, max_samples)
+    samples = free_samples(conn, max_samples) if choice is None else list(choice)[:max_samples]
     if not samples:
         raise TrainError("plan a round", "no accepted sample is free", "Collect and judge more traces first.")
     number = int(conn.execute(select(func.coalesce(func.max(rounds.c.id), 0))).scalar_one()) + 1

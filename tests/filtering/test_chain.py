@@ -11,7 +11,10 @@ import yaml
 
 from flywheel import content
 from flywheel.errors import ConfigError
-from flywheel.filtering.chain import Chain, load_chain
+from flywheel.filtering.chain import Chain, LineFilter, Step, influence_of, load_chain
+from flywheel.filtering.influence import Influence
+from flywheel.filtering.llm_evaluate import LlmEvaluate
+from flywheel.filtering.python_file import load_function
 from flywheel.states import Split
 from flywheel.task import Task
 from tests.samples import reply
@@ -137,7 +140,10 @@ def test_rules(tmp_path: Path, params: dict[str, Any], answer: str, kept: bool) 
 @pytest.mark.parametrize(
     ("entry", "complaint"),
     [
-        ({"type": "rule"}, r"`filters\.0\.type`: 'rule' is none of pii, rules, python, influence, deduplication, llm_evaluate"),
+        (
+            {"type": "rule"},
+            r"`filters\.0\.type`: 'rule' is none of pii, rules, python, influence, deduplication, llm_evaluate",
+        ),
         ({"type": "rules", "params": {"min_answer": 1}}, "unknown key `min_answer`"),
         ({"type": "rules", "params": {"exclude": ["("]}}, "no regular expression"),
         ({"type": "python", "params": {}}, r"`filters\.0\.params` takes `path`"),
@@ -168,11 +174,111 @@ def test_the_hash_changes_with_the_chain_and_with_the_python_file(tmp_path: Path
     assert load_chain(tmp_path / "chain.yaml").hash != first
 
 
-@pytest.mark.parametrize("path", sorted((content.folder() / "filters").glob("*.yaml")), ids=lambda p: p.name)
+SHIPPED = sorted((content.folder() / "filters").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.name)
 def test_every_shipped_chain_loads_with_all_its_filters_on(path: Path, tmp_path: Path) -> None:
     load_chain(path)
-    on = path.read_text().replace("enabled: false", "enabled: true").replace("path: ", f"path: {path.parent}/")
+    on = path.read_text().replace("enabled: false", "enabled: true").replace("path: ex", f"path: {path.parent}/ex")
     (tmp_path / "on.yaml").write_text(on)
     made = load_chain(tmp_path / "on.yaml")
     assert made.apply(line()).kept
-    assert not made.apply(line("Hello!")).kept
+    assert made.judge is not None
+    assert made.deduplication is not None
+
+
+def test_the_shipped_python_filter_drops_greetings() -> None:
+    shipped = content.folder() / "filters" / "example_filter.py"
+    keep = load_function(shipped, "keep")
+    assert keep(line("Hello!")) == (False, "only a greeting")
+    assert keep(line())[0]
+
+
+def test_shipped_chains_are_what_they_say() -> None:
+    assert [path.stem for path in SHIPPED] == ["agentjet", "default", "private"]
+    agentjet, default, private = map(load_chain, SHIPPED)
+    assert agentjet.judge is not None
+    assert agentjet.judge.custom_rubrics is not None
+    assert len(agentjet.notices) == 2
+    assert default.influence == Influence()
+    assert default.notices == ()
+    assert private.redact is not None
+    secret = line("My key is AKIAIOSFODNN7EXAMPLE, I am a@example.com")
+    assert private.redact(secret)["main_query"] == "My key is [API_KEY_1], I am [EMAIL_1]"
+    assert private.apply(private.redact(secret)).reason == "it holds an API key"
+
+
+def names(steps: tuple[Step, ...]) -> list[str]:
+    return [step.name if isinstance(step, LineFilter) else "deduplication" for step in steps]
+
+
+PASTED = [
+    {"type": "llm_evaluate", "enabled": True, "params": {"custom_rubrics": "Drop what is wrong.", "max_thread": 4}},
+    {"type": "deduplication", "enabled": True, "params": {"similarity_threshold": 0.9, "api_key": None}},
+    {"type": "rules", "params": {"min_answer_length": 3}},
+]
+
+
+def test_cheap_runs_before_paid_whatever_order_is_pasted_and_one_notice_says_so(tmp_path: Path) -> None:
+    pasted = chain(tmp_path, *PASTED)
+    assert names(pasted.before) == ["rules", "deduplication"]
+    assert pasted.after == ()
+    assert pasted.judge == LlmEvaluate(custom_rubrics="Drop what is wrong.", max_thread=4)
+    (notice,) = pasted.notices
+    assert "rules, deduplication, llm_evaluate" in notice
+    assert "keep_order: true" in notice
+    assert chain(tmp_path, *reversed(PASTED)).notices == ()
+
+
+def test_the_order_is_kept_when_that_is_wanted(tmp_path: Path) -> None:
+    kept = chain(tmp_path, *PASTED, keep_order=True)
+    assert names(kept.before) == []
+    assert names(kept.after) == ["deduplication", "rules"]
+    assert kept.notices == ()
+
+
+def test_the_database_of_another_tool_is_not_touched_and_that_is_said(tmp_path: Path) -> None:
+    other = tmp_path / "similarity_db"
+    other.mkdir()
+    (other / "chroma.sqlite3").write_bytes(b"somebody else's")
+    made = chain(tmp_path, {"type": "deduplication", "params": {"db_path": str(other)}})
+    assert str(other) in made.notices[0]
+    assert [path.name for path in other.iterdir()] == ["chroma.sqlite3"]
+    assert (other / "chroma.sqlite3").read_bytes() == b"somebody else's"
+
+
+def test_a_filter_that_a_chain_has_once_is_not_written_twice(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"`filters\.1\.type`: deduplication is there already"):
+        chain(tmp_path, {"type": "deduplication"}, {"type": "deduplication"})
+    off = {"type": "deduplication", "enabled": False}
+    assert chain(tmp_path, {"type": "deduplication"}, off).deduplication is not None
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "complaint"),
+    [
+        ("deduplication", {"similarity_treshold": 0.8}, "did you mean `similarity_threshold`"),
+        ("deduplication", {"similarity_threshold": 80}, "less than or equal to 1"),
+        ("deduplication", {"base_url": "http://x"}, "base_url needs a model"),
+        ("llm_evaluate", {"custom_rubrics": "  "}, "must be a text"),
+        ("influence", {"conversation": 5}, "less than or equal to 1"),
+        ("influence", {"burst": {"number": 3}}, r"unknown key `burst\.number`"),
+        ("pii", {"action": "delete"}, "`action`"),
+        ("pii", {"kinds": ["mail"]}, r"`kinds\.0`"),
+    ],
+)
+def test_what_is_wrong_with_parameters_is_named(
+    tmp_path: Path, kind: str, params: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        chain(tmp_path, {"type": "rules"}, {"type": kind, "params": params})
+    assert "`filters.1.params`" in str(caught.value)
+
+
+def test_influence_is_read_without_the_rest_of_the_chain(tmp_path: Path) -> None:
+    chain(tmp_path, {"type": "influence", "params": {"user": 0.5}})
+    assert influence_of(tmp_path / "chain.yaml") == Influence(user=0.5)
+    chain(tmp_path, {"type": "influence", "enabled": False})
+    assert influence_of(tmp_path / "chain.yaml") is None
+    assert influence_of(None) is None

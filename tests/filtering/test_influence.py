@@ -1,0 +1,107 @@
+"""Influence: what counts as one template, and shares of a round."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flywheel.filtering.influence import Candidate, Influence, template, weigh, within_shares
+from flywheel.states import Split
+from flywheel.task import Task
+from tests.samples import START, reply
+
+FREE = Influence(conversation=1, user=1, template=1)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ("What is 90% of 160?", "what is 5% of 1,000"),
+        ("A train goes 82 km/h.", "A train goes 7 km/h."),
+        ('Translate "good morning" to French', 'Translate "I am lost, help" to French'),
+        ("把“早上好”翻译成法语", "把“谢谢你”翻译成法语"),
+        ("Where was Ada Lovelace born?", "Where was Alan Turing born?"),
+        ("What does `f(x)` do?", "What does `import os` do?"),
+        ("Open https://a.example/x now", "Open http://b.example/y/z now"),
+    ],
+)
+def test_numbers_names_and_quoted_parts_do_not_make_another_template(a: str, b: str) -> None:
+    assert template(a) == template(b)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ("What is 90% of 160?", "What is 90% more than 160?"),
+        ("Where was Ada Lovelace born?", "When was Ada Lovelace born?"),
+        ("把“早上好”翻译成法语", "把“早上好”翻译成德语"),
+        ("Don't do it, it's late", "Don't say it, it's late"),
+    ],
+)
+def test_other_questions_are_other_templates(a: str, b: str) -> None:
+    assert template(a) != template(b)
+
+
+def test_a_task_is_weighed_by_its_user_or_else_its_source() -> None:
+    line = Task("t", Split.TRAIN, "/studio.db", reply(3, conversation_id="c")).line()
+    weight = weigh(line)
+    assert (weight.conversation, weight.user, weight.origin) == ("c", "", "source /studio.db")
+    assert weight.at == START.timestamp() + 3
+    line["metadata"]["user_id"] = "u"
+    assert (weigh(line).user, weigh(line).origin) == ("u", "user u")
+    line["metadata"]["conversation_id"] = "unknown"
+    assert weigh(line).conversation == line["metadata"]["trace_id"]
+
+
+def candidates(*keys: str) -> list[Candidate]:
+    return [Candidate(number, key, "", 0) for number, key in enumerate(keys)]
+
+
+def test_what_is_above_its_share_waits_and_the_oldest_go_first() -> None:
+    many = candidates(*"aaaaaaaaaa", *"bcdefghijklmnopqrst")
+    taken = within_shares(many, FREE.model_copy(update={"conversation": 0.1}), 20)
+    assert len(taken) == 20
+    assert taken[:2] == [0, 1]
+    assert sum(number < 10 for number in taken) <= 2
+
+
+def test_a_round_that_the_caps_make_smaller_has_smaller_shares() -> None:
+    # 10 of one and 10 others: two of the first would be a sixth of twelve.
+    taken = within_shares(candidates(*"aaaaaaaaaa", *"bcdefghijk"), FREE.model_copy(update={"conversation": 0.1}), 20)
+    assert sum(number < 10 for number in taken) == 1
+    assert len(taken) == 11
+
+
+def test_one_of_each_is_always_allowed_and_nothing_is_capped_without_caps() -> None:
+    tight = FREE.model_copy(update={"conversation": 0.01})
+    assert within_shares(candidates(*"aabbcc"), tight, 6) == [0, 2, 4]
+    assert within_shares(candidates(*"aaaaaa"), FREE, 4) == [0, 1, 2, 3]
+    assert within_shares([], tight, 10) == []
+
+
+def test_what_is_not_known_is_not_capped() -> None:
+    unknown = [Candidate(number, f"c{number}", "", 0) for number in range(20)]
+    assert len(within_shares(unknown, Influence(), 20)) == 20
+
+
+CAPS = st.floats(0.01, 1.0)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), st.integers(0, 3)), max_size=60),
+    st.builds(Influence, conversation=CAPS, user=CAPS, template=CAPS),
+    st.integers(1, 80),
+)
+def test_no_share_is_ever_above_its_cap(keys: list[tuple[int, int, int]], caps: Influence, most: int) -> None:
+    free = [Candidate(n, f"c{c}", f"u{u}" if u else "", t) for n, (c, u, t) in enumerate(keys)]
+    taken = within_shares(free, caps, most)
+    assert len(taken) <= most
+    assert taken == sorted(set(taken))
+    by_task = {candidate.task: candidate for candidate in free}
+    for name in ("conversation", "user", "template"):
+        counted: dict[object, int] = {}
+        for task in taken:
+            if key := getattr(by_task[task], name):
+                counted[key] = counted.get(key, 0) + 1
+        assert all(n <= max(1, getattr(caps, name) * len(taken) + 1e-6) for n in counted.values())
