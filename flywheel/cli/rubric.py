@@ -7,17 +7,20 @@ from typing import Annotated
 
 import typer
 
-from flywheel.cli.app import app, print_json
-from flywheel.errors import EXIT_CONFIG
+from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async
+from flywheel.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError
+from flywheel.files import write_atomic
 
 rubric = typer.Typer(help="Work on rubric files.", no_args_is_help=True)
 app.add_typer(rubric, name="rubric")
 
+LabelsOption = Annotated[
+    Path, typer.Option("--labels", metavar="FILE", help="Replies with verdicts, one JSON object per line.")
+]
+
 
 @rubric.command()
-def check(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE…", help="Rubrics in YAML.")],
-) -> None:
+def check(files: Annotated[list[Path], typer.Argument(metavar="FILE…", help="Rubrics in YAML.")]) -> None:
     """Say everything that is wrong with rubrics, as FILE:LINE:COL: …, or that nothing is; exit 78 if something is."""
     from flywheel.judge.rubric_examples import contradictions
     from flywheel.judge.rubric_file import read_rubric
@@ -45,3 +48,54 @@ def schema() -> None:
     from flywheel.rubric import json_schema
 
     print_json(json_schema())
+
+
+@rubric.command()
+def calibrate(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A rubric in YAML.")],
+    labels: LabelsOption,
+    config: ConfigOption = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Judge every label this often.")] = 1,
+    as_json: JsonOption = False,
+) -> None:
+    """Judge labelled replies, say how far the judge agrees with the labels, and store that with the state.
+
+    Exit 1 when judge.min_kappa is set and not reached.
+    """
+    from flywheel.cli import calibration
+
+    settings = load_config(config)
+    report = run_async(calibration.run(settings, file, labels, repeats, quiet=as_json))
+    if as_json:
+        print_json(report)
+    else:
+        calibration.show(report)
+    if report["shortfall"]:
+        raise typer.Exit(EXIT_FAILED)
+
+
+@rubric.command()
+def suggest(
+    labels: LabelsOption,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the rubric here. Default: print it.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+    config: ConfigOption = None,
+) -> None:
+    """Draft a rubric with the judge from labelled replies; what is written passes `flywheel rubric check`."""
+    from flywheel.cli import calibration
+
+    if out is not None and out.exists() and not force:
+        raise ConfigError(f"write {out}", "it exists", "Name another file, or use --force.")
+    text = run_async(calibration.suggest(load_config(config), labels, out.stem if out is not None else "suggested"))
+    if out is None:
+        typer.echo(text, nl=False)
+        return
+    try:
+        write_atomic(out, text.encode())
+    except OSError as error:
+        raise ConfigError(
+            f"write {out}", error.strerror or str(error), "Check the path and its permissions."
+        ) from error
+    typer.echo(f"{out}: a draft; hold it against the labels: flywheel rubric calibrate {out} --labels {labels}")

@@ -52,6 +52,9 @@ class JudgeSettings(Section):
     """Longest wait for one answer."""
     retry_undecided_seconds: float = Field(default=900.0, ge=0)
     """When an undecided task is judged again."""
+    min_kappa: float | None = Field(default=None, ge=-1, le=1)
+    """No round starts on a rubric whose last `flywheel rubric calibrate` with this judge is missing or has a lower
+    Cohen's kappa. Default: rounds need no calibration."""
     allow_self: bool = False
     """Let the trained model judge itself."""
 

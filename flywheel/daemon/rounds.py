@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Row
+from sqlalchemy import Connection, Row
 
 from flywheel.config import Config
 from flywheel.daemon import planner
@@ -22,10 +23,11 @@ from flywheel.daemon.worker_process import WorkerProcess, result_of
 from flywheel.errors import ServeError, TrainError
 from flywheel.evaluation.gate import decide
 from flywheel.files import tree_sha256
+from flywheel.judge.grader import Grader
 from flywheel.round import RoundResult
 from flywheel.rubric import Rubric
 from flywheel.states import RoundState
-from flywheel.store import deployments, funnel, rounds
+from flywheel.store import calibrations, deployments, funnel, rounds
 from flywheel.store.database import Store
 from flywheel.store.transitions import move
 
@@ -46,6 +48,8 @@ class Rounds:
     async def start_due(self, *, window: bool = False) -> bool:
         """Plan a round if one is due."""
         due = await self._store.read(planner.due, self._config, window=window)
+        if due.start and (shortfall := await self._store.read(self._shortfall)):
+            due = planner.Due(False, shortfall)
         if due.start:
             await self.plan(due.reason)
         else:
@@ -53,11 +57,21 @@ class Rounds:
         return due.start
 
     async def plan(self, trigger: str) -> str:
-        """Plan a round now; its name."""
+        """Plan a round now; its name. Raises TrainError when nothing can be planned, or nothing may be."""
+        if shortfall := await self._store.read(self._shortfall):
+            raise TrainError("start a round", shortfall, "Or lower judge.min_kappa if you know why.")
         directory = self._config.state_dir / "rounds"
         row = await self._store.write(planner.plan, self._config, self._rubric, directory, trigger)
         log.info("%s is planned: %s", row.name, trigger)
         return str(row.name)
+
+    def _shortfall(self, conn: Connection) -> str | None:
+        """Why the rubric is not to be trained on."""
+        judge = self._config.judge
+        if judge.min_kappa is None:
+            return None
+        with closing(Grader(self._rubric, judge)) as grader:
+            return calibrations.shortfall(conn, self._rubric.hash, grader.judge_hash, judge.min_kappa)
 
     async def finish_live(self) -> RoundState | None:
         """Take the live round as far as it goes; its last state, or None without a live round.

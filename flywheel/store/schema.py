@@ -202,6 +202,25 @@ influences = Table(
 """By what a task's share of a round is counted. `origin` is its user, else its source; `at` when it was asked, in
 seconds since 1970; `released` that a person has let it go on."""
 
+calibrations = Table(
+    "calibrations",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("rubric_id", Text, nullable=False),
+    Column("rubric_hash", Text, nullable=False),
+    Column("judge_hash", Text, nullable=False),
+    Column("judge_model", Text, nullable=False),
+    Column("n", Integer, nullable=False),
+    Column("undecided", Integer, nullable=False),
+    Column("agreement", Float),
+    Column("kappa", Float),
+    Column("kappa_low", Float),
+    Column("kappa_high", Float),
+    Column("created_at", Text, nullable=False),
+    Index("calibrations_by_rubric", "rubric_hash", "judge_hash"),
+)
+"""`kappa` is NULL where it is not defined: labels or verdicts that are all alike."""
+
 rounds = Table(
     "rounds",
     metadata,

@@ -1,0 +1,221 @@
+"""The work behind `flywheel rubric calibrate` and `suggest`, and how a calibration is shown."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flywheel.errors import JudgeError
+
+if TYPE_CHECKING:
+    from flywheel.config import Config
+    from flywheel.judge.calibration import Calibration, Disagreement
+    from flywheel.judge.labels import Labels
+    from flywheel.rubric import Rubric
+    from flywheel.store.database import Store
+
+SHOWN = 300
+"""Characters of a text that are shown of a disagreement."""
+
+
+async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: bool) -> dict[str, Any]:
+    """Judge the labels, store the outcome, and report it as one JSON object."""
+    from flywheel.judge.alien import check_alien
+    from flywheel.judge.calibration import calibrate
+    from flywheel.judge.client import judge_of
+    from flywheel.judge.grader import Grader
+    from flywheel.judge.rubric_file import load_rubric
+    from flywheel.store import calibrations
+    from flywheel.store.database import Store
+
+    rubric = load_rubric(file)
+    check_alien(config, rubric)
+    # Opened before the judge is paid. A running daemon is not in the way: one row is added.
+    store = await Store.open(config.state_dir)
+    grader = Grader(rubric, config.judge)
+    try:
+        given = await _labels(labels, store)
+        with _Progress(len(given.labels) * repeats, quiet=quiet) as progress:
+            outcome = await asyncio.to_thread(
+                calibrate,
+                grader,
+                given.labels,
+                config.judge.max_thread,
+                repeats=repeats,
+                on_verdict=progress.step,
+            )
+        if not outcome.n:
+            raise JudgeError(
+                f"calibrate {file}",
+                f"none of the {len(given.labels)} replies was decided: {outcome.undecided[0][1]}",
+                "Nothing is stored.",
+            )
+        judge = judge_of(rubric, config.judge).model
+        await store.write(
+            calibrations.record,
+            rubric_id=rubric.id,
+            rubric_hash=rubric.hash,
+            judge_hash=grader.judge_hash,
+            judge_model=judge,
+            n=outcome.n,
+            undecided=len(outcome.undecided),
+            agreement=outcome.confusion.agreement,
+            kappa=outcome.kappa.value,
+            low=outcome.kappa.low,
+            high=outcome.kappa.high,
+        )
+        bar = config.judge.min_kappa
+        shortfall = await store.read(calibrations.shortfall, rubric.hash, grader.judge_hash, bar)
+    finally:
+        grader.close()
+        await store.close()
+    return _report(file, rubric, judge, given, outcome, shortfall)
+
+
+async def suggest(config: Config, labels: Path, name: str) -> str:
+    """The text of a drafted rubric."""
+    from flywheel.judge.alien import check_alien
+    from flywheel.judge.client import JudgeClient
+    from flywheel.judge.labels import read_labels
+    from flywheel.judge.suggestion import draft
+
+    check_alien(config)
+    given = read_labels(labels)
+    client = JudgeClient(config.judge)
+    try:
+        return await asyncio.to_thread(draft, client, given.labels, name)
+    finally:
+        client.close()
+
+
+async def _labels(path: Path, store: Store) -> Labels:
+    from flywheel.judge.labels import read_labels
+    from flywheel.store import calibrations
+
+    loop = asyncio.get_running_loop()
+
+    def lookup(keys: list[str]) -> dict[str, dict[str, Any]]:
+        return asyncio.run_coroutine_threadsafe(store.read(calibrations.lines_of, keys), loop).result()
+
+    return await asyncio.to_thread(read_labels, path, lookup)
+
+
+def _report(
+    file: Path, rubric: Rubric, judge: str, given: Labels, outcome: Calibration, shortfall: str | None
+) -> dict[str, Any]:
+    table, kappa = outcome.confusion, outcome.kappa
+    return {
+        "rubric": rubric.id,
+        "file": str(file),
+        "rubric_hash": rubric.hash,
+        "judge": judge,
+        "labels": len(given.labels),
+        "left_out": given.left_out,
+        "judged": outcome.n,
+        "undecided": [{"name": label.name, "error": error} for label, error in outcome.undecided],
+        "confusion": {
+            "accept": {"accepted": table.accept_accept, "rejected": table.accept_reject},
+            "reject": {"accepted": table.reject_accept, "rejected": table.reject_reject},
+        },
+        "agreement": table.agreement,
+        "base_rate": table.base_rate,
+        "judge_rate": table.judge_rate,
+        "kappa": {"value": kappa.value, "low": kappa.low, "high": kappa.high},
+        "repeats": outcome.repeats,
+        "consistency": {"pairs": outcome.consistency, "unanimous": outcome.unanimous},
+        "worst": [_disagreement(each) for each in outcome.worst],
+        "usage": {
+            "calls": outcome.calls,
+            "prompt_tokens": outcome.prompt_tokens,
+            "completion_tokens": outcome.completion_tokens,
+        },
+        "shortfall": shortfall,
+    }
+
+
+def _disagreement(each: Disagreement) -> dict[str, Any]:
+    return {
+        "name": each.label.name,
+        "query": each.label.exchange.query,
+        "answer": each.label.exchange.answer,
+        "label": "accept" if each.label.accept else "reject",
+        "label_reason": each.label.reason,
+        "verdict": each.verdict.outcome.value,
+        "score": each.verdict.score,
+        "failed": list(each.verdict.failed),
+        "reason": each.verdict.reason,
+        "margin": each.margin,
+    }
+
+
+def show(report: dict[str, Any]) -> None:
+    """The report for a person."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    left_out = f", {report['left_out']} lines without an answer or a verdict left out" if report["left_out"] else ""
+    console.print(f"rubric {report['rubric']} judged by {report['judge']}: {report['judged']} replies{left_out}")
+    table = Table("", "judge accepts", "judge rejects")
+    for label, row in report["confusion"].items():
+        table.add_row(f"people {label}", str(row["accepted"]), str(row["rejected"]))
+    console.print(table)
+    kappa = report["kappa"]
+    if kappa["value"] is None:
+        console.print("Cohen's kappa is not defined: labels and verdicts are all alike")
+    else:
+        interval = "" if kappa["low"] is None else f" (95 % interval {kappa['low']:.2f} to {kappa['high']:.2f})"
+        console.print(f"Cohen's kappa {kappa['value']:.2f}{interval}")
+    base = report["base_rate"]
+    console.print(
+        f"agreement {report['agreement']:.0%}; people accept {base:.0%}, the judge {report['judge_rate']:.0%};"
+        f" always saying the same would agree on {max(base, 1 - base):.0%}"
+    )
+    if (pairs := report["consistency"]["pairs"]) is not None:
+        unanimous = report["consistency"]["unanimous"]
+        console.print(
+            f"over {report['repeats']} repeats the judge agrees with itself on {pairs:.0%} of pairs,"
+            f" and on {unanimous:.0%} of replies every time"
+        )
+    for each in report["undecided"]:
+        console.print(f"undecided: {each['name']}: {each['error']}")
+    if report["worst"]:
+        console.print(f"\nthe worst disagreements ({len(report['worst'])}):")
+    for number, each in enumerate(report["worst"], 1):
+        reason = f" ({each['label_reason']})" if each["label_reason"] else ""
+        console.print(f"\n{number}. {each['name']}: people {each['label']}{reason}; judge: {each['verdict']}", end="")
+        console.print("" if each["score"] is None else f", score {each['score']:.2f}")
+        console.print(f"   question: {_short(each['query'])}\n   answer:   {_short(each['answer'])}")
+        console.print(f"   judge:    {_short(each['reason'])}")
+    usage = report["usage"]
+    console.print(f"\n{usage['calls']} calls, {usage['prompt_tokens'] + usage['completion_tokens']} tokens")
+    if report["shortfall"]:
+        console.print(report["shortfall"])
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= SHOWN else f"{line[: SHOWN - 1]}…"
+
+
+class _Progress:
+    """A bar on a terminal, and nothing elsewhere."""
+
+    def __init__(self, total: int, *, quiet: bool) -> None:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        console = Console(stderr=True)
+        self._bar = Progress(console=console, transient=True, disable=quiet or not console.is_terminal)
+        self._task = self._bar.add_task("judging", total=total)
+
+    def __enter__(self) -> _Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def step(self) -> None:
+        self._bar.advance(self._task)

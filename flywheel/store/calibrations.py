@@ -1,0 +1,87 @@
+"""Calibrations: how far a rubric's judge agreed with people, and whether that is enough to train on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import Connection, Row, insert, select
+
+from flywheel.store.schema import calibrations, tasks
+from flywheel.store.transitions import utcnow
+
+
+def record(
+    conn: Connection,
+    *,
+    rubric_id: str,
+    rubric_hash: str,
+    judge_hash: str,
+    judge_model: str,
+    n: int,
+    undecided: int,
+    agreement: float | None,
+    kappa: float | None,
+    low: float | None,
+    high: float | None,
+) -> int:
+    """Keep the outcome of one calibration; its id."""
+    added = conn.execute(
+        insert(calibrations).values(
+            rubric_id=rubric_id,
+            rubric_hash=rubric_hash,
+            judge_hash=judge_hash,
+            judge_model=judge_model,
+            n=n,
+            undecided=undecided,
+            agreement=agreement,
+            kappa=kappa,
+            kappa_low=low,
+            kappa_high=high,
+            created_at=utcnow(),
+        )
+    )
+    return int(added.inserted_primary_key[0])  # type: ignore[index]
+
+
+def newest(conn: Connection, rubric_hash: str, judge_hash: str) -> Row[Any] | None:
+    """The last calibration of a rubric by a judge."""
+    return conn.execute(
+        select(calibrations)
+        .where(calibrations.c.rubric_hash == rubric_hash, calibrations.c.judge_hash == judge_hash)
+        .order_by(calibrations.c.id.desc())
+        .limit(1)
+    ).one_or_none()
+
+
+def shortfall(conn: Connection, rubric_hash: str, judge_hash: str, min_kappa: float | None) -> str | None:
+    """Why the rubric must not be trained on: its calibration is missing, of another version, or below the bar."""
+    if min_kappa is None:
+        return None
+    bar = f"judge.min_kappa is {min_kappa:g}"
+    row = newest(conn, rubric_hash, judge_hash)
+    if row is None:
+        return f"{bar}, but {_missing(conn, rubric_hash)}: run `flywheel rubric calibrate`"
+    if row.kappa is None:
+        return f"{bar}, but kappa of the calibration is not defined: its labels or verdicts are all alike"
+    if row.kappa < min_kappa:
+        return f"{bar}, but kappa of the rubric is {row.kappa:.2f} ({row.n} labels, {row.created_at[:10]})"
+    return None
+
+
+def _missing(conn: Connection, rubric_hash: str) -> str:
+    other_judge = select(calibrations.c.id).where(calibrations.c.rubric_hash == rubric_hash).limit(1)
+    if conn.execute(other_judge).one_or_none() is not None:
+        return "the rubric is calibrated with another judge"
+    if conn.execute(select(calibrations.c.id).limit(1)).one_or_none() is not None:
+        return "the rubric is not what was calibrated"
+    return "the rubric is not calibrated"
+
+
+def lines_of(conn: Connection, keys: list[str]) -> dict[str, dict[str, Any]]:
+    """The lines of tasks by their keys; those that are not known are left out."""
+    found: dict[str, dict[str, Any]] = {}
+    for start in range(0, len(keys), 500):
+        some = keys[start : start + 500]
+        rows = conn.execute(select(tasks.c.key, tasks.c.payload).where(tasks.c.key.in_(some)))
+        found.update({row.key: row.payload for row in rows})
+    return found
