@@ -1,0 +1,428 @@
+"""Filtering with everything real but the models: chains, the store across restarts, an embedding server, a judge."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from sqlalchemy import Connection, select
+
+from flywheel.config import Config, parse
+from flywheel.daemon import planner
+from flywheel.daemon.filtering import Filtering, FilterReport, Judged, rubric_of
+from flywheel.states import Split, TaskState
+from flywheel.store import duplicates, judging, ledger, lineage, schema
+from flywheel.store.audit import balance
+from flywheel.store.database import Store
+from flywheel.store.transitions import move
+from flywheel.trace import Reply
+from tests.embedding_server import EmbeddingServer
+from tests.judge_server import JudgeServer
+from tests.samples import START, batch, replies_on, reply
+
+Make = Callable[..., Config]
+RUBRIC = {"id": "r", "criteria": [{"id": "correct", "value": "The answer is right.", "required": True}]}
+WORDY = "Please explain to me in a few sentences how one adds {} to the number one and why that is right"
+
+
+@pytest.fixture
+def judge() -> Iterator[JudgeServer]:
+    with JudgeServer(lambda question, answer: "WRONG" not in answer) as server:
+        yield server
+
+
+@pytest.fixture
+def embeddings() -> Iterator[EmbeddingServer]:
+    with EmbeddingServer() as server:
+        yield server
+
+
+@pytest.fixture
+def make(tmp_path: Path, judge: JudgeServer, monkeypatch: pytest.MonkeyPatch) -> Make:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    (tmp_path / "rubric.yaml").write_text(yaml.safe_dump(RUBRIC))
+
+    def config(*filters: dict[str, Any], rubric: bool = True, **values: Any) -> Config:
+        keys = {"keep_order"} & set(values)
+        chain = {"id": "c", "filters": list(filters), **{key: values.pop(key) for key in keys}}
+        (tmp_path / "chain.yaml").write_text(yaml.safe_dump(chain))
+        raw = {
+            "state": {"dir": "state"},
+            "filter": {"chain": "chain.yaml", **({"rubric": "rubric.yaml"} if rubric else {})},
+            "judge": {"base_url": judge.base_url, "model": "j", "max_attempts": 1, "retry_undecided_seconds": 0},
+            **values,
+        }
+        return parse(raw, "the test's configuration", tmp_path)
+
+    return config
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[Store]:
+    opened = await Store.open(tmp_path / "state")
+    yield opened
+    await opened.close()
+
+
+async def tell(store: Store, *replies: Reply) -> None:
+    source = await store.write(ledger.source_id, "/a")
+    await store.write(ledger.record_batch, source, batch(*replies), train_ratio=0.7, split_seed=42)
+
+
+async def run(store: Store, config: Config, **values: Any) -> tuple[FilterReport, dict[str, Judged]]:
+    seen: dict[str, Judged] = {}
+    report = await Filtering(store, config, **values).run(
+        on_judged=lambda judged: seen.update({judged.task.line["metadata"]["span_id"]: judged})
+    )
+    return report, seen
+
+
+async def states(store: Store) -> list[str]:
+    """The states of all tasks, the oldest first."""
+    query = select(schema.tasks.c.state).order_by(schema.tasks.c.id)
+    return list(await store.read(lambda conn: conn.execute(query).scalars().all()))
+
+
+def questions(*queries: str, side: Split = Split.TRAIN, **values: Any) -> list[Reply]:
+    """One reply to each question, all on one side, in conversations of their own."""
+    return [
+        reply(int(each.span_id.removeprefix("span")), query=query, **values)
+        for each, query in zip(replies_on(side, len(queries)), queries, strict=True)
+    ]
+
+
+DEDUPLICATION = {"type": "deduplication"}
+
+
+async def test_what_repeats_is_rejected_unpaid_and_told_what_it_repeats(
+    store: Store, make: Make, judge: JudgeServer
+) -> None:
+    near = WORDY.format(3)
+    await tell(store, *questions(near, near.upper() + "!", f"Please: {near}", WORDY.format(4), "Something else"))
+    report, seen = await run(store, make(DEDUPLICATION))
+    assert await states(store) == ["accepted", "rejected", "rejected", "accepted", "accepted"]
+    assert judge.calls == 3 == report.calls
+    exact, words = (each for each in seen.values() if each.repeats)
+    assert {exact.repeats and exact.repeats.method, words.repeats and words.repeats.method} == {"exact", "words"}
+    story = await store.read(lineage.why, exact.task.key)
+    assert story is not None
+    told = story["replies"][0]["task"]
+    assert told["repeats"]["task_id"] == next(
+        each.task.key for each in seen.values() if each.task.line["main_query"] == near
+    )
+    assert exact.repeats is not None
+    assert told["repeats"]["similarity"] == exact.repeats.similarity
+    assert told["repeats"]["task_id"] in told["verdicts"][0]["reason"]
+    assert (await store.read(balance)).problems == []
+
+
+async def test_earlier_rounds_count_after_a_restart_and_before_the_chain_had_the_filter(
+    tmp_path: Path, store: Store, make: Make, judge: JudgeServer
+) -> None:
+    old, later, again = questions(WORDY.format(3), WORDY.format(3) + " .", "please " + WORDY.format(3))
+    await tell(store, old)
+    await run(store, make())
+
+    def consume(conn: Connection) -> None:
+        number = conn.execute(select(schema.tasks.c.id)).scalar_one()
+        move(conn, number, TaskState.ACCEPTED, TaskState.RESERVED)
+        move(conn, number, TaskState.RESERVED, TaskState.CONSUMED)
+
+    await store.write(consume)
+    await tell(store, later)
+    await run(store, make(DEDUPLICATION))
+    reopened = await Store.open(tmp_path / "state")
+    try:
+        await tell(reopened, again)
+        await run(reopened, make(DEDUPLICATION))
+        assert await states(reopened) == ["consumed", "rejected", "rejected"]
+    finally:
+        await reopened.close()
+    assert judge.calls == 1
+
+
+async def test_another_threshold_compares_with_earlier_tasks_too(store: Store, make: Make) -> None:
+    first, second = questions("one two three four five six", "one two three four five seven")
+    await tell(store, first)
+    await run(store, make({"type": "deduplication", "params": {"similarity_threshold": 0.95}}))
+    await tell(store, second)
+    await run(store, make({"type": "deduplication", "params": {"similarity_threshold": 0.7}}))
+    assert await states(store) == ["accepted", "rejected"]
+
+
+async def test_the_sides_and_other_conversations_before_are_not_compared(store: Store, make: Make) -> None:
+    (trained,) = questions(WORDY.format(3))
+    (held_out,) = questions(WORDY.format(3), side=Split.HELD_OUT)
+    await tell(store, trained)
+    await run(store, make(DEDUPLICATION))
+
+    def other_side(conn: Connection) -> None:
+        # Ingestion puts conversations that begin alike on one side: here they are on both.
+        row = conn.execute(select(schema.tasks).order_by(schema.tasks.c.id.desc()).limit(1)).one()
+        line = {**row.payload, "metadata": {**row.payload["metadata"], "split": "held-out"}}
+        conn.execute(schema.tasks.update().where(schema.tasks.c.id == row.id).values(payload=line, split="held-out"))
+
+    await tell(store, held_out)
+    await store.write(other_side)
+    before = tuple({"role": role, "content": "Something was said."} for role in ("user", "assistant"))
+    number = 900
+    for query in ("Go on.", "Go on."):
+        number += 1
+        said = ({"role": "user", "content": f"about {number}"}, *before)
+        await tell(store, reply(number, query=query, history=said, conversation_id=trained.conversation_id, turn=1))
+    await run(store, make(DEDUPLICATION))
+    assert await states(store) == ["accepted"] * 4
+
+
+async def test_what_the_judge_rejects_stands_in_nobodys_way(store: Store, make: Make, judge: JudgeServer) -> None:
+    one, two, three = replies_on(Split.TRAIN, 3, query=WORDY.format(3))
+    await tell(store, reply(900, query=one.query, conversation_id=one.conversation_id, answer="WRONG"), two, three)
+    config = make(DEDUPLICATION, judge={"base_url": judge.base_url, "model": "j", "max_thread": 1})
+    await run(store, config)
+    await run(store, config)
+    assert await states(store) == ["rejected", "accepted", "rejected"]
+    assert judge.calls == 2
+    assert (await store.read(balance)).problems == []
+
+
+def by_model(server: EmbeddingServer, **params: Any) -> dict[str, Any]:
+    given = {"model": "e", "base_url": server.base_url, "max_attempts": 1, "similarity_threshold": 0.8, **params}
+    return {"type": "deduplication", "params": given}
+
+
+async def test_each_question_is_embedded_once_for_ever(
+    tmp_path: Path, store: Store, make: Make, embeddings: EmbeddingServer, judge: JudgeServer
+) -> None:
+    told = questions("alpha beta gamma", "gamma alpha beta", "delta epsilon", "zeta eta", "alpha beta gamma")
+    await tell(store, *told[:3])
+    await run(store, make(by_model(embeddings)))
+    assert await states(store) == ["accepted", "rejected", "accepted"]
+    assert sorted(embeddings.texts) == sorted(each.query for each in told[:3])
+    assert len(embeddings.requests) == 1
+    reopened = await Store.open(tmp_path / "state")
+    try:
+        await tell(reopened, *told[3:])
+        await run(reopened, make(by_model(embeddings)))
+        assert (await states(reopened))[3:] == ["accepted", "rejected"]
+    finally:
+        await reopened.close()
+    assert sorted(embeddings.texts) == sorted(each.query for each in told[:4])
+    assert judge.calls == 3
+
+
+async def test_numbers_part_questions_that_a_model_finds_alike(
+    store: Store, make: Make, embeddings: EmbeddingServer
+) -> None:
+    embeddings.embed = lambda text: [1.0, 0.01 * len(text)]
+    await tell(store, *questions("What is 90% of 160?", "What is 90% of 140?", "What is, tell me, 90% of 140?"))
+    await run(store, make(by_model(embeddings)))
+    assert await states(store) == ["accepted", "accepted", "rejected"]
+
+
+async def test_tasks_wait_while_the_embedding_model_is_away(
+    store: Store, make: Make, embeddings: EmbeddingServer, judge: JudgeServer
+) -> None:
+    embeddings.status = 503
+    await tell(store, *questions("alpha beta", "gamma delta"))
+    config = make(by_model(embeddings))
+    filtering = Filtering(store, config)
+    report = await filtering.run()
+    assert report.error is not None
+    assert report.error.retryable
+    assert await states(store) == ["pending", "pending"]
+    assert judge.calls == 0
+    embeddings.status = 200
+    report = await filtering.run()
+    assert report.error is None
+    assert await states(store) == ["accepted", "accepted"]
+
+
+async def test_a_question_that_cannot_be_embedded_is_compared_by_its_words(
+    store: Store, make: Make, embeddings: EmbeddingServer
+) -> None:
+    embeddings.refused = {WORDY.format(3), f"please {WORDY.format(3)}"}
+    await tell(store, *questions(WORDY.format(3), f"please {WORDY.format(3)}", "fine"))
+    await run(store, make(by_model(embeddings)))
+    assert await states(store) == ["accepted", "rejected", "accepted"]
+    asked = len(embeddings.texts)
+    await tell(store, reply(990, query="fine"))
+    await run(store, make(by_model(embeddings)))
+    assert len(embeddings.texts) == asked
+
+
+async def test_tasks_that_were_accepted_before_are_embedded_when_a_model_comes(
+    store: Store, make: Make, embeddings: EmbeddingServer
+) -> None:
+    first, second = questions("alpha beta gamma", "gamma beta alpha")
+    await tell(store, first)
+    await run(store, make())
+    await tell(store, second)
+    await run(store, make(by_model(embeddings)))
+    assert await states(store) == ["accepted", "rejected"]
+    assert sorted(embeddings.texts) == ["alpha beta gamma", "gamma beta alpha"]
+
+
+async def test_a_filter_that_raises_costs_its_own_task(tmp_path: Path, store: Store, make: Make) -> None:
+    (tmp_path / "mine.py").write_text("def keep(task):\n    return 'bad' not in task['main_query'] or 1 / 0\n")
+    await tell(store, *questions("good one", "bad one", "another one"))
+    report, _ = await run(store, make({"type": "python", "params": {"path": "mine.py"}}))
+    assert await states(store) == ["accepted", "dead", "accepted"]
+    assert report.dead == 1
+
+
+async def test_the_judge_and_the_store_see_no_personal_data(store: Store, make: Make, judge: JudgeServer) -> None:
+    await tell(store, *questions("I am bob@example.com", answer="Hello bob@example.com"))
+    await run(store, make({"type": "pii"}))
+    assert judge.calls == 1
+    assert "bob@example.com" not in str(judge.requests)
+    assert "[EMAIL_1]" in str(judge.requests)
+    lines = await store.read(lambda c: c.execute(select(schema.tasks.c.payload)).scalars().all())
+    assert "bob@example.com" not in str(lines)
+
+
+async def test_a_task_with_a_secret_is_rejected_unpaid(store: Store, make: Make, judge: JudgeServer) -> None:
+    await tell(store, *questions("My key is AKIAIOSFODNN7EXAMPLE", "fine"))
+    _, seen = await run(store, make({"type": "pii", "params": {"action": "reject"}}))
+    assert await states(store) == ["rejected", "accepted"]
+    assert judge.calls == 1
+    assert any(j.verdict and "it holds an API key" in j.verdict.reason for j in seen.values())
+
+
+async def test_filters_behind_the_judge_stop_what_it_accepted_and_its_verdict_stays_paid(
+    store: Store, make: Make, judge: JudgeServer
+) -> None:
+    config = make(
+        {"type": "llm_evaluate"},
+        {"type": "rules", "params": {"min_answer_length": 10}},
+        DEDUPLICATION,
+        keep_order=True,
+        judge={"base_url": judge.base_url, "model": "j", "max_thread": 1},
+    )
+    await tell(store, *questions(*[WORDY.format(3)] * 2, answer="long enough, that one"), reply(999, answer="short"))
+    report, seen = await run(store, config)
+    assert await states(store) == ["accepted", "rejected", "rejected"]
+    assert judge.calls == 3 == report.calls
+    assert seen[f"span{999:012d}"].paid is not None
+
+    def put_back(conn: Connection) -> None:
+        move(conn, 3, TaskState.REJECTED, TaskState.PENDING)
+
+    await store.write(put_back)
+    report, _ = await run(store, config)
+    assert (await states(store))[2] == "rejected"
+    assert judge.calls == 3
+    assert report.calls == 0
+
+
+async def test_agentjets_text_is_the_rubric_and_its_parameters_reach_the_judge(
+    store: Store, make: Make, judge: JudgeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    params = {"custom_rubrics": "1. Drop what is wrong.", "max_tokens": 77, "max_thread": 3, "print_reason": True}
+    config = make({"type": "llm_evaluate", "params": params})
+    await tell(store, *questions("fine"))
+    with caplog.at_level(logging.INFO, logger="flywheel"):
+        await run(store, config)
+    (request,) = judge.requests
+    assert "Drop what is wrong." in str(request["messages"])
+    assert request["temperature"] == 0.5
+    assert 77 in (request.get("max_tokens"), request.get("max_completion_tokens"))
+    assert rubric_of(config).every[0].id == "custom_rubrics"
+    assert "filter.rubric is not used" in caplog.text
+    assert "accepted: " in caplog.text
+
+
+def burst(count: int, first: int = 100, seconds: float = 1.0, **values: Any) -> list[Reply]:
+    """Near-identical questions in conversations of their own."""
+    return [
+        reply(
+            first + n,
+            query=WORDY.format(7) + " " * n,
+            started_at=START + timedelta(seconds=seconds * n),
+            ended_at=START + timedelta(seconds=seconds * n + 1),
+            **values,
+        )
+        for n in range(count)
+    ]
+
+
+INFLUENCE = {"type": "influence", "params": {"burst": {"count": 5, "seconds": 60}}}
+
+
+async def test_a_burst_waits_for_a_person_also_what_had_been_accepted_before(
+    store: Store, make: Make, judge: JudgeServer
+) -> None:
+    config = make(INFLUENCE)
+    told = burst(8)
+    await tell(store, *told[:3], *questions("something else"))
+    await run(store, config)
+    assert await states(store) == ["accepted"] * 4
+    await tell(store, *told[3:])
+    report, seen = await run(store, config)
+    assert await states(store) == ["held"] * 3 + ["accepted"] + ["held"] * 5
+    assert report.held == 5
+    assert all(each.held for each in seen.values())
+    assert judge.calls == 4
+    books = await store.read(balance)
+    assert books.balanced
+    assert books.ends["pending"] == 8
+    released = await store.write(judging.release_held, [1, 5])
+    assert released == [1, 5]
+    rejected = await store.write(judging.reject_held, [6])
+    assert rejected == [6]
+    await run(store, config)
+    assert await states(store) == ["accepted", "held", "held", "accepted", "accepted", "rejected"] + ["held"] * 3
+    # The one that had been judged before was not paid for again.
+    assert judge.calls == 5
+    assert (await store.read(balance)).problems == []
+
+
+async def test_slow_repetition_and_other_origins_are_no_burst(store: Store, make: Make) -> None:
+    config = make(INFLUENCE)
+    await tell(store, *burst(8, seconds=50))
+    source = await store.write(ledger.source_id, "/b")
+    others = batch(*burst(4, first=500), source="/b")
+    await store.write(ledger.record_batch, source, others, train_ratio=0.7, split_seed=42)
+    await run(store, config)
+    assert set(await states(store)) == {"accepted"}
+
+
+async def test_shares_hold_a_round_back_and_what_is_above_them_waits(store: Store, make: Make) -> None:
+    params = {"conversation": 0.25, "template": 1, "user": 1, "burst": None}
+    trigger = {"min_samples": 4, "max_samples": 8, "min_held_out": 1}
+    config = make({"type": "influence", "params": params}, trigger=trigger)
+    (one, *rest) = replies_on(Split.TRAIN, 9)
+    same = [reply(100 + n, conversation_id=one.conversation_id, turn=n) for n in range(6)]
+    await tell(store, *same, *rest[:2], *replies_on(Split.HELD_OUT, 1, span_id="f" * 16))
+    await run(store, config)
+    held_back = await store.read(planner.due, config)
+    assert not held_back.start
+    assert held_back.reason.startswith("3 of 4 samples may be taken; 5 more wait, held back by")
+    await tell(store, *rest[2:])
+    await run(store, config)
+    assert (await store.read(planner.due, config)).start
+    rubric = rubric_of(config)
+    planned = await store.write(planner.plan, config, rubric, config.state_dir / "rounds", "test")
+    spec = await store.read(planner.spec_of, planned, config, rubric)
+    assert len(spec.train) == 8
+    after = await states(store)
+    assert after.count("reserved") == 8
+    assert after[:6].count("reserved") == 2
+    assert after.count("accepted") == 7
+
+
+async def test_a_dry_run_of_a_chain_leaves_no_trace(tmp_path: Path, store: Store, make: Make) -> None:
+    await tell(store, *questions("a b", "a  b"))
+    copied = await Store.copy(tmp_path / "state")
+    try:
+        report, _ = await run(copied, make(INFLUENCE, DEDUPLICATION))
+        assert (report.accepted, report.rejected) == (1, 1)
+    finally:
+        await copied.close()
+    assert await states(store) == ["pending", "pending"]
+    assert await store.read(lambda c: c.execute(select(duplicates.duplicates)).all()) == []
