@@ -1,0 +1,100 @@
+"""`flywheel tasks`: listing, releasing and rejecting what is set aside."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Connection, select
+
+from flywheel.filtering.deduplication import fingerprint
+from flywheel.filtering.influence import weigh
+from flywheel.states import TaskState
+from flywheel.store import duplicates, influence, ledger, schema
+from flywheel.store.database import Store
+from tests.cli.conftest import Run
+from tests.samples import batch, reply
+
+
+def change(tmp_path: Path, work: Callable[[Connection], Any]) -> Any:
+    async def write() -> Any:
+        store = await Store.open(tmp_path / "home")
+        try:
+            return await store.write(work)
+        finally:
+            await store.close()
+
+    return asyncio.run(write())
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> list[str]:
+    """The keys of three held tasks; a fourth is pending."""
+
+    def fill(conn: Connection) -> list[str]:
+        source = ledger.source_id(conn, "/a")
+        told = [reply(n, query="What is all this?") for n in range(3)]
+        ledger.record_batch(conn, source, batch(*told, reply(9)), train_ratio=0.7, split_seed=42)
+        rows = conn.execute(select(schema.tasks).order_by(schema.tasks.c.id)).all()
+        for row in rows:
+            duplicates.enter(conn, row.id, fingerprint(row.payload, 0.8), 0.8)
+            influence.enter(conn, row.id, weigh(row.payload))
+        assert influence.hold_bursts(conn, [rows[0].id], 3, 60) == [1, 2, 3]
+        return [row.key for row in rows[:3]]
+
+    keys: list[str] = change(tmp_path, fill)
+    return keys
+
+
+def test_what_is_held_is_listed(flywheel: Run, held: list[str]) -> None:
+    shown = flywheel("tasks", "--state", "held", "--json").json
+    assert [task["task_id"] for task in shown["tasks"]] == held
+    assert {task["like"] for task in shown["tasks"]} == {held[0]}
+    assert {task["origin"] for task in shown["tasks"]} == {"source /a"}
+    text = flywheel("tasks").out
+    assert "What is all this?" in text
+    assert text.endswith("3 held\n")
+    assert flywheel("tasks", "--state", "pending").out.endswith("1 pending\n")
+    assert len(flywheel("tasks", "--limit", "2", "--json").json["tasks"]) == 2
+    assert flywheel("tasks", "--state", "nonsense").code == 2
+
+
+def test_one_is_released_and_the_others_are_rejected(flywheel: Run, held: list[str]) -> None:
+    assert flywheel("tasks", "release", held[1]).out == "1 released\n"
+    assert flywheel("tasks", "reject", "--all", "--json").json == {"rejected": [held[0], held[2]]}
+    assert flywheel("tasks", "--json").json["tasks"] == []
+    states = {
+        n: task["task_id"] for n, task in enumerate(flywheel("tasks", "--state", "rejected", "--json").json["tasks"])
+    }
+    assert list(states.values()) == [held[0], held[2]]
+    story = flywheel("why", held[0], "--json").json["replies"][0]["task"]
+    assert story["verdicts"][0]["reason"] == "rejected by a person"
+    assert story["history"][-1]["detail"] == "rejected by a person"
+    assert flywheel("audit").code == 0
+
+
+def test_what_is_not_held_is_named_and_nothing_changes(flywheel: Run, held: list[str]) -> None:
+    ran = flywheel("tasks", "release", held[0], "t-nobody")
+    assert ran.code == 1
+    assert "cannot release t-nobody: no held task has this id" in ran.err
+    assert len(flywheel("tasks", "--json").json["tasks"]) == 3
+
+
+@pytest.mark.parametrize("arguments", [["release"], ["reject"], ["release", "--all", "t-1"]])
+def test_either_ids_or_all(flywheel: Run, held: list[str], arguments: list[str]) -> None:
+    ran = flywheel("tasks", *arguments)
+    assert ran.code == 2
+    assert "or --all" in ran.err
+
+
+def test_a_released_task_is_not_held_again(flywheel: Run, held: list[str], tmp_path: Path) -> None:
+    flywheel("tasks", "release", "--all")
+    assert change(tmp_path, lambda conn: influence.hold_bursts(conn, [1, 2, 3], 2, 60)) == []
+    assert flywheel("tasks", "--state", TaskState.PENDING.value).out.endswith("4 pending\n")
+
+
+def test_nothing_is_held_in_an_empty_state(flywheel: Run) -> None:
+    assert flywheel("tasks").out == "0 held\n"
