@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Final, NamedTuple
 
@@ -26,6 +27,8 @@ class Parts(NamedTuple):
 
 def split(text: str) -> Parts:
     """Prose and code of an answer in Markdown. A fence that is not closed reaches to the end."""
+    if text.lstrip()[:1] in ("{", "[") and _is_json(text):
+        return Parts("", text)
     code: list[str] = []
 
     def take(match: re.Match[str]) -> str:
@@ -35,6 +38,14 @@ def split(text: str) -> Parts:
     for pattern in (_FENCED, _TABLE, _INDENTED):
         text = pattern.sub(take, text)
     return Parts(_INLINE.sub(" ", text), "\n".join(code))
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def words_only(text: str) -> str:

@@ -108,8 +108,9 @@ def _counted_loop(prose: str) -> str:
     """The same sentence with another number, many times: "12. Check that the answer is complete."."""
     lines = [line for line in _lines(prose) if not _TIME.search(line)]
     for run in _periodic([_NUMBER.sub("#", line) for line in lines], "\n", 8):
+        size = run.unit.count("\n") + 1
         words = re.findall(r"[^\W\d_]{2,}", run.unit)
-        is_long = len(words) >= 7 or sum(character.isalpha() for character in run.unit) >= 45
+        is_long = len(words) >= 7 * size or sum(character.isalpha() for character in run.unit) >= 40 * size
         if run.times >= 10 and is_long and "#" in run.unit:
             return f"{_shown(run.unit)} is repeated {int(run.times)} times"
     return ""
@@ -117,7 +118,7 @@ def _counted_loop(prose: str) -> str:
 
 def _stale(prose: str) -> str:
     """Long text that hardly ever says a new thing, though never twice the same in a row."""
-    tokens = [token.casefold() for token in _TOKEN.findall(prose) if token[0].isalpha()]
+    tokens = [token.casefold() for token in _TOKEN.findall(prose) if token[0].isalnum()]
     size = 4
     total = len(tokens) - size + 1
     if total < 250:
