@@ -114,6 +114,20 @@ class Endpoint:
         attempt (`stop` ends them), not retryable when no other call would fare better.
         """
         body = orjson.dumps({"model": self.who.model, **wanted})
+        try:
+            try:
+                return self._once(body, stop)
+            except CallError as error:
+                if not error.can_pass:
+                    raise
+                return self._again(error, body, stop)
+        except CallError as error:
+            if error.status and not error.can_pass:
+                raise
+            raise self._unreachable(error.said) from error
+
+    def _again(self, first: CallError, body: bytes, stop: threading.Event) -> Reply:
+        """The attempts after the first. Most calls have none: they do without what retrying costs."""
         attempts = stop_after_attempt(self._settings.max_attempts)
         retrying = Retrying(
             stop=lambda state: attempts(state) or stop_when_event_set(stop)(state) or self._must_wait_too_long(state),
@@ -122,12 +136,14 @@ class Endpoint:
             retry=retry_if_exception(lambda error: isinstance(error, CallError) and error.can_pass),
             reraise=True,
         )
-        try:
-            return retrying(self._once, body, stop)
-        except CallError as error:
-            if error.status and not error.can_pass:
-                raise
-            raise self._unreachable(error.said) from error
+        failed = [first]
+
+        def attempt() -> Reply:
+            if failed:
+                raise failed.pop()
+            return self._once(body, stop)
+
+        return retrying(attempt)
 
     def refused(self, error: CallError) -> Reply:
         """A call that the endpoint did not take: this one's fault, or raised as everybody's."""

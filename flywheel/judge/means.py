@@ -51,9 +51,9 @@ class Learned:
         self._lock = threading.Lock()
 
     def lacks(self, endpoint: str, what: str) -> bool:
-        with self._lock:
-            since = self._known.get(endpoint, {}).get(what)
-            return since is not None and since + MONTH_SECONDS > self._now()
+        # Without the lock: it is asked several times for every call, and a mapping is only ever replaced or added to.
+        since = self._known.get(endpoint, {}).get(what)
+        return since is not None and since + MONTH_SECONDS > self._now()
 
     def means(self, endpoint: str) -> list[Means]:
         """The means that are left, the best first; words always are."""

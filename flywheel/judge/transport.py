@@ -56,7 +56,9 @@ class Transport:
             options["ssl_context"] = _authorities()
         proxy = _proxy(parts.scheme, parts.hostname or "")
         try:
-            self._pool = urllib3.ProxyManager(proxy, **options) if proxy else urllib3.PoolManager(**options)  # type: ignore[arg-type]
+            self._pools = urllib3.ProxyManager(proxy, **options) if proxy else urllib3.PoolManager(**options)  # type: ignore[arg-type]
+            # There is one host only: looking its pool up for every call would cost more than the call's own work.
+            self._pool = None if proxy else self._pools.connection_from_url(url)
         except HTTPError as error:
             raise ValueError(f"the proxy {proxy} that the environment names cannot be used: {error}") from error
 
@@ -64,9 +66,7 @@ class Transport:
         """Raises TransportError, TooLargeError."""
         until = time.monotonic() + self._timeout_seconds
         try:
-            response = self._pool.request(
-                "POST", url, body=body, headers=dict(headers), redirect=False, preload_content=False
-            )
+            response = self._sent(url, dict(headers), body)
             try:
                 whole = self._body(response, until)
             except BaseException:
@@ -76,6 +76,14 @@ class Transport:
         except (HTTPError, OSError, ValueError) as error:
             raise TransportError(_cause(error)) from error
         return Answer(response.status, {name.lower(): value for name, value in response.headers.items()}, whole)
+
+    def _sent(self, url: str, headers: dict[str, str], body: bytes) -> urllib3.BaseHTTPResponse:
+        if self._pool is None:
+            return self._pools.urlopen("POST", url, redirect=False, body=body, headers=headers, preload_content=False)
+        path = urlsplit(url)._replace(scheme="", netloc="").geturl()
+        return self._pool.urlopen(
+            "POST", path, body=body, headers=headers, retries=False, redirect=False, preload_content=False
+        )
 
     def _body(self, response: urllib3.BaseHTTPResponse, until: float) -> bytes:
         pieces: list[bytes] = []
@@ -91,7 +99,7 @@ class Transport:
         return b"".join(pieces)
 
     def close(self) -> None:
-        self._pool.clear()
+        self._pools.clear()
 
 
 def _authorities() -> ssl.SSLContext:

@@ -1,0 +1,129 @@
+"""Judging beside what the judge's latency allows and beside a bare client: `python -m benchmarks.judge`.
+
+`efficiency_16` and `efficiency_256`: the share of the ideal rate (threads / latency) that so many threads reach with
+a judge that takes 200 ms. `overhead_vs_client`: what a verdict costs with a judge that takes no time, over what a call
+of the bare `openai` client costs, by as many threads, in the same run. The judge is a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from statistics import median
+from typing import Any, Final
+
+import openai
+
+from benchmarks import measurement
+from benchmarks.judge_endpoint import CRITERIA, running
+from flywheel.config import JudgeSettings
+from flywheel.judge import prompt
+from flywheel.judge.answer import response_format
+from flywheel.judge.grader import Grader
+from flywheel.judge.pool import grade_all
+from flywheel.rubric import Rubric
+from flywheel.verdict import Exchange, Outcome
+
+LATENCY_SECONDS: Final = 0.2
+CLIENT_THREADS: Final = 16
+RUBRIC: Final = Rubric.model_validate(
+    {"id": "benchmark", "criteria": [{"id": name, "value": f"The answer is {name}."} for name in CRITERIA]}
+)
+EXCHANGE: Final = Exchange("How long is a day? " * 20, "A day has 24 hours. " * 40)
+
+
+def spent() -> tuple[float, float]:
+    """Seconds, and processor seconds of this process."""
+    return time.perf_counter(), time.process_time()
+
+
+def judge(url: str, threads: int, verdicts: int) -> tuple[float, float]:
+    """What so many verdicts take, after every thread has its connection; seconds, and processor seconds."""
+    grader = Grader(RUBRIC, JudgeSettings(model="judge", base_url=url, max_thread=threads))
+    began = spent()
+    for number, (_, verdict) in enumerate(
+        grade_all(grader, ((n, EXCHANGE) for n in range(threads + verdicts)), threads)
+    ):
+        if verdict.outcome is not Outcome.ACCEPTED:
+            raise SystemExit(f"no verdict: {verdict.error or verdict.reason}")
+        if number + 1 == threads:
+            began = spent()
+    ended = spent()
+    grader.close()
+    return ended[0] - began[0], ended[1] - began[1]
+
+
+def call(url: str, threads: int, calls: int) -> tuple[float, float]:
+    """The same requests by the bare client."""
+    client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+    form: Any = response_format(RUBRIC.asked)
+    messages: Any = prompt.messages(RUBRIC, EXCHANGE)
+    ready = threading.Barrier(threads + 1)
+
+    def ask() -> None:
+        client.chat.completions.create(
+            model="judge", messages=messages, temperature=0.0, max_tokens=2048, response_format=form
+        )
+
+    def work() -> None:
+        ask()
+        ready.wait()
+        for _ in range(calls // threads):
+            ask()
+
+    workers = [threading.Thread(target=work) for _ in range(threads)]
+    for worker in workers:
+        worker.start()
+    ready.wait()
+    began = spent()
+    for worker in workers:
+        worker.join()
+    ended = spent()
+    client.close()
+    return ended[0] - began[0], ended[1] - began[1]
+
+
+def efficiency(threads: int, rounds: int) -> dict[str, float]:
+    with running(LATENCY_SECONDS) as url:
+        seconds, processor = judge(url, threads, threads * rounds)
+    return {
+        f"efficiency_{threads}": round(LATENCY_SECONDS * rounds / seconds, 4),
+        f"verdicts_per_second_{threads}": round(threads * rounds / seconds, 1),
+        f"cpu_ms_per_verdict_{threads}": round(1000 * processor / (threads * rounds), 3),
+    }
+
+
+def overhead(verdicts: int, repetitions: int) -> dict[str, float]:
+    """Both in turn, so that what else the machine does hits both."""
+    ours, theirs = [], []
+    with running(0.0) as url:
+        for _ in range(repetitions):
+            theirs.append(call(url, CLIENT_THREADS, verdicts))
+            ours.append(judge(url, CLIENT_THREADS, verdicts))
+    each = {
+        "verdict_ms": 1000 * median(seconds for seconds, _ in ours) / verdicts,
+        "client_ms": 1000 * median(seconds for seconds, _ in theirs) / verdicts,
+        "verdict_cpu_ms": 1000 * median(cpu for _, cpu in ours) / verdicts,
+        "client_cpu_ms": 1000 * median(cpu for _, cpu in theirs) / verdicts,
+    }
+    return {"overhead_vs_client": round(each["verdict_ms"] / each["client_ms"], 3)} | {
+        key: round(value, 3) for key, value in each.items()
+    }
+
+
+def main() -> None:
+    options = measurement.parser("judge", __doc__).parse_args()
+    for proxy in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        os.environ.pop(proxy, None)
+    before = measurement.machine()
+    result = {
+        **efficiency(16, 3 if options.quick else 60),
+        **efficiency(256, 2 if options.quick else 60),
+        **overhead(160 if options.quick else 3200, 1 if options.quick else 5),
+    }
+    measurement.report(result, before, as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()
