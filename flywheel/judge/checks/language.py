@@ -30,17 +30,24 @@ _DENSE: Final = ("CJK", "HIRAGANA", "KATAKANA", "HANGUL", "YI ")
 _SENTENCE: Final = re.compile(r"(?<=[.!?。！？…:;])\s+|\n+|(?<=[。！？])")
 _ALIKE: Final = (
     frozenset({"bs", "hr", "sr", "sl", "mk", "bg"}),
-    frozenset({"da", "no", "nb", "nn", "sv", "fo"}),
+    frozenset({"da", "no", "nb", "nn", "sv", "fo", "is"}),
     frozenset({"cs", "sk"}),
     frozenset({"id", "ms", "jv", "su"}),
-    frozenset({"es", "gl", "ca", "pt", "an", "ast", "oc"}),
+    frozenset({"es", "gl", "ca", "pt", "an", "ast", "ext", "oc"}),
     frozenset({"nl", "af", "li", "fy"}),
     frozenset({"ru", "uk", "be", "bg", "mk", "sr"}),
-    frozenset({"hi", "mr", "ne", "sa"}),
+    frozenset({"hi", "mr", "ne", "sa", "gom", "bho", "mai"}),
     frozenset({"zh", "wuu", "yue"}),
-    frozenset({"ar", "arz", "fa", "ur", "ps", "sd"}),
-    frozenset({"tr", "az", "tk"}),
-    frozenset({"de", "lb", "als", "nds"}),
+    frozenset({"ar", "ary", "arz", "apc"}),
+    frozenset({"fa", "ps", "ur", "sd", "ckb"}),
+    frozenset({"tr", "az", "tk", "crh"}),
+    frozenset({"de", "lb", "als", "nds", "fy"}),
+    frozenset({"fr", "wa", "oc", "ca", "gcf", "gcr"}),
+    frozenset({"it", "vec", "lmo", "nap", "scn", "co"}),
+    frozenset({"en", "sco", "pcm"}),
+    frozenset({"el", "grc"}),
+    frozenset({"fi", "et"}),
+    frozenset({"th", "lo"}),
 )
 """Languages that a few words do not tell apart: one may stand for the other."""
 
@@ -68,9 +75,9 @@ def is_in_language(criterion: Criterion, exchange: Exchange, _rubric: Rubric | N
 
 
 def identify(text: str) -> tuple[str, float]:
-    """The most likely language of a text, as ISO 639 code, and its probability."""
-    code, sure = _identifier().classify(text)
-    return str(code), float(sure)
+    """The most likely language of a text, as ISO 639 code, and the probability of it and those like it."""
+    code = str(_identifier().classify(text)[0])
+    return code, probability(text, code)
 
 
 def probability(text: str, code: str) -> float:
