@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -13,14 +14,16 @@ import orjson
 
 from flywheel.config import Config, JudgeSettings
 from flywheel.daemon.screening import Screened, Screening
-from flywheel.errors import ConfigError, FlywheelError, JudgeError
+from flywheel.errors import FlywheelError, JudgeError
 from flywheel.filtering.chain import Chain, load_chain
 from flywheel.filtering.llm_evaluate import AGENTJET_TEMPERATURE
+from flywheel.judge.alien import check_alien
+from flywheel.judge.budget import Budget
 from flywheel.judge.grader import Grader
 from flywheel.judge.pool import grade_all
 from flywheel.judge.rubric_file import load_rubric, parse_rubric
 from flywheel.rubric import Rubric
-from flywheel.store import duplicates, funnel, judging
+from flywheel.store import duplicates, funnel, judging, spending
 from flywheel.store.database import Store
 from flywheel.store.duplicates import Repeats
 from flywheel.store.judging import Claimed
@@ -29,6 +32,11 @@ from flywheel.verdict import Exchange, Outcome, Verdict
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+LOOK_SECONDS = 0.1
+"""How soon a wait of the judging threads notices the caller's stop."""
+MEANS_NOTE = "judge_means"
+"""Key of the note on what the judge's endpoints turned out not to do."""
 
 
 @dataclass(slots=True)
@@ -91,6 +99,13 @@ class _Stop(threading.Event):
     def is_set(self) -> bool:
         return super().is_set() or (self._outer is not None and self._outer.is_set())
 
+    def wait(self, timeout: float | None = None) -> bool:
+        """As `threading.Event.wait`; the caller's event ends it too, within LOOK_SECONDS."""
+        until = float("inf") if timeout is None else time.monotonic() + timeout
+        while not self.is_set() and (left := until - time.monotonic()) > 0:
+            super().wait(min(left, LOOK_SECONDS))
+        return self.is_set()
+
 
 @dataclass(slots=True)
 class _Feed:
@@ -111,19 +126,6 @@ def exchange_of(line: dict[str, Any]) -> Exchange:
         trajectory=tuple(orjson.loads(metadata["trajectory_json"])),
         tools=tuple(orjson.loads(metadata["tools_json"])),
         line=line,
-    )
-
-
-def check_alien(config: Config) -> None:
-    """Refuse a judge that is the trained model itself: it would reward its own mistakes. Raises ConfigError."""
-    own = {config.model.alias, config.model.base, config.model.base.rstrip("/").rpartition("/")[2]}
-    judge = config.judge.model
-    if config.judge.allow_self or not (judge in own or judge.startswith(f"{config.model.alias}@")):
-        return
-    raise ConfigError(
-        f"judge with {judge}",
-        "it is the model that is trained",
-        "Set judge.model to an independent model, or judge.allow_self: true if you know why.",
     )
 
 
@@ -158,15 +160,16 @@ class Filtering:
     """
 
     def __init__(self, store: Store, config: Config, *, rubric: Rubric | None = None) -> None:
-        check_alien(config)
         self._store = store
         self._config = config
         self._chain: Chain | None = load_chain(config.filter.chain) if config.filter.chain else None
         for notice in self._chain.notices if self._chain else ():
             log.info("%s", notice)
         self.rubric = rubric or rubric_of(config, self._chain)
+        check_alien(config, self.rubric)
         self._judge = judge_settings(config, self._chain)
         self.grader = Grader(self.rubric, self._judge)
+        self._budget = Budget(self._judge.budget, lambda: self._ask(spending.tokens_today))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._screening = Screening(self._chain, self._ask) if self._chain else None
 
@@ -182,6 +185,9 @@ class Filtering:
         report = FilterReport()
         self._loop = loop = asyncio.get_running_loop()
         thread = threading.Thread(target=self._work, args=(feed, loop, limit), name="judging", daemon=True)
+        learned = self.grader.client.learned
+        learned.restore(await self._store.read(funnel.noted, MEANS_NOTE))
+        known = learned.snapshot()
         thread.start()
         try:
             ended = False
@@ -197,6 +203,8 @@ class Filtering:
             if left:
                 await asyncio.shield(self._store.write(judging.release, left, "not judged"))
         await self._store.write(funnel.note, funnel.JUDGE_NOTE, str(report.error or ""))
+        if learned.snapshot() != known:
+            await self._store.write(funnel.note, MEANS_NOTE, learned.snapshot())
         return report
 
     async def _settle(
@@ -252,7 +260,15 @@ class Filtering:
 
         try:
             items = self._to_grade(feed, loop, limit, put)
-            for task, verdict in grade_all(self.grader, items, self._judge.max_thread, feed.stop):
+            verdicts = grade_all(
+                self.grader,
+                items,
+                self._judge.max_thread,
+                feed.stop,
+                budget=self._budget,
+                drain_seconds=self._config.daemon.drain_seconds,
+            )
+            for task, verdict in verdicts:
                 put(self._behind_the_judge(Judged(task, verdict, self.rubric.hash)))
         except FlywheelError as error:
             put(error)

@@ -10,6 +10,7 @@ from typing import Any, Final
 from sqlalchemy import ColumnElement, Connection, and_, func, insert, or_, select, update
 
 from flywheel.states import Split, TaskState
+from flywheel.store import spending
 from flywheel.store.letters import TASK, bury
 from flywheel.store.schema import influences, tasks, verdicts
 from flywheel.store.transitions import move, move_all, utcnow
@@ -93,6 +94,7 @@ def apply(conn: Connection, task: int, verdict: Verdict, retry_seconds: float) -
 
 def store_verdict(conn: Connection, task: int, verdict: Verdict, rubric_hash: str, judge_hash: str) -> None:
     """Store a verdict and leave its task where it is."""
+    spending.add(conn, verdict)
     same = and_(
         verdicts.c.task_id == task, verdicts.c.rubric_hash == rubric_hash, verdicts.c.judge_hash == judge_hash
     )
@@ -104,6 +106,7 @@ def store_verdict(conn: Connection, task: int, verdict: Verdict, rubric_hash: st
         "error": verdict.error,
         "latency_seconds": verdict.latency_seconds,
         "created_at": utcnow(),
+        "judgements": [asdict(judgement) for judgement in verdict.judgements],
     }
     # An earlier undecided answer of this judge is replaced, but what it cost stays counted; so is what a chain or a
     # person said before, which cost nothing.

@@ -31,6 +31,7 @@ def _to_2(conn: Connection) -> None:
         sources=("anchor", "type", "condition", "swept_at"),
         replies=("content",),
         dead_letters=("state", "attempts"),
+        verdicts=("judgements",),
     )
     # The cursor used to stay before open traces, and traces were not remembered: reading starts over once, and the
     # ledger's keys see to it that nothing comes out twice.

@@ -136,8 +136,20 @@ verdicts = Table(
     Column("completion_tokens", Integer, nullable=False, default=0),
     Column("latency_seconds", Float, nullable=False, default=0.0),
     Column("created_at", Text, nullable=False),
+    Column("judgements", JSON, nullable=False, server_default="[]"),
     UniqueConstraint("task_id", "rubric_hash", "judge_hash"),
 )
+"""`judgements` is every opinion of the judge that the verdict was made of, see `flywheel.verdict.Judgement`."""
+
+judge_days = Table(
+    "judge_days",
+    metadata,
+    Column("day", Text, primary_key=True),
+    Column("calls", Integer, nullable=False),
+    Column("prompt_tokens", BigInteger, nullable=False),
+    Column("completion_tokens", BigInteger, nullable=False),
+)
+"""What judging has used, by day (UTC)."""
 
 fingerprints = Table(
     "fingerprints",
