@@ -27,6 +27,8 @@ def json_schema() -> dict[str, Any]:
     kinds = criterion["properties"]["type"]
     kinds["oneOf"] = [{"const": name, "description": kind.summary} for name, kind in KINDS.items()]
     del kinds["enum"], kinds["type"]
+    reference = criterion["properties"]["reference"]
+    criterion["properties"]["reference"] = {"description": reference["description"], "type": ["string", "number"]}
     criterion["properties"]["choices"] = _choices(criterion["properties"]["choices"])
     criterion["allOf"] = [_rules(name) for name in KINDS]
     title = "A Flywheel rubric"
