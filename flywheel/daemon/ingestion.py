@@ -10,6 +10,7 @@ from flywheel.config import Config, JsonlSource, OtlpSource, StudioSource
 from flywheel.daemon.intake import Intake, SourceReport
 from flywheel.daemon.lines_feed import LinesFeed
 from flywheel.daemon.studio_feed import StudioFeed
+from flywheel.errors import SourceError
 from flywheel.lines.file import files_of
 from flywheel.otlp.inbox import inbox_path
 from flywheel.store.database import Store
@@ -37,8 +38,7 @@ class Ingestion:
                 case OtlpSource():
                     self._add(inbox_path(self._config.state_dir, source.listen), "otlp")
                 case JsonlSource():
-                    path = source.path.absolute()
-                    for file in files_of(path) if path.is_dir() else [path]:
+                    for file in _files(source.path.absolute()):
                         self._add(file, "jsonl")
         return list(self._intakes.values())
 
@@ -77,3 +77,11 @@ class Ingestion:
     async def close(self) -> None:
         for intake in self._intakes.values():
             await intake.close()
+
+
+def _files(path: Path) -> list[Path]:
+    """The files of a source of lines; its own path if they cannot be listed, for reading it tells why."""
+    try:
+        return files_of(path) if path.is_dir() else [path]
+    except (SourceError, OSError):
+        return [path]

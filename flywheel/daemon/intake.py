@@ -204,7 +204,7 @@ class Intake:
             noted = {
                 "schema": self.feed.schema,
                 "longest_read_ms": round(self.feed.longest_read_ms, 1),
-                "condition": getattr(error, "condition", "failing") if error is not None else "ok",
+                "condition": _condition(error),
                 "error": str(error or ""),
                 "warning": "; ".join(self._warnings),
             }
@@ -226,6 +226,17 @@ class Intake:
             f"{self.path} holds {self.feed.kinds.total()} spans and not one of them is an agent's ({found}): "
             "only agents' replies become tasks. Trace the agent itself, with AgentScope's own tracing.",
         )
+
+
+def _condition(error: FlywheelError | None) -> str:
+    """One or two words for what `error` tells in full."""
+    match error:
+        case None:
+            return "ok"
+        case SourceError():
+            return error.condition
+        case _:
+            return "not stored"
 
 
 def _says_something(batch: Batch, cursor: Cursor | None) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from flywheel.batch import Batch
 from flywheel.daemon.studio_feed import Progress
+from flywheel.lines.file import files_of
 from flywheel.lines.reader import LinesReader
 from flywheel.trace import Cursor
 
@@ -36,6 +37,8 @@ class LinesFeed:
     async def read(self, number: int, cursor: Cursor, *, final: bool) -> AsyncGenerator[Batch]:
         """One pass, batch by batch; each must be stored before the next is asked for."""
         loop = asyncio.get_running_loop()
+        if await loop.run_in_executor(self._thread, _is_listed, self.path):
+            return
         batches = self._reader.read(cursor, final=final)
         while (batch := await loop.run_in_executor(self._thread, next, batches, None)) is not None:
             yield batch
@@ -46,3 +49,14 @@ class LinesFeed:
     async def close(self) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._reader.close)
         self._thread.shutdown()
+
+
+def _is_listed(path: Path) -> bool:
+    """Whether this is a directory, whose files are sources of their own. Raises SourceError if they cannot be seen."""
+    try:
+        if path.is_dir():
+            files_of(path)
+            return True
+    except PermissionError:
+        pass  # reading says it better
+    return False

@@ -81,8 +81,8 @@ class Sources:
         self._watcher.refresh()
 
     def poll(self) -> None:
-        """Look at every source, whether or not an event came."""
-        for stage in self._stages.values():
+        """Look at every source, whether or not an event came, and for tasks that could not be written before."""
+        for stage in (*self._stages.values(), self._export):
             stage.wake.set()
 
     async def stop(self) -> None:

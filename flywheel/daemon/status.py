@@ -57,7 +57,10 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
 
 
 def _source(row: dict[str, Any]) -> dict[str, Any]:
-    keys = ("path", "schema", "generation", "open_traces", "longest_read_ms", "error", "warning", "read_at")
+    keys = (
+        "path", "type", "condition", "schema", "generation", "open_traces", "longest_read_ms", "error", "warning",
+        "read_at",
+    )  # fmt: skip
     return {key: row[key] for key in keys}
 
 

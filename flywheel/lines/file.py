@@ -173,4 +173,6 @@ def _unreachable(path: Path, error: OSError) -> SourceError:
         PermissionError: "Make it readable for this user.",
     }
     hint = hints.get(type(error), "Check the disk and the system log.")
-    return SourceError(f"read {path}", error.strerror or str(error), hint, retryable=True)
+    found = SourceError(f"read {path}", error.strerror or str(error), hint, retryable=True)
+    found.condition = {FileNotFoundError: "missing", PermissionError: "denied"}.get(type(error), "failing")
+    return found

@@ -62,6 +62,10 @@ class Store:
         store = cls(engine, str(path))
         try:
             version = await store.read(version_of)
+            if version == 0:
+                # Somebody is just making it.
+                await store.close()
+                return await cls.copy(state_dir)
             if version != SCHEMA_VERSION:
                 raise StoreError(
                     f"look at the state database {path}",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import orjson
 from sqlalchemy import Connection, select, update
@@ -72,19 +73,26 @@ def _unwritable(path: Path, error: OSError) -> StoreError:
 
 
 def _ids_in(path: Path) -> set[str]:
-    if not path.exists():
+    try:
+        with path.open("rb") as file:
+            return _ids_of(path, file)
+    except FileNotFoundError:
         return set()
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _ids_of(path: Path, file: BinaryIO) -> set[str]:
     found = set()
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                found.add(str(orjson.loads(line)["task_id"]))
-            except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-                raise StoreError(
-                    f"append to the task file {path}",
-                    f"line {number} is not a task",
-                    "Move the file away, or name another with --out; Flywheel writes only to files of its own.",
-                ) from error
+    for number, line in enumerate(file, 1):
+        try:
+            found.add(str(orjson.loads(line)["task_id"]))
+        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+            raise StoreError(
+                f"append to the task file {path}",
+                f"line {number} is not a task",
+                "Move the file away, or name another with --out; Flywheel writes only to files of its own.",
+            ) from error
     return found
 
 

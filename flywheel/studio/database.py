@@ -8,6 +8,7 @@ beside it, and SQLite would make them: such a file is copied to a temporary fold
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sqlite3
 import stat
@@ -43,6 +44,8 @@ class Database:
         self._connection: sqlite3.Connection | None = None
         self._identity = ""
         self._connected = 0
+        self._written: tuple[int, int] = (0, 0)
+        self._seen: tuple[object, ...] = ()
         self._copy: tempfile.TemporaryDirectory[str] | None = None
         self._copied: object = None
 
@@ -71,6 +74,7 @@ class Database:
                 "empty",
                 retry=True,
             )
+        self._written = (found.st_size, found.st_mtime_ns)
         identity = f"{found.st_dev}:{found.st_ino}"
         if identity != self._identity or (self._copy is not None and self._copied != self._state()):
             self.close()
@@ -150,7 +154,14 @@ class Database:
         except OSError as error:
             raise self._unreachable(error) from error
         version = self.ask("PRAGMA data_version")
-        return identity, self._connected, version
+        seen = (self._connected, version)
+        if self._seen[:2] == seen and self._seen[2] != self._written:
+            # Written to without a commit that SQLite can tell: another file may have been copied over this one, and
+            # what the connection holds of the old one would be mixed with the new.
+            self._disconnect()
+            seen = (self._connected + 1, self.ask("PRAGMA data_version"))
+        self._seen = (*seen, self._written)
+        return identity, *self._seen
 
     def _log_index(self) -> bytes:
         try:
@@ -161,7 +172,11 @@ class Database:
 
     def rest(self) -> None:
         """Between passes: let go of a file in WAL mode, so that its last writer can fold the log in when it ends."""
-        if self._connection is not None and self._copy is None and self._is_wal():
+        try:
+            if self._connection is not None and self._copy is None and self._is_wal():
+                self._disconnect()
+        except OSError:
+            # It has gone meanwhile; whoever asks next is told.
             self._disconnect()
 
     def close(self) -> None:
@@ -214,11 +229,12 @@ class Database:
 
     def _state(self) -> object:
         """What changes when somebody writes to the file or opens it for writing."""
-        return [
-            (found.st_ino, found.st_size, found.st_mtime_ns)
-            for path in (self.path, self._beside("-wal"), self._beside("-shm"))
-            if path.exists() and (found := path.stat())
-        ]
+        found: list[tuple[int, int, int]] = []
+        for path in (self.path, self._beside("-wal"), self._beside("-shm")):
+            with contextlib.suppress(OSError):
+                now = path.stat()
+                found.append((now.st_ino, now.st_size, now.st_mtime_ns))
+        return found
 
     def _error(self, why: str, hint: str, condition: str = "failing", *, retry: bool = False) -> StudioError:
         error = StudioError(f"read Studio database {self.path}", why, hint, retryable=retry)

@@ -94,9 +94,9 @@ def set_up(trap: Trap) -> None:
         return count
 
     database.PAGE_ROWS = PAGE_ROWS  # type: ignore[misc]  # many commits in a pass
-    database.Database.page = trapped_page  # type: ignore[method-assign]
+    database.Database.page = trapped_page  # type: ignore[method-assign,assignment]
     LinesReader.read = trapped_lines  # type: ignore[method-assign]
-    Store.write = trapped_write  # type: ignore[method-assign,assignment]
+    Store.write = trapped_write  # type: ignore[method-assign]
     export.append_jsonl = trapped_append  # type: ignore[attr-defined]
 
 

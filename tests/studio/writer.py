@@ -63,12 +63,13 @@ def insert(path: Path, many: Iterable[Sequence[Any]]) -> None:
 
 @dataclass
 class Studio:
-    """A generation 2 database under construction."""
+    """A generation 2 database under construction; one that is there already goes on."""
 
     path: Path
 
     def __post_init__(self) -> None:
-        empty_like("new_v2", self.path)
+        if not self.path.exists():
+            empty_like("new_v2", self.path)
 
     def write(self, *spans: dict[str, Any]) -> None:
         """One commit of spans made with `span`."""
