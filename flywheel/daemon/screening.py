@@ -14,17 +14,18 @@ from typing import Any, Final, Protocol, TypeVar
 from sqlalchemy import Connection
 
 from flywheel.filtering.chain import Chain, LineFilter, Step
-from flywheel.filtering.deduplication import Deduplication, Fingerprint, fingerprint
+from flywheel.filtering.deduplication import Deduplication, fingerprint
 from flywheel.filtering.embedder import Embedder
 from flywheel.filtering.influence import weigh
 from flywheel.likeness import NEAR
 from flywheel.store import duplicates, influence, judging
-from flywheel.store.duplicates import Repeats
+from flywheel.store.duplicates import Near, Repeats
 from flywheel.store.judging import Claimed
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Prints = dict[int, duplicates.Entry]
 TAKEN_IN: Final = 256
 """Earlier tasks that are taken in at once when a filter is new."""
 
@@ -69,17 +70,18 @@ class Screening:
             self._take_in()
             self._taken_in = True
         tasks = self._redacted(tasks)
-        prints = self._compared(tasks)
-        held = self._held(tasks, prints)
+        prints = self._prints(tasks)
+        near, held = self._entered(tasks, prints)
         screened = {task.id: Screened(task, held=task.id in held) for task in tasks}
-        return self._through(self._chain.before, screened, prints)
+        return self._through(self._chain.before, screened, prints, near)
 
     def after(self, task: Claimed) -> Screened:
         """A task that the judge accepted after what comes behind the judge."""
         if not self._chain.after:
             return Screened(task)
-        prints = {task.id: fingerprint(task.line, self._threshold)} if self._deduplication else {}
-        return self._through(self._chain.after, {task.id: Screened(task)}, prints)[0]
+        prints = self._prints([task])
+        near = self._ask(duplicates.enter, list(prints.values()), self._threshold) if prints else {}
+        return self._through(self._chain.after, {task.id: Screened(task)}, prints, near)[0]
 
     def _redacted(self, tasks: Sequence[Claimed]) -> Sequence[Claimed]:
         """Tasks that were stored before their chain had a `pii` filter lose their personal data now."""
@@ -92,38 +94,44 @@ class Screening:
             self._ask(judging.rewrite, changed)
         return [replace(task, line=lines[task.id]) for task in tasks]
 
-    def _compared(self, tasks: Sequence[Claimed]) -> dict[int, Fingerprint]:
+    def _prints(self, tasks: Sequence[Claimed]) -> Prints:
         if self._deduplication is None and self._chain.influence is None:
             return {}
-        return {task.id: fingerprint(task.line, self._threshold) for task in tasks}
+        return {
+            task.id: duplicates.Entry(task.id, task.key, fingerprint(task.line, self._threshold)) for task in tasks
+        }
 
-    def _held(self, tasks: Sequence[Claimed], prints: dict[int, Fingerprint]) -> set[int]:
-        """Enter the tasks into what is known; the ones that are part of a burst."""
+    def _entered(self, tasks: Sequence[Claimed], prints: Prints) -> tuple[dict[int, list[Near]], set[int]]:
+        """Enter the tasks into what is known: what is near each of them, and which are part of a burst."""
         if not prints:
-            return set()
+            return {}, set()
         caps = self._chain.influence
         weights = {task.id: weigh(task.line) for task in tasks} if caps else {}
         burst = caps.burst if caps else None
 
-        def enter(conn: Connection) -> list[int]:
-            for task in tasks:
-                duplicates.enter(conn, task.id, prints[task.id], self._threshold)
-                if weights:
-                    influence.enter(conn, task.id, weights[task.id])
+        def enter(conn: Connection) -> tuple[dict[int, list[Near]], list[int]]:
+            near = duplicates.enter(conn, list(prints.values()), self._threshold)
+            if weights:
+                influence.enter(conn, weights)
             if burst is None:
-                return []
-            return influence.hold_bursts(conn, [task.id for task in tasks], burst.count, burst.seconds)
+                return near, []
+            alike = [task for task, others in near.items() if others]
+            return near, influence.hold_bursts(conn, alike, burst.count, burst.seconds)
 
-        held = self._ask(enter)
+        near, held = self._ask(enter)
         if held:
             log.warning(
                 "a burst of near-identical questions: %d tasks are set aside. See `flywheel tasks --state held`",
                 len(held),
             )
-        return set(held)
+        return near, set(held)
 
     def _through(
-        self, steps: Sequence[Step], screened: dict[int, Screened], prints: dict[int, Fingerprint]
+        self,
+        steps: Sequence[Step],
+        screened: dict[int, Screened],
+        prints: Prints,
+        near: dict[int, list[Near]],
     ) -> list[Screened]:
         for step in steps:
             left = [each.task for each in screened.values() if each.goes_on]
@@ -136,7 +144,7 @@ class Screening:
                             task, error=decision.error, reason="" if decision.error else reason
                         )
             elif left:
-                for task_id, repeats in self._repeating(step, left, prints).items():
+                for task_id, repeats in self._repeating(step, [prints[task.id] for task in left], near).items():
                     reason = (
                         f"filter deduplication: repeats {repeats.key} ({repeats.method}, {repeats.similarity:.2f})"
                     )
@@ -144,23 +152,30 @@ class Screening:
         return list(screened.values())
 
     def _repeating(
-        self, step: Deduplication, tasks: Sequence[Claimed], prints: dict[int, Fingerprint]
+        self, step: Deduplication, entries: Sequence[duplicates.Entry], near: dict[int, list[Near]]
     ) -> dict[int, Repeats]:
-        vectors = self._vectors(step, {prints[task.id].text: prints[task.id].query for task in tasks})
+        """Those of the tasks that repeat a kept one; the others are kept from now on."""
+        vectors = self._vectors(step, {entry.compared.text: entry.compared.query for entry in entries})
 
         def compare(conn: Connection) -> dict[int, Repeats]:
             found: dict[int, Repeats] = {}
-            for task in tasks:
-                own = prints[task.id]
-                # It can have come here by way of an older chain, or from behind the judge.
-                duplicates.enter(conn, task.id, own, self._threshold)
-                repeats = duplicates.repeated(
-                    conn, task.id, own, self._threshold, step.model, vectors.get(own.text, b"")
-                )
+            kept: list[duplicates.Entry] = []
+            for entry in entries:
+                now = {each.task for each in kept}
+                others = [other for other in near[entry.task] if other.kept or other.task in now]
+                repeats = _by_text(others)
+                vector = vectors.get(entry.compared.text, b"")
+                if step.model and vector and (repeats is None or repeats.method != "exact"):
+                    repeats = duplicates.by_embedding(conn, entry, self._threshold, step.model, vector)
                 if repeats is not None:
-                    found[task.id] = repeats
-                else:
-                    duplicates.keep(conn, task.id, own)
+                    found[entry.task] = repeats
+                    continue
+                kept.append(entry)
+                if step.model:
+                    # Embeddings are compared with what the store has.
+                    duplicates.keep(conn, [entry])
+            if not step.model:
+                duplicates.keep(conn, kept)
             return found
 
         return self._ask(compare)
@@ -187,7 +202,7 @@ class Screening:
         """Earlier tasks, from before the chain had its filters, are known from now on."""
         if (step := self._deduplication) is not None:
             while rows := self._ask(duplicates.unknown, self._threshold, TAKEN_IN):
-                known = [(row.id, fingerprint(row.payload, self._threshold)) for row in rows]
+                known = [duplicates.Entry(row.id, row.key, fingerprint(row.payload, self._threshold)) for row in rows]
                 self._ask(duplicates.take_in, known, self._threshold)
             while step.model is not None and (
                 rows := self._ask(duplicates.kept_without_vector, step.model, TAKEN_IN)
@@ -195,10 +210,11 @@ class Screening:
                 self._vectors(step, {row.text: row.payload["main_query"] for row in rows})
         if self._chain.influence is not None:
             while rows := self._ask(influence.unknown, TAKEN_IN):
-                weights = [(row.id, weigh(row.payload)) for row in rows]
-                self._ask(_enter_all, weights)
+                self._ask(influence.enter, {row.id: weigh(row.payload) for row in rows})
 
 
-def _enter_all(conn: Connection, weights: Sequence[tuple[int, Any]]) -> None:
-    for task, weight in weights:
-        influence.enter(conn, task, weight)
+def _by_text(others: Sequence[Near]) -> Repeats | None:
+    """The nearest, which is the first."""
+    for other in others:
+        return Repeats(other.task, other.key, other.similarity, "exact" if other.is_exact else "words")
+    return None

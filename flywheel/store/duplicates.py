@@ -7,11 +7,11 @@ judge rejects a task, those that were put aside as its repetitions are due again
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from sqlalchemy import Connection, Row, and_, delete, exists, insert, select, update
+from sqlalchemy import Connection, Row, and_, delete, exists, func, insert, select, update
 
 from flywheel import likeness
 from flywheel.states import TaskState
@@ -22,6 +22,9 @@ from flywheel.store.transitions import move, utcnow
 GONE: Final = (TaskState.REJECTED, TaskState.DEAD, TaskState.WITHDRAWN)
 """A task in one of these stands in nobody's way."""
 DECIDED: Final = (TaskState.ACCEPTED, TaskState.RESERVED, TaskState.CONSUMED)
+
+LIKELY: Final = 256
+"""Earlier questions that one is compared with word by word, at most."""
 
 
 class Compared(Protocol):
@@ -37,6 +40,8 @@ class Compared(Protocol):
     def bands(self) -> tuple[int, ...]: ...
     @property
     def text(self) -> str: ...
+    @property
+    def query(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,67 +54,96 @@ class Repeats:
     method: str
 
 
-def enter(conn: Connection, task: int, print_: Compared, threshold: float) -> None:
-    """Remember what a task is compared by; once. It is like the first that it nearly repeats."""
-    known = conn.execute(
-        select(fingerprints.c.exact, fingerprints.c.threshold, fingerprints.c.kept).where(
-            fingerprints.c.task_id == task
+@dataclass(frozen=True, slots=True)
+class Near:
+    """A question that was entered before and is near another one; `kept` is whether it stands in that one's way."""
+
+    task: int
+    key: str
+    like: int
+    similarity: float
+    is_exact: bool
+    kept: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A task with what its question is compared by."""
+
+    task: int
+    key: str
+    compared: Compared
+
+
+def enter(conn: Connection, entries: Sequence[Entry], threshold: float) -> dict[int, list[Near]]:
+    """Remember what these tasks are compared by, and find what is near each of them, the nearest first.
+
+    A task is like the first that it nearly repeats. What is entered in the same call is found too, in its order.
+    """
+    known = _known(conn, [entry.task for entry in entries])
+    near: dict[int, list[Near]] = {}
+    rows: list[dict[str, Any]] = []
+    leaders: list[Entry] = []
+    stale: list[int] = []
+    for entry in entries:
+        own, before = entry.compared, known.get(entry.task)
+        found = _near(conn, entry, threshold)
+        for other, like in ((each, row["like"]) for each, row in zip(entries, rows, strict=False)):
+            share = _share(own, other.compared.scope, other.compared.words)
+            if other.task != entry.task and share >= threshold:
+                is_exact = own.exact == other.compared.exact
+                found.append(Near(other.task, other.key, like, round(share, 4), is_exact, kept=False))
+        near[entry.task] = sorted(found, key=lambda each: (not each.is_exact, -each.similarity, each.task))
+        same = before is not None and before.exact == own.exact and before.threshold == threshold
+        like = before.like if same and before else near[entry.task][0].like if found else entry.task
+        rows.append(
+            {
+                "task_id": entry.task,
+                "like": like,
+                "scope": own.scope,
+                "exact": own.exact,
+                "words": array("I", sorted(own.words)).tobytes(),
+                "text": own.text,
+                "threshold": threshold,
+                "kept": bool(before and before.kept),
+            }
         )
-    ).one_or_none()
-    if known is not None and known.exact == print_.exact and known.threshold == threshold:
-        return
-    if known is not None:
-        conn.execute(delete(fingerprint_bands).where(fingerprint_bands.c.task_id == task))
-        conn.execute(delete(fingerprints).where(fingerprints.c.task_id == task))
-    near = _near(conn, task, print_, threshold, kept=False)
-    like = near[0][1].like if near else task
-    conn.execute(
-        insert(fingerprints).values(
-            task_id=task,
-            like=like,
-            scope=print_.scope,
-            exact=print_.exact,
-            words=array("I", sorted(print_.words)).tobytes(),
-            text=print_.text,
-            threshold=threshold,
-            kept=bool(known and known.kept),
+        if before is not None:
+            stale.append(entry.task)
+        if like == entry.task or (before is not None and before.kept):
+            leaders.append(entry)
+    for some in chunks(stale):
+        conn.execute(delete(fingerprint_bands).where(fingerprint_bands.c.task_id.in_(some)))
+        conn.execute(delete(fingerprints).where(fingerprints.c.task_id.in_(some)))
+    if rows:
+        conn.execute(insert(fingerprints), rows)
+    _enter_bands(conn, leaders)
+    return near
+
+
+def keep(conn: Connection, entries: Sequence[Entry]) -> None:
+    """These tasks go on to the judge: later ones are compared with them."""
+    ids = [entry.task for entry in entries]
+    for some in chunks(ids):
+        conn.execute(update(fingerprints).where(fingerprints.c.task_id.in_(some)).values(kept=True))
+        there = set(
+            conn.execute(
+                select(fingerprint_bands.c.task_id).where(fingerprint_bands.c.task_id.in_(some)).distinct()
+            ).scalars()
         )
-    )
-    if like == task or (known and known.kept):
-        _enter_bands(conn, task, print_)
+        _enter_bands(conn, [entry for entry in entries if entry.task in some and entry.task not in there])
 
 
-def keep(conn: Connection, task: int, print_: Compared) -> None:
-    """The task goes on to the judge: later ones are compared with it."""
-    changed = conn.execute(
-        update(fingerprints).where(fingerprints.c.task_id == task, fingerprints.c.kept.is_(False)).values(kept=True)
-    )
-    if changed.rowcount:
-        _enter_bands(conn, task, print_)
+def _known(conn: Connection, ids: Sequence[int]) -> dict[int, Any]:
+    found: dict[int, Any] = {}
+    for some in chunks(ids):
+        rows = conn.execute(select(fingerprints).where(fingerprints.c.task_id.in_(some)))
+        found |= {row.task_id: row for row in rows}
+    return found
 
 
-def repeated(
-    conn: Connection, task: int, print_: Compared, threshold: float, model: str | None, vector: bytes
-) -> Repeats | None:
-    """The kept task that this one repeats most nearly; by embeddings if `vector` is one, else by words."""
-    exact = conn.execute(
-        select(tasks.c.id, tasks.c.key)
-        .join(fingerprints, fingerprints.c.task_id == tasks.c.id)
-        .where(fingerprints.c.exact == print_.exact, *_is_kept(task))
-        .order_by(tasks.c.id)
-        .limit(1)
-    ).one_or_none()
-    if exact is not None:
-        return Repeats(exact.id, exact.key, 1.0, "exact")
-    if model is not None and vector:
-        return _by_embedding(conn, task, print_, threshold, model, vector)
-    near = _near(conn, task, print_, threshold, kept=True)
-    return Repeats(near[0][1].task_id, near[0][1].key, near[0][0], "words") if near else None
-
-
-def _by_embedding(
-    conn: Connection, task: int, print_: Compared, threshold: float, model: str, vector: bytes
-) -> Repeats | None:
+def by_embedding(conn: Connection, entry: Entry, threshold: float, model: str, vector: bytes) -> Repeats | None:
+    """The kept task whose question's embedding is most similar, if that is similar enough."""
     import numpy as np  # not before there is something to compare: a daemon that waits does without
 
     wanted = np.frombuffer(vector, dtype=np.float32)
@@ -117,7 +151,12 @@ def _by_embedding(
         select(tasks.c.id, tasks.c.key, embeddings.c.vector)
         .join(fingerprints, fingerprints.c.task_id == tasks.c.id)
         .join(embeddings, and_(embeddings.c.text == fingerprints.c.text, embeddings.c.model == model))
-        .where(fingerprints.c.scope == print_.scope, *_is_kept(task))
+        .where(
+            fingerprints.c.scope == entry.compared.scope,
+            fingerprints.c.kept.is_(True),
+            fingerprints.c.task_id != entry.task,
+            tasks.c.state.not_in([state.value for state in GONE]),
+        )
         .order_by(tasks.c.id)
     )
     best: Repeats | None = None
@@ -135,39 +174,38 @@ def _by_embedding(
     return best
 
 
-def _is_kept(task: int) -> tuple[Any, ...]:
-    return (
-        fingerprints.c.kept.is_(True),
-        fingerprints.c.task_id != task,
-        tasks.c.state.not_in([state.value for state in GONE]),
+def _near(conn: Connection, entry: Entry, threshold: float) -> list[Near]:
+    own = entry.compared
+    # Questions of one pattern share bands by chance, however many there are; near ones share most.
+    likely = (
+        select(fingerprint_bands.c.task_id)
+        .where(fingerprint_bands.c.band.in_(own.bands))
+        .group_by(fingerprint_bands.c.task_id)
+        .order_by(func.count().desc(), fingerprint_bands.c.task_id)
+        .limit(LIKELY)
     )
-
-
-def _near(conn: Connection, task: int, print_: Compared, threshold: float, *, kept: bool) -> list[tuple[float, Any]]:
-    """Tasks whose questions are near, the nearest first; of equally near ones, the oldest."""
-    where = _is_kept(task) if kept else (fingerprints.c.task_id != task,)
     rows = conn.execute(
-        select(fingerprints.c.task_id, fingerprints.c.like, fingerprints.c.scope, fingerprints.c.words, tasks.c.key)
+        select(fingerprints, tasks.c.key, tasks.c.state)
         .join(tasks, tasks.c.id == fingerprints.c.task_id)
-        .where(
-            fingerprints.c.task_id.in_(
-                select(fingerprint_bands.c.task_id).where(fingerprint_bands.c.band.in_(print_.bands))
-            ),
-            *where,
-        )
-        .order_by(fingerprints.c.task_id)
+        .where(fingerprints.c.task_id.in_(likely), fingerprints.c.task_id != entry.task)
     )
-    found: list[tuple[float, Any]] = []
+    found = []
     for row in rows:
-        share = likeness.likeness(print_.words, frozenset(array("I", row.words)))
-        if row.scope == print_.scope and share >= threshold:
-            found.append((round(share, 4), row))
-    return sorted(found, key=lambda near: -near[0])
+        share = _share(own, row.scope, frozenset(array("I", row.words)))
+        if share >= threshold:
+            kept = row.kept and TaskState(row.state) not in GONE
+            found.append(Near(row.task_id, row.key, row.like, round(share, 4), row.exact == own.exact, kept))
+    return found
 
 
-def _enter_bands(conn: Connection, task: int, print_: Compared) -> None:
-    there = set(conn.execute(select(fingerprint_bands.c.band).where(fingerprint_bands.c.task_id == task)).scalars())
-    rows = [{"band": band, "task_id": task} for band in dict.fromkeys(print_.bands) if band not in there]
+def _share(own: Compared, scope: int, words: frozenset[int]) -> float:
+    return likeness.likeness(own.words, words) if scope == own.scope else 0.0
+
+
+def _enter_bands(conn: Connection, entries: Sequence[Entry]) -> None:
+    rows = [
+        {"band": band, "task_id": entry.task} for entry in entries for band in dict.fromkeys(entry.compared.bands)
+    ]
     if rows:
         conn.execute(insert(fingerprint_bands), rows)
 
@@ -206,11 +244,11 @@ def free_repetitions(conn: Connection, originals: Sequence[int]) -> int:
 
 
 def unknown(conn: Connection, threshold: float, limit: int) -> list[Row[Any]]:
-    """Accepted tasks (id, payload) that were never compared, or with another threshold: deduplication came later."""
+    """Accepted tasks (id, key, payload) that were not compared yet, or with another threshold."""
     compared = exists().where(fingerprints.c.task_id == tasks.c.id, fingerprints.c.threshold == threshold)
     return list(
         conn.execute(
-            select(tasks.c.id, tasks.c.payload)
+            select(tasks.c.id, tasks.c.key, tasks.c.payload)
             .where(tasks.c.state.in_([state.value for state in DECIDED]), ~compared)
             .order_by(tasks.c.id)
             .limit(limit)
@@ -218,11 +256,10 @@ def unknown(conn: Connection, threshold: float, limit: int) -> list[Row[Any]]:
     )
 
 
-def take_in(conn: Connection, known: Iterable[tuple[int, Compared]], threshold: float) -> None:
+def take_in(conn: Connection, entries: Sequence[Entry], threshold: float) -> None:
     """Enter tasks that were accepted before, and keep them."""
-    for task, print_ in known:
-        enter(conn, task, print_, threshold)
-        keep(conn, task, print_)
+    enter(conn, entries, threshold)
+    keep(conn, entries)
 
 
 def kept_without_vector(conn: Connection, model: str, limit: int) -> list[Row[Any]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from sqlalchemy import Connection, Row, exists, func, insert, select, update
 
 from flywheel.states import Split, TaskState
+from flywheel.store.marks import chunks
 from flywheel.store.schema import fingerprints, influences, tasks
 from flywheel.store.transitions import move
 
@@ -30,18 +31,26 @@ class Weighed(Protocol):
     def at(self) -> float: ...
 
 
-def enter(conn: Connection, task: int, weight: Weighed) -> None:
-    """Remember by what a task's share is counted."""
-    values = {
-        "conversation": weight.conversation,
-        "user": weight.user,
-        "template": weight.template,
-        "origin": weight.origin,
-        "at": weight.at,
-    }
-    changed = conn.execute(update(influences).where(influences.c.task_id == task).values(**values))
-    if changed.rowcount == 0:
-        conn.execute(insert(influences).values(task_id=task, released=False, **values))
+def enter(conn: Connection, weights: Mapping[int, Weighed]) -> None:
+    """Remember by what the shares of these tasks are counted."""
+    known: set[int] = set()
+    for some in chunks(list(weights)):
+        known |= set(conn.execute(select(influences.c.task_id).where(influences.c.task_id.in_(some))).scalars())
+    rows = []
+    for task, weight in weights.items():
+        values = {
+            "conversation": weight.conversation,
+            "user": weight.user,
+            "template": weight.template,
+            "origin": weight.origin,
+            "at": weight.at,
+        }
+        if task in known:
+            conn.execute(update(influences).where(influences.c.task_id == task).values(**values))
+        else:
+            rows.append({"task_id": task, "released": False, **values})
+    if rows:
+        conn.execute(insert(influences), rows)
 
 
 def unknown(conn: Connection, limit: int) -> list[Row[Any]]:

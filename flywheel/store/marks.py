@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Row, delete, insert, select, update
 
 from flywheel.store.schema import traces
 from flywheel.trace import Mark
 
+T = TypeVar("T")
+
 CHUNK = 500
 """Values in one statement: SQLite takes no more than 999 in its older builds."""
 
 
-def chunks(values: Sequence[str]) -> Iterator[list[str]]:
+def chunks(values: Sequence[T]) -> Iterator[list[T]]:
     for start in range(0, len(values), CHUNK):
         yield list(values[start : start + CHUNK])
 

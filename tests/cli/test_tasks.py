@@ -39,9 +39,9 @@ def held(tmp_path: Path) -> list[str]:
         told = [reply(n, query="What is all this?") for n in range(3)]
         ledger.record_batch(conn, source, batch(*told, reply(9)), train_ratio=0.7, split_seed=42)
         rows = conn.execute(select(schema.tasks).order_by(schema.tasks.c.id)).all()
-        for row in rows:
-            duplicates.enter(conn, row.id, fingerprint(row.payload, 0.8), 0.8)
-            influence.enter(conn, row.id, weigh(row.payload))
+        entries = [duplicates.Entry(row.id, row.key, fingerprint(row.payload, 0.8)) for row in rows]
+        duplicates.enter(conn, entries, 0.8)
+        influence.enter(conn, {row.id: weigh(row.payload) for row in rows})
         assert influence.hold_bursts(conn, [rows[0].id], 3, 60) == [1, 2, 3]
         return [row.key for row in rows[:3]]
 
