@@ -33,7 +33,7 @@ LONG_ROWS: Final = 4_000
 """A pass that has read so many rows goes on with a process that converts."""
 AHEAD: Final = 3
 """Pages that are read ahead of what is stored."""
-RECENT_ROWS: Final = 5_000
+RECENT_ROWS = 5_000
 """How far back a look at what was changed in place goes, whenever the source has changed."""
 
 

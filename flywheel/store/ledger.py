@@ -92,8 +92,6 @@ def note_source(conn: Connection, /, source: int, **values: Any) -> None:
 def record_batch(conn: Connection, source: int, batch: Batch, *, train_ratio: float, split_seed: int) -> Recorded:
     """Store one batch in the caller's transaction."""
     done = Recorded(warnings=list(batch.warnings))
-    if batch.cursor is not None:
-        _notice_schema(conn, source, batch.cursor)
     told = {entry.span_id: entry for entry in batch.entries}
     known = _known(conn, source, [*told, *(row.span_id for row in batch.dead)])
     sides = Sides(conn, list(told.values()), train_ratio=train_ratio, seed=split_seed)
@@ -130,13 +128,6 @@ def record_batch(conn: Connection, source: int, batch: Batch, *, train_ratio: fl
             open_traces=batch.open_traces,
         )
     return done
-
-
-def _notice_schema(conn: Connection, source: int, cursor: Cursor) -> None:
-    """After a migration of the source every reply reads a little differently; it stays what it was."""
-    before = conn.execute(select(sources.c.fingerprint).where(sources.c.id == source)).scalar_one()
-    if before and before != cursor.fingerprint:
-        conn.execute(update(replies).where(replies.c.source_id == source).values(content=None))
 
 
 def _known(conn: Connection, source: int, spans: Sequence[str]) -> dict[str, Row[Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import orjson
 from sqlalchemy import Connection, Row, Text, exists, func, select, type_coerce, update
 
 from flywheel.batch import Entry
@@ -31,8 +32,8 @@ def retell(
     and gives its number."""
     state = ReplyState(known.state)
     given_up = state is ReplyState.DEAD or known.skip_reason == SkipReason.UNFINISHED
-    if known.content is None and not given_up:
-        # Not known how it looked (an older state, another schema): as it does now.
+    if known.content is None and not given_up and _reads_the_same(conn, known, entry):
+        # How all of it looked is not known (an older state), and what it says is the same.
         _note(conn, known.id, entry)
         return False
     if known.content == entry.content or (entry.skip is SkipReason.UNFINISHED and not given_up):
@@ -67,6 +68,16 @@ def retell(
             task_id=_renewed(conn, known.task_id, entry, line) or make(entry),
         )
     return True
+
+
+def _reads_the_same(conn: Connection, known: Row[Any], entry: Entry) -> bool:
+    """Whether a reply has the same question and answer, or the same reason to be none."""
+    if known.task_id is None:
+        return bool(known.skip_reason == entry.skip)
+    if entry.skip is not None:
+        return False
+    payload = conn.execute(select(tasks.c.payload).where(tasks.c.id == known.task_id)).scalar_one()
+    return bool(payload["metadata"]["qa_hash"] == orjson.loads(entry.line)["metadata"]["qa_hash"])
 
 
 def _is_free(conn: Connection, task: int) -> bool:

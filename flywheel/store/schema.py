@@ -63,7 +63,7 @@ replies = Table(
     Column("created_at", Text, nullable=False),
     UniqueConstraint("source_id", "span_id"),
 )
-"""`content` is a hash of the reply as it was told; NULL is one that is not known, and any is right then."""
+"""`content` is a hash of the reply as it was told, NULL where that is not known (an older state)."""
 
 traces = Table(
     "traces",
