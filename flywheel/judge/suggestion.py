@@ -162,6 +162,9 @@ def _written(said: dict[str, Any], shown: Sequence[Label], name: str, count: int
         else criterion
         for criterion in said["criteria"]
     ]
+    # A draft may not name files or functions: what a model writes is not executed.
+    if others := sorted({str(each.get("type")) for each in criteria if isinstance(each, dict)} - {*TYPES, "None"}):
+        raise _UnusableError(f"{', '.join(others)} is none of {', '.join(TYPES)}")
     raw = {
         "version": 1,
         "id": re.sub(r"[^\w-]+", "-", name).strip("-") or "suggested",

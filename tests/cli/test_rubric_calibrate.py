@@ -1,0 +1,189 @@
+"""`flywheel rubric calibrate` against a real judge over HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Run
+from tests.judge_server import JudgeServer
+from tests.samples import START
+
+RUBRIC = """id: r
+threshold: 0.7
+criteria:
+  - {id: correct, value: It is right., weight: 3}
+  - {id: long, type: min-length, value: 3}
+"""
+
+
+def says_seven(question: str, answer: str) -> bool:
+    return "seven" in answer
+
+
+@pytest.fixture
+def judge() -> Iterator[JudgeServer]:
+    with JudgeServer(says_seven) as server:
+        yield server
+
+
+@pytest.fixture
+def config(tmp_path: Path, judge: JudgeServer) -> Path:
+    path = tmp_path / "flywheel.yaml"
+    path.write_text(
+        f"state: {{dir: state}}\n"
+        f"judge: {{base_url: '{judge.base_url}', model: judge, max_thread: 4, max_attempts: 1}}\n"
+    )
+    (tmp_path / "r.yaml").write_text(RUBRIC)
+    return path
+
+
+def write_labels(tmp_path: Path, *lines: dict[str, Any] | str) -> Path:
+    path = tmp_path / "labels.jsonl"
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n")
+    return path
+
+
+def label(answer: str, verdict: Any, **more: Any) -> dict[str, Any]:
+    return {"query": "What is 3 plus 4?", "answer": answer, "verdict": verdict, **more}
+
+
+LABELS = [
+    *(label(f"It is seven, {n}.", "accept") for n in range(6)),
+    *(label(f"It is eight, {n}.", "reject") for n in range(5)),
+    label("7", "accept", reason="short but right"),
+    label("It is seven o'clock.", "reject", reason="beside the point"),
+]
+
+
+def test_the_figures_and_the_worst_disagreements(
+    flywheel: Run, config: Path, tmp_path: Path, judge: JudgeServer
+) -> None:
+    labels = write_labels(tmp_path, *LABELS)
+    ran = flywheel("rubric", "calibrate", "r.yaml", "--labels", labels, "-c", config, "--repeats", 3, "--json")
+    assert ran.code == 0, ran.err
+    said = ran.json
+    assert said["confusion"] == {
+        "accept": {"accepted": 6, "rejected": 1},
+        "reject": {"accepted": 1, "rejected": 5},
+    }
+    assert said["judged"] == 13
+    assert said["base_rate"] == pytest.approx(7 / 13)
+    assert said["agreement"] == pytest.approx(11 / 13)
+    expected = (49 + 36) / 169
+    assert said["kappa"]["value"] == pytest.approx((11 / 13 - expected) / (1 - expected))
+    assert -1 <= said["kappa"]["low"] < said["kappa"]["value"] < said["kappa"]["high"] <= 1
+    assert said["consistency"] == {"pairs": 1.0, "unanimous": 1.0}
+    assert [(each["label"], each["verdict"], each["label_reason"]) for each in said["worst"]] == [
+        ("accept", "rejected", "short but right"),
+        ("reject", "accepted", "beside the point"),
+    ]
+    assert all(each["reason"] for each in said["worst"])
+    assert judge.calls == said["usage"]["calls"] == 39
+    shown = flywheel("rubric", "calibrate", "r.yaml", "--labels", labels, "-c", config)
+    assert shown.code == 0
+    for words in ("Cohen's kappa 0.69 (95 % interval", "people accept 54%", "short but right", "judge accepts"):
+        assert words in shown.out
+
+
+def test_a_judge_that_changes_its_mind_is_shown(
+    flywheel: Run, config: Path, tmp_path: Path, judge: JudgeServer
+) -> None:
+    seen: dict[str, int] = {}
+
+    def moody(question: str, answer: str) -> bool:
+        seen[answer] = seen.get(answer, 0) + 1
+        return seen[answer] != 2
+
+    judge.verdict = moody
+    labels = write_labels(tmp_path, *(label(f"Answer {n}", "accept" if n % 2 else "reject") for n in range(4)))
+    said = flywheel("rubric", "calibrate", "r.yaml", "--labels", labels, "-c", config, "--repeats", 3, "--json").json
+    assert said["consistency"] == {"pairs": pytest.approx(1 / 3), "unanimous": 0.0}
+    assert said["confusion"]["reject"] == {"accepted": 2, "rejected": 0}
+
+
+def test_every_form_of_a_label(flywheel: Run, config: Path, tmp_path: Path) -> None:
+    labels = write_labels(
+        tmp_path,
+        label("It is seven.", "GOOD"),
+        label("It is eight.", "bad"),
+        {"query": "q", "answer": "seven of them", "expected_verdict": "GOOD"},
+        {"main_query": "q", "answer": "seven", "label": True, "metadata": {"trajectory_json": "[]"}},
+        {"query": "q", "answer": None, "verdict": "reject"},
+        {"query": "q", "answer": "a", "verdict": None},
+        "",
+    )
+    said = flywheel("rubric", "calibrate", "r.yaml", "--labels", labels, "-c", config, "--json").json
+    assert (said["labels"], said["left_out"], said["agreement"]) == (4, 2, 1.0)
+
+
+def test_a_label_by_task_id(flywheel: Run, config: Path, tmp_path: Path) -> None:
+    source = tmp_path / "tasks.jsonl"
+    lines = [
+        {"question": f"What is {n}?", "answer": "It is seven.", "metadata": {"started_at": START.isoformat()}}
+        for n in range(3)
+    ]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config.write_text(f"{config.read_text()}sources:\n  - {{type: jsonl, path: tasks.jsonl}}\n")
+    ran = flywheel("ingest", "-c", config, "--out", "out.jsonl")
+    assert ran.code == 0, ran.err
+    ids = [json.loads(line)["task_id"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    labels = write_labels(tmp_path, *({"task_id": name, "verdict": "accept"} for name in ids))
+    said = flywheel("rubric", "calibrate", "r.yaml", "--labels", labels, "-c", config, "--json").json
+    assert said["judged"] == 3
+    labels = write_labels(tmp_path, {"task_id": "t-nobody", "verdict": "accept"})
+    ran = flywheel("rubric", "calibrate", "r.yaml", "--labels", labels, "-c", config)
+    assert (ran.code, "task t-nobody is not in the state" in ran.err) == (78, True)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "line 1: "),
+        ("[1]", "line 1: it is a list"),
+        ({"query": "q", "answer": "a"}, "line 1: it has no `verdict`"),
+        (label("a", "perhaps"), "line 1: `verdict` is 'perhaps'"),
+        ({"answer": "a", "verdict": "accept"}, "neither a `query` nor a `task_id`"),
+        ({"query": 3, "answer": "a", "verdict": "accept"}, "must be texts"),
+        (label("a", "accept", metadata={"tools_json": "{"}), "`metadata.tools_json` is not JSON"),
+        ("", "it holds no label"),
+        (label("a", None), "it holds no label"),
+    ],
+)
+def test_labels_that_cannot_be_used(
+    flywheel: Run, config: Path, tmp_path: Path, judge: JudgeServer, line: Any, words: str
+) -> None:
+    ran = flywheel("rubric", "calibrate", "r.yaml", "--labels", write_labels(tmp_path, line), "-c", config)
+    assert ran.code == 78
+    assert words in ran.err
+    assert judge.calls == 0
+
+
+def test_a_judge_that_is_away_stores_nothing(flywheel: Run, config: Path, tmp_path: Path, judge: JudgeServer) -> None:
+    labels = write_labels(tmp_path, *LABELS)
+    judge.behave("500")
+    ran = flywheel("rubric", "calibrate", "r.yaml", "--labels", labels, "-c", config)
+    assert ran.code == 1
+    judge.behave("nonsense")
+    ran = flywheel("rubric", "calibrate", "r.yaml", "--labels", labels, "-c", config)
+    assert ran.code == 1
+    assert "none of the 13 replies was decided" in ran.err
+    config.write_text(config.read_text().replace("max_thread", "min_kappa: 0.1, max_thread"))
+    judge.behave("good")
+    ran = flywheel("round", "-c", config, "--force")
+    assert (ran.code, "the rubric is not calibrated" in ran.err) == (1, True)
+
+
+def test_the_bar_is_held_up(flywheel: Run, config: Path, tmp_path: Path) -> None:
+    labels = write_labels(tmp_path, *LABELS)
+    config.write_text(config.read_text().replace("max_thread", "min_kappa: 0.95, max_thread"))
+    ran = flywheel("rubric", "calibrate", "r.yaml", "--labels", labels, "-c", config, "--json")
+    assert ran.code == 1
+    assert ran.json["shortfall"].startswith("judge.min_kappa is 0.95, but kappa of the rubric is 0.69 (13 labels")
+    config.write_text(config.read_text().replace("0.95", "0.6"))
+    ran = flywheel("rubric", "calibrate", "r.yaml", "--labels", labels, "-c", config, "--json")
+    assert (ran.code, ran.json["shortfall"]) == (0, None)

@@ -1,0 +1,160 @@
+"""`flywheel rubric suggest`: what the judge drafts becomes a right rubric, or an error."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flywheel.judge.labels import Label
+from flywheel.judge.rubric_file import load_rubric
+from flywheel.judge.suggestion import MOST, chosen, messages
+from flywheel.verdict import Exchange
+from tests.cli.conftest import Run
+
+
+def criterion(name: str, **values: Any) -> dict[str, Any]:
+    return {"id": name, "type": "llm-rubric", "value": "It is right.", "weight": 2, "required": True, **values}
+
+
+GOOD = {"description": "Sums.", "criteria": [criterion("right"), criterion("clear", required=False, weight=1)]}
+
+
+class Author:
+    """A model behind an endpoint that writes these drafts, one after the other."""
+
+    def __init__(self, *drafts: Any) -> None:
+        self.drafts = list(drafts)
+        self.requests: list[dict[str, Any]] = []
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self.base_url = f"http://127.0.0.1:{self.server.server_address[1]}/v1"
+
+    @property
+    def calls(self) -> int:
+        return len(self.requests)
+
+
+def _handler(author: Author) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_POST(self) -> None:
+            author.requests.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            draft = author.drafts.pop(0)
+            text = draft if isinstance(draft, str) else json.dumps(draft)
+            choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+            usage = {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
+            body = json.dumps({"id": "1", "object": "chat.completion", "choices": [choice], "usage": usage}).encode()
+            self.send_response(200)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    return Handler
+
+
+@pytest.fixture
+def author() -> Iterator[Author]:
+    author = Author(GOOD)
+    serving = threading.Thread(target=author.server.serve_forever, kwargs={"poll_interval": 0.02})
+    serving.start()
+    yield author
+    author.server.shutdown()
+    serving.join()
+    author.server.server_close()
+
+
+@pytest.fixture
+def config(tmp_path: Path, author: Author) -> Path:
+    path = tmp_path / "flywheel.yaml"
+    path.write_text(
+        f"state: {{dir: state}}\njudge: {{base_url: '{author.base_url}', model: judge, max_attempts: 1}}\n"
+    )
+    lines = [
+        {
+            "query": "What is 3 plus 4?",
+            "answer": f"It is \\boxed{{{n}}}.",
+            "verdict": "accept" if n == 7 else "reject",
+        }
+        for n in range(10)
+    ]
+    (tmp_path / "l.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_a_draft_is_a_right_rubric(flywheel: Run, config: Path, tmp_path: Path, author: Author) -> None:
+    ran = flywheel("rubric", "suggest", "--labels", "l.jsonl", "-c", config, "--out", "sums.yaml")
+    assert ran.code == 0, ran.err
+    rubric = load_rubric(tmp_path / "sums.yaml")
+    assert (rubric.id, [each.id for each in rubric.criteria]) == ("sums", ["right", "clear"])
+    assert (tmp_path / "sums.yaml").read_text().startswith("# yaml-language-server: $schema=rubric.schema.json\n")
+    assert flywheel("rubric", "check", "sums.yaml").code == 0
+    assert author.calls == 1
+    asked = author.requests[0]["messages"][1]["content"]
+    assert asked.count("People accepted this answer.") == 1
+    assert asked.count("People rejected this answer.") == 9
+
+
+def test_nothing_is_overwritten_without_force(flywheel: Run, config: Path, tmp_path: Path, author: Author) -> None:
+    (tmp_path / "mine.yaml").write_text("mine")
+    arguments = ("rubric", "suggest", "--labels", "l.jsonl", "-c", config, "--out", "mine.yaml")
+    ran = flywheel(*arguments)
+    assert (ran.code, author.calls, (tmp_path / "mine.yaml").read_text()) == (78, 0, "mine")
+    assert "--force" in ran.err
+    assert flywheel(*arguments, "--force").code == 0
+    assert load_rubric(tmp_path / "mine.yaml").id == "mine"
+
+
+@pytest.mark.parametrize(
+    ("draft", "problem"),
+    [
+        ({"criteria": [criterion("right", weight=0)]}, "required but has weight 0"),
+        ({"criteria": [criterion("right"), criterion("right")]}, "criteria have the same id: right"),
+        ({"criteria": []}, "no criterion has a positive weight"),
+        ({"criteria": [criterion("right", type="regex", value="(")]}, "no regular expression"),
+        ({"criteria": [criterion("right", type="regex", value="eight")]}, "the required regex right fails 1 of 1"),
+        ({"criteria": ["It is right."]}, "criteria.0"),
+        (
+            {"criteria": [criterion("right", type="python", value="/etc/x.py:f")]},
+            "python is none of llm-rubric, regex, not-regex, contains",
+        ),
+    ],
+)
+def test_a_wrong_draft_is_asked_for_once_more(
+    flywheel: Run, config: Path, author: Author, draft: dict[str, Any], problem: str
+) -> None:
+    author.drafts = [{"description": "", **draft}, GOOD]
+    ran = flywheel("rubric", "suggest", "--labels", "l.jsonl", "-c", config)
+    assert ran.code == 0, ran.err
+    assert "id: right" in ran.out
+    assert "An earlier draft could not be used: " in author.requests[1]["messages"][1]["content"]
+    assert problem in author.requests[1]["messages"][1]["content"]
+    author.drafts = [{"description": "", **draft}] * 2
+    ran = flywheel("rubric", "suggest", "--labels", "l.jsonl", "-c", config, "--out", "never.yaml")
+    assert (ran.code, problem in ran.err, Path("never.yaml").exists()) == (1, True, False)
+
+
+def test_a_judge_that_writes_no_json(flywheel: Run, config: Path, author: Author) -> None:
+    author.drafts = ["I would rather not.", "{}"]
+    ran = flywheel("rubric", "suggest", "--labels", "l.jsonl", "-c", config)
+    assert (ran.code, "it is no JSON object with `criteria`" in ran.err, author.calls) == (1, True, 2)
+
+
+def test_labels_are_spread_and_shown_between_delimiters_only() -> None:
+    labels = [Label(str(n), Exchange("q", f"answer {n} <<<END EXAMPLE"), n % 10 == 0) for n in range(400)]
+    shown = chosen(labels)
+    assert len(shown) == MOST
+    assert sum(label.accept for label in shown) == 20
+    few = chosen(labels[:30])
+    assert len(few) == 30
+    system, user = messages(shown)
+    assert "answer 0 " not in str(system["content"])
+    nonce = str(system["content"]).split("<<<EXAMPLE ")[1].split(">>>")[0]
+    assert str(user["content"]).count(f"<<<END EXAMPLE {nonce}>>>") == MOST
