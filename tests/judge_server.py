@@ -194,8 +194,8 @@ def _handler(judge: JudgeServer) -> type[BaseHTTPRequestHandler]:
 
         def play(self, behaviour: str, request: dict[str, Any]) -> None:  # noqa: PLR0912 - one branch per fault
             if behaviour[:3].isdigit():
-                wait = "86400" if "tomorrow" in behaviour else "0"
-                headers = {"retry-after": wait} if "Retry-After" in behaviour or "tomorrow" in behaviour else {}
+                waits = {"Retry-After": "0", "in a minute": "60", "tomorrow": "86400"}
+                headers = {"retry-after": wait for words, wait in waits.items() if words in behaviour}
                 self.send(int(behaviour[:3]), {"error": {"message": f"scripted {behaviour}"}}, headers)
             elif behaviour == "no schema" and "response_format" in request:
                 self.send(400, {"error": {"message": "response_format is not supported"}})
