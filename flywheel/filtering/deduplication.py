@@ -1,7 +1,8 @@
 """Deduplication: what two questions are compared by. Nothing is stored or asked here.
 
 Only questions of one scope are compared: on the same side of the split, after the same conversation, with the same
-numbers. "Go on." is another question in another conversation, and "What is 90% of 140?" is not "… of 160?".
+numbers. "Go on." is another question in another conversation, and "What is 90% of 140?" is not "… of 160?". Nor are
+those near that name different things, however many of their words are the same.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from flywheel import likeness
+from flywheel.filtering.pattern import particulars
 
 
 class Deduplication(BaseModel):
@@ -52,6 +54,7 @@ class Fingerprint:
     scope: int
     exact: int
     words: frozenset[int]
+    particulars: frozenset[int]
     bands: tuple[int, ...]
     query: str
     text: str
@@ -71,6 +74,7 @@ def fingerprint(line: Mapping[str, Any], threshold: float) -> Fingerprint:
         scope=scope,
         exact=_hash(likeness.normalised(query)) ^ scope,
         words=words,
+        particulars=particulars(query),
         bands=tuple(band ^ scope for band in likeness.bands(words, threshold=threshold)),
         query=query,
         text=xxhash.xxh3_128_hexdigest(query.encode("utf-8", "replace")),

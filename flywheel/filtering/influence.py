@@ -6,20 +6,17 @@ share waits for a round that is large enough; it is not lost.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Final
+from typing import Any
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field
 
-from flywheel import likeness
+from flywheel.filtering.pattern import template
 from flywheel.task import conversation_key
-
-Share = float
 
 
 class Burst(BaseModel):
@@ -67,21 +64,6 @@ class Candidate:
     conversation: str
     user: str
     template: int
-
-
-_QUOTED: Final = re.compile(r"\"[^\"\n]*\"|“[^”]*”|„[^“”]*[“”]|«[^»]*»|「[^」]*」|『[^』]*』|《[^》]*》|`[^`\n]*`"
-                            r"|(?<!\w)'[^'\n]*'(?!\w)|‘[^’]*’(?!\w)")  # fmt: skip
-_ADDRESS: Final = re.compile(r"\b\w+://\S+|\S+@\S+\.\w+")
-_NUMBER: Final = re.compile(r"\d+(?:[.,:]\d+)*")
-_NAME: Final = re.compile(r"(?<=[\w,;:)] )(?:[A-Z][\w'’]*\w)(?: [A-Z][\w'’]*\w)*")
-"""Capitalised words inside a sentence."""
-
-
-def template(query: str) -> str:
-    """The question without its numbers, names and quoted parts."""
-    for pattern, mask in ((_QUOTED, " q "), (_ADDRESS, " a "), (_NAME, "n"), (_NUMBER, "0")):
-        query = pattern.sub(mask, query)
-    return likeness.normalised(query)
 
 
 def weigh(line: Mapping[str, Any]) -> Weight:

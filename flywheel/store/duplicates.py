@@ -37,6 +37,8 @@ class Compared(Protocol):
     @property
     def words(self) -> frozenset[int]: ...
     @property
+    def particulars(self) -> frozenset[int]: ...
+    @property
     def bands(self) -> tuple[int, ...]: ...
     @property
     def text(self) -> str: ...
@@ -89,7 +91,7 @@ def enter(conn: Connection, entries: Sequence[Entry], threshold: float) -> dict[
         own, before = entry.compared, known.get(entry.task)
         found = _near(conn, entry, threshold)
         for other, like in ((each, row["like"]) for each, row in zip(entries, rows, strict=False)):
-            share = _share(own, other.compared.scope, other.compared.words)
+            share = _share(own, other.compared.scope, other.compared.words, other.compared.particulars)
             if other.task != entry.task and share >= threshold:
                 is_exact = own.exact == other.compared.exact
                 found.append(Near(other.task, other.key, like, round(share, 4), is_exact, kept=False))
@@ -102,7 +104,8 @@ def enter(conn: Connection, entries: Sequence[Entry], threshold: float) -> dict[
                 "like": like,
                 "scope": own.scope,
                 "exact": own.exact,
-                "words": array("I", sorted(own.words)).tobytes(),
+                "words": _packed(own.words),
+                "particulars": _packed(own.particulars),
                 "text": own.text,
                 "threshold": threshold,
                 "kept": bool(before and before.kept),
@@ -148,7 +151,7 @@ def by_embedding(conn: Connection, entry: Entry, threshold: float, model: str, v
 
     wanted = np.frombuffer(vector, dtype=np.float32)
     rows = conn.execute(
-        select(tasks.c.id, tasks.c.key, embeddings.c.vector)
+        select(tasks.c.id, tasks.c.key, fingerprints.c.particulars, embeddings.c.vector)
         .join(fingerprints, fingerprints.c.task_id == tasks.c.id)
         .join(embeddings, and_(embeddings.c.text == fingerprints.c.text, embeddings.c.model == model))
         .where(
@@ -161,7 +164,11 @@ def by_embedding(conn: Connection, entry: Entry, threshold: float, model: str, v
     )
     best: Repeats | None = None
     for some in rows.partitions(4096):
-        usable = [row for row in some if len(row.vector) == len(vector)]
+        usable = [
+            row
+            for row in some
+            if len(row.vector) == len(vector) and _same_things(entry.compared, _unpacked(row.particulars))
+        ]
         if not usable:
             continue
         matrix = np.frombuffer(b"".join(row.vector for row in usable), dtype=np.float32).reshape(len(usable), -1)
@@ -191,15 +198,29 @@ def _near(conn: Connection, entry: Entry, threshold: float) -> list[Near]:
     )
     found = []
     for row in rows:
-        share = _share(own, row.scope, frozenset(array("I", row.words)))
+        share = _share(own, row.scope, _unpacked(row.words), _unpacked(row.particulars))
         if share >= threshold:
             kept = row.kept and TaskState(row.state) not in GONE
             found.append(Near(row.task_id, row.key, row.like, round(share, 4), row.exact == own.exact, kept))
     return found
 
 
-def _share(own: Compared, scope: int, words: frozenset[int]) -> float:
-    return likeness.likeness(own.words, words) if scope == own.scope else 0.0
+def _share(own: Compared, scope: int, words: frozenset[int], particulars: frozenset[int]) -> float:
+    comparable = scope == own.scope and _same_things(own, particulars)
+    return likeness.likeness(own.words, words) if comparable else 0.0
+
+
+def _same_things(own: Compared, particulars: frozenset[int]) -> bool:
+    """Whether two questions name the same things; one that names none can be about any (all in lower case)."""
+    return not own.particulars or not particulars or own.particulars == particulars
+
+
+def _packed(words: frozenset[int]) -> bytes:
+    return array("I", sorted(words)).tobytes()
+
+
+def _unpacked(words: bytes) -> frozenset[int]:
+    return frozenset(array("I", words))
 
 
 def _enter_bands(conn: Connection, entries: Sequence[Entry]) -> None:

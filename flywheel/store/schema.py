@@ -159,6 +159,7 @@ fingerprints = Table(
     Column("scope", BigInteger, nullable=False),
     Column("exact", BigInteger, nullable=False),
     Column("words", LargeBinary, nullable=False),
+    Column("particulars", LargeBinary, nullable=False),
     Column("text", Text, nullable=False),
     Column("threshold", Float, nullable=False),
     Column("kept", Boolean, nullable=False),

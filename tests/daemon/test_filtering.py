@@ -196,6 +196,17 @@ def by_model(server: EmbeddingServer, **params: Any) -> dict[str, Any]:
     return {"type": "deduplication", "params": given}
 
 
+@pytest.mark.parametrize("by_words", [True, False])
+async def test_other_names_part_questions_that_are_else_the_same(
+    store: Store, make: Make, embeddings: EmbeddingServer, by_words: bool
+) -> None:
+    asked = "Could you please tell me in one short sentence what the capital city of {} is called today"
+    capitals = [asked.format(name) for name in ("France", "Spain", "France now")]
+    await tell(store, *questions(*capitals, capitals[1].lower()))
+    await run(store, make(DEDUPLICATION if by_words else by_model(embeddings)))
+    assert await states(store) == ["accepted", "accepted", "rejected", "rejected"]
+
+
 async def test_each_question_is_embedded_once_for_ever(
     tmp_path: Path, store: Store, make: Make, embeddings: EmbeddingServer, judge: JudgeServer
 ) -> None:

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.filtering.influence import Candidate, Influence, template, weigh, within_shares
+from flywheel.filtering.influence import Candidate, Influence, weigh, within_shares
+from flywheel.filtering.pattern import particulars, template
 from flywheel.states import Split
 from flywheel.task import Task
 from tests.samples import START, reply
@@ -41,6 +42,23 @@ def test_numbers_names_and_quoted_parts_do_not_make_another_template(a: str, b: 
 )
 def test_other_questions_are_other_templates(a: str, b: str) -> None:
     assert template(a) != template(b)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        ("What is the capital of France?", "Please: What is the capital of France", True),
+        ("What is the capital of France?", "What is the capital of Spain?", False),
+        ('Say "good morning" twice', "Say “Good morning” twice", True),
+        ('Say "good morning" twice', 'Say "good evening" twice', False),
+    ],
+)
+def test_names_and_quoted_parts_are_particular(a: str, b: str, same: bool) -> None:
+    assert (particulars(a) == particulars(b)) is same
+
+
+def test_without_letter_case_there_are_no_names() -> None:
+    assert particulars("WHAT IS THE CAPITAL OF FRANCE") == particulars("what is the capital of france") == frozenset()
 
 
 def test_a_task_is_weighed_by_its_user_or_else_its_source() -> None:

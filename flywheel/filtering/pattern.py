@@ -1,0 +1,30 @@
+"""The pattern of a question, and what is particular in it: numbers, names, quoted parts. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from flywheel import likeness
+
+_QUOTED: Final = re.compile(r"\"[^\"\n]*\"|“[^”]*”|„[^“”]*[“”]|«[^»]*»|「[^」]*」|『[^』]*』|《[^》]*》|`[^`\n]*`"
+                            r"|(?<!\w)'[^'\n]*'(?!\w)|‘[^’]*’(?!\w)")  # fmt: skip
+_ADDRESS: Final = re.compile(r"\b\w+://\S+|\S+@\S+\.\w+")
+_NUMBER: Final = re.compile(r"\d+(?:[.,:]\d+)*")
+_NAME: Final = re.compile(r"(?<=[\w,;)] )(?!I['’])(?:[A-Z][\w'’]*\w)(?: [A-Z][\w'’]*\w)*")
+"""Capitalised words inside a sentence."""
+
+
+def template(query: str) -> str:
+    """The question without its numbers, names and quoted parts."""
+    for pattern, mask in ((_QUOTED, " q "), (_ADDRESS, " a "), (_NAME, "n"), (_NUMBER, "0")):
+        query = pattern.sub(mask, query)
+    return likeness.normalised(query)
+
+
+def particulars(query: str) -> frozenset[int]:
+    """The words of names and quoted parts. Empty where there are none, or where letter case says nothing."""
+    found = _QUOTED.findall(query)
+    if any(char.islower() for char in query):
+        found += _NAME.findall(_QUOTED.sub(" q ", query))
+    return likeness.words(" ".join(found)) if found else frozenset()
