@@ -6,11 +6,14 @@ Each function takes the first of: the GenAI convention (`gen_ai.…`), the funct
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Any, Final
 
 from flywheel.studio.content import FINISH_FUNCTIONS, Message, call_of, messages_of, result_text, tool_of
 from flywheel.studio.literal import ReprError, is_result, parse_call
 from flywheel.trace import Span, SpanStatus
+
+_ERROR_TEXT: Final = re.compile(r"(?:Error|[A-Z]\w*(?:Error|Exception)): ")
 
 
 def dig(value: Any, *keys: str) -> Any:
@@ -167,6 +170,27 @@ def error_text(span: Span) -> str:
         return ""
     cause = span.status_message or message
     return " ".join(f"{kind.rpartition('.')[2]}: {cause}".strip(": ").split()) or "the span ended with an error"
+
+
+def tool_failure(span: Span) -> str:
+    """Why a tool call failed, in one line; empty for one that did not.
+
+    2.x says so by the result's state. 1.x returns what went wrong as a text that begins with its kind, and both end
+    the span as if all were well.
+    """
+    if told := error_text(span):
+        return told
+    output = _tool_output(span)
+    state = dig(output, "state")
+    text = " ".join((tool_result(span) or "").split())
+    if state == "error":
+        return text or "the tool says so"
+    return text if not isinstance(state, str) and is_error_text(text) else ""
+
+
+def is_error_text(text: str) -> bool:
+    """Whether a tool's result reads as what AgentScope writes for a tool that raised or is not there."""
+    return _ERROR_TEXT.match(text) is not None
 
 
 def was_cut_short(span: Span) -> bool:

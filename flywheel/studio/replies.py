@@ -52,6 +52,7 @@ def finished_reply(tree: Tree, agent: Span, selection: Selection) -> Reply:
     query = request if asked is agent else _request(at.agent_input(asked))
     images = tuple(dict.fromkeys(image for message in handed for image in images_of(message)))
     name = at.agent_name(agent)
+    steps = trajectory(own, answer)
     skip, detail = _skip(agent, own, output, answer, bool(query.strip() or images), placement.role, name, selection)
     return Reply(
         span_id=agent.span_id,
@@ -65,10 +66,10 @@ def finished_reply(tree: Tree, agent: Span, selection: Selection) -> Reply:
         request=request,
         turn=turn,
         history=history,
-        trajectory=trajectory(own, answer),
+        trajectory=steps,
         images=images,
         structured=_structured(agent, own),
-        errors=_errors(own),
+        errors=_errors(own, steps),
         status=agent.status,
         service=agent.service,
         skip=skip,
@@ -213,14 +214,21 @@ def _result(call_id: str, tools: dict[str, Span], later: Sequence[Span]) -> str 
     return None
 
 
-def _errors(own: Sequence[Span]) -> tuple[str, ...]:
+def _errors(own: Sequence[Span], steps: Sequence[ChatMessage]) -> tuple[str, ...]:
     """The model and tool calls that failed, with the reason; a failed call may have been made again since."""
-    failed = (span for span in own if span.kind in (SpanKind.LLM, SpanKind.TOOL) and span.status is SpanStatus.ERROR)
-    return tuple(f"{_step(span)}: {at.error_text(span)}"[:500] for span in failed)
-
-
-def _step(span: Span) -> str:
-    return f"tool {at.tool_call(span)['function']['name']}" if span.kind is SpanKind.TOOL else "model"
+    told = []
+    spans = set()
+    for span in own:
+        spans.add(at.tool_call(span)["id"] if span.kind is SpanKind.TOOL else "")
+        if span.kind is SpanKind.TOOL and (why := at.tool_failure(span)):
+            told.append(f"tool {at.tool_call(span)['function']['name']}: {why}"[:500])
+        elif span.kind is SpanKind.LLM and span.status is SpanStatus.ERROR:
+            told.append(f"model: {at.error_text(span)}"[:500])
+    for step in steps:
+        # A call without a span of its own: 2.x makes none for a tool that is not there.
+        if step["role"] == "tool" and step["tool_call_id"] not in spans and at.is_error_text(step["content"]):
+            told.append(f"tool {step['name']}: {step['content']}"[:500])
+    return tuple(told)
 
 
 def _structured(agent: Span, own: Sequence[Span]) -> dict[str, Any] | None:

@@ -250,3 +250,12 @@ def test_any_object_is_an_entry_or_a_bad_line(value: dict[str, Any]) -> None:
     assert read.span_id == read.key != ""
     if read.line:
         assert json.loads(read.line)["main_query"].strip() or json.loads(read.line)["metadata"]["images_json"] != "[]"
+
+
+@pytest.mark.parametrize(
+    ("reference", "kept"), [("38", "38"), (38, "38"), (0.5, "0.5"), (None, ""), (True, ""), ([1], "")]
+)
+def test_a_reference_and_the_steps_that_failed_are_kept(reference: Any, kept: str) -> None:
+    errors = json.dumps(["tool add: ValueError: no"])
+    read = task({"question": "q", "answer": "a", "metadata": {"reference": reference, "errors_json": errors}})
+    assert (read["metadata"]["reference"], read["metadata"]["errors_json"]) == (kept, errors.replace(", ", ","))

@@ -1,0 +1,83 @@
+"""What the checks do to a verdict: they come first, save calls, and when they break nothing is decided."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flywheel.config import JudgeSettings
+from flywheel.judge.grader import Grader
+from flywheel.judge.pool import grade_all
+from flywheel.judge.rubric_file import load_rubric, parse_rubric
+from flywheel.rubric import Rubric
+from flywheel.verdict import Exchange, Outcome
+from tests.judge_server import JudgeServer
+
+
+def settings(judge: JudgeServer, **values: object) -> JudgeSettings:
+    return JudgeSettings.model_validate({"base_url": judge.base_url, "model": "judge", **values})
+
+
+def rubric(*criteria: dict[str, object], **values: object) -> Rubric:
+    return parse_rubric({"id": "r", "criteria": [*criteria, {"id": "good", "value": "It is good."}], **values}, "r")
+
+
+def test_a_failed_required_check_saves_the_call_whatever_its_type() -> None:
+    with JudgeServer(lambda question, answer: True) as judge:
+        required = [
+            {"type": "degenerate"}, {"type": "json-schema", "value": {"type": "object"}}, {"type": "no-error-span"},
+            {"type": "tool-called", "value": "add"}, {"type": "tool-sequence", "value": ["add"]},
+            {"type": "math-equal", "value": 8}, {"type": "language", "value": "fr"},
+        ]  # fmt: skip
+        line = {"metadata": {"errors_json": '["tool add: ValueError"]'}}
+        answer = "The answer is that it is so, and that it is \\boxed{7} in the end. " * 20
+        for check in required:
+            grader = Grader(rubric({"id": "check", "required": True, **check}), settings(judge))
+            verdict = grader.grade(Exchange("q", answer, line=line))
+            assert (verdict.outcome, verdict.score, verdict.failed) == (Outcome.REJECTED, 0.0, ("check",)), check
+            assert grader.preview(Exchange("q", answer, line=line)) == 0
+            grader.close()
+        assert judge.calls == 0
+
+
+def test_a_check_that_breaks_costs_its_own_task_and_no_call(tmp_path: Path) -> None:
+    (tmp_path / "checks.py").write_text("def decide(task):\n    return 10 / task['metadata']['turn'] > 1\n")
+    criteria = [{"id": "mine", "type": "python", "value": "checks.py:decide"}, {"id": "good", "value": "It is good."}]
+    (tmp_path / "r.yaml").write_text(json.dumps({"id": "r", "criteria": criteria}))
+    exchanges = [
+        (n, Exchange("q", "a", line={"main_query": "q", "answer": "a", "metadata": {"turn": n}})) for n in range(4)
+    ]
+    with JudgeServer(lambda question, answer: True) as judge:
+        grader = Grader(load_rubric(tmp_path / "r.yaml"), settings(judge))
+        verdicts = dict(grade_all(grader, exchanges, 2))
+        grader.close()
+        assert judge.calls == 3
+    assert [verdicts[n].outcome for n in range(4)] == [Outcome.UNDECIDED, *[Outcome.ACCEPTED] * 3]
+    assert "cannot decide criterion mine by checks.py:decide: ZeroDivisionError" in verdicts[0].error
+    assert (verdicts[0].calls, verdicts[0].unreachable) == (0, False)
+
+
+@pytest.mark.parametrize(("named", "asked"), [("alien", "judge"), ("expert", "expert")])
+def test_a_rubric_may_name_its_judge(named: str, asked: str) -> None:
+    with JudgeServer(lambda question, answer: True) as judge:
+        grader = Grader(rubric(judge={"model": named}), settings(judge))
+        grader.grade(Exchange("q", "a"))
+        plain = Grader(rubric(), settings(judge))
+        assert judge.requests[0]["model"] == asked
+        assert (grader.judge_hash == plain.judge_hash) is (named == "alien")
+        grader.close()
+        plain.close()
+
+
+def test_a_fraction_of_a_function_counts_in_the_score(tmp_path: Path) -> None:
+    (tmp_path / "checks.py").write_text("def decide(task):\n    return 0.5, 'half'\n")
+    criteria = [{"id": "mine", "type": "python", "value": "checks.py:decide"}]
+    (tmp_path / "r.yaml").write_text(json.dumps({"id": "r", "threshold": 0.5, "criteria": criteria}))
+    with JudgeServer() as judge:
+        grader = Grader(load_rubric(tmp_path / "r.yaml"), settings(judge))
+        verdict = grader.grade(Exchange("q", "a"))
+        grader.close()
+        assert judge.calls == 0
+    assert (verdict.outcome, verdict.score, verdict.results[0].choice) == (Outcome.ACCEPTED, 0.5, "0.5")
