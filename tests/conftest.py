@@ -1,4 +1,4 @@
-"""What several areas' tests share: one real vLLM server on the CPU for the whole session."""
+"""What several areas' tests share: one real vLLM server for the whole session, and ten minutes beside Studio."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from flywheel.serving import server
 ROOT = Path(__file__).parent.parent
 POLICY = ROOT / "demo" / "policy"
 START_SECONDS = 300
+BESIDE_SECONDS = 600
 
 # How long an example takes says how busy the machine is, and nothing else.
 hypothesis.settings.register_profile("flywheel", deadline=None)
@@ -165,3 +166,29 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory, adapters: dict[str, Ma
         )
     finally:
         stop_server(process)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What waits for something that began with the run comes last."""
+    items.sort(key=lambda item: item.get_closest_marker("last") is not None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def beside_studio(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[subprocess.Popen[bytes] | None]:
+    """Flywheel beside Studio servers for ten minutes, begun with the first test if a test is selected that asks.
+
+    The process works in the folder that is its argument; closing its standard input ends it.
+    """
+    if not any(item.get_closest_marker("last") for item in request.session.items):
+        yield None
+        return
+    folder = tmp_path_factory.mktemp("beside")
+    command = [sys.executable, "-m", "tests.studio.beside", str(folder), str(BESIDE_SECONDS)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, start_new_session=True) as process:
+        try:
+            yield process
+        finally:
+            stop_server(process)

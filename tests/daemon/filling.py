@@ -15,23 +15,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.studio.writer import GENERATION, rows
+from tests.studio.writer import renamed
 
-NAMED = {"generation 1": (0, 1, 2, 12), "generation 2": (0, 1, 2, 4, 28)}
-"""Where ids stand in a row: the span's, its trace's, its parent's, its conversation's."""
 PAUSE_SECONDS = 0.1
-
-
-def renamed(name: str, cycle: int) -> list[tuple[Any, ...]]:
-    """A fixture's rows under ids of their own."""
-    places = NAMED[GENERATION[name]]
-    return [
-        tuple(
-            f"{value}-{cycle}" if place in places and value and isinstance(value, str) else value
-            for place, value in enumerate(row)
-        )
-        for row in rows(name)
-    ]
 
 
 def ended(seconds: float) -> bool:

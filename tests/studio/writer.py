@@ -29,6 +29,22 @@ def rows(name: str) -> list[tuple[Any, ...]]:
     return found
 
 
+_NAMED = {"generation 1": (0, 1, 2, 12), "generation 2": (0, 1, 2, 4, 28)}
+"""Where ids stand in a row: the span's, its trace's, its parent's, its conversation's."""
+
+
+def renamed(name: str, cycle: int) -> list[tuple[Any, ...]]:
+    """A fixture's rows under ids of their own."""
+    places = _NAMED[GENERATION[name]]
+    return [
+        tuple(
+            f"{value}-{cycle}" if place in places and value and isinstance(value, str) else value
+            for place, value in enumerate(row)
+        )
+        for row in rows(name)
+    ]
+
+
 def _connect(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path)
     # Tests need commits, not their durability.
