@@ -119,3 +119,14 @@ def test_every_type_is_taken_by_both(kind: str, tmp_path: Path) -> None:
     (tmp_path / "checks.py").write_text("def decide(task):\n    return True\n")
     (tmp_path / "r.yaml").write_text(json.dumps(raw))
     assert load_rubric(tmp_path / "r.yaml").criteria[1].type == kind
+
+
+def test_the_page_names_every_key_and_every_type() -> None:
+    page = (Path(__file__).parent.parent.parent / "docs" / "rubrics.md").read_text()
+    schema = json_schema()
+    keys = {key for part in (schema, *schema["$defs"].values()) for key in part["properties"]}
+    assert [name for name in (*keys, *KINDS) if f"`{name}`" not in page and f"`{name}:" not in page] == []
+    examples = next(block for block in page.split("```yaml\n") if block.startswith("id: one-of-each"))
+    every = yaml.safe_load(examples.split("```")[0])
+    assert {criterion["type"] for criterion in every["criteria"]} == set(KINDS)
+    assert not refused(every)
