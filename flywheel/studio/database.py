@@ -31,6 +31,8 @@ HOLD_SECONDS: Final = 0.008
 PAGE_ROWS: Final = 2000
 PAGE_BYTES: Final = 8 * 1024 * 1024
 _WAL_VERSION: Final = 2
+_FIRST_PAUSE_SECONDS: Final = 0.001
+_LONGEST_PAUSE_SECONDS: Final = 0.02
 
 
 class Database:
@@ -128,12 +130,22 @@ class Database:
     def _held(self, question: Callable[[sqlite3.Connection], T]) -> T:
         try:
             connection = self._connection or self._connect()
-            began = time.perf_counter()
-            try:
-                return question(connection)
-            finally:
-                self.last_read_ms = (time.perf_counter() - began) * 1000
-                self.longest_read_ms = max(self.longest_read_ms, self.last_read_ms)
+            patience = time.monotonic() + self._busy_seconds
+            pause = _FIRST_PAUSE_SECONDS
+            while True:
+                began = time.perf_counter()
+                try:
+                    return question(connection)
+                except sqlite3.OperationalError as error:
+                    # Waiting for a commit is done here, so that it does not count as holding a lock.
+                    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+                    if code != sqlite3.SQLITE_BUSY or time.monotonic() + pause > patience:
+                        raise
+                finally:
+                    self.last_read_ms = (time.perf_counter() - began) * 1000
+                    self.longest_read_ms = max(self.longest_read_ms, self.last_read_ms)
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         except sqlite3.Error as error:
             self.close()
             raise self._explained(error) from error
@@ -197,7 +209,7 @@ class Database:
         connection = sqlite3.connect(
             f"file:{quote(str(path))}?mode=ro",
             uri=True,
-            timeout=self._busy_seconds,
+            timeout=0,
             isolation_level=None,
             check_same_thread=False,
         )
