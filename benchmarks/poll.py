@@ -1,9 +1,9 @@
 """A pass over a database that has been ingested: `python -m benchmarks.poll`.
 
 `idle_ms`: nothing is new. `new100_ms`: another connection has committed 100 spans; measured until their tasks are in
-the state and the task file. Both on the large database; `size_ratio` is the larger of their ratios to a small one.
-`look_back_ms` is what the daemon does afterwards, to find what was changed in place. `longest_read_ms` is the longest
-read transaction of all, the first ingestion included.
+the state (`new100_state_ms`) and in the task file as well. Both on the large database; `size_ratio` is the larger of
+their ratios to a small one. `look_back_ms` is what the daemon does afterwards, to find what was changed in place.
+`longest_read_ms` is the longest read transaction of all, the first ingestion included.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Follower:
         self.state = folder / "state"
         self.idle_ms: list[float] = []
         self.new_ms: list[float] = []
+        self.state_ms: list[float] = []
         self.look_back_ms: list[float] = []
         self._config = parse(
             {
@@ -51,6 +52,7 @@ class Follower:
         self.ingestion = Ingestion(self.store, self._config)
         (self.intake,) = self.ingestion.intakes()
         await self._pass(tasks)
+        self.state_ms.clear()
         await self._look_back()
 
     async def stop(self) -> None:
@@ -72,6 +74,7 @@ class Follower:
         began = time.perf_counter()
         report = await self.intake.read()
         if report.new:
+            self.state_ms.append((time.perf_counter() - began) * 1000)
             await self.ingestion.export()
         taken = (time.perf_counter() - began) * 1000
         if report.error is not None or report.new != tasks:
@@ -122,6 +125,8 @@ async def follow(large: Database, small: Database, scratch: Path, repetitions: i
         "new100_ratio": round(new_ratio, 2),
         "idle_ms_p99": round(measurement.percentile(above.idle_ms, 0.99), 3),
         "new100_ms_p99": round(measurement.percentile(above.new_ms, 0.99), 2),
+        "new100_state_ms": round(median(above.state_ms), 2),
+        "new100_state_ratio": round(median(above.state_ms) / median(below.state_ms), 2),
         "look_back_ms": round(median(above.look_back_ms), 2),
         "spans": large.truth.spans,
         "spans_small": small.truth.spans,
