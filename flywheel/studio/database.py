@@ -113,7 +113,8 @@ class Database:
             )
         if lacking := [column for column in schema.columns if column not in names]:
             raise self._error(
-                f"its {TABLE} ({schema.name}) lacks the columns {', '.join(lacking)}",
+                f"its {TABLE} ({schema.name}, fingerprint {fingerprint(columns)}) lacks the columns "
+                f"{', '.join(lacking)}",
                 "Let Studio finish its migration, or restore the database from a backup.",
                 "unknown schema",
             )

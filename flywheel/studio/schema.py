@@ -60,7 +60,10 @@ class Schema:
     def read(self, row: Row) -> Span | DeadRow:
         """A row as a span, or as a dead row with the reason."""
         try:
-            return self.span_of(row)
+            span = self.span_of(row)
+            if span.ended_ns < span.started_ns:
+                raise RowError(f"it ended {(span.started_ns - span.ended_ns) / 1e9:g} s before it began")
+            return span
         except (RowError, UnicodeDecodeError) as error:
             why = "a text is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
             return DeadRow(row[0], shown(row[1]), shown(row[2]), why, shown(row[5])[:500])
@@ -188,8 +191,7 @@ def _span_2(row: Row) -> Span:
     (rowid, span_id, trace_id, parent, ended, attributes, name, events, status, started, operation, conversation,
      service) = row  # fmt: skip
     found = _attributes(attributes)
-    written = dig(found, "gen_ai", "operation", "name")
-    kind = _KINDS_2.get(written) if isinstance(written, str) else None
+    kind = _kind_of(found, operation)
     state, message = _STATUS_2.get(status) or _status_of(status)
     return Span(
         rowid,
@@ -197,7 +199,7 @@ def _span_2(row: Row) -> Span:
         _identifier(trace_id, "traceId"),
         _text(parent, "parentSpanId") or None,
         _text(name, "name"),
-        kind or _KINDS_2.get(_text(operation, "operationName"), SpanKind.OTHER),
+        kind,
         _decimal_ns(started, "startTimeUnixNano"),
         _decimal_ns(ended, "endTimeUnixNano"),
         state,
@@ -207,6 +209,12 @@ def _span_2(row: Row) -> Span:
         _events(events),
         _text(service, "serviceName"),
     )
+
+
+def _kind_of(attributes: dict[str, Any], operation: Any) -> SpanKind:
+    written = dig(attributes, "gen_ai", "operation", "name")
+    kind = _KINDS_2.get(written) if isinstance(written, str) else None
+    return kind or _KINDS_2.get(_text(operation, "operationName"), SpanKind.OTHER)
 
 
 def _status_of(value: Any) -> tuple[SpanStatus, str]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,17 @@ from tests.studio.writer import Studio, agent, chat, empty_like, insert, message
 
 def poison(column: str, value: Any) -> dict[str, Any]:
     return {**agent("poison", trace="poisoned"), column: value}
+
+
+def without_constraints(path: Path) -> None:
+    """Have the table take whatever it is given, as one does that another tool has written."""
+    with sqlite3.connect(path) as database:
+        names = [name for (name,) in database.execute("SELECT name FROM pragma_table_info('span_table')")]
+        for (view,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'view'").fetchall():
+            database.execute(f"DROP VIEW {view}")
+        database.execute("DROP TABLE span_table")
+        database.execute(f"CREATE TABLE span_table ({', '.join(names)})")
+    database.close()
 
 
 @pytest.mark.parametrize(
@@ -35,6 +49,13 @@ def poison(column: str, value: Any) -> dict[str, Any]:
         (poison("startTimeUnixNano", "yesterday"), "startTimeUnixNano"),
         (poison("startTimeUnixNano", "-5"), "out of range"),
         (poison("endTimeUnixNano", "9" * 30), "out of range"),
+        (agent("poison", trace="poisoned", began=5, ended=3), "it ended 2 s before it began"),
+        (poison("attributes", None), "attributes"),
+        (poison("endTimeUnixNano", None), "endTimeUnixNano"),
+        (poison("startTimeUnixNano", b"\xff"), "startTimeUnixNano"),
+        (poison("name", b"\xff\xfe"), "UTF-8"),
+        (poison("status", b'{"code": "\xff"}'), "UTF-8"),
+        (poison("conversationId", 5.5), "conversationId is a"),
         (poison("parentSpanId", "poison"), "circle"),
         (
             agent("poison", "q", [message("assistant", part("a"))], trace="poisoned") | {"parentSpanId": "poison"},
@@ -45,6 +66,7 @@ def poison(column: str, value: Any) -> dict[str, Any]:
 )
 def test_a_bad_row_costs_itself(bad: dict[str, Any], why: str, tmp_path: Path) -> None:
     studio = Studio(tmp_path / "studio.sqlite")
+    without_constraints(studio.path)
     studio.write(agent("before", trace="1"), bad, agent("after", trace="2"))
     replies, dead, batches = read_all(studio.path)
     (row,) = dead
@@ -199,3 +221,83 @@ def test_shared_ids_that_are_no_conversations_link_nothing(tmp_path: Path) -> No
     found: dict[str, Reply] = by_id(replies)
     assert all(reply.history == () and reply.turn == 0 for reply in found.values())
     assert [found[key].conversation_id for key in ("a1", "a3")] == ["unknown", "[no_session_id]"]
+
+
+def test_a_null_in_any_column_costs_one_row_at_most(tmp_path: Path) -> None:
+    studio = Studio(tmp_path / "studio.sqlite")
+    without_constraints(studio.path)
+    whole = agent("whole", trace="0")
+    rows_ = [{**agent(f"a{number}", trace=f"t{number}"), column: None} for number, column in enumerate(whole)]
+    studio.write(whole, *rows_, agent("last", trace="last"))
+    replies, dead, batches = read_all(studio.path)
+    found = by_id(replies)
+    assert found["whole"].skip is None and found["last"].skip is None
+    assert len(found) + len(dead) == len(rows_) + 2
+    assert len(dead) == len({row.rowid for row in dead})
+    assert batches[-1].open_traces == 0
+
+
+def test_columns_that_are_not_known_are_passed_over(tmp_path: Path) -> None:
+    studio = Studio(tmp_path / "studio.sqlite")
+    with sqlite3.connect(studio.path) as database:
+        database.execute("ALTER TABLE span_table ADD COLUMN mood TEXT DEFAULT 'fine'")
+        database.execute("ALTER TABLE span_table ADD COLUMN spanKinds BLOB")
+    database.close()
+    studio.write(agent("a1"))
+    replies, dead, _ = read_all(studio.path)
+    assert (list(by_id(replies)), dead) == (["a1"], [])
+
+
+MEASURED = """
+import pathlib, runpy, sys
+sys.argv = ["flywheel", *sys.argv[1:]]
+try:
+    runpy.run_module("flywheel", run_name="__main__")
+finally:
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    print(next(line.split()[1] for line in lines if line.startswith("VmHWM")), file=sys.stderr)
+"""
+"""Prints the most memory that the command held, in KiB."""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's own measure of memory")
+@pytest.mark.parametrize("name", ["old", "new_v2"])
+def test_a_hundred_megabytes_in_a_row_cost_a_letter_and_little_memory(name: str, tmp_path: Path) -> None:
+    path = empty_like(name, tmp_path / "studio.sqlite")
+    insert(path, rows(name))
+    told = len(read_all(path)[0])
+    with sqlite3.connect(path) as database:
+        database.execute("PRAGMA journal_mode = OFF")
+        columns = [row[1] for row in database.execute("PRAGMA table_info(span_table)")]
+        kept = [column for column in columns if column not in ("id", "traceId", "attributes", "events")]
+        for number, huge in enumerate(("attributes", "attributes", "events")):
+            small = {"attributes": "'{}'", "events": "'[]'"} | {huge: "'{' || hex(zeroblob(50000000))"}
+            database.execute(
+                f"INSERT INTO span_table (id, traceId, attributes, events, {', '.join(kept)}) SELECT 'huge{number}', "
+                f"'t{number}', {small['attributes']}, {small['events']}, {', '.join(kept)} FROM span_table LIMIT 1"
+            )
+        (after,) = rows(name)[:1]
+        insert_after = ("after", "after", *after[2:])
+        database.execute(f"INSERT INTO span_table VALUES ({','.join('?' * len(after))})", insert_after)
+    database.close()
+    config = tmp_path / "flywheel.yaml"
+    config.write_text(json.dumps({"state": {"dir": "state"}, "sources": [{"path": str(path)}]}))
+
+    def flywheel(*arguments: str) -> tuple[dict[str, Any], int]:
+        done = subprocess.run(
+            [sys.executable, "-c", MEASURED, *arguments, "--json", "-c", str(config)],
+            capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout), int(done.stderr.split()[-1])
+
+    report, kilobytes = flywheel("ingest")
+    (of,) = report["sources"]
+    assert (of["replies"], of["dead"]) == (told + 3, 3)
+    assert kilobytes < 600_000
+    letters, _ = flywheel("dead-letters")
+    assert sorted(letter["subject"] for letter in letters["letters"]) == ["huge0", "huge1", "huge2"]
+    assert all("100,000,001 bytes" in letter["error"] for letter in letters["letters"])
+    again, kilobytes = flywheel("ingest", "--sweep")
+    assert again["new"] == 0 and again["sources"][0]["dead"] == 3
+    assert kilobytes < 600_000
