@@ -34,13 +34,18 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class CriterionResult:
-    """One criterion's choice and its value in 0…1; `passed` is whether the choice is good enough for it."""
+    """One criterion's choice and its value in 0…1; `passed` is whether the choice is good enough for it.
+
+    `hash` says what the judge was told of the criterion: as long as that is the same, so is what it said. It is empty
+    where no judge was asked.
+    """
 
     criterion: str
     choice: str
     value: float
     passed: bool
     reason: str = ""
+    hash: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,7 @@ class Judgement:
 
     `stage` is "first" for what is asked of every task and "again" for what was asked because the score was close.
     `score` is None when the reply could not be used; `error` then says why. `judge` is the model that gave it.
+    `estimated_tokens` is what `prompt_tokens` was thought to be, for estimates to learn from; 0 where it is not told.
     """
 
     outcome: Outcome
@@ -60,6 +66,7 @@ class Judgement:
     calls: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    estimated_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 
 from flywheel.config import JudgeSettings
@@ -14,11 +15,27 @@ from flywheel.judge import prompt
 from flywheel.judge.checks import ask_the_judge, check_all
 from flywheel.judge.client import NEVER, JudgeClient, judge_of
 from flywheel.judge.inquiry import Findings, Inquiry
+from flywheel.judge.recall import Recall, criterion_hashes
 from flywheel.judge.vote import majority, tally
-from flywheel.rubric import Rubric
+from flywheel.rubric import Criterion, Rubric
 from flywheel.verdict import CriterionResult, Exchange, Judgement, Outcome, Verdict
 
 FIRST, AGAIN = "first", "again"
+
+
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """What a verdict would take: calls, and about how many prompt tokens they send.
+
+    A close score is asked for again, and so is a reply that cannot be read: neither is known before.
+    """
+
+    calls: int = 0
+    prompt_tokens: int = 0
+
+
+class _AskError(Exception):
+    """The judge would have to be asked."""
 
 
 class Grader:
@@ -28,16 +45,30 @@ class Grader:
         self.rubric = rubric
         self.client = client or JudgeClient(judge_of(rubric, settings))
         self._inquiry = Inquiry(rubric, settings, self.client)
+        self._hashes = criterion_hashes(rubric)
         self._required = frozenset(criterion.id for criterion in rubric.every if criterion.required)
         asked = f"{self._inquiry.temperature}\0{self._inquiry.max_tokens}\0{prompt.VERSION}"
         self.judge_hash = hashlib.sha256(f"{self.client.identity}\0{asked}".encode()).hexdigest()[:16]
 
-    def grade(self, exchange: Exchange, stop: threading.Event = NEVER) -> Verdict:
+    def grade(self, exchange: Exchange, stop: threading.Event = NEVER, earlier: Sequence[Verdict] = ()) -> Verdict:
         """The verdict. What costs nothing is checked first, and a failed required check saves the call.
 
+        The judge is asked only about what `earlier` verdicts of it, the newest first, do not say already.
         A judge that gives no readable answer leaves it undecided; `stop` ends its retries. Raises JudgeError (not
         retryable) when no other exchange would fare better: a wrong key, an unknown model.
         """
+        return self._grade(exchange, stop, earlier, may_ask=True)
+
+    def recall(self, exchange: Exchange, earlier: Sequence[Verdict]) -> Verdict | None:
+        """The verdict if no call is needed for it, else None."""
+        try:
+            return self._grade(exchange, NEVER, earlier, may_ask=False)
+        except _AskError:
+            return None
+
+    def _grade(
+        self, exchange: Exchange, stop: threading.Event, earlier: Sequence[Verdict], *, may_ask: bool
+    ) -> Verdict:
         started = time.monotonic()
         try:
             free = check_all(self.rubric, exchange)
@@ -49,7 +80,8 @@ class Grader:
             return self._verdict(self._judgement(Findings(), free, FIRST), [], started)
         judgements: list[Judgement] = []
         try:
-            chosen = self._vote(exchange, free, judgements, stop)
+            recall = Recall(self.rubric, self._hashes, earlier)
+            chosen = self._vote(exchange, free, judgements, stop if may_ask else None, recall)
         except JudgeError as failure:
             # What earlier calls of it have cost is on record with the verdict.
             if not failure.retryable and not any(each.calls for each in judgements):
@@ -63,27 +95,56 @@ class Grader:
 
     def preview(self, exchange: Exchange) -> int:
         """About how many prompt tokens judging would send; 0 if no call would be made."""
+        return self.needs(exchange).prompt_tokens
+
+    def needs(self, exchange: Exchange, earlier: Sequence[Verdict] = ()) -> Needed:
+        """What `grade` would take, as far as that can be known without asking."""
         if not ask_the_judge(self.rubric, exchange):
-            return 0
-        return self.rubric.judge.repeats * self._inquiry.estimate_tokens(exchange)
+            return Needed()
+        if earlier and self.recall(exchange, earlier) is not None:
+            return Needed()
+        recall = Recall(self.rubric, self._hashes, earlier)
+        settings, stage = self.rubric.judge, FIRST
+        missing = [self._missing(recall.of(FIRST, place)) for place in range(settings.repeats)]
+        if not any(missing) and settings.escalate:
+            # Then it is the second look that is not known yet.
+            stage = AGAIN
+            missing = [self._missing(recall.of(stage, place)) for place in range(settings.escalate.repeats)]
+        asked = [criteria for criteria in missing if criteria]
+        return Needed(
+            sum(len(self._inquiry.calls(criteria)) for criteria in asked),
+            sum(self._inquiry.estimate_tokens(exchange, criteria) for criteria in asked),
+        )
+
+    def _missing(self, known: Mapping[str, CriterionResult]) -> list[Criterion]:
+        return [criterion for criterion in self.rubric.asked if criterion.id not in known]
 
     def _vote(
         self,
         exchange: Exchange,
         free: tuple[CriterionResult, ...],
         judgements: list[Judgement],
-        stop: threading.Event,
+        stop: threading.Event | None,
+        recall: Recall,
     ) -> Judgement | None:
         """Ask as often as the rubric wants, adding to `judgements`; the one that speaks for the majority, or None.
 
-        Raises JudgeError when no reply came.
+        Raises JudgeError when no reply came, and _AskError when one is needed and there is no `stop`.
         """
         seeds = count()
 
         def ask(times: int, stage: str) -> Judgement | None:
-            for _ in range(times):
+            for place in range(times):
                 # The first is asked without a seed: what is asked once need not be asked differently.
-                findings = self._inquiry.run(exchange, next(seeds) or None, stop)
+                seed = next(seeds) or None
+                known = recall.of(stage, place)
+                findings = Findings()
+                if missing := self._missing(known):
+                    if stop is None:
+                        raise _AskError
+                    findings = self._inquiry.run(exchange, missing, seed, stop)
+                if not findings.error:
+                    findings.results = self._merged(known, findings.results)
                 judgements.append(self._judgement(findings, free, stage))
                 if findings.failure is not None:
                     raise findings.failure
@@ -94,6 +155,13 @@ class Grader:
         if chosen is None or settings.escalate is None or not self._is_close(chosen, settings.escalate.band):
             return chosen
         return ask(settings.escalate.repeats, AGAIN)
+
+    def _merged(
+        self, known: Mapping[str, CriterionResult], asked: Sequence[CriterionResult]
+    ) -> tuple[CriterionResult, ...]:
+        """What was known and what was asked, in the order of the rubric."""
+        every = {**known, **{each.criterion: replace(each, hash=self._hashes[each.criterion]) for each in asked}}
+        return tuple(every[criterion.id] for criterion in self.rubric.asked)
 
     def _is_close(self, judgement: Judgement, band: tuple[float, float]) -> bool:
         # A failed required criterion is no matter of the score.
@@ -116,6 +184,7 @@ class Grader:
             calls=findings.calls,
             prompt_tokens=findings.prompt_tokens,
             completion_tokens=findings.completion_tokens,
+            estimated_tokens=findings.estimated_tokens,
         )
 
     def _verdict(self, chosen: Judgement, judgements: Sequence[Judgement], started: float) -> Verdict:

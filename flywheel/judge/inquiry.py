@@ -32,8 +32,11 @@ class Findings:
     calls: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    estimated_tokens: int = 0
 
-    def bill(self, reply: Reply) -> None:
+    def bill(self, reply: Reply, estimated_tokens: int) -> None:
+        # Only what can be compared: an endpoint may not tell what it used, and each call of a reply is billed.
+        self.estimated_tokens += estimated_tokens * reply.calls if reply.prompt_tokens else 0
         self.calls += reply.calls
         self.prompt_tokens += reply.prompt_tokens
         self.completion_tokens += reply.completion_tokens
@@ -50,18 +53,19 @@ class Inquiry:
     def __init__(self, rubric: Rubric, settings: JudgeSettings, client: JudgeClient) -> None:
         self._rubric = rubric
         self._client = client
-        asked = rubric.asked
-        self._sets = [(each,) for each in asked] if rubric.judge.per_criterion else [asked]
-        self._formats = [response_format(criteria) for criteria in self._sets]
+        self._formats: dict[tuple[str, ...], dict[str, Any]] = {}
         self.temperature = rubric.judge.temperature if settings.temperature is None else settings.temperature
         self.max_tokens = settings.max_tokens or rubric.judge.max_tokens
 
-    def run(self, exchange: Exchange, seed: int | None, stop: threading.Event) -> Findings:
+    def run(
+        self, exchange: Exchange, criteria: Sequence[Criterion], seed: int | None, stop: threading.Event
+    ) -> Findings:
+        """Ask about these criteria of the rubric."""
         findings = Findings()
         results: list[CriterionResult] = []
         try:
-            for criteria, form in zip(self._sets, self._formats, strict=True):
-                results += self._ask(exchange, criteria, form, seed, findings, stop)
+            for some in self.calls(criteria):
+                results += self._ask(exchange, some, self._format(some), seed, findings, stop)
         except (UnreadableError, _NoTextError) as problem:
             findings.error = f"the judge's reply cannot be used: {problem}"
         except JudgeError as failure:
@@ -70,10 +74,20 @@ class Inquiry:
             findings.results = tuple(results)
         return findings
 
-    def estimate_tokens(self, exchange: Exchange) -> int:
-        """About how many prompt tokens one judgement sends."""
-        sent = [prompt.messages(self._rubric, exchange, criteria=criteria) for criteria in self._sets]
+    def calls(self, criteria: Sequence[Criterion]) -> list[tuple[Criterion, ...]]:
+        """The criteria of each call that asking about these takes."""
+        return [(each,) for each in criteria] if self._rubric.judge.per_criterion else [tuple(criteria)]
+
+    def estimate_tokens(self, exchange: Exchange, criteria: Sequence[Criterion]) -> int:
+        """About how many prompt tokens one judgement by these criteria sends."""
+        sent = [prompt.messages(self._rubric, exchange, criteria=some) for some in self.calls(criteria)]
         return sum(prompt.estimate_tokens(messages) for messages in sent)
+
+    def _format(self, criteria: tuple[Criterion, ...]) -> dict[str, Any]:
+        key = tuple(each.id for each in criteria)
+        if key not in self._formats:
+            self._formats[key] = response_format(criteria)
+        return self._formats[key]
 
     def _ask(
         self,
@@ -100,7 +114,7 @@ class Inquiry:
                 seed=seed,
                 stop=stop,
             )
-            findings.bill(reply)
+            findings.bill(reply, prompt.estimate_tokens(messages))
             if reply.problem:
                 raise _NoTextError(reply.problem)
             try:

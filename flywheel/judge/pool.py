@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
@@ -28,8 +28,9 @@ def grade_all(
     *,
     budget: Budget | None = None,
     drain_seconds: float | None = None,
+    earlier: Callable[[K], Sequence[Verdict]] | None = None,
 ) -> Iterator[tuple[K, Verdict]]:
-    """Verdicts as they come, with the key of each exchange.
+    """Verdicts as they come, with the key of each exchange; `earlier` tells what the judge said of it before.
 
     `items` is consumed one at a time, by the thread that will grade it, and no more than `2 * max_thread` ahead of
     whoever reads the verdicts. When `stop` is set, what is in flight is still finished and yielded, except what the
@@ -37,7 +38,7 @@ def grade_all(
     that: when the judge refuses us altogether, when the endpoint failed `max_thread` times in a row (or every time),
     and when the budget is spent (BudgetSpentError) — what was not graded has cost nothing.
     """
-    pool = _Pool(grader, iter(items), stop or threading.Event(), max_thread, budget or Budget(JudgeBudget()))
+    pool = _Pool(grader, iter(items), stop or threading.Event(), max_thread, budget or Budget(JudgeBudget()), earlier)
     threads = [threading.Thread(target=pool.work, name=f"judge-{n}", daemon=True) for n in range(max_thread)]
     for thread in threads:
         thread.start()
@@ -61,11 +62,13 @@ class _Pool(Generic[K]):
         stop: threading.Event,
         threads: int,
         budget: Budget,
+        earlier: Callable[[K], Sequence[Verdict]] | None,
     ) -> None:
         self._grader = grader
         self._items = items
         self._stop = stop
         self._budget = budget
+        self._earlier = earlier or (lambda _: ())
         self._taking = threading.Lock()
         self._done: SimpleQueue[tuple[K, Verdict] | None] = SimpleQueue()
         # What is in flight or waits to be read: a slow reader must not pile up verdicts that a crash would lose.
@@ -96,7 +99,7 @@ class _Pool(Generic[K]):
             if item is None:
                 return False
             key, exchange = item
-            verdict = self._grader.grade(exchange, self._stop)
+            verdict = self._grader.grade(exchange, self._stop, self._earlier(key))
             pay(verdict)
         self._done.put((key, verdict))
         return True
@@ -119,12 +122,13 @@ class _Pool(Generic[K]):
             if verdict.unreachable and not verdict.calls and self._stop.is_set():
                 self.room.release()
                 continue
-            total += 1
+            # What the checks decided says nothing about the endpoint.
+            total += verdict.unreachable or verdict.calls > 0
             if verdict.unreachable:
                 streak, last = streak + 1, verdict.error
                 if streak >= threads:
                     self.closed.set()
-            else:
+            elif verdict.calls:
                 streak = 0
             yield item
             self.room.release()
