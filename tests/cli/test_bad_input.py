@@ -109,7 +109,7 @@ def test_an_unreachable_judge_costs_nothing_but_delay(flywheel: Run, tmp_path: P
     ran = flywheel("filter", "-c", path, "--json")
     assert ran.code == 1
     assert "127.0.0.1:9" in ran.err
-    assert {v["outcome"] for v in ran.json["verdicts"] if v["failed"] != ["present"]} == {"undecided"}
+    assert {v["outcome"] for v in ran.json["verdicts"] if not v["failed"]} == {"undecided"}
     assert ran.json["usage"]["calls"] == 0
     books = flywheel("audit", "-c", path, "--json").json
     assert books["balanced"]

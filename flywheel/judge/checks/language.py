@@ -7,6 +7,7 @@ the expected language, to a question whose language is as plain and that does no
 from __future__ import annotations
 
 import re
+import threading
 import unicodedata
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
@@ -26,6 +27,7 @@ ENOUGH: Final = 40
 SURE: Final = 0.98
 IMPOSSIBLE: Final = 0.01
 """From and below which probability a language is taken for certain, or for excluded."""
+_loading = threading.Lock()
 _DENSE: Final = ("CJK", "HIRAGANA", "KATAKANA", "HANGUL", "YI ")
 _SENTENCE: Final = re.compile(r"(?<=[.!?。！？…:;])\s+|\n+|(?<=[。！？])")
 _ALIKE: Final = (
@@ -85,8 +87,14 @@ def probability(text: str, code: str) -> float:
     return sum(float(sure) for other, sure in _identifier().rank(text) if alike(str(other), code))
 
 
-@lru_cache(maxsize=1)
 def _identifier() -> LanguageIdentifier:
+    # Threads that need it at once wait for the one that loads it, which takes a second.
+    with _loading:
+        return _load()
+
+
+@lru_cache(maxsize=1)
+def _load() -> LanguageIdentifier:
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
