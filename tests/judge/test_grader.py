@@ -12,6 +12,7 @@ from tenacity import RetryCallState, Retrying
 
 from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
+from flywheel.judge import prompt
 from flywheel.judge.client import judges
 from flywheel.judge.endpoint import CallError, Endpoint, seconds
 from flywheel.judge.grader import Grader
@@ -355,3 +356,18 @@ def test_the_judges_hash_is_that_of_what_answers(make: MakeGrader) -> None:
             for settings in ({}, {"model": "b"}, {"temperature": 0.5}, {"max_tokens": 9}, {"max_thread": 2})
         }
     assert len(hashes) == 4
+
+
+def test_another_wording_is_judged_again(make: MakeGrader, monkeypatch: pytest.MonkeyPatch) -> None:
+    with JudgeServer() as judge:
+        before = make(judge).judge_hash
+        assert make(judge).judge_hash == before
+        monkeypatch.setattr(prompt, "VERSION", "another")
+        assert make(judge).judge_hash != before
+
+
+def test_every_part_of_the_wording_counts() -> None:
+    told = str(prompt.messages(RUBRIC, GOOD, problem="p"))
+    for wording in (prompt.RULES, prompt.REMINDER, prompt.PROBLEM):
+        assert wording in prompt._WORDING
+        assert str(wording.partition("{")[0].splitlines()[0]) in told
