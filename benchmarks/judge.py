@@ -1,8 +1,8 @@
 """Judging beside what the judge's latency allows and beside a bare client: `python -m benchmarks.judge`.
 
 `efficiency_16` and `efficiency_256`: the share of the ideal rate (threads / latency) that so many threads reach with
-a judge that takes 200 ms. `overhead_vs_client`: what a verdict costs with a judge that takes no time, over what a call
-of the bare `openai` client costs, by as many threads, in the same run. The judge is a process of its own.
+a judge that takes 200 ms. `overhead_vs_client`: what a verdict costs with a judge that takes no time, over what a
+call of the bare `openai` client costs, by as many threads, in the same run. The judge is a process of its own.
 """
 
 from __future__ import annotations

@@ -13,8 +13,9 @@ from typing import Any, Final
 from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge.completion import TOOL_NAME, Reply
-from flywheel.judge.endpoint import OPENAI_URL, THIS_CALL, CallError, Endpoint, Who
+from flywheel.judge.endpoint import OPENAI_URL, THIS_CALL, Endpoint, Who
 from flywheel.judge.means import MAX_TOKENS, SEED, Learned, Means, names
+from flywheel.judge.refusal import CallError
 from flywheel.rubric import ALIEN, Rubric
 from flywheel.trace import ChatMessage
 

@@ -9,10 +9,8 @@ import logging
 import os
 import re
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from email.utils import parsedate_to_datetime
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -29,16 +27,16 @@ from tenacity import (
 
 from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
-from flywheel.judge.completion import Reply, reply_of
+from flywheel.judge.completion import Reply
 from flywheel.judge.keys import Key, KeyPool
 from flywheel.judge.limiter import InFlight
 from flywheel.judge.pace import Pace
-from flywheel.judge.transport import Answer, TooLargeError, Transport, TransportError
+from flywheel.judge.refusal import CallError, read_answer
+from flywheel.judge.transport import TooLargeError, Transport, TransportError
 
 log = logging.getLogger(__name__)
 
 OPENAI_URL: Final = "https://api.openai.com/v1"
-RETRIED: Final = frozenset({408, 409, 429})
 KEY_REFUSED: Final = frozenset({401, 402, 403})
 FATAL: Final = {
     401: "Put the right key into the environment variable {key} ({section}.api_key_env names it).",
@@ -73,22 +71,6 @@ class Who:
 
     def __str__(self) -> str:
         return f"{self.model} at {self.base_url}"
-
-
-class CallError(Exception):
-    """An attempt that brought no reply. `status` is that of the answer, 0 where none came."""
-
-    def __init__(self, said: str, *, status: int = 0, retry_after: float | None = None, final: bool = False) -> None:
-        super().__init__(said)
-        self.said = said
-        self.status = status
-        self.retry_after = retry_after
-        self._final = final
-
-    @property
-    def can_pass(self) -> bool:
-        """Whether the same call may succeed in a moment."""
-        return not self._final and (self.status == 0 or self.status in RETRIED or self.status >= 500)
 
 
 class Endpoint:
@@ -188,7 +170,7 @@ class Endpoint:
             }
             try:
                 answer = transport.post(f"{self.who.base_url}/chat/completions", headers, body)
-                reply = _reply(answer)
+                reply = read_answer(answer)
             except CallError as error:
                 throttled = error.status == 429 or error.retry_after is not None or None
                 if throttled:
@@ -293,44 +275,6 @@ class Endpoint:
             self._transport.close()
 
 
-def _reply(answer: Answer) -> Reply:
-    """Raises CallError for an answer that holds none."""
-    if not 200 <= answer.status < 300:
-        said = f"it answered {answer.status} ({_words(answer)})"
-        raise CallError(said, status=answer.status, retry_after=seconds(answer.headers.get("retry-after", "")))
-    try:
-        reply = reply_of(answer.body)
-    except ValueError as error:
-        raise CallError(str(error)) from error
-    failed = CallError(reply.problem, status=reply.error_status)
-    # What was billed is kept, though it is no verdict; what was not can be had again.
-    if reply.error_status and failed.can_pass and not reply.prompt_tokens + reply.completion_tokens:
-        raise failed
-    return reply
-
-
-def _words(answer: Answer) -> str:
-    if location := answer.headers.get("location"):
-        return f"look at {location[:200]}"
-    try:
-        body = orjson.loads(answer.body)
-        error = body.get("error", body) if isinstance(body, dict) else body
-        text = error.get("message", error) if isinstance(error, dict) else error
-    except orjson.JSONDecodeError:
-        text = answer.body[:2000].decode("utf-8", "replace")
-    return " ".join(str(text).split())[:300]
-
-
 def _retry_after(state: RetryCallState) -> float | None:
     error = state.outcome.exception() if state.outcome else None
     return error.retry_after if isinstance(error, CallError) else None
-
-
-def seconds(asked: str) -> float | None:
-    """Seconds that the endpoint asked us to wait, if it did: as a number, or as the time to come back at."""
-    try:
-        return max(
-            0.0, float(asked) if asked[:1].isdigit() else parsedate_to_datetime(asked).timestamp() - time.time()
-        )
-    except (ValueError, OverflowError):
-        return None

@@ -14,9 +14,10 @@ from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge import prompt
 from flywheel.judge.client import judges
-from flywheel.judge.endpoint import CallError, Endpoint, seconds
+from flywheel.judge.endpoint import Endpoint
 from flywheel.judge.grader import Grader
 from flywheel.judge.pool import grade_all
+from flywheel.judge.refusal import CallError, seconds
 from flywheel.rubric import Rubric
 from flywheel.verdict import Exchange, Outcome, Verdict
 from tests.judge_server import FAULTS, JudgeServer
@@ -367,7 +368,7 @@ def test_another_wording_is_judged_again(make: MakeGrader, monkeypatch: pytest.M
 
 
 def test_every_part_of_the_wording_counts() -> None:
-    told = str(prompt.messages(RUBRIC, GOOD, problem="p"))
+    told = "\n".join(str(message["content"]) for message in prompt.messages(RUBRIC, GOOD, problem="p"))
     for wording in (prompt.RULES, prompt.REMINDER, prompt.PROBLEM):
         assert wording in prompt._WORDING
-        assert str(wording.partition("{")[0].splitlines()[0]) in told
+        assert wording.partition("{")[0].splitlines()[0] in told
