@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,12 @@ def test_json_schema(answer: str, passed: bool, reason: str) -> None:
 
 
 def test_a_schema_fetches_nothing() -> None:
-    with pytest.raises(CheckError, match=r"\$ref"):
-        passes("{}", "json-schema", {"$ref": "http://127.0.0.1:9/schema.json"})
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.2)
+        with pytest.raises(CheckError, match=r"\$ref"):
+            passes("{}", "json-schema", {"$ref": f"http://127.0.0.1:{server.getsockname()[1]}/schema.json"})
+        with pytest.raises(TimeoutError):
+            server.accept()
 
 
 @pytest.mark.parametrize(
