@@ -195,7 +195,8 @@ def _handler(judge: JudgeServer) -> type[BaseHTTPRequestHandler]:
         def play(self, behaviour: str, request: dict[str, Any]) -> None:  # noqa: PLR0912 - one branch per fault
             if behaviour[:3].isdigit():
                 waits = {"Retry-After": "0", "in a minute": "60", "tomorrow": "86400"}
-                headers = {"retry-after": wait for words, wait in waits.items() if words in behaviour}
+                wait = next((wait for words, wait in waits.items() if words in behaviour), None)
+                headers = {"retry-after": wait} if wait is not None else {}
                 self.send(int(behaviour[:3]), {"error": {"message": f"scripted {behaviour}"}}, headers)
             elif behaviour == "no schema" and "response_format" in request:
                 self.send(400, {"error": {"message": "response_format is not supported"}})
