@@ -7,9 +7,11 @@ from typing import Final
 
 from flywheel import likeness
 
-_QUOTED: Final = re.compile(r"\"[^\"\n]*\"|“[^”]*”|„[^“”]*[“”]|«[^»]*»|「[^」]*」|『[^』]*』|《[^》]*》|`[^`\n]*`"
-                            r"|(?<!\w)'[^'\n]*'(?!\w)|‘[^’]*’(?!\w)")  # fmt: skip
-_ADDRESS: Final = re.compile(r"\b\w+://\S+|\S+@\S+\.\w+")
+_QUOTED: Final = re.compile(
+    r"\"[^\"\n]*\"|“[^“”]*”|„[^„“”]*[“”]|«[^«»]*»|「[^「」]*」|『[^『』]*』|《[^《》]*》|`[^`\n]*`"
+    r"|(?<!\w)'[^'\n]*'(?!\w)|‘[^‘’]*’(?!\w)"
+)
+_ADDRESS: Final = re.compile(r"\b\w{1,20}://\S+|(?<!\S)[^\s@]{1,256}@[^\s@]+\.\w+")
 _NUMBER: Final = re.compile(r"\d+(?:[.,:]\d+)*")
 _NAME: Final = re.compile(r"(?<=[\w,;)] )(?!I['’])(?:[A-Z][\w'’]*\w)(?: [A-Z][\w'’]*\w)*")
 """Capitalised words inside a sentence."""

@@ -53,7 +53,7 @@ _KEY_PREFIXES: Final = re.compile(
     r")(?![A-Za-z0-9_-])", re.A)
 _KEY_NAMED: Final = re.compile(
     r"(?i)(?:api[ _-]?key|access[ _-]?key|secret(?:[ _-]?key)?|auth[ _-]?token|access[ _-]?token|bearer|passwo?r?d"
-    r"|api[ _-]?token|密钥|口令|密码)\w{0,12}[\"'”]?(?:\s+is|\s*[:=：]|\s+)[\s\"'“`]*"
+    r"|api[ _-]?token|密钥|口令|密码)\w{0,12}[\"'”]?(?:\s{1,3}is|\s{0,3}[:=：]|\s{1,3})[\s\"'“`]{0,4}"
     r"(?P<key>[A-Za-z0-9_+/=.~-]{20,200})")
 _PHONE: Final = re.compile(
     rf"(?<![{_LATIN}.,/+-])(?:(?P<plus>\+|00(?=[1-9]))[0-9]|\(\+?[0-9]|[0-9])"

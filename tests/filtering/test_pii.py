@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from flywheel.errors import ConfigError
 from flywheel.filtering.chain import redactor_of
+from flywheel.filtering.pattern import particulars, template
 from flywheel.filtering.personal_data import find
 from flywheel.filtering.pii import Pii
 from flywheel.states import Split
@@ -242,3 +243,13 @@ def test_any_text_is_searched_and_what_is_found_is_in_order(text: str) -> None:
     found = find(text, regions=regions())
     assert all(a.end <= b.start for a, b in pairwise(found))
     assert all(0 <= each.start < each.end <= len(text) for each in found)
+
+
+@pytest.mark.parametrize(
+    "text", ["“" * 50_000, "x@" * 25_000, "api_key " + " " * 50_000, "a" * 50_000, "1-" * 25_000]
+)
+def test_texts_made_to_be_slow_are_not(text: str) -> None:
+    # A search that is quadratic in these takes minutes, and the test's time limit ends it.
+    template(text)
+    particulars(text)
+    find(text, regions=regions())
