@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async
-from flywheel.config import Config
+from flywheel.config import Config, StudioSource
 from flywheel.errors import EXIT_FAILED, StoreError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from sqlalchemy import Connection
+
+    from flywheel.daemon.deep_audit import DeepAudit
+    from flywheel.store.audit import Balance
 
 T = TypeVar("T")
 
@@ -104,11 +108,24 @@ def _source_line(source: dict[str, Any]) -> str:
 
 
 @app.command()
-def audit(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+def audit(
+    config: ConfigOption = None,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Compare with the sources themselves and the task file as well.")
+    ] = False,
+    source: Annotated[
+        list[Path] | None, typer.Option(metavar="DB", help="With --deep: this database, not the configured ones.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
     """Prove that every reply is accounted for; exit 1 if one is not."""
-    from flywheel.store.audit import balance
-
-    books = run_async(_look(load_config(config), balance))
+    settings = load_config(config)
+    if source and not deep:
+        raise typer.BadParameter("it belongs to --deep", param_hint="--source")
+    if source:
+        settings = settings.model_copy(update={"sources": [StudioSource(path=path) for path in source]})
+    books, found = run_async(_audit(settings, deep=deep))
+    problems = [*books.problems, *(found.problems if found else ())]
     report = {
         "balanced": books.balanced,
         "replies": books.replies,
@@ -116,7 +133,8 @@ def audit(config: ConfigOption = None, as_json: JsonOption = False) -> None:
         "reply_states": books.reply_states,
         "task_states": books.task_states,
         "skip_reasons": books.skipped,
-        "problems": books.problems,
+        **(found.as_json() if found else {}),
+        "problems": problems,
     }
     if as_json:
         print_json(report)
@@ -124,11 +142,29 @@ def audit(config: ConfigOption = None, as_json: JsonOption = False) -> None:
         typer.echo(
             f"{books.replies} replies = " + " + ".join(f"{number} {end}" for end, number in books.ends.items())
         )
-        for problem in books.problems:
+        for line in found.lines if found else ():
+            typer.echo(line)
+        for problem in problems:
             typer.echo(f"wrong: {problem}")
         typer.echo("balanced" if books.balanced else "NOT balanced")
-    if not books.balanced:
+    if problems:
         raise typer.Exit(EXIT_FAILED)
+
+
+async def _audit(config: Config, *, deep: bool) -> tuple[Balance, DeepAudit | None]:
+    from flywheel.store.audit import balance
+    from flywheel.store.database import Store
+
+    store = await Store.view(config.state_dir)
+    try:
+        books = await store.read(balance)
+        if not deep:
+            return books, None
+        from flywheel.daemon.deep_audit import deep_audit
+
+        return books, await deep_audit(store, config)
+    finally:
+        await store.close()
 
 
 @app.command()

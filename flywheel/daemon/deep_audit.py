@@ -1,0 +1,302 @@
+"""The ledger compared with the sources themselves: what is in them now, and whether it was told as it is.
+
+Read-only on both sides, and beside a running daemon: what a source holds is read first and the ledger asked
+afterwards, and what does not agree is looked at a second time before it counts. The task file has its own check
+(`task_file_audit`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flywheel.batch import Batch
+from flywheel.config import Config
+from flywheel.daemon.ingestion import Ingestion
+from flywheel.daemon.task_file_audit import TaskFile, compare_task_file, first_few
+from flywheel.errors import SourceError
+from flywheel.lines.file import files_of
+from flywheel.lines.reader import LinesReader
+from flywheel.states import ReplyState
+from flywheel.store import holdings
+from flywheel.store.database import Store
+from flywheel.store.holdings import Holdings
+from flywheel.studio.census import Census, Group, WholeTrace
+from flywheel.studio.conversion import convert
+from flywheel.studio.scan import digest_of
+from flywheel.trace import Cursor, Selection
+
+
+@dataclass(slots=True)
+class Compared:
+    """One source. `agent_spans` is the sum of `in_ledger`, `missing` and `not_read_yet`; `changed` are in the ledger.
+
+    `gone` are in the ledger and no longer in the source; `told_otherwise` are those whose rows are what they were and
+    that would become something else today, by other settings or another version of Flywheel.
+    """
+
+    path: Path
+    type: str
+    condition: str = "ok"
+    error: str = ""
+    in_ledger: int = 0
+    not_read_yet: int = 0
+    gone: int = 0
+    told_otherwise: int = 0
+    missing: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+
+    @property
+    def agent_spans(self) -> int:
+        return self.in_ledger + len(self.missing) + self.not_read_yet
+
+    @property
+    def problems(self) -> list[str]:
+        found = [self.error] if self.error else []
+        if self.missing:
+            found.append(
+                f"{len(self.missing)} agent spans of {self.path} are not in the ledger: {first_few(self.missing)}"
+            )
+        if self.changed:
+            found.append(
+                f"{len(self.changed)} replies of {self.path} read otherwise now than they were told: "
+                f"{first_few(self.changed)}. `flywheel ingest --sweep` looks at all of them again."
+            )
+        return found
+
+    @property
+    def line(self) -> str:
+        """What was found in words."""
+        words = [
+            f"{number} {what}"
+            for number, what in (
+                (len(self.missing), "missing"),
+                (len(self.changed), "changed"),
+                (self.not_read_yet, "not read yet"),
+                (self.gone, "in the ledger and gone from the source"),
+                (self.told_otherwise, "that would be told otherwise today"),
+            )
+            if number
+        ]
+        found = f"{self.agent_spans} agent spans, {self.in_ledger} of them in the ledger"
+        return f"{self.path} ({self.condition}): {'; '.join([found, *words])}"
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "path": str(self.path),
+            "type": self.type,
+            "condition": self.condition,
+            "agent_spans": self.agent_spans,
+            "in_ledger": self.in_ledger,
+            "missing": len(self.missing),
+            "changed": len(self.changed),
+            "gone": self.gone,
+            "not_read_yet": self.not_read_yet,
+            "told_otherwise": self.told_otherwise,
+            "error": self.error,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class DeepAudit:
+    """What was found in the sources and in the task file."""
+
+    sources: list[Compared]
+    task_file: TaskFile
+
+    @property
+    def problems(self) -> list[str]:
+        return [*(problem for source in self.sources for problem in source.problems), *self.task_file.problems]
+
+    @property
+    def lines(self) -> list[str]:
+        return [*(source.line for source in self.sources), self.task_file.line]
+
+    def as_json(self) -> dict[str, Any]:
+        return {"sources": [source.as_json() for source in self.sources], "task_file": self.task_file.as_json()}
+
+
+async def deep_audit(store: Store, config: Config) -> DeepAudit:
+    """Compare everything with the ledger."""
+    return DeepAudit(await compare_sources(store, config), await compare_task_file(store, config.task_file))
+
+
+async def compare_sources(store: Store, config: Config) -> list[Compared]:
+    """Every source of the configuration with the ledger. What cannot be read is a problem of its own."""
+    found = []
+    ingestion = Ingestion(store, config)
+    try:
+        for intake in ingestion.intakes():
+            compared = Compared(intake.path, intake.feed.type)
+            try:
+                if compared.type == "jsonl":
+                    await _Lines(store, compared).compare()
+                else:
+                    await _Spans(store, config, compared).compare()
+            except SourceError as error:
+                compared.condition, compared.error = error.condition, str(error)
+            found.append(compared)
+    finally:
+        await ingestion.close()
+    return found
+
+
+class _Spans:
+    """A comparison with a database of spans."""
+
+    def __init__(self, store: Store, config: Config, found: Compared) -> None:
+        self._store = store
+        self._found = found
+        agents = config.ingest.agents
+        self._selection = Selection(frozenset(agents.include), frozenset(agents.exclude))
+        self._met: set[int] = set()
+
+    async def compare(self) -> None:
+        source = await self._store.read(holdings.known_source, str(self._found.path))
+        before = await self._store.read(holdings.numbers_of, source) if source is not None else set()
+        with await asyncio.to_thread(Census, self._found.path) as census:
+            await asyncio.to_thread(census.list_rows)
+            groups = census.groups()
+            doubtful: set[str] = set()
+            while (group := await asyncio.to_thread(next, groups, None)) is not None:
+                doubtful |= await self._compare(census, source, group, is_last_look=False)
+            if doubtful:
+                # They may have grown, or been read by a running daemon, in the meantime.
+                await asyncio.to_thread(census.list_rows)
+                again = await asyncio.to_thread(census.again, sorted(doubtful))
+                await self._compare(census, source, again, is_last_look=True)
+        self._found.gone = len(before - self._met)
+
+    async def _compare(self, census: Census, source: int | None, group: Group, *, is_last_look: bool) -> set[str]:
+        """Count what agrees; the traces with anything that does not, which count in the last look only."""
+        doubtful: set[str] = set()
+        told = {
+            trace.trace_id: await asyncio.to_thread(self._told, census, trace) for trace in group.traces if trace.rows
+        }
+        spans = [span for replies in told.values() for span in replies] + [row.span_id for row in group.unnamed]
+        if source is None:
+            self._found.not_read_yet += len(spans)
+            return doubtful
+        held = await self._store.read(holdings.holdings, source, list(told), spans)
+        is_followed = await asyncio.to_thread(_is_followed, census, held.cursor)
+        for trace in group.traces:
+            if trace.rows and not self._agrees(
+                trace, told[trace.trace_id], held, is_followed=is_followed, is_last_look=is_last_look
+            ):
+                doubtful.add(trace.trace_id)
+        for row in group.unnamed:
+            reply = held.replies.get(row.span_id)
+            if reply is not None:
+                self._found.in_ledger += 1
+                self._met.add(reply.number)
+            elif not is_followed or row.rowid > held.cursor.rowid:
+                self._found.not_read_yet += 1
+            else:
+                self._found.missing.append(row.span_id)
+        return doubtful
+
+    def _told(self, census: Census, trace: WholeTrace) -> dict[str, int | None]:
+        """How each reply of a trace reads now; None for a row that cannot be understood."""
+        told = convert(census.schema, [(trace.rows, False)], self._selection, str(self._found.path))
+        return {row.span_id: None for row in told.dead} | {entry.span_id: entry.content for entry in told.entries}
+
+    def _agrees(
+        self,
+        trace: WholeTrace,
+        told: dict[str, int | None],
+        held: Holdings,
+        *,
+        is_followed: bool,
+        is_last_look: bool,
+    ) -> bool:
+        mark = held.marks.get(trace.trace_id)
+        is_settled = is_followed and max(trace.rows) <= held.cursor.rowid and not (mark is not None and mark.is_open)
+        absent = [span for span in told if span not in held.replies]
+        other = [
+            span
+            for span, content in told.items()
+            if (reply := held.replies.get(span)) is not None and _differs(reply, content)
+        ]
+        if is_settled and (absent or other) and not is_last_look:
+            return False
+        self._found.in_ledger += len(told) - len(absent)
+        self._met.update(held.replies[span].number for span in told if span in held.replies)
+        if not is_settled:
+            self._found.not_read_yet += len(absent)
+            return True
+        self._found.missing += absent
+        if mark is not None and digest_of(trace.rows.values()) == mark.digest:
+            self._found.told_otherwise += len(other)
+        elif mark is None or len(trace.rows) >= len(mark.rowids):
+            # With rows gone, what was told stays.
+            self._found.changed += other
+        return True
+
+
+def _differs(reply: holdings.Held, content: int | None) -> bool:
+    if content is None:
+        return reply.state is not ReplyState.DEAD
+    return reply.content is not None and reply.content != content
+
+
+def _is_followed(census: Census, cursor: Cursor) -> bool:
+    """Whether the ledger's cursor is about this file as it is, or everything in it is still to be read again."""
+    if (cursor.identity, cursor.fingerprint) != (census.identity, census.fingerprint):
+        return False
+    return not cursor.rowid or census.id_at(cursor.rowid) == cursor.anchor
+
+
+def _is_directory(path: Path) -> bool:
+    """Whether this is a directory, which is here only if its files could not be listed. Raises SourceError."""
+    try:
+        if path.is_dir():
+            files_of(path)
+            return True
+    except PermissionError:
+        pass  # reading says it better
+    return False
+
+
+class _Lines:
+    """A comparison with a file of lines."""
+
+    def __init__(self, store: Store, found: Compared) -> None:
+        self._store = store
+        self._found = found
+
+    async def compare(self) -> None:
+        found = self._found
+        if await asyncio.to_thread(_is_directory, found.path):
+            return
+        source = await self._store.read(holdings.known_source, str(found.path))
+        before = await self._store.read(holdings.numbers_of, source) if source is not None else set()
+        lines = await self._lines(Cursor())
+        if source is None:
+            found.not_read_yet = len(lines)
+            return
+        held = await self._store.read(holdings.holdings, source, [], list(lines))
+        unread = await self._lines(held.cursor)
+        absent = [name for name in lines if name not in held.replies and name not in unread]
+        found.in_ledger = sum(name in held.replies for name in lines)
+        found.not_read_yet = len(lines) - found.in_ledger - len(absent)
+        found.missing = absent
+        found.changed = [
+            name for name, reply in held.replies.items() if name not in unread and _differs(reply, lines[name])
+        ]
+        found.gone = len(before - {reply.number for reply in held.replies.values()})
+
+    async def _lines(self, cursor: Cursor) -> dict[str, int | None]:
+        """What a pass from the cursor on would bring: how each task reads, None for a line that is none."""
+        found: dict[str, int | None] = {}
+        reader = LinesReader(self._found.path)
+        try:
+            batches: Iterator[Batch] = reader.read(cursor, final=True)
+            while (batch := await asyncio.to_thread(next, batches, None)) is not None:
+                found |= {row.span_id: None for row in batch.dead}
+                found |= {entry.span_id: entry.content for entry in batch.entries}
+        finally:
+            reader.close()
+        return found

@@ -1,0 +1,215 @@
+"""`flywheel audit --deep`: what is broken between sources, ledger and task file is told, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Run
+from tests.studio.writer import DATA, NAMES, Studio, agent, labels, renamed
+
+LINES = [{"task_id": f"line-{n}", "main_query": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(5)]
+
+
+@pytest.fixture
+def studio(tmp_path: Path) -> Path:
+    return Path(shutil.copy(DATA / "new_v2.sqlite", tmp_path / "database.sqlite"))
+
+
+@pytest.fixture
+def ingested(flywheel: Run, studio: Path, tmp_path: Path) -> Path:
+    """A configuration with a database and a file of lines, both read."""
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    config = tmp_path / "flywheel.yaml"
+    sources = [{"path": str(studio)}, {"type": "jsonl", "path": str(lines)}]
+    config.write_text(json.dumps({"state": {"dir": "home"}, "sources": sources}))
+    assert flywheel("ingest", "-c", config).code == 0
+    return config
+
+
+def change(path: Path, sql: str, *values: Any) -> int:
+    database = sqlite3.connect(path)
+    changed = database.execute(sql, values).rowcount
+    database.commit()
+    database.close()
+    return changed
+
+
+def one(path: Path, sql: str, *values: Any) -> tuple[Any, ...]:
+    database = sqlite3.connect(path)
+    found = database.execute(sql, values).fetchone()
+    database.close()
+    return tuple(found)
+
+
+def deep(flywheel: Run, config: Path, *, code: int) -> Any:
+    ran = flywheel("audit", "--deep", "--json", "-c", config)
+    assert ran.code == code, ran.out + ran.err
+    assert bool(ran.json["problems"]) == bool(code)
+    return ran.json
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_was_just_read_agrees(flywheel: Run, tmp_path: Path, name: str) -> None:
+    path = Path(shutil.copy(DATA / f"{name}.sqlite", tmp_path))
+    config = tmp_path / "flywheel.yaml"
+    config.write_text(json.dumps({"state": {"dir": "home"}, "sources": [{"path": str(path)}]}))
+    read = flywheel("ingest", "--json", "-c", config).json["sources"][0]
+    before = sorted(tmp_path.rglob("*")), path.read_bytes()
+    found = deep(flywheel, config, code=0)
+    (source,) = found["sources"]
+    assert source["agent_spans"] == source["in_ledger"] == read["replies"] >= len(labels(name)) > 0
+    assert {
+        key: source[key] for key in ("missing", "changed", "gone", "not_read_yet", "told_otherwise")
+    } == dict.fromkeys(("missing", "changed", "gone", "not_read_yet", "told_otherwise"), 0)
+    assert source["condition"] == "ok"
+    assert found["task_file"]["lines"] == found["task_file"]["exported"] == read["tasks"]
+    assert (sorted(tmp_path.rglob("*")), path.read_bytes()) == before
+
+
+def test_a_reply_that_the_ledger_has_lost_is_missing(flywheel: Run, ingested: Path, tmp_path: Path) -> None:
+    state = tmp_path / "home" / "state.db"
+    span, task = one(state, "SELECT span_id, task_id FROM replies WHERE state = 'converted' AND source_id = 1")
+    change(state, "DELETE FROM replies WHERE span_id = ?", span)
+    change(state, "DELETE FROM tasks WHERE id = ?", task)
+    change(state, "DELETE FROM replies WHERE span_id = 'line-3'")
+    found = deep(flywheel, ingested, code=1)
+    assert [source["missing"] for source in found["sources"]] == [1, 1]
+    assert any(span in problem for problem in found["problems"])
+    assert any("line-3" in problem for problem in found["problems"])
+
+
+def test_a_reply_that_was_changed_in_place_reads_otherwise_until_it_is_swept(
+    flywheel: Run, ingested: Path, studio: Path
+) -> None:
+    span = next(entry["span_id"] for entry in labels("new_v2") if entry["answer"] and len(entry["answer"]) > 8)
+    (attributes,) = one(studio, "SELECT attributes FROM span_table WHERE spanId = ?", span)
+    answer = next(entry["answer"] for entry in labels("new_v2") if entry["span_id"] == span)
+    spelled = json.dumps(answer)[1:-1]
+    changed = attributes.replace(spelled, "Something else.").replace(json.dumps(spelled)[1:-1], "Something else.")
+    assert changed != attributes
+    assert change(studio, "UPDATE span_table SET attributes = ? WHERE spanId = ?", changed, span) == 1
+    found = deep(flywheel, ingested, code=1)
+    assert found["sources"][0]["changed"] == 1
+    assert any(span in problem for problem in found["problems"])
+    assert flywheel("ingest", "--sweep", "-c", ingested).code == 0
+    assert deep(flywheel, ingested, code=0)["sources"][0]["changed"] == 0
+
+
+def test_a_deleted_conversation_is_told_and_is_no_problem(flywheel: Run, ingested: Path, studio: Path) -> None:
+    entry = next(entry for entry in labels("new_v2") if entry["answer"])
+    (conversation,) = one(studio, "SELECT conversationId FROM span_table WHERE spanId = ?", entry["span_id"])
+    (spans,) = one(
+        studio,
+        "SELECT count(*) FROM span_table WHERE operationName = 'invoke_agent' AND traceId IN "
+        "(SELECT traceId FROM span_table WHERE conversationId = ?)",
+        conversation,
+    )
+    change(
+        studio,
+        "DELETE FROM span_table WHERE traceId IN (SELECT traceId FROM span_table WHERE conversationId = ?)",
+        conversation,
+    )
+    found = deep(flywheel, ingested, code=0)
+    assert found["sources"][0]["gone"] == spans > 0
+
+
+def test_rows_that_no_pass_has_seen_are_not_read_yet(
+    flywheel: Run, ingested: Path, studio: Path, tmp_path: Path
+) -> None:
+    Studio(studio).write(agent("fresh", trace="fresh"))
+    with (tmp_path / "lines.jsonl").open("a") as file:
+        file.write(json.dumps({"task_id": "fresh", "main_query": "?", "answer": "!"}) + "\n")
+    found = deep(flywheel, ingested, code=0)
+    assert [source["not_read_yet"] for source in found["sources"]] == [1, 1]
+    assert flywheel("ingest", "-c", ingested).code == 0
+    found = deep(flywheel, ingested, code=0)
+    assert [source["not_read_yet"] for source in found["sources"]] == [0, 0]
+
+
+def test_an_open_trace_and_a_replaced_file_are_waited_for(flywheel: Run, ingested: Path, studio: Path) -> None:
+    ended = {"endTimeUnixNano": str(time.time_ns())}
+    Studio(studio).write(agent("child", parent="not-there-yet", trace="open") | ended)
+    assert flywheel("ingest", "-c", ingested).code == 0
+    change(studio, "UPDATE span_table SET attributes = '{}' WHERE id = 'child'")
+    deep(flywheel, ingested, code=0)
+    studio.rename(studio.with_name("older"))
+    shutil.copy(DATA / "old.sqlite", studio)
+    found = deep(flywheel, ingested, code=0)["sources"][0]
+    assert found["not_read_yet"] == found["agent_spans"] > 0
+    assert found["gone"] > 0
+
+
+def test_other_settings_are_no_change_of_the_source(flywheel: Run, ingested: Path) -> None:
+    settings = json.loads(ingested.read_text())
+    name = next(entry["agent"] for entry in labels("new_v2") if entry["answer"])
+    ingested.write_text(json.dumps(settings | {"ingest": {"agents": {"exclude": [name]}}}))
+    found = deep(flywheel, ingested, code=0)["sources"][0]
+    assert found["told_otherwise"] > 0
+    assert found["changed"] == 0
+
+
+@pytest.mark.parametrize("trouble", ["missing", "not Studio's"])
+def test_a_source_that_cannot_be_read_is_a_problem_with_its_reason(
+    flywheel: Run, ingested: Path, studio: Path, tmp_path: Path, trouble: str
+) -> None:
+    studio.unlink()
+    (tmp_path / "lines.jsonl").unlink()
+    if trouble != "missing":
+        studio.write_text("not a database " * 100)
+    found = deep(flywheel, ingested, code=1)
+    assert [source["condition"] for source in found["sources"]] == [trouble, "missing"]
+    assert [source["error"] for source in found["sources"]] == found["problems"]
+
+
+def test_the_task_file_has_each_task_once_and_whole(flywheel: Run, ingested: Path, tmp_path: Path) -> None:
+    file = tmp_path / "home" / "tasks.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+
+    def found(*content: bytes, code: int = 1) -> dict[str, Any]:
+        file.write_bytes(b"".join(content))
+        return {key: value for key, value in deep(flywheel, ingested, code=code)["task_file"].items() if value}
+
+    assert found(*lines, lines[4])["twice"] == 1
+    assert found(*lines[:4], *lines[5:])["lost"] == 1
+    assert found(*lines, lines[4][:40])["torn"] == 1
+    assert found(*lines[:-1], lines[-1][:-1])["torn"] == 1
+    assert found(*lines[6:], code=0)["moved_away"] == 6
+    assert found(*lines, b'{"task_id": "of-another"}\n', code=0)["unknown"] == 1
+    file.unlink()
+    report = deep(flywheel, ingested, code=0)["task_file"]
+    assert report["moved_away"] == report["exported"] == len(lines)
+
+
+def test_it_is_told_in_words_too(flywheel: Run, ingested: Path, studio: Path, tmp_path: Path) -> None:
+    told = flywheel("audit", "--deep", "-c", ingested)
+    assert told.code == 0
+    assert f"{studio} (ok): " in told.out
+    with (tmp_path / "home" / "tasks.jsonl").open("a") as file:
+        file.write("{")
+    told = flywheel("audit", "--deep", "-c", ingested)
+    assert told.code == 1
+    assert "wrong: 1 lines of" in told.out
+    # The balance itself is right.
+    assert flywheel("audit", "-c", ingested).code == 0
+    assert flywheel("audit", "--source", studio).code == 2
+
+
+def test_a_long_database_is_compared_in_pages(flywheel: Run, studio: Path, tmp_path: Path) -> None:
+    database = sqlite3.connect(studio)
+    for cycle in range(12):
+        rows = renamed("new_v2", cycle)
+        database.executemany(f"INSERT INTO span_table VALUES ({','.join('?' * len(rows[0]))})", rows)
+    database.commit()
+    database.close()
+    read = flywheel("ingest", "--source", studio, "--json").json["sources"][0]
+    ran = flywheel("audit", "--deep", "--source", studio, "--json")
+    assert ran.code == 0, ran.out
+    assert ran.json["sources"][0]["in_ledger"] == read["replies"]
