@@ -31,12 +31,15 @@ def filter_tasks(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Ask the judge, but write nothing anywhere.")] = False,
     rubric: Annotated[Path | None, typer.Option(metavar="FILE", help="Use this rubric.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Judge this many tasks at most.")] = None,
+    rejudge: Annotated[
+        bool, typer.Option("--rejudge", help="Also judge again what another rubric or judge accepted or rejected.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Judge pending tasks with the rubric; new replies of configured sources are read first."""
     settings = load_config(config)
     has_sources = find_config(config) is not None
-    report, verdicts = run_async(_filter(settings, rubric, dry_run, limit, has_sources))
+    report, verdicts = run_async(_filter(settings, rubric, dry_run, limit, has_sources, rejudge))
     if as_json:
         print_json(_as_json(report, verdicts, dry_run))
     else:
@@ -47,7 +50,7 @@ def filter_tasks(
 
 
 async def _filter(
-    config: Config, rubric: Path | None, dry_run: bool, limit: int | None, has_sources: bool
+    config: Config, rubric: Path | None, dry_run: bool, limit: int | None, has_sources: bool, rejudge: bool
 ) -> tuple[FilterReport, list[dict[str, Any]]]:
     from flywheel.daemon.lock import InstanceLock
     from flywheel.store.database import Store
@@ -56,19 +59,26 @@ async def _filter(
         # Everything happens to a copy in memory, by the same code: what is shown is what would be done.
         store = await Store.copy(config.state_dir)
         try:
-            return await _judge(store, config, rubric, limit, has_sources, export=False)
+            return await _judge(store, config, rubric, limit, has_sources, rejudge, export=False)
         finally:
             await store.close()
     with InstanceLock(config.state_dir):
         store = await Store.open(config.state_dir)
         try:
-            return await _judge(store, config, rubric, limit, has_sources, export=True)
+            return await _judge(store, config, rubric, limit, has_sources, rejudge, export=True)
         finally:
             await store.close()
 
 
 async def _judge(
-    store: Store, config: Config, rubric: Path | None, limit: int | None, has_sources: bool, *, export: bool
+    store: Store,
+    config: Config,
+    rubric: Path | None,
+    limit: int | None,
+    has_sources: bool,
+    rejudge: bool,
+    *,
+    export: bool,
 ) -> tuple[FilterReport, list[dict[str, Any]]]:
     from flywheel.daemon.filtering import Filtering, exchange_of
     from flywheel.daemon.ingestion import Ingestion
@@ -85,27 +95,25 @@ async def _judge(
                     complain(source.error)
         finally:
             await ingestion.close()
-    verdicts: list[dict[str, Any]] = []
+    found: dict[int, dict[str, Any]] = {}
 
     def on_judged(judged: Judged) -> None:
         verdict, repeats = judged.verdict, judged.repeats
-        verdicts.append(
-            {
-                "task_id": judged.task.key,
-                "span_id": judged.task.line["metadata"]["span_id"],
-                "outcome": verdict.outcome.value if verdict else "held" if judged.held else "dead",
-                "score": verdict.score if verdict else None,
-                "failed": list(verdict.failed) if verdict else [],
-                "reason": (verdict.reason or verdict.error) if verdict else judged.error,
-                "estimated_tokens": filtering.grader.preview(exchange_of(judged.task.line)),
-                "reused": judged.reused,
-                "repeats": repeats
-                and {"task_id": repeats.key, "similarity": repeats.similarity, "method": repeats.method},
-            }
-        )
+        found[judged.task.id] = {
+            "task_id": judged.task.key,
+            "span_id": judged.task.line["metadata"]["span_id"],
+            "outcome": verdict.outcome.value if verdict else "held" if judged.held else "dead",
+            "score": verdict.score if verdict else None,
+            "failed": list(verdict.failed) if verdict else [],
+            "reason": (verdict.reason or verdict.error) if verdict else judged.error,
+            "estimated_tokens": filtering.grader.preview(exchange_of(judged.task.line)),
+            "reused": judged.reused,
+            "repeats": repeats
+            and {"task_id": repeats.key, "similarity": repeats.similarity, "method": repeats.method},
+        }
 
-    report = await filtering.run(limit=limit, on_judged=on_judged)
-    return report, verdicts
+    report = await filtering.run(limit=limit, on_judged=on_judged, rejudge=rejudge)
+    return report, [found[task] for task in sorted(found)]
 
 
 def _as_json(report: FilterReport, verdicts: list[dict[str, Any]], dry_run: bool) -> dict[str, Any]:
@@ -117,6 +125,7 @@ def _as_json(report: FilterReport, verdicts: list[dict[str, Any]], dry_run: bool
         "dead": report.dead,
         "held": report.held,
         "reused": report.reused,
+        "changed": report.changed,
         "verdicts": verdicts,
         "usage": {
             "calls": report.calls,

@@ -9,7 +9,7 @@ from flywheel.config.ingest import (
     SourceSettings,
     StudioSource,
 )
-from flywheel.config.judge import BackupJudge, FilterSettings, JudgeBudget, JudgeSettings
+from flywheel.config.judge import BackupJudge, FilterSettings, JudgeBudget, JudgePrices, JudgeSettings
 from flywheel.config.serving import DaemonSettings, ServingSettings
 from flywheel.config.training import (
     GateSettings,
@@ -31,6 +31,7 @@ __all__ = [
     "IngestSettings",
     "JsonlSource",
     "JudgeBudget",
+    "JudgePrices",
     "JudgeSettings",
     "LoraSettings",
     "ModelSettings",

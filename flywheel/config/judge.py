@@ -24,6 +24,15 @@ class JudgeBudget(Section):
     """Tokens that one `flywheel filter` or one `flywheel run` may use, from its start to its end."""
 
 
+class JudgePrices(Section):
+    input_per_million: float = Field(ge=0, allow_inf_nan=False)
+    """What a million tokens cost that are sent to the judge."""
+    output_per_million: float = Field(ge=0, allow_inf_nan=False)
+    """What a million tokens cost that it answers with."""
+    currency: str = Field(default="USD", min_length=1)
+    """What they cost that in, as it is shown."""
+
+
 class JudgeSettings(Section):
     model: str = "gpt-4o-mini"
     """Name of the judging model. It should not be the model that is trained."""
@@ -46,6 +55,8 @@ class JudgeSettings(Section):
     """Tokens, sent and received, that are used in one minute, at most; what a call will use is estimated before it."""
     budget: JudgeBudget = JudgeBudget()
     """What judging may use before it pauses. The calls that grade a round's rollouts are not held back."""
+    prices: JudgePrices | None = None
+    """What the judge costs; estimates and dry runs then show money beside tokens."""
     max_attempts: int = Field(default=4, gt=0)
     """Tries per call before the task is undecided."""
     timeout_seconds: float = Field(default=60.0, gt=0)

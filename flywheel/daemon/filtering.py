@@ -23,6 +23,7 @@ from flywheel.judge.grader import Grader
 from flywheel.judge.pool import grade_all
 from flywheel.judge.rubric_file import load_rubric, parse_rubric
 from flywheel.rubric import Rubric
+from flywheel.states import TaskState
 from flywheel.store import duplicates, funnel, judging, spending
 from flywheel.store.database import Store
 from flywheel.store.duplicates import Repeats
@@ -42,7 +43,7 @@ MEANS_NOTE = "judge_means"
 @dataclass(slots=True)
 class FilterReport:
     """What one run did. `reused` verdicts were paid for before; `dead` tasks broke a filter, `held` ones wait for a
-    person."""
+    person; `changed` ones had been decided the other way."""
 
     accepted: int = 0
     rejected: int = 0
@@ -50,6 +51,7 @@ class FilterReport:
     dead: int = 0
     held: int = 0
     reused: int = 0
+    changed: int = 0
     calls: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -179,12 +181,17 @@ class Filtering:
         limit: int | None = None,
         stop: threading.Event | None = None,
         on_judged: Callable[[Judged], None] | None = None,
+        rejudge: bool = False,
     ) -> FilterReport:
-        """Judge due tasks, at most `limit`, until none is left or `stop` is set. Nothing is left in `judging`."""
+        """Judge due tasks, at most `limit`, until none is left or `stop` is set. Nothing is left in `judging`.
+
+        With `rejudge`, accepted and rejected tasks follow that another rubric or judge decided; each stays where it
+        is until its new verdict is there.
+        """
         feed = _Feed(_Stop(stop))
         report = FilterReport()
         self._loop = loop = asyncio.get_running_loop()
-        thread = threading.Thread(target=self._work, args=(feed, loop, limit), name="judging", daemon=True)
+        thread = threading.Thread(target=self._work, args=(feed, loop, limit, rejudge), name="judging", daemon=True)
         learned = self.grader.client.learned
         learned.restore(await self._store.read(funnel.noted, MEANS_NOTE))
         known = learned.snapshot()
@@ -215,7 +222,7 @@ class Filtering:
         on_judged: Callable[[Judged], None] | None,
     ) -> None:
         done = [item for item in items if isinstance(item, Judged)]
-        await self._store.write(self._store_all, done)
+        report.changed += await self._store.write(self._store_all, done)
         for item in items:
             if isinstance(item, FlywheelError):
                 report.error = item
@@ -233,33 +240,39 @@ class Filtering:
             if on_judged is not None:
                 on_judged(item)
 
-    def _store_all(self, conn: Any, done: list[Judged]) -> None:
+    def _store_all(self, conn: Any, done: list[Judged]) -> int:
+        """How many are decided the other way now."""
+        changed = 0
         retry = self._config.judge.retry_undecided_seconds
         for item in done:
             if item.held:
                 continue
-            if item.paid is not None and not item.reused:
+            if item.paid is not None and item.paid is not item.task.stored:
                 judging.store_verdict(conn, item.task.id, item.paid, self.rubric.hash, self.grader.judge_hash)
             if item.repeats is not None:
                 duplicates.note(conn, item.task.id, item.repeats)
             if item.verdict is None:
                 judging.bury_task(conn, item.task.id, item.task.key, item.error)
-            elif item.reused and item.paid is None:
+                continue
+            if item.verdict is not item.task.stored:
+                judging.store_verdict(conn, item.task.id, item.verdict, item.rubric_hash, self.grader.judge_hash)
+            if item.task.was is TaskState.JUDGING:
                 judging.apply(conn, item.task.id, item.verdict, retry)
             else:
-                judging.settle(conn, item.task.id, item.verdict, item.rubric_hash, self.grader.judge_hash, retry)
+                changed += judging.apply_again(conn, item.task.id, item.task.was, item.verdict)
         # What repeats a task that is rejected now has nothing to repeat any more.
         gone = [item.task.id for item in done if item.verdict is None or item.verdict.outcome is Outcome.REJECTED]
         duplicates.free_repetitions(conn, gone)
+        return changed
 
-    def _work(self, feed: _Feed, loop: asyncio.AbstractEventLoop, limit: int | None) -> None:
+    def _work(self, feed: _Feed, loop: asyncio.AbstractEventLoop, limit: int | None, rejudge: bool) -> None:
         """The judging thread: claims, filters and grades, and hands everything to the loop."""
 
         def put(item: Judged | FlywheelError | None) -> None:
             loop.call_soon_threadsafe(feed.queue.put_nowait, item)
 
         try:
-            items = self._to_grade(feed, loop, limit, put)
+            items = self._to_grade(feed, self._batches(feed, limit, rejudge=rejudge), put)
             verdicts = grade_all(
                 self.grader,
                 items,
@@ -267,6 +280,7 @@ class Filtering:
                 feed.stop,
                 budget=self._budget,
                 drain_seconds=self._config.daemon.drain_seconds,
+                earlier=lambda task: task.earlier,
             )
             for task, verdict in verdicts:
                 put(self._behind_the_judge(Judged(task, verdict, self.rubric.hash)))
@@ -278,38 +292,66 @@ class Filtering:
         finally:
             put(None)
 
-    def _to_grade(
-        self,
-        feed: _Feed,
-        loop: asyncio.AbstractEventLoop,
-        limit: int | None,
-        put: Callable[[Judged], None],
-    ) -> Iterator[tuple[Claimed, Exchange]]:
-        """Claimed tasks that need a call. Those that a stored verdict or the chain decides are put at once."""
+    def _batches(self, feed: _Feed, limit: int | None, *, rejudge: bool) -> Iterator[list[Claimed]]:
+        """Claimed tasks, then those that are to be judged again."""
         left = limit if limit is not None else 1 << 62
+        after: int | None = None
         while left > 0 and not feed.stop.is_set():
             size = min(left, 4 * self._judge.max_thread)
-            claimed = self._ask(judging.claim, size, self.rubric.hash, self.grader.judge_hash)
-            if not claimed:
+            hashes = self.rubric.hash, self.grader.judge_hash
+            if after is None:
+                claimed = self._ask(judging.claim, size, *hashes)
+                feed.claimed.update({task.id: task for task in claimed})
+            else:
+                claimed = self._ask(judging.decided, size, after, *hashes)
+            if claimed:
+                after = None if after is None else claimed[-1].id
+                left -= len(claimed)
+                yield claimed
+            elif rejudge and after is None:
+                after = 0
+            else:
                 return
-            left -= len(claimed)
-            feed.claimed.update({task.id: task for task in claimed})
-            for task in claimed:
-                if task.stored is not None:
-                    put(self._behind_the_judge(Judged(task, task.stored, self.rubric.hash, reused=True)))
-            fresh = [task for task in claimed if task.stored is None]
-            screened = self._screening.before(fresh) if self._screening else [Screened(task) for task in fresh]
-            for each in screened:
-                if each.goes_on:
-                    # Released with the others if the run ends before: in the form that the judge would have seen.
-                    yield each.task, exchange_of(each.task.line)
-                else:
+
+    def _to_grade(
+        self, feed: _Feed, batches: Iterator[list[Claimed]], put: Callable[[Judged], None]
+    ) -> Iterator[tuple[Claimed, Exchange]]:
+        """Tasks that need a call. Those that stored verdicts or the chain decide are put at once."""
+        for batch in batches:
+            for each in self._screened(batch):
+                task = each.task
+                if not each.goes_on:
                     put(self._stopped(each))
+                    continue
+                # Released with the others if the run ends before: in the form that the judge would have seen.
+                exchange = exchange_of(task.line)
+                verdict = task.stored
+                if verdict is None and task.earlier:
+                    verdict = self.grader.recall(exchange, task.earlier)
+                if verdict is None:
+                    yield task, exchange
+                else:
+                    reused = verdict is task.stored or bool(verdict.judgements)
+                    put(self._behind_the_judge(Judged(task, verdict, self.rubric.hash, reused=reused)))
+
+    def _screened(self, tasks: list[Claimed]) -> list[Screened]:
+        """The tasks through what comes before the judge, except those that have been through it."""
+        if self._screening is None:
+            return [Screened(task) for task in tasks]
+        through: list[Claimed] = []
+        fresh: list[Claimed] = []
+        for task in tasks:
+            is_through = task.was is TaskState.ACCEPTED or (task.was is TaskState.JUDGING and task.stored is not None)
+            (through if is_through else fresh).append(task)
+        return [*[Screened(task) for task in through], *self._screening.before(fresh)]
 
     def _behind_the_judge(self, judged: Judged) -> Judged:
         """What the judge accepted can still be stopped by the filters that a chain keeps behind it."""
         verdict = judged.verdict
-        if self._screening is None or verdict is None or verdict.outcome is not Outcome.ACCEPTED:
+        is_new = (
+            verdict is not None and verdict.outcome is Outcome.ACCEPTED and judged.task.was is not TaskState.ACCEPTED
+        )
+        if self._screening is None or not is_new:
             return judged
         screened = self._screening.after(judged.task)
         return judged if screened.goes_on else replace(self._stopped(screened), paid=verdict, reused=judged.reused)

@@ -3,33 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Connection, and_, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, and_, exists, func, insert, or_, select, update
 
 from flywheel.states import Split, TaskState
 from flywheel.store import spending
 from flywheel.store.letters import TASK, bury
 from flywheel.store.schema import influences, tasks, verdicts
 from flywheel.store.transitions import move, move_all, utcnow
-from flywheel.verdict import CriterionResult, Outcome, Verdict
+from flywheel.verdict import CriterionResult, Judgement, Outcome, Verdict
 
 CHAIN: Final = "chain:"
 """A verdict of a filter chain has this and the chain's hash where one of the judge has the rubric's hash."""
 PERSON: Final = "person"
 """A verdict of a person has this there."""
+DECIDED: Final = (TaskState.ACCEPTED, TaskState.REJECTED)
+TRIABLE: Final = (TaskState.PENDING, TaskState.UNDECIDED, *DECIDED, TaskState.RESERVED, TaskState.CONSUMED)
+"""Where tasks stand whose verdicts by two rubrics can be compared."""
+
+
+CHUNK: Final = 500
+_NOT_OF_THE_JUDGE: Final = or_(verdicts.c.rubric_hash.startswith(CHAIN), verdicts.c.rubric_hash == PERSON)
 
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """A task in `judging`; `stored` is a verdict that was paid for before, if there is one."""
+    """A task to be judged. `stored` is its verdict by the same rubric and judge, if there is one already; `earlier`
+    are those of this judge by other rubrics, the newest first.
+
+    `was` is where it stands: in `judging`, or where an earlier verdict has brought it, if that is looked at again.
+    """
 
     id: int
     key: str
     line: dict[str, Any]
-    stored: Verdict | None
+    stored: Verdict | None = None
+    earlier: tuple[Verdict, ...] = ()
+    was: TaskState = TaskState.JUDGING
 
 
 def _due(now: str) -> ColumnElement[bool]:
@@ -43,35 +56,112 @@ def count_due(conn: Connection) -> int:
 
 def claim(conn: Connection, limit: int, rubric_hash: str, judge_hash: str) -> list[Claimed]:
     """Move up to `limit` due tasks, the oldest first, to `judging`."""
+    ids = [task for task, state in _oldest_due(conn, limit) if move(conn, task, TaskState(state), TaskState.JUDGING)]
+    return _with_verdicts(conn, ids, rubric_hash, judge_hash)
+
+
+def _oldest_due(conn: Connection, limit: int) -> list[tuple[int, str]]:
+    # Each part is in the order of an index, so that nothing is sorted, however many are pending or were judged.
+    pending = [
+        select(tasks.c.id, tasks.c.state)
+        .where(tasks.c.state == TaskState.PENDING.value, tasks.c.split == side.value)
+        .order_by(tasks.c.id)
+        .limit(limit)
+        for side in Split
+    ]
+    waiting = (
+        select(tasks.c.id, tasks.c.state)
+        .where(tasks.c.state == TaskState.UNDECIDED.value, tasks.c.retry_at <= utcnow())
+        .order_by(tasks.c.id)
+        .limit(limit)
+    )
+    rows = [(row.id, row.state) for part in (*pending, waiting) for row in conn.execute(part)]
+    return sorted(rows)[:limit]
+
+
+def decided(conn: Connection, limit: int, after: int, rubric_hash: str, judge_hash: str) -> list[Claimed]:
+    """Tasks behind `after` that stand where another rubric or judge has brought them, the oldest first.
+
+    Nothing is moved, and what a round has is never among them. What a filter or a person rejected is theirs.
+    """
+    same = exists().where(
+        verdicts.c.task_id == tasks.c.id,
+        verdicts.c.rubric_hash == rubric_hash,
+        verdicts.c.judge_hash == judge_hash,
+        verdicts.c.outcome == tasks.c.state,
+    )
     rows = conn.execute(
-        select(tasks.c.id, tasks.c.key, tasks.c.state, tasks.c.payload)
-        .where(_due(utcnow()))
+        select(tasks.c.id, tasks.c.state)
+        .where(
+            tasks.c.id > after, tasks.c.state.in_([state.value for state in DECIDED]), ~same, ~_decided_by_others()
+        )
         .order_by(tasks.c.id)
         .limit(limit)
     ).all()
-    claimed = []
-    for row in rows:
-        if move(conn, row.id, TaskState(row.state), TaskState.JUDGING):
-            claimed.append(
-                Claimed(row.id, row.key, row.payload, stored_verdict(conn, row.id, rubric_hash, judge_hash))
+    states = {row.id: TaskState(row.state) for row in rows}
+    return [
+        replace(task, was=states[task.id]) for task in _with_verdicts(conn, list(states), rubric_hash, judge_hash)
+    ]
+
+
+def judged(conn: Connection, limit: int, after: int, rubric_hash: str, judge_hash: str) -> list[Claimed]:
+    """Tasks behind `after` that a rubric can be tried on, wherever they stand, the oldest first; nothing is moved."""
+    rows = conn.execute(
+        select(tasks.c.id, tasks.c.state)
+        .where(tasks.c.id > after, tasks.c.state.in_([state.value for state in TRIABLE]), ~_decided_by_others())
+        .order_by(tasks.c.id)
+        .limit(limit)
+    ).all()
+    states = {row.id: TaskState(row.state) for row in rows}
+    return [
+        replace(task, was=states[task.id]) for task in _with_verdicts(conn, list(states), rubric_hash, judge_hash)
+    ]
+
+
+def _decided_by_others() -> ColumnElement[bool]:
+    """A filter's or a person's verdict is the newest one."""
+    times = select(func.max(verdicts.c.created_at)).where(verdicts.c.task_id == tasks.c.id)
+    others = times.where(_NOT_OF_THE_JUDGE).scalar_subquery()
+    judges = times.where(~_NOT_OF_THE_JUDGE).scalar_subquery()
+    # A filter behind the judge has its say in the same moment.
+    return and_(others.is_not(None), others >= func.coalesce(judges, ""))
+
+
+def _with_verdicts(conn: Connection, ids: Sequence[int], rubric_hash: str, judge_hash: str) -> list[Claimed]:
+    found = []
+    for start in range(0, len(ids), CHUNK):
+        some = ids[start : start + CHUNK]
+        said: dict[int, list[Row[Any]]] = {}
+        for row in conn.execute(
+            select(verdicts)
+            .where(
+                verdicts.c.task_id.in_(some),
+                verdicts.c.judge_hash == judge_hash,
+                verdicts.c.outcome != Outcome.UNDECIDED.value,
             )
-    return claimed
+            .order_by(verdicts.c.id.desc())
+        ):
+            said.setdefault(row.task_id, []).append(row)
+        for row in conn.execute(
+            select(tasks.c.id, tasks.c.key, tasks.c.payload).where(tasks.c.id.in_(some)).order_by(tasks.c.id)
+        ):
+            of_task = said.get(row.id, [])
+            stored = next((_verdict(each) for each in of_task if each.rubric_hash == rubric_hash), None)
+            earlier = tuple(_verdict(each) for each in of_task if each.rubric_hash != rubric_hash and each.judgements)
+            found.append(Claimed(row.id, row.key, row.payload, stored, earlier))
+    return found
 
 
-def stored_verdict(conn: Connection, task: int, rubric_hash: str, judge_hash: str) -> Verdict | None:
-    """The decided verdict of a task by this rubric and judge."""
-    row = conn.execute(
-        select(verdicts).where(
-            verdicts.c.task_id == task,
-            verdicts.c.rubric_hash == rubric_hash,
-            verdicts.c.judge_hash == judge_hash,
-            verdicts.c.outcome != Outcome.UNDECIDED.value,
-        )
-    ).one_or_none()
-    if row is None:
-        return None
-    results = tuple(CriterionResult(**result) for result in row.results)
-    return Verdict(Outcome(row.outcome), row.score, results, row.reason)
+def _verdict(row: Row[Any]) -> Verdict:
+    judgements = tuple(
+        Judgement(**{**each, "outcome": Outcome(each["outcome"]), "results": _results(each["results"])})
+        for each in row.judgements
+    )
+    return Verdict(Outcome(row.outcome), row.score, _results(row.results), row.reason, judgements=judgements)
+
+
+def _results(stored: Sequence[Mapping[str, Any]]) -> tuple[CriterionResult, ...]:
+    return tuple(CriterionResult(**result) for result in stored)
 
 
 def settle(
@@ -92,6 +182,20 @@ def apply(conn: Connection, task: int, verdict: Verdict, retry_seconds: float) -
         move(conn, task, TaskState.JUDGING, new, verdict.reason[:500], retry_at=None)
 
 
+def apply_again(conn: Connection, task: int, was: TaskState, verdict: Verdict) -> bool:
+    """Move a task from where an earlier verdict has brought it, if this one has another outcome; whether it moved.
+
+    Undecided changes nothing, and neither does a task that a round has taken meanwhile.
+    """
+    if verdict.outcome is Outcome.UNDECIDED or verdict.outcome.value == was.value:
+        return False
+    if not move(conn, task, was, TaskState.PENDING, "judged again"):
+        return False
+    move(conn, task, TaskState.PENDING, TaskState.JUDGING)
+    apply(conn, task, verdict, 0.0)
+    return True
+
+
 def store_verdict(conn: Connection, task: int, verdict: Verdict, rubric_hash: str, judge_hash: str) -> None:
     """Store a verdict and leave its task where it is."""
     spending.add(conn, verdict)
@@ -110,10 +214,9 @@ def store_verdict(conn: Connection, task: int, verdict: Verdict, rubric_hash: st
     }
     # An earlier undecided answer of this judge is replaced, but what it cost stays counted; so is what a chain or a
     # person said before, which cost nothing.
-    free = or_(verdicts.c.rubric_hash.startswith(CHAIN), verdicts.c.rubric_hash == PERSON)
     replaced = conn.execute(
         update(verdicts)
-        .where(same, or_(verdicts.c.outcome == Outcome.UNDECIDED.value, free))
+        .where(same, or_(verdicts.c.outcome == Outcome.UNDECIDED.value, _NOT_OF_THE_JUDGE))
         .values(
             calls=verdicts.c.calls + verdict.calls,
             prompt_tokens=verdicts.c.prompt_tokens + verdict.prompt_tokens,
@@ -181,8 +284,7 @@ def count_free(conn: Connection) -> int:
 
 def count_held_out(conn: Connection) -> int:
     """Held-out tasks with a verdict, either way: what the gate can ask."""
-    decided = [TaskState.ACCEPTED.value, TaskState.REJECTED.value]
-    return _count(conn, tasks.c.state.in_(decided), tasks.c.split == Split.HELD_OUT.value)
+    return _count(conn, tasks.c.state.in_([state.value for state in DECIDED]), tasks.c.split == Split.HELD_OUT.value)
 
 
 def _count(conn: Connection, *where: ColumnElement[bool]) -> int:
