@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import lru_cache
 
 import orjson
 import xxhash
 
-from flywheel import likeness
+from flywheel.opening import opening_of
 from flywheel.states import SkipReason, Split
 from flywheel.task import Task, task_id
 from flywheel.trace import Cursor, DeadRow, Mark, Reply
@@ -22,7 +21,7 @@ class Entry:
     `line` is the task in UTF-8 without a line end, empty where `skip` says why there is none. Its split is
     provisional: the ledger knows which side the conversation is on. `content` is a 63-bit hash of all that, to notice
     that a reply looks different when it is read again. `words` and `bands` say what the conversation begins like (see
-    `likeness`), where this is its first turn. A reply is `linked` when its own spans do not show the conversation
+    `opening`), where this is its first turn. A reply is `linked` when its own spans do not show the conversation
     before it: the ledger then finds the earlier turns by conversation id and time.
     """
 
@@ -86,14 +85,3 @@ def line_bytes(line: dict[str, object]) -> bytes:
         return orjson.dumps(line)
     except orjson.JSONEncodeError:
         return json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
-
-
-@lru_cache(maxsize=256)
-def opening_of(query: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The words of a conversation's first question, and where others that begin alike are found.
-
-    Only those with the same numbers are alike: "What is 3 + 4?" is another question than "What is 3 + 5?".
-    """
-    words = likeness.words(query)
-    numbers = xxhash.xxh3_64_intdigest("\0".join(likeness.numbers(query)).encode("utf-8", "replace")) >> 1
-    return tuple(sorted(words)), tuple(band ^ numbers for band in likeness.bands(words, threshold=likeness.NEAR))

@@ -7,6 +7,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 from flywheel.states import Split
 from flywheel.trace import ChatMessage, Reply
 
@@ -66,7 +68,11 @@ class Task:
 
 
 def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    try:
+        return orjson.dumps(value).decode()
+    except (orjson.JSONEncodeError, UnicodeDecodeError):
+        # Numbers beyond 64 bits and lone surrogates.
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def qa_hash(query: str, answer: str) -> str:

@@ -71,7 +71,11 @@ def agent_output(span: Span) -> Message | None:
 
 def returned_metadata(span: Span) -> dict[str, Any]:
     """The metadata of the returned message, which only the repr of AgentScope 1.x has. Raises ReprError."""
-    found = messages_of(_function(span, "output"))
+    output = _function(span, "output")
+    if isinstance(output, str) and "metadata={" not in output:
+        # Parsing a repr costs more than everything else about a reply.
+        return {}
+    found = messages_of(output)
     metadata = found[-1].get("metadata") if found else None
     return metadata if isinstance(metadata, dict) else {}
 

@@ -39,6 +39,8 @@ def messages_of(value: Any, *, encoded: bool = False) -> list[Message]:
     if isinstance(value, dict):
         return [value] if {"role", "parts", "content"} & value.keys() else []
     if isinstance(value, list):
+        if all(isinstance(item, dict) and "role" in item for item in value):
+            return value
         return [message for item in value for message in messages_of(item)]
     return []
 

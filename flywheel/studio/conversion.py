@@ -7,13 +7,13 @@ long history is read, so it must not import more than it needs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from flywheel.batch import Entry, entry_of
 from flywheel.states import SkipReason
 from flywheel.studio.replies import finished_reply, unfinished_reply
-from flywheel.studio.schema import Row, Schema, named
+from flywheel.studio.schema import Schema, named, unpacked
 from flywheel.studio.tree import Tree
 from flywheel.trace import DeadRow, Reply, Selection, Span, SpanKind
 
@@ -30,8 +30,10 @@ class Told:
     kinds: Counter[str] = field(default_factory=Counter)
 
 
-def convert(schema: str, traces: Sequence[tuple[Sequence[Row], bool]], selection: Selection, source: str) -> Told:
-    """Tell traces of `source`, each given by its rows and whether spans are missing that may still come."""
+def convert(
+    schema: str, traces: Sequence[tuple[Mapping[int, bytes], bool]], selection: Selection, source: str
+) -> Told:
+    """Tell traces of `source`, each by its packed rows and whether spans are missing that may still come."""
     told = Told()
     known = named(schema)
     for rows, is_open in traces:
@@ -42,14 +44,14 @@ def convert(schema: str, traces: Sequence[tuple[Sequence[Row], bool]], selection
 
 
 def tell(
-    schema: Schema, rows: Sequence[Row], selection: Selection, *, is_open: bool, kinds: Counter[str]
+    schema: Schema, rows: Mapping[int, bytes], selection: Selection, *, is_open: bool, kinds: Counter[str]
 ) -> tuple[list[Reply], list[DeadRow]]:
     """The replies and dead rows of one trace."""
     spans: dict[str, Span] = {}
     buried: set[str] = set()
     dead: list[DeadRow] = []
-    for row in rows:
-        span = schema.read(row)
+    for rowid in sorted(rows):
+        span = schema.read(unpacked(rowid, rows[rowid]))
         if isinstance(span, DeadRow):
             dead.append(span)
             buried.add(span.span_id)

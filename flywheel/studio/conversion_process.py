@@ -10,12 +10,11 @@ import contextlib
 import pickle
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 from flywheel.errors import StudioError
 from flywheel.studio.conversion import Told, convert
-from flywheel.studio.schema import Row
 from flywheel.trace import Selection
 
 _LENGTH = 8
@@ -36,7 +35,7 @@ class ConversionProcess:
         return self._child.pid
 
     def convert(
-        self, schema: str, traces: Sequence[tuple[Sequence[Row], bool]], selection: Selection, source: str
+        self, schema: str, traces: Sequence[tuple[Mapping[int, bytes], bool]], selection: Selection, source: str
     ) -> Told:
         """As `conversion.convert`. Raises StudioError when the child has died."""
         assert self._child.stdin is not None and self._child.stdout is not None

@@ -21,7 +21,7 @@ from typing import Any, Final, Self, TypeVar
 from urllib.parse import quote
 
 from flywheel.errors import StudioError
-from flywheel.studio.schema import GENERATIONS, MAX_CELL, TABLE, Row, Schema, bounded, fingerprint, recognise
+from flywheel.studio.schema import GENERATIONS, MAX_CELL, TABLE, Row, Schema, fingerprint, recognise
 
 T = TypeVar("T")
 
@@ -30,6 +30,9 @@ HOLD_SECONDS: Final = 0.008
 """How long a page is read. Beside a writer, and on a busy machine, that must stay far below Studio's patience."""
 PAGE_ROWS: Final = 2000
 PAGE_BYTES: Final = 8 * 1024 * 1024
+_IDS: Final = 3
+"""A row begins with the ids of its span, trace and parent."""
+_BEGINNING: Final = 500
 _WAL_VERSION: Final = 2
 _FIRST_PAUSE_SECONDS: Final = 0.001
 _LONGEST_PAUSE_SECONDS: Final = 0.02
@@ -125,8 +128,16 @@ class Database:
         return self._held(lambda connection: connection.execute(sql, values).fetchall())
 
     def page(self, sql: str, values: Sequence[Any]) -> tuple[list[Row], bool]:
-        """The first rows of a long question, as many as a few milliseconds bring, and whether there are more."""
-        return self._held(lambda connection: _some(connection.execute(sql, values)))
+        """The first rows of a long question, as many as a few milliseconds bring, and whether there are more.
+
+        Of a row with a value that is too large come its number and ids, and the size and the beginning of the value.
+        """
+        while True:
+            rows, more = self._held(lambda connection: _some(connection, sql, values))
+            if rows or not more:
+                return rows, more
+            if large := self._held(lambda connection: _large(connection, sql, values)):
+                return large, True
 
     def _held(self, question: Callable[[sqlite3.Connection], T]) -> T:
         try:
@@ -216,6 +227,7 @@ class Database:
         )
         # Texts are decoded row by row: one that is not UTF-8 would fail its whole page.
         connection.text_factory = bytes
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_CELL)
         self._connection = connection
         # Versions are numbered per connection.
         self._connected += 1
@@ -300,17 +312,66 @@ class Database:
                 )
 
 
-def _some(cursor: sqlite3.Cursor) -> tuple[list[Row], bool]:
+def _some(connection: sqlite3.Connection, sql: str, values: Sequence[Any]) -> tuple[list[Row], bool]:
+    """No row, and that there are more, if the first one has a value that is too large."""
     rows: list[Row] = []
     end = time.perf_counter() + HOLD_SECONDS
     size = 0
+    cursor = connection.cursor()
     try:
-        for row in cursor:
-            length = sum(len(value) for value in (row[5], row[7]) if isinstance(value, bytes))
-            rows.append(bounded(row) if length > MAX_CELL else row)
-            size += length
+        for row in cursor.execute(sql, values):
+            attributes, events = row[5], row[7]
+            size += len(attributes) if type(attributes) is bytes else 0
+            size += len(events) if type(events) is bytes else 0
+            rows.append(row)
             if len(rows) >= PAGE_ROWS or size >= PAGE_BYTES or time.perf_counter() >= end:
                 return rows, True
         return rows, False
+    except sqlite3.DataError as error:
+        if error.sqlite_errorcode != sqlite3.SQLITE_TOOBIG:
+            raise
+        return rows, True
     finally:
         cursor.close()
+
+
+def _large(connection: sqlite3.Connection, sql: str, values: Sequence[Any]) -> list[Row]:
+    """The first row of a question without loading what is too large in it; none if nothing is any more.
+
+    Loading 100 MB takes as long as the old Studio waits for a lock. The row is dead: its other values do not matter.
+    """
+    listed, _, rest = sql.removeprefix("SELECT ").partition(" FROM ")
+    columns = listed.split(", ")[1:]
+    connection.execute("BEGIN")
+    try:
+        found = connection.execute(f"SELECT rowid FROM {rest} LIMIT 1", values).fetchone()  # noqa: S608 - constants
+        if found is None:
+            return []
+        (rowid,) = found
+        row: list[Any] = [rowid]
+        for place, column in enumerate(columns, 1):
+            if (size := _size(connection, column, rowid)) > MAX_CELL:
+                with connection.blobopen(TABLE, column, rowid, readonly=True) as blob:
+                    row.append((size, blob.read(_BEGINNING)))
+            elif place <= _IDS:
+                (value,) = connection.execute(
+                    f"SELECT {column} FROM {TABLE} WHERE rowid = ?",  # noqa: S608 - constants
+                    (rowid,),
+                ).fetchone()
+                row.append(value)
+            else:
+                row.append(None)
+        return [tuple(row)] if any(isinstance(value, tuple) for value in row) else []
+    finally:
+        connection.execute("ROLLBACK")
+
+
+def _size(connection: sqlite3.Connection, column: str, rowid: int) -> int:
+    """The bytes of a text or blob; 0 of a value that is neither."""
+    try:
+        with connection.blobopen(TABLE, column, rowid, readonly=True) as blob:
+            return len(blob)
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode != sqlite3.SQLITE_ERROR:
+            raise
+        return 0

@@ -20,7 +20,7 @@ from typing import Final, Protocol
 from flywheel.config import IngestSettings
 from flywheel.studio.database import BUSY_SECONDS, Database
 from flywheel.studio.scan import FAR_ROWS, Growing, Scan, digest_of
-from flywheel.studio.schema import TABLE, Row, Schema, shown
+from flywheel.studio.schema import TABLE, Row, Schema, packed, shown
 from flywheel.trace import Cursor, DeadRow, Mark
 
 FOREVER_NS: Final = 2**63
@@ -39,10 +39,10 @@ class Memory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RawTrace:
-    """The rows of a trace that is to be told; `is_open` if spans are missing that may still come."""
+    """The packed rows of a trace by number; `is_open` if spans are missing that may still come."""
 
     trace_id: str
-    rows: tuple[Row, ...]
+    rows: dict[int, bytes]
     is_open: bool = False
 
 
@@ -284,19 +284,18 @@ class StudioReader:
         lacking = {rowid for growing in (*done, *partial) for rowid in growing.rows.keys() - growing.raw.keys()}
         if lacking:
             names = {growing.trace_id for growing in (*done, *partial)}
-            by_trace: dict[bytes, dict[int, Row]] = {}
+            by_trace: dict[bytes, dict[int, bytes]] = {}
             for row in self._fetch(lacking, names):
-                by_trace.setdefault(row[2], {})[row[0]] = row
+                by_trace.setdefault(row[2], {})[row[0]] = packed(row)
             for growing in (*done, *partial):
                 growing.raw |= by_trace.get(growing.trace_id.encode(), {})
         traces: list[RawTrace] = []
         marks: list[Mark] = []
         for growing, is_open in [*((g, False) for g in done), *((g, True) for g in partial)]:
-            rows = tuple(growing.raw[rowid] for rowid in sorted(growing.raw))
+            rows, growing.raw = growing.raw, {}
             known = growing.known
-            mark = Mark(
-                growing.trace_id, tuple(sorted(growing.raw)), digest_of(rows), self._cursor.generation, is_open
-            )
+            digest = digest_of(rows.values())
+            mark = Mark(growing.trace_id, tuple(sorted(rows)), digest, self._cursor.generation, is_open)
             if rows and not _looks_the_same(mark, known):
                 traces.append(RawTrace(growing.trace_id, rows, is_open))
             if mark != known:
@@ -305,7 +304,6 @@ class StudioReader:
             growing.known, growing.is_open = mark, is_open
             if not is_open:
                 scan.drop(growing)
-            growing.raw.clear()
         return tuple(traces), tuple(marks)
 
     def _newly_open(self, scan: Scan) -> tuple[Mark, ...]:

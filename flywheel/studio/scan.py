@@ -6,14 +6,13 @@ reading, and happens once a trace is whole. This module never touches the databa
 
 from __future__ import annotations
 
-import marshal
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import xxhash
 
-from flywheel.studio.schema import Row, RowError, Schema, identifiers, shown
+from flywheel.studio.schema import Row, RowError, Schema, identifiers, packed, shown
 from flywheel.trace import DeadRow, Mark
 
 NEAR_ROWS: Final = 100
@@ -24,15 +23,16 @@ FAR_ROWS: Final = 5_000
 
 @dataclass(slots=True)
 class Growing:
-    """A trace on the way. `rows` has id and parent of each row, `raw` those that were read in this pass, `known` what
-    the ledger remembers of the trace."""
+    """A trace on the way. `rows` has id and parent of each row, `raw` the packed ones that were read in this pass,
+    `known` what the ledger remembers of the trace."""
 
     trace_id: str
     seen_ns: int
     ended_ns: int = 0
+    last_end: object = None
     last_rowid: int = 0
     rows: dict[int, tuple[str, str]] = field(default_factory=dict)
-    raw: dict[int, Row] = field(default_factory=dict)
+    raw: dict[int, bytes] = field(default_factory=dict)
     known: Mark | None = None
     is_open: bool = False
 
@@ -78,20 +78,23 @@ class Scan:
         return dead
 
     def _add(self, row: Row, schema: Schema, now_ns: int) -> DeadRow | None:
-        rowid, _, _, parent = row[:4]
+        rowid, span_id, trace_id, parent, ended = row[:5]
         try:
-            span, trace = identifiers(row)
-        except (RowError, UnicodeDecodeError) as error:
-            return _unnamed(row, error)
-        # What is wrong with anything else costs the row when its trace is told.
-        above = parent.decode(errors="replace") if isinstance(parent, bytes) else ""
+            span, trace = span_id.decode(), trace_id.decode()
+            if not span or not trace:
+                return _unnamed(row)
+        except (AttributeError, UnicodeDecodeError):
+            return _unnamed(row)
         growing = self.growing.get(trace)
         if growing is None:
             growing = self.growing[trace] = self._new[trace] = Growing(trace, now_ns)
-        growing.rows[rowid] = (span, above)
-        growing.raw[rowid] = row
+        # What is wrong with anything else costs the row when its trace is told.
+        growing.rows[rowid] = (span, parent.decode(errors="replace") if type(parent) is bytes else "")
+        growing.raw[rowid] = packed(row)
         growing.seen_ns = now_ns
-        growing.ended_ns = max(growing.ended_ns, schema.ended_of(row[4]))
+        if ended != growing.last_end:
+            growing.last_end = ended
+            growing.ended_ns = max(growing.ended_ns, schema.ended_of(ended))
         growing.last_rowid = max(growing.last_rowid, rowid)
         self._near[trace] = self._grown[trace] = growing
         return None
@@ -150,19 +153,19 @@ class Scan:
             growing.raw.clear()
 
 
-def digest_of(rows: Iterable[Row]) -> int:
-    """A hash of rows, whatever their order and numbers: 63 bits, never 0."""
-    # Version 2 of marshal writes equal values in equal bytes; later ones also write which objects are shared.
-    total = sum(xxhash.xxh3_64_intdigest(marshal.dumps([_plain(value) for value in row[1:]], 2)) for row in rows)
-    return (total & (2**63 - 1)) or 1
+def digest_of(rows: Iterable[bytes]) -> int:
+    """A hash of packed rows, whatever their order: 63 bits, never 0."""
+    return (sum(map(xxhash.xxh3_64_intdigest, rows)) & (2**63 - 1)) or 1
 
 
-def _plain(value: Any) -> Any:
-    return value if value is None or isinstance(value, bytes | int | float) else str(value)
-
-
-def _unnamed(row: Row, error: ValueError) -> DeadRow:
+def _unnamed(row: Row) -> DeadRow:
     """A row whose id or trace id cannot be read. Its name must be the same when it is met again elsewhere."""
-    name = shown(row[1]) or f"unnamed-{digest_of([row]):016x}"
-    why = "an id is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
+    why = ""
+    try:
+        identifiers(row)
+    except UnicodeDecodeError:
+        why = "an id is not UTF-8"
+    except RowError as error:
+        why = str(error)
+    name = shown(row[1]) or f"unnamed-{digest_of([packed(row)]):016x}"
     return DeadRow(row[0], name, shown(row[2]), why, shown(row[5])[:500])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import marshal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -69,23 +70,15 @@ class Schema:
             return DeadRow(row[0], shown(row[1]), shown(row[2]), why, shown(row[5])[:500])
 
 
-@dataclass(frozen=True, slots=True)
-class Oversized:
-    """Stands for a value that is too large to be kept."""
-
-    size: int
-    start: bytes
-
-    def __str__(self) -> str:
-        return self.start.decode(errors="replace")
+def packed(row: Row) -> bytes:
+    """A row without its number, as equal bytes for equal values: to be hashed, kept and sent."""
+    # Version 2 of marshal: later ones also write which objects are shared.
+    return marshal.dumps(tuple(row[1:]), 2)
 
 
-def bounded(row: Row) -> Row:
-    """The row with values that are too large replaced by what they began with."""
-    return tuple(
-        Oversized(len(value), value[:500]) if isinstance(value, bytes) and len(value) > MAX_CELL else value
-        for value in row
-    )
+def unpacked(rowid: int, data: bytes) -> Row:
+    """The row that `packed` packed."""
+    return (rowid, *marshal.loads(data))
 
 
 def fingerprint(columns: Sequence[tuple[str, str]]) -> str:
@@ -95,6 +88,8 @@ def fingerprint(columns: Sequence[tuple[str, str]]) -> str:
 
 def shown(value: Any) -> str:
     """A value of a row as text, whatever it is."""
+    if isinstance(value, tuple):
+        value = value[1]
     if isinstance(value, bytes):
         return value[:2000].decode(errors="replace")
     return "" if value is None else str(value)[:2000]
@@ -109,8 +104,8 @@ def _text(value: Any, column: str) -> str:
 
 
 def _is(value: Any) -> str:
-    if isinstance(value, Oversized):
-        return f"has {value.size:,} bytes, more than {MAX_CELL:,}"
+    if isinstance(value, tuple):
+        return f"has {value[0]:,} bytes, more than {MAX_CELL:,}"
     return f"is a {type(value).__name__}"
 
 

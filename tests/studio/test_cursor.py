@@ -241,6 +241,8 @@ def test_a_batch_that_was_not_stored_is_told_again(tmp_path: Path) -> None:
 
 def pages_of(rows: int, monkeypatch: pytest.MonkeyPatch, *, near: int = 1, far: int = 5_000) -> None:
     monkeypatch.setattr(studio_database, "PAGE_ROWS", rows)
+    # On a busy machine a page would be cut off by time.
+    monkeypatch.setattr(studio_database, "HOLD_SECONDS", 60.0)
     monkeypatch.setattr(scan, "NEAR_ROWS", near)
     monkeypatch.setattr(scan, "FAR_ROWS", far)
     monkeypatch.setattr(reading, "FAR_ROWS", far)
