@@ -136,8 +136,8 @@ class Database:
             rows, more = self._held(lambda connection: _some(connection, sql, values))
             if rows or not more:
                 return rows, more
-            if large := self._held(lambda connection: _large(connection, sql, values)):
-                return large, True
+            if first := self._held(lambda connection: _first(connection, sql, values)):
+                return first, True
 
     def _held(self, question: Callable[[sqlite3.Connection], T]) -> T:
         try:
@@ -313,7 +313,7 @@ class Database:
 
 
 def _some(connection: sqlite3.Connection, sql: str, values: Sequence[Any]) -> tuple[list[Row], bool]:
-    """No row, and that there are more, if the first one has a value that is too large."""
+    """No row, and that there are more, if one of the first two has a value that is too large."""
     rows: list[Row] = []
     end = time.perf_counter() + HOLD_SECONDS
     size = 0
@@ -335,10 +335,11 @@ def _some(connection: sqlite3.Connection, sql: str, values: Sequence[Any]) -> tu
         cursor.close()
 
 
-def _large(connection: sqlite3.Connection, sql: str, values: Sequence[Any]) -> list[Row]:
-    """The first row of a question without loading what is too large in it; none if nothing is any more.
+def _first(connection: sqlite3.Connection, sql: str, values: Sequence[Any]) -> list[Row]:
+    """The first row of a question, without loading what is too large in it.
 
-    Loading 100 MB takes as long as the old Studio waits for a lock. The row is dead: its other values do not matter.
+    Loading 100 MB takes as long as the old Studio waits for a lock. Such a row is dead: its other values do not
+    matter.
     """
     listed, _, rest = sql.removeprefix("SELECT ").partition(" FROM ")
     columns = listed.split(", ")[1:]
@@ -361,7 +362,10 @@ def _large(connection: sqlite3.Connection, sql: str, values: Sequence[Any]) -> l
                 row.append(value)
             else:
                 row.append(None)
-        return [tuple(row)] if any(isinstance(value, tuple) for value in row) else []
+        if any(isinstance(value, tuple) for value in row):
+            return [tuple(row)]
+        # It is the one after it: the driver looks one row ahead.
+        return connection.execute(f"{sql} LIMIT 1", values).fetchall()
     finally:
         connection.execute("ROLLBACK")
 
