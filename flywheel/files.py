@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -55,7 +55,11 @@ def json_line(value: Any) -> bytes:
 
 def append_jsonl(path: Path, values: Iterable[Any]) -> int:
     """Append one line per value and fsync; the number of lines written."""
-    lines = [json_line(value) for value in values]
+    return append_lines(path, [json_line(value) for value in values])
+
+
+def append_lines(path: Path, lines: Sequence[bytes]) -> int:
+    """Append lines, each with its end, and fsync; their number."""
     if not lines:
         return 0
     created = not path.exists()
@@ -66,6 +70,18 @@ def append_jsonl(path: Path, values: Iterable[Any]) -> int:
     if created:
         sync_directory(path.parent)
     return len(lines)
+
+
+def last_lines(file: BinaryIO, count: int) -> list[bytes]:
+    """The last lines of a file, at most `count`, without reading all that is before them."""
+    end = file.seek(0, os.SEEK_END)
+    tail = b""
+    while end > 0 and tail.count(b"\n") <= count:
+        start = max(0, end - (1 << 20))
+        file.seek(start)
+        tail = file.read(end - start) + tail
+        end = start
+    return [line + b"\n" for line in tail.split(b"\n")[:-1]][-count:]
 
 
 def cut_torn_line(path: Path) -> int:

@@ -14,7 +14,7 @@ from flywheel.errors import SourceError
 from flywheel.lines.file import files_of
 from flywheel.otlp.inbox import inbox_path
 from flywheel.store.database import Store
-from flywheel.store.export import export
+from flywheel.store.export import TaskFile
 
 AT_ONCE = 8
 """Sources that are read at the same time by a single pass over all of them."""
@@ -27,6 +27,7 @@ class Ingestion:
         self._store = store
         self._config = config
         self._export = export_tasks
+        self._task_file = TaskFile(config.task_file)
         self._intakes: dict[Path, Intake] = {}
 
     def intakes(self) -> list[Intake]:
@@ -72,7 +73,7 @@ class Ingestion:
     async def export(self) -> None:
         """Append what is new to the task file."""
         if self._export:
-            await export(self._store, self._config.task_file)
+            await self._task_file.follow(self._store)
 
     async def close(self) -> None:
         for intake in self._intakes.values():

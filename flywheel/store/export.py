@@ -1,39 +1,51 @@
 """`tasks.jsonl`: the append-only export of the tasks. The database is the authority; the file follows.
 
 The order is commit, append and fsync, mark as exported. A crash between the last two leaves a task that is in the
-file but not marked; the next export looks before it appends.
+file but not marked; the next export looks at the end of the file before it appends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 import orjson
-from sqlalchemy import Connection, select, update
+from sqlalchemy import Connection, Text, select, type_coerce, update
 
 from flywheel.errors import StoreError
-from flywheel.files import append_jsonl, cut_torn_line
+from flywheel.files import append_lines, cut_torn_line, last_lines
 from flywheel.store.database import Store
 from flywheel.store.schema import replies, tasks
 
 PAGE = 500
 
 
-async def export(store: Store, path: Path) -> int:
-    """Append every task that is not marked as exported; the number of lines written."""
-    pending = await store.read(_unmarked)
-    if not pending:
-        return 0
-    _whole(path)
-    written = 0
-    there = _ids_in(path)
-    for page in _pages(pending):
-        lines = await store.read(_lines, page)
-        written += _append(path, [line for line in lines if line["task_id"] not in there])
-        await store.write(_mark, page)
-    return written
+class TaskFile:
+    """The file that follows the tasks of one state."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._left: object = None
+
+    async def follow(self, store: Store) -> int:
+        """Append every task that is not marked as exported; the number of lines written. Raises StoreError."""
+        pending = await store.read(_unmarked)
+        if not pending:
+            return 0
+        written = 0
+        there: set[str] = set()
+        if self._left is None or self._left != _state(self.path):
+            # Somebody else wrote, or nobody knows how the last append ended.
+            _whole(self.path)
+            there = _last_ids(self.path)
+        self._left = None
+        for page in _pages(pending):
+            lines = await store.read(_lines, page)
+            written += _append(self.path, [line for key, line in lines if key not in there])
+            await store.write(_mark, page)
+        self._left = _state(self.path)
+        return written
 
 
 async def export_sources(store: Store, path: Path, sources: Sequence[int]) -> int:
@@ -44,13 +56,13 @@ async def export_sources(store: Store, path: Path, sources: Sequence[int]) -> in
     written = 0
     for page in _pages(ids):
         lines = await store.read(_lines, page)
-        written += _append(path, [line for line in lines if line["task_id"] not in there])
+        written += _append(path, [line for key, line in lines if key not in there])
     return written
 
 
-def _append(path: Path, lines: list[dict[str, object]]) -> int:
+def _append(path: Path, lines: list[bytes]) -> int:
     try:
-        return append_jsonl(path, lines)
+        return append_lines(path, lines)
     except OSError as error:
         raise _unwritable(path, error) from error
 
@@ -72,27 +84,39 @@ def _unwritable(path: Path, error: OSError) -> StoreError:
     )
 
 
+def _state(path: Path) -> object:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size
+
+
+def _last_ids(path: Path) -> set[str]:
+    """The tasks that may be in the file without being marked: of the last page, which was not marked in time."""
+    return _ids(path, lambda file: last_lines(file, PAGE))
+
+
 def _ids_in(path: Path) -> set[str]:
+    return _ids(path, lambda file: file)
+
+
+def _ids(path: Path, lines_of: Callable[[BinaryIO], Iterable[bytes]]) -> set[str]:
+    found = set()
     try:
         with path.open("rb") as file:
-            return _ids_of(path, file)
+            for line in lines_of(file):
+                found.add(str(orjson.loads(line)["task_id"]))
     except FileNotFoundError:
         return set()
     except OSError as error:
         raise _unwritable(path, error) from error
-
-
-def _ids_of(path: Path, file: BinaryIO) -> set[str]:
-    found = set()
-    for number, line in enumerate(file, 1):
-        try:
-            found.add(str(orjson.loads(line)["task_id"]))
-        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-            raise StoreError(
-                f"append to the task file {path}",
-                f"line {number} is not a task",
-                "Move the file away, or name another with --out; Flywheel writes only to files of its own.",
-            ) from error
+    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        raise StoreError(
+            f"append to the task file {path}",
+            f"it has a line that is not a task: {line[:60].decode(errors='replace').rstrip()}",
+            "Move the file away, or name another with --out; Flywheel writes only to files of its own.",
+        ) from error
     return found
 
 
@@ -110,9 +134,10 @@ def _of_sources(conn: Connection, sources: Sequence[int]) -> list[int]:
     return list(conn.execute(select(tasks.c.id).where(tasks.c.id.in_(wanted)).order_by(tasks.c.id)).scalars())
 
 
-def _lines(conn: Connection, ids: Sequence[int]) -> list[dict[str, object]]:
-    rows = conn.execute(select(tasks.c.payload).where(tasks.c.id.in_(ids)).order_by(tasks.c.id)).scalars()
-    return [dict(row) for row in rows]
+def _lines(conn: Connection, ids: Sequence[int]) -> list[tuple[str, bytes]]:
+    """Key and line of each task. The payload is the line already."""
+    query = select(tasks.c.key, type_coerce(tasks.c.payload, Text)).where(tasks.c.id.in_(ids)).order_by(tasks.c.id)
+    return [(key, payload.encode() + b"\n") for key, payload in conn.execute(query)]
 
 
 def _mark(conn: Connection, ids: Sequence[int]) -> None:

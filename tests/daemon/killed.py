@@ -10,13 +10,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from flywheel.config import load
 from flywheel.daemon.ingestion import Ingestion
-from flywheel.files import append_jsonl, json_line
+from flywheel.files import append_lines
 from flywheel.lines.reader import LinesReader
 from flywheel.store import export
 from flywheel.store.database import Store
@@ -54,7 +54,7 @@ class Trap:
 
 
 def set_up(trap: Trap) -> None:
-    page, lines, write, append = database.Database.page, LinesReader.read, Store.write, append_jsonl
+    page, lines, write, append = database.Database.page, LinesReader.read, Store.write, append_lines
 
     def trapped_page(self: database.Database, *args: Any) -> Any:
         trap.pass_by("before read")
@@ -79,17 +79,16 @@ def set_up(trap: Trap) -> None:
         trap.pass_by("after commit")
         return result
 
-    def trapped_append(path: Path, values: Iterable[Any]) -> int:
-        written = list(values)
-        if not written:
-            return append(path, written)
+    def trapped_append(path: Path, lines: list[bytes]) -> int:
+        if not lines:
+            return append(path, lines)
         trap.pass_by("before append")
         if trap.is_next("in append"):
-            torn = b"".join(json_line(value) for value in written)
+            torn = b"".join(lines)
             with path.open("ab") as file:
                 file.write(torn[: max(1, len(torn) * 2 // 3)])
             os.kill(os.getpid(), signal.SIGKILL)
-        count = append(path, written)
+        count = append(path, lines)
         trap.pass_by("after append")
         return count
 
@@ -97,7 +96,7 @@ def set_up(trap: Trap) -> None:
     database.Database.page = trapped_page  # type: ignore[method-assign,assignment]
     LinesReader.read = trapped_lines  # type: ignore[method-assign]
     Store.write = trapped_write  # type: ignore[method-assign]
-    export.append_jsonl = trapped_append  # type: ignore[attr-defined]
+    export.append_lines = trapped_append  # type: ignore[attr-defined]
 
 
 async def ingest_for_ever(config_file: Path) -> None:
