@@ -67,7 +67,12 @@ class Schema:
             return span
         except (RowError, UnicodeDecodeError) as error:
             why = "a text is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
-            return DeadRow(row[0], shown(row[1]), shown(row[2]), why, shown(row[5])[:500])
+            excerpt = row[5]
+            for column, value in zip(self.columns, row[1:], strict=True):
+                if isinstance(value, tuple):
+                    # The other values were not even looked at.
+                    why, excerpt = f"{column} {_is(value)}", value
+            return DeadRow(row[0], shown(row[1]), shown(row[2]), why, shown(excerpt)[:500])
 
 
 def packed(row: Row) -> bytes:
