@@ -1,9 +1,12 @@
-"""`flywheel filter`: judge pending tasks, or show what the judge would do."""
+"""`flywheel filter`: judge pending tasks, or show what the judge would say, what a rubric flips, what it costs."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -18,11 +21,30 @@ from flywheel.cli.app import (
     run_async,
 )
 from flywheel.config import Config
-from flywheel.errors import EXIT_FAILED
+from flywheel.errors import EXIT_FAILED, EXIT_USAGE, FlywheelError
 
 if TYPE_CHECKING:
-    from flywheel.daemon.filtering import FilterReport, Judged
+    from flywheel.daemon.estimate import Cost
+    from flywheel.daemon.filtering import Filtering
+    from flywheel.daemon.judged import FilterReport, Judged
+    from flywheel.daemon.rubric_diff import Compared
     from flywheel.store.database import Store
+
+FORETOLD: Final = 2_000
+"""Up to so many tasks, a dry run says first what it will ask."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What the command line says."""
+
+    config: Config
+    has_sources: bool
+    dry_run: bool
+    rubric: Path | None
+    limit: int | None
+    rejudge: bool
+    quiet: bool
 
 
 @app.command(name="filter")
@@ -34,89 +56,197 @@ def filter_tasks(
     rejudge: Annotated[
         bool, typer.Option("--rejudge", help="Also judge again what another rubric or judge accepted or rejected.")
     ] = False,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Dry run: compare with this rubric on all tasks; which verdicts flip, and why."
+        ),
+    ] = None,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="Make no call: say how many it would take, tokens and cost.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Judge pending tasks with the rubric; new replies of configured sources are read first."""
+    if against is not None and (estimate or rejudge):
+        typer.echo("flywheel: --against compares all tasks: give it without --estimate and --rejudge", err=True)
+        raise typer.Exit(EXIT_USAGE)
     settings = load_config(config)
-    has_sources = find_config(config) is not None
-    report, verdicts = run_async(_filter(settings, rubric, dry_run, limit, has_sources, rejudge))
-    if as_json:
-        print_json(_as_json(report, verdicts, dry_run))
+    dry = dry_run or estimate or against is not None
+    wanted = _Wanted(settings, find_config(config) is not None, dry, rubric, limit, rejudge, as_json)
+    if estimate:
+        shown, error = run_async(_estimate(wanted)), None
+    elif against is not None:
+        shown, error = run_async(_compare(wanted, against))
     else:
-        _print(report, verdicts, dry_run)
-    if report.error is not None:
-        complain(report.error)
+        shown, error = run_async(_filter(wanted))
+    if as_json:
+        print_json(shown)
+    else:
+        _print(shown, has_prices=settings.judge.prices is not None)
+    if error is not None:
+        complain(error)
         raise typer.Exit(EXIT_FAILED)
 
 
-async def _filter(
-    config: Config, rubric: Path | None, dry_run: bool, limit: int | None, has_sources: bool, rejudge: bool
-) -> tuple[FilterReport, list[dict[str, Any]]]:
+@asynccontextmanager
+async def _state(wanted: _Wanted) -> AsyncIterator[Store]:
+    """The state with what is new in the sources: a copy in memory for a dry run, else the real one under its lock."""
+    from flywheel.daemon.ingestion import Ingestion
     from flywheel.daemon.lock import InstanceLock
+    from flywheel.store import judging
     from flywheel.store.database import Store
 
-    if dry_run:
-        # Everything happens to a copy in memory, by the same code: what is shown is what would be done.
-        store = await Store.copy(config.state_dir)
-        try:
-            return await _judge(store, config, rubric, limit, has_sources, rejudge, export=False)
-        finally:
-            await store.close()
-    with InstanceLock(config.state_dir):
-        store = await Store.open(config.state_dir)
-        try:
-            return await _judge(store, config, rubric, limit, has_sources, rejudge, export=True)
-        finally:
-            await store.close()
-
-
-async def _judge(
-    store: Store,
-    config: Config,
-    rubric: Path | None,
-    limit: int | None,
-    has_sources: bool,
-    rejudge: bool,
-    *,
-    export: bool,
-) -> tuple[FilterReport, list[dict[str, Any]]]:
-    from flywheel.daemon.filtering import Filtering, exchange_of
-    from flywheel.daemon.ingestion import Ingestion
-    from flywheel.judge.rubric_file import load_rubric
-    from flywheel.store import judging
-
-    filtering = Filtering(store, config, rubric=load_rubric(rubric) if rubric is not None else None)
-    await store.write(judging.release_all, "its process died")
-    if has_sources:
-        ingestion = Ingestion(store, config, export_tasks=export)
+    async def ready(store: Store) -> None:
+        await store.write(judging.release_all, "its process died")
+        if not wanted.has_sources:
+            return
+        ingestion = Ingestion(store, wanted.config, export_tasks=not wanted.dry_run)
         try:
             for source in await ingestion.run(final=True):
                 if source.error is not None:
                     complain(source.error)
         finally:
             await ingestion.close()
-    found: dict[int, dict[str, Any]] = {}
 
-    def on_judged(judged: Judged) -> None:
-        verdict, repeats = judged.verdict, judged.repeats
-        found[judged.task.id] = {
-            "task_id": judged.task.key,
-            "span_id": judged.task.line["metadata"]["span_id"],
-            "outcome": verdict.outcome.value if verdict else "held" if judged.held else "dead",
-            "score": verdict.score if verdict else None,
-            "failed": list(verdict.failed) if verdict else [],
-            "reason": (verdict.reason or verdict.error) if verdict else judged.error,
-            "estimated_tokens": filtering.grader.preview(exchange_of(judged.task.line)),
-            "reused": judged.reused,
-            "repeats": repeats
-            and {"task_id": repeats.key, "similarity": repeats.similarity, "method": repeats.method},
-        }
-
-    report = await filtering.run(limit=limit, on_judged=on_judged, rejudge=rejudge)
-    return report, [found[task] for task in sorted(found)]
+    if wanted.dry_run:
+        # Everything happens to the copy, by the same code: what is shown is what would be done.
+        store = await Store.copy(wanted.config.state_dir)
+        try:
+            await ready(store)
+            yield store
+        finally:
+            await store.close()
+        return
+    with InstanceLock(wanted.config.state_dir):
+        store = await Store.open(wanted.config.state_dir)
+        try:
+            await ready(store)
+            yield store
+        finally:
+            await store.close()
 
 
-def _as_json(report: FilterReport, verdicts: list[dict[str, Any]], dry_run: bool) -> dict[str, Any]:
+def _filtering(store: Store, wanted: _Wanted) -> Filtering:
+    from flywheel.daemon.filtering import Filtering
+    from flywheel.judge.rubric_file import load_rubric
+
+    return Filtering(store, wanted.config, rubric=load_rubric(wanted.rubric) if wanted.rubric is not None else None)
+
+
+async def _filter(wanted: _Wanted) -> tuple[dict[str, Any], FlywheelError | None]:
+    from flywheel.cli.counter import Counter
+    from flywheel.daemon.estimate import Estimator, cost_of
+    from flywheel.daemon.filtering import exchange_of
+    from flywheel.store import judging
+
+    async with _state(wanted) as store:
+        filtering = _filtering(store, wanted)
+        total = await filtering.count(limit=wanted.limit, rejudge=wanted.rejudge)
+        prices = wanted.config.judge.prices
+        if wanted.dry_run and not wanted.quiet and 0 < total <= FORETOLD:
+            preview = await filtering.preview(limit=wanted.limit, rejudge=wanted.rejudge)
+            await store.write(judging.release_all, "looked at")
+            estimator = await Estimator.of(store, filtering.grader.judge_hash, prices)
+            _foretell(preview.tasks, preview.free, estimator.cost(preview))
+        found: dict[int, dict[str, Any]] = {}
+        with Counter("judging", total, quiet=wanted.quiet) as counter:
+
+            def on_judged(judged: Judged) -> None:
+                # Only machines are told what a call for each task would send: it takes time to know.
+                tokens = filtering.grader.preview(exchange_of(judged.task.line)) if wanted.quiet else 0
+                found[judged.task.id] = _told(judged, tokens)
+                counter.step()
+
+            report = await filtering.run(limit=wanted.limit, on_judged=on_judged, rejudge=wanted.rejudge)
+    cost = cost_of(report.calls, report.prompt_tokens, report.completion_tokens, prices)
+    verdicts = [found[task] for task in sorted(found)]
+    return _report(report, verdicts, wanted.dry_run, _money(cost)), report.error
+
+
+async def _estimate(wanted: _Wanted) -> dict[str, Any]:
+    from flywheel.daemon.estimate import Estimator
+
+    async with _state(wanted) as store:
+        filtering = _filtering(store, wanted)
+        estimator = await Estimator.of(store, filtering.grader.judge_hash, wanted.config.judge.prices)
+        preview = await filtering.preview(limit=wanted.limit, rejudge=wanted.rejudge)
+    filtering.grader.close()
+    told = _estimated(estimator.cost(preview))
+    return {"estimate": {"tasks": preview.tasks, "without_a_call": preview.free, **told}, "dry_run": True}
+
+
+async def _compare(wanted: _Wanted, against: Path) -> tuple[dict[str, Any], FlywheelError | None]:
+    from flywheel.cli.counter import Counter
+    from flywheel.daemon.estimate import Estimator, cost_of
+    from flywheel.daemon.filtering import Filtering
+    from flywheel.daemon.rubric_changes import changes
+    from flywheel.daemon.rubric_diff import RubricDiff
+    from flywheel.judge.rubric_file import load_rubric
+    from flywheel.store import judging
+
+    earlier = load_rubric(against)
+    prices = wanted.config.judge.prices
+    async with _state(wanted) as store:
+        new = _filtering(store, wanted)
+        old = Filtering(store, wanted.config, rubric=earlier)
+        total = await store.read(judging.count_triable)
+        total = total if wanted.limit is None else min(total, wanted.limit)
+        diff = RubricDiff(store, old.grader, new.grader, wanted.config.judge)
+        estimator = await Estimator.of(store, new.grader.judge_hash, prices)
+        if not wanted.quiet and 0 < total <= FORETOLD:
+            preview = await diff.preview(wanted.limit)
+            _foretell(preview.tasks, preview.free, estimator.cost(preview))
+        try:
+            with Counter("comparing", total, quiet=wanted.quiet) as counter:
+                report = await diff.run(wanted.limit, counter.step)
+        finally:
+            new.grader.close()
+            old.grader.close()
+    paid = [verdict for compared in report.compared for verdict in compared.paid]
+    usage = {
+        name: sum(getattr(each, name) for each in paid) for name in ("calls", "prompt_tokens", "completion_tokens")
+    }
+    path = wanted.rubric or wanted.config.filter.rubric
+    names = (path.name, against.name) if path.name != against.name else (str(path), str(against))
+    return {
+        "old": {"name": names[1], "id": earlier.id, "hash": earlier.hash},
+        "new": {"name": names[0], "id": new.rubric.id, "hash": new.rubric.hash},
+        "changes": [{"criterion": each.criterion, "what": each.what} for each in changes(earlier, new.rubric)],
+        "compared": len(report.compared),
+        "same": sum(each.is_decided and not each.flips for each in report.compared),
+        "undecided": sum(not each.is_decided for each in report.compared),
+        "flips": [_flip(each, old, new) for each in report.compared if each.flips],
+        "again": {
+            "from_nothing": _estimated(estimator.cost(report.from_nothing)),
+            "with_what_is_stored": _estimated(estimator.cost(report.again)),
+        },
+        "usage": usage,
+        "reused": sum(not each.paid for each in report.compared),
+        "cost": _money(cost_of(**usage, prices=prices)),
+        "dry_run": True,
+        "error": str(report.error) if report.error else None,
+    }, report.error
+
+
+def _told(judged: Judged, tokens: int) -> dict[str, Any]:
+    verdict, repeats = judged.verdict, judged.repeats
+    return {
+        "task_id": judged.task.key,
+        "span_id": judged.task.line["metadata"]["span_id"],
+        "outcome": verdict.outcome.value if verdict else "held" if judged.held else "dead",
+        "score": verdict.score if verdict else None,
+        "failed": list(verdict.failed) if verdict else [],
+        "reason": (verdict.reason or verdict.error) if verdict else judged.error,
+        "estimated_tokens": tokens,
+        "reused": judged.reused,
+        "repeats": repeats and {"task_id": repeats.key, "similarity": repeats.similarity, "method": repeats.method},
+    }
+
+
+def _report(
+    report: FilterReport, verdicts: list[dict[str, Any]], dry_run: bool, cost: dict[str, Any] | None
+) -> dict[str, Any]:
     return {
         "judged": report.judged,
         "accepted": report.accepted,
@@ -132,33 +262,86 @@ def _as_json(report: FilterReport, verdicts: list[dict[str, Any]], dry_run: bool
             "prompt_tokens": report.prompt_tokens,
             "completion_tokens": report.completion_tokens,
         },
+        "cost": cost,
         "estimated_tokens": sum(verdict["estimated_tokens"] for verdict in verdicts),
         "dry_run": dry_run,
         "error": str(report.error) if report.error else None,
     }
 
 
-def _print(report: FilterReport, verdicts: list[dict[str, Any]], dry_run: bool) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+def _flip(compared: Compared, old: Filtering, new: Filtering) -> dict[str, Any]:
+    from flywheel.cli.verdict_table import excerpt
+    from flywheel.daemon.rubric_changes import contributions
 
-    console = Console()
-    colours = {"accepted": "green", "rejected": "red", "undecided": "yellow", "dead": "magenta", "held": "blue"}
-    if verdicts:
-        table = Table("task", "score", "verdict", "failed", "reason", "tokens ≈")
-        for verdict in verdicts:
-            score = "–" if verdict["score"] is None else f"{verdict['score']:.2f}"
-            table.add_row(
-                verdict["task_id"],
-                score,
-                Text(verdict["outcome"], style=colours[verdict["outcome"]]),
-                ", ".join(verdict["failed"]) or "–",
-                Text(verdict["reason"]),
-                str(verdict["estimated_tokens"]),
-            )
-        console.print(table)
-    ends = f"{report.accepted} accepted, {report.rejected} rejected, {report.undecided} undecided"
-    cost = f"{report.calls} calls, {report.prompt_tokens + report.completion_tokens} tokens"
-    total = f"{report.judged} judged: {ends}; {cost}{'; dry run: nothing was written' if dry_run else ''}"
-    console.print(total if verdicts else "no task is due", markup=False, highlight=False)
+    line = compared.task.line
+    before, after = old.rubric.threshold, new.rubric.threshold
+    why = [
+        {"criterion": each.criterion, "old": each.old, "new": each.new, "why": each.why}
+        for each in contributions(old.rubric, new.rubric, compared.old, compared.new)
+    ]
+    if before != after:
+        why.insert(0, {"criterion": "", "old": before, "new": after, "why": f"threshold {before:g} → {after:g}"})
+    return {
+        "task_id": compared.task.key,
+        "state": compared.task.was.value,
+        **{
+            side: {"outcome": verdict.outcome.value, "score": verdict.score, "reason": verdict.reason}
+            for side, verdict in (("old", compared.old), ("new", compared.new))
+        },
+        "why": why,
+        "query": excerpt(line["main_query"]),
+        "answer": excerpt(line["answer"]),
+    }
+
+
+def _money(cost: Cost) -> dict[str, Any] | None:
+    return None if cost.money is None else {"amount": round(cost.money, 6), "currency": cost.currency}
+
+
+def _estimated(cost: Cost) -> dict[str, Any]:
+    return {
+        "calls": cost.calls,
+        "prompt_tokens": cost.prompt_tokens,
+        "completion_tokens": cost.completion_tokens,
+        "cost": _money(cost),
+        "learned_from": cost.learned_from,
+    }
+
+
+def _foretell(tasks: int, free: int, cost: Cost) -> None:
+    from rich.console import Console
+
+    from flywheel.cli.verdict_table import estimated
+
+    text = f"{tasks:,} tasks, {free:,} of them without a call; {estimated(_estimated(cost))}"
+    Console(stderr=True, highlight=False, markup=False).print(text, style="dim")
+
+
+def _print(shown: dict[str, Any], *, has_prices: bool) -> None:
+    from rich.console import Console
+
+    from flywheel.cli import verdict_table as tables
+
+    console = Console(highlight=False, markup=False)
+    if (estimate := shown.get("estimate")) is not None:
+        tasks, free = estimate["tasks"], estimate["without_a_call"]
+        console.print(f"{tasks:,} tasks, {free:,} of them without a call")
+        console.print(tables.estimated(estimate))
+        if estimate["calls"]:
+            console.print(f"({tables.learned(estimate)})")
+    elif "flips" in shown:
+        tables.rubric_diff(console, shown)
+        console.print(
+            f"this took {tables.spent(shown['usage'], shown['reused'], shown['cost'])}; nothing was written"
+        )
+    elif not shown["verdicts"]:
+        console.print("no task is due")
+    else:
+        tables.verdict_table(console, shown["verdicts"])
+        console.print()
+        console.print(tables.totals(shown))
+        console.print(tables.spent(shown["usage"], shown["reused"], shown["cost"]))
+        if shown["dry_run"]:
+            console.print("dry run: nothing was written")
+    if not has_prices and shown["dry_run"]:
+        console.print("`judge.prices` in the configuration adds what it costs", style="dim")

@@ -13,20 +13,20 @@ from typing import Any, TypeVar
 import orjson
 
 from flywheel.config import Config, JudgeSettings
+from flywheel.daemon.judged import FilterReport, Judged, Preview
 from flywheel.daemon.screening import Screened, Screening
 from flywheel.errors import FlywheelError, JudgeError
 from flywheel.filtering.chain import Chain, load_chain
 from flywheel.filtering.llm_evaluate import AGENTJET_TEMPERATURE
 from flywheel.judge.alien import check_alien
 from flywheel.judge.budget import Budget
-from flywheel.judge.grader import Grader
+from flywheel.judge.grader import Grader, Needed
 from flywheel.judge.pool import grade_all
 from flywheel.judge.rubric_file import load_rubric, parse_rubric
 from flywheel.rubric import Rubric
 from flywheel.states import TaskState
 from flywheel.store import duplicates, funnel, judging, spending
 from flywheel.store.database import Store
-from flywheel.store.duplicates import Repeats
 from flywheel.store.judging import Claimed
 from flywheel.verdict import Exchange, Outcome, Verdict
 
@@ -38,57 +38,6 @@ LOOK_SECONDS = 0.1
 """How soon a wait of the judging threads notices the caller's stop."""
 MEANS_NOTE = "judge_means"
 """Key of the note on what the judge's endpoints turned out not to do."""
-
-
-@dataclass(slots=True)
-class FilterReport:
-    """What one run did. `reused` verdicts were paid for before; `dead` tasks broke a filter, `held` ones wait for a
-    person; `changed` ones had been decided the other way."""
-
-    accepted: int = 0
-    rejected: int = 0
-    undecided: int = 0
-    dead: int = 0
-    held: int = 0
-    reused: int = 0
-    changed: int = 0
-    calls: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    error: FlywheelError | None = None
-
-    @property
-    def judged(self) -> int:
-        return self.accepted + self.rejected + self.undecided
-
-    def count(self, verdict: Verdict, *, reused: bool) -> None:
-        name = verdict.outcome.value
-        setattr(self, name, getattr(self, name) + 1)
-        self.reused += reused
-        self.bill(verdict)
-
-    def bill(self, verdict: Verdict) -> None:
-        self.calls += verdict.calls
-        self.prompt_tokens += verdict.prompt_tokens
-        self.completion_tokens += verdict.completion_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """One task with its verdict, for whoever watches. Without one, it is `held`, or `error` says how a filter broke.
-
-    `repeats` is the task that it was rejected for repeating; `paid` the judge's verdict, when a filter behind the
-    judge had another.
-    """
-
-    task: Claimed
-    verdict: Verdict | None
-    rubric_hash: str
-    reused: bool = False
-    error: str = ""
-    held: bool = False
-    repeats: Repeats | None = None
-    paid: Verdict | None = None
 
 
 class _Stop(threading.Event):
@@ -213,6 +162,33 @@ class Filtering:
         if learned.snapshot() != known:
             await self._store.write(funnel.note, MEANS_NOTE, learned.snapshot())
         return report
+
+    async def count(self, *, limit: int | None = None, rejudge: bool = False) -> int:
+        """How many tasks `run` would take."""
+        total = await self._store.read(judging.count_due)
+        if rejudge:
+            total += await self._store.read(judging.count_decided, self.rubric.hash, self.grader.judge_hash)
+        return total if limit is None else min(total, limit)
+
+    async def preview(self, *, limit: int | None = None, rejudge: bool = False) -> Preview:
+        """What `run` would take, without a call to anybody. It takes tasks as `run` does: for a copy of the state.
+
+        A chain that compares by embeddings would have to ask for them: what it stops is counted as if it went on.
+        """
+        self._loop = asyncio.get_running_loop()
+        return await asyncio.to_thread(self._preview, limit, rejudge)
+
+    def _preview(self, limit: int | None, rejudge: bool) -> Preview:
+        total = Preview()
+        step = self._chain.deduplication if self._chain else None
+        may_screen = step is None or step.model is None
+        for batch in self._batches(_Feed(_Stop(None)), limit, rejudge=rejudge):
+            for each in self._screened(batch) if may_screen else [Screened(task) for task in batch]:
+                needed = Needed()
+                if each.goes_on and each.task.stored is None:
+                    needed = self.grader.needs(exchange_of(each.task.line), each.task.earlier)
+                total.add(needed)
+        return total
 
     async def _settle(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -25,12 +25,13 @@ FIRST, AGAIN = "first", "again"
 
 @dataclass(frozen=True, slots=True)
 class Needed:
-    """What a verdict would take: calls, and about how many prompt tokens they send.
+    """What a verdict would take: calls, the criteria they ask about, and about how many prompt tokens they send.
 
     A close score is asked for again, and so is a reply that cannot be read: neither is known before.
     """
 
     calls: int = 0
+    criteria: int = 0
     prompt_tokens: int = 0
 
 
@@ -45,7 +46,7 @@ class Grader:
         self.rubric = rubric
         self.client = client or JudgeClient(judge_of(rubric, settings))
         self._inquiry = Inquiry(rubric, settings, self.client)
-        self._hashes = criterion_hashes(rubric)
+        self.hashes = criterion_hashes(rubric)
         self._required = frozenset(criterion.id for criterion in rubric.every if criterion.required)
         asked = f"{self._inquiry.temperature}\0{self._inquiry.max_tokens}\0{prompt.VERSION}"
         self.judge_hash = hashlib.sha256(f"{self.client.identity}\0{asked}".encode()).hexdigest()[:16]
@@ -80,7 +81,7 @@ class Grader:
             return self._verdict(self._judgement(Findings(), free, FIRST), [], started)
         judgements: list[Judgement] = []
         try:
-            recall = Recall(self.rubric, self._hashes, earlier)
+            recall = Recall(self.rubric, self.hashes, earlier)
             chosen = self._vote(exchange, free, judgements, stop if may_ask else None, recall)
         except JudgeError as failure:
             # What earlier calls of it have cost is on record with the verdict.
@@ -97,23 +98,28 @@ class Grader:
         """About how many prompt tokens judging would send; 0 if no call would be made."""
         return self.needs(exchange).prompt_tokens
 
-    def needs(self, exchange: Exchange, earlier: Sequence[Verdict] = ()) -> Needed:
-        """What `grade` would take, as far as that can be known without asking."""
+    def needs(self, exchange: Exchange, earlier: Sequence[Verdict] = (), asked: Collection[str] = ()) -> Needed:
+        """What `grade` would take, as far as that can be known without asking; `asked` are hashes of criteria that
+        the judge will have been asked about by then."""
         if not ask_the_judge(self.rubric, exchange):
             return Needed()
         if earlier and self.recall(exchange, earlier) is not None:
             return Needed()
-        recall = Recall(self.rubric, self._hashes, earlier)
+        recall = Recall(self.rubric, self.hashes, earlier)
         settings, stage = self.rubric.judge, FIRST
-        missing = [self._missing(recall.of(FIRST, place)) for place in range(settings.repeats)]
-        if not any(missing) and settings.escalate:
+        missing = [
+            [each for each in self._missing(recall.of(FIRST, place)) if self.hashes[each.id] not in asked]
+            for place in range(settings.repeats)
+        ]
+        if not any(missing) and not asked and settings.escalate:
             # Then it is the second look that is not known yet.
             stage = AGAIN
             missing = [self._missing(recall.of(stage, place)) for place in range(settings.escalate.repeats)]
-        asked = [criteria for criteria in missing if criteria]
+        sets = [criteria for criteria in missing if criteria]
         return Needed(
-            sum(len(self._inquiry.calls(criteria)) for criteria in asked),
-            sum(self._inquiry.estimate_tokens(exchange, criteria) for criteria in asked),
+            sum(len(self._inquiry.calls(criteria)) for criteria in sets),
+            sum(map(len, sets)),
+            sum(self._inquiry.estimate_tokens(exchange, criteria) for criteria in sets),
         )
 
     def _missing(self, known: Mapping[str, CriterionResult]) -> list[Criterion]:
@@ -160,7 +166,7 @@ class Grader:
         self, known: Mapping[str, CriterionResult], asked: Sequence[CriterionResult]
     ) -> tuple[CriterionResult, ...]:
         """What was known and what was asked, in the order of the rubric."""
-        every = {**known, **{each.criterion: replace(each, hash=self._hashes[each.criterion]) for each in asked}}
+        every = {**known, **{each.criterion: replace(each, hash=self.hashes[each.criterion]) for each in asked}}
         return tuple(every[criterion.id] for criterion in self.rubric.asked)
 
     def _is_close(self, judgement: Judgement, band: tuple[float, float]) -> bool:

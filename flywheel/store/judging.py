@@ -54,6 +54,14 @@ def count_due(conn: Connection) -> int:
     return int(conn.execute(select(func.count()).select_from(tasks).where(_due(utcnow()))).scalar_one())
 
 
+def count_decided(conn: Connection, rubric_hash: str, judge_hash: str) -> int:
+    return _count(conn, _decided_otherwise(rubric_hash, judge_hash))
+
+
+def count_triable(conn: Connection) -> int:
+    return _count(conn, _triable())
+
+
 def claim(conn: Connection, limit: int, rubric_hash: str, judge_hash: str) -> list[Claimed]:
     """Move up to `limit` due tasks, the oldest first, to `judging`."""
     ids = [task for task, state in _oldest_due(conn, limit) if move(conn, task, TaskState(state), TaskState.JUDGING)]
@@ -84,38 +92,37 @@ def decided(conn: Connection, limit: int, after: int, rubric_hash: str, judge_ha
 
     Nothing is moved, and what a round has is never among them. What a filter or a person rejected is theirs.
     """
+    return _where_they_stand(conn, limit, after, _decided_otherwise(rubric_hash, judge_hash), rubric_hash, judge_hash)
+
+
+def triable(conn: Connection, limit: int, after: int, rubric_hash: str, judge_hash: str) -> list[Claimed]:
+    """Tasks behind `after` that a rubric can be tried on, wherever they stand, the oldest first; nothing is moved."""
+    return _where_they_stand(conn, limit, after, _triable(), rubric_hash, judge_hash)
+
+
+def _where_they_stand(
+    conn: Connection, limit: int, after: int, which: ColumnElement[bool], rubric_hash: str, judge_hash: str
+) -> list[Claimed]:
+    rows = conn.execute(
+        select(tasks.c.id, tasks.c.state).where(tasks.c.id > after, which).order_by(tasks.c.id).limit(limit)
+    ).all()
+    states = {row.id: TaskState(row.state) for row in rows}
+    found = _with_verdicts(conn, list(states), rubric_hash, judge_hash)
+    return [replace(task, was=states[task.id]) for task in found]
+
+
+def _decided_otherwise(rubric_hash: str, judge_hash: str) -> ColumnElement[bool]:
     same = exists().where(
         verdicts.c.task_id == tasks.c.id,
         verdicts.c.rubric_hash == rubric_hash,
         verdicts.c.judge_hash == judge_hash,
         verdicts.c.outcome == tasks.c.state,
     )
-    rows = conn.execute(
-        select(tasks.c.id, tasks.c.state)
-        .where(
-            tasks.c.id > after, tasks.c.state.in_([state.value for state in DECIDED]), ~same, ~_decided_by_others()
-        )
-        .order_by(tasks.c.id)
-        .limit(limit)
-    ).all()
-    states = {row.id: TaskState(row.state) for row in rows}
-    return [
-        replace(task, was=states[task.id]) for task in _with_verdicts(conn, list(states), rubric_hash, judge_hash)
-    ]
+    return and_(tasks.c.state.in_([state.value for state in DECIDED]), ~same, ~_decided_by_others())
 
 
-def judged(conn: Connection, limit: int, after: int, rubric_hash: str, judge_hash: str) -> list[Claimed]:
-    """Tasks behind `after` that a rubric can be tried on, wherever they stand, the oldest first; nothing is moved."""
-    rows = conn.execute(
-        select(tasks.c.id, tasks.c.state)
-        .where(tasks.c.id > after, tasks.c.state.in_([state.value for state in TRIABLE]), ~_decided_by_others())
-        .order_by(tasks.c.id)
-        .limit(limit)
-    ).all()
-    states = {row.id: TaskState(row.state) for row in rows}
-    return [
-        replace(task, was=states[task.id]) for task in _with_verdicts(conn, list(states), rubric_hash, judge_hash)
-    ]
+def _triable() -> ColumnElement[bool]:
+    return and_(tasks.c.state.in_([state.value for state in TRIABLE]), ~_decided_by_others())
 
 
 def _decided_by_others() -> ColumnElement[bool]:

@@ -1,0 +1,81 @@
+"""What a run of filtering says: of one task, and of all. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flywheel.errors import FlywheelError
+from flywheel.judge.grader import Needed
+from flywheel.store.duplicates import Repeats
+from flywheel.store.judging import Claimed
+from flywheel.verdict import Verdict
+
+
+@dataclass(slots=True)
+class FilterReport:
+    """What one run did. `reused` verdicts were paid for before; `dead` tasks broke a filter, `held` ones wait for a
+    person; `changed` ones had been decided the other way."""
+
+    accepted: int = 0
+    rejected: int = 0
+    undecided: int = 0
+    dead: int = 0
+    held: int = 0
+    reused: int = 0
+    changed: int = 0
+    calls: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    error: FlywheelError | None = None
+
+    @property
+    def judged(self) -> int:
+        return self.accepted + self.rejected + self.undecided
+
+    def count(self, verdict: Verdict, *, reused: bool) -> None:
+        name = verdict.outcome.value
+        setattr(self, name, getattr(self, name) + 1)
+        self.reused += reused
+        self.bill(verdict)
+
+    def bill(self, verdict: Verdict) -> None:
+        self.calls += verdict.calls
+        self.prompt_tokens += verdict.prompt_tokens
+        self.completion_tokens += verdict.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One task with its verdict, for whoever watches. Without one, it is `held`, or `error` says how a filter broke.
+
+    `repeats` is the task that it was rejected for repeating; `paid` the judge's verdict, when a filter behind the
+    judge had another.
+    """
+
+    task: Claimed
+    verdict: Verdict | None
+    rubric_hash: str
+    reused: bool = False
+    error: str = ""
+    held: bool = False
+    repeats: Repeats | None = None
+    paid: Verdict | None = None
+
+
+@dataclass(slots=True)
+class Preview:
+    """What judging would take: of `tasks`, so many `free` ones need no call."""
+
+    tasks: int = 0
+    free: int = 0
+    calls: int = 0
+    criteria: int = 0
+    prompt_tokens: int = 0
+
+    def add(self, *needed: Needed) -> None:
+        """One more task, and what it needs."""
+        self.tasks += 1
+        self.free += not any(each.calls for each in needed)
+        self.calls += sum(each.calls for each in needed)
+        self.criteria += sum(each.criteria for each in needed)
+        self.prompt_tokens += sum(each.prompt_tokens for each in needed)

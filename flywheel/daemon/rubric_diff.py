@@ -1,0 +1,171 @@
+"""The rubric diff: which verdicts another rubric would flip, and what it would take to judge everything by it.
+
+Works on a copy of the state. Both sides use what is stored where that holds; what both have to know is asked once.
+Filter chains are no part of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Final
+
+from flywheel.config import JudgeSettings
+from flywheel.daemon.filtering import exchange_of
+from flywheel.daemon.judged import Preview
+from flywheel.errors import FlywheelError, JudgeError
+from flywheel.judge.budget import Budget
+from flywheel.judge.grader import Grader, Needed
+from flywheel.store import judging, spending
+from flywheel.store.database import Store
+from flywheel.store.judging import Claimed
+from flywheel.verdict import Exchange, Outcome, Verdict
+
+BATCH: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One task under both rubrics. `paid` is what had to be asked for that; the new one would take `again` with what
+    is stored, and `from_nothing` without."""
+
+    task: Claimed
+    old: Verdict
+    new: Verdict
+    paid: tuple[Verdict, ...]
+    again: Needed
+    from_nothing: Needed
+
+    @property
+    def is_decided(self) -> bool:
+        return Outcome.UNDECIDED not in (self.old.outcome, self.new.outcome)
+
+    @property
+    def flips(self) -> bool:
+        return self.is_decided and self.old.outcome is not self.new.outcome
+
+
+@dataclass(slots=True)
+class DiffReport:
+    """Judging all of them by the new rubric would take `again` with what is stored, and `from_nothing` without."""
+
+    compared: list[Compared] = field(default_factory=list)
+    again: Preview = field(default_factory=Preview)
+    from_nothing: Preview = field(default_factory=Preview)
+    error: FlywheelError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    new: Claimed
+    old: Claimed
+    exchange: Exchange
+
+
+class RubricDiff:
+    """Two graders with the same settings, on every task that a rubric can be tried on."""
+
+    def __init__(self, store: Store, old: Grader, new: Grader, settings: JudgeSettings) -> None:
+        self._store = store
+        self._old = old
+        self._new = new
+        self._settings = settings
+        self._stop = threading.Event()
+
+    async def preview(self, limit: int | None) -> Preview:
+        """What `run` would take, without asking anybody."""
+        total = Preview()
+        async for pair in self._pairs(limit):
+            total.add(*await asyncio.to_thread(self._needed, pair))
+        return total
+
+    async def run(self, limit: int | None, on_compared: Callable[[], None] | None = None) -> DiffReport:
+        """Judge by both, as many at once as the settings allow. A judge that fails ends it, with what there is."""
+        report = DiffReport()
+        spent = await self._store.read(spending.tokens_today)
+        budget = Budget(self._settings.budget, lambda: spent)
+        threads = self._settings.max_thread
+        loop = asyncio.get_running_loop()
+        pending: set[asyncio.Future[Compared]] = set()
+        failed = 0
+
+        async def collect(most: int) -> None:
+            nonlocal pending, failed
+            while len(pending) > most:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for each in done:
+                    compared = each.result()
+                    report.compared.append(compared)
+                    report.again.add(compared.again)
+                    report.from_nothing.add(compared.from_nothing)
+                    if on_compared is not None:
+                        on_compared()
+                    away = compared.old.unreachable or compared.new.unreachable
+                    failed = failed + 1 if away else 0 if compared.paid else failed
+                    if failed >= threads:
+                        error = compared.old.error or compared.new.error
+                        raise JudgeError("go on comparing", f"the judge failed {failed} times in a row: {error}")
+
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="judge")
+        try:
+            async for pair in self._pairs(limit):
+                await collect(2 * threads - 1)
+                pending.add(loop.run_in_executor(pool, self._compare, pair, budget))
+            await collect(0)
+        except FlywheelError as error:
+            report.error = error
+        finally:
+            self._stop.set()
+            pool.shutdown(cancel_futures=True)
+            await asyncio.gather(*pending, return_exceptions=True)
+        report.compared.sort(key=lambda each: each.task.id)
+        return report
+
+    async def _pairs(self, limit: int | None) -> AsyncIterator[_Pair]:
+        left = limit if limit is not None else 1 << 62
+        after = 0
+        while left > 0:
+            size = min(left, BATCH)
+            new, old = [
+                await self._store.read(judging.triable, size, after, grader.rubric.hash, grader.judge_hash)
+                for grader in (self._new, self._old)
+            ]
+            if not new:
+                return
+            after = new[-1].id
+            left -= len(new)
+            for by_new, by_old in zip(new, old, strict=True):
+                yield _Pair(by_new, by_old, exchange_of(by_new.line))
+
+    def _compare(self, pair: _Pair, budget: Budget) -> Compared:
+        paid: list[Verdict] = []
+
+        def judged(grader: Grader, task: Claimed, earlier: Sequence[Verdict]) -> Verdict:
+            if task.stored is not None:
+                return task.stored
+            if (known := grader.recall(pair.exchange, earlier)) is not None:
+                return known
+            with budget.hold(self._stop) as pay:
+                verdict = grader.grade(pair.exchange, self._stop, earlier)
+                pay(verdict)
+            paid.append(verdict)
+            return verdict
+
+        again = Needed() if pair.new.stored else self._new.needs(pair.exchange, pair.new.earlier)
+        new = judged(self._new, pair.new, pair.new.earlier)
+        same = self._new.judge_hash == self._old.judge_hash and new.outcome is not Outcome.UNDECIDED
+        old = judged(self._old, pair.old, (new, *pair.old.earlier) if same else pair.old.earlier)
+        return Compared(pair.new, old, new, tuple(paid), again, self._new.needs(pair.exchange))
+
+    def _needed(self, pair: _Pair) -> tuple[Needed, Needed]:
+        new = old = Needed()
+        if pair.new.stored is None:
+            new = self._new.needs(pair.exchange, pair.new.earlier)
+        if pair.old.stored is None:
+            same = new.calls > 0 and self._new.judge_hash == self._old.judge_hash
+            asked = frozenset(self._new.hashes.values()) if same else frozenset()
+            old = self._old.needs(pair.exchange, pair.old.earlier, asked)
+        return new, old
