@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from flywheel.cli.app import ConfigOption, JsonOption, app, complain, load_config, print_json, run_async
+from flywheel.cli.facts import place, show, source_text
+from flywheel.cli.sources_progress import shown
 from flywheel.config import Config, StudioSource
 from flywheel.errors import EXIT_FAILED
 
@@ -42,6 +44,7 @@ def ingest(
 async def _ingest(config: Config, out: Path | None, sweep: bool) -> tuple[dict[str, Any], list[str]]:
     from flywheel.daemon.ingestion import Ingestion
     from flywheel.daemon.lock import InstanceLock
+    from flywheel.store import funnel
     from flywheel.store.database import Store
     from flywheel.store.export import export_sources
 
@@ -49,32 +52,35 @@ async def _ingest(config: Config, out: Path | None, sweep: bool) -> tuple[dict[s
         store = await Store.open(config.state_dir)
         ingestion = Ingestion(store, config, export_tasks=out is None)
         try:
-            reports = await ingestion.run(final=True, sweep=sweep)
+            async with shown(ingestion):
+                reports = await ingestion.run(final=True, sweep=sweep)
             if out is not None:
                 await export_sources(store, out, [report.source_id for report in reports])
+            known = {row["id"]: row for row in await store.read(funnel.all_sources)}
         finally:
             await ingestion.close()
             await store.close()
     return {
-        "sources": [report.as_json() for report in reports],
+        "sources": [
+            report.as_json() | {key: known.get(report.source_id, _UNKNOWN)[key] for key in _UNKNOWN}
+            for report in reports
+        ],
         "tasks": sum(report.counts.tasks for report in reports),
         "new": sum(report.new for report in reports),
         "out": str(out or config.task_file),
     }, [str(report.error) for report in reports if report.error is not None]
 
 
-def _print(report: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+_UNKNOWN: dict[str, Any] = {"condition": "not stored", "open_traces": 0, "longest_read_ms": 0.0}
+"""What is noted of a source beside its counts, where nothing could be noted."""
 
-    table = Table("source", "schema", "replies", "tasks", "new", "skipped", "dead")
-    for source in report["sources"]:
-        skipped = ", ".join(f"{reason} {number}" for reason, number in source["skipped"].items()) or "–"
-        numbers = (str(source[key]) for key in ("replies", "tasks", "new"))
-        table.add_row(source["path"], source["schema"] or "?", *numbers, skipped, str(source["dead"]))
-    console = Console()
-    console.print(table)
-    for source in report["sources"]:
-        for warning in source["warnings"]:
-            console.print(f"warning: {source['path']}: {warning}", markup=False, highlight=False)
-    console.print(f"{report['tasks']} tasks, {report['new']} new, in {report['out']}", markup=False, highlight=False)
+
+def _print(report: dict[str, Any]) -> None:
+    facts = [("source", source_text(source)) for source in map(_without_error, report["sources"])]
+    facts.append(("tasks", f"{report['tasks']:,}, of them {report['new']:,} new, in {place(report['out'])}"))
+    show(facts)
+
+
+def _without_error(source: dict[str, Any]) -> dict[str, Any]:
+    """Errors are told on stderr."""
+    return {**source, "error": "", "warning": "\n".join(f"warning: {text}" for text in source["warnings"])}

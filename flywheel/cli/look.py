@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async
+from flywheel.cli.facts import Fact, counted, grid, place, plain, source_text
 from flywheel.config import Config, StudioSource
 from flywheel.errors import EXIT_FAILED, StoreError
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from flywheel.store.audit import Balance
 
 T = TypeVar("T")
+
+ROUND_COLUMNS = ("round", "state", "reward", "held-out score", "why")
 
 
 async def _look(config: Config, look: Callable[[Connection], T]) -> T:
@@ -38,6 +42,7 @@ def status(
     config: ConfigOption = None,
     as_json: JsonOption = False,
     watch: Annotated[bool, typer.Option("--watch", help="Look again every second, until Ctrl-C.")] = False,
+    metrics: Annotated[bool, typer.Option("--metrics", help="Print it in Prometheus' text format.")] = False,
 ) -> None:
     """Show sources, funnel, rounds and what is deployed."""
     from flywheel.daemon.status import snapshot
@@ -50,61 +55,70 @@ def status(
     if as_json:
         print_json(look())
         return
+    if metrics:
+        from flywheel.daemon.exposition import exposition
+
+        sys.stdout.write(exposition(look()))
+        return
     from rich.console import Console
     from rich.live import Live
 
-    if not watch:
-        Console().print(_render(look()))
-        return
-    with Live(_render(look()), refresh_per_second=4) as live:
-        while True:
-            time.sleep(1)
-            live.update(_render(look()))
+    console = Console()
+    if watch:
+        with Live(_render(look()), console=console, refresh_per_second=4) as live:
+            while True:
+                time.sleep(1)
+                live.update(_render(look()))
+    elif console.is_terminal:
+        console.print(_render(look()))
+    else:
+        state = look()
+        typer.echo(plain(_facts(state)))
+        for row in (ROUND_COLUMNS, *_rounds(state)) if state["rounds"] else ():
+            typer.echo("\t".join(row))
 
 
 def _render(state: dict[str, Any]) -> RenderableType:
+    """For a terminal."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
+    facts = grid(_facts(state))
+    if not state["rounds"]:
+        return facts
+    rounds = Table(*ROUND_COLUMNS)
+    for row in _rounds(state):
+        rounds.add_row(*(Text(value, overflow="fold") for value in row))
+    return Group(facts, rounds)
+
+
+def _facts(state: dict[str, Any]) -> list[Fact]:
     daemon = state["daemon"]["pid"]
     deployed = state["deployment"]
-    facts = Table.grid(padding=(0, 2))
-    rows: list[tuple[str, str]] = [
+    return [
         ("daemon", f"running (process {daemon})" if daemon else "not running"),
-        ("state", state["state_dir"]),
-        *(("source", _source_line(source)) for source in state["sources"]),
-        ("replies", _counts(state["replies"]) or "none yet"),
-        ("skipped", _counts(state["skipped"]) or "none"),
-        ("tasks", _counts(state["tasks"]) or "none yet"),
+        ("state", place(state["state_dir"])),
+        *(("source", source_text(source)) for source in state["sources"]),
+        ("replies", counted(state["replies"]) or "none yet"),
+        ("skipped", counted(state["skipped"]) or "none"),
+        ("tasks", counted(state["tasks"]) or "none yet"),
         ("samples", f"{state['free_samples']} free of {state['min_samples']} needed, {state['held_out']} held out"),
         ("judge", state["judge"]["error"] or f"{state['judge']['usage']['calls']} calls"),
         ("deployed", f"{deployed['alias']} → {deployed['adapter'] or 'the base model'}"),
         ("waiting", state["waiting_for"] or "–"),
+        ("letters", f"{state['dead_letters']} open: `flywheel dead-letters`" if state["dead_letters"] else "none"),
         ("balance", "right" if state["balanced"] else "WRONG: run `flywheel audit`"),
     ]
-    for name, text in rows:
-        facts.add_row(Text(name, style="bold"), Text(text))
-    if not state["rounds"]:
-        return facts
-    rounds = Table("round", "state", "reward", "held-out score", "why")
+
+
+def _rounds(state: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     for entry in state["rounds"]:
         comparison = entry["comparison"]
         score = f"{comparison['deployed_mean']:.2f} → {comparison['candidate_mean']:.2f}" if comparison else "–"
         first, last = entry["reward_first"], entry["reward_last"]
         reward = f"{first:.2f} → {last:.2f}" if first is not None and last is not None else "–"
-        rounds.add_row(entry["round"], entry["state"], reward, score, Text(entry["reason"] or entry["trigger"]))
-    return Group(facts, rounds)
-
-
-def _counts(counts: dict[str, int]) -> str:
-    return ", ".join(f"{number} {name}" for name, number in counts.items() if number)
-
-
-def _source_line(source: dict[str, Any]) -> str:
-    trouble = source["error"] or source["warning"]
-    about = f"{source['schema'] or source['type']}, {source['condition'] or 'not read yet'}"
-    return f"{source['path']} ({about}){': ' + trouble if trouble else ''}"
+        yield entry["round"], entry["state"], reward, score, entry["reason"] or entry["trigger"]
 
 
 @app.command()

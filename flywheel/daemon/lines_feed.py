@@ -39,8 +39,10 @@ class LinesFeed:
         loop = asyncio.get_running_loop()
         if await loop.run_in_executor(self._thread, _is_listed, self.path):
             return
+        self.progress = Progress()
         batches = self._reader.read(cursor, final=final)
         while (batch := await loop.run_in_executor(self._thread, next, batches, None)) is not None:
+            self.progress.read += len(batch.entries) + len(batch.dead)
             yield batch
 
     def forget(self) -> None:
@@ -52,7 +54,7 @@ class LinesFeed:
 
 
 def _is_listed(path: Path) -> bool:
-    """Whether this is a directory, whose files are sources of their own. Raises SourceError if they cannot be seen."""
+    """Whether this is a directory, whose files are sources of their own. Raises SourceError if it cannot be seen."""
     try:
         if path.is_dir():
             files_of(path)

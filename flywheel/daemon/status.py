@@ -15,6 +15,7 @@ from flywheel.round import METRICS_FILE
 from flywheel.states import ReplyState, RoundState, TaskState
 from flywheel.store import deployments, funnel, judging, rounds
 from flywheel.store.audit import balance
+from flywheel.store.ledger import SourceCounts
 
 ROUNDS_SHOWN = 20
 
@@ -22,6 +23,7 @@ ROUNDS_SHOWN = 20
 def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
     """Every count, the sources, the rounds and what is deployed, as one JSON object."""
     books = balance(conn)
+    counts = funnel.counts_by_source(conn)
     shown = rounds.newest(conn, ROUNDS_SHOWN)
     live = rounds.live(conn)
     active = deployments.active(conn, config.model.alias)
@@ -29,7 +31,7 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
         "version": __version__,
         "state_dir": str(config.state_dir),
         "daemon": {"pid": holder(config.state_dir)},
-        "sources": [_source(row) for row in funnel.all_sources(conn)],
+        "sources": [_source(row, counts.get(row["id"])) for row in funnel.all_sources(conn)],
         "replies": {state.value: books.reply_states.get(state, 0) for state in ReplyState},
         "skipped": books.skipped,
         "tasks": {state.value: books.task_states.get(state, 0) for state in TaskState},
@@ -42,6 +44,7 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
         "judge": {"error": funnel.noted(conn, funnel.JUDGE_NOTE), "usage": funnel.judge_usage(conn)},
         "waiting_for": funnel.noted(conn, funnel.ROUND_NOTE),
         "rounds": [_round(row) for row in shown],
+        "rounds_by_state": {state.value: rounds.count(conn, state) for state in RoundState},
         "promoted": rounds.count(conn, RoundState.PROMOTED),
         "live_round": _round(live) if live is not None else None,
         "deployment": {
@@ -56,12 +59,19 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
     }
 
 
-def _source(row: dict[str, Any]) -> dict[str, Any]:
+def _source(row: dict[str, Any], counts: SourceCounts | None) -> dict[str, Any]:
     keys = (
         "path", "type", "condition", "schema", "generation", "open_traces", "longest_read_ms", "error", "warning",
         "read_at",
     )  # fmt: skip
-    return {key: row[key] for key in keys}
+    found = counts or SourceCounts(0, 0, {}, 0)
+    return {
+        **{key: row[key] for key in keys},
+        "replies": found.replies,
+        "tasks": found.tasks,
+        "skipped": dict(found.skipped),
+        "dead": found.dead,
+    }
 
 
 def _round(row: Row[Any]) -> dict[str, Any]:

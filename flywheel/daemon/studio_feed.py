@@ -39,11 +39,21 @@ RECENT_ROWS = 5_000
 
 @dataclass(slots=True)
 class Progress:
-    """How far a pass is: rows read, and how many there are in all."""
+    """How far a pass is: rows read, and about how many it has to read in all (0: not known, or not many)."""
 
     read: int = 0
     in_all: int = 0
     began: float = field(default_factory=time.monotonic)
+
+    @property
+    def rate(self) -> float:
+        """Rows a second since the pass began."""
+        return self.read / max(time.monotonic() - self.began, 1e-3)
+
+    @property
+    def left(self) -> float | None:
+        """Seconds that the rest takes at this rate, if that can be told."""
+        return max(self.in_all - self.read, 0) / self.rate if self.in_all and self.read else None
 
 
 class _Memory:
@@ -103,7 +113,12 @@ class StudioFeed:
     def look_back(self, number: int, *, whole: bool) -> LookBack:
         """Look for what was changed in place, in the newest rows or in all of them."""
         memory = _Memory(self._store, number)
-        return LookBack(self, self._reader.sweep(memory, now=datetime.now(UTC), last=None if whole else RECENT_ROWS))
+        steps = self._reader.sweep(memory, now=datetime.now(UTC), last=None if whole else RECENT_ROWS)
+        return LookBack(self, steps, whole=whole)
+
+    async def rows_in_all(self) -> int:
+        """About how many rows the source has."""
+        return await self.in_thread(self._reader.rows_in_all)
 
     def forget(self) -> None:
         """What was handed out last was not stored."""
@@ -149,7 +164,8 @@ class StudioFeed:
     async def _notice(self, step: Step) -> None:
         self.progress.read += step.rows
         if step.more and not self.progress.in_all:
-            self.progress.in_all = await self.in_thread(self._reader.rows_in_all)
+            last = await self.rows_in_all()
+            self.progress.in_all = self.progress.read + max(0, last - step.cursor.rowid)
         if step.more and self.progress.read >= LONG_ROWS and self._process is None:
             self._process = ConversionProcess()
 
@@ -184,14 +200,22 @@ class StudioFeed:
 class LookBack:
     """A look at rows that were read before, page by page, so that passes can go on in between."""
 
-    def __init__(self, feed: StudioFeed, steps: Generator[Step]) -> None:
+    def __init__(self, feed: StudioFeed, steps: Generator[Step], *, whole: bool) -> None:
         self._feed = feed
         self._steps = steps
+        self._whole = whole
+        self._progress = Progress()
 
     async def next(self) -> Batch | None:
         """What the next page brought; None at the end. It has no cursor: a pass may have moved that since."""
         step = await self._feed.in_thread(lambda: next(self._steps, None))
-        return None if step is None else replace(await self._feed.convert(step), cursor=None)
+        if step is None:
+            return None
+        if self._whole and step.more and not self._progress.in_all:
+            self._progress.in_all = await self._feed.rows_in_all()
+        self._progress.read += step.rows
+        self._feed.progress = self._progress
+        return replace(await self._feed.convert(step), cursor=None)
 
     async def close(self) -> None:
         await self._feed.in_thread(self._steps.close)

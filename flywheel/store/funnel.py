@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from sqlalchemy import Connection, func, select
 
-from flywheel.states import LetterState, TaskState
-from flywheel.store.schema import dead_letters, meta, sources, tasks, verdicts
+from flywheel.states import LetterState, ReplyState, TaskState
+from flywheel.store.ledger import SourceCounts
+from flywheel.store.schema import dead_letters, meta, replies, sources, tasks, verdicts
 
 JUDGE_NOTE = "judge"
 """Key of the note that tells `status` why judging does not go on."""
@@ -58,6 +60,30 @@ def count_dead_letters(conn: Connection) -> int:
 
 def all_sources(conn: Connection) -> list[dict[str, Any]]:
     return [dict(row) for row in conn.execute(select(sources).order_by(sources.c.id)).mappings()]
+
+
+def counts_by_source(conn: Connection) -> dict[int, SourceCounts]:
+    """What the ledger holds of every source that has replies."""
+    ends: dict[int, Counter[str]] = {}
+    skips: dict[int, Counter[str]] = {}
+    rows = conn.execute(
+        select(replies.c.source_id, replies.c.state, replies.c.skip_reason, func.count()).group_by(
+            replies.c.source_id, replies.c.state, replies.c.skip_reason
+        )
+    )
+    for source, state, reason, number in rows:
+        ends.setdefault(source, Counter())[state] += number
+        if state == ReplyState.SKIPPED:
+            skips.setdefault(source, Counter())[str(reason)] += number
+    return {
+        source: SourceCounts(
+            found.total(),
+            found[ReplyState.CONVERTED],
+            dict(sorted(skips.get(source, Counter()).items())),
+            found[ReplyState.DEAD],
+        )
+        for source, found in ends.items()
+    }
 
 
 def note(conn: Connection, key: str, value: str) -> None:

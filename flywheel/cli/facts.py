@@ -1,0 +1,82 @@
+"""Facts in two columns, names and what they are: folded to a terminal's width, unbroken where nobody looks.
+
+Nothing is ever shortened here: a path that is too long for its line goes on in the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Fact = tuple[str, str]
+"""A name and its text, of one line or more."""
+
+
+def place(path: Path | str) -> str:
+    """A path as people write it: `~` for the home directory."""
+    path = Path(path)
+    home = Path.home()
+    return str(Path("~", *path.relative_to(home).parts)) if home != path and path.is_relative_to(home) else str(path)
+
+
+def counted(counts: Mapping[str, int]) -> str:
+    """Every count that is not zero, the largest first."""
+    ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{number:,} {name}" for name, number in ranked if number)
+
+
+def source_text(source: Mapping[str, Any]) -> str:
+    """What `status` or `ingest` knows of a source: its path, condition, what came of it, how it is read."""
+    new = f" ({source['new']:,} new)" if "new" in source else ""
+    skipped = sum(source["skipped"].values())
+    ends = [f"{source['tasks']:,} tasks{new}", f"{skipped:,} skipped", f"{source['dead']:,} dead"]
+    lines = [
+        place(source["path"]),
+        f"{source['condition'] or 'not read yet'}, {source['schema'] or source.get('type') or 'schema not known'}",
+        f"{source['replies']:,} replies = {' + '.join(ends)}",
+    ]
+    if skipped:
+        lines.append(f"skipped: {counted(source['skipped'])}")
+    lines.append(f"{source['open_traces']:,} open traces, longest read {source['longest_read_ms']:,.1f} ms")
+    lines += [text for key in ("error", "warning") if (text := source.get(key))]
+    return "\n".join(lines)
+
+
+def grid(facts: Iterable[Fact]) -> Table:
+    """For a terminal."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in facts:
+        table.add_row(Text(name, style="bold"), Text(text, overflow="fold"))
+    return table
+
+
+def plain(facts: Sequence[Fact]) -> str:
+    """For a file or a pipe: lines that can be searched."""
+    width = max((len(name) for name, _ in facts), default=0)
+    lines = []
+    for name, text in facts:
+        first, *rest = text.split("\n")
+        lines += [f"{name:<{width}}  {first}", *(f"{'':<{width}}  {line}" for line in rest)]
+    return "\n".join(lines)
+
+
+def show(facts: Sequence[Fact]) -> None:
+    """Print them on stdout, in the form that is right for it."""
+    from rich.console import Console
+
+    console = Console()
+    if console.is_terminal:
+        console.print(grid(facts))
+    else:
+        typer.echo(plain(facts))

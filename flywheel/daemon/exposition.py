@@ -1,0 +1,125 @@
+"""The status in Prometheus' text format, for node_exporter's textfile collector or any other scraper of files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+Labelled = Iterable[tuple[tuple[str, ...], float]]
+"""Values with those of their labels."""
+
+
+def exposition(state: dict[str, Any]) -> str:
+    """What `status.snapshot` found. No sample has a time of its own: the collector refuses those."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Snapshot(state))
+    return generate_latest(registry).decode()
+
+
+class _Snapshot(Collector):
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._state = state
+
+    def collect(self) -> Iterator[Metric]:
+        yield from _of_program(self._state)
+        yield from _of_funnel(self._state)
+        yield from _of_sources(self._state["sources"])
+        yield from _of_judge(self._state["judge"])
+        yield from _of_rounds(self._state)
+
+
+def _of_program(state: dict[str, Any]) -> Iterator[Metric]:
+    yield _gauge("info", "The version that wrote this; always 1.", ("version",), [((state["version"],), 1)])
+    yield _number("daemon_up", "Whether a daemon holds the state directory.", state["daemon"]["pid"] is not None)
+    yield _number("balanced", "Whether every reply is accounted for, see `flywheel audit`.", state["balanced"])
+    yield _number("dead_letters_open", "Dead letters that nobody has retried or dropped.", state["dead_letters"])
+
+
+def _of_funnel(state: dict[str, Any]) -> Iterator[Metric]:
+    yield _by("replies", "Replies in the ledger by state.", "state", state["replies"])
+    yield _by("skipped_replies", "Replies that became no task, by reason.", "reason", state["skipped"])
+    yield _by("tasks", "Tasks by state.", "state", state["tasks"])
+    yield _number("tasks_due", "Tasks that could be judged now.", state["due"])
+    yield _number("samples_free", "Accepted training samples that no round has taken.", state["free_samples"])
+    yield _number("samples_needed", "Free samples that start a round.", state["min_samples"])
+    yield _number("samples_held_out", "Accepted samples that are never trained on.", state["held_out"])
+
+
+def _of_sources(sources: list[dict[str, Any]]) -> Iterator[Metric]:
+    def each(name: str, text: str, value: str) -> Metric:
+        values = [((source["path"],), float(source[value])) for source in sources]
+        return _gauge(f"source_{name}", text, ("source",), values)
+
+    conditions = [((source["path"], source["condition"] or "not read yet"), 1.0) for source in sources]
+    yield _gauge("source_condition", "The condition that a source is in; 1.", ("source", "condition"), conditions)
+    read = [((source["path"],), _seconds(source["read_at"])) for source in sources if source["read_at"]]
+    yield _gauge(
+        "source_noted_timestamp_seconds", "When something about reading a source last changed.", ("source",), read
+    )
+    longest = [((source["path"],), round(source["longest_read_ms"] / 1000, 6)) for source in sources]
+    yield _gauge(
+        "source_longest_read_seconds", "The longest read transaction on a source, in seconds.", ("source",), longest
+    )
+    yield each("open_traces", "Traces that are waited for.", "open_traces")
+    yield each("generation", "How often a source was replaced, restored or migrated.", "generation")
+    yield each("replies", "Replies of a source in the ledger.", "replies")
+    yield each("tasks", "Replies of a source that became tasks.", "tasks")
+    yield each("dead", "Rows of a source that could not be understood.", "dead")
+    skipped = [
+        ((source["path"], reason), float(number))
+        for source in sources
+        for reason, number in source["skipped"].items()
+    ]
+    yield _gauge("source_skipped", "Replies of a source that became no task.", ("source", "reason"), skipped)
+
+
+def _of_judge(judge: dict[str, Any]) -> Iterator[Metric]:
+    usage = judge["usage"]
+    calls = CounterMetricFamily("flywheel_judge_calls", "Calls of the judge that stored verdicts took.")
+    calls.add_metric((), usage["calls"])
+    yield calls
+    tokens = CounterMetricFamily("flywheel_judge_tokens", "Tokens of those calls by kind.", labels=("kind",))
+    for kind in ("prompt", "completion"):
+        tokens.add_metric((kind,), usage[f"{kind}_tokens"])
+    yield tokens
+    yield _number("judge_failing", "Whether judging waits for something to be put right.", bool(judge["error"]))
+
+
+def _of_rounds(state: dict[str, Any]) -> Iterator[Metric]:
+    yield _by("rounds", "Training rounds by state.", "state", state["rounds_by_state"])
+    deployed = state["deployment"]
+    active = ((deployed["alias"], deployed["adapter"] or ""), 1.0)
+    yield _gauge(
+        "active_adapter", "What an alias points at (empty: the base model); 1.", ("alias", "adapter"), [active]
+    )
+    since = [((deployed["alias"],), _seconds(deployed["since"]))] if deployed["since"] else []
+    yield _gauge("active_adapter_since_timestamp_seconds", "When the alias was pointed at it.", ("alias",), since)
+    shares = [
+        ((entry["adapter"],), entry["acceptance"]) for entry in state["by_adapter"] if entry["acceptance"] is not None
+    ]
+    yield _gauge("adapter_acceptance_ratio", "Accepted of an adapter's judged answers, 0 to 1.", ("adapter",), shares)
+
+
+def _gauge(name: str, text: str, labels: tuple[str, ...], values: Labelled) -> Metric:
+    metric = GaugeMetricFamily(f"flywheel_{name}", text, labels=labels)
+    for where, value in values:
+        metric.add_metric(where, value)
+    return metric
+
+
+def _by(name: str, text: str, label: str, counts: Mapping[str, int]) -> Metric:
+    return _gauge(name, text, (label,), [((key,), float(number)) for key, number in counts.items()])
+
+
+def _number(name: str, text: str, value: float) -> Metric:
+    return _gauge(name, text, (), [((), float(value))])
+
+
+def _seconds(moment: str) -> float:
+    return datetime.fromisoformat(moment).timestamp()

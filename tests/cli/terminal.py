@@ -1,0 +1,66 @@
+"""Running the command line in a terminal of its own, as wide as asked."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SECONDS = 120
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What stood on the terminal in the course of time, without colours and movements; what went elsewhere."""
+
+    code: int
+    screen: str
+    piped: str = ""
+
+    @property
+    def lines(self) -> list[str]:
+        return [line.rstrip() for line in re.split(r"[\r\n]+", self.screen) if line.strip()]
+
+
+def in_terminal(
+    folder: Path, arguments: Sequence[str | Path], *, columns: int, home: Path, piped: bool = False
+) -> Seen:
+    """Run `flywheel ARGUMENTS…` in `folder`; `piped`: only what goes to stderr is seen on the terminal."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    kept = {name: value for name, value in os.environ.items() if name not in _OF_TERMINALS}
+    environment: Mapping[str, str] = {**kept, "TERM": "xterm", "HOME": str(home)}
+    output = folder / "piped"
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "flywheel", *map(str, arguments)],
+            cwd=folder,
+            env=environment,
+            stdin=slave,
+            stdout=file if piped else slave,
+            stderr=slave,
+            start_new_session=True,
+        )
+    os.close(slave)
+    shown = bytearray()
+    with contextlib.suppress(OSError):
+        # Reading fails when the last one who could write is gone.
+        while some := os.read(master, 65536):
+            shown += some
+    os.close(master)
+    code = process.wait(SECONDS)
+    screen = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+    assert "Traceback" not in screen, screen
+    return Seen(code, screen, output.read_text())
+
+
+_OF_TERMINALS = {"COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "FLYWHEEL_CONFIG", "FLYWHEEL_HOME", "FLYWHEEL_LOG"}

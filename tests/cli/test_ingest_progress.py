@@ -1,0 +1,107 @@
+"""A long ingestion says how far it is: bars on a terminal, lines of log elsewhere, nothing in the way of JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from flywheel.cli import sources_progress
+from flywheel.config import parse
+from flywheel.daemon.ingestion import Ingestion
+from flywheel.store.database import Store
+from tests.cli.conftest import Run
+from tests.cli.terminal import in_terminal
+from tests.studio.writer import empty_like, renamed
+
+SPANS = 10_000
+
+
+def grow(path: Path, spans: int, first: int = 0) -> int:
+    """Add the rows of a fixture over and over, under new ids, until there are so many more."""
+    added = 0
+    database = sqlite3.connect(path)
+    while added < spans:
+        rows = renamed("new_v2", first)
+        database.executemany(f"INSERT INTO span_table VALUES ({','.join('?' * len(rows[0]))})", rows)
+        added += len(rows)
+        first += 1
+    database.commit()
+    database.close()
+    return added
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A configuration with one long source and a short one."""
+    grow(empty_like("new_v2", tmp_path / "long.sqlite"), SPANS)
+    grow(empty_like("new_v2", tmp_path / "short.sqlite"), 1)
+    file = tmp_path / "flywheel.yaml"
+    sources = [{"path": "long.sqlite"}, {"path": "short.sqlite"}]
+    file.write_text(json.dumps({"state": {"dir": "home"}, "sources": sources}))
+    return file
+
+
+def test_a_terminal_shows_a_bar_for_the_long_source_only(config: Path, tmp_path: Path) -> None:
+    seen = in_terminal(tmp_path, ["ingest", "-c", config], columns=80, home=tmp_path)
+    assert seen.code == 0
+    bars = [line for line in seen.lines if "rows/s" in line]
+    read = [re.search(r"(\d+)/(\d+) +[\d,]+ rows/s", line) for line in bars]
+    steps = [(int(found[1]), int(found[2])) for found in read if found]
+    assert len(steps) > 1, seen.screen
+    assert steps == sorted(steps)
+    assert 0 < steps[0][0] < steps[0][1] >= SPANS
+    assert all(len(line) <= 80 for line in bars)
+    assert not any("short.sqlite" in line for line in bars)
+    assert any(line.strip() == "~/short.sqlite" or line.endswith("  ~/short.sqlite") for line in seen.lines)
+
+
+def test_json_is_alone_on_stdout_while_the_terminal_shows_the_bar(config: Path, tmp_path: Path) -> None:
+    seen = in_terminal(tmp_path, ["ingest", "--json", "-c", config], columns=100, home=tmp_path, piped=True)
+    assert seen.code == 0
+    assert json.loads(seen.piped)["new"] > 0
+    assert any("rows/s" in line for line in seen.lines)
+
+
+def test_without_a_terminal_lines_say_it_now_and_then(
+    flywheel: Run, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources_progress, "LOG_SECONDS", 0.05)
+    ran = flywheel("ingest", "--json", "-c", config)
+    assert ran.code == 0
+    assert ran.json["new"] > 0
+    found = re.findall(r"long\.sqlite: ([\d,]+) of ([\d,]+) rows read, [\d,]+ rows/s, about [\d,]+ s left", ran.err)
+    assert found, ran.err
+    assert all(int(read.replace(",", "")) < int(of.replace(",", "")) for read, of in found)
+
+
+def test_a_short_ingestion_says_nothing(flywheel: Run, tmp_path: Path) -> None:
+    grow(empty_like("new_v2", tmp_path / "short.sqlite"), 1)
+    assert flywheel("ingest", "--source", "short.sqlite").err == ""
+    seen = in_terminal(tmp_path, ["ingest", "--source", "short.sqlite"], columns=80, home=tmp_path)
+    assert (seen.code, "rows/s" in seen.screen) == (0, False)
+
+
+async def test_progress_counts_what_this_pass_has_to_read(tmp_path: Path) -> None:
+    path = empty_like("new_v2", tmp_path / "database.sqlite")
+    first = grow(path, 5_000)
+    config = parse({"state": {"dir": "home"}, "sources": [{"path": str(path)}]}, "the test's", tmp_path)
+    store = await Store.open(config.state_dir)
+    ingestion = Ingestion(store, config)
+    (intake,) = ingestion.intakes()
+    try:
+        await intake.read(final=True)
+        assert (intake.feed.progress.read, intake.feed.progress.in_all) == (first, first)
+        assert intake.feed.progress.rate > 0
+        assert intake.feed.progress.left == 0
+        second = grow(path, 5_000, first=1_000)
+        await intake.read(final=True)
+        assert (intake.feed.progress.read, intake.feed.progress.in_all) == (second, second)
+        await intake.look_back(whole=True, at_leisure=False)
+        assert (intake.feed.progress.read, intake.feed.progress.in_all) == (first + second, first + second)
+    finally:
+        await ingestion.close()
+        await store.close()

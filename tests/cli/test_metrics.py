@@ -1,0 +1,89 @@
+"""`flywheel status --metrics` says what `flywheel status --json` says, in a form that Prometheus reads."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from tests.cli.conftest import Run
+from tests.studio.writer import DATA
+
+ROOT = Path(__file__).parents[2]
+
+
+def parsed(text: str) -> dict[str, list[Sample]]:
+    found = list(text_string_to_metric_families(text))
+    assert all(family.documentation for family in found)
+    assert len({family.name for family in found}) == len(found)
+    return {family.name: family.samples for family in found}
+
+
+def by(samples: list[Sample], *labels: str) -> dict[str, float]:
+    return {" ".join(sample.labels[label] for label in labels): sample.value for sample in samples}
+
+
+def test_it_says_what_the_json_says(flywheel: Run, tmp_path: Path) -> None:
+    # A name with everything in it that the format escapes.
+    odd = Path(shutil.copy(DATA / "old.sqlite", tmp_path / 'od"d\\name.sqlite'))
+    database = Path(shutil.copy(DATA / "new_v2.sqlite", tmp_path))
+    sources = [{"path": str(odd)}, {"path": str(database)}, {"path": str(tmp_path / "not-there.sqlite")}]
+    (tmp_path / "flywheel.yaml").write_text(json.dumps({"state": {"dir": "home"}, "sources": sources}))
+    assert flywheel("ingest").code == 1
+    state = flywheel("status", "--json").json
+    ran = flywheel("status", "--metrics")
+    assert ran.code == 0
+    metrics = parsed(ran.out)
+    assert all(sample.timestamp is None for samples in metrics.values() for sample in samples)
+
+    assert by(metrics["flywheel_replies"], "state") == state["replies"]
+    assert by(metrics["flywheel_tasks"], "state") == state["tasks"]
+    assert by(metrics["flywheel_skipped_replies"], "reason") == state["skipped"] != {}
+    assert by(metrics["flywheel_rounds"], "state") == state["rounds_by_state"]
+    assert metrics["flywheel_balanced"][0].value == state["balanced"] == 1
+    assert metrics["flywheel_dead_letters_open"][0].value == state["dead_letters"]
+    assert metrics["flywheel_daemon_up"][0].value == 0
+    assert metrics["flywheel_judge_calls"][0].value == state["judge"]["usage"]["calls"]
+    assert set(by(metrics["flywheel_judge_tokens"], "kind")) == {"prompt", "completion"}
+    assert by(metrics["flywheel_active_adapter"], "alias", "adapter") == {f"{state['deployment']['alias']} ": 1}
+
+    assert by(metrics["flywheel_source_condition"], "source", "condition") == {
+        f"{odd} ok": 1,
+        f"{database} ok": 1,
+        f"{tmp_path / 'not-there.sqlite'} missing": 1,
+    }
+    for name, key in (
+        ("open_traces", "open_traces"),
+        ("generation", "generation"),
+        ("replies", "replies"),
+        ("tasks", "tasks"),
+        ("dead", "dead"),
+    ):
+        found = by(metrics[f"flywheel_source_{name}"], "source")
+        assert found == {source["path"]: source[key] for source in state["sources"]}
+    seconds = by(metrics["flywheel_source_longest_read_seconds"], "source")
+    assert {path: round(value * 1000, 1) for path, value in seconds.items()} == {
+        source["path"]: source["longest_read_ms"] for source in state["sources"]
+    }
+    assert seconds[str(odd)] > 0
+
+
+def test_every_metric_is_on_the_page_and_no_other(flywheel: Run) -> None:
+    page = (ROOT / "docs" / "operations.md").read_text()
+    exposed = set(re.findall(r"^# TYPE (\S+)", flywheel("status", "--metrics").out, re.M))
+    assert exposed == set(re.findall(r"^\| `(flywheel_\w+)", page, re.M))
+
+
+def test_every_condition_is_on_the_page(flywheel: Run) -> None:
+    page = (ROOT / "docs" / "operations.md").read_text()
+    named = set(re.findall(r"^\| `([\w' ]+)` \|", page.split("## Conditions")[1].split("\n## ")[0], re.M))
+    code = (ROOT / "flywheel" / "studio" / "database.py").read_text()
+    raised = set(re.findall(r'^ +"([\w\' ]{4,16})",?$', code, re.M)) | set(
+        re.findall(r', "([\w\' ]+)"\)$', code, re.M)
+    )
+    assert {"missing", "denied", "locked", "damaged", "unknown schema"} < raised
+    assert raised - named == set()
