@@ -211,11 +211,15 @@ class LookBack:
         step = await self._feed.in_thread(lambda: next(self._steps, None))
         if step is None:
             return None
-        if self._whole and step.more and not self._progress.in_all:
-            self._progress.in_all = await self._feed.rows_in_all()
-        self._progress.read += step.rows
-        self._feed.progress = self._progress
+        if self._whole:
+            await self._notice(step)
         return replace(await self._feed.convert(step), cursor=None)
 
     async def close(self) -> None:
         await self._feed.in_thread(self._steps.close)
+
+    async def _notice(self, step: Step) -> None:
+        if step.more and not self._progress.in_all:
+            self._progress.in_all = await self._feed.rows_in_all()
+        self._progress.read += step.rows
+        self._feed.progress = self._progress
