@@ -47,6 +47,7 @@ class Task:
                 "trace_id": reply.trace_id,
                 "span_id": reply.span_id,
                 "conversation_id": reply.conversation_id,
+                "user_id": reply.user,
                 "agent_name": reply.agent,
                 "model": reply.model,
                 "adapter": reply.adapter,

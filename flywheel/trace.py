@@ -82,6 +82,7 @@ class Reply:
     reference: str = ""
     status: SpanStatus = SpanStatus.OK
     service: str = ""
+    user: str = ""
     input_tokens: int = 0
     output_tokens: int = 0
     skip: SkipReason | None = None

@@ -11,6 +11,7 @@ from flywheel.daemon.intake import Intake, SourceReport
 from flywheel.daemon.lines_feed import LinesFeed
 from flywheel.daemon.studio_feed import StudioFeed
 from flywheel.errors import SourceError
+from flywheel.filtering.chain import redactor_of
 from flywheel.lines.file import files_of
 from flywheel.otlp.inbox import inbox_path
 from flywheel.store.database import Store
@@ -28,6 +29,7 @@ class Ingestion:
         self._config = config
         self._export = export_tasks
         self._task_file = TaskFile(config.task_file)
+        self._redact = redactor_of(config.filter.chain)
         self._intakes: dict[Path, Intake] = {}
 
     def intakes(self) -> list[Intake]:
@@ -46,7 +48,7 @@ class Ingestion:
     def _add(self, path: Path, kind: str) -> None:
         if path not in self._intakes:
             feed = LinesFeed(path) if kind == "jsonl" else StudioFeed(path, self._config, self._store, kind=kind)
-            self._intakes[path] = Intake(self._store, feed, self._config.ingest)
+            self._intakes[path] = Intake(self._store, feed, self._config.ingest, redact=self._redact)
 
     async def run(self, *, final: bool = False, sweep: bool = False) -> list[SourceReport]:
         """One pass. A source that fails reports its error and leaves the others alone.

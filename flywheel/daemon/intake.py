@@ -13,8 +13,10 @@ from typing import Any, Final, Protocol
 
 from flywheel.batch import Batch
 from flywheel.config import IngestSettings
+from flywheel.daemon.redaction import redacted
 from flywheel.daemon.studio_feed import Progress, StudioFeed
 from flywheel.errors import FlywheelError, SourceError, StoreError
+from flywheel.filtering.pii import Redactor
 from flywheel.store import ledger
 from flywheel.store.database import Store
 from flywheel.store.ledger import Recorded, SourceCounts
@@ -75,8 +77,9 @@ class SourceReport:
 class Intake:
     """One source. Passes and looks back take turns: what they store about a trace must come in order."""
 
-    def __init__(self, store: Store, feed: Feed, settings: IngestSettings) -> None:
+    def __init__(self, store: Store, feed: Feed, settings: IngestSettings, *, redact: Redactor | None = None) -> None:
         self.feed = feed
+        self._redact = redact
         self._store = store
         self._settings = settings
         self._turn = asyncio.Lock()
@@ -180,6 +183,8 @@ class Intake:
         return self._number
 
     async def _record(self, batch: Batch, done: Recorded) -> None:
+        if self._redact is not None:
+            batch = await asyncio.to_thread(redacted, batch, self._redact)
         recorded = await self._store.write(
             ledger.record_batch,
             await self._source(),

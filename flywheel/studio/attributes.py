@@ -49,6 +49,11 @@ def agent_name(span: Span) -> str:
     )
 
 
+def user_id(span: Span) -> str:
+    """Who asked, where the application says so by OpenTelemetry's attributes."""
+    return _text(dig(span.attributes, "user", "id"), dig(span.attributes, "enduser", "id"))
+
+
 def agent_input(span: Span) -> list[Message]:
     """The messages an agent was handed. Raises ReprError."""
     written = messages_of(dig(span.attributes, "gen_ai", "input", "messages"), encoded=True)

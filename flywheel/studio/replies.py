@@ -72,6 +72,7 @@ def finished_reply(tree: Tree, agent: Span, selection: Selection) -> Reply:
         errors=_errors(own, steps),
         status=agent.status,
         service=agent.service,
+        user=at.user_id(agent),
         skip=skip,
         skip_detail=detail,
         **_of_models(own),
