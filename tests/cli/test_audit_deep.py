@@ -140,7 +140,13 @@ def test_an_open_trace_and_a_replaced_file_are_waited_for(flywheel: Run, ingeste
     assert flywheel("ingest", "-c", ingested).code == 0
     change(studio, "UPDATE span_table SET attributes = '{}' WHERE id = 'child'")
     deep(flywheel, ingested, code=0)
+    # A copy that was put back is read as a whole by the next pass, which finds what was changed in it.
     studio.rename(studio.with_name("older"))
+    shutil.copy(studio.with_name("older"), studio)
+    change(studio, "UPDATE span_table SET attributes = '{}'")
+    found = deep(flywheel, ingested, code=0)["sources"][0]
+    assert found["in_ledger"] > 0
+    studio.unlink()
     shutil.copy(DATA / "old.sqlite", studio)
     found = deep(flywheel, ingested, code=0)["sources"][0]
     assert found["not_read_yet"] == found["agent_spans"] > 0
