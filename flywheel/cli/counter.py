@@ -42,7 +42,8 @@ class Counter:
                 BarColumn(bar_width=None),
                 MofNCompleteColumn(),
                 _Rate(),
-                TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+                TimeRemainingColumn(),
+                TextColumn("left"),
             )
             self._bar = Progress(*columns, console=console, transient=True, expand=True)
             self._task = self._bar.add_task(what, total=total)

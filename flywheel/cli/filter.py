@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from flywheel.daemon.judged import FilterReport, Judged
     from flywheel.daemon.rubric_diff import Compared
     from flywheel.store.database import Store
+    from flywheel.verdict import CriterionResult
 
 FORETOLD: Final = 2_000
 """Up to so many tasks, a dry run says first what it will ask."""
@@ -155,7 +156,7 @@ async def _filter(wanted: _Wanted) -> tuple[dict[str, Any], FlywheelError | None
             def on_judged(judged: Judged) -> None:
                 # Only machines are told what a call for each task would send: it takes time to know.
                 tokens = filtering.grader.preview(exchange_of(judged.task.line)) if wanted.quiet else 0
-                found[judged.task.id] = _told(judged, tokens)
+                found[judged.task.id] = _told(judged, filtering, tokens)
                 counter.step()
 
             report = await filtering.run(limit=wanted.limit, on_judged=on_judged, rejudge=wanted.rejudge)
@@ -229,7 +230,7 @@ async def _compare(wanted: _Wanted, against: Path) -> tuple[dict[str, Any], Flyw
     }, report.error
 
 
-def _told(judged: Judged, tokens: int) -> dict[str, Any]:
+def _told(judged: Judged, filtering: Filtering, tokens: int) -> dict[str, Any]:
     verdict, repeats = judged.verdict, judged.repeats
     return {
         "task_id": judged.task.key,
@@ -238,9 +239,21 @@ def _told(judged: Judged, tokens: int) -> dict[str, Any]:
         "score": verdict.score if verdict else None,
         "failed": list(verdict.failed) if verdict else [],
         "reason": (verdict.reason or verdict.error) if verdict else judged.error,
+        "criteria": [_criterion(result, filtering) for result in verdict.results] if verdict else [],
         "estimated_tokens": tokens,
         "reused": judged.reused,
         "repeats": repeats and {"task_id": repeats.key, "similarity": repeats.similarity, "method": repeats.method},
+    }
+
+
+def _criterion(result: CriterionResult, filtering: Filtering) -> dict[str, Any]:
+    return {
+        "criterion": result.criterion,
+        "by_judge": result.criterion in filtering.grader.hashes,
+        "choice": result.choice,
+        "value": result.value,
+        "passed": result.passed,
+        "reason": result.reason,
     }
 
 
@@ -311,9 +324,9 @@ def _estimated(cost: Cost) -> dict[str, Any]:
 def _foretell(tasks: int, free: int, cost: Cost) -> None:
     from rich.console import Console
 
-    from flywheel.cli.verdict_table import estimated
+    from flywheel.cli.verdict_table import estimated, foretold
 
-    text = f"{tasks:,} tasks, {free:,} of them without a call; {estimated(_estimated(cost))}"
+    text = f"{foretold(tasks, free)}: {estimated(_estimated(cost))}"
     Console(stderr=True, highlight=False, markup=False).print(text, style="dim")
 
 
@@ -324,16 +337,13 @@ def _print(shown: dict[str, Any], *, has_prices: bool) -> None:
 
     console = Console(highlight=False, markup=False)
     if (estimate := shown.get("estimate")) is not None:
-        tasks, free = estimate["tasks"], estimate["without_a_call"]
-        console.print(f"{tasks:,} tasks, {free:,} of them without a call")
+        console.print(tables.foretold(estimate["tasks"], estimate["without_a_call"]))
         console.print(tables.estimated(estimate))
         if estimate["calls"]:
             console.print(f"({tables.learned(estimate)})")
     elif "flips" in shown:
         tables.rubric_diff(console, shown)
-        console.print(
-            f"this took {tables.spent(shown['usage'], shown['reused'], shown['cost'])}; nothing was written"
-        )
+        console.print("dry run: nothing was written")
     elif not shown["verdicts"]:
         console.print("no task is due")
     else:

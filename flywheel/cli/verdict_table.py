@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -26,39 +26,29 @@ FLIPS_SHOWN: Final = 10
 
 
 def verdict_table(console: Console, verdicts: Sequence[Mapping[str, Any]]) -> None:
-    """Key, verdict, score, failed criteria and reason of each task."""
-    wide = console.width >= WIDE
-    names = ["task", "verdict", "score", "failed", *(["reason"] if wide else [])]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=wide, show_edge=False)
-    for name in names:
-        table.add_column(
-            name,
-            no_wrap=name in ("task", "verdict", "score"),
-            justify="right" if name == "score" else "left",
-            overflow="fold",
-            ratio={"failed": 1, "reason": 4}.get(name) if wide else None,
-        )
-    if wide:
+    """Key, verdict, score, failed criteria and the judge's reasons for each task."""
+    if console.width >= WIDE:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True, show_edge=False)
+        for name in ("task", "verdict", "score"):
+            table.add_column(name, no_wrap=True, justify="right" if name == "score" else "left")
+        table.add_column("failed", overflow="fold", ratio=1)
+        table.add_column("reason", overflow="fold", ratio=4)
         for verdict in verdicts:
-            table.add_row(*_cells(verdict), _reason(verdict))
+            table.add_row(*_cells(verdict), Group(*_reasons(verdict)))
         console.print(table)
         return
-    # One table for the columns' widths, and each reason below its line, from edge to edge.
-    width = {
-        "task": max((len(str(each["task_id"])) for each in verdicts), default=4),
-        "verdict": max((len(str(each["outcome"])) for each in verdicts), default=7),
-    }
-    width["verdict"] = max(width["verdict"], len("verdict"))
-    console.print(Text(f"{'task':{width['task']}}  {'verdict':{width['verdict']}}  score  failed", style="bold"))
+    # Each reason stands below its line, from edge to edge.
+    keys = max((len(verdict["task_id"]) for verdict in verdicts), default=0)
+    outcomes = max(len("verdict"), *(len(verdict["outcome"]) for verdict in verdicts))
+    console.print(Text(f"{'task':{keys}}  {'verdict':{outcomes}}  score  failed", style="dim"))
     for verdict in verdicts:
         key, outcome, score, failed = _cells(verdict)
-        line = Text(f"{key:{width['task']}}  ")
-        line.append(f"{outcome.plain:{width['verdict']}}", style=outcome.style)
-        line.append(f"  {score:>5}  ")
-        line.append(failed)
-        console.print(line, soft_wrap=False)
-        if reason := _reason(verdict):
-            console.print(Padding(Text(reason, style="dim", overflow="fold"), (0, 0, 0, 2)))
+        line = Text(f"{key:{keys}}  ", style="bold")
+        line.append(f"{outcome.plain:{outcomes}}", style=outcome.style)
+        line.append(f"  {score:>5}  {failed}")
+        console.print(line)
+        for reason in _reasons(verdict):
+            console.print(Padding(reason, (0, 0, 0, 2), expand=False))
 
 
 def _cells(verdict: Mapping[str, Any]) -> tuple[str, Text, str, str]:
@@ -67,8 +57,22 @@ def _cells(verdict: Mapping[str, Any]) -> tuple[str, Text, str, str]:
     return verdict["task_id"], outcome, score, ", ".join(verdict["failed"]) or "–"
 
 
-def _reason(verdict: Mapping[str, Any]) -> str:
-    return " ".join(str(verdict["reason"]).split())
+def _reasons(verdict: Mapping[str, Any]) -> list[Text]:
+    """One for each failed criterion; where a task is accepted all the same, for each that the judge decided too."""
+    accepted = verdict["outcome"] == "accepted"
+    results = [each for each in verdict["criteria"] if not each["passed"] or (accepted and each["by_judge"])]
+    lines = []
+    for each in results:
+        line = Text("✓ " if each["passed"] else "✗ ", style="green" if each["passed"] else "red")
+        line.append(each["criterion"], style="default")
+        line.append(f"  {_line(each['reason'])}", style="default dim")
+        lines.append(line)
+    # What a filter said, why nothing is decided, and what is about the score alone.
+    return lines or [Text(_line(verdict["reason"]), style="dim")] if verdict["reason"] else lines
+
+
+def _line(text: object) -> str:
+    return " ".join(str(text).split())
 
 
 def totals(report: Mapping[str, Any]) -> Text:
@@ -110,7 +114,12 @@ def estimated(estimate: Mapping[str, Any]) -> str:
         return "no call"
     sent, received = estimate["prompt_tokens"], estimate["completion_tokens"]
     priced = f", {money(estimate['cost'])}" if estimate["cost"] is not None else ""
-    return f"{estimate['calls']:,} calls, about {sent:,} tokens sent and {received:,} received{priced}"
+    return f"{estimate['calls']:,} calls, about {sent:,} tokens sent, {received:,} received{priced}"
+
+
+def foretold(tasks: int, free: int) -> str:
+    """Of how many tasks the judge has to be asked."""
+    return f"{tasks:,} tasks" + (f", {free:,} of them without a call" if free else "")
 
 
 def learned(estimate: Mapping[str, Any]) -> str:
@@ -140,13 +149,27 @@ def rubric_diff(console: Console, diff: Mapping[str, Any]) -> None:
         _flip(console, flip)
     if (more := len(diff["flips"]) - FLIPS_SHOWN) > 0:
         console.print(f"\n… and {more:,} more; `--json` lists them all", highlight=False)
-    again = diff["again"]
-    console.print(
-        f"\nto judge all {diff['compared']:,} by the new rubric: {estimated(again['from_nothing'])}"
-        f"\nwith what is stored now: {estimated(again['with_what_is_stored'])}"
-        f"\n({learned(again['from_nothing'])})",
-        highlight=False,
-    )
+    console.print()
+    rows = {
+        f"to judge all {diff['compared']:,} by the new rubric": diff["again"]["from_nothing"],
+        "the same with what is stored now": diff["again"]["with_what_is_stored"],
+        "this comparison took": {**diff["usage"], "cost": diff["cost"]},
+    }
+    _costs(console, rows)
+    console.print(f"({learned(diff['again']['from_nothing'])})")
+
+
+def _costs(console: Console, rows: Mapping[str, Mapping[str, Any]]) -> None:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("", "calls", "sent", "received"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=bool(name))
+    priced = any(row["cost"] is not None for row in rows.values())
+    if priced:
+        table.add_column("cost", no_wrap=True)
+    for name, row in rows.items():
+        numbers = [f"{row[key]:,}" for key in ("calls", "prompt_tokens", "completion_tokens")]
+        table.add_row(name, *numbers, *([money(row["cost"])] if priced else []))
+    console.print(table)
 
 
 def _flip(console: Console, flip: Mapping[str, Any]) -> None:
@@ -159,12 +182,12 @@ def _flip(console: Console, flip: Mapping[str, Any]) -> None:
     grid = Table.grid(padding=(0, 1))
     grid.add_column(no_wrap=True, style="dim")
     grid.add_column(overflow="fold")
-    for each in flip["why"]:
-        grid.add_row("  why", Text(_why(each)))
+    for place, each in enumerate(flip["why"]):
+        grid.add_row("" if place else "  why", Text(_why(each)))
     grid.add_row("  question", Text(flip["query"]))
     grid.add_row("  answer", Text(flip["answer"]))
     if flip["new"]["reason"]:
-        grid.add_row("  judge", Text(" ".join(flip["new"]["reason"].split())))
+        grid.add_row("  judge", Text(_line(flip["new"]["reason"])))
     console.print(grid)
 
 

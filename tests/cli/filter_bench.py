@@ -40,7 +40,7 @@ class Bench:
 
     def lines(self, *answers: str) -> None:
         made = [
-            {"main_query": f"What is {n} plus 1?", "answer": answer, "task_id": f"line-{n}"}
+            {"main_query": f"What is {n} plus 1?", "answer": answer, "task_id": f"a-task-with-a-long-name-{n}"}
             for n, answer in enumerate(answers, self._told)
         ]
         self._told += len(answers)

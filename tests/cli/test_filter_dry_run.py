@@ -1,0 +1,218 @@
+"""Dry runs, estimates and rubric diffs say what is true, ask only what they say, and write nothing anywhere."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Run
+from tests.cli.filter_bench import CRITERIA, Bench, says
+from tests.judge_server import JudgeServer
+
+GOOD, BAD, UNBOXED = "good: \\boxed{1}", "bad: \\boxed{0}", "good, without a box"
+PRICES = {"input_per_million": 1000.0, "output_per_million": 5000.0, "currency": "EUR"}
+
+
+@pytest.fixture
+def bench(flywheel: Run, tmp_path: Path) -> Iterator[Bench]:
+    with JudgeServer(verdict=says) as judge:
+        yield Bench(flywheel, tmp_path, judge)
+
+
+def changed(**values: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{**criterion, **values.get(criterion["id"], {})} for criterion in CRITERIA]
+
+
+def test_a_dry_run_uses_what_is_stored_asks_the_rest_and_leaves_every_byte_as_it_was(bench: Bench) -> None:
+    bench.settings["prices"] = PRICES
+    bench.lines(GOOD, BAD)
+    bench.filter()
+    bench.lines(UNBOXED)
+    bench.rubric(threshold=0.9)
+    calls = bench.judge.calls
+    bench("status")
+    before = bench.files()
+    for arguments in ((), ("--json",)):
+        ran = bench("filter", "--dry-run", "--rejudge", *arguments)
+        assert ran.code == 0
+        assert bench.files() == before
+    shown = ran.json
+    assert (shown["judged"], shown["reused"], shown["usage"]["calls"]) == (3, 2, 1)
+    assert shown["cost"] == {"amount": pytest.approx(0.2), "currency": "EUR"}
+    assert bench.judge.calls == calls + 2
+    assert [verdict["outcome"] for verdict in shown["verdicts"]] == ["accepted", "rejected", "rejected"]
+
+
+def test_a_dry_run_foretells_its_calls_on_stderr(bench: Bench) -> None:
+    bench.lines(GOOD, BAD)
+    bench.filter()
+    bench.lines(UNBOXED)
+    bench.rubric(threshold=0.9)
+    ran = bench("filter", "--dry-run", "--rejudge")
+    assert "3 tasks, 2 of them without a call: 1 calls" in ran.err
+    assert bench("filter", "--dry-run", "--json").err == ""
+
+
+def test_an_estimate_makes_no_call_and_writes_nothing(bench: Bench) -> None:
+    bench.lines(GOOD, BAD, GOOD)
+    bench.rubric(changed(boxed={"value": "nowhere", "required": True}))
+    first = bench.filter("--estimate")["estimate"]
+    assert (first["tasks"], first["without_a_call"], first["calls"]) == (3, 3, 0)
+    bench.rubric()
+    before = bench.files()
+    rough = bench.filter("--estimate")["estimate"]
+    assert (rough["calls"], rough["learned_from"], rough["cost"]) == (3, 0, None)
+    assert rough["prompt_tokens"] > 300
+    assert bench.judge.calls == 0
+    after = bench.files()
+    assert {path for path in after if "state" in path} == {path for path in before if "state" in path}
+    bench.filter("--limit", "2")
+    bench.settings["prices"] = PRICES
+    learned = bench.filter("--estimate")["estimate"]
+    # The judge tells 100 tokens sent and 20 received for every call.
+    assert (learned["calls"], learned["learned_from"], learned["completion_tokens"]) == (1, 2, 20)
+    assert learned["prompt_tokens"] == pytest.approx(100, rel=0.05)
+    assert learned["cost"]["amount"] == pytest.approx(0.2, rel=0.05)
+    assert bench.judge.calls == 2
+    bench.rubric(changed(clear={"value": "Every step is told."}))
+    again = bench.filter("--estimate", "--rejudge")["estimate"]
+    assert (again["tasks"], again["calls"]) == (3, 3)
+    bench.rubric(threshold=0.2)
+    assert bench.filter("--estimate", "--rejudge")["estimate"]["calls"] == 1
+    assert bench.judge.calls == 2
+
+
+def test_an_estimate_asks_no_embedding_model_and_counts_what_rules_stop(bench: Bench) -> None:
+    bench.lines(GOOD, "no", GOOD)
+    bench.chain = [{"type": "rules", "params": {"min_answer_length": 5}}, {"type": "llm_evaluate"}]
+    assert bench.filter("--estimate")["estimate"]["calls"] == 2
+    bench.chain.insert(1, {"type": "deduplication", "params": {"model": "e", "base_url": "http://127.0.0.1:9/v1"}})
+    assert bench.filter("--estimate")["estimate"]["calls"] == 3
+
+
+def test_a_rubric_diff_says_what_flips_and_why_with_stored_verdicts_on_both_sides(bench: Bench) -> None:
+    bench.settings["prices"] = PRICES
+    bench.lines(GOOD, BAD, UNBOXED)
+    old = bench.rubric(name="old.yaml", threshold=0.7)
+    bench.rubric(threshold=0.7)
+    bench.filter()
+    new = bench.rubric(changed(boxed={"weight": 4}), name="new.yaml", threshold=0.75)
+    calls = bench.judge.calls
+    before = bench.files()
+    diff = bench.filter("--dry-run", "--rubric", new, "--against", old)
+    assert bench.files() == {
+        **before,
+        str(bench.folder / "flywheel.yaml"): bench.files()[str(bench.folder / "flywheel.yaml")],
+    }
+    assert bench.judge.calls == calls
+    assert (diff["compared"], diff["same"], diff["undecided"], diff["usage"]["calls"]) == (3, 2, 0, 0)
+    assert {(change["criterion"], change["what"]) for change in diff["changes"]} == {
+        ("", "threshold 0.7 → 0.75"),
+        ("boxed", "weight 1 → 4"),
+    }
+    [flip] = diff["flips"]
+    assert (flip["old"]["outcome"], flip["new"]["outcome"]) == ("accepted", "rejected")
+    assert (flip["old"]["score"], flip["new"]["score"]) == (0.8, 0.5)
+    assert "without a box" in flip["answer"]
+    assert "What is 2 plus 1?" in flip["query"]
+    told = {each["criterion"]: each for each in flip["why"]}
+    assert told[""]["why"] == "threshold 0.7 → 0.75"
+    assert (told["boxed"]["old"], told["boxed"]["new"], told["boxed"]["why"]) == (0.0, 0.0, "weight 1 → 4")
+    assert (told["correct"]["old"], told["correct"]["new"]) == (pytest.approx(0.6), pytest.approx(0.375))
+    again = diff["again"]
+    assert (again["from_nothing"]["calls"], again["with_what_is_stored"]["calls"]) == (3, 0)
+    assert again["from_nothing"]["cost"]["amount"] == pytest.approx(0.6, rel=0.05)
+
+
+def test_a_rubric_diff_asks_once_what_both_sides_have_to_know(bench: Bench) -> None:
+    bench.lines(GOOD, BAD)
+    old = bench.rubric(name="old.yaml")
+    new = bench.rubric([*CRITERIA, {"id": "bad", "value": "It is unkind.", "weight": -4}], name="new.yaml")
+    ran = bench("filter", "--rubric", new, "--against", old)
+    assert ran.code == 0
+    assert "2 tasks: 2 calls" in ran.err
+    assert bench.asked() == [["correct", "clear", "bad"]] * 2
+    assert "1 flip (0 to accepted, 1 to rejected), 1 stay" in ran.out
+    assert re.search(r"bad: – → -0\.80 \(new\)", ran.out)
+    assert not (bench.folder / "state").exists()
+
+
+def test_a_reworded_criterion_is_asked_in_a_diff_only_in_its_new_words(bench: Bench) -> None:
+    bench.lines(GOOD, BAD)
+    old = bench.rubric()
+    bench.filter()
+    old = bench.rubric(name="old.yaml")
+    new = bench.rubric(changed(clear={"value": "Every step is told."}), name="new.yaml")
+    diff = bench.filter("--rubric", new, "--against", old)
+    assert bench.asked(2) == [["clear"], ["clear"]]
+    assert (diff["usage"]["calls"], diff["reused"], diff["flips"]) == (2, 0, [])
+
+
+def test_a_judge_that_fails_ends_a_diff_with_what_there_is(bench: Bench) -> None:
+    bench.lines(*[GOOD] * 9)
+    bench.judge.behave("500")
+    ran = bench("filter", "--against", bench.rubric(name="old.yaml"), "--json")
+    assert ran.code == 1
+    assert "in a row" in ran.json["error"]
+    assert ran.json["flips"] == []
+    bench.judge.behave("401")
+    assert bench("filter", "--against", bench.rubric(name="old.yaml"), "--json").code == 1
+
+
+def test_a_diff_of_everything_and_an_estimate_are_different_wishes(bench: Bench) -> None:
+    rubric = bench.rubric(name="old.yaml")
+    assert bench("filter", "--against", rubric, "--estimate").code == 2
+    assert bench("filter", "--against", bench.folder / "missing.yaml").code == 78
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_on_a_terminal_no_key_is_cut_nothing_is_wider_and_reasons_are_whole(bench: Bench, columns: int) -> None:
+    reason = "The carry was forgotten in the second step, so that the sum is wrong by ten."
+    bench.lines(GOOD, BAD, UNBOXED)
+    bench("status")
+    answer = bench.judge.content
+
+    def content(request: dict[str, Any]) -> dict[str, Any]:
+        said = answer(request)
+        said["criteria"]["correct"]["reason"] = reason
+        return said
+
+    bench.judge.content = content  # type: ignore[method-assign]
+    shown = on_a_terminal(columns, bench.folder, "filter", "--dry-run")
+    lines = [line.rstrip() for line in shown.splitlines()]
+    assert max(map(len, lines)) <= columns
+    assert len(re.findall(r"^\S+ +(?:accepted|rejected) +\d\.\d\d", shown, re.M)) == 3
+    words = " ".join(re.sub(r"[^\w.,]", " ", shown).split())
+    assert words.count("The carry was forgotten") == 3
+    assert "…" not in shown
+    assert re.search(r"3 judged: 2 accepted, 1 rejected", shown)
+    assert re.search(r"judging .* 3/3 .*left", shown)
+
+
+def on_a_terminal(columns: int, folder: Path, *arguments: str) -> str:
+    """What a person would have seen, bars and all, without colours."""
+    ours, theirs = pty.openpty()
+    env = {**os.environ, "COLUMNS": str(columns), "LINES": "50", "TERM": "xterm-256color"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flywheel", *arguments], cwd=folder, stdout=theirs, stderr=theirs, env=env
+    )
+    os.close(theirs)
+    seen = b""
+    try:
+        while piece := os.read(ours, 65536):
+            seen += piece
+    except OSError:
+        # Linux says so when the other side is closed.
+        pass
+    finally:
+        os.close(ours)
+    assert process.wait(timeout=60) == 0
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode()).replace("\r\n", "\n").replace("\r", "\n")
