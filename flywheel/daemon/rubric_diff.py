@@ -90,13 +90,17 @@ class RubricDiff:
         threads = self._settings.max_thread
         loop = asyncio.get_running_loop()
         pending: set[asyncio.Future[Compared]] = set()
-        failed = 0
+        failed = asked = 0
+        last = ""
 
         async def collect(most: int) -> None:
-            nonlocal pending, failed
+            nonlocal pending, failed, asked, last
             while len(pending) > most:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                broken = [error for each in done if (error := each.exception()) is not None]
                 for each in done:
+                    if each.exception() is not None:
+                        continue
                     compared = each.result()
                     report.compared.append(compared)
                     report.again.add(compared.again)
@@ -104,10 +108,13 @@ class RubricDiff:
                     if on_compared is not None:
                         on_compared()
                     away = compared.old.unreachable or compared.new.unreachable
+                    asked += bool(compared.paid)
                     failed = failed + 1 if away else 0 if compared.paid else failed
+                    last = (compared.old.error or compared.new.error) if away else last
                     if failed >= threads:
-                        error = compared.old.error or compared.new.error
-                        raise JudgeError("go on comparing", f"the judge failed {failed} times in a row: {error}")
+                        raise _away(failed, last)
+                if broken:
+                    raise broken[0]
 
         pool = ThreadPoolExecutor(threads, thread_name_prefix="judge")
         try:
@@ -115,6 +122,8 @@ class RubricDiff:
                 await collect(2 * threads - 1)
                 pending.add(loop.run_in_executor(pool, self._compare, pair, budget))
             await collect(0)
+            if failed and failed == asked:
+                raise _away(failed, last)
         except FlywheelError as error:
             report.error = error
         finally:
@@ -169,3 +178,12 @@ class RubricDiff:
             asked = frozenset(self._new.hashes.values()) if same else frozenset()
             old = self._old.needs(pair.exchange, pair.old.earlier, asked)
         return new, old
+
+
+def _away(failed: int, error: str) -> JudgeError:
+    return JudgeError(
+        "go on comparing",
+        f"the judge failed {failed} times in a row, last so: {error}",
+        "Try again when the judge is back; what is stored needs no call.",
+        retryable=True,
+    )

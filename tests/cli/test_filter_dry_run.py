@@ -159,6 +159,8 @@ def test_a_reworded_criterion_is_asked_in_a_diff_only_in_its_new_words(bench: Be
 def test_a_judge_that_fails_ends_a_diff_with_what_there_is(bench: Bench) -> None:
     bench.lines(*[GOOD] * 9)
     bench.judge.behave("500")
+    ran = bench("filter", "--limit", "2", "--against", bench.rubric(name="old.yaml"), "--json")
+    assert (ran.code, ran.json["undecided"]) == (1, 2)
     ran = bench("filter", "--against", bench.rubric(name="old.yaml"), "--json")
     assert ran.code == 1
     assert "in a row" in ran.json["error"]
