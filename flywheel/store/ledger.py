@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection, Row, Text, bindparam, func, insert, select, update
+from sqlalchemy import Connection, Row, func, insert, select, update
 
 from flywheel.batch import Batch, Entry
 from flywheel.states import ReplyState, Split, TaskState
 from flywheel.store import turns
+from flywheel.store.bulk import insert_many
 from flywheel.store.letters import ROW, bury
 from flywheel.store.marks import chunks, remember
 from flywheel.store.retelling import retell
@@ -144,26 +145,31 @@ def _record_replies(conn: Connection, source: int, new: Sequence[Entry], sides: 
         return
     made = _record_tasks(conn, [entry for entry in new if entry.skip is None], sides, done)
     now = utcnow()
-    conn.execute(
-        insert(replies),
+    insert_many(
+        conn,
+        replies,
+        (
+            "source_id", "span_id", "trace_id", "conversation_id", "agent", "state", "skip_reason", "detail",
+            "task_id", "content", "created_at",
+        ),
         [
-            {
-                "source_id": source,
-                "span_id": entry.span_id,
-                "trace_id": entry.trace_id,
-                "conversation_id": entry.conversation_id,
-                "agent": entry.agent,
-                "state": (ReplyState.SKIPPED if entry.skip else ReplyState.CONVERTED).value,
-                "skip_reason": entry.skip.value if entry.skip else None,
-                "detail": entry.detail[:500],
-                "task_id": None if entry.skip else made[entry.key],
-                "content": entry.content,
-                "created_at": now,
-            }
+            (
+                source,
+                entry.span_id,
+                entry.trace_id,
+                entry.conversation_id,
+                entry.agent,
+                (ReplyState.SKIPPED if entry.skip else ReplyState.CONVERTED).value,
+                entry.skip.value if entry.skip else None,
+                entry.detail[:500],
+                None if entry.skip else made[entry.key],
+                entry.content,
+                now,
+            )
             for entry in new
         ],
-    )
-    ids = {span: row.id for span, row in _known(conn, source, [entry.span_id for entry in new]).items()}
+    )  # fmt: skip
+    ids = _reply_ids(conn, source, [entry.span_id for entry in new])
     for state, reasons in _by_end(new).items():
         for reason, some in reasons.items():
             record(conn, replies.name, (str(ids[entry.span_id]) for entry in some), ReplyState.CLOSED, state, reason)
@@ -191,36 +197,47 @@ def _record_tasks(conn: Connection, new: Sequence[Entry], sides: Sides, done: Re
     linked = sorted((entry for entry in lacking if entry.linked), key=lambda entry: entry.started_at)
     plain = [entry for entry in lacking if not entry.linked]
     for some in (plain, *([entry] for entry in linked)):
-        if some:
-            conn.execute(_INSERT_TASKS, [_task_row(conn, entry, sides.of(entry), now) for entry in some])
+        rows = [_task_row(conn, entry, sides.of(entry), now) for entry in some]
+        insert_many(conn, tasks, _TASK_COLUMNS, rows)
     fresh = _task_ids(conn, [entry.key for entry in lacking])
     record(conn, tasks.name, (str(number) for number in fresh.values()), None, TaskState.PENDING)
     done.new_tasks += len(fresh)
     return made | fresh
 
 
-# The payload is JSON already.
-_INSERT_TASKS = insert(tasks).values(payload=bindparam("payload", type_=Text))
+_TASK_COLUMNS = (
+    "key", "conversation_id", "agent", "adapter", "started_at", "split", "state", "payload", "exported", "created_at",
+)  # fmt: skip
 
 
-def _task_row(conn: Connection, entry: Entry, side: Split, now: str) -> dict[str, object]:
-    return {
-        "key": entry.key,
-        "conversation_id": entry.conversation_id,
-        "agent": entry.agent,
-        "adapter": entry.adapter,
-        "started_at": entry.started_at,
-        "split": side.value,
-        "state": TaskState.PENDING.value,
-        "payload": _line(conn, entry, side),
-        "created_at": now,
-    }
+def _task_row(conn: Connection, entry: Entry, side: Split, now: str) -> tuple[object, ...]:
+    return (
+        entry.key,
+        entry.conversation_id,
+        entry.agent,
+        entry.adapter,
+        entry.started_at,
+        side.value,
+        TaskState.PENDING.value,
+        _line(conn, entry, side),
+        False,
+        now,
+    )
 
 
 def _line(conn: Connection, entry: Entry, side: Split) -> str:
     """The task as it is exported: on its side, and with the turns before it."""
     earlier = turns.before(conn, entry) if entry.linked else []
     return turns.line(entry, side, earlier)
+
+
+def _reply_ids(conn: Connection, source: int, spans: Sequence[str]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for some in chunks(spans):
+        query = select(replies.c.span_id, replies.c.id)
+        rows = conn.execute(query.where(replies.c.source_id == source, replies.c.span_id.in_(some)))
+        found |= {row[0]: row[1] for row in rows}
+    return found
 
 
 def _task_ids(conn: Connection, keys: Sequence[str]) -> dict[str, int]:

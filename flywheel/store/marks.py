@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Row, delete, insert, select, update
+from sqlalchemy import Connection, Row, delete, select, update
 
+from flywheel.store.bulk import insert_many
 from flywheel.store.schema import traces
 from flywheel.trace import Mark
 
@@ -42,21 +43,15 @@ def remember(conn: Connection, source: int, marks: Iterable[Mark]) -> None:
     latest = {mark.trace_id: mark for mark in marks}
     for some in chunks(list(latest)):
         conn.execute(delete(traces).where(traces.c.source_id == source, traces.c.trace_id.in_(some)))
-    if latest:
-        conn.execute(
-            insert(traces),
-            [
-                {
-                    "source_id": source,
-                    "trace_id": mark.trace_id,
-                    "rowids": spelled(mark.rowids),
-                    "digest": mark.digest,
-                    "generation": mark.generation,
-                    "is_open": mark.is_open,
-                }
-                for mark in latest.values()
-            ],
-        )
+    insert_many(
+        conn,
+        traces,
+        ("source_id", "trace_id", "rowids", "digest", "generation", "is_open"),
+        [
+            (source, mark.trace_id, spelled(mark.rowids), mark.digest, mark.generation, mark.is_open)
+            for mark in latest.values()
+        ],
+    )
 
 
 def reopen(conn: Connection, source: int, trace_ids: Sequence[str]) -> int:

@@ -85,19 +85,20 @@ conversations = Table(
     Column("key", Text, primary_key=True),
     Column("split", Text, nullable=False),
     Column("like", Text, nullable=False, index=True),
+    Column("words", LargeBinary, nullable=False),
     sqlite_with_rowid=False,
 )
-"""Which side a conversation is on, for ever. `like` is the conversation it nearly repeats, else itself."""
+"""Which side a conversation is on, for ever. `like` is the conversation it nearly repeats, else itself; `words` are
+the hashes of the words it begins with."""
 
 openings = Table(
     "openings",
     metadata,
     Column("band", BigInteger, primary_key=True),
     Column("key", ForeignKey("conversations.key"), primary_key=True),
-    Column("words", LargeBinary, nullable=False),
     sqlite_with_rowid=False,
 )
-"""Where conversations that begin alike are found: bands of a MinHash signature, and the hashes of the words."""
+"""Where conversations that begin alike are found: bands of a MinHash signature."""
 
 tasks = Table(
     "tasks",

@@ -8,15 +8,17 @@ says nothing: those after the first `TEMPLATE` are decided by the hash again.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from sqlalchemy import Connection, func, insert, select
+from sqlalchemy import Connection, func, select
 
 from flywheel import likeness
 from flywheel.batch import Entry
 from flywheel.states import Split
+from flywheel.store.bulk import insert_many
 from flywheel.store.marks import chunks
 from flywheel.store.schema import conversations, openings
 from flywheel.task import conversation_key, split_of
@@ -39,6 +41,7 @@ class Sides:
         self._seed = seed
         keys = list(dict.fromkeys(conversation_key(entry.conversation_id, entry.trace_id) for entry in entries))
         self._sides: dict[str, Split] = {}
+        self._follows: Counter[str] = Counter()
         for some in chunks(keys):
             rows = conn.execute(
                 select(conversations.c.key, conversations.c.split).where(conversations.c.key.in_(some))
@@ -50,8 +53,8 @@ class Sides:
             if entry.bands and conversation_key(entry.conversation_id, entry.trace_id) not in self._sides
         ]
         self._alike = self._known({band for entry in new for band in entry.bands})
-        self._new: list[dict[str, str]] = []
-        self._new_openings: list[dict[str, object]] = []
+        self._new: list[tuple[object, ...]] = []
+        self._new_openings: list[tuple[object, ...]] = []
 
     def of(self, entry: Entry) -> Split:
         """The side of the conversation that an entry belongs to."""
@@ -62,10 +65,8 @@ class Sides:
 
     def store(self) -> None:
         """Write down what was decided."""
-        if self._new:
-            self._conn.execute(insert(conversations), self._new)
-        if self._new_openings:
-            self._conn.execute(insert(openings), self._new_openings)
+        insert_many(self._conn, conversations, ("key", "split", "like", "words"), self._new)
+        insert_many(self._conn, openings, ("band", "key"), self._new_openings)
 
     def _decide(self, key: str, entry: Entry) -> Split:
         split = split_of(entry.conversation_id, entry.trace_id, train_ratio=self._train_ratio, seed=self._seed)
@@ -73,13 +74,15 @@ class Sides:
         follows = like is not None and self._followers(like) < TEMPLATE
         if like is not None and follows:
             split = self._side_of(like)
-        self._new.append({"key": key, "split": split.value, "like": like if like and follows else key})
+        followed = like if like is not None and follows else key
+        self._follows[followed] += followed != key
+        self._new.append((key, split.value, followed, array("I", entry.words).tobytes()))
         if like is None:
             # Only the first of those that are alike is looked for: the others would be found through it.
             words = frozenset(entry.words)
             for band in dict.fromkeys(entry.bands):
                 self._alike.setdefault(band, []).append(_Opening(key, words))
-                self._new_openings.append({"band": band, "key": key, "words": array("I", sorted(words)).tobytes()})
+                self._new_openings.append((band, key))
         return split
 
     def _nearest(self, entry: Entry) -> str | None:
@@ -100,13 +103,17 @@ class Sides:
         stored = self._conn.execute(
             select(func.count()).select_from(conversations).where(conversations.c.like == key)
         ).scalar_one()
-        return int(stored) + sum(row["like"] == key for row in self._new)
+        return int(stored) + self._follows[key]
 
     def _known(self, bands: set[int]) -> dict[int, list[_Opening]]:
         found: dict[int, list[_Opening]] = {}
         wanted = sorted(bands)
         for start in range(0, len(wanted), 500):
-            rows = self._conn.execute(select(openings).where(openings.c.band.in_(wanted[start : start + 500])))
+            rows = self._conn.execute(
+                select(openings.c.band, openings.c.key, conversations.c.words)
+                .select_from(openings.join(conversations))
+                .where(openings.c.band.in_(wanted[start : start + 500]))
+            )
             for row in rows:
                 found.setdefault(row.band, []).append(_Opening(row.key, frozenset(array("I", row.words))))
         return found

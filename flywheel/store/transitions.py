@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import Connection, Table, insert, update
+from sqlalchemy import Connection, Table, update
 
 from flywheel.errors import StoreError
 from flywheel.states import (
@@ -20,6 +20,7 @@ from flywheel.states import (
     may_follow,
 )
 from flywheel.store import schema
+from flywheel.store.bulk import insert_many
 
 _TABLES: dict[type[StrEnum], Table] = {
     ReplyState: schema.replies,
@@ -62,9 +63,6 @@ def record(
 ) -> None:
     """Write the history of `subjects`; nothing is ever deleted from it."""
     now = utcnow()
-    rows = [
-        {"at": now, "kind": kind, "subject": subject, "old": old and str(old), "new": str(new), "detail": detail}
-        for subject in subjects
-    ]
-    if rows:
-        conn.execute(insert(schema.events), rows)
+    before = None if old is None else str(old)
+    rows = [(now, kind, subject, before, str(new), str(detail)) for subject in subjects]
+    insert_many(conn, schema.events, ("at", "kind", "subject", "old", "new", "detail"), rows)

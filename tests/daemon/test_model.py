@@ -309,6 +309,10 @@ def _seen(payload: dict[str, Any] | None) -> Seen:
 
 
 Source.TestCase.settings = settings(
-    max_examples=25, stateful_step_count=30, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+    max_examples=25,
+    stateful_step_count=30,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
 )
 TestSource = Source.TestCase
