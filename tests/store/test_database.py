@@ -20,9 +20,7 @@ def files(directory: Path) -> dict[str, bytes]:
 
 def record(conn: Connection, number: int) -> int:
     source = ledger.source_id(conn, "/x.sqlite")
-    return ledger.record_batch(
-        conn, source, batch(reply(number)), train_ratio=0.7, split_seed=42
-    ).new_tasks
+    return ledger.record_batch(conn, source, batch(reply(number)), train_ratio=0.7, split_seed=42).new_tasks
 
 
 def count(conn: Connection) -> int:

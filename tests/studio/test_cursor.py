@@ -18,7 +18,7 @@ from flywheel.studio import database as studio_database
 from flywheel.studio import reader as reading
 from flywheel.studio import scan
 from flywheel.studio.reader import StudioReader
-from flywheel.trace import Cursor, Reply
+from flywheel.trace import Reply
 from tests.studio.reading import MUCH_LATER, NOW, Ledger, by_id, read_all
 from tests.studio.writer import DATA, NAMES, Studio, agent, chat, empty_like, insert, message, part, rows, span
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from flywheel.trace import Selection
 from flywheel.states import SkipReason
-from flywheel.trace import Reply
+from flywheel.trace import Reply, Selection
 from tests.studio.reading import by_id, read_all
 from tests.studio.writer import DATA, Studio, agent, chat, message, part, span, tool
 
@@ -17,10 +16,10 @@ SORRY = "I notice the interruption. How can I help you?"
 ASKED = [message("system", part("s")), message("user", part("What is 1 + 1?"))]
 
 
-def told(path: Path, *spans: dict[str, Any], settings: IngestSettings | None = None) -> dict[str, Reply]:
+def told(path: Path, *spans: dict[str, Any]) -> dict[str, Reply]:
     studio = Studio(path / "studio.sqlite")
     studio.write(*spans)
-    replies, dead, _ = read_all(studio.path, settings=settings)
+    replies, dead, _ = read_all(studio.path)
     assert dead == []
     return by_id(replies)
 
