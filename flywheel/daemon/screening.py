@@ -15,7 +15,6 @@ from sqlalchemy import Connection
 
 from flywheel.filtering.chain import Chain, LineFilter, Step
 from flywheel.filtering.deduplication import Deduplication, fingerprint
-from flywheel.filtering.embedder import Embedder
 from flywheel.filtering.influence import weigh
 from flywheel.likeness import NEAR
 from flywheel.store import duplicates, influence, judging
@@ -187,6 +186,8 @@ class Screening:
         known = self._ask(duplicates.vectors, step.model, list(texts))
         missing = [text for text in texts if text not in known]
         if missing:
+            from flywheel.filtering.embedder import Embedder  # its client takes long to import, and few need it
+
             embedder = Embedder(step)
             try:
                 for start in range(0, len(missing), step.batch_size):

@@ -55,11 +55,11 @@ def count_due(conn: Connection) -> int:
 
 
 def count_decided(conn: Connection, rubric_hash: str, judge_hash: str) -> int:
-    return _count(conn, _decided_otherwise(rubric_hash, judge_hash))
+    return _count(conn, _in(DECIDED), _decided_otherwise(rubric_hash, judge_hash))
 
 
 def count_triable(conn: Connection) -> int:
-    return _count(conn, _triable())
+    return _count(conn, _in(TRIABLE), ~_decided_by_others())
 
 
 def claim(conn: Connection, limit: int, rubric_hash: str, judge_hash: str) -> list[Claimed]:
@@ -92,23 +92,35 @@ def decided(conn: Connection, limit: int, after: int, rubric_hash: str, judge_ha
 
     Nothing is moved, and what a round has is never among them. What a filter or a person rejected is theirs.
     """
-    return _where_they_stand(conn, limit, after, _decided_otherwise(rubric_hash, judge_hash), rubric_hash, judge_hash)
+    which = _decided_otherwise(rubric_hash, judge_hash)
+    return _where_they_stand(conn, limit, after, DECIDED, which, rubric_hash, judge_hash)
 
 
 def triable(conn: Connection, limit: int, after: int, rubric_hash: str, judge_hash: str) -> list[Claimed]:
     """Tasks behind `after` that a rubric can be tried on, wherever they stand, the oldest first; nothing is moved."""
-    return _where_they_stand(conn, limit, after, _triable(), rubric_hash, judge_hash)
+    return _where_they_stand(conn, limit, after, TRIABLE, ~_decided_by_others(), rubric_hash, judge_hash)
 
 
 def _where_they_stand(
-    conn: Connection, limit: int, after: int, which: ColumnElement[bool], rubric_hash: str, judge_hash: str
+    conn: Connection,
+    limit: int,
+    after: int,
+    states: Sequence[TaskState],
+    which: ColumnElement[bool],
+    rubric_hash: str,
+    judge_hash: str,
 ) -> list[Claimed]:
+    # In the order of the ids from `after` on, not by state: what is behind is not sorted again for every batch.
+    state = func.coalesce(tasks.c.state, "")
     rows = conn.execute(
-        select(tasks.c.id, tasks.c.state).where(tasks.c.id > after, which).order_by(tasks.c.id).limit(limit)
+        select(tasks.c.id, tasks.c.state)
+        .where(tasks.c.id > after, state.in_([each.value for each in states]), which)
+        .order_by(tasks.c.id)
+        .limit(limit)
     ).all()
-    states = {row.id: TaskState(row.state) for row in rows}
-    found = _with_verdicts(conn, list(states), rubric_hash, judge_hash)
-    return [replace(task, was=states[task.id]) for task in found]
+    stand = {row.id: TaskState(row.state) for row in rows}
+    found = _with_verdicts(conn, list(stand), rubric_hash, judge_hash)
+    return [replace(task, was=stand[task.id]) for task in found]
 
 
 def _decided_otherwise(rubric_hash: str, judge_hash: str) -> ColumnElement[bool]:
@@ -118,11 +130,11 @@ def _decided_otherwise(rubric_hash: str, judge_hash: str) -> ColumnElement[bool]
         verdicts.c.judge_hash == judge_hash,
         verdicts.c.outcome == tasks.c.state,
     )
-    return and_(tasks.c.state.in_([state.value for state in DECIDED]), ~same, ~_decided_by_others())
+    return and_(~same, ~_decided_by_others())
 
 
-def _triable() -> ColumnElement[bool]:
-    return and_(tasks.c.state.in_([state.value for state in TRIABLE]), ~_decided_by_others())
+def _in(states: Sequence[TaskState]) -> ColumnElement[bool]:
+    return tasks.c.state.in_([state.value for state in states])
 
 
 def _decided_by_others() -> ColumnElement[bool]:
@@ -291,7 +303,7 @@ def count_free(conn: Connection) -> int:
 
 def count_held_out(conn: Connection) -> int:
     """Held-out tasks with a verdict, either way: what the gate can ask."""
-    return _count(conn, tasks.c.state.in_([state.value for state in DECIDED]), tasks.c.split == Split.HELD_OUT.value)
+    return _count(conn, _in(DECIDED), tasks.c.split == Split.HELD_OUT.value)
 
 
 def _count(conn: Connection, *where: ColumnElement[bool]) -> int:
