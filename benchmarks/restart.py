@@ -1,9 +1,9 @@
 """A restart over many judged tasks: `python -m benchmarks.restart`.
 
-`restart_first_verdict_s`: from the start of the process `flywheel filter` until its judge is asked for the first time,
-with `tasks` that were judged before and a few that were not; the judge's own time is not in it. `calls` is how often
-it was asked: once for each new task. `rejudged_per_second`: how many tasks another threshold decides anew in a second,
-without a call.
+`restart_first_verdict_s`: from the start of the process `flywheel filter` until its judge is asked for the first
+time, with `tasks` that were judged before and a few that were not; the judge's own time is not in it. `calls` is how
+often it was asked: once for each new task. `rejudged_per_second`: how many tasks another threshold decides anew in a
+second, without a call.
 """
 
 from __future__ import annotations
