@@ -7,14 +7,15 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Connection, Row, and_, exists, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, exists, func, insert, or_, select, update
 
 from flywheel.states import Split, TaskState
-from flywheel.store import spending
+from flywheel.store import spending, stored_verdicts
 from flywheel.store.letters import TASK, bury
+from flywheel.store.marks import chunks
 from flywheel.store.schema import influences, tasks, verdicts
 from flywheel.store.transitions import move, move_all, utcnow
-from flywheel.verdict import CriterionResult, Judgement, Outcome, Verdict
+from flywheel.verdict import Outcome, Verdict
 
 CHAIN: Final = "chain:"
 """A verdict of a filter chain has this and the chain's hash where one of the judge has the rubric's hash."""
@@ -25,7 +26,6 @@ TRIABLE: Final = (TaskState.PENDING, TaskState.UNDECIDED, *DECIDED, TaskState.RE
 """Where tasks stand whose verdicts by two rubrics can be compared."""
 
 
-CHUNK: Final = 500
 _NOT_OF_THE_JUDGE: Final = or_(verdicts.c.rubric_hash.startswith(CHAIN), verdicts.c.rubric_hash == PERSON)
 
 
@@ -147,40 +147,16 @@ def _decided_by_others() -> ColumnElement[bool]:
 
 
 def _with_verdicts(conn: Connection, ids: Sequence[int], rubric_hash: str, judge_hash: str) -> list[Claimed]:
+    said = stored_verdicts.of_tasks(conn, ids, judge_hash)
     found = []
-    for start in range(0, len(ids), CHUNK):
-        some = ids[start : start + CHUNK]
-        said: dict[int, list[Row[Any]]] = {}
-        for row in conn.execute(
-            select(verdicts)
-            .where(
-                verdicts.c.task_id.in_(some),
-                verdicts.c.judge_hash == judge_hash,
-                verdicts.c.outcome != Outcome.UNDECIDED.value,
-            )
-            .order_by(verdicts.c.id.desc())
-        ):
-            said.setdefault(row.task_id, []).append(row)
-        for row in conn.execute(
-            select(tasks.c.id, tasks.c.key, tasks.c.payload).where(tasks.c.id.in_(some)).order_by(tasks.c.id)
-        ):
+    for some in chunks(ids):
+        rows = select(tasks.c.id, tasks.c.key, tasks.c.payload).where(tasks.c.id.in_(some)).order_by(tasks.c.id)
+        for row in conn.execute(rows):
             of_task = said.get(row.id, [])
-            stored = next((_verdict(each) for each in of_task if each.rubric_hash == rubric_hash), None)
-            earlier = tuple(_verdict(each) for each in of_task if each.rubric_hash != rubric_hash and each.judgements)
+            stored = next((verdict for rubric, verdict in of_task if rubric == rubric_hash), None)
+            earlier = tuple(verdict for rubric, verdict in of_task if rubric != rubric_hash and verdict.judgements)
             found.append(Claimed(row.id, row.key, row.payload, stored, earlier))
     return found
-
-
-def _verdict(row: Row[Any]) -> Verdict:
-    judgements = tuple(
-        Judgement(**{**each, "outcome": Outcome(each["outcome"]), "results": _results(each["results"])})
-        for each in row.judgements
-    )
-    return Verdict(Outcome(row.outcome), row.score, _results(row.results), row.reason, judgements=judgements)
-
-
-def _results(stored: Sequence[Mapping[str, Any]]) -> tuple[CriterionResult, ...]:
-    return tuple(CriterionResult(**result) for result in stored)
 
 
 def settle(

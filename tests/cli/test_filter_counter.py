@@ -1,0 +1,45 @@
+"""Progress where there is no terminal: a line now and then, and none when nobody should see it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from flywheel.cli import counter
+from flywheel.cli.counter import Counter
+
+
+def test_a_line_says_how_far_how_fast_and_how_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(counter, "LINE_SECONDS", 0.0)
+    with Counter("judging", 3_000) as progress:
+        progress.step()
+        progress.step()
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"(judging: [12] of 3,000, [\d,.]+/(s|min), [\w ]+ left\n){2}", err)
+
+
+def test_lines_are_rare_and_a_quiet_one_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Counter("judging", 3) as progress:
+        progress.step()
+    monkeypatch.setattr(counter, "LINE_SECONDS", 0.0)
+    with Counter("judging", 3, quiet=True) as progress:
+        progress.step()
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"), [(0.4, "0 s"), (59, "59 s"), (61, "1 min 1 s"), (3_600, "1 h 0 min"), (7_384, "2 h 3 min")]
+)
+def test_durations_read_as_people_say_them(seconds: float, told: str) -> None:
+    assert counter._duration(seconds) == told
+
+
+@pytest.mark.parametrize(("speed", "told"), [(1234.4, "1,234/s"), (2.55, "2.5/s"), (0.5, "30/min")])
+def test_rates_have_as_many_figures_as_they_are_worth(speed: float, told: str) -> None:
+    assert counter._rate(speed) == told
