@@ -15,7 +15,7 @@ from tests.cli.conftest import Ran, Run
 from tests.judge_server import JudgeServer
 from tests.studio.writer import Studio, agent
 
-BAD = {**agent("bad", trace="bad-trace", began=5), "attributes": "{broken"}
+BAD = {**agent("bad", trace="bad-trace", began=5, ended=6), "attributes": "{broken"}
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def studio(tmp_path: Path) -> Studio:
     """Three replies, of which the middle one cannot be read."""
     (tmp_path / "flywheel.yaml").write_text("sources: [{path: studio.sqlite}]\nstate: {dir: state}\n")
     studio = Studio(tmp_path / "studio.sqlite")
-    studio.write(agent("good", trace="good-trace"), BAD, agent("late", trace="late-trace", began=9))
+    studio.write(agent("good", trace="good-trace"), BAD, agent("late", trace="late-trace", began=9, ended=10))
     return studio
 
 

@@ -1,0 +1,112 @@
+"""A reply that looks different when it is read again: opened again while nothing is paid for it, noted after."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import Connection, select
+
+from flywheel.states import SkipReason
+from flywheel.store import audit, judging, ledger
+from flywheel.store.database import Store
+from flywheel.store.ledger import Recorded
+from flywheel.store.schema import events, replies, tasks
+from flywheel.trace import Reply
+from tests.samples import accepted, batch, reply
+
+
+def put(conn: Connection, *some: Reply, source: str = "/a") -> Recorded:
+    what = batch(*some, source=source)
+    return ledger.record_batch(conn, ledger.source_id(conn, source), what, train_ratio=0.7, split_seed=42)
+
+
+def look(conn: Connection) -> list[tuple[str, str | None, str, str]]:
+    rows = conn.execute(
+        select(replies.c.state, replies.c.skip_reason, tasks.c.state, tasks.c.payload)
+        .select_from(replies.outerjoin(tasks, replies.c.task_id == tasks.c.id))
+        .order_by(replies.c.id)
+    )
+    return [(state, skip, of or "", payload["answer"] if payload else "") for state, skip, of, payload in rows]
+
+
+def story(conn: Connection, kind: str) -> list[str]:
+    query = select(events.c.new).where(events.c.kind == kind).order_by(events.c.id)
+    return list(conn.execute(query).scalars())
+
+
+async def test_before_a_verdict_the_task_becomes_what_the_reply_is_now(store: Store) -> None:
+    await store.write(put, reply(1, answer="old"))
+    done = await store.write(put, reply(1, answer="new"))
+    assert (done.retold, done.new_replies, done.new_tasks) == (1, 0, 0)
+    assert await store.read(look) == [("converted", None, "pending", "new")]
+    assert await store.read(story, "replies") == ["converted", "open", "closed", "converted"]
+    assert (await store.read(audit.balance)).balanced
+
+
+async def test_after_a_verdict_the_change_is_an_event(store: Store) -> None:
+    await store.write(put, reply(1, answer="old"))
+    (task,) = await store.write(judging.claim, 10, "r", "j")
+    await store.write(judging.settle, task.id, accepted(), "r", "j", 60.0)
+    for _ in range(2):
+        await store.write(put, reply(1, answer="new"))
+    assert await store.read(look) == [("converted", None, "accepted", "old")]
+    assert await store.read(story, "replies") == ["converted", "changed"], "once, however often it is read"
+    assert (await store.read(audit.balance)).balanced
+
+
+async def test_while_it_is_judged_it_stays_as_it_is(store: Store) -> None:
+    await store.write(put, reply(1, answer="old"))
+    await store.write(judging.claim, 10, "r", "j")
+    await store.write(put, reply(1, answer="new"))
+    assert await store.read(look) == [("converted", None, "judging", "old")]
+
+
+async def test_a_reply_that_is_none_any_more_takes_its_task_back_and_may_return(store: Store) -> None:
+    await store.write(put, reply(1))
+    await store.write(put, reply(1, skip=SkipReason.ERROR, skip_detail="it failed after all"))
+    assert await store.read(look) == [("skipped", "error", "", "")]
+    assert await store.read(story, "tasks") == ["pending", "withdrawn"]
+    books = await store.read(audit.balance)
+    assert books.balanced and books.ends["pending"] == 0
+    await store.write(put, reply(1, answer="right"))
+    assert await store.read(look) == [("converted", None, "pending", "right")]
+    assert books.balanced
+
+
+async def test_a_partial_view_changes_nothing(store: Store) -> None:
+    await store.write(put, reply(1, answer="whole"))
+    await store.write(put, reply(1, answer="", skip=SkipReason.UNFINISHED))
+    assert await store.read(look) == [("converted", None, "pending", "whole")]
+
+
+async def test_a_reply_that_two_sources_tell_is_not_changed_by_one(store: Store) -> None:
+    await store.write(put, reply(1, answer="old"))
+    await store.write(put, reply(1, answer="old"), source="/b")
+    await store.write(put, reply(1, answer="new"), source="/b")
+    assert {answer for *_, answer in await store.read(look)} == {"old"}
+
+
+async def test_a_state_from_before_contents_were_remembered_adopts_what_it_finds(store: Store) -> None:
+    await store.write(put, reply(1, answer="same", service="a"), reply(2, answer="old"))
+    await store.write(lambda conn: conn.execute(replies.update().values(content=None)))
+    done = await store.write(put, reply(1, answer="same", service="b"), reply(2, answer="new"))
+    assert done.retold == 1
+    assert [answer for *_, answer in await store.read(look)] == ["same", "new"]
+
+
+async def test_turns_that_their_spans_do_not_show_are_found_by_conversation_and_time(store: Store) -> None:
+    def turn(number: int, **more: Any) -> Reply:
+        return reply(
+            number, conversation_id="k", history=(), model="", query=f"q{number}", answer=f"a{number}", **more
+        )
+
+    await store.write(put, turn(1), turn(3))
+    await store.write(put, turn(5), turn(2, agent="Other"), reply(4, conversation_id="unknown", history=(), model=""))
+    rows = await store.read(lambda conn: conn.execute(select(tasks.c.payload)).scalars().all())
+    by_span = {row["metadata"]["span_id"]: row for row in rows}
+    said = {int(span[4:]): [m["content"] for m in row["prompt"]] for span, row in by_span.items()}
+    assert said[1] == ["q1"] and said[3] == ["q1", "a1", "q3"]
+    assert said[5] == ["q1", "a1", "q3", "a3", "q5"]
+    assert said[2] == ["q2"], "another agent's conversation"
+    assert len(said[4]) == 1, "an id that is none links nothing"
+    assert {int(span[4:]): row["metadata"]["turn"] for span, row in by_span.items()}[5] == 2

@@ -1,0 +1,103 @@
+"""Which side a conversation is on: the same for ever, and the same for those that begin alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Connection, select
+
+from flywheel.config import parse
+from flywheel.daemon.ingestion import Ingestion
+from flywheel.states import Split
+from flywheel.store import ledger, sides
+from flywheel.store.database import Store
+from flywheel.store.schema import tasks
+from flywheel.task import split_of
+from flywheel.trace import Reply
+from tests.samples import batch, reply
+from tests.studio.writer import DATA
+
+QUESTION = "A train travels at 150 km/h for 7 hours. How many kilometres does it cover?"
+LIKE_IT = (
+    QUESTION.lower(),
+    f"Please: {QUESTION}",
+    QUESTION.replace(" ", "  "),
+    f"{QUESTION}\n",
+    QUESTION.replace("?", "  ??"),
+)
+OTHERS = (QUESTION.replace("150", "160"), "Who wrote the Odyssey?", "")
+
+
+def put(conn: Connection, *replies: Reply) -> None:
+    ledger.record_batch(conn, ledger.source_id(conn, "/a"), batch(*replies), train_ratio=0.5, split_seed=1)
+
+
+async def told(store: Store) -> dict[str, Split]:
+    rows = await store.read(lambda conn: conn.execute(select(tasks.c.payload, tasks.c.split)).all())
+    for payload, split in rows:
+        assert payload["metadata"]["split"] == split
+    return {payload["metadata"]["span_id"]: Split(split) for payload, split in rows}
+
+
+def by_hash(one: Reply) -> Split:
+    return split_of(one.conversation_id, one.trace_id, train_ratio=0.5, seed=1)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_near_duplicates_share_their_side_in_whatever_order_they_come(store: Store, at_once: bool) -> None:
+    first = [reply(n, query=QUESTION) for n in (1,)]
+    later = [reply(10 + 7 * n, query=text) for n, text in enumerate(LIKE_IT * 3)]
+    assert {by_hash(one) for one in later} == {Split.TRAIN, Split.HELD_OUT}, "the hash alone would part them"
+    for some in ([*first, *later],) if at_once else ([one] for one in (*first, *later)):
+        await store.write(put, *some)
+    assert set((await told(store)).values()) == {by_hash(first[0])}
+
+
+async def test_other_questions_are_decided_by_the_hash(store: Store) -> None:
+    many = [reply(n, query=text.replace("Odyssey", f"Odyssey {n}")) for n, text in enumerate(OTHERS * 8)]
+    many = [one for n, one in enumerate(many) if n % 3]
+    await store.write(put, *many)
+    wanted = {one.span_id: by_hash(one) for one in many if one.query}
+    found = await told(store)
+    assert {span: found[span] for span in wanted} == wanted
+
+
+async def test_a_later_turn_stays_with_its_conversation(store: Store) -> None:
+    one = reply(1, query=QUESTION, conversation_id="k")
+    await store.write(put, one)
+    more = [reply(n, conversation_id="k", turn=n, query=f"Now double that, {n}.") for n in range(2, 9)]
+    await store.write(put, *more)
+    assert set((await told(store)).values()) == {by_hash(one)}
+
+
+async def test_a_template_is_no_duplicate(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sides, "TEMPLATE", 5)
+    many = [reply(n, query=QUESTION) for n in range(60)]
+    await store.write(put, *many)
+    found = await told(store)
+    assert {found[one.span_id] for one in many[:6]} == {by_hash(many[0])}
+    assert {one.span_id: found[one.span_id] for one in many[6:]} == {one.span_id: by_hash(one) for one in many[6:]}
+
+
+async def test_near_duplicates_of_the_fixtures(tmp_path: Path, store: Store) -> None:
+    config = parse(
+        {
+            "state": {"dir": str(tmp_path)},
+            # Here each dialogue is a conversation; with clients of 1.x, a whole run of them is one.
+            "sources": [{"path": str(DATA / "new_v2.sqlite")}],
+        },
+        "test",
+        tmp_path,
+    )
+    ingestion = Ingestion(store, config, export_tasks=False)
+    await ingestion.run(final=True)
+    await ingestion.close()
+    rows = await store.read(lambda conn: conn.execute(select(tasks.c.payload, tasks.c.split)).all())
+    sides_of: dict[str, set[str]] = {}
+    for payload, split in rows:
+        query = payload["main_query"].casefold().removeprefix("please: ")
+        key = "".join(char for char in query if char.isalnum() or char in "+*%/")
+        if payload["metadata"]["turn"] == 0:
+            sides_of.setdefault(key, set()).add(split)
+    assert {key: found for key, found in sides_of.items() if len(found) > 1} == {}
