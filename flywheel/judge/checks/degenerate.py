@@ -7,7 +7,6 @@ from typing import Final
 
 from flywheel.judge.checks.found import Found, found
 from flywheel.judge.checks.prose import split
-from flywheel.judge.checks.repetition import find_loop
 from flywheel.rubric import Criterion, Rubric
 from flywheel.verdict import Exchange
 
@@ -32,6 +31,8 @@ _SURROGATE: Final = re.compile(r"[\ud800-\udfff]")
 
 
 def is_sound(_criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> Found:
+    from flywheel.judge.checks.repetition import find_loop  # needs numpy: judging that does without starts sooner
+
     problem = find_loop(exchange.answer) or _tool_text(exchange.answer) or _encoding(exchange.answer)
     return found(not problem, problem or "neither a loop nor a malformed tool call nor broken encoding")
 
