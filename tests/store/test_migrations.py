@@ -1,0 +1,72 @@
+"""An older state becomes the present one, and what it holds stays what it was."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+from sqlalchemy import Connection, inspect, select
+
+from flywheel.config import parse
+from flywheel.daemon.ingestion import Ingestion
+from flywheel.store import audit
+from flywheel.store.database import Store
+from flywheel.store.schema import SCHEMA_VERSION, metadata, sources
+from tests.studio.writer import DATA
+
+OLD = Path(__file__).parent.parent / "data" / "state_v1.sql"
+
+
+def layout(conn: Connection) -> dict[str, set[str]]:
+    look = inspect(conn)
+    return {name: {column["name"] for column in look.get_columns(name)} for name in look.get_table_names()}
+
+
+def old_state(folder: Path) -> None:
+    """As the first release left it after it had read a database: a reply without its content, a cursor at the end."""
+    folder.mkdir()
+    database = sqlite3.connect(folder / "state.db")
+    database.executescript(OLD.read_text())
+    database.execute(
+        "INSERT INTO sources (id, path, schema, identity, fingerprint, generation, rowid_done, open_traces, "
+        "longest_read_ms, error, warning) VALUES (1, ?, 'generation 2', 'old', 'old', 0, 999, 0, 0, '', '')",
+        (str(DATA / "new_v2.sqlite"),),
+    )
+    database.execute(
+        "INSERT INTO replies (id, source_id, span_id, trace_id, conversation_id, agent, state, skip_reason, detail, "
+        "created_at) VALUES (1, 1, 'gone', 't', 'c', 'a', 'skipped', 'error', 'it failed', '2026-01-01')"
+    )
+    database.commit()
+    database.close()
+
+
+async def test_version_1_grows_into_the_present_schema(tmp_path: Path) -> None:
+    old_state(tmp_path / "old")
+    old = await Store.open(tmp_path / "old")
+    new = await Store.open(tmp_path / "new")
+    try:
+        grown = await old.read(layout)
+        assert (
+            grown
+            == await new.read(layout)
+            == {table.name: {column.name for column in table.columns} for table in metadata.sorted_tables}
+        )
+        rows = await old.read(lambda conn: conn.execute(select(sources.c.rowid_done, sources.c.condition)).all())
+        assert [tuple(row) for row in rows] == [(0, "")], "read anew once: the keys stop duplicates"
+        assert (await old.read(audit.balance)).balanced
+    finally:
+        await old.close()
+        await new.close()
+
+
+async def test_a_state_that_was_migrated_goes_on(tmp_path: Path) -> None:
+    old_state(tmp_path / "state")
+    config = parse({"state": {"dir": "state"}, "sources": [{"path": str(DATA / "new_v2.sqlite")}]}, "test", tmp_path)
+    store = await Store.open(config.state_dir)
+    ingestion = Ingestion(store, config)
+    for new in (97, 0):
+        (report,) = await ingestion.run(final=True)
+        assert (report.error, report.counts.replies, report.new) == (None, 106, new)
+    assert SCHEMA_VERSION == 2
+    await ingestion.close()
+    await store.close()
