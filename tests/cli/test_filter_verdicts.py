@@ -93,6 +93,16 @@ def test_a_reworded_criterion_alone_is_asked_and_only_where_it_matters(bench: Be
     assert bench.filter("--rejudge")["usage"]["calls"] == 0, "opinions on the old words are kept"
 
 
+def test_other_choices_are_another_question(bench: Bench) -> None:
+    bench.lines(GOOD)
+    bench.filter()
+    bench.rubric(changed(clear={"choices": ["no", "a little", "yes"]}))
+    assert bench.filter("--rejudge")["usage"]["calls"] == 1
+    bench.rubric(changed(clear={"choices": {"yes": 0, "no": 1}}))
+    assert bench.filter("--rejudge")["usage"]["calls"] == 1, "the judge is told them worst to best"
+    assert bench.asked(1) == [["clear"], ["clear"]]
+
+
 def test_a_new_criterion_is_asked_by_itself_and_a_new_task_about_everything(bench: Bench) -> None:
     bench.lines(GOOD)
     bench.filter()
