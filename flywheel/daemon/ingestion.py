@@ -39,7 +39,9 @@ class Ingestion:
                 case StudioSource():
                     self._add(source.path.absolute(), "studio")
                 case OtlpSource():
-                    self._add(inbox_path(self._config.state_dir, source.listen), "otlp")
+                    inbox = inbox_path(self._config.state_dir, source.listen)
+                    if inbox.exists():  # the daemon makes it when it begins to receive
+                        self._add(inbox, "otlp")
                 case JsonlSource():
                     for file in _files(source.path.absolute()):
                         self._add(file, "jsonl")

@@ -60,7 +60,7 @@ def configured(folder: Path, paths: list[Path]) -> Path:
             {
                 "state": {"dir": "state"},
                 "sources": [{"path": str(path)} for path in paths],
-                "ingest": {"settle_seconds": 0.5, "poll_seconds": 0.2, "sweep_seconds": 20, "abandon_seconds": 30},
+                "ingest": {"settle_seconds": 0.5, "poll_seconds": 0.5, "sweep_seconds": 45, "abandon_seconds": 30},
                 # Nobody answers there: what is told of stays open for changes.
                 "judge": {"base_url": "http://127.0.0.1:9/v1", "model": "none"},
                 "serving": {"urls": ["http://127.0.0.1:9"]},
