@@ -108,6 +108,9 @@ class Store:
             return await self._run(function, args, kwargs)
 
     async def read(self, function: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        if isinstance(self._engine.pool, StaticPool):
+            # One connection has one transaction at a time, whatever it is for.
+            return await self.write(function, *args, **kwargs)
         return await self._run(function, args, kwargs)
 
     async def _run(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:

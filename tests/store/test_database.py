@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from sqlalchemy import Connection
 
 from flywheel.errors import StoreError
-from flywheel.store import ledger
+from flywheel.store import judging, ledger
 from flywheel.store.database import Store
 from tests.samples import batch, reply
 
@@ -101,3 +102,14 @@ async def test_a_state_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match=r"state\.dir"):
         await Store.open(tmp_path / "file" / "state")
+
+
+async def test_a_copy_is_read_and_written_at_the_same_time(tmp_path: Path) -> None:
+    store = await Store.copy(tmp_path / "state")
+    try:
+        await asyncio.gather(
+            *(store.write(judging.release_all, "") for _ in range(20)),
+            *(store.read(judging.count_due) for _ in range(20)),
+        )
+    finally:
+        await store.close()
