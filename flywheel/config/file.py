@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from flywheel.config.agentjet import translated
 from flywheel.config.ingest import IngestSettings, OtlpSource, SourceSettings, StudioSource
 from flywheel.config.judge import FilterSettings, JudgeSettings
 from flywheel.config.section import Section, UserPath
@@ -70,14 +71,15 @@ def default_state_dir() -> Path:
 def load(path: Path) -> Config:
     """Read and check a configuration file. Raises ConfigError."""
     raw = read_yaml(path, f"read configuration {path}", "Run `flywheel init` to make one.")
-    return parse({} if raw is None else raw, str(path), path.parent)
+    return parse({} if raw is None else raw, str(path), path.parent, file=path.absolute())
 
 
-def parse(raw: Any, name: str, folder: Path) -> Config:
+def parse(raw: Any, name: str, folder: Path, *, file: Path | None = None) -> Config:
     """Check a parsed configuration; its relative paths are relative to `folder`. Raises ConfigError."""
     attempted = f"use configuration {name}"
     if not isinstance(raw, dict):
         raise ConfigError(attempted, f"its root is a {type(raw).__name__}, not a mapping", "Start with `sources:`.")
+    raw = translated(raw, Config.model_fields.keys(), name, file)
     try:
         config = Config.model_validate(raw)
     except ValidationError as error:

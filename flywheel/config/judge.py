@@ -52,7 +52,7 @@ class JudgeSettings(Section):
     requests_per_minute: int | None = Field(default=None, gt=0)
     """Calls that begin in one minute, at most."""
     tokens_per_minute: int | None = Field(default=None, gt=0)
-    """Tokens, sent and received, that are used in one minute, at most; what a call will use is estimated before it."""
+    """Tokens, sent and received, that are used in one minute, at most; a call's are estimated before it."""
     budget: JudgeBudget = JudgeBudget()
     """What judging may use before it pauses. The calls that grade a round's rollouts are not held back."""
     prices: JudgePrices | None = None

@@ -23,6 +23,7 @@ from typing import Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from flywheel.config.agentjet import filters_in
 from flywheel.errors import ConfigError
 from flywheel.filtering.deduplication import Deduplication
 from flywheel.filtering.influence import Influence
@@ -146,7 +147,7 @@ class _Reading:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._attempted = f"read filter chain {path}"
-        raw = read_yaml(path, self._attempted, "Set filter.chain to a chain in YAML.")
+        raw = filters_in(read_yaml(path, self._attempted, "Set filter.chain to a chain in YAML."))
         try:
             self._written = ChainFile.model_validate(raw)
         except ValidationError as error:
