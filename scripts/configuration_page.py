@@ -20,8 +20,8 @@ secrets are never in it: it names the environment variables that hold them.
 
 A configuration made for AgentJet or ASTuner works as it is: `feedback_tracing`, at the root or in `task_reader` below
 `ajet:` or `astuner:`, is read with its own key names (`base_url`, `train_output_path`, `alien_llm_model`,
-`alien_llm_response_length`, `filters`, `train_ratio`, `split_seed`); an unknown key in it is an error, what stands beside
-it is told of once and left alone, and Flywheel's own sections may be added.
+`alien_llm_response_length`, `filters`, `train_ratio`, `split_seed`); an unknown key in it is an error. What stands
+beside it is told of once and left alone, and Flywheel's own sections may be added.
 
 This page is generated from the settings themselves (`python -m scripts.configuration_page`); a test compares the two.
 """
