@@ -175,7 +175,9 @@ def test_a_stop_waits_for_calls_in_flight_and_a_restart_goes_on(tmp_path: Path, 
         wait_for(lambda: daemon.ask("audit")["pending"] == 0, "the rest")
         process.send_signal(signal.SIGTERM)
         assert process.wait(SOON) == 0
-        assert judge.calls == sum(1 for line in daemon.lines() if line["answer"].strip())
+        # A check that needs no model saves some calls; what was called is what was stored.
+        assert judge.calls == daemon.ask("status")["judge"]["usage"]["calls"]
+        assert judge.calls <= sum(1 for line in daemon.lines() if line["answer"].strip())
 
 
 @pytest.mark.slow

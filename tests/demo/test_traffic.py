@@ -16,10 +16,9 @@ import pytest
 from demo.questions import SYSTEM_PROMPT, solve
 from demo.studio import StudioDatabase, Turn, agent_row, call_row
 from demo.traffic import Traffic, TrafficError
-from flywheel.config import IngestSettings
-from flywheel.studio.reader import StudioReader
-from flywheel.trace import Cursor, Reply
+from flywheel.trace import Reply
 from tests.serving.fake_vllm import FakeVllm, replica, running
+from tests.studio.reading import read_all
 
 FIXTURE = Path(__file__).parent.parent / "data" / "studio" / "new_v2.sqlite"
 
@@ -31,13 +30,9 @@ def rows(path: Path, query: str) -> list[Any]:
 
 
 def replies(path: Path) -> list[Reply]:
-    reader = StudioReader(path, IngestSettings())
-    try:
-        batches = list(reader.read(Cursor(), now=datetime.now(UTC), final=True))
-    finally:
-        reader.close()
-    assert not [dead for batch in batches for dead in batch.dead]
-    return [reply for batch in batches for reply in batch.replies]
+    told, dead, _ = read_all(path, now=datetime.now(UTC))
+    assert dead == []
+    return told
 
 
 def turn(**values: Any) -> Turn:
