@@ -1,13 +1,26 @@
-"""Many rows at once, as the driver takes them.
+"""Many values and many rows at once.
 
-SQLAlchemy's own way makes a dictionary of parameters for each row, which takes longer than storing it.
+Rows go to the driver as it takes them: SQLAlchemy's own way makes a dictionary of parameters for each, which takes
+longer than storing it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 from sqlalchemy import Connection, Table, bindparam, insert
+
+T = TypeVar("T")
+
+CHUNK = 500
+"""Values in one statement: SQLite takes no more than 999 in its older builds."""
+
+
+def chunks(values: Sequence[T]) -> Iterator[list[T]]:
+    """The values in portions that one statement takes."""
+    for start in range(0, len(values), CHUNK):
+        yield list(values[start : start + CHUNK])
 
 
 def insert_many(conn: Connection, table: Table, columns: Sequence[str], rows: Sequence[tuple[object, ...]]) -> None:

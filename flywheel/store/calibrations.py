@@ -6,6 +6,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, insert, select
 
+from flywheel.store.bulk import chunks
 from flywheel.store.schema import calibrations, tasks
 from flywheel.store.transitions import utcnow
 
@@ -80,8 +81,7 @@ def _missing(conn: Connection, rubric_hash: str) -> str:
 def lines_of(conn: Connection, keys: list[str]) -> dict[str, dict[str, Any]]:
     """The lines of tasks by their keys; those that are not known are left out."""
     found: dict[str, dict[str, Any]] = {}
-    for start in range(0, len(keys), 500):
-        some = keys[start : start + 500]
+    for some in chunks(keys):
         rows = conn.execute(select(tasks.c.key, tasks.c.payload).where(tasks.c.key.in_(some)))
         found.update({row.key: row.payload for row in rows})
     return found

@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Row, and_, delete, exists, func, insert, sele
 
 from flywheel import likeness
 from flywheel.states import TaskState
-from flywheel.store.marks import CHUNK, chunks
+from flywheel.store.bulk import chunks
 from flywheel.store.schema import duplicates, embeddings, fingerprint_bands, fingerprints, tasks
 from flywheel.store.transitions import move, utcnow
 
@@ -248,12 +248,12 @@ def note(conn: Connection, task: int, found: Repeats) -> None:
 def free_repetitions(conn: Connection, originals: Sequence[int]) -> int:
     """Tasks that were rejected because they repeat one of these, which is rejected itself now: they are due again."""
     freed = 0
-    for start in range(0, len(originals), CHUNK):
+    for some in chunks(originals):
         rows = conn.execute(
             select(duplicates.c.task_id)
             .join(tasks, tasks.c.id == duplicates.c.task_id)
             .where(
-                duplicates.c.original_id.in_(originals[start : start + CHUNK]),
+                duplicates.c.original_id.in_(some),
                 tasks.c.state == TaskState.REJECTED.value,
             )
             .order_by(duplicates.c.task_id)

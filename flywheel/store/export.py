@@ -6,7 +6,7 @@ file but not marked; the next export looks at the end of the file before it appe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,10 +15,9 @@ from sqlalchemy import Connection, Text, select, type_coerce, update
 
 from flywheel.errors import StoreError
 from flywheel.files import append_lines, cut_torn_line, last_lines
+from flywheel.store.bulk import CHUNK, chunks
 from flywheel.store.database import Store
 from flywheel.store.schema import replies, tasks
-
-PAGE = 500
 
 
 class TaskFile:
@@ -40,7 +39,7 @@ class TaskFile:
             _whole(self.path)
             there = _last_ids(self.path)
         self._left = None
-        for page in _pages(pending):
+        for page in chunks(pending):
             lines = await store.read(_lines, page)
             written += _append(self.path, [line for key, line in lines if key not in there])
             await store.write(_mark, page)
@@ -54,7 +53,7 @@ async def export_sources(store: Store, path: Path, sources: Sequence[int]) -> in
     there = _ids_in(path)
     ids = await store.read(_of_sources, sources)
     written = 0
-    for page in _pages(ids):
+    for page in chunks(ids):
         lines = await store.read(_lines, page)
         written += _append(path, [line for key, line in lines if key not in there])
     return written
@@ -94,7 +93,7 @@ def _state(path: Path) -> object:
 
 def _last_ids(path: Path) -> set[str]:
     """The tasks that may be in the file without being marked: of the last page, which was not marked in time."""
-    return _ids(path, lambda file: last_lines(file, PAGE))
+    return _ids(path, lambda file: last_lines(file, CHUNK))
 
 
 def _ids_in(path: Path) -> set[str]:
@@ -118,11 +117,6 @@ def _ids(path: Path, lines_of: Callable[[BinaryIO], Iterable[bytes]]) -> set[str
             "Move the file away, or name another with --out; Flywheel writes only to files of its own.",
         ) from error
     return found
-
-
-def _pages(ids: Sequence[int]) -> Iterator[list[int]]:
-    for start in range(0, len(ids), PAGE):
-        yield list(ids[start : start + PAGE])
 
 
 def _unmarked(conn: Connection) -> list[int]:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, func, select
 
 from flywheel.states import ReplyState
+from flywheel.store.bulk import chunks
 from flywheel.store.ledger import cursor_of
-from flywheel.store.marks import chunks, marks_of
+from flywheel.store.marks import marks_of
 from flywheel.store.schema import replies, sources, tasks
 from flywheel.trace import Cursor, Mark
 

@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol
 from sqlalchemy import Connection, Row, exists, func, insert, select, update
 
 from flywheel.states import Split, TaskState
-from flywheel.store.marks import chunks
+from flywheel.store.bulk import chunks
 from flywheel.store.schema import fingerprints, influences, tasks
 from flywheel.store.transitions import move
 

@@ -11,8 +11,8 @@ from sqlalchemy import ColumnElement, Connection, and_, exists, func, insert, or
 
 from flywheel.states import Split, TaskState
 from flywheel.store import spending, stored_verdicts
+from flywheel.store.bulk import chunks
 from flywheel.store.letters import TASK, bury
-from flywheel.store.marks import chunks
 from flywheel.store.schema import influences, tasks, verdicts
 from flywheel.store.transitions import move, move_all, utcnow
 from flywheel.verdict import Outcome, Verdict

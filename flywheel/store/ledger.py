@@ -14,11 +14,11 @@ from typing import Any
 from sqlalchemy import Connection, Row, func, insert, select, update
 
 from flywheel.batch import Batch, Entry
-from flywheel.states import ReplyState, Split, TaskState
+from flywheel.states import ReplyState, SkipReason, Split, TaskState
 from flywheel.store import turns
-from flywheel.store.bulk import insert_many
+from flywheel.store.bulk import chunks, insert_many
 from flywheel.store.letters import ROW, bury
-from flywheel.store.marks import chunks, remember
+from flywheel.store.marks import remember
 from flywheel.store.retelling import retell
 from flywheel.store.schema import replies, sources, tasks
 from flywheel.store.sides import Sides
@@ -159,7 +159,7 @@ def _record_replies(conn: Connection, source: int, new: Sequence[Entry], sides: 
                 entry.trace_id,
                 entry.conversation_id,
                 entry.agent,
-                (ReplyState.SKIPPED if entry.skip else ReplyState.CONVERTED).value,
+                _end(entry.skip).value,
                 entry.skip.value if entry.skip else None,
                 entry.detail[:500],
                 None if entry.skip else made[entry.key],
@@ -170,19 +170,15 @@ def _record_replies(conn: Connection, source: int, new: Sequence[Entry], sides: 
         ],
     )  # fmt: skip
     ids = _reply_ids(conn, source, [entry.span_id for entry in new])
-    for state, reasons in _by_end(new).items():
-        for reason, some in reasons.items():
-            record(conn, replies.name, (str(ids[entry.span_id]) for entry in some), ReplyState.CLOSED, state, reason)
+    for skip in dict.fromkeys(entry.skip for entry in new):
+        some = (str(ids[entry.span_id]) for entry in new if entry.skip is skip)
+        record(conn, replies.name, some, ReplyState.CLOSED, _end(skip), skip or "")
     done.new_replies += len(new)
     done.skipped += Counter(entry.skip.value for entry in new if entry.skip)
 
 
-def _by_end(new: Sequence[Entry]) -> dict[ReplyState, dict[str, list[Entry]]]:
-    ends: dict[ReplyState, dict[str, list[Entry]]] = {}
-    for entry in new:
-        state = ReplyState.SKIPPED if entry.skip else ReplyState.CONVERTED
-        ends.setdefault(state, {}).setdefault(entry.skip.value if entry.skip else "", []).append(entry)
-    return ends
+def _end(skip: SkipReason | None) -> ReplyState:
+    return ReplyState.SKIPPED if skip else ReplyState.CONVERTED
 
 
 def _record_tasks(conn: Connection, new: Sequence[Entry], sides: Sides, done: Recorded) -> dict[str, int]:

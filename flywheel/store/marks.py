@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 from sqlalchemy import Connection, Row, delete, select, update
 
-from flywheel.store.bulk import insert_many
+from flywheel.store.bulk import chunks, insert_many
 from flywheel.store.schema import traces
 from flywheel.trace import Mark
-
-T = TypeVar("T")
-
-CHUNK = 500
-"""Values in one statement: SQLite takes no more than 999 in its older builds."""
-
-
-def chunks(values: Sequence[T]) -> Iterator[list[T]]:
-    for start in range(0, len(values), CHUNK):
-        yield list(values[start : start + CHUNK])
 
 
 def marks_of(conn: Connection, source: int, trace_ids: Sequence[str]) -> dict[str, Mark]:

@@ -18,8 +18,7 @@ from sqlalchemy import Connection, func, select
 from flywheel import likeness
 from flywheel.batch import Entry
 from flywheel.states import Split
-from flywheel.store.bulk import insert_many
-from flywheel.store.marks import chunks
+from flywheel.store.bulk import chunks, insert_many
 from flywheel.store.schema import conversations, openings
 from flywheel.task import conversation_key, split_of
 
@@ -107,12 +106,11 @@ class Sides:
 
     def _known(self, bands: set[int]) -> dict[int, list[_Opening]]:
         found: dict[int, list[_Opening]] = {}
-        wanted = sorted(bands)
-        for start in range(0, len(wanted), 500):
+        for some in chunks(sorted(bands)):
             rows = self._conn.execute(
                 select(openings.c.band, openings.c.key, conversations.c.words)
                 .select_from(openings.join(conversations))
-                .where(openings.c.band.in_(wanted[start : start + 500]))
+                .where(openings.c.band.in_(some))
             )
             for row in rows:
                 found.setdefault(row.band, []).append(_Opening(row.key, frozenset(array("I", row.words))))

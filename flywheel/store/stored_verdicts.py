@@ -7,7 +7,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, select
 
-from flywheel.store.marks import chunks
+from flywheel.store.bulk import chunks
 from flywheel.store.schema import verdicts
 from flywheel.verdict import CriterionResult, Judgement, Outcome, Verdict
 
