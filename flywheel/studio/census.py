@@ -15,7 +15,7 @@ from typing import Final, Self
 
 from flywheel.studio.database import Database
 from flywheel.studio.scan import Scan
-from flywheel.studio.schema import TABLE, Row, packed, shown
+from flywheel.studio.schema import TABLE, Row, packed
 from flywheel.trace import DeadRow
 
 # A page is measured by the values in the places of attributes and events, which are not wanted here.
@@ -99,9 +99,7 @@ class Census:
 
     def id_at(self, rowid: int) -> str | None:
         """The id of the row of that number; None if there is none. Raises StudioError."""
-        question = f"SELECT id FROM {TABLE} WHERE rowid = ?"  # noqa: S608 - a constant
-        found = self._database.ask(question, (rowid,))
-        return shown(found[0][0]) if found else None
+        return self._database.id_at(rowid)
 
     def _whole(self, trace_ids: list[bytes]) -> tuple[WholeTrace, ...]:
         found: dict[bytes, dict[int, bytes]] = {trace_id: {} for trace_id in trace_ids}
@@ -112,14 +110,7 @@ class Census:
         return tuple(WholeTrace(trace_id.decode(), rows) for trace_id, rows in found.items())
 
     def _rows(self, rowids: Iterable[int]) -> list[Row]:
-        wanted = sorted(rowids)
-        found: list[Row] = []
-        while wanted:
-            some = wanted[:_ROWS_AT_ONCE]
-            rows, cut = self._database.page(self._schema.rows_sql(len(some)), some)
-            found += rows
-            wanted = [rowid for rowid in wanted if rowid > rows[-1][0]] if cut else wanted[_ROWS_AT_ONCE:]
-        return found
+        return self._database.rows(self._schema, rowids)
 
 
 def _is_name(value: object) -> bool:

@@ -14,20 +14,21 @@ import sqlite3
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 from urllib.parse import quote
 
 from flywheel.errors import StudioError
-from flywheel.studio.schema import GENERATIONS, MAX_CELL, TABLE, Row, Schema, fingerprint, recognise
+from flywheel.studio.schema import GENERATIONS, MAX_CELL, TABLE, Row, Schema, fingerprint, recognise, shown
 
 T = TypeVar("T")
 
 BUSY_SECONDS: Final = 2.0
 HOLD_SECONDS: Final = 0.008
 """How long a page is read. Beside a writer, and on a busy machine, that must stay far below Studio's patience."""
+_LOOKUP: Final = 200
 PAGE_ROWS: Final = 2000
 PAGE_BYTES: Final = 8 * 1024 * 1024
 _IDS: Final = 3
@@ -138,6 +139,22 @@ class Database:
                 return rows, more
             if first := self._held(lambda connection: _first(connection, sql, values)):
                 return first, True
+
+    def rows(self, schema: Schema, rowids: Iterable[int]) -> list[Row]:
+        """Rows by number, as far as they are there, in short reads however many. Raises StudioError."""
+        wanted = sorted(rowids)
+        found: list[Row] = []
+        while wanted:
+            some = wanted[:_LOOKUP]
+            rows, cut = self.page(schema.rows_sql(len(some)), some)
+            found += rows
+            wanted = [rowid for rowid in wanted if rowid > rows[-1][0]] if cut else wanted[_LOOKUP:]
+        return found
+
+    def id_at(self, rowid: int) -> str | None:
+        """The id of the row of that number; None if there is none. Raises StudioError."""
+        found = self.ask(f"SELECT id FROM {TABLE} WHERE rowid = ?", (rowid,))  # noqa: S608 - a constant
+        return shown(found[0][0]) if found else None
 
     def _held(self, question: Callable[[sqlite3.Connection], T]) -> T:
         try:

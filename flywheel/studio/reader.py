@@ -20,11 +20,10 @@ from typing import Final, Protocol
 from flywheel.config import IngestSettings
 from flywheel.studio.database import BUSY_SECONDS, Database
 from flywheel.studio.scan import FAR_ROWS, Growing, Scan, digest_of
-from flywheel.studio.schema import TABLE, Row, Schema, packed, shown
+from flywheel.studio.schema import TABLE, Row, Schema, packed
 from flywheel.trace import Cursor, DeadRow, Mark
 
 FOREVER_NS: Final = 2**63
-_LOOKUP: Final = 200
 _FRESH: Final = 10_000
 """Marks that were handed out and may not be stored yet, at most."""
 
@@ -186,17 +185,13 @@ class StudioReader:
 
     def _holds(self, cursor: Cursor) -> bool:
         """Whether the last row that was read is still where it was; else rows were renumbered or put back."""
-        if not cursor.rowid:
-            return True
-        question = f"SELECT id FROM {TABLE} WHERE rowid = ?"  # noqa: S608 - a constant
-        found = self._database.ask(question, (cursor.rowid,))
-        return bool(found) and shown(found[0][0]) == cursor.anchor
+        return not cursor.rowid or self._database.id_at(cursor.rowid) == cursor.anchor
 
     def _reopen(self, scan: Scan, memory: Memory, now_ns: int) -> None:
         """Pick up the traces that were open when an earlier process ended, or that are to be looked at again."""
         for mark in memory.open_marks():
             if mark.generation == self._cursor.generation:
-                growing = Growing(mark.trace_id, now_ns, known=mark, is_open=True)
+                growing = Growing(mark.trace_id, now_ns, known=mark)
                 scan.growing[mark.trace_id] = growing
                 scan.join(growing, self._rows_of(mark), self._schema_now)
                 growing.seen_ns = growing.ended_ns
@@ -211,15 +206,8 @@ class StudioReader:
 
     def _fetch(self, rowids: Iterable[int], traces: set[str]) -> list[Row]:
         """Rows by number, those of other traces left out."""
-        wanted = sorted(rowids)
         names = {trace.encode() for trace in traces}
-        found: list[Row] = []
-        while wanted:
-            some = wanted[:_LOOKUP]
-            rows, cut = self._database.page(self._schema_now.rows_sql(len(some)), some)
-            found += [row for row in rows if row[2] in names]
-            wanted = [rowid for rowid in wanted if rowid > rows[-1][0]] if cut else wanted[_LOOKUP:]
-        return found
+        return [row for row in self._database.rows(self._schema_now, rowids) if row[2] in names]
 
     def _recall(self, scan: Scan, memory: Memory) -> None:
         """What is remembered of the traces that this scan has just met, and their rows from before it."""
@@ -229,7 +217,6 @@ class StudioReader:
         for trace, mark in marks.items():
             growing = new[trace]
             growing.known = mark
-            growing.is_open = mark.is_open
             if mark.generation == self._cursor.generation:
                 behind = [rowid for rowid in mark.rowids if rowid <= scan.at and rowid not in growing.rows]
                 scan.join(growing, self._fetch(behind, {trace}), self._schema_now)
@@ -301,7 +288,7 @@ class StudioReader:
             if mark != known:
                 marks.append(mark)
                 self._remember(mark)
-            growing.known, growing.is_open = mark, is_open
+            growing.known = mark
             if not is_open:
                 scan.drop(growing)
         return tuple(traces), tuple(marks)

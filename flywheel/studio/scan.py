@@ -34,7 +34,6 @@ class Growing:
     rows: dict[int, tuple[str, str]] = field(default_factory=dict)
     raw: dict[int, bytes] = field(default_factory=dict)
     known: Mark | None = None
-    is_open: bool = False
 
     def is_whole(self) -> bool:
         """Whether every parent that its rows name is there."""
@@ -58,7 +57,6 @@ class Scan:
     """A way through the table, begun after row `start`."""
 
     def __init__(self, start: int) -> None:
-        self.start = start
         self.at = start
         self.anchor = ""
         self.growing: dict[str, Growing] = {}
