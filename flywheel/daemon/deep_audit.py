@@ -18,7 +18,7 @@ from flywheel.config import Config
 from flywheel.daemon.ingestion import Ingestion
 from flywheel.daemon.task_file_audit import TaskFile, compare_task_file, first_few
 from flywheel.errors import SourceError
-from flywheel.lines.file import files_of
+from flywheel.lines.file import is_listed
 from flywheel.lines.reader import LinesReader
 from flywheel.states import ReplyState
 from flywheel.store import holdings
@@ -249,17 +249,6 @@ def _is_followed(census: Census, cursor: Cursor) -> bool:
     return not cursor.rowid or census.id_at(cursor.rowid) == cursor.anchor
 
 
-def _is_directory(path: Path) -> bool:
-    """Whether this is a directory, which is here only if its files could not be listed. Raises SourceError."""
-    try:
-        if path.is_dir():
-            files_of(path)
-            return True
-    except PermissionError:
-        pass  # reading says it better
-    return False
-
-
 class _Lines:
     """A comparison with a file of lines."""
 
@@ -269,7 +258,7 @@ class _Lines:
 
     async def compare(self) -> None:
         found = self._found
-        if await asyncio.to_thread(_is_directory, found.path):
+        if await asyncio.to_thread(is_listed, found.path):
             return
         source = await self._store.read(holdings.known_source, str(found.path))
         before = await self._store.read(holdings.numbers_of, source) if source is not None else set()

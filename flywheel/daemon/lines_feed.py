@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flywheel.batch import Batch
 from flywheel.daemon.studio_feed import Progress
-from flywheel.lines.file import files_of
+from flywheel.lines.file import is_listed
 from flywheel.lines.reader import LinesReader
 from flywheel.trace import Cursor
 
@@ -37,7 +37,7 @@ class LinesFeed:
     async def read(self, number: int, cursor: Cursor, *, final: bool) -> AsyncGenerator[Batch]:
         """One pass, batch by batch; each must be stored before the next is asked for."""
         loop = asyncio.get_running_loop()
-        if await loop.run_in_executor(self._thread, _is_listed, self.path):
+        if await loop.run_in_executor(self._thread, is_listed, self.path):
             return
         self.progress = Progress()
         batches = self._reader.read(cursor, final=final)
@@ -51,14 +51,3 @@ class LinesFeed:
     async def close(self) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._reader.close)
         self._thread.shutdown()
-
-
-def _is_listed(path: Path) -> bool:
-    """Whether this is a directory, whose files are sources of their own. Raises SourceError if it cannot be seen."""
-    try:
-        if path.is_dir():
-            files_of(path)
-            return True
-    except PermissionError:
-        pass  # reading says it better
-    return False

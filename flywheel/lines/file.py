@@ -67,6 +67,17 @@ def files_of(path: Path) -> list[Path]:
         raise _unreachable(path, error) from error
 
 
+def is_listed(path: Path) -> bool:
+    """Whether this is a directory, whose files are sources of their own. Raises SourceError if it cannot be seen."""
+    try:
+        if path.is_dir():
+            files_of(path)
+            return True
+    except PermissionError:
+        pass  # reading says it better
+    return False
+
+
 class LineFile:
     """An open file. It stays the same one when its name is given to another."""
 
