@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 
 import orjson
 import xxhash
+from msgspec import Struct
 
 from flywheel.opening import opening_of
 from flywheel.states import SkipReason, Split
@@ -14,8 +14,7 @@ from flywheel.task import Task, task_id
 from flywheel.trace import Cursor, DeadRow, Mark, Reply
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Struct, frozen=True):
     """A reply as the ledger stores it: what is asked of it often, and its task as one JSON object.
 
     `line` is the task in UTF-8 without a line end, empty where `skip` says why there is none. Its split is
@@ -41,8 +40,7 @@ class Entry:
     detail: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(Struct, frozen=True):
     """One step of reading, to be stored in one transaction: replies, dead rows, what is remembered, the cursor.
 
     Without a cursor, which a look back at earlier rows has not, the stored one stays.

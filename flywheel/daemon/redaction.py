@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import orjson
+from msgspec.structs import replace
 
 from flywheel.batch import Batch, Entry, line_bytes
 from flywheel.filtering.pii import Redactor

@@ -13,10 +13,12 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, TypeVar
+
+from msgspec.structs import replace
 
 from flywheel.batch import Batch
 from flywheel.config import Config

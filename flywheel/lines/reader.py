@@ -8,13 +8,13 @@ ledger's keys stop duplicates. A file that was moved away is read to its end bef
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from typing import Final
 
 import xxhash
+from msgspec.structs import replace
 
 from flywheel.batch import Batch, Entry
 from flywheel.errors import SourceError

@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
 import orjson
 import xxhash
+from msgspec.structs import replace
 
 from flywheel.batch import Entry, entry_of, line_bytes
 from flywheel.lines.messages import Dialogue, LineError, answered, dialogue_of, kind, messages_of

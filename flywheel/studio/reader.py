@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Final, Protocol
+
+from msgspec.structs import replace
 
 from flywheel.config import IngestSettings
 from flywheel.studio.database import BUSY_SECONDS, Database

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from flywheel.config import IngestSettings
 from flywheel.states import SkipReason
