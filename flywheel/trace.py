@@ -1,4 +1,4 @@
-"""What a source tells: spans, and the replies of agents put together from them. Plain data, no I/O.
+"""What a source tells: the replies of agents, and where reading resumes. Plain data, no I/O.
 
 Structs, because a long history makes millions of them: a frozen dataclass takes ten times as long to make.
 """
@@ -18,40 +18,10 @@ ChatMessage = dict[str, Any]
 `tool_call_id`."""
 
 
-class SpanKind(StrEnum):
-    AGENT = "agent"
-    LLM = "llm"
-    TOOL = "tool"
-    FORMATTER = "formatter"
-    OTHER = "other"
-
-
 class SpanStatus(StrEnum):
     UNSET = "unset"
     OK = "ok"
     ERROR = "error"
-
-
-class Span(Struct, frozen=True):
-    """One operation of a trace, in a form that no longer depends on the schema it was stored in.
-
-    `rowid` is its place in the source's table; times are nanoseconds since 1970 in UTC.
-    """
-
-    rowid: int
-    span_id: str
-    trace_id: str
-    parent_id: str | None
-    name: str
-    kind: SpanKind
-    started_ns: int
-    ended_ns: int
-    status: SpanStatus
-    status_message: str
-    conversation_id: str
-    attributes: dict[str, Any]
-    events: tuple[dict[str, Any], ...] = ()
-    service: str = ""
 
 
 class Reply(Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Where a span keeps what: the attribute paths of every client and server generation, in one place.
+"""Where a span keeps what: the meaning of its attributes in every client and server generation, in one place.
 
 Each function takes the first of: the GenAI convention (`gen_ai.…`), the function call that AgentScope 1.x records
 (`agentscope.function.…`), the layout of generation 1 (at the root). Nothing here knows of traces or replies.
@@ -7,13 +7,20 @@ Each function takes the first of: the GenAI convention (`gen_ai.…`), the funct
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Any, Final
 
-from flywheel.studio.content import FINISH_FUNCTIONS, Message, call_of, messages_of, result_text, tool_of
+from msgspec import Raw
+
+from flywheel.studio.content import FINISH_FUNCTIONS, Message, call_of, chat_of, messages_of, result_text, tool_of
 from flywheel.studio.literal import ReprError, is_result, parse_call
-from flywheel.trace import Span, SpanStatus
+from flywheel.studio.recorded import NOTHING, first_of, items_of, value_of
+from flywheel.studio.span import Span
+from flywheel.trace import ChatMessage, SpanStatus
 
 _ERROR_TEXT: Final = re.compile(r"(?:Error|[A-Z]\w*(?:Error|Exception)): ")
+_REMEMBERED: Final = 8_192
+"""Bytes of a message or of tool definitions, above which their meaning is not kept for the next time."""
 
 
 def dig(value: Any, *keys: str) -> Any:
@@ -26,46 +33,43 @@ def dig(value: Any, *keys: str) -> Any:
 
 
 def _text(*candidates: Any) -> str:
-    return next((value for value in candidates if isinstance(value, str) and value), "")
+    for value in candidates:
+        if isinstance(value, str) and value:
+            return value
+    return ""
 
 
-def _function(span: Span, *keys: str) -> Any:
-    recorded = dig(span.attributes, "agentscope", "function")
-    return dig(recorded if isinstance(recorded, dict) else span.attributes, *keys)
-
-
-def _argument(span: Span, name: str) -> Any:
-    """An argument of the traced call, by name or as the first one."""
-    named = _function(span, "input", "kwargs", name)
-    positional = _function(span, "input", "args")
-    return positional[0] if named is None and isinstance(positional, list) and positional else named
+def _argument(span: Span, named: Raw) -> Raw:
+    """An argument of the traced call: the named one, or the first one."""
+    return first_of(span.attributes.recorded.input.args) if named == NOTHING else named
 
 
 def agent_name(span: Span) -> str:
-    return _text(
-        dig(span.attributes, "gen_ai", "agent", "name"),
-        dig(span.attributes, "metadata", "name"),
-        span.name.removeprefix("invoke_agent "),
+    attributes = span.attributes
+    return (
+        attributes.gen_ai.agent.name
+        or _text(dig(value_of(attributes.metadata), "name"))
+        or span.name.removeprefix("invoke_agent ")
     )
 
 
 def user_id(span: Span) -> str:
     """Who asked, where the application says so by OpenTelemetry's attributes."""
-    return _text(dig(span.attributes, "user", "id"), dig(span.attributes, "enduser", "id"))
+    return span.attributes.user.id or span.attributes.enduser.id
 
 
 def agent_input(span: Span) -> list[Message]:
     """The messages an agent was handed. Raises ReprError."""
-    written = messages_of(dig(span.attributes, "gen_ai", "input", "messages"), encoded=True)
-    return written or messages_of(_argument(span, "msg"))
+    written = messages_of(value_of(span.attributes.gen_ai.input.messages), encoded=True)
+    return written or messages_of(value_of(_argument(span, span.attributes.recorded.input.kwargs.msg)))
 
 
 def agent_output(span: Span) -> Message | None:
     """The message an agent returned, None where it returned none. Raises ReprError."""
-    written = messages_of(dig(span.attributes, "gen_ai", "output", "messages"), encoded=True)
+    written = messages_of(value_of(span.attributes.gen_ai.output.messages), encoded=True)
     if written:
         return written[-1]
-    recorded = _function(span, "output")
+    recorded = value_of(span.attributes.recorded.output)
     # Servers that convert old spans write an empty object where there was no output.
     if recorded is None or recorded in ({}, []):
         return None
@@ -76,7 +80,7 @@ def agent_output(span: Span) -> Message | None:
 
 def returned_metadata(span: Span) -> dict[str, Any]:
     """The metadata of the returned message, which only the repr of AgentScope 1.x has. Raises ReprError."""
-    output = _function(span, "output")
+    output = value_of(span.attributes.recorded.output)
     if isinstance(output, str) and "metadata={" not in output:
         # Parsing a repr costs more than everything else about a reply.
         return {}
@@ -87,21 +91,50 @@ def returned_metadata(span: Span) -> dict[str, Any]:
 
 def wants_structure(span: Span) -> bool:
     """Whether the caller asked for structured output (AgentScope 1.x records the argument)."""
-    return bool(_function(span, "input", "kwargs", "structured_model"))
+    return bool(value_of(span.attributes.recorded.input.kwargs.structured_model))
 
 
-def model_input(span: Span) -> list[Message]:
-    """The messages a model was called with."""
-    written = messages_of(dig(span.attributes, "gen_ai", "input", "messages"), encoded=True)
-    return written or messages_of(_argument(span, "messages"))
+def conversation(span: Span) -> list[ChatMessage]:
+    """The messages a model was called with, in the OpenAI form; nobody may change them. Raises ReprError."""
+    written = _chat(span.attributes.gen_ai.input.messages, encoded=True)
+    return written or _chat(_argument(span, span.attributes.recorded.input.kwargs.messages))
+
+
+def _chat(raw: Raw, *, encoded: bool = False) -> list[ChatMessage]:
+    """Messages in the OpenAI form. One call repeats most of what the one before it was given."""
+    chat: list[ChatMessage] = []
+    if raw is NOTHING:
+        return chat
+    if items := items_of(raw):
+        for item in items:
+            data = bytes(item)
+            chat += _said(data) if len(data) <= _REMEMBERED else _said.__wrapped__(data)
+        return chat
+    for message in messages_of(value_of(raw), encoded=encoded):
+        chat += chat_of(message)
+    return chat
+
+
+@lru_cache(maxsize=1024)
+def _said(data: bytes) -> tuple[ChatMessage, ...]:
+    """One item of a list of messages in the OpenAI form."""
+    return tuple(chat for message in messages_of(value_of(Raw(data))) for chat in chat_of(message))
+
+
+def speaker(span: Span) -> str:
+    """The agent's name, as its own messages in a model call's input carry it. Raises ReprError."""
+    written = messages_of(value_of(span.attributes.gen_ai.input.messages), encoded=True)
+    given = written or messages_of(value_of(_argument(span, span.attributes.recorded.input.kwargs.messages)))
+    names = (message.get("name") for message in reversed(given) if message.get("role") == "assistant")
+    return next((name for name in names if isinstance(name, str)), "")
 
 
 def model_output(span: Span) -> Message | None:
     """The message a model answered with."""
-    written = messages_of(dig(span.attributes, "gen_ai", "output", "messages"), encoded=True)
+    written = messages_of(value_of(span.attributes.gen_ai.output.messages), encoded=True)
     if written:
         return {"role": "assistant", **written[-1]}
-    output = _function(span, "output")
+    output = value_of(span.attributes.recorded.output)
     if isinstance(output, str) and is_result(output):
         output = parse_call(output)
     content = dig(output, "content")
@@ -109,56 +142,73 @@ def model_output(span: Span) -> Message | None:
 
 
 def model_name(span: Span) -> str:
-    return _text(dig(span.attributes, "gen_ai", "request", "model"), dig(span.attributes, "metadata", "model_name"))
+    attributes = span.attributes
+    return attributes.gen_ai.request.model or _text(dig(value_of(attributes.metadata), "model_name"))
 
 
 def answering_model(span: Span) -> str:
     """The model that says it answered: behind an alias, the version that served the call."""
-    return _text(dig(span.attributes, "gen_ai", "response", "model"))
+    return span.attributes.gen_ai.response.model
 
 
 def tokens(span: Span) -> tuple[int, int]:
     """Input and output tokens of a model call."""
-    usage = dig(span.attributes, "gen_ai", "usage") or _function(span, "output", "usage")
-    counts = (dig(usage, "input_tokens"), dig(usage, "output_tokens"))
-    first, second = (count if isinstance(count, int) and count > 0 else 0 for count in counts)
-    return first, second
+    attributes = span.attributes
+    usage = value_of(attributes.gen_ai.usage) or dig(value_of(attributes.recorded.output), "usage")
+    first, second = dig(usage, "input_tokens"), dig(usage, "output_tokens")
+    return _count(first), _count(second)
 
 
-def tool_definitions(span: Span) -> list[dict[str, Any]]:
-    """The tools a model was offered, in the OpenAI form, without the finish functions."""
-    written = dig(span.attributes, "gen_ai", "tool", "definitions") or _function(span, "input", "kwargs", "tools")
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) and 0 < value < 2**63 else 0
+
+
+def tool_definitions(span: Span) -> tuple[dict[str, Any], ...]:
+    """The tools a model was offered, in the OpenAI form, without the finish functions; nobody may change them."""
+    offered = _offered(span.attributes.gen_ai.tool.definitions)
+    return (_offered(span.attributes.recorded.input.kwargs.tools) if offered is None else offered) or ()
+
+
+def _offered(raw: Raw) -> tuple[dict[str, Any], ...] | None:
+    if raw is NOTHING:
+        return None
+    data = bytes(raw)
+    return _tools(data) if len(data) <= 4 * _REMEMBERED else _tools.__wrapped__(data)
+
+
+@lru_cache(maxsize=64)
+def _tools(data: bytes) -> tuple[dict[str, Any], ...] | None:
+    """Tools in the OpenAI form; None where nothing is said of any."""
+    written = value_of(Raw(data))
+    if not written:
+        return None
     if not isinstance(written, list):
-        return []
+        return ()
     tools = [tool_of(definition) for definition in written if isinstance(definition, dict)]
-    return [tool for tool in tools if tool["function"].get("name") not in FINISH_FUNCTIONS]
+    return tuple(tool for tool in tools if tool["function"].get("name") not in FINISH_FUNCTIONS)
 
 
 def tool_call(span: Span) -> dict[str, Any]:
     """The call a tool span carried out, in the OpenAI form."""
-    tool = dig(span.attributes, "gen_ai", "tool")
-    if isinstance(dig(tool, "call"), dict):
-        return call_of({**tool["call"], "name": tool.get("name")})
-    recorded = _function(span, "input", "tool_call") or dig(span.attributes, "metadata")
-    return call_of(recorded if isinstance(recorded, dict) else {"name": dig(tool, "name")})
+    tool = span.attributes.gen_ai.tool
+    name = value_of(tool.name)
+    if isinstance(call := value_of(tool.call), dict):
+        return call_of({**call, "name": name})
+    recorded = value_of(span.attributes.recorded.input.tool_call) or value_of(span.attributes.metadata)
+    return call_of(recorded if isinstance(recorded, dict) else {"name": name})
 
 
 def tool_arguments(span: Span) -> dict[str, Any]:
     """The arguments of a tool span's call as an object."""
-    written = dig(span.attributes, "gen_ai", "tool", "call", "arguments")
-    recorded = written if written is not None else _function(span, "input", "tool_call", "input")
+    written = dig(value_of(span.attributes.gen_ai.tool.call), "arguments")
+    recorded = written if written is not None else dig(value_of(span.attributes.recorded.input.tool_call), "input")
     return recorded if isinstance(recorded, dict) else {}
 
 
-def _tool_output(span: Span) -> Any:
-    written = dig(span.attributes, "gen_ai", "tool", "call", "result")
-    return written if written is not None else _function(span, "output")
-
-
-def tool_result(span: Span) -> str | None:
-    """The text a tool returned; None where it returned nothing."""
-    output = _tool_output(span)
-    return None if output is None else result_text(output)
+def tool_output(span: Span) -> Any:
+    """What a tool returned, as it was recorded."""
+    written = dig(value_of(span.attributes.gen_ai.tool.call), "result")
+    return written if written is not None else value_of(span.attributes.recorded.output)
 
 
 def exception(span: Span) -> tuple[str, str]:
@@ -181,17 +231,19 @@ def error_text(span: Span) -> str:
     return " ".join(f"{kind.rpartition('.')[2]}: {cause}".strip(": ").split()) or "the span ended with an error"
 
 
-def tool_failure(span: Span) -> str:
-    """Why a tool call failed, in one line; empty for one that did not.
+def tool_failure(span: Span, output: Any) -> str:
+    """Why a tool call failed that returned `output`, in one line; empty for one that did not.
 
     2.x says so by the result's state. 1.x returns what went wrong as a text that begins with its kind, and both end
     the span as if all were well.
     """
     if told := error_text(span):
         return told
-    output = _tool_output(span)
+    if output is None or (isinstance(output, str) and "Error:" not in output and "Exception:" not in output):
+        # Most results: no need to find the text in them.
+        return ""
     state = dig(output, "state")
-    text = " ".join((tool_result(span) or "").split())
+    text = " ".join(result_text(output).split())
     if state == "error":
         return text or "the tool says so"
     return text if not isinstance(state, str) and is_error_text(text) else ""
@@ -206,10 +258,10 @@ def was_cut_short(span: Span) -> bool:
     """Whether a model call or a tool says that it was interrupted before its end."""
     if exception(span)[0].endswith("CancelledError"):
         return True
-    reasons = dig(span.attributes, "gen_ai", "response", "finish_reasons")
+    reasons = value_of(span.attributes.gen_ai.response.finish_reasons)
     if isinstance(reasons, list) and "interrupted" in reasons:
         return True
-    output = _tool_output(span)
+    output = tool_output(span)
     if isinstance(output, str) and is_result(output):
         try:
             return "is_interrupted=True" in output and parse_call(output).get("is_interrupted") is True

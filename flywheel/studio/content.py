@@ -39,9 +39,10 @@ def messages_of(value: Any, *, encoded: bool = False) -> list[Message]:
     if isinstance(value, dict):
         return [value] if {"role", "parts", "content"} & value.keys() else []
     if isinstance(value, list):
-        if all(isinstance(item, dict) and "role" in item for item in value):
-            return value
-        return [message for item in value for message in messages_of(item)]
+        for item in value:
+            if not isinstance(item, dict) or "role" not in item:
+                return [message for item in value for message in messages_of(item)]
+        return value
     return []
 
 
@@ -54,7 +55,10 @@ def _blocks(content: Any) -> list[dict[str, Any]]:
     if content is None:
         return []
     if isinstance(content, list):
-        return [block for item in content for block in _blocks(item)]
+        for item in content:
+            if not isinstance(item, dict):
+                return [block for item in content for block in _blocks(item)]
+        return content
     if isinstance(content, dict):
         return [content]
     return [{"type": "text", "text": _plain(content)}]
@@ -66,9 +70,8 @@ def text_of(message: Message) -> str:
 
 
 def _text(blocks: Iterable[dict[str, Any]]) -> str:
-    return "\n".join(
-        _plain(block.get("text", block.get("content"))) for block in blocks if block.get("type") == "text"
-    )
+    texts = [_plain(block.get("text", block.get("content"))) for block in blocks if block.get("type") == "text"]
+    return texts[0] if len(texts) == 1 else "\n".join(texts)
 
 
 def _plain(value: Any) -> str:
@@ -134,28 +137,33 @@ def chat_of(message: Message) -> list[ChatMessage]:
         return [_tool_message(message.get("tool_call_id"), message.get("name"), text_of(message))]
     done: list[ChatMessage] = []
     texts: list[dict[str, Any]] = []
-    calls = [call_of(call) for call in message.get("tool_calls") or [] if isinstance(call, dict)]
-
-    def flush() -> None:
-        if texts or calls:
-            done.append({"role": role, "content": _text(texts), **({"tool_calls": list(calls)} if calls else {})})
-        texts.clear()
-        calls.clear()
-
+    calls = [call_of(call) for call in message.get("tool_calls") or () if isinstance(call, dict)]
     for block in blocks_of(message):
-        match block.get("type"):
-            case "text":
-                texts.append(block)
-            case "tool_use" | "tool_call":
-                calls.append(call_of(block))
-            case "tool_result":
-                flush()
-                done.append(_tool_message(block.get("id"), block.get("name"), result_text(block.get("output"))))
-            case "tool_call_response":
-                flush()
-                done.append(_tool_message(block.get("id"), block.get("name"), result_text(block.get("response"))))
-    flush()
-    return done or [{"role": role, "content": ""}]
+        kind = block.get("type")
+        if kind == "text":
+            texts.append(block)
+        elif kind in _CALLS:
+            calls.append(call_of(block))
+        elif kind in _RESULTS:
+            if texts or calls:
+                done.append(_said(role, texts, calls))
+                texts, calls = [], []
+            output = block.get("output" if kind == "tool_result" else "response")
+            done.append(_tool_message(block.get("id"), block.get("name"), result_text(output)))
+    if texts or calls or not done:
+        done.append(_said(role, texts, calls))
+    return done
+
+
+_CALLS: Final = ("tool_use", "tool_call")
+_RESULTS: Final = ("tool_result", "tool_call_response")
+
+
+def _said(role: str, texts: list[dict[str, Any]], calls: list[dict[str, Any]]) -> ChatMessage:
+    said: ChatMessage = {"role": role, "content": _text(texts)}
+    if calls:
+        said["tool_calls"] = calls
+    return said
 
 
 def _tool_message(call_id: Any, name: Any, content: str) -> ChatMessage:

@@ -14,10 +14,12 @@ from msgspec.structs import replace
 
 from flywheel.batch import Entry, entry_of
 from flywheel.states import SkipReason
+from flywheel.studio.recorded import Attributes
 from flywheel.studio.replies import finished_reply, unfinished_reply
-from flywheel.studio.schema import Schema, named, unpacked
+from flywheel.studio.schema import Schema, named, shown, unpacked
+from flywheel.studio.span import Span, SpanKind
 from flywheel.studio.tree import Tree
-from flywheel.trace import DeadRow, Reply, Selection, Span, SpanKind
+from flywheel.trace import DeadRow, Reply, Selection
 
 _BAD_CONTENT = (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, OverflowError)
 """What content of a wrong shape raises. It costs its own reply, never the batch."""
@@ -25,7 +27,7 @@ _BAD_CONTENT = (ValueError, TypeError, KeyError, AttributeError, IndexError, Rec
 
 @dataclass(slots=True)
 class Told:
-    """What traces hold; `kinds` counts their spans."""
+    """What traces hold; `kinds` counts the spans of those without an agent."""
 
     entries: list[Entry] = field(default_factory=list)
     dead: list[DeadRow] = field(default_factory=list)
@@ -59,25 +61,27 @@ def tell(
             buried.add(span.span_id)
         else:
             spans[span.span_id] = span
-            kinds[span.kind] += 1
     tree = Tree(spans, buried)
     if cyclic := tree.cyclic():
         for span in cyclic:
-            dead.append(_dead(span, "its parents form a circle"))
+            dead.append(_dead(span, rows, "its parents form a circle"))
             del spans[span.span_id]
             buried.add(span.span_id)
         tree = Tree(spans, buried)
+    if not tree.agents:
+        kinds.update(span.kind.value for span in spans.values())
     replies: list[Reply] = []
     for agent in tree.agents:
         try:
             reply = finished_reply(tree, agent, selection)
         except _BAD_CONTENT as error:
-            dead.append(_dead(agent, f"its content cannot be read: {error}"))
+            dead.append(_dead(agent, rows, f"its content cannot be read: {error}"))
             continue
         if is_open:
             reply = replace(reply, skip=SkipReason.UNFINISHED, skip_detail="a span above the agent's has not arrived")
         replies.append(reply)
-    replies += _missing_agents(tree)
+    if tree.missing_agents:
+        replies += _missing_agents(tree)
     return replies, dead
 
 
@@ -87,9 +91,10 @@ def _missing_agents(tree: Tree) -> Iterator[Reply]:
             yield unfinished_reply(tree, parent, children)
         except _BAD_CONTENT:
             # The children are unreadable as well; that the reply existed is all that can be told.
-            bare = [replace(child, attributes={}, kind=SpanKind.OTHER, events=()) for child in children]
+            bare = [replace(child, attributes=Attributes(), kind=SpanKind.OTHER, events=()) for child in children]
             yield unfinished_reply(Tree({span.span_id: span for span in bare}), parent, bare)
 
 
-def _dead(span: Span, error: str) -> DeadRow:
-    return DeadRow(span.rowid, span.span_id, span.trace_id, error[:2000], repr(span.attributes)[:500])
+def _dead(span: Span, rows: Mapping[int, bytes], error: str) -> DeadRow:
+    attributes = unpacked(span.rowid, rows[span.rowid])[5]
+    return DeadRow(span.rowid, span.span_id, span.trace_id, error[:2000], shown(attributes)[:500])

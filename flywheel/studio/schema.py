@@ -16,7 +16,9 @@ from typing import Any, Final
 import orjson
 
 from flywheel.studio.attributes import dig
-from flywheel.trace import DeadRow, Span, SpanKind, SpanStatus
+from flywheel.studio.recorded import Attributes, attributes_of
+from flywheel.studio.span import Span, SpanKind
+from flywheel.trace import DeadRow, SpanStatus
 
 Row = Sequence[Any]
 
@@ -143,11 +145,17 @@ def _json(value: Any, column: str) -> Any:
         raise RowError(f"{column} is not JSON: {error}") from error
 
 
-def _attributes(value: Any) -> dict[str, Any]:
-    attributes = _json(value, "attributes")
-    if not isinstance(attributes, dict):
-        raise RowError(f"attributes is a JSON {type(attributes).__name__}, not an object")
-    return attributes
+def _attributes(value: Any) -> Attributes:
+    if value is not None and not isinstance(value, bytes):
+        raise RowError(f"attributes {_is(value)}, not JSON text")
+    try:
+        return attributes_of(b"null" if value is None else value)
+    except TypeError as error:
+        raise RowError(f"attributes is {error}") from error
+    except UnicodeDecodeError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"attributes is not JSON: {error}") from error
 
 
 def _events(value: Any) -> tuple[dict[str, Any], ...]:
@@ -163,7 +171,7 @@ def _span_1(row: Row) -> Span:
         rowid,
         _identifier(span_id, "id"),
         _identifier(trace_id, "traceId"),
-        _text(parent, "parentSpanId") or None,
+        _text(parent, "parentSpanId"),
         _text(name, "name"),
         _KINDS_1.get(kind, SpanKind.OTHER),
         _iso_ns(started, "startTime"),
@@ -191,13 +199,15 @@ def _span_2(row: Row) -> Span:
     (rowid, span_id, trace_id, parent, ended, attributes, name, events, status, started, operation, conversation,
      service) = row  # fmt: skip
     found = _attributes(attributes)
-    kind = _kind_of(found, operation)
+    kind = _KINDS_2.get(found.gen_ai.operation.name)
+    if kind is None:
+        kind = _KINDS_2.get(_text(operation, "operationName"), SpanKind.OTHER)
     state, message = _STATUS_2.get(status) or _status_of(status)
     return Span(
         rowid,
         _identifier(span_id, "id"),
         _identifier(trace_id, "traceId"),
-        _text(parent, "parentSpanId") or None,
+        _text(parent, "parentSpanId"),
         _text(name, "name"),
         kind,
         _decimal_ns(started, "startTimeUnixNano"),
@@ -209,12 +219,6 @@ def _span_2(row: Row) -> Span:
         _events(events),
         _text(service, "serviceName"),
     )
-
-
-def _kind_of(attributes: dict[str, Any], operation: Any) -> SpanKind:
-    written = dig(attributes, "gen_ai", "operation", "name")
-    kind = _KINDS_2.get(written) if isinstance(written, str) else None
-    return kind or _KINDS_2.get(_text(operation, "operationName"), SpanKind.OTHER)
 
 
 def _status_of(value: Any) -> tuple[SpanStatus, str]:

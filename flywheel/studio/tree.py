@@ -8,16 +8,15 @@ answer, is the next turn of a conversation that the application wrapped into one
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+
+from msgspec import Struct
 
 from flywheel.studio.attributes import agent_input, agent_name, agent_output
 from flywheel.studio.content import text_of
 from flywheel.studio.literal import ReprError
-from flywheel.trace import Span, SpanKind
+from flywheel.studio.span import Span, SpanKind, in_order
 
 
 class Role(StrEnum):
@@ -27,8 +26,7 @@ class Role(StrEnum):
     LAST = "last"
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(Struct, frozen=True):
     """An agent span's role; `asked` is the span whose input is what the user asked."""
 
     role: Role
@@ -40,47 +38,44 @@ class Tree:
 
     def __init__(self, spans: Mapping[str, Span], buried: Collection[str] = ()) -> None:
         self.spans = spans
-        self._buried = buried
-        self._children: dict[str, list[Span]] = defaultdict(list)
-        for span in sorted(spans.values(), key=_order):
-            if span.parent_id:
-                self._children[span.parent_id].append(span)
-
-    @cached_property
-    def missing(self) -> dict[str, list[Span]]:
-        """Ids that spans name as their parent and that are not there, with those spans."""
-        return {
-            parent: children
-            for parent, children in self._children.items()
-            if parent not in self.spans and parent not in self._buried
-        }
-
-    @cached_property
-    def missing_agents(self) -> dict[str, list[Span]]:
-        """The missing parents that must be agents: they called a model, a tool or a formatter themselves."""
-        inner = (SpanKind.LLM, SpanKind.TOOL, SpanKind.FORMATTER)
-        return {
-            parent: children
-            for parent, children in self.missing.items()
-            if any(child.kind in inner for child in children)
-        }
-
-    @cached_property
-    def agents(self) -> list[Span]:
+        ordered = sorted(spans.values(), key=in_order)
+        children: dict[str, list[Span]] = {}
+        for span in ordered:
+            if parent := span.parent_id:
+                if parent in children:
+                    children[parent].append(span)
+                else:
+                    children[parent] = [span]
+        self._children = children
+        self.agents = [span for span in ordered if span.kind is SpanKind.AGENT]
         """The agent spans in the order they began."""
-        return sorted((span for span in self.spans.values() if span.kind is SpanKind.AGENT), key=_order)
+        self.missing = {
+            parent: under for parent, under in children.items() if parent not in spans and parent not in buried
+        }
+        """Ids that spans name as their parent and that are not there, with those spans."""
+        self.missing_agents = {parent: under for parent, under in self.missing.items() if _is_agents(under)}
+        """The missing parents that must be agents."""
+        self._placements: dict[str, Placement] | None = None
 
     def ancestors(self, span: Span) -> Iterator[Span]:
         """From the parent up to the root."""
         seen = {span.span_id}
-        parent = self.spans.get(span.parent_id or "")
+        parent = self.spans.get(span.parent_id)
         while parent is not None and parent.span_id not in seen:
             yield parent
             seen.add(parent.span_id)
-            parent = self.spans.get(parent.parent_id or "")
+            parent = self.spans.get(parent.parent_id)
 
     def cyclic(self) -> list[Span]:
         """The spans that are their own ancestors."""
+        waiting = [span for span in self.spans.values() if span.parent_id not in self.spans]
+        below = 0
+        while waiting:
+            below += 1
+            waiting += self._children.get(waiting.pop().span_id, ())
+        if below == len(self.spans):
+            # All of them hang from a root.
+            return []
         return [span for span in self.spans.values() if self._reaches_itself(span)]
 
     def _reaches_itself(self, span: Span) -> bool:
@@ -109,22 +104,30 @@ class Tree:
             else:
                 found.append(span)
             waiting += self._children.get(span.span_id, ())
-        return sorted(found, key=_order)
+        found.sort(key=in_order)
+        return found
 
-    @cached_property
-    def placements(self) -> dict[str, Placement]:
-        """The role of every agent span."""
+    def placement(self, agent: Span) -> Placement:
+        """The role of an agent span."""
+        if self._placements is None:
+            self._placements = self._placed()
+        return self._placements[agent.span_id]
+
+    def _placed(self) -> dict[str, Placement]:
         placed: dict[str, Placement] = {}
-        beside: dict[str, list[Span]] = defaultdict(list)
+        beside: dict[str, list[Span]] = {}
         for agent in self.agents:
             line = list(self.ancestors(agent))
             top = line[-1] if line else agent
             if any(span.kind is SpanKind.AGENT for span in line) or self._below_missing_agent(top, agent):
                 placed[agent.span_id] = Placement(Role.NESTED, agent)
             else:
-                beside[top.parent_id or top.span_id].append(agent)
+                beside.setdefault(top.parent_id or top.span_id, []).append(agent)
         for agents in beside.values():
-            placed |= _pipeline(agents)
+            if len(agents) == 1:
+                placed[agents[0].span_id] = Placement(Role.ROOT, agents[0])
+            else:
+                placed |= _pipeline(agents)
         return placed
 
     def _below_missing_agent(self, top: Span, agent: Span) -> bool:
@@ -133,6 +136,11 @@ class Tree:
             return False
         others = (child for children in self.missing_agents.values() for child in children if child is not top)
         return top.parent_id in self.missing_agents or any(child.started_ns <= agent.started_ns for child in others)
+
+
+def _is_agents(children: list[Span]) -> bool:
+    """Whether the spans below a missing one are such as only an agent has: model calls, tools, formatters."""
+    return any(child.kind is not SpanKind.AGENT and child.kind is not SpanKind.OTHER for child in children)
 
 
 def _pipeline(agents: list[Span]) -> dict[str, Placement]:
@@ -158,8 +166,3 @@ def _follows(earlier: Span, later: Span) -> bool:
         return False
     said = text_of(answer).strip() if answer else ""
     return bool(said) and said in handed
-
-
-def _order(span: Span) -> tuple[int, int]:
-    # Converted rows have times in milliseconds, so many tie; rows are stored in the order they ended.
-    return span.started_ns, span.rowid

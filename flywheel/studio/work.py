@@ -1,0 +1,160 @@
+"""What an agent did inside one reply: its model calls and tool calls, each read once, and what they say together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from flywheel.studio import attributes as at
+from flywheel.studio.content import FINISH_FUNCTIONS, chat_of, result_text, text_of, without_finish
+from flywheel.studio.span import Span, SpanKind
+from flywheel.trace import ChatMessage, SpanStatus
+
+
+class ToolUse(Struct):
+    """A tool span with the call it carried out, in the OpenAI form, and what it returned, as it was recorded."""
+
+    span: Span
+    call: dict[str, Any]
+    output: Any
+
+    @property
+    def id(self) -> str:
+        return str(self.call["id"])
+
+    @property
+    def name(self) -> str:
+        return str(self.call["function"]["name"])
+
+    @property
+    def result(self) -> str | None:
+        """The text it returned; None where it returned nothing."""
+        return None if self.output is None else result_text(self.output)
+
+
+class Work:
+    """The spans of one agent in the order they began. Making it raises ReprError where what was said is garbled."""
+
+    def __init__(self, own: Sequence[Span]) -> None:
+        self.own = own
+        self.models = [span for span in own if span.kind is SpanKind.LLM]
+        self.said = [at.model_output(span) for span in self.models]
+        """What each model call answered."""
+        self.tools = [
+            ToolUse(span, at.tool_call(span), at.tool_output(span)) for span in own if span.kind is SpanKind.TOOL
+        ]
+
+    def of_models(self) -> dict[str, Any]:
+        """What the model calls say together, by the names of a reply's fields."""
+        model = adapter = ""
+        tools: tuple[dict[str, Any], ...] = ()
+        inputs = outputs = 0
+        for span in self.models:
+            model = model or at.model_name(span)
+            tools = tools or at.tool_definitions(span)
+            given, answered = at.tokens(span)
+            inputs += given
+            outputs += answered
+            if "@" in (name := at.answering_model(span)):
+                adapter = name
+        return {
+            "model": model,
+            "adapter": adapter,
+            "tools": tools,
+            "input_tokens": inputs,
+            "output_tokens": outputs,
+        }
+
+    def first_input(self) -> list[ChatMessage]:
+        """What the first model call was given: the conversation so far."""
+        for span in self.models:
+            if given := at.conversation(span):
+                # AgentScope 2.x already appends the empty message that it is about to fill.
+                while given and given[-1] == {"role": "assistant", "content": ""}:
+                    given.pop()
+                return without_finish(given)
+        return []
+
+    def speaker(self) -> str:
+        """The agent's name, as its own messages in the model calls' inputs carry it."""
+        return next((name for span in self.models if (name := at.speaker(span))), "")
+
+    def trajectory(self, answer: str) -> tuple[ChatMessage, ...]:
+        """The steps between request and answer: what the model said and called, and what the tools returned."""
+        used = {tool.id or tool.span.span_id: tool for tool in self.tools}
+        steps: list[ChatMessage] = []
+        called: set[str] = set()
+        last = len(self.models) - 1
+        for place, said in enumerate(self.said):
+            for message in chat_of(said) if said else ():
+                wanted = message.get("tool_calls", ())
+                content = message["content"]
+                if wanted or (content and not (place == last and content.strip() == answer.strip())):
+                    steps.append(message)
+                for one in wanted:
+                    called.add(one["id"])
+                    name = one["function"]["name"]
+                    if name in FINISH_FUNCTIONS:
+                        continue
+                    result = used[one["id"]].result if one["id"] in used else self._returned(one["id"], place + 1)
+                    if result is not None:
+                        steps.append(_tool_step(one["id"], name, result))
+        for call_id, tool in used.items():
+            # A tool that no recorded model call asked for: the agent called it by itself.
+            if call_id not in called and tool.name not in FINISH_FUNCTIONS:
+                steps.append({"role": "assistant", "content": "", "tool_calls": [tool.call]})
+                if (result := tool.result) is not None:
+                    steps.append(_tool_step(call_id, tool.name, result))
+        return tuple(without_finish(steps)) if steps else ()
+
+    def _returned(self, call_id: str, start: int) -> str | None:
+        """What a call without a span of its own returned: from what the next model calls were given."""
+        for span in self.models[start:]:
+            for message in at.conversation(span):
+                if message["role"] == "tool" and message["tool_call_id"] == call_id:
+                    return str(message["content"])
+        return None
+
+    def errors(self, steps: Sequence[ChatMessage]) -> tuple[str, ...]:
+        """The model and tool calls that failed, with the reason; a failed call may have been made again since."""
+        told = [error[:500] for error in self._failed()]
+        spans = {"", *(tool.id for tool in self.tools)}
+        for step in steps:
+            # A call without a span of its own: 2.x makes none for a tool that is not there.
+            if step["role"] == "tool" and step["tool_call_id"] not in spans and at.is_error_text(step["content"]):
+                told.append(f"tool {step['name']}: {step['content']}"[:500])
+        return tuple(told)
+
+    def _failed(self) -> Iterator[str]:
+        tools = {tool.span.span_id: tool for tool in self.tools}
+        for span in self.own:
+            if (tool := tools.get(span.span_id)) is not None:
+                if why := at.tool_failure(span, tool.output):
+                    yield f"tool {tool.name}: {why}"
+            elif span.kind is SpanKind.LLM and span.status is SpanStatus.ERROR:
+                yield f"model: {at.error_text(span)}"
+
+    def structured(self) -> dict[str, Any] | None:
+        """The arguments of the finish function, by which 2.x hands in structured output."""
+        for tool in reversed(self.tools):
+            if tool.name in FINISH_FUNCTIONS:
+                arguments = at.tool_arguments(tool.span)
+                # Without a structure to fill, 1.x hands in the bare answer under this name.
+                if arguments and arguments.keys() != {"response"}:
+                    return arguments
+        return None
+
+    def was_cut_short(self) -> bool:
+        """Whether its last model call or tool says that it was interrupted."""
+        inner = [span for span in self.own if span.kind is SpanKind.LLM or span.kind is SpanKind.TOOL]
+        return bool(inner) and at.was_cut_short(inner[-1])
+
+    def texts(self) -> list[str]:
+        """The text of each answer of a model."""
+        return [text_of(message) for message in self.said if message]
+
+
+def _tool_step(call_id: str, name: str, content: str) -> ChatMessage:
+    return {"role": "tool", "tool_call_id": call_id, "name": name, "content": content}
