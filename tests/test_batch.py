@@ -1,0 +1,297 @@
+"""From a reply to the ledger's entry: whatever is made faster, what is stored stays the same byte for byte."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import unicodedata
+from datetime import UTC, datetime, timedelta, timezone
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flywheel import likeness, opening
+from flywheel.batch import Entry, entry_of
+from flywheel.states import SkipReason
+from flywheel.trace import Reply
+from tests.samples import START, reply
+
+# The formula, written as plainly as it can be. What is stored was made by it.
+
+_MARKS = re.compile(
+    r"(?P<number>(?<=\d)[.,:](?=\d))"
+    r"|(?<=\d) *[-*/%^]|[-*/%^](?= *\d)|(?<=\b\w) *[-*/%^](?= *\w\b)|(?<=\w)#"
+    r"|(?P<other>[-*/%^#.,:])"
+)
+_NUMBERS = re.compile(r"\d+(?:[.,:]\d+)*|(?<!\S)[-*/%^+<>=#](?!\S)")
+_UNSPACED = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
+    "\U00020000-\U0003ffff"
+)
+_RUNS = re.compile(f"[{_UNSPACED}]+|[^{_UNSPACED}]+")
+
+
+def folded(char: str) -> str:
+    if char in "×÷\N{MINUS SIGN}":
+        return {"×": "*", "÷": "/", "\N{MINUS SIGN}": "-"}[char]
+    category = unicodedata.category(char)
+    if category == "Pd":
+        return "-"
+    if char in "-*/%^#.,:" or category[0] in "LN":
+        return char
+    if category[0] == "M":
+        return "" if "\ufe00" <= char <= "\ufe0f" else char
+    if category == "Cf":
+        return ""
+    return f" {char} " if category in ("Sm", "Sc", "So") else " "
+
+
+def mark(found: re.Match[str]) -> str:
+    return found["number"] or (" " if found["other"] else f" {found[0].strip()} ")
+
+
+def plain_normalised(text: str) -> str:
+    plain = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
+    one = " ".join("".join(folded(char) for char in plain).split())
+    return " ".join(_MARKS.sub(mark, one).split()) or " ".join(plain.split())
+
+
+def plain_words(text: str) -> frozenset[int]:
+    found: set[str] = set()
+    for word in plain_normalised(text).split():
+        for run in _RUNS.findall(word):
+            if len(run) > 1 and re.match(f"[{_UNSPACED}]", run):
+                found.update(run[start : start + 2] for start in range(len(run) - 1))
+            else:
+                found.add(run)
+    return frozenset(xxhash.xxh32_intdigest(word.encode("utf-8", "surrogatepass")) for word in found)
+
+
+def plain_bands(words: tuple[int, ...]) -> list[int]:
+    if not words:
+        return []
+    factors = [xxhash.xxh32_intdigest(b"factor", seed=k) | 1 for k in range(40)]
+    offsets = [xxhash.xxh32_intdigest(b"offset", seed=k) for k in range(40)]
+    least = [
+        min((factor * word + offset) % 2**32 for word in words)
+        for factor, offset in zip(factors, offsets, strict=True)
+    ]
+    return [
+        xxhash.xxh3_64_intdigest(np.array(least[4 * band : 4 * band + 4], dtype=np.uint32).tobytes(), seed=band) >> 1
+        for band in range(10)
+    ]
+
+
+def plain_opening(query: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    words = tuple(sorted(plain_words(query)))
+    found = "\0".join(_NUMBERS.findall(plain_normalised(query)))
+    numbers = xxhash.xxh3_64_intdigest(found.encode("utf-8", "replace")) >> 1
+    return words, tuple(band ^ numbers for band in plain_bands(words))
+
+
+def dumped(value: Any) -> str:
+    try:
+        return orjson.dumps(value).decode()
+    except orjson.JSONEncodeError:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def plain_line(told: Reply, source: str) -> bytes:
+    pair = f"{told.query}\n{told.answer}".encode("utf-8", "surrogatepass")
+    line = {
+        "task_id": "t-" + hashlib.sha256(f"{told.trace_id}\0{told.span_id}".encode()).hexdigest()[:20],
+        "main_query": told.query,
+        "init_messages": list(told.history),
+        "env_type": "no_env",
+        "question": told.query,
+        "answer": told.answer,
+        "prompt": [*told.history, {"role": "user", "content": told.request or told.query}],
+        "metadata": {
+            "answer": told.answer,
+            "qa_hash": hashlib.sha256(pair).hexdigest(),
+            "source": source,
+            "trace_id": told.trace_id,
+            "span_id": told.span_id,
+            "conversation_id": told.conversation_id,
+            "user_id": told.user,
+            "agent_name": told.agent,
+            "model": told.model,
+            "adapter": told.adapter,
+            "turn": told.turn,
+            "started_at": told.started_at.isoformat(),
+            "ended_at": told.ended_at.isoformat(),
+            "service": told.service,
+            "input_tokens": told.input_tokens,
+            "output_tokens": told.output_tokens,
+            "tools_json": dumped(list(told.tools)),
+            "trajectory_json": dumped(list(told.trajectory)),
+            "structured_json": dumped(told.structured),
+            "images_json": dumped(list(told.images)),
+            "errors_json": dumped(list(told.errors)),
+            "reference": told.reference,
+            "split": "train",
+        },
+    }
+    return dumped(line).encode("utf-8", "replace")
+
+
+def plain_entry(told: Reply, source: str) -> Entry:
+    line = plain_line(told, source)
+    words, bands = plain_opening(told.query) if told.turn == 0 and told.skip is None else ((), ())
+    skip = "None" if told.skip is None else told.skip.value
+    return Entry(
+        span_id=told.span_id,
+        trace_id=told.trace_id,
+        conversation_id=told.conversation_id,
+        agent=told.agent,
+        adapter=told.adapter,
+        started_at=told.started_at.isoformat(),
+        key="t-" + hashlib.sha256(f"{told.trace_id}\0{told.span_id}".encode()).hexdigest()[:20],
+        line=b"" if told.skip else line,
+        content=xxhash.xxh3_64_intdigest(line + skip.encode()) >> 1,
+        words=words,
+        bands=bands,
+        linked=not told.history and not told.model,
+        skip=told.skip,
+        detail=told.skip_detail,
+    )
+
+
+KOLKATA = timezone(timedelta(hours=5, minutes=30))
+TEXTS = [
+    "",
+    "?!",
+    "- -",
+    "What is 90% of 160?",
+    "Compute 3 + 4*x - y/2 = 1,000.50, at 12:30: C# or F#?",
+    "3. * x, 3) * x; a - b, ab - cd; 5-3 well-known -7 1.2.3",
+    "STRASSE Straße Ｗｈａｔ ９０％ cafe\u0301 zero\u200bwidth ×÷\N{MINUS SIGN}",
+    "今天北京的天气怎么样？3 + 4 東京の天気を教えて 한국어 ภาษาไทย",
+    "👍 \ufe0f$5|~<b>`x`_y_\x00\x1c\x85\u2028end",
+    "half \ud83d an emoji",
+    "the same word the same word THE SAME word",
+]
+REPLIES = {
+    **{f"text {place}": reply(place, query=text) for place, text in enumerate(TEXTS)},
+    "full": reply(
+        1,
+        query="Add these.",
+        request="another agent's text",
+        model="m",
+        adapter="m@r0001",
+        history=({"role": "system", "content": "s"}, {"role": "user", "content": "é"}),
+        trajectory=({"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]},),
+        tools=({"type": "function", "function": {"name": "add"}},),
+        images=("https://x/y.png",),
+        structured={"a": [1, 2.5, None]},
+        errors=("tool add: ValueError: ü",),
+        reference="3",
+        service="s",
+        user="u",
+        input_tokens=3,
+        output_tokens=4,
+        started_at=START.replace(microsecond=12),
+        ended_at=START.astimezone(KOLKATA),
+    ),
+    "bare": reply(2, history=(), conversation_id=""),
+    "later": reply(3, turn=2),
+    "skipped": reply(4, skip=SkipReason.UNFINISHED, skip_detail="no answer yet", answer=""),
+    "beyond 64 bits": reply(5, structured={"n": 2**70}, trajectory=({"n": 2**70},)),
+    "lone surrogates": reply(6, answer="\ud83d", tools=({"name": "\udc00"},), errors=("\ud83d",)),
+}
+
+
+@pytest.mark.parametrize("name", REPLIES)
+def test_an_entry_is_what_the_plain_formula_says(name: str) -> None:
+    assert entry_of(REPLIES[name], "/data/a.db") == plain_entry(REPLIES[name], "/data/a.db")
+
+
+GOLDEN = {
+    "text 0": (8236000780359747762, 15845686894206070145),
+    "text 1": (9079894719731779661, 6517688384559417891),
+    "text 2": (6660618792914941382, 15160966395788894180),
+    "text 3": (7695018824668222899, 5890351033200351086),
+    "text 4": (5605290873877890332, 7977288936916670892),
+    "text 5": (5718927537563010073, 16552924776515682552),
+    "text 6": (6734426033389808040, 11258930641683019440),
+    "text 7": (2601829804661399995, 1657648424167772100),
+    "text 8": (8999757786078552189, 17270543183048919832),
+    "text 9": (7621654285350671175, 12628128966752330981),
+    "text 10": (595795508252415944, 8994666835488499010),
+    "full": (1299246068079037755, 13059525384312464071),
+    "bare": (5043294099644978012, 15679226032327520167),
+    "later": (4806923114247583666, 15845686894206070145),
+    "skipped": (2144866905433129541, 15845686894206070145),
+    "beyond 64 bits": (6135728730553088800, 582959552212420613),
+    "lone surrogates": (3939805497885745084, 11207902263520698756),
+}
+"""Of each its content, and a hash of its words and bands."""
+
+
+@pytest.mark.parametrize("name", REPLIES)
+def test_an_entry_is_what_earlier_versions_stored(name: str) -> None:
+    told = entry_of(REPLIES[name], "/data/a.db")
+    assert (told.content, xxhash.xxh3_64_intdigest(repr((told.words, told.bands)).encode())) == GOLDEN[name]
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+objects = st.dictionaries(st.text(max_size=5), json_values, max_size=3)
+any_text = st.text(st.characters(), max_size=60)
+"""Lone surrogates, too."""
+marked_text = st.text(st.sampled_from("ab cD7 08.,:-*/%^#+<=>|~$?(\"'\n\t\x1c_äß今天京\u200b×−３²👍"), max_size=40)
+"""Dense in what the folding and the numbers look at."""
+times = st.datetimes(
+    min_value=datetime(1971, 1, 1), max_value=datetime(2100, 1, 1), timezones=st.sampled_from([UTC, KOLKATA])
+)
+replies = st.builds(
+    Reply,
+    span_id=st.text(max_size=16),
+    trace_id=st.text(max_size=16),
+    conversation_id=any_text,
+    agent=any_text,
+    query=any_text | marked_text,
+    answer=any_text,
+    started_at=times,
+    ended_at=times,
+    request=any_text,
+    model=st.sampled_from(["", "m"]),
+    adapter=any_text,
+    turn=st.integers(0, 2),
+    history=st.lists(objects, max_size=2).map(tuple),
+    trajectory=st.lists(objects, max_size=2).map(tuple),
+    tools=st.lists(objects, max_size=2).map(tuple),
+    images=st.lists(any_text, max_size=2).map(tuple),
+    structured=st.none() | objects,
+    errors=st.lists(any_text, max_size=2).map(tuple),
+    reference=any_text,
+    service=any_text,
+    user=any_text,
+    input_tokens=st.integers(0, 2**64),
+    output_tokens=st.integers(0, 9),
+    skip=st.none() | st.sampled_from(SkipReason),
+    skip_detail=any_text,
+)
+
+
+@given(replies)
+def test_any_reply_is_stored_as_the_plain_formula_says(told: Reply) -> None:
+    assert entry_of(told, "/data/ä.db") == plain_entry(told, "/data/ä.db")
+
+
+@settings(max_examples=500)
+@given(marked_text | st.text(max_size=80) | st.text(st.characters(max_codepoint=127), max_size=80))
+def test_any_text_is_compared_by_what_the_plain_formula_says(text: str) -> None:
+    assert likeness.normalised(text) == plain_normalised(text)
+    assert likeness.words(text) == plain_words(text)
+    assert likeness.numbers(text) == tuple(_NUMBERS.findall(plain_normalised(text)))
+    assert opening.opening_of(text) == plain_opening(text)
