@@ -1,7 +1,7 @@
 """The Python reprs that AgentScope 1.x writes into spans: `Msg(id='…', content=[…], …)`, `ToolResponse(…)`.
 
-They are read as Python literals through `ast`. Nothing in them is ever evaluated, and no regular expression looks
-inside them: message texts hold quotes, brackets and whole other reprs.
+They are read as Python literals: plain ones by `plain_literal`, all others through `ast`. Nothing in them is ever
+evaluated, and no regular expression looks inside them: message texts hold quotes, brackets and whole other reprs.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 from functools import lru_cache
 from typing import Any, Final
+
+from flywheel.studio.plain_literal import plain_call
 
 _MSG: Final = "Msg(id='"
 _NAME: Final = "', name='"
@@ -36,6 +38,8 @@ def parse_call(text: str) -> dict[str, Any]:
     What is no literal inside (other objects, dates, enums) becomes a dictionary of its own keywords or its source
     text. The last few are kept, because one reply asks for the same repr more than once.
     """
+    if (plain := plain_call(text)) is not None:
+        return plain
     text = _quoted_name(text)
     try:
         node = ast.parse(text, mode="eval").body
