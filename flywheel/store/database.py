@@ -1,4 +1,8 @@
-"""The connection to the state database: opening it, and running functions in its transactions."""
+"""The connection to the state database: opening it, and running functions in its transactions.
+
+A whole transaction is run in a thread: one for what is written, since SQLite has one writer, and a few for what is
+read. So the loop is free meanwhile, and a statement costs no way to a thread and back.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,14 @@ import asyncio
 import contextlib
 import sqlite3
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar
 from urllib.parse import quote
 
-import aiosqlite
-from sqlalchemy import Connection, event
+from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
-from sqlalchemy.pool import StaticPool
+from sqlalchemy.pool import QueuePool
 
 from flywheel.errors import StoreError
 from flywheel.store.migrations import migrate, version_of
@@ -23,17 +26,50 @@ from flywheel.store.schema import SCHEMA_VERSION
 P = ParamSpec("P")
 T = TypeVar("T")
 
-BUSY_TIMEOUT_MS = 30_000
+BUSY_TIMEOUT_MS: Final = 30_000
+READERS: Final = 4
+"""Transactions that only read, at the same time."""
+
+
+class _Line:
+    """Connections of one kind, each with a thread: transactions that find none free wait for their turn."""
+
+    def __init__(
+        self, connect: Callable[[], sqlite3.Connection], begin: str, settings: tuple[str, ...] = (), *, threads: int
+    ) -> None:
+        self._engine = _engine(connect, begin, settings, connections=threads)
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="state")
+
+    async def run(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+        def transaction() -> T:
+            with self._engine.begin() as connection:
+                return function(connection, *args, **kwargs)
+
+        future = self._threads.submit(transaction)
+        running = asyncio.wrap_future(future)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            if not future.cancel():
+                # It has begun, so it is committed or undone before its caller goes on.
+                await asyncio.wait([running])
+            raise
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        self._engine.dispose()
 
 
 class Store:
-    """Flywheel's state. `write` and `read` run one function in one transaction and return what it returns."""
+    """Flywheel's state. `write` and `read` run one function in one transaction and return what it returns.
 
-    def __init__(self, engine: AsyncEngine, name: str) -> None:
-        self._engine = engine
+    A function that is given to `read` must only read.
+    """
+
+    def __init__(self, name: str, writing: _Line, reading: _Line) -> None:
         self._name = name
-        # One writer at a time in this process: SQLite has one anyway, and waiting here is fair and cheap.
-        self._writing = asyncio.Lock()
+        self._writing = writing
+        self._reading = reading
 
     @classmethod
     async def open(cls, state_dir: Path) -> Self:
@@ -47,9 +83,14 @@ class Store:
                 error.strerror or str(error),
                 "Set state.dir (or $FLYWHEEL_HOME) to a directory that you may write.",
             ) from error
-        engine = create_async_engine(f"sqlite+aiosqlite:///{path}")
-        _prepare(engine, begin="BEGIN IMMEDIATE", settings=("journal_mode = WAL", "synchronous = FULL"))
-        return await cls._ready(engine, str(path))
+
+        def connect() -> sqlite3.Connection:
+            return sqlite3.connect(path, check_same_thread=False)
+
+        settings = ("journal_mode = WAL", "synchronous = FULL")
+        writing = _Line(connect, "BEGIN IMMEDIATE", settings, threads=1)
+        reading = _Line(connect, "BEGIN", ("query_only = ON",), threads=READERS)
+        return await cls._ready(cls(str(path), writing, reading))
 
     @classmethod
     async def view(cls, state_dir: Path) -> Self:
@@ -57,9 +98,8 @@ class Store:
         path = state_dir / "state.db"
         if not path.exists():
             return await cls.copy(state_dir)
-        engine = _engine(lambda: _read_only(path))
-        _prepare(engine, begin="BEGIN")
-        store = cls(engine, str(path))
+        line = _Line(lambda: _read_only(path), "BEGIN", threads=1)
+        store = cls(str(path), line, line)
         try:
             version = await store.read(version_of)
             if version == 0:
@@ -89,13 +129,11 @@ class Store:
                     source.backup(memory)
             return memory
 
-        engine = _engine(connect)
-        _prepare(engine, begin="BEGIN IMMEDIATE")
-        return await cls._ready(engine, f"{path} (a copy)")
+        line = _Line(connect, "BEGIN IMMEDIATE", threads=1)
+        return await cls._ready(cls(f"{path} (a copy)", line, line))
 
     @classmethod
-    async def _ready(cls, engine: AsyncEngine, name: str) -> Self:
-        store = cls(engine, name)
+    async def _ready(cls, store: Self) -> Self:
         try:
             await store.write(migrate)
         except BaseException:
@@ -104,24 +142,21 @@ class Store:
         return store
 
     async def write(self, function: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        async with self._writing:
-            return await self._run(function, args, kwargs)
+        return await self._run(self._writing, function, args, kwargs)
 
     async def read(self, function: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        if isinstance(self._engine.pool, StaticPool):
-            # One connection has one transaction at a time, whatever it is for.
-            return await self.write(function, *args, **kwargs)
-        return await self._run(function, args, kwargs)
+        return await self._run(self._reading, function, args, kwargs)
 
-    async def _run(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+    async def _run(self, line: _Line, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         try:
-            async with self._engine.begin() as connection:
-                return await connection.run_sync(lambda conn: function(conn, *args, **kwargs))
+            return await line.run(function, args, kwargs)
         except DBAPIError as error:
             raise _explain(self._name, error) from error
 
     async def close(self) -> None:
-        await self._engine.dispose()
+        """Wait for what is running, and close the connections; the last of them brings the write-ahead log home."""
+        for line in (self._reading, self._writing):
+            await asyncio.to_thread(line.close)
 
 
 def _read_only(path: Path) -> sqlite3.Connection:
@@ -130,26 +165,25 @@ def _read_only(path: Path) -> sqlite3.Connection:
     return sqlite3.connect(f"file:{quote(str(path))}?mode=ro{immutable}", uri=True, check_same_thread=False)
 
 
-def _engine(connect: Callable[[], sqlite3.Connection]) -> AsyncEngine:
-    async def create() -> aiosqlite.Connection:
-        return await aiosqlite.Connection(connect, iter_chunk_size=64)
+def _engine(
+    connect: Callable[[], sqlite3.Connection], begin: str, settings: tuple[str, ...], connections: int
+) -> Engine:
+    engine = create_engine(
+        "sqlite+pysqlite://", creator=connect, poolclass=QueuePool, pool_size=connections, max_overflow=0
+    )
 
-    return create_async_engine("sqlite+aiosqlite://", async_creator=create, poolclass=StaticPool)
-
-
-def _prepare(engine: AsyncEngine, *, begin: str, settings: tuple[str, ...] = ()) -> None:
-    @event.listens_for(engine.sync_engine, "connect")
-    def connected(connection: Any, _record: object) -> None:
+    @event.listens_for(engine, "connect")
+    def connected(connection: sqlite3.Connection, _record: object) -> None:
         # The driver's own idea of when a transaction begins is switched off: every one begins as written below.
         connection.isolation_level = None
-        cursor = connection.cursor()
         for pragma in (f"busy_timeout = {BUSY_TIMEOUT_MS}", "foreign_keys = ON", *settings):
-            cursor.execute(f"PRAGMA {pragma}")
-        cursor.close()
+            connection.execute(f"PRAGMA {pragma}").close()
 
-    @event.listens_for(engine.sync_engine, "begin")
+    @event.listens_for(engine, "begin")
     def began(connection: Connection) -> None:
         connection.exec_driver_sql(begin)
+
+    return engine
 
 
 def _explain(name: str, error: DBAPIError) -> StoreError:

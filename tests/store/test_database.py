@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import threading
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ async def test_a_failed_transaction_leaves_nothing(store: Store) -> None:
 
     with pytest.raises(RuntimeError):
         await store.write(record_and_die)
-    assert await store.read(count) == 0
+    assert await store.write(count) == 0
 
 
 async def test_a_newer_schema_is_refused_by_every_way_in(tmp_path: Path) -> None:
@@ -113,3 +114,41 @@ async def test_a_copy_is_read_and_written_at_the_same_time(tmp_path: Path) -> No
         )
     finally:
         await store.close()
+
+
+async def test_what_is_read_waits_for_no_writer_and_changes_nothing(store: Store) -> None:
+    await store.write(record, 1)
+    read_meanwhile = threading.Event()
+
+    def write_slowly(conn: Connection) -> bool:
+        record(conn, 2)
+        return read_meanwhile.wait(60)
+
+    writing = asyncio.create_task(store.write(write_slowly))
+    assert await store.read(count) == 1
+    read_meanwhile.set()
+    assert await writing
+    assert await store.read(count) == 2
+    with pytest.raises(StoreError, match="readonly"):
+        await store.read(record, 3)
+
+
+async def test_a_write_that_is_cancelled_is_over_before_its_caller_goes_on(store: Store) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def write_slowly(conn: Connection) -> None:
+        begun.set()
+        may_end.wait(60)
+        record(conn, 1)
+
+    writing = asyncio.create_task(store.write(write_slowly))
+    behind_it = asyncio.create_task(store.write(record, 2))
+    await asyncio.to_thread(begun.wait, 60)
+    writing.cancel()
+    behind_it.cancel()
+    await asyncio.wait([writing], timeout=0.1)
+    assert not writing.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await writing
+    assert await store.read(count) == 1, "what had begun is whole, and what had not never began"
