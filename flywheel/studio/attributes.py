@@ -10,7 +10,7 @@ import re
 from functools import lru_cache
 from typing import Any, Final
 
-from msgspec import Raw
+from msgspec import Raw, Struct
 
 from flywheel.studio.content import FINISH_FUNCTIONS, Message, call_of, chat_of, messages_of, result_text, tool_of
 from flywheel.studio.literal import ReprError, is_result, parse_call
@@ -80,11 +80,10 @@ def agent_output(span: Span) -> Message | None:
 
 def returned_metadata(span: Span) -> dict[str, Any]:
     """The metadata of the returned message, which only the repr of AgentScope 1.x has. Raises ReprError."""
-    output = value_of(span.attributes.recorded.output)
-    if isinstance(output, str) and "metadata={" not in output:
-        # Parsing a repr costs more than everything else about a reply.
+    written = bytes(span.attributes.recorded.output)
+    if written.startswith(b'"') and b"metadata={" not in written:
         return {}
-    found = messages_of(output)
+    found = messages_of(value_of(span.attributes.recorded.output))
     metadata = found[-1].get("metadata") if found else None
     return metadata if isinstance(metadata, dict) else {}
 
@@ -155,8 +154,9 @@ def tokens(span: Span) -> tuple[int, int]:
     """Input and output tokens of a model call."""
     attributes = span.attributes
     usage = value_of(attributes.gen_ai.usage) or dig(value_of(attributes.recorded.output), "usage")
-    first, second = dig(usage, "input_tokens"), dig(usage, "output_tokens")
-    return _count(first), _count(second)
+    if not isinstance(usage, dict):
+        return 0, 0
+    return _count(usage.get("input_tokens")), _count(usage.get("output_tokens"))
 
 
 def _count(value: Any) -> int:
@@ -188,27 +188,45 @@ def _tools(data: bytes) -> tuple[dict[str, Any], ...] | None:
     return tuple(tool for tool in tools if tool["function"].get("name") not in FINISH_FUNCTIONS)
 
 
-def tool_call(span: Span) -> dict[str, Any]:
-    """The call a tool span carried out, in the OpenAI form."""
+class ToolUse(Struct):
+    """What a tool span carried out: the call in the OpenAI form, its arguments and what it returned, as recorded."""
+
+    span: Span
+    call: dict[str, Any]
+    arguments: Any
+    output: Any
+
+    @property
+    def id(self) -> str:
+        return str(self.call["id"])
+
+    @property
+    def name(self) -> str:
+        return str(self.call["function"]["name"])
+
+    @property
+    def result(self) -> str | None:
+        """The text it returned; None where it returned nothing."""
+        return None if self.output is None else result_text(self.output)
+
+
+def tool_use(span: Span) -> ToolUse:
+    """What a tool span carried out."""
     tool = span.attributes.gen_ai.tool
+    recorded = span.attributes.recorded
     name = value_of(tool.name)
-    if isinstance(call := value_of(tool.call), dict):
-        return call_of({**call, "name": name})
-    recorded = value_of(span.attributes.recorded.input.tool_call) or value_of(span.attributes.metadata)
-    return call_of(recorded if isinstance(recorded, dict) else {"name": name})
-
-
-def tool_arguments(span: Span) -> dict[str, Any]:
-    """The arguments of a tool span's call as an object."""
-    written = dig(value_of(span.attributes.gen_ai.tool.call), "arguments")
-    recorded = written if written is not None else dig(value_of(span.attributes.recorded.input.tool_call), "input")
-    return recorded if isinstance(recorded, dict) else {}
-
-
-def tool_output(span: Span) -> Any:
-    """What a tool returned, as it was recorded."""
-    written = dig(value_of(span.attributes.gen_ai.tool.call), "result")
-    return written if written is not None else value_of(span.attributes.recorded.output)
+    written = value_of(tool.call)
+    called = value_of(recorded.input.tool_call)
+    arguments = output = None
+    if isinstance(written, dict):
+        call = call_of({**written, "name": name})
+        arguments, output = written.get("arguments"), written.get("result")
+    else:
+        old = called or value_of(span.attributes.metadata)
+        call = call_of(old if isinstance(old, dict) else {"name": name})
+    if arguments is None:
+        arguments = dig(called, "input")
+    return ToolUse(span, call, arguments, value_of(recorded.output) if output is None else output)
 
 
 def exception(span: Span) -> tuple[str, str]:
@@ -231,19 +249,20 @@ def error_text(span: Span) -> str:
     return " ".join(f"{kind.rpartition('.')[2]}: {cause}".strip(": ").split()) or "the span ended with an error"
 
 
-def tool_failure(span: Span, output: Any) -> str:
-    """Why a tool call failed that returned `output`, in one line; empty for one that did not.
+def tool_failure(tool: ToolUse) -> str:
+    """Why a tool call failed, in one line; empty for one that did not.
 
     2.x says so by the result's state. 1.x returns what went wrong as a text that begins with its kind, and both end
     the span as if all were well.
     """
-    if told := error_text(span):
+    if told := error_text(tool.span):
         return told
+    output = tool.output
     if output is None or (isinstance(output, str) and "Error:" not in output and "Exception:" not in output):
         # Most results: no need to find the text in them.
         return ""
     state = dig(output, "state")
-    text = " ".join(result_text(output).split())
+    text = " ".join((tool.result or "").split())
     if state == "error":
         return text or "the tool says so"
     return text if not isinstance(state, str) and is_error_text(text) else ""
@@ -256,15 +275,24 @@ def is_error_text(text: str) -> bool:
 
 def was_cut_short(span: Span) -> bool:
     """Whether a model call or a tool says that it was interrupted before its end."""
-    if exception(span)[0].endswith("CancelledError"):
+    if span.events and exception(span)[0].endswith("CancelledError"):
         return True
-    reasons = value_of(span.attributes.gen_ai.response.finish_reasons)
-    if isinstance(reasons, list) and "interrupted" in reasons:
+    attributes = span.attributes
+    reasons, call, output = (
+        attributes.gen_ai.response.finish_reasons,
+        attributes.gen_ai.tool.call,
+        attributes.recorded.output,
+    )
+    if not any(raw is not NOTHING and b"interrupted" in bytes(raw) for raw in (reasons, call, output)):
+        return False
+    found = value_of(reasons)
+    if isinstance(found, list) and "interrupted" in found:
         return True
-    output = tool_output(span)
-    if isinstance(output, str) and is_result(output):
+    returned = dig(value_of(call), "result")
+    returned = value_of(output) if returned is None else returned
+    if isinstance(returned, str) and is_result(returned):
         try:
-            return "is_interrupted=True" in output and parse_call(output).get("is_interrupted") is True
+            return "is_interrupted=True" in returned and parse_call(returned).get("is_interrupted") is True
         except ReprError:
             return False
-    return dig(output, "state") == "interrupted" or dig(output, "is_interrupted") is True
+    return dig(returned, "state") == "interrupted" or dig(returned, "is_interrupted") is True

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from flywheel.studio.database import Database
-from flywheel.studio.scan import Scan
+from flywheel.studio.scan import is_name, unnamed
 from flywheel.studio.schema import TABLE, Row, packed
 from flywheel.trace import DeadRow
 
@@ -73,9 +73,9 @@ class Census:
         """Note which rows each trace has; called again, it goes on behind the last one. Raises StudioError."""
         more = True
         while more:
-            rows, more = self._database.page(_IDS_SQL, (self._at,))
+            rows, more, _ = self._database.page(_IDS_SQL, (self._at,))
             for rowid, span_id, trace_id, *_ in rows:
-                if _is_name(span_id) and _is_name(trace_id):
+                if is_name(span_id) and is_name(trace_id):
                     self._traces.setdefault(trace_id, array("q")).append(rowid)
                 else:
                     self._unnamed.append(rowid)
@@ -91,7 +91,7 @@ class Census:
                 some, size = [], 0
             some.append(trace_id)
             size += len(rowids)
-        yield Group(self._whole(some), tuple(Scan(0).add(self._rows(self._unnamed), self._schema, 0)))
+        yield Group(self._whole(some), tuple(unnamed(self._rows(self._unnamed))))
 
     def again(self, trace_ids: Iterable[str]) -> Group:
         """Some traces as they are by now. Raises StudioError."""
@@ -111,13 +111,3 @@ class Census:
 
     def _rows(self, rowids: Iterable[int]) -> list[Row]:
         return self._database.rows(self._schema, rowids)
-
-
-def _is_name(value: object) -> bool:
-    if not isinstance(value, bytes) or not value:
-        return False
-    try:
-        value.decode()
-    except UnicodeDecodeError:
-        return False
-    return True

@@ -83,7 +83,8 @@ def _plain(value: Any) -> str:
 
 def images_of(message: Message) -> list[str]:
     """References to the images of a message. Embedded data is named by its hash: it has no address."""
-    return [reference for block in blocks_of(message) if (reference := _image(block))]
+    blocks = [block for block in blocks_of(message) if block.get("type") != "text"]
+    return [reference for block in blocks if (reference := _image(block))]
 
 
 def _image(block: dict[str, Any]) -> str:
@@ -135,10 +136,13 @@ def chat_of(message: Message) -> list[ChatMessage]:
     role = role if role in ROLES else "user"
     if role == "tool":
         return [_tool_message(message.get("tool_call_id"), message.get("name"), text_of(message))]
+    blocks = blocks_of(message)
+    if len(blocks) == 1 and blocks[0].get("type") == "text" and not message.get("tool_calls"):
+        return [{"role": role, "content": _text(blocks)}]
     done: list[ChatMessage] = []
     texts: list[dict[str, Any]] = []
     calls = [call_of(call) for call in message.get("tool_calls") or () if isinstance(call, dict)]
-    for block in blocks_of(message):
+    for block in blocks:
         kind = block.get("type")
         if kind == "text":
             texts.append(block)

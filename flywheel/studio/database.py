@@ -1,4 +1,4 @@
-"""One Studio database file: opened read-only, asked in short transactions, its failures explained.
+"""One Studio database file: opened read-only, asked in short transactions.
 
 Studio loses spans when a reader makes its commits wait, so no statement is left open here: a page is read for a few
 milliseconds and its statement closed, whatever the number of rows. The file is never opened as immutable, never
@@ -20,20 +20,14 @@ from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 from urllib.parse import quote
 
-from flywheel.errors import StudioError
+from flywheel.studio.faults import explained, fault, unreachable
+from flywheel.studio.page import Page, first_row, first_rows
 from flywheel.studio.schema import GENERATIONS, MAX_CELL, TABLE, Row, Schema, fingerprint, recognise, shown
 
 T = TypeVar("T")
 
 BUSY_SECONDS: Final = 2.0
-HOLD_SECONDS: Final = 0.008
-"""How long a page is read. Beside a writer, and on a busy machine, that must stay far below Studio's patience."""
 _LOOKUP: Final = 200
-PAGE_ROWS: Final = 2000
-PAGE_BYTES: Final = 8 * 1024 * 1024
-_IDS: Final = 3
-"""A row begins with the ids of its span, trace and parent."""
-_BEGINNING: Final = 500
 _WAL_VERSION: Final = 2
 _FIRST_PAUSE_SECONDS: Final = 0.001
 _LONGEST_PAUSE_SECONDS: Final = 0.02
@@ -68,13 +62,17 @@ class Database:
         try:
             found = self.path.stat()
         except OSError as error:
-            raise self._unreachable(error) from error
+            raise unreachable(self.path, error) from error
         if stat.S_ISDIR(found.st_mode):
-            raise self._error(
-                "it is a directory", "Name the database file in it, usually database.sqlite.", "not Studio's"
+            raise fault(
+                self.path,
+                "it is a directory",
+                "Name the database file in it, usually database.sqlite.",
+                "not Studio's",
             )
         if found.st_size == 0:
-            raise self._error(
+            raise fault(
+                self.path,
                 "it is empty: Studio has not written yet",
                 "Start Studio, or point the source at its file.",
                 "empty",
@@ -101,7 +99,8 @@ class Database:
         if not columns:
             tables = [name.decode() for (name,) in self.ask("SELECT name FROM sqlite_master WHERE type = 'table'")]
             found = f"it holds {', '.join(sorted(tables)[:8])}" if tables else "it holds no table"
-            raise self._error(
+            raise fault(
+                self.path,
                 f"it is a SQLite database but not Studio's: there is no {TABLE} ({found})",
                 "Point the source at Studio's own database, usually ~/AgentScope-Studio/database.sqlite.",
                 "not Studio's",
@@ -109,14 +108,16 @@ class Database:
         schema = recognise(names)
         if schema is None:
             expected = " or ".join(" and ".join(sorted(known.marks)) for known in GENERATIONS)
-            raise self._error(
+            raise fault(
+                self.path,
                 f"its {TABLE} is of no known generation (fingerprint {fingerprint(columns)}): expected the columns "
                 f"{expected}, found {', '.join(names)}",
                 "Use a Studio from 1.0.5 to 1.0.9, or report this version.",
                 "unknown schema",
             )
         if lacking := [column for column in schema.columns if column not in names]:
-            raise self._error(
+            raise fault(
+                self.path,
                 f"its {TABLE} ({schema.name}, fingerprint {fingerprint(columns)}) lacks the columns "
                 f"{', '.join(lacking)}",
                 "Let Studio finish its migration, or restore the database from a backup.",
@@ -128,17 +129,17 @@ class Database:
         """All rows of one small question in one read transaction; texts come as bytes. Raises StudioError."""
         return self._held(lambda connection: connection.execute(sql, values).fetchall())
 
-    def page(self, sql: str, values: Sequence[Any]) -> tuple[list[Row], bool]:
+    def page(self, sql: str, values: Sequence[Any]) -> Page:
         """The first rows of a long question, as many as a few milliseconds bring, and whether there are more.
 
         Of a row with a value that is too large come its number and ids, and the size and the beginning of the value.
         """
         while True:
-            rows, more = self._held(lambda connection: _some(connection, sql, values))
-            if rows or not more:
-                return rows, more
-            if first := self._held(lambda connection: _first(connection, sql, values)):
-                return first, True
+            page = self._held(lambda connection: first_rows(connection, sql, values))
+            if page.rows or not page.more:
+                return page
+            if first := self._held(lambda connection: first_row(connection, sql, values)):
+                return Page(first, True, 0)
 
     def rows(self, schema: Schema, rowids: Iterable[int]) -> list[Row]:
         """Rows by number, as far as they are there, in short reads however many. Raises StudioError."""
@@ -146,7 +147,7 @@ class Database:
         found: list[Row] = []
         while wanted:
             some = wanted[:_LOOKUP]
-            rows, cut = self.page(schema.rows_sql(len(some)), some)
+            rows, cut, _ = self.page(schema.rows_sql(len(some)), some)
             found += rows
             wanted = [rowid for rowid in wanted if rowid > rows[-1][0]] if cut else wanted[_LOOKUP:]
         return found
@@ -177,10 +178,10 @@ class Database:
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         except sqlite3.Error as error:
             self.close()
-            raise self._explained(error) from error
+            raise explained(self.path, error, self._busy_seconds) from error
         except OSError as error:
             self.close()
-            raise self._unreachable(error) from error
+            raise unreachable(self.path, error) from error
 
     def change_token(self) -> object:
         """What differs after every commit of anybody else: compare it with the one from before. Raises StudioError.
@@ -193,7 +194,7 @@ class Database:
             if self._copy is not None or self._is_wal():
                 return identity, self._state(), self._log_index()
         except OSError as error:
-            raise self._unreachable(error) from error
+            raise unreachable(self.path, error) from error
         version = self.ask("PRAGMA data_version")
         seen = (self._connected, version)
         if self._seen[:2] == seen and self._seen[2] != self._written:
@@ -266,7 +267,7 @@ class Database:
             shutil.copyfile(self._beside("-wal"), target.with_name("database.sqlite-wal"))
         if self._copied != self._state():
             self.close()
-            raise self._error("it changed while it was copied", "Try again.", "busy", retry=True)
+            raise fault(self.path, "it changed while it was copied", "Try again.", "busy", retry=True)
         return target
 
     def _state(self) -> object:
@@ -277,122 +278,3 @@ class Database:
                 now = path.stat()
                 found.append((now.st_ino, now.st_size, now.st_mtime_ns))
         return found
-
-    def _error(self, why: str, hint: str, condition: str = "failing", *, retry: bool = False) -> StudioError:
-        error = StudioError(f"read Studio database {self.path}", why, hint, retryable=retry)
-        error.condition = condition
-        return error
-
-    def _unreachable(self, error: OSError) -> StudioError:
-        if isinstance(error, FileNotFoundError):
-            return self._error("there is no such file", "Start Studio once, or correct the source's path.", "missing")
-        if isinstance(error, PermissionError):
-            return self._error("permission denied", "Let this user read the file and enter its folder.", "denied")
-        return self._error(error.strerror or str(error), "Check the path and the disk.", retry=True)
-
-    def _explained(self, error: sqlite3.Error) -> StudioError:
-        code = getattr(error, "sqlite_errorcode", 0)
-        match code & 0xFF:
-            case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED:
-                return self._error(
-                    f"another process has kept it locked for {self._busy_seconds:g} s",
-                    "It is read again at the next pass; if it stays locked, end what holds it.",
-                    "locked",
-                    retry=True,
-                )
-            case sqlite3.SQLITE_NOTADB:
-                return self._error(
-                    "it is not a SQLite database", "Point the source at Studio's database file.", "not Studio's"
-                )
-            case sqlite3.SQLITE_CORRUPT:
-                return self._error(
-                    "the file is damaged (database disk image is malformed)",
-                    "Stop Studio and restore the file from a backup, or salvage it with `sqlite3 FILE .recover`.",
-                    "damaged",
-                )
-            case sqlite3.SQLITE_READONLY:
-                return self._error(
-                    "its last writer died in the middle of a change that has to be rolled back first",
-                    "Start Studio: it repairs the file when it opens it.",
-                    "needs repair",
-                    retry=True,
-                )
-            case sqlite3.SQLITE_CANTOPEN | sqlite3.SQLITE_PERM | sqlite3.SQLITE_AUTH:
-                try:
-                    self.path.open("rb").close()
-                except OSError as cause:
-                    return self._unreachable(cause)
-                return self._error(f"SQLite cannot open it ({error})", "Check the file and its folder.", retry=True)
-            case _:
-                return self._error(
-                    str(error), "Check the file and the disk.", retry=code & 0xFF == sqlite3.SQLITE_IOERR
-                )
-
-
-def _some(connection: sqlite3.Connection, sql: str, values: Sequence[Any]) -> tuple[list[Row], bool]:
-    """No row, and that there are more, if one of the first two has a value that is too large."""
-    rows: list[Row] = []
-    end = time.perf_counter() + HOLD_SECONDS
-    size = 0
-    cursor = connection.cursor()
-    try:
-        for row in cursor.execute(sql, values):
-            attributes, events = row[5], row[7]
-            size += len(attributes) if type(attributes) is bytes else 0
-            size += len(events) if type(events) is bytes else 0
-            rows.append(row)
-            if len(rows) >= PAGE_ROWS or size >= PAGE_BYTES or time.perf_counter() >= end:
-                return rows, True
-        return rows, False
-    except sqlite3.DataError as error:
-        if error.sqlite_errorcode != sqlite3.SQLITE_TOOBIG:
-            raise
-        return rows, True
-    finally:
-        cursor.close()
-
-
-def _first(connection: sqlite3.Connection, sql: str, values: Sequence[Any]) -> list[Row]:
-    """The first row of a question, without loading what is too large in it.
-
-    Loading 100 MB takes as long as the old Studio waits for a lock. Such a row is dead: its other values do not
-    matter.
-    """
-    listed, _, rest = sql.removeprefix("SELECT ").partition(" FROM ")
-    columns = listed.split(", ")[1:]
-    connection.execute("BEGIN")
-    try:
-        found = connection.execute(f"SELECT rowid FROM {rest} LIMIT 1", values).fetchone()  # noqa: S608 - constants
-        if found is None:
-            return []
-        (rowid,) = found
-        row: list[Any] = [rowid]
-        for place, column in enumerate(columns, 1):
-            if (size := _size(connection, column, rowid)) > MAX_CELL:
-                with connection.blobopen(TABLE, column, rowid, readonly=True) as blob:
-                    row.append((size, blob.read(_BEGINNING)))
-            elif place <= _IDS:
-                (value,) = connection.execute(
-                    f"SELECT {column} FROM {TABLE} WHERE rowid = ?",  # noqa: S608 - constants
-                    (rowid,),
-                ).fetchone()
-                row.append(value)
-            else:
-                row.append(None)
-        if any(isinstance(value, tuple) for value in row):
-            return [tuple(row)]
-        # It is the one after it: the driver looks one row ahead.
-        return connection.execute(f"{sql} LIMIT 1", values).fetchall()
-    finally:
-        connection.execute("ROLLBACK")
-
-
-def _size(connection: sqlite3.Connection, column: str, rowid: int) -> int:
-    """The bytes of a text or blob; 0 of a value that is neither."""
-    try:
-        with connection.blobopen(TABLE, column, rowid, readonly=True) as blob:
-            return len(blob)
-    except sqlite3.OperationalError as error:
-        if error.sqlite_errorcode != sqlite3.SQLITE_ERROR:
-            raise
-        return 0

@@ -11,53 +11,26 @@ over by its digest; one that was changed, or was missed, is handed out like a ne
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from msgspec.structs import replace
 
 from flywheel.config import IngestSettings
 from flywheel.studio.database import BUSY_SECONDS, Database
-from flywheel.studio.scan import FAR_ROWS, Growing, Scan, digest_of
-from flywheel.studio.schema import TABLE, Row, Schema, packed
+from flywheel.studio.growing import Growing, digest_of, looks_the_same
+from flywheel.studio.scan import FAR_ROWS, FOREVER_NS, Scan
+from flywheel.studio.schema import TABLE, Row, Schema
+from flywheel.studio.step import Memory, RawTrace, Step
 from flywheel.trace import Cursor, DeadRow, Mark
 
-FOREVER_NS: Final = 2**63
+STEP_ROWS: Final = 2_000
+STEP_BYTES: Final = 8 * 1024 * 1024
+"""Pages are put together to steps of about so much: storing one costs as much for few traces as for many."""
 _FRESH: Final = 10_000
 """Marks that were handed out and may not be stored yet, at most."""
-
-
-class Memory(Protocol):
-    """What is remembered of the traces of one source."""
-
-    def open_marks(self) -> Sequence[Mark]: ...
-
-    def marks(self, trace_ids: Sequence[str]) -> Mapping[str, Mark]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class RawTrace:
-    """The packed rows of a trace by number; `is_open` if spans are missing that may still come."""
-
-    trace_id: str
-    rows: dict[int, bytes]
-    is_open: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What one page brought. `rows` is how many rows were read, `more` whether the end is still ahead."""
-
-    cursor: Cursor
-    traces: tuple[RawTrace, ...]
-    marks: tuple[Mark, ...]
-    dead: tuple[DeadRow, ...]
-    open_traces: int
-    rows: int
-    more: bool
 
 
 class StudioReader:
@@ -123,16 +96,19 @@ class StudioReader:
         try:
             more = changed
             while True:
-                rows: list[Row] = []
-                if more:
-                    rows, more = self._database.page(self._schema.page_sql, (scan.at,))
-                dead = scan.add(rows, self._schema, now_ns)
+                dead: list[DeadRow] = []
+                read = size = 0
+                while more and read < STEP_ROWS and size < STEP_BYTES:
+                    rows, more, bytes_read = self._database.page(self._schema.page_sql, (scan.at,))
+                    dead += scan.add(rows, now_ns)
+                    read += len(rows)
+                    size += bytes_read
                 self._recall(scan, memory)
-                yield self._step(scan, dead, len(rows), now_ns, more=more, final=final)
+                yield self._step(scan, dead, read, now_ns, more=more, final=final)
                 if not more:
                     break
             scan.rest()
-            self.due_ns = self._next_due(scan)
+            self.due_ns = scan.next_due(self._settle_ns, self._abandon_ns)
             self._token = token
             stored = True
         finally:
@@ -150,15 +126,15 @@ class StudioReader:
         if tail is None or self._schema is None:
             return
         now_ns = int(now.timestamp() * 1e9)
-        scan = Scan(0 if last is None else max(0, tail.at - last))
+        scan = Scan(0 if last is None else max(0, tail.at - last), self._schema)
         stored = False
         try:
             more = True
             while more and self._tail is tail:
-                rows, more = self._database.page(self._schema.page_sql, (scan.at,))
+                rows, more, _ = self._database.page(self._schema.page_sql, (scan.at,))
                 seen = [row for row in rows if row[0] <= tail.at]
                 more = more and len(seen) == len(rows)
-                scan.add(seen, self._schema, now_ns)
+                scan.add(seen, now_ns)
                 self._recall(scan, memory)
                 yield self._swept(scan, tail, len(seen), now_ns, more=more)
             stored = True
@@ -179,9 +155,11 @@ class StudioReader:
             self._tail is not None and self._tail.at == cursor.rowid and self._cursor.generation == cursor.generation
         )
         self._cursor = cursor
-        if not here:
+        if self._tail is not None and here:
+            self._tail.schema = self._schema
+        else:
             self._fresh.clear()
-            self._tail = Scan(cursor.rowid)
+            self._tail = Scan(cursor.rowid, self._schema)
             self._tail.anchor = cursor.anchor
             self._reopen(self._tail, memory, now_ns)
 
@@ -195,16 +173,13 @@ class StudioReader:
             if mark.generation == self._cursor.generation:
                 growing = Growing(mark.trace_id, now_ns, known=mark)
                 scan.growing[mark.trace_id] = growing
-                scan.join(growing, self._rows_of(mark), self._schema_now)
-                growing.seen_ns = growing.ended_ns
+                scan.join(growing, self._fetch(mark.rowids, {mark.trace_id}))
+                growing.seen_ns = growing.ended_ns(scan.schema)
 
     @property
     def _schema_now(self) -> Schema:
         assert self._schema is not None
         return self._schema
-
-    def _rows_of(self, mark: Mark) -> list[Row]:
-        return self._fetch(mark.rowids, {mark.trace_id})
 
     def _fetch(self, rowids: Iterable[int], traces: set[str]) -> list[Row]:
         """Rows by number, those of other traces left out."""
@@ -220,9 +195,8 @@ class StudioReader:
             growing = new[trace]
             growing.known = mark
             if mark.generation == self._cursor.generation:
-                behind = [rowid for rowid in mark.rowids if rowid <= scan.at and rowid not in growing.rows]
-                scan.join(growing, self._fetch(behind, {trace}), self._schema_now)
-        scan.take_new()
+                behind = [rowid for rowid in mark.rowids if rowid <= scan.at and rowid not in growing]
+                scan.join(growing, self._fetch(behind, {trace}))
 
     def _step(self, scan: Scan, dead: list[DeadRow], rows: int, now_ns: int, *, more: bool, final: bool) -> Step:
         done: list[Growing] = []
@@ -231,12 +205,11 @@ class StudioReader:
         for growing in scan.candidates(more=more):
             if more and growing.awaits(scan.at, self._cursor.generation):
                 continue
-            quiet = growing.quiet_ns(now_ns)
             if growing.is_whole():
-                is_done = quiet >= settle_ns
+                is_done = not settle_ns or growing.quiet_ns(scan.schema, now_ns) >= settle_ns
             else:
                 far = not more or scan.at - growing.last_rowid >= FAR_ROWS
-                is_done = far and quiet >= self._abandon_ns
+                is_done = far and growing.quiet_ns(scan.schema, now_ns) >= self._abandon_ns
                 if not is_done and final and not more:
                     partial.append(growing)
             if is_done:
@@ -264,42 +237,53 @@ class StudioReader:
         return Step(self._cursor, traces, marks, (), len(tail.growing), rows, more)
 
     def _is_told(self, growing: Growing, now_ns: int) -> bool:
-        return growing.known is not None or growing.is_whole() or growing.quiet_ns(now_ns) >= self._abandon_ns
+        return (
+            growing.known is not None
+            or growing.is_whole()
+            or growing.quiet_ns(self._schema_now, now_ns) >= self._abandon_ns
+        )
 
     def _tell(
         self, scan: Scan, done: Sequence[Growing], partial: Sequence[Growing]
     ) -> tuple[tuple[RawTrace, ...], tuple[Mark, ...]]:
         """The rows of traces that are done, or told as far as they are there, and their marks."""
-        lacking = {rowid for growing in (*done, *partial) for rowid in growing.rows.keys() - growing.raw.keys()}
-        if lacking:
-            names = {growing.trace_id for growing in (*done, *partial)}
-            by_trace: dict[bytes, dict[int, bytes]] = {}
-            for row in self._fetch(lacking, names):
-                by_trace.setdefault(row[2], {})[row[0]] = packed(row)
-            for growing in (*done, *partial):
-                growing.raw |= by_trace.get(growing.trace_id.encode(), {})
+        self._fetch_lacking([*done, *partial])
         traces: list[RawTrace] = []
         marks: list[Mark] = []
         for growing, is_open in [*((g, False) for g in done), *((g, True) for g in partial)]:
-            rows, growing.raw = growing.raw, {}
             known = growing.known
-            digest = digest_of(rows.values())
-            mark = Mark(growing.trace_id, tuple(sorted(rows)), digest, self._cursor.generation, is_open)
-            if rows and not _looks_the_same(mark, known):
+            rows = growing.packed_rows()
+            mark = Mark(
+                growing.trace_id, tuple(sorted(rows)), digest_of(rows.values()), self._cursor.generation, is_open
+            )
+            if rows and (known is None or not looks_the_same(mark, known)):
                 traces.append(RawTrace(growing.trace_id, rows, is_open))
             if mark != known:
                 marks.append(mark)
                 self._remember(mark)
             growing.known = mark
-            if not is_open:
+            if is_open:
+                growing.let_go(scan.schema)
+            else:
                 scan.drop(growing)
         return tuple(traces), tuple(marks)
+
+    def _fetch_lacking(self, traces: Sequence[Growing]) -> None:
+        """Read again the rows of these traces that were let go of."""
+        behind = [growing for growing in traces if growing.past]
+        lacking = {rowid for growing in behind for rowid in growing.past.keys() - growing.raw.keys()}
+        if lacking:
+            by_trace: dict[bytes, dict[int, Row]] = {}
+            for row in self._fetch(lacking, {growing.trace_id for growing in behind}):
+                by_trace.setdefault(row[2], {})[row[0]] = row
+            for growing in behind:
+                growing.raw |= by_trace.get(growing.trace_id.encode(), {})
 
     def _newly_open(self, scan: Scan) -> tuple[Mark, ...]:
         """Marks of the traces that are waited for from now on, or have grown."""
         marks = []
         for growing in scan.take_grown():
-            rowids = tuple(sorted(growing.rows))
+            rowids = growing.rowids
             known = growing.known
             if known is None or not known.is_open or known.rowids != rowids:
                 mark = Mark(growing.trace_id, rowids, known.digest if known else 0, self._cursor.generation, True)
@@ -309,27 +293,7 @@ class StudioReader:
         return tuple(marks)
 
     def _remember(self, mark: Mark) -> None:
+        self._fresh.pop(mark.trace_id, None)
         self._fresh[mark.trace_id] = mark
-        self._fresh.move_to_end(mark.trace_id)
         if len(self._fresh) > _FRESH:
             self._fresh.popitem(last=False)
-
-    def _next_due(self, scan: Scan) -> int:
-        """When a trace that is waited for is done if nothing more comes, nanoseconds since 1970."""
-        return min(
-            (
-                min(growing.ended_ns, growing.seen_ns) + (self._settle_ns if growing.is_whole() else self._abandon_ns)
-                for growing in scan.growing.values()
-            ),
-            default=FOREVER_NS,
-        )
-
-
-def _looks_the_same(mark: Mark, known: Mark | None) -> bool:
-    """Whether a trace was told as it is now. One that has only lost rows is: what was told stays."""
-    if known is None or not known.digest:
-        return False
-    if mark.digest == known.digest:
-        # Told as unfinished, it is told again once it is given up.
-        return mark.is_open or not known.is_open
-    return not known.is_open and len(mark.rowids) < len(known.rowids)

@@ -6,96 +6,56 @@ reading, and happens once a trace is whole. This module never touches the databa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, Final
 
-import xxhash
-
+from flywheel.studio.growing import Growing, digest_of
 from flywheel.studio.schema import Row, RowError, Schema, identifiers, packed, shown
-from flywheel.trace import DeadRow, Mark
+from flywheel.trace import DeadRow
 
+FOREVER_NS: Final = 2**63
 NEAR_ROWS: Final = 100
 """While more rows follow, a trace with one so close to the end may go on there."""
 FAR_ROWS: Final = 5_000
 """While more rows follow, a trace is not given up within so many rows of its last one."""
 
 
-@dataclass(slots=True)
-class Growing:
-    """A trace on the way. `rows` has id and parent of each row, `raw` the packed ones that were read in this pass,
-    `known` what the ledger remembers of the trace."""
-
-    trace_id: str
-    seen_ns: int
-    ended_ns: int = 0
-    last_end: object = None
-    last_rowid: int = 0
-    rows: dict[int, tuple[str, str]] = field(default_factory=dict)
-    raw: dict[int, bytes] = field(default_factory=dict)
-    known: Mark | None = None
-
-    def is_whole(self) -> bool:
-        """Whether every parent that its rows name is there."""
-        ids = {span_id for span_id, _ in self.rows.values()}
-        return all(not parent or parent in ids for _, parent in self.rows.values())
-
-    def quiet_ns(self, now_ns: int) -> int:
-        """How long nothing ended or arrived. A client's clock that is ahead must not keep a trace open."""
-        return max(0, now_ns - min(self.ended_ns, self.seen_ns))
-
-    def awaits(self, at: int, generation: int) -> bool:
-        """Whether rows that are remembered lie further on."""
-        if self.known is None:
-            return False
-        if self.known.generation == generation:
-            return bool(self.known.rowids) and self.known.rowids[-1] > at
-        return len(self.rows) < len(self.known.rowids)
-
-
 class Scan:
     """A way through the table, begun after row `start`."""
 
-    def __init__(self, start: int) -> None:
+    def __init__(self, start: int, schema: Schema) -> None:
         self.at = start
         self.anchor = ""
+        self.schema = schema
         self.growing: dict[str, Growing] = {}
         self._near: dict[str, Growing] = {}
         self._new: dict[str, Growing] = {}
         self._grown: dict[str, Growing] = {}
 
-    def add(self, rows: Sequence[Row], schema: Schema, now_ns: int) -> list[DeadRow]:
+    def add(self, rows: Sequence[Row], now_ns: int) -> list[DeadRow]:
         """Take in a page; rows whose ids cannot be read are dead at once."""
+        if not rows:
+            return []
+        self.at = rows[-1][0]
+        self.anchor = shown(rows[-1][1])
         dead: list[DeadRow] = []
-        for row in rows:
-            if (why := self._add(row, schema, now_ns)) is not None:
-                dead.append(why)
-        if rows:
-            self.at = rows[-1][0]
-            self.anchor = shown(rows[-1][1])
+        traces = _by_trace(rows)
+        if not (_are_plain([row[1] for row in rows]) and _are_plain(traces)):
+            dead = unnamed(rows)
+            buried = {row.rowid for row in dead}
+            traces = _by_trace(row for row in rows if row[0] not in buried)
+        for name, found in traces.items():
+            trace = name.decode()
+            growing = self.growing.get(trace)
+            if growing is None:
+                growing = Growing(trace, now_ns)
+                self.growing[trace] = self._new[trace] = growing
+            # What is wrong with anything else costs the row when its trace is told.
+            growing.add(found)
+            growing.seen_ns = now_ns
+            self._near[trace] = self._grown[trace] = growing
         return dead
-
-    def _add(self, row: Row, schema: Schema, now_ns: int) -> DeadRow | None:
-        rowid, span_id, trace_id, parent, ended = row[:5]
-        try:
-            span, trace = span_id.decode(), trace_id.decode()
-            if not span or not trace:
-                return _unnamed(row)
-        except (AttributeError, UnicodeDecodeError):
-            return _unnamed(row)
-        growing = self.growing.get(trace)
-        if growing is None:
-            growing = self.growing[trace] = self._new[trace] = Growing(trace, now_ns)
-        # What is wrong with anything else costs the row when its trace is told.
-        growing.rows[rowid] = (span, parent.decode(errors="replace") if type(parent) is bytes else "")
-        growing.raw[rowid] = packed(row)
-        growing.seen_ns = now_ns
-        if ended != growing.last_end:
-            growing.last_end = ended
-            growing.ended_ns = max(growing.ended_ns, schema.ended_of(ended))
-        growing.last_rowid = max(growing.last_rowid, rowid)
-        self._near[trace] = self._grown[trace] = growing
-        return None
 
     def take_new(self) -> dict[str, Growing]:
         """The traces that were met for the first time since the last call."""
@@ -107,17 +67,19 @@ class Scan:
         grown, self._grown = self._grown, {}
         return [growing for trace, growing in grown.items() if trace in self.growing]
 
-    def join(self, growing: Growing, rows: Iterable[Row], schema: Schema) -> None:
-        """Add rows of an earlier part of the table to a trace."""
-        for row in rows:
-            self._add(row, schema, growing.seen_ns)
+    def join(self, growing: Growing, rows: Iterable[Row]) -> None:
+        """Add rows of an earlier part of the table, which are its, to a trace of this scan."""
+        if found := {row[0]: row for row in rows if is_name(row[1])}:
+            growing.add(found)
+            self._near[growing.trace_id] = self._grown[growing.trace_id] = growing
 
     def adopt(self, growing: Growing) -> None:
         """Take over a trace that another scan met."""
+        growing.let_go(self.schema)
         mine = self.growing.setdefault(growing.trace_id, growing)
         if mine is not growing:
-            mine.rows |= growing.rows
-            mine.ended_ns = max(mine.ended_ns, growing.ended_ns)
+            mine.let_go(self.schema)
+            mine.merge(growing)
         self._near[mine.trace_id] = self._grown[mine.trace_id] = mine
 
     def candidates(self, *, more: bool) -> Iterator[Growing]:
@@ -136,7 +98,7 @@ class Scan:
 
     def wait(self, growing: Growing) -> None:
         """Not done: look again when it grows or at the end. Its rows are read again then: they can have changed."""
-        growing.raw.clear()
+        growing.let_go(self.schema)
         if self._near.pop(growing.trace_id, None) is not None:
             self.growing[growing.trace_id] = self.growing.pop(growing.trace_id)
 
@@ -145,19 +107,56 @@ class Scan:
         self.growing.pop(growing.trace_id, None)
         self._near.pop(growing.trace_id, None)
 
+    def next_due(self, settle_ns: int, abandon_ns: int) -> int:
+        """When a trace that is waited for is done if nothing more comes, nanoseconds since 1970."""
+        return min(
+            (
+                min(growing.ended_ns(self.schema), growing.seen_ns)
+                + (settle_ns if growing.is_whole() else abandon_ns)
+                for growing in self.growing.values()
+            ),
+            default=FOREVER_NS,
+        )
+
     def rest(self) -> None:
         """The pass is over: what was read may change before the next one."""
         for growing in self.growing.values():
-            growing.raw.clear()
+            growing.let_go(self.schema)
 
 
-def digest_of(rows: Iterable[bytes]) -> int:
-    """A hash of packed rows, whatever their order: 63 bits, never 0."""
-    return (sum(map(xxhash.xxh3_64_intdigest, rows)) & (2**63 - 1)) or 1
+def is_name(value: object) -> bool:
+    """Whether a value can be an id: a text that is not empty."""
+    if not isinstance(value, bytes) or not value:
+        return False
+    try:
+        value.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def unnamed(rows: Iterable[Row]) -> list[DeadRow]:
+    """The rows whose id or trace id cannot be read, as dead ones."""
+    return [_unnamed(row) for row in rows if not (is_name(row[1]) and is_name(row[2]))]
+
+
+def _by_trace(rows: Iterable[Row]) -> dict[Any, dict[int, Row]]:
+    found: defaultdict[Any, dict[int, Row]] = defaultdict(dict)
+    for row in rows:
+        found[row[2]][row[0]] = row
+    return found
+
+
+def _are_plain(values: Collection[Any]) -> bool:
+    """Whether all values are names in ASCII, as nearly all are; found out without looking at each."""
+    try:
+        return all(values) and b"".join(values).isascii()
+    except TypeError:
+        return False
 
 
 def _unnamed(row: Row) -> DeadRow:
-    """A row whose id or trace id cannot be read. Its name must be the same when it is met again elsewhere."""
+    """Its name must be the same when it is met again elsewhere."""
     why = ""
     try:
         identifiers(row)

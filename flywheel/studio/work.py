@@ -2,36 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from msgspec import Struct
-
 from flywheel.studio import attributes as at
-from flywheel.studio.content import FINISH_FUNCTIONS, chat_of, result_text, text_of, without_finish
-from flywheel.studio.span import Span, SpanKind
+from flywheel.studio.content import FINISH_FUNCTIONS, Message, chat_of, text_of, without_finish
+from flywheel.studio.span import Span, SpanKind, in_order
 from flywheel.trace import ChatMessage, SpanStatus
-
-
-class ToolUse(Struct):
-    """A tool span with the call it carried out, in the OpenAI form, and what it returned, as it was recorded."""
-
-    span: Span
-    call: dict[str, Any]
-    output: Any
-
-    @property
-    def id(self) -> str:
-        return str(self.call["id"])
-
-    @property
-    def name(self) -> str:
-        return str(self.call["function"]["name"])
-
-    @property
-    def result(self) -> str | None:
-        """The text it returned; None where it returned nothing."""
-        return None if self.output is None else result_text(self.output)
 
 
 class Work:
@@ -39,12 +16,16 @@ class Work:
 
     def __init__(self, own: Sequence[Span]) -> None:
         self.own = own
-        self.models = [span for span in own if span.kind is SpanKind.LLM]
-        self.said = [at.model_output(span) for span in self.models]
+        self.models: list[Span] = []
+        self.said: list[Message | None] = []
         """What each model call answered."""
-        self.tools = [
-            ToolUse(span, at.tool_call(span), at.tool_output(span)) for span in own if span.kind is SpanKind.TOOL
-        ]
+        self.tools: list[at.ToolUse] = []
+        for span in own:
+            if span.kind is SpanKind.LLM:
+                self.models.append(span)
+                self.said.append(at.model_output(span))
+            elif span.kind is SpanKind.TOOL:
+                self.tools.append(at.tool_use(span))
 
     def of_models(self) -> dict[str, Any]:
         """What the model calls say together, by the names of a reply's fields."""
@@ -84,6 +65,7 @@ class Work:
     def trajectory(self, answer: str) -> tuple[ChatMessage, ...]:
         """The steps between request and answer: what the model said and called, and what the tools returned."""
         used = {tool.id or tool.span.span_id: tool for tool in self.tools}
+        answer = answer.strip()
         steps: list[ChatMessage] = []
         called: set[str] = set()
         last = len(self.models) - 1
@@ -91,7 +73,7 @@ class Work:
             for message in chat_of(said) if said else ():
                 wanted = message.get("tool_calls", ())
                 content = message["content"]
-                if wanted or (content and not (place == last and content.strip() == answer.strip())):
+                if wanted or (content and not (place == last and content.strip() == answer)):
                     steps.append(message)
                 for one in wanted:
                     called.add(one["id"])
@@ -119,37 +101,34 @@ class Work:
 
     def errors(self, steps: Sequence[ChatMessage]) -> tuple[str, ...]:
         """The model and tool calls that failed, with the reason; a failed call may have been made again since."""
-        told = [error[:500] for error in self._failed()]
-        spans = {"", *(tool.id for tool in self.tools)}
-        for step in steps:
+        failed = [(tool.span, f"tool {tool.name}: {why}") for tool in self.tools if (why := at.tool_failure(tool))]
+        failed += [(span, f"model: {at.error_text(span)}") for span in self.models if span.status is SpanStatus.ERROR]
+        failed.sort(key=lambda one: in_order(one[0]))
+        told = [why[:500] for _, why in failed]
+        results = [step for step in steps if step["role"] == "tool"]
+        if results:
             # A call without a span of its own: 2.x makes none for a tool that is not there.
-            if step["role"] == "tool" and step["tool_call_id"] not in spans and at.is_error_text(step["content"]):
-                told.append(f"tool {step['name']}: {step['content']}"[:500])
+            spans = {"", *(tool.id for tool in self.tools)}
+            alone = [step for step in results if step["tool_call_id"] not in spans]
+            told += [f"tool {s['name']}: {s['content']}"[:500] for s in alone if at.is_error_text(s["content"])]
         return tuple(told)
-
-    def _failed(self) -> Iterator[str]:
-        tools = {tool.span.span_id: tool for tool in self.tools}
-        for span in self.own:
-            if (tool := tools.get(span.span_id)) is not None:
-                if why := at.tool_failure(span, tool.output):
-                    yield f"tool {tool.name}: {why}"
-            elif span.kind is SpanKind.LLM and span.status is SpanStatus.ERROR:
-                yield f"model: {at.error_text(span)}"
 
     def structured(self) -> dict[str, Any] | None:
         """The arguments of the finish function, by which 2.x hands in structured output."""
         for tool in reversed(self.tools):
             if tool.name in FINISH_FUNCTIONS:
-                arguments = at.tool_arguments(tool.span)
+                arguments = tool.arguments
                 # Without a structure to fill, 1.x hands in the bare answer under this name.
-                if arguments and arguments.keys() != {"response"}:
+                if isinstance(arguments, dict) and arguments and arguments.keys() != {"response"}:
                     return arguments
         return None
 
     def was_cut_short(self) -> bool:
         """Whether its last model call or tool says that it was interrupted."""
-        inner = [span for span in self.own if span.kind is SpanKind.LLM or span.kind is SpanKind.TOOL]
-        return bool(inner) and at.was_cut_short(inner[-1])
+        for span in reversed(self.own):
+            if span.kind is SpanKind.LLM or span.kind is SpanKind.TOOL:
+                return at.was_cut_short(span)
+        return False
 
     def texts(self) -> list[str]:
         """The text of each answer of a model."""
