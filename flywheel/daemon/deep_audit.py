@@ -26,7 +26,7 @@ from flywheel.store.database import Store
 from flywheel.store.holdings import Holdings
 from flywheel.studio.census import Census, Group, WholeTrace
 from flywheel.studio.conversion import convert
-from flywheel.studio.scan import digest_of
+from flywheel.studio.growing import digest_of
 from flywheel.trace import Cursor, Selection
 
 

@@ -26,7 +26,9 @@ from flywheel.store import marks
 from flywheel.store.database import Store
 from flywheel.studio.conversion import Told, convert
 from flywheel.studio.conversion_process import ConversionProcess
-from flywheel.studio.reader import FOREVER_NS, Step, StudioReader
+from flywheel.studio.reader import StudioReader
+from flywheel.studio.scan import FOREVER_NS
+from flywheel.studio.step import Step
 from flywheel.trace import Cursor, Mark, Selection
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from flywheel.files import append_lines
 from flywheel.lines.reader import LinesReader
 from flywheel.store import export
 from flywheel.store.database import Store
-from flywheel.studio import database
+from flywheel.studio import database, page, reader
 
 POINTS: Final = (
     "before read",
@@ -54,11 +54,11 @@ class Trap:
 
 
 def set_up(trap: Trap) -> None:
-    page, lines, write, append = database.Database.page, LinesReader.read, Store.write, append_lines
+    read, lines, write, append = database.Database.page, LinesReader.read, Store.write, append_lines
 
     def trapped_page(self: database.Database, *args: Any) -> Any:
         trap.pass_by("before read")
-        found = page(self, *args)
+        found = read(self, *args)
         trap.pass_by("after read")
         return found
 
@@ -92,7 +92,7 @@ def set_up(trap: Trap) -> None:
         trap.pass_by("after append")
         return count
 
-    database.PAGE_ROWS = PAGE_ROWS  # type: ignore[misc]  # many commits in a pass
+    page.PAGE_ROWS = reader.STEP_ROWS = PAGE_ROWS  # type: ignore[misc]  # many commits in a pass
     database.Database.page = trapped_page  # type: ignore[method-assign,assignment]
     LinesReader.read = trapped_lines  # type: ignore[method-assign]
     Store.write = trapped_write  # type: ignore[method-assign]

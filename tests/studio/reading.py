@@ -11,8 +11,9 @@ from pathlib import Path
 from flywheel.config import IngestSettings
 from flywheel.states import SkipReason
 from flywheel.studio.conversion import tell
-from flywheel.studio.reader import Step, StudioReader
+from flywheel.studio.reader import StudioReader
 from flywheel.studio.schema import named
+from flywheel.studio.step import Step
 from flywheel.trace import Cursor, DeadRow, Mark, Reply, Selection
 
 NOW = datetime(2026, 11, 21, 6, 0, tzinfo=UTC)

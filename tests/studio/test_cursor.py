@@ -14,9 +14,8 @@ from msgspec.structs import replace
 
 from flywheel.config import IngestSettings
 from flywheel.states import SkipReason
-from flywheel.studio import database as studio_database
+from flywheel.studio import page, scan
 from flywheel.studio import reader as reading
-from flywheel.studio import scan
 from flywheel.studio.reader import StudioReader
 from flywheel.trace import Reply
 from tests.studio.reading import MUCH_LATER, NOW, Ledger, by_id, read_all
@@ -240,9 +239,10 @@ def test_a_batch_that_was_not_stored_is_told_again(tmp_path: Path) -> None:
 
 
 def pages_of(rows: int, monkeypatch: pytest.MonkeyPatch, *, near: int = 1, far: int = 5_000) -> None:
-    monkeypatch.setattr(studio_database, "PAGE_ROWS", rows)
+    monkeypatch.setattr(page, "PAGE_ROWS", rows)
+    monkeypatch.setattr(reading, "STEP_ROWS", rows)
     # On a busy machine a page would be cut off by time.
-    monkeypatch.setattr(studio_database, "HOLD_SECONDS", 60.0)
+    monkeypatch.setattr(page, "HOLD_SECONDS", 60.0)
     monkeypatch.setattr(scan, "NEAR_ROWS", near)
     monkeypatch.setattr(scan, "FAR_ROWS", far)
     monkeypatch.setattr(reading, "FAR_ROWS", far)
@@ -308,7 +308,8 @@ def test_a_parent_too_far_behind_is_told_once_more(tmp_path: Path, monkeypatch: 
 
 
 def test_a_page_is_held_for_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(studio_database, "HOLD_SECONDS", 0.0)
+    monkeypatch.setattr(page, "HOLD_SECONDS", 0.0)
+    monkeypatch.setattr(reading, "STEP_ROWS", 1)
     told, _, steps = read_all(DATA / "new_v2.sqlite")
     assert [step.rows for step in steps] == [1] * 247 + [0]
     assert by_id(told) == whole("new_v2")

@@ -17,7 +17,8 @@ import pytest
 
 from flywheel.config import IngestSettings
 from flywheel.errors import StudioError
-from flywheel.studio import database as studio_database
+from flywheel.studio import page
+from flywheel.studio import reader as reading
 from flywheel.studio.database import Database
 from flywheel.studio.reader import StudioReader
 from flywheel.trace import Cursor
@@ -275,7 +276,8 @@ def test_a_writer_is_never_blocked(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path = empty_like("new_v1", tmp_path / "studio.sqlite")
     spans = rows("new_v1")
     insert(path, spans[:200])
-    monkeypatch.setattr(studio_database, "PAGE_ROWS", 10)
+    monkeypatch.setattr(page, "PAGE_ROWS", 10)
+    monkeypatch.setattr(reading, "STEP_ROWS", 10)
     reader, ledger = StudioReader(path, QUICK), Ledger()
     at = 200
     for step in reader.read(ledger.cursor, ledger, now=NOW):
