@@ -295,3 +295,10 @@ def test_any_text_is_compared_by_what_the_plain_formula_says(text: str) -> None:
     assert likeness.words(text) == plain_words(text)
     assert likeness.numbers(text) == tuple(_NUMBERS.findall(plain_normalised(text)))
     assert opening.opening_of(text) == plain_opening(text)
+
+
+def test_more_words_than_are_remembered_are_hashed_the_same() -> None:
+    for start in range(0, 40_000, 1000):
+        text = " ".join(f"w{number}" for number in range(start, start + 1000))
+        assert likeness.words(text) == {xxhash.xxh32_intdigest(word.encode()) for word in text.split()}
+    assert likeness.words("x" * 1000) == {xxhash.xxh32_intdigest(b"x" * 1000)}
