@@ -6,7 +6,8 @@ written out here in numpy, without the sixty megabytes that a general library wo
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import xxhash
@@ -22,39 +23,86 @@ ROWS: Final = 4
 """A pair whose share of common words is 0.8 has a band in common with probability 1 - (1 - 0.8^4)^10 = 0.995."""
 
 
-@lru_cache(maxsize=256)
-def opening_of(query: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+_MOST_WORDS: Final = 4096
+"""Of the questions whose signatures are made at once: that takes two megabytes, or what one longer question takes."""
+
+_BAND: Final = ROWS * 4
+_BANDS: Final = [(slice(band * _BAND, (band + 1) * _BAND), band) for band in range(BANDS)]
+"""Where the bytes of each band are in those of a signature, and the band's seed."""
+
+Opening = tuple[tuple[int, ...], tuple[int, ...]]
+"""Words and bands."""
+
+
+def opening_of(query: str) -> Opening:
     """The words of a conversation's first question, sorted, and its bands: 63-bit keys.
 
     Only questions with the same numbers share bands: "What is 3 + 4?" is another question than "What is 3 + 5?".
     """
-    words = tuple(sorted(likeness.words(query)))
-    numbers = xxhash.xxh3_64_intdigest("\0".join(likeness.numbers(query)).encode("utf-8", "replace")) >> 1
-    return words, tuple(band ^ numbers for band in bands(words))
+    return openings_of((query,))[0]
 
 
-def bands(words: tuple[int, ...]) -> tuple[int, ...]:
-    """MinHash with banding (Broder 1997; Leskovec, Rajaraman, Ullman: Mining of Massive Datasets, 3.4).
+def openings_of(queries: Sequence[str]) -> list[Opening]:
+    """`opening_of` each of them; many take a good deal less time at once."""
+    words: list[tuple[int, ...]] = []
+    numbers: list[int] = []
+    for query in queries:
+        words.append(tuple(sorted(likeness.words(query))))
+        found = "\0".join(likeness.numbers(query))
+        numbers.append(xxhash.xxh3_64_intdigest(found.encode("utf-8", "replace")) >> 1)
+    return [
+        (own, tuple([band ^ number for band in keys]))
+        for own, number, keys in zip(words, numbers, bands(words), strict=True)
+    ]
+
+
+def bands(texts: Sequence[tuple[int, ...]]) -> list[list[int]]:
+    """The keys of each text by its words; none of one without words.
+
+    MinHash with banding (Broder 1997; Leskovec, Rajaraman, Ullman: Mining of Massive Datasets, 3.4).
+    """
+    signatures = _signatures([words for words in texts if words])
+    digest = xxhash.xxh3_64_intdigest
+    found: list[list[int]] = []
+    for words in texts:
+        if words:
+            signature = next(signatures)
+            found.append([digest(signature[place], seed) >> 1 for place, seed in _BANDS])
+        else:
+            found.append([])
+    return found
+
+
+def _signatures(texts: Sequence[tuple[int, ...]]) -> Iterator[bytes]:
+    """The least value of each permutation over the words of each text, as bytes.
 
     A permutation of the 32-bit words is x → a·x + b modulo 2^32 with an odd a; the words are hashes already.
     """
     import numpy as np
 
-    if not words:
-        return ()
     factors, offsets = _permutations()
-    # (permutation, word); unsigned arithmetic wraps around, which is the modulus.
-    values = (factors * np.asarray(words, dtype=np.uint32) + offsets).min(axis=1).reshape(BANDS, ROWS)
-    return tuple(xxhash.xxh3_64_intdigest(row.tobytes(), seed=band) >> 1 for band, row in enumerate(values))
+    end = 0
+    while end < len(texts):
+        words: list[int] = []
+        starts: list[int] = []
+        while end < len(texts) and (not words or len(words) + len(texts[end]) <= _MOST_WORDS):
+            starts.append(len(words))
+            words += texts[end]
+            end += 1
+        # (word, permutation); unsigned arithmetic wraps around, which is the modulus.
+        values = factors * np.array(words, dtype=np.uint32).reshape(-1, 1)
+        values += offsets
+        least = np.minimum.reduceat(values, starts, axis=0).tobytes()
+        size = BANDS * _BAND
+        yield from (least[place : place + size] for place in range(0, len(least), size))
 
 
 @cache
 def _permutations() -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """Factors and offsets as columns; from a hash, so that they are the same in every version of numpy."""
+    """Factors and offsets; from a hash, so that they are the same in every version of numpy."""
     import numpy as np
 
-    def column(name: bytes, bits: int) -> NDArray[Any]:
-        numbers = [xxhash.xxh32_intdigest(name, seed=k) | bits for k in range(BANDS * ROWS)]
-        return np.array(numbers, dtype=np.uint32).reshape(-1, 1)
+    def row(name: bytes, bits: int) -> NDArray[Any]:
+        return np.array([xxhash.xxh32_intdigest(name, seed=k) | bits for k in range(BANDS * ROWS)], dtype=np.uint32)
 
-    return column(b"factor", 1), column(b"offset", 0)
+    return row(b"factor", 1), row(b"offset", 0)

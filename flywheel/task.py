@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
 from typing import Any
 
 import orjson
+from msgspec import Struct
 
 from flywheel.states import Split
 from flywheel.trace import ChatMessage, Reply
@@ -16,8 +16,7 @@ NO_CONVERSATION = frozenset({"", "unknown", "[no_session_id]"})
 """What clients and servers write where they know no conversation: unrelated dialogues share these."""
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+class Task(Struct, frozen=True):
     """One line of `tasks.jsonl`. `prompt` is the history with the request as its last message."""
 
     task_id: str

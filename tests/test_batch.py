@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flywheel import likeness, opening
-from flywheel.batch import Entry, entry_of
+from flywheel.batch import Entry, entries_of, entry_of
 from flywheel.states import SkipReason
 from flywheel.trace import Reply
 from tests.samples import START, reply
@@ -210,6 +210,19 @@ REPLIES = {
 @pytest.mark.parametrize("name", REPLIES)
 def test_an_entry_is_what_the_plain_formula_says(name: str) -> None:
     assert entry_of(REPLIES[name], "/data/a.db") == plain_entry(REPLIES[name], "/data/a.db")
+
+
+def test_many_at_once_are_what_each_is_by_itself() -> None:
+    told = list(REPLIES.values())
+    assert entries_of(told, "/data/a.db") == [plain_entry(one, "/data/a.db") for one in told]
+    assert entries_of((), "/data/a.db") == []
+
+
+def test_questions_of_any_length_share_their_work() -> None:
+    """One is longer than what is done at once, and the others do not fit beside each other."""
+    lengths = [1, 4095, 1, 0, 5000, 3, 2000, 2000, 200, 0]
+    questions = [" ".join(f"w{number + length}" for number in range(length)) for length in lengths]
+    assert opening.openings_of(questions) == [plain_opening(question) for question in questions]
 
 
 GOLDEN = {

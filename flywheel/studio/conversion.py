@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from flywheel.batch import Entry, entry_of
+from flywheel.batch import Entry, entries_of
 from flywheel.states import SkipReason
 from flywheel.studio.recorded import Attributes
 from flywheel.studio.replies import finished_reply, unfinished_reply
@@ -23,6 +23,9 @@ from flywheel.trace import DeadRow, Reply, Selection
 
 _BAD_CONTENT = (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, OverflowError)
 """What content of a wrong shape raises. It costs its own reply, never the batch."""
+
+_AT_ONCE = 64
+"""Replies that become entries together: more save little, and what they were read from is held until then."""
 
 
 @dataclass(slots=True)
@@ -40,10 +43,15 @@ def convert(
     """Tell traces of `source`, each by its packed rows and whether spans are missing that may still come."""
     told = Told()
     known = named(schema)
+    replies: list[Reply] = []
     for rows, is_open in traces:
-        replies, dead = tell(known, rows, selection, is_open=is_open, kinds=told.kinds)
-        told.entries += [entry_of(reply, source) for reply in replies]
+        own, dead = tell(known, rows, selection, is_open=is_open, kinds=told.kinds)
+        replies += own
+        if len(replies) >= _AT_ONCE:
+            told.entries += entries_of(replies, source)
+            replies.clear()
         told.dead += dead
+    told.entries += entries_of(replies, source)
     return told
 
 
