@@ -81,7 +81,7 @@ def agent_output(span: Span) -> Message | None:
 def returned_metadata(span: Span) -> dict[str, Any]:
     """The metadata of the returned message, which only the repr of AgentScope 1.x has. Raises ReprError."""
     written = bytes(span.attributes.recorded.output)
-    if written.startswith(b'"') and b"metadata={" not in written:
+    if written.startswith(b'"') and written.count(b"metadata={") == written.count(b"metadata={}"):
         return {}
     found = messages_of(value_of(span.attributes.recorded.output))
     metadata = found[-1].get("metadata") if found else None
@@ -117,7 +117,10 @@ def _chat(raw: Raw, *, encoded: bool = False) -> list[ChatMessage]:
 @lru_cache(maxsize=1024)
 def _said(data: bytes) -> tuple[ChatMessage, ...]:
     """One item of a list of messages in the OpenAI form."""
-    return tuple(chat for message in messages_of(value_of(Raw(data))) for chat in chat_of(message))
+    value = value_of(Raw(data))
+    if isinstance(value, dict) and "role" in value:
+        return tuple(chat_of(value))
+    return tuple(chat for message in messages_of(value) for chat in chat_of(message))
 
 
 def speaker(span: Span) -> str:
@@ -278,12 +281,10 @@ def was_cut_short(span: Span) -> bool:
     if span.events and exception(span)[0].endswith("CancelledError"):
         return True
     attributes = span.attributes
-    reasons, call, output = (
-        attributes.gen_ai.response.finish_reasons,
-        attributes.gen_ai.tool.call,
-        attributes.recorded.output,
-    )
-    if not any(raw is not NOTHING and b"interrupted" in bytes(raw) for raw in (reasons, call, output)):
+    reasons, call = attributes.gen_ai.response.finish_reasons, attributes.gen_ai.tool.call
+    output = attributes.recorded.output
+    if b"interrupted" not in b" ".join((reasons, call, output)):
+        # Most of them: nothing needs to be read.
         return False
     found = value_of(reasons)
     if isinstance(found, list) and "interrupted" in found:

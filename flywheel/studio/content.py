@@ -27,6 +27,11 @@ def messages_of(value: Any, *, encoded: bool = False) -> list[Message]:
 
     With `encoded`, a text may also be the JSON of messages. Raises ReprError for a garbled repr.
     """
+    if isinstance(value, list):
+        for item in value:
+            if not isinstance(item, dict) or "role" not in item:
+                return [message for item in value for message in messages_of(item)]
+        return value
     if isinstance(value, str):
         if is_message(value):
             return [parse_call(value)]
@@ -38,11 +43,6 @@ def messages_of(value: Any, *, encoded: bool = False) -> list[Message]:
         return [{"role": "user", "content": value}] if value else []
     if isinstance(value, dict):
         return [value] if {"role", "parts", "content"} & value.keys() else []
-    if isinstance(value, list):
-        for item in value:
-            if not isinstance(item, dict) or "role" not in item:
-                return [message for item in value for message in messages_of(item)]
-        return value
     return []
 
 
@@ -83,8 +83,11 @@ def _plain(value: Any) -> str:
 
 def images_of(message: Message) -> list[str]:
     """References to the images of a message. Embedded data is named by its hash: it has no address."""
-    blocks = [block for block in blocks_of(message) if block.get("type") != "text"]
-    return [reference for block in blocks if (reference := _image(block))]
+    found = []
+    for block in blocks_of(message):
+        if block.get("type") != "text" and (reference := _image(block)):
+            found.append(reference)
+    return found
 
 
 def _image(block: dict[str, Any]) -> str:

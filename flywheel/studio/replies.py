@@ -45,7 +45,9 @@ def finished_reply(tree: Tree, agent: Span, selection: Selection) -> Reply:
     history, turn = _history(conversation, request, len(handed))
     asked = placement.asked if placement.role is Role.LAST else agent
     query = request if asked is agent else _request(at.agent_input(asked))
-    images = tuple(dict.fromkeys(image for message in handed for image in images_of(message)))
+    images: dict[str, None] = {}
+    for message in handed:
+        images.update(dict.fromkeys(images_of(message)))
     name = at.agent_name(agent)
     steps = work.trajectory(answer)
     is_asked = bool(query.strip() or images)
@@ -63,7 +65,7 @@ def finished_reply(tree: Tree, agent: Span, selection: Selection) -> Reply:
         turn=turn,
         history=history,
         trajectory=steps,
-        images=images,
+        images=tuple(images),
         structured=_structured(agent, work),
         errors=work.errors(steps),
         status=agent.status,
@@ -104,7 +106,10 @@ def unfinished_reply(tree: Tree, parent_id: str, children: Sequence[Span]) -> Re
 
 def _request(handed: Sequence[Message]) -> str:
     """The text of the last message with text; those before it are history."""
-    return next((text for message in reversed(handed) if (text := text_of(message))), "")
+    for message in reversed(handed):
+        if text := text_of(message):
+            return text
+    return ""
 
 
 def _history(conversation: Sequence[ChatMessage], request: str, handed: int) -> tuple[tuple[ChatMessage, ...], int]:

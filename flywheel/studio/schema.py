@@ -146,7 +146,7 @@ def _json(value: Any, column: str) -> Any:
 
 
 def _attributes(value: Any) -> Attributes:
-    if value is not None and not isinstance(value, bytes):
+    if value is not None and type(value) is not bytes:
         raise RowError(f"attributes {_is(value)}, not JSON text")
     try:
         return attributes_of(b"null" if value is None else value)
@@ -205,19 +205,19 @@ def _span_2(row: Row) -> Span:
     state, message = _STATUS_2.get(status) or _status_of(status)
     return Span(
         rowid,
-        _identifier(span_id, "id"),
-        _identifier(trace_id, "traceId"),
-        _text(parent, "parentSpanId"),
-        _text(name, "name"),
+        span_id.decode() if span_id and type(span_id) is bytes else _identifier(span_id, "id"),
+        trace_id.decode() if trace_id and type(trace_id) is bytes else _identifier(trace_id, "traceId"),
+        parent.decode() if type(parent) is bytes else _text(parent, "parentSpanId"),
+        name.decode() if type(name) is bytes else _text(name, "name"),
         kind,
         _decimal_ns(started, "startTimeUnixNano"),
         _decimal_ns(ended, "endTimeUnixNano"),
         state,
         message,
-        _text(conversation, "conversationId"),
+        conversation.decode() if type(conversation) is bytes else _text(conversation, "conversationId"),
         found,
-        _events(events),
-        _text(service, "serviceName"),
+        () if events == b"[]" else _events(events),
+        service.decode() if type(service) is bytes else _text(service, "serviceName"),
     )
 
 

@@ -8,7 +8,7 @@ answer, is the next turn of a conversation that the application wrapped into one
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import StrEnum
 
 from msgspec import Struct
@@ -39,18 +39,20 @@ class Tree:
     def __init__(self, spans: Mapping[str, Span], buried: Collection[str] = ()) -> None:
         self.spans = spans
         ordered = sorted(spans.values(), key=in_order)
-        children: dict[str, list[Span]] = {}
-        for span in ordered:
-            if parent := span.parent_id:
-                if parent in children:
-                    children[parent].append(span)
-                else:
-                    children[parent] = [span]
-        self._children = children
-        self.agents = [span for span in ordered if span.kind is SpanKind.AGENT]
-        """The agent spans in the order they began."""
+        self._is_plain = _is_plain(ordered)
+        """Whether one agent, at the top, called everything else by itself. Most traces are no more than that."""
+        self._children: dict[str, list[Span]] = {}
+        if self._is_plain:
+            self.agents = ordered[:1]
+            self._children[ordered[0].span_id] = ordered[1:]
+        else:
+            self.agents = [span for span in ordered if span.kind is SpanKind.AGENT]
+            """The agent spans in the order they began."""
+            for span in ordered:
+                if span.parent_id:
+                    self._children.setdefault(span.parent_id, []).append(span)
         self.missing = {
-            parent: under for parent, under in children.items() if parent not in spans and parent not in buried
+            parent: under for parent, under in self._children.items() if parent not in spans and parent not in buried
         }
         """Ids that spans name as their parent and that are not there, with those spans."""
         self.missing_agents = {parent: under for parent, under in self.missing.items() if _is_agents(under)}
@@ -68,13 +70,7 @@ class Tree:
 
     def cyclic(self) -> list[Span]:
         """The spans that are their own ancestors."""
-        waiting = [span for span in self.spans.values() if span.parent_id not in self.spans]
-        below = 0
-        while waiting:
-            below += 1
-            waiting += self._children.get(waiting.pop().span_id, ())
-        if below == len(self.spans):
-            # All of them hang from a root.
+        if self._is_plain:
             return []
         return [span for span in self.spans.values() if self._reaches_itself(span)]
 
@@ -88,6 +84,8 @@ class Tree:
         A reply that only delegates to its superclass is two agent spans of one name, one right below the other: the
         inner spans belong to both.
         """
+        if self._is_plain:
+            return self._children[agent_id]
         agent = self.spans.get(agent_id)
         found: list[Span] = []
         waiting = list(self._children.get(agent_id, ()))
@@ -109,6 +107,8 @@ class Tree:
 
     def placement(self, agent: Span) -> Placement:
         """The role of an agent span."""
+        if self._is_plain:
+            return Placement(Role.ROOT, agent)
         if self._placements is None:
             self._placements = self._placed()
         return self._placements[agent.span_id]
@@ -124,10 +124,7 @@ class Tree:
             else:
                 beside.setdefault(top.parent_id or top.span_id, []).append(agent)
         for agents in beside.values():
-            if len(agents) == 1:
-                placed[agents[0].span_id] = Placement(Role.ROOT, agents[0])
-            else:
-                placed |= _pipeline(agents)
+            placed |= _pipeline(agents)
         return placed
 
     def _below_missing_agent(self, top: Span, agent: Span) -> bool:
@@ -136,6 +133,13 @@ class Tree:
             return False
         others = (child for children in self.missing_agents.values() for child in children if child is not top)
         return top.parent_id in self.missing_agents or any(child.started_ns <= agent.started_ns for child in others)
+
+
+def _is_plain(ordered: Sequence[Span]) -> bool:
+    if not ordered or ordered[0].kind is not SpanKind.AGENT or ordered[0].parent_id:
+        return False
+    top = ordered[0].span_id
+    return all(span.parent_id == top and span.kind is not SpanKind.AGENT for span in ordered[1:])
 
 
 def _is_agents(children: list[Span]) -> bool:
