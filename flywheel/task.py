@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from datetime import UTC, datetime
 from typing import Any
 
 import orjson
@@ -51,16 +52,16 @@ class Task(Struct, frozen=True):
                 "model": reply.model,
                 "adapter": reply.adapter,
                 "turn": reply.turn,
-                "started_at": reply.started_at.isoformat(),
-                "ended_at": reply.ended_at.isoformat(),
+                "started_at": _iso(reply.started_at),
+                "ended_at": _iso(reply.ended_at),
                 "service": reply.service,
                 "input_tokens": reply.input_tokens,
                 "output_tokens": reply.output_tokens,
-                "tools_json": _json(list(reply.tools)),
-                "trajectory_json": _json(list(reply.trajectory)),
-                "structured_json": _json(reply.structured),
-                "images_json": _json(list(reply.images)),
-                "errors_json": _json(list(reply.errors)),
+                "tools_json": _json(list(reply.tools)) if reply.tools else "[]",
+                "trajectory_json": _json(list(reply.trajectory)) if reply.trajectory else "[]",
+                "structured_json": "null" if reply.structured is None else _json(reply.structured),
+                "images_json": _json(list(reply.images)) if reply.images else "[]",
+                "errors_json": _json(list(reply.errors)) if reply.errors else "[]",
                 "reference": reply.reference,
                 "split": self.split.value,
             },
@@ -73,6 +74,11 @@ def _json(value: object) -> str:
     except (orjson.JSONEncodeError, UnicodeDecodeError):
         # Numbers beyond 64 bits and lone surrogates.
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _iso(at: datetime) -> str:
+    """`isoformat`, which takes thrice as long where the offset need not be asked for."""
+    return orjson.dumps(at)[1:-1].decode() if at.tzinfo is UTC else at.isoformat()
 
 
 def qa_hash(query: str, answer: str) -> str:
