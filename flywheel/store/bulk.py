@@ -1,20 +1,25 @@
-"""Many values and many rows at once.
+"""Many values and many rows at once, in statements whose text is made once.
 
-Rows go to the driver as it takes them: SQLAlchemy's own way makes a dictionary of parameters for each, which takes
-longer than storing it.
+Values go to the driver as it takes them, and rows come back as it gives them: SQLAlchemy's own way makes objects for
+each, and looks at a statement anew whenever it is run, which takes longer than storing a row. Names come from the
+schema here too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from functools import cache
+from typing import Any, Final, TypeVar
 
-from sqlalchemy import Connection, Table, bindparam, insert
+from sqlalchemy import Column, Connection, Row, Select, Table, bindparam, func, select
+from sqlalchemy.dialects.sqlite.pysqlite import SQLiteDialect_pysqlite
 
 T = TypeVar("T")
 
-CHUNK = 500
+CHUNK: Final = 500
 """Values in one statement: SQLite takes no more than 999 in its older builds."""
+_DIALECT: Final = SQLiteDialect_pysqlite()
+_HOLE: Final = "__[POSTCOMPILE_wanted]"
 
 
 def chunks(values: Sequence[T]) -> Iterator[list[T]]:
@@ -23,14 +28,56 @@ def chunks(values: Sequence[T]) -> Iterator[list[T]]:
         yield list(values[start : start + CHUNK])
 
 
-def insert_many(conn: Connection, table: Table, columns: Sequence[str], rows: Sequence[tuple[object, ...]]) -> None:
-    """Insert rows, their values in the order of `columns` and as they are stored: JSON as text, no defaults."""
-    if not rows:
-        return
-    statement = insert(table).values({name: bindparam(name) for name in columns})
-    compiled = statement.compile(dialect=conn.dialect, column_keys=list(columns))
-    order = compiled.positiontup
-    if order is None or list(order) != list(columns):
-        places = [list(columns).index(name) for name in (order or columns)]
-        rows = [tuple(row[place] for place in places) for row in rows]
-    conn.exec_driver_sql(str(compiled), list(rows))
+class Lookup:
+    """A query for the rows that have one of some values in a column, however many values.
+
+    What is given with them takes the places of the query's own parameters, in their order.
+    """
+
+    def __init__(self, query: Select[Any], column: Column[Any]) -> None:
+        wanted = column.in_(bindparam("wanted", expanding=True))
+        self._text = str(query.where(wanted).compile(dialect=_DIALECT))
+        assert self._text.count(_HOLE) == 1
+
+    def rows(self, conn: Connection, values: Sequence[object], *given: object) -> Iterator[Row[Any]]:
+        for some in chunks(values):
+            # Filled up to one of a few lengths, so that the driver meets the same few texts again and again.
+            lacking = (1 << (len(some) - 1).bit_length()) - len(some)
+            filled = (*given, *some, *some[-1:] * lacking)
+            places = ", ".join("?" * (len(some) + lacking))
+            yield from conn.exec_driver_sql(self._text.replace(_HOLE, places), filled)
+
+
+def insert_many(
+    conn: Connection,
+    table: Table,
+    columns: tuple[str, ...],
+    rows: Sequence[tuple[object, ...]],
+    *,
+    replace: bool = False,
+) -> None:
+    """Insert rows, their values in the order of `columns` and as they are stored: JSON as text, no defaults.
+
+    They `replace` those with the same keys.
+    """
+    if rows:
+        conn.exec_driver_sql(_insertion(table, columns, replace), list(rows))
+
+
+def first_free(conn: Connection, column: Column[Any]) -> int:
+    """The first of the numbers that a writing transaction may give away itself: nobody else writes meanwhile."""
+    return int(conn.exec_driver_sql(_highest(column)).scalar_one()) + 1
+
+
+@cache
+def _insertion(table: Table, columns: tuple[str, ...], replace: bool) -> str:
+    quote = _DIALECT.identifier_preparer.quote
+    names = ", ".join(quote(table.c[name].name) for name in columns)
+    places = ", ".join("?" * len(columns))
+    return f"INSERT {'OR REPLACE ' if replace else ''}INTO {quote(table.name)} ({names}) VALUES ({places})"  # noqa: S608
+
+
+@cache
+def _highest(column: Column[Any]) -> str:
+    query = select(func.coalesce(func.max(column), 0))
+    return str(query.compile(dialect=_DIALECT, compile_kwargs={"literal_binds": True}))

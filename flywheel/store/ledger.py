@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
-from sqlalchemy import Connection, Row, func, insert, select, update
+from sqlalchemy import Connection, bindparam, func, insert, select, update
 
 from flywheel.batch import Batch, Entry
 from flywheel.states import ReplyState, SkipReason, Split, TaskState
 from flywheel.store import turns
-from flywheel.store.bulk import chunks, insert_many
+from flywheel.store.bulk import Lookup, first_free, insert_many
 from flywheel.store.letters import ROW, bury
 from flywheel.store.marks import remember
 from flywheel.store.retelling import retell
@@ -24,6 +24,9 @@ from flywheel.store.schema import replies, sources, tasks
 from flywheel.store.sides import Sides
 from flywheel.store.transitions import record, utcnow
 from flywheel.trace import Cursor, DeadRow
+
+_KNOWN: Final = Lookup(select(replies).where(replies.c.source_id == bindparam("source")), replies.c.span_id)
+_TASKS: Final = Lookup(select(tasks.c.key, tasks.c.id), tasks.c.key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,8 @@ def record_batch(conn: Connection, source: int, batch: Batch, *, train_ratio: fl
     """Store one batch in the caller's transaction."""
     done = Recorded(warnings=list(batch.warnings))
     told = {entry.span_id: entry for entry in batch.entries}
-    known = _known(conn, source, [*told, *(row.span_id for row in batch.dead)])
+    asked = [*told, *(row.span_id for row in batch.dead)]
+    known = {row.span_id: row for row in _KNOWN.rows(conn, asked, source)}
     sides = Sides(conn, list(told.values()), train_ratio=train_ratio, seed=split_seed)
     for span, before in known.items():
         if span in told:
@@ -105,7 +109,7 @@ def record_batch(conn: Connection, source: int, batch: Batch, *, train_ratio: fl
                 line=lambda entry: _line(conn, entry, sides.of(entry)),
                 make=lambda entry: _record_tasks(conn, [entry], sides, done)[entry.key],
             )
-    new = [entry for span, entry in told.items() if span not in known]
+    new = [entry for span, entry in told.items() if span not in known] if known else list(told.values())
     _record_replies(conn, source, new, sides, done)
     sides.store()
     for row in {row.span_id: row for row in batch.dead}.values():
@@ -131,29 +135,19 @@ def record_batch(conn: Connection, source: int, batch: Batch, *, train_ratio: fl
     return done
 
 
-def _known(conn: Connection, source: int, spans: Sequence[str]) -> dict[str, Row[Any]]:
-    found: dict[str, Row[Any]] = {}
-    for some in chunks(spans):
-        rows = conn.execute(select(replies).where(replies.c.source_id == source, replies.c.span_id.in_(some)))
-        found |= {row.span_id: row for row in rows}
-    return found
-
-
 def _record_replies(conn: Connection, source: int, new: Sequence[Entry], sides: Sides, done: Recorded) -> None:
     """Replies that were not known: all at once, however many."""
     if not new:
         return
     made = _record_tasks(conn, [entry for entry in new if entry.skip is None], sides, done)
     now = utcnow()
-    insert_many(
-        conn,
-        replies,
-        (
-            "source_id", "span_id", "trace_id", "conversation_id", "agent", "state", "skip_reason", "detail",
-            "task_id", "content", "created_at",
-        ),
-        [
+    number = first_free(conn, replies.c.id)
+    by_skip: dict[SkipReason | None, list[str]] = {}
+    rows: list[tuple[object, ...]] = []
+    for entry in new:
+        rows.append(
             (
+                number,
                 source,
                 entry.span_id,
                 entry.trace_id,
@@ -166,15 +160,21 @@ def _record_replies(conn: Connection, source: int, new: Sequence[Entry], sides: 
                 entry.content,
                 now,
             )
-            for entry in new
-        ],
-    )  # fmt: skip
-    ids = _reply_ids(conn, source, [entry.span_id for entry in new])
-    for skip in dict.fromkeys(entry.skip for entry in new):
-        some = (str(ids[entry.span_id]) for entry in new if entry.skip is skip)
+        )
+        by_skip.setdefault(entry.skip, []).append(str(number))
+        number += 1
+    insert_many(conn, replies, _REPLY_COLUMNS, rows)
+    for skip, some in by_skip.items():
         record(conn, replies.name, some, ReplyState.CLOSED, _end(skip), skip or "")
+        if skip:
+            done.skipped[skip.value] += len(some)
     done.new_replies += len(new)
-    done.skipped += Counter(entry.skip.value for entry in new if entry.skip)
+
+
+_REPLY_COLUMNS: Final = (
+    "id", "source_id", "span_id", "trace_id", "conversation_id", "agent", "state", "skip_reason", "detail", "task_id",
+    "content", "created_at",
+)  # fmt: skip
 
 
 def _end(skip: SkipReason | None) -> ReplyState:
@@ -184,64 +184,53 @@ def _end(skip: SkipReason | None) -> ReplyState:
 def _record_tasks(conn: Connection, new: Sequence[Entry], sides: Sides, done: Recorded) -> dict[str, int]:
     """The tasks of these entries by key; the same reply seen through another source (a copy) has one already."""
     wanted = {entry.key: entry for entry in new}
-    made = _task_ids(conn, list(wanted))
-    now = utcnow()
+    made: dict[str, int] = {row.key: row.id for row in _TASKS.rows(conn, list(wanted))}
     lacking = [entry for key, entry in wanted.items() if key not in made]
     if not lacking:
         return made
+    now = utcnow()
+    number = first_free(conn, tasks.c.id)
     # One by one in the order they began: a later turn of a conversation is shown the earlier ones.
     linked = sorted((entry for entry in lacking if entry.linked), key=lambda entry: entry.started_at)
     plain = [entry for entry in lacking if not entry.linked]
+    fresh: dict[str, int] = {}
     for some in (plain, *([entry] for entry in linked)):
-        rows = [_task_row(conn, entry, sides.of(entry), now) for entry in some]
+        rows: list[tuple[object, ...]] = []
+        for entry in some:
+            side = sides.of(entry)
+            fresh[entry.key] = number
+            rows.append(
+                (
+                    number,
+                    entry.key,
+                    entry.conversation_id,
+                    entry.agent,
+                    entry.adapter,
+                    entry.started_at,
+                    side.value,
+                    TaskState.PENDING.value,
+                    _line(conn, entry, side),
+                    False,
+                    now,
+                )
+            )
+            number += 1
         insert_many(conn, tasks, _TASK_COLUMNS, rows)
-    fresh = _task_ids(conn, [entry.key for entry in lacking])
-    record(conn, tasks.name, (str(number) for number in fresh.values()), None, TaskState.PENDING)
+    record(conn, tasks.name, map(str, fresh.values()), None, TaskState.PENDING)
     done.new_tasks += len(fresh)
     return made | fresh
 
 
-_TASK_COLUMNS = (
-    "key", "conversation_id", "agent", "adapter", "started_at", "split", "state", "payload", "exported", "created_at",
+_TASK_COLUMNS: Final = (
+    "id", "key", "conversation_id", "agent", "adapter", "started_at", "split", "state", "payload", "exported",
+    "created_at",
 )  # fmt: skip
-
-
-def _task_row(conn: Connection, entry: Entry, side: Split, now: str) -> tuple[object, ...]:
-    return (
-        entry.key,
-        entry.conversation_id,
-        entry.agent,
-        entry.adapter,
-        entry.started_at,
-        side.value,
-        TaskState.PENDING.value,
-        _line(conn, entry, side),
-        False,
-        now,
-    )
 
 
 def _line(conn: Connection, entry: Entry, side: Split) -> str:
     """The task as it is exported: on its side, and with the turns before it."""
     earlier = turns.before(conn, entry) if entry.linked else []
     return turns.line(entry, side, earlier)
-
-
-def _reply_ids(conn: Connection, source: int, spans: Sequence[str]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for some in chunks(spans):
-        query = select(replies.c.span_id, replies.c.id)
-        rows = conn.execute(query.where(replies.c.source_id == source, replies.c.span_id.in_(some)))
-        found |= {row[0]: row[1] for row in rows}
-    return found
-
-
-def _task_ids(conn: Connection, keys: Sequence[str]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for some in chunks(keys):
-        rows = conn.execute(select(tasks.c.key, tasks.c.id).where(tasks.c.key.in_(some)))
-        found |= {row.key: row.id for row in rows}
-    return found
 
 
 def _record_dead(conn: Connection, source: int, row: DeadRow, done: Recorded) -> None:

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Final
 
-from sqlalchemy import Connection, Row, delete, select, update
+from sqlalchemy import Connection, Row, bindparam, select, update
 
-from flywheel.store.bulk import chunks, insert_many
+from flywheel.store.bulk import Lookup, chunks, insert_many
 from flywheel.store.schema import traces
 from flywheel.trace import Mark
+
+_OF_TRACES: Final = Lookup(select(traces).where(traces.c.source_id == bindparam("source")), traces.c.trace_id)
 
 
 def marks_of(conn: Connection, source: int, trace_ids: Sequence[str]) -> dict[str, Mark]:
     """The marks of these traces, as far as there are any."""
-    found: dict[str, Mark] = {}
-    for some in chunks(trace_ids):
-        rows = conn.execute(select(traces).where(traces.c.source_id == source, traces.c.trace_id.in_(some)))
-        found |= {row.trace_id: _mark(row) for row in rows}
-    return found
+    return {row.trace_id: _mark(row) for row in _OF_TRACES.rows(conn, trace_ids, source)}
 
 
 def open_marks(conn: Connection, source: int) -> list[Mark]:
@@ -31,8 +29,6 @@ def open_marks(conn: Connection, source: int) -> list[Mark]:
 def remember(conn: Connection, source: int, marks: Iterable[Mark]) -> None:
     """Store marks in place of those there were; of several of one trace, the last."""
     latest = {mark.trace_id: mark for mark in marks}
-    for some in chunks(list(latest)):
-        conn.execute(delete(traces).where(traces.c.source_id == source, traces.c.trace_id.in_(some)))
     insert_many(
         conn,
         traces,
@@ -41,6 +37,7 @@ def remember(conn: Connection, source: int, marks: Iterable[Mark]) -> None:
             (source, mark.trace_id, spelled(mark.rowids), mark.digest, mark.generation, mark.is_open)
             for mark in latest.values()
         ],
+        replace=True,
     )
 
 
@@ -57,13 +54,16 @@ def reopen(conn: Connection, source: int, trace_ids: Sequence[str]) -> int:
 
 
 def _mark(row: Row[Any]) -> Mark:
-    return Mark(row.trace_id, parsed(row.rowids), row.digest, row.generation, row.is_open)
+    return Mark(row.trace_id, parsed(row.rowids), row.digest, row.generation, bool(row.is_open))
 
 
 def spelled(rowids: Sequence[int]) -> str:
     """Ascending numbers as ranges: `7-9,12`."""
     if not rowids:
         return ""
+    if rowids[-1] - rowids[0] == len(rowids) - 1:
+        # As nearly all are: a trace's rows are written one after the other.
+        return f"{rowids[0]}-{rowids[-1]}" if len(rowids) > 1 else str(rowids[0])
     starts = [rowids[0], *(after for before, after in pairwise(rowids) if after != before + 1)]
     ends = [*(before for before, after in pairwise(rowids) if after != before + 1), rowids[-1]]
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))

@@ -10,24 +10,32 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
+from msgspec import Struct
 from sqlalchemy import Connection, func, select
 
 from flywheel import likeness
 from flywheel.batch import Entry
 from flywheel.states import Split
-from flywheel.store.bulk import chunks, insert_many
+from flywheel.store.bulk import Lookup, insert_many
 from flywheel.store.schema import conversations, openings
 from flywheel.task import conversation_key, split_of
 
 TEMPLATE: Final = 50
 
+_SIDES: Final = Lookup(select(conversations.c.key, conversations.c.split), conversations.c.key)
+_OPENINGS: Final = Lookup(
+    select(openings.c.band, openings.c.key, conversations.c.split, conversations.c.words).select_from(
+        openings.join(conversations)
+    ),
+    openings.c.band,
+)
 
-@dataclass(frozen=True, slots=True)
-class _Opening:
+
+class _Opening(Struct, frozen=True):
     key: str
+    split: Split
     words: frozenset[int]
 
 
@@ -38,19 +46,11 @@ class Sides:
         self._conn = conn
         self._train_ratio = train_ratio
         self._seed = seed
-        keys = list(dict.fromkeys(conversation_key(entry.conversation_id, entry.trace_id) for entry in entries))
-        self._sides: dict[str, Split] = {}
-        self._follows: Counter[str] = Counter()
-        for some in chunks(keys):
-            rows = conn.execute(
-                select(conversations.c.key, conversations.c.split).where(conversations.c.key.in_(some))
-            )
-            self._sides |= {row.key: Split(row.split) for row in rows}
-        new = [
-            entry
-            for entry in entries
-            if entry.bands and conversation_key(entry.conversation_id, entry.trace_id) not in self._sides
-        ]
+        self._followers: Counter[str] = Counter()
+        keys = [conversation_key(entry.conversation_id, entry.trace_id) for entry in entries]
+        stored = _SIDES.rows(conn, list(dict.fromkeys(keys)))
+        self._sides = {row.key: Split(row.split) for row in stored}
+        new = [entry for key, entry in zip(keys, entries, strict=True) if key not in self._sides]
         self._alike = self._known({band for entry in new for band in entry.bands})
         self._new: list[tuple[object, ...]] = []
         self._new_openings: list[tuple[object, ...]] = []
@@ -70,48 +70,39 @@ class Sides:
     def _decide(self, key: str, entry: Entry) -> Split:
         split = split_of(entry.conversation_id, entry.trace_id, train_ratio=self._train_ratio, seed=self._seed)
         like = self._nearest(entry)
-        follows = like is not None and self._followers(like) < TEMPLATE
-        if like is not None and follows:
-            split = self._side_of(like)
-        followed = like if like is not None and follows else key
-        self._follows[followed] += followed != key
+        followed = key
+        if like is not None and self._followers_of(like.key) < TEMPLATE:
+            split, followed = like.split, like.key
+            self._followers[followed] += 1
         self._new.append((key, split.value, followed, array("I", entry.words).tobytes()))
         if like is None:
             # Only the first of those that are alike is looked for: the others would be found through it.
-            words = frozenset(entry.words)
+            opening = _Opening(key, split, frozenset(entry.words))
             for band in dict.fromkeys(entry.bands):
-                self._alike.setdefault(band, []).append(_Opening(key, words))
+                self._alike.setdefault(band, []).append(opening)
                 self._new_openings.append((band, key))
         return split
 
-    def _nearest(self, entry: Entry) -> str | None:
-        words = frozenset(entry.words)
+    def _nearest(self, entry: Entry) -> _Opening | None:
         candidates = {opening.key: opening for band in entry.bands for opening in self._alike.get(band, ())}
-        best = max(
-            ((likeness.likeness(words, opening.words), key) for key, opening in candidates.items()), default=None
-        )
-        return best[1] if best is not None and best[0] >= likeness.NEAR else None
+        if not candidates:
+            return None
+        words = frozenset(entry.words)
+        share, key = max((likeness.likeness(words, opening.words), key) for key, opening in candidates.items())
+        return candidates[key] if share >= likeness.NEAR else None
 
-    def _side_of(self, key: str) -> Split:
-        if key in self._sides:
-            return self._sides[key]
-        found = self._conn.execute(select(conversations.c.split).where(conversations.c.key == key)).scalar_one()
-        return Split(found)
-
-    def _followers(self, key: str) -> int:
-        stored = self._conn.execute(
-            select(func.count()).select_from(conversations).where(conversations.c.like == key)
-        ).scalar_one()
-        return int(stored) + self._follows[key]
+    def _followers_of(self, key: str) -> int:
+        """How many conversations have joined this one; itself is counted too if it is stored."""
+        if key not in self._followers:
+            query = select(func.count()).select_from(conversations).where(conversations.c.like == key)
+            self._followers[key] = int(self._conn.execute(query).scalar_one())
+        return self._followers[key]
 
     def _known(self, bands: set[int]) -> dict[int, list[_Opening]]:
         found: dict[int, list[_Opening]] = {}
-        for some in chunks(sorted(bands)):
-            rows = self._conn.execute(
-                select(openings.c.band, openings.c.key, conversations.c.words)
-                .select_from(openings.join(conversations))
-                .where(openings.c.band.in_(some))
-            )
-            for row in rows:
-                found.setdefault(row.band, []).append(_Opening(row.key, frozenset(array("I", row.words))))
+        read: dict[str, _Opening] = {}
+        for row in _OPENINGS.rows(self._conn, sorted(bands)):
+            if row.key not in read:
+                read[row.key] = _Opening(row.key, Split(row.split), frozenset(array("I", row.words)))
+            found.setdefault(row.band, []).append(read[row.key])
         return found

@@ -63,6 +63,7 @@ def record(
 ) -> None:
     """Write the history of `subjects`; nothing is ever deleted from it."""
     now = utcnow()
-    before = None if old is None else str(old)
-    rows = [(now, kind, subject, before, str(new), str(detail)) for subject in subjects]
+    # Plain strings: the driver asks any other kind how it wants to be stored, each time.
+    kind, before, after, told = str(kind), None if old is None else str(old), str(new), str(detail)
+    rows = [(now, kind, subject, before, after, told) for subject in subjects]
     insert_many(conn, schema.events, ("at", "kind", "subject", "old", "new", "detail"), rows)

@@ -15,6 +15,9 @@ from flywheel.trace import ChatMessage
 
 MOST: Final = 50
 """Earlier turns that are shown, at most: the last ones."""
+_TRAIN: Final = b'"split":"train"}}'
+_HELD_OUT: Final = b'"split":"held-out"}}'
+"""How lines end, since a task's split is the last of its metadata and they are the last of the task."""
 
 
 def before(conn: Connection, entry: Entry) -> list[tuple[str, str]]:
@@ -38,8 +41,9 @@ def before(conn: Connection, entry: Entry) -> list[tuple[str, str]]:
 
 def line(entry: Entry, side: Split, earlier: list[tuple[str, str]]) -> str:
     """The entry's task line on its side, with the earlier turns before it."""
-    if not earlier and side is Split.TRAIN:
-        return entry.line.decode()
+    if not earlier and (side is Split.TRAIN or entry.line.endswith(_TRAIN)):
+        line = entry.line if side is Split.TRAIN else entry.line.removesuffix(_TRAIN) + _HELD_OUT
+        return line.decode()
     task = orjson.loads(entry.line)
     task["metadata"]["split"] = side.value
     if earlier:
