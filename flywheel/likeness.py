@@ -76,20 +76,27 @@ _ASCII: Final = bytes(ord(_FOLDED[ord(chr(code).casefold())].strip() or " ") for
 """The same for ASCII in one pass, but for the spaces around the symbols."""
 
 
-@lru_cache(maxsize=8)
 def normalised(text: str) -> str:
     """The text without case, width, punctuation and the kind of its white space; operators and decimals stay.
 
     A text of nothing but punctuation stays as it is.
     """
+    return " ".join(_spaced(text).split())
+
+
+@lru_cache(maxsize=8)
+def _spaced(text: str) -> str:
+    """The text normalised but for the number of its spaces."""
     if text.isascii():
         plain = text.casefold()
         folded = _SYMBOLS.sub(r" \g<0> ", text.encode("ascii").translate(_ASCII).decode("ascii"))
     else:
         plain = _composed(_composed(text).casefold())
         folded = plain.translate(_FOLDED)
-    marked = _MARKS.sub(_mark, " ".join(folded.split()))
-    return " ".join(marked.split()) or " ".join(plain.split())
+    if "  " in folded:
+        folded = " ".join(folded.split())
+    marked = _MARKS.sub(_mark, folded)
+    return plain if not marked or marked.isspace() else marked
 
 
 def _composed(text: str) -> str:
@@ -125,11 +132,11 @@ _hash_of: Final = _Hashes().__getitem__
 
 def words(text: str) -> frozenset[int]:
     """32-bit hashes of the different words; scripts without spaces count by pairs of characters."""
-    plain = normalised(text)
-    if plain.isascii():
-        return frozenset(map(_hash_of, plain.split()))
+    spaced = _spaced(text)
+    if spaced.isascii():
+        return frozenset(map(_hash_of, spaced.split()))
     found: set[str] = set()
-    for word in plain.split():
+    for word in spaced.split():
         if word.isascii():
             found.add(word)
             continue
@@ -143,7 +150,7 @@ def words(text: str) -> frozenset[int]:
 
 def numbers(text: str) -> tuple[str, ...]:
     """The numbers in their order, with the operators beside them: 3 + 4 is another question than 3 + 5 or 3 - 4."""
-    return tuple(_NUMBERS.findall(normalised(text)))
+    return tuple(_NUMBERS.findall(_spaced(text)))
 
 
 def likeness(a: frozenset[int], b: frozenset[int]) -> float:
