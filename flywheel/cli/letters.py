@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async
+from flywheel.cli.state import look_at
 from flywheel.config import Config
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def _show(config: Config, ids: list[int], every: bool, as_json: bool) -> None:
         told = [asdict(letter) | history for letter, history in zip(found, histories, strict=True)]
         return told, letters.count(conn)
 
-    found, counts = run_async(_look(config, look))
+    found, counts = run_async(look_at(config, look))
     if as_json:
         print_json({"letters": found, **counts})
     elif ids:
@@ -104,16 +105,6 @@ def _drop(config: Config, ids: list[int] | None, as_json: bool) -> None:
 
 def _named(letter: Letter) -> dict[str, Any]:
     return {"id": letter.id, "kind": letter.kind, "subject": letter.subject}
-
-
-async def _look(config: Config, look: Callable[[Connection], T]) -> T:
-    from flywheel.store.database import Store
-
-    store = await Store.view(config.state_dir)
-    try:
-        return await store.read(look)
-    finally:
-        await store.close()
 
 
 async def _change(config: Config, change: Callable[[Connection], T]) -> T:

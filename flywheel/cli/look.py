@@ -4,37 +4,25 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async
 from flywheel.cli.facts import Fact, counted, grid, place, plain, source_text
+from flywheel.cli.state import look_at
 from flywheel.config import Config, StudioSource
 from flywheel.errors import EXIT_FAILED, StoreError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from sqlalchemy import Connection
 
     from flywheel.daemon.deep_audit import DeepAudit
     from flywheel.store.audit import Balance
 
-T = TypeVar("T")
-
 ROUND_COLUMNS = ("round", "state", "reward", "held-out score", "why")
-
-
-async def _look(config: Config, look: Callable[[Connection], T]) -> T:
-    from flywheel.store.database import Store
-
-    store = await Store.view(config.state_dir)
-    try:
-        return await store.read(look)
-    finally:
-        await store.close()
 
 
 @app.command()
@@ -50,7 +38,7 @@ def status(
     settings = load_config(config)
 
     def look() -> dict[str, Any]:
-        return run_async(_look(settings, lambda conn: snapshot(conn, settings)))
+        return run_async(look_at(settings, lambda conn: snapshot(conn, settings)))
 
     if as_json:
         print_json(look())
@@ -190,7 +178,7 @@ def why(
     """Tell which conversations made an adapter, or what became of a trace."""
     from flywheel.store.lineage import why as tell
 
-    story = run_async(_look(load_config(config), lambda conn: tell(conn, subject)))
+    story = run_async(look_at(load_config(config), lambda conn: tell(conn, subject)))
     if story is None:
         raise StoreError(
             f"explain {subject}",

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async
+from flywheel.cli.state import look_at
 from flywheel.config import Config
 from flywheel.errors import EXIT_FAILED, TrainError
 
@@ -65,14 +66,9 @@ async def _debug(config: Config) -> dict[str, Any]:
     from flywheel.daemon.planner import debug_spec
     from flywheel.daemon.status import metrics_of
     from flywheel.daemon.worker_process import WorkerProcess, result_of
-    from flywheel.store.database import Store
 
     rubric = rubric_of(config)
-    store = await Store.view(config.state_dir)
-    try:
-        spec = await store.read(debug_spec, config, rubric)
-    finally:
-        await store.close()
+    spec = await look_at(config, debug_spec, config, rubric)
     directory = config.state_dir / "rounds" / "debug"
     worker = await WorkerProcess.start(directory, spec)
     try:

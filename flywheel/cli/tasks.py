@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async
+from flywheel.cli.state import look_at
 from flywheel.config import Config
 from flywheel.errors import EXIT_USAGE, StoreError
 from flywheel.states import TaskState
@@ -39,7 +40,7 @@ def show(
         return
     from flywheel.store.influence import of_state
 
-    found = run_async(_look(load_config(config), lambda conn: of_state(conn, state, limit)))
+    found = run_async(look_at(load_config(config), lambda conn: of_state(conn, state, limit)))
     shown = [
         {
             "task_id": row.key,
@@ -114,16 +115,6 @@ def _decide(
         print_json({past: done})
     else:
         typer.echo(f"{len(done)} {past}")
-
-
-async def _look(config: Config, look: Callable[[Connection], Any]) -> Any:
-    from flywheel.store.database import Store
-
-    store = await Store.view(config.state_dir)
-    try:
-        return await store.read(look)
-    finally:
-        await store.close()
 
 
 async def _change(config: Config, change: Callable[[Connection], list[str]]) -> list[str]:
