@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 BANDS: Final = 10
 ROWS: Final = 4
-"""A pair whose share of common words is 0.8 has a band in common with probability 1 - (1 - 0.8^4)^10 = 0.995."""
-
+"""A pair whose share of common words is 0.8 has a band in common with probability 1 - (1 - 0.8^4)^10 = 0.995
+(Leskovec, Rajaraman, Ullman: Mining of Massive Datasets, 3.4)."""
 
 _MOST_WORDS: Final = 4096
-"""Of the questions whose signatures are made at once: that takes two megabytes, or what one longer question takes."""
+"""Of the questions whose signatures are made at once, in a matrix of 0.7 MB; a longer one is alone."""
 
 _BAND: Final = ROWS * 4
 _BANDS: Final = [(slice(band * _BAND, (band + 1) * _BAND), band) for band in range(BANDS)]
@@ -44,37 +44,20 @@ def opening_of(query: str) -> Opening:
 
 def openings_of(queries: Sequence[str]) -> list[Opening]:
     """`opening_of` each of them; many take a good deal less time at once."""
-    words: list[tuple[int, ...]] = []
-    numbers: list[int] = []
-    for query in queries:
-        words.append(tuple(sorted(likeness.words(query))))
-        found = "\0".join(likeness.numbers(query))
-        numbers.append(xxhash.xxh3_64_intdigest(found.encode("utf-8", "replace")) >> 1)
-    return [
-        (own, tuple([band ^ number for band in keys]))
-        for own, number, keys in zip(words, numbers, bands(words), strict=True)
-    ]
+    # Words and numbers of a question right after each other: its normalised text is kept for a moment only.
+    texts = [(tuple(sorted(likeness.words(query))), likeness.numbers(query)) for query in queries]
+    signatures = _signatures([words for words, _ in texts if words])
+    return [(words, _bands(next(signatures), numbers) if words else ()) for words, numbers in texts]
 
 
-def bands(texts: Sequence[tuple[int, ...]]) -> list[list[int]]:
-    """The keys of each text by its words; none of one without words.
-
-    MinHash with banding (Broder 1997; Leskovec, Rajaraman, Ullman: Mining of Massive Datasets, 3.4).
-    """
-    signatures = _signatures([words for words in texts if words])
+def _bands(signature: bytes, numbers: tuple[str, ...]) -> tuple[int, ...]:
     digest = xxhash.xxh3_64_intdigest
-    found: list[list[int]] = []
-    for words in texts:
-        if words:
-            signature = next(signatures)
-            found.append([digest(signature[place], seed) >> 1 for place, seed in _BANDS])
-        else:
-            found.append([])
-    return found
+    scope = digest("\0".join(numbers).encode("utf-8", "replace")) >> 1
+    return tuple([digest(signature[place], seed) >> 1 ^ scope for place, seed in _BANDS])
 
 
 def _signatures(texts: Sequence[tuple[int, ...]]) -> Iterator[bytes]:
-    """The least value of each permutation over the words of each text, as bytes.
+    """MinHash (Broder 1997): the least value of each permutation over the words of each text, as bytes.
 
     A permutation of the 32-bit words is x → a·x + b modulo 2^32 with an odd a; the words are hashes already.
     """
