@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from flywheel.batch import Batch
 from flywheel.config import Config
+from flywheel.daemon.audit_findings import Compared, TaskFile
 from flywheel.daemon.ingestion import Ingestion
-from flywheel.daemon.task_file_audit import TaskFile, compare_task_file, first_few
+from flywheel.daemon.task_file_audit import compare_task_file
 from flywheel.errors import SourceError
 from flywheel.lines.file import is_listed
 from flywheel.lines.reader import LinesReader
@@ -28,76 +28,6 @@ from flywheel.studio.census import Census, Group, WholeTrace
 from flywheel.studio.conversion import convert
 from flywheel.studio.growing import digest_of
 from flywheel.trace import Cursor, Selection
-
-
-@dataclass(slots=True)
-class Compared:
-    """One source. `agent_spans` is the sum of `in_ledger`, `missing` and `not_read_yet`; `changed` are in the ledger.
-
-    `gone` are in the ledger and no longer in the source; `told_otherwise` are those whose rows are what they were and
-    that would become something else today, by other settings or another version of Flywheel.
-    """
-
-    path: Path
-    type: str
-    condition: str = "ok"
-    error: str = ""
-    in_ledger: int = 0
-    not_read_yet: int = 0
-    gone: int = 0
-    told_otherwise: int = 0
-    missing: list[str] = field(default_factory=list)
-    changed: list[str] = field(default_factory=list)
-
-    @property
-    def agent_spans(self) -> int:
-        return self.in_ledger + len(self.missing) + self.not_read_yet
-
-    @property
-    def problems(self) -> list[str]:
-        found = [self.error] if self.error else []
-        if self.missing:
-            found.append(
-                f"{len(self.missing)} agent spans of {self.path} are not in the ledger: {first_few(self.missing)}"
-            )
-        if self.changed:
-            found.append(
-                f"{len(self.changed)} replies of {self.path} read otherwise now than they were told: "
-                f"{first_few(self.changed)}. `flywheel ingest --sweep` looks at all of them again."
-            )
-        return found
-
-    @property
-    def line(self) -> str:
-        """What was found in words."""
-        words = [
-            f"{number} {what}"
-            for number, what in (
-                (len(self.missing), "missing"),
-                (len(self.changed), "changed"),
-                (self.not_read_yet, "not read yet"),
-                (self.gone, "in the ledger and gone from the source"),
-                (self.told_otherwise, "that would be told otherwise today"),
-            )
-            if number
-        ]
-        found = f"{self.agent_spans} agent spans, {self.in_ledger} of them in the ledger"
-        return f"{self.path} ({self.condition}): {'; '.join([found, *words])}"
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "path": str(self.path),
-            "type": self.type,
-            "condition": self.condition,
-            "agent_spans": self.agent_spans,
-            "in_ledger": self.in_ledger,
-            "missing": len(self.missing),
-            "changed": len(self.changed),
-            "gone": self.gone,
-            "not_read_yet": self.not_read_yet,
-            "told_otherwise": self.told_otherwise,
-            "error": self.error,
-        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,90 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import orjson
 
+from flywheel.daemon.audit_findings import TaskFile
 from flywheel.store import holdings
 from flywheel.store.database import Store
 
-SHOWN: Final = 5
-"""Names that a message lists, at most."""
 _LOOKS: Final = 10
 _PAUSE_SECONDS: Final = 0.1
 """A line that is just being appended is whole soon."""
-
-
-@dataclass(slots=True)
-class TaskFile:
-    """`exported` tasks are in this file, were `moved_away` with an earlier one, or are `lost`.
-
-    `waiting` ones are still to be written. `unknown` lines are tasks that the state has not: an older state was put
-    back, or another program wrote them.
-    """
-
-    path: Path
-    lines: int = 0
-    exported: int = 0
-    waiting: int = 0
-    moved_away: int = 0
-    unknown: int = 0
-    twice: list[str] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
-    torn: list[int] = field(default_factory=list)
-    error: str = ""
-
-    @property
-    def problems(self) -> list[str]:
-        found = [self.error] if self.error else []
-        if self.twice:
-            found.append(f"{len(self.twice)} tasks stand more than once in {self.path}: {first_few(self.twice)}")
-        if self.lost:
-            found.append(
-                f"{len(self.lost)} exported tasks are missing between others in {self.path}: {first_few(self.lost)}"
-            )
-        if self.torn:
-            numbers = first_few([str(number) for number in self.torn])
-            found.append(f"{len(self.torn)} lines of {self.path} are torn or no tasks: line {numbers}")
-        return found
-
-    @property
-    def line(self) -> str:
-        """What was found in words."""
-        words = [
-            f"{number} {what}"
-            for number, what in (
-                (len(self.twice), "more than once"),
-                (len(self.lost), "missing"),
-                (len(self.torn), "torn lines"),
-                (self.moved_away, "moved away with an earlier file"),
-                (self.waiting, "still to be written"),
-                (self.unknown, "that the state does not know"),
-            )
-            if number
-        ]
-        return f"{self.path}: {'; '.join([f'{self.lines} lines, {self.exported} tasks exported', *words])}"
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "path": str(self.path),
-            "lines": self.lines,
-            "exported": self.exported,
-            "waiting": self.waiting,
-            "moved_away": self.moved_away,
-            "unknown": self.unknown,
-            "twice": len(self.twice),
-            "lost": len(self.lost),
-            "torn": len(self.torn),
-            "error": self.error,
-        }
-
-
-def first_few(names: list[str]) -> str:
-    """The first names of a list, for a message."""
-    return ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")
 
 
 async def compare_task_file(store: Store, path: Path) -> TaskFile:

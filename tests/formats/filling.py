@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from flywheel.store.schema import tasks, verdicts
 from flywheel.task import Task, task_id
 from flywheel.trace import Reply
 from flywheel.verdict import Outcome
+from tests.samples import START, reply
 
-START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 SYSTEM = {"role": "system", "content": "You do sums."}
 CALCULATE = {
     "type": "function",
@@ -40,22 +39,6 @@ LOOK_UP = {
         "parameters": {"type": "object", "properties": {"unit": {"type": "string"}, "digits": {"type": "integer"}}},
     },
 }
-
-
-def reply(number: int, **values: Any) -> Reply:
-    started = START + timedelta(seconds=number)
-    defaults: dict[str, Any] = {
-        "span_id": f"span{number:012d}",
-        "trace_id": f"trace{number:027d}",
-        "conversation_id": f"conversation-{number}",
-        "agent": "Tutor",
-        "query": f"What is {number} plus 1?",
-        "answer": f"\\boxed{{{number + 1}}}",
-        "started_at": started,
-        "ended_at": started + timedelta(seconds=1),
-        "history": (SYSTEM,),
-    }
-    return Reply(**{**defaults, **values})
 
 
 def call(number: int, name: str, arguments: str) -> dict[str, Any]:

@@ -1,0 +1,145 @@
+"""What a deep audit found, in numbers and in words. Plain data: who looks for it is elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+SHOWN: Final = 5
+"""Names that a message lists, at most."""
+
+
+@dataclass(slots=True)
+class Compared:
+    """One source. `agent_spans` is the sum of `in_ledger`, `missing` and `not_read_yet`; `changed` are in the ledger.
+
+    `gone` are in the ledger and no longer in the source; `told_otherwise` are those whose rows are what they were and
+    that would become something else today, by other settings or another version of Flywheel.
+    """
+
+    path: Path
+    type: str
+    condition: str = "ok"
+    error: str = ""
+    in_ledger: int = 0
+    not_read_yet: int = 0
+    gone: int = 0
+    told_otherwise: int = 0
+    missing: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+
+    @property
+    def agent_spans(self) -> int:
+        return self.in_ledger + len(self.missing) + self.not_read_yet
+
+    @property
+    def problems(self) -> list[str]:
+        found = [self.error] if self.error else []
+        if self.missing:
+            found.append(
+                f"{len(self.missing)} agent spans of {self.path} are not in the ledger: {first_few(self.missing)}"
+            )
+        if self.changed:
+            found.append(
+                f"{len(self.changed)} replies of {self.path} read otherwise now than they were told: "
+                f"{first_few(self.changed)}. `flywheel ingest --sweep` looks at all of them again."
+            )
+        return found
+
+    @property
+    def line(self) -> str:
+        """What was found in words."""
+        return _counted(
+            f"{self.path} ({self.condition}): {self.agent_spans} agent spans, {self.in_ledger} of them in the ledger",
+            (len(self.missing), "missing"),
+            (len(self.changed), "changed"),
+            (self.not_read_yet, "not read yet"),
+            (self.gone, "in the ledger and gone from the source"),
+            (self.told_otherwise, "that would be told otherwise today"),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "path": str(self.path),
+            "type": self.type,
+            "condition": self.condition,
+            "agent_spans": self.agent_spans,
+            "in_ledger": self.in_ledger,
+            "missing": len(self.missing),
+            "changed": len(self.changed),
+            "gone": self.gone,
+            "not_read_yet": self.not_read_yet,
+            "told_otherwise": self.told_otherwise,
+            "error": self.error,
+        }
+
+
+@dataclass(slots=True)
+class TaskFile:
+    """`exported` tasks are in this file, were `moved_away` with an earlier one, or are `lost`.
+
+    `waiting` ones are still to be written. `unknown` lines are tasks that the state has not: an older state was put
+    back, or another program wrote them.
+    """
+
+    path: Path
+    lines: int = 0
+    exported: int = 0
+    waiting: int = 0
+    moved_away: int = 0
+    unknown: int = 0
+    twice: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    torn: list[int] = field(default_factory=list)
+    error: str = ""
+
+    @property
+    def problems(self) -> list[str]:
+        found = [self.error] if self.error else []
+        if self.twice:
+            found.append(f"{len(self.twice)} tasks stand more than once in {self.path}: {first_few(self.twice)}")
+        if self.lost:
+            found.append(
+                f"{len(self.lost)} exported tasks are missing between others in {self.path}: {first_few(self.lost)}"
+            )
+        if self.torn:
+            numbers = first_few([str(number) for number in self.torn])
+            found.append(f"{len(self.torn)} lines of {self.path} are torn or no tasks: line {numbers}")
+        return found
+
+    @property
+    def line(self) -> str:
+        """What was found in words."""
+        return _counted(
+            f"{self.path}: {self.lines} lines, {self.exported} tasks exported",
+            (len(self.twice), "more than once"),
+            (len(self.lost), "missing"),
+            (len(self.torn), "torn lines"),
+            (self.moved_away, "moved away with an earlier file"),
+            (self.waiting, "still to be written"),
+            (self.unknown, "that the state does not know"),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "path": str(self.path),
+            "lines": self.lines,
+            "exported": self.exported,
+            "waiting": self.waiting,
+            "moved_away": self.moved_away,
+            "unknown": self.unknown,
+            "twice": len(self.twice),
+            "lost": len(self.lost),
+            "torn": len(self.torn),
+            "error": self.error,
+        }
+
+
+def first_few(names: list[str]) -> str:
+    """The first names of a list, for a message."""
+    return ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")
+
+
+def _counted(found: str, *numbers: tuple[int, str]) -> str:
+    return "; ".join([found, *(f"{number} {what}" for number, what in numbers if number)])
