@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec import Raw, Struct
 
-from flywheel.studio.recorded import NOTHING, Attributes, attributes_of, first_of, items_of, value_of
+from flywheel.studio.recorded import NOTHING, attributes_of, first_of, items_of, value_of
 
 DATA = Path(__file__).parent.parent / "data" / "studio"
 
