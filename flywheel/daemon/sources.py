@@ -49,6 +49,7 @@ class Sources:
         self._stages: dict[Path, Stage] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._sweeps: dict[Path, asyncio.Task[None]] = {}
+        self._due: dict[Path, asyncio.TimerHandle] = {}
         self._receivers: list[Receiver] = []
         self._watcher: Watcher | None = None
 
@@ -91,6 +92,8 @@ class Sources:
             self._watcher.stop()
         for receiver in self._receivers:
             await receiver.stop()
+        for timer in self._due.values():
+            timer.cancel()
         for sweep in self._sweeps.values():
             sweep.cancel()
         for stage in (self._export, *self._stages.values()):
@@ -112,9 +115,17 @@ class Sources:
             self._tell_of(intake, await intake.look_back())
         if intake.path not in self._sweeps and await intake.is_sweep_due():
             self._sweeps[intake.path] = asyncio.create_task(self._sweep(intake))
+        self._wake_when_due(intake)
+
+    def _wake_when_due(self, intake: Intake) -> None:
+        """Each pass says anew when the next one is due; what the one before it said no longer holds."""
+        if (earlier := self._due.pop(intake.path, None)) is not None:
+            earlier.cancel()
         if (due := intake.due_at) is not None:
             wake = self._stages[intake.path].wake
-            asyncio.get_running_loop().call_later(max(0.0, due - time.time()) + 0.001, wake.set)
+            self._due[intake.path] = asyncio.get_running_loop().call_later(
+                max(0.0, due - time.time()) + 0.001, wake.set
+            )
 
     async def _sweep(self, intake: Intake) -> None:
         try:
