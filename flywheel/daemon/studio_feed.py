@@ -1,8 +1,9 @@
 """One Studio database on its way into the ledger: pages are read, traces converted, batches stored, all at once.
 
 Reading has a thread of its own, so a slow disk holds up no other source. Of a long history the traces are converted
-in a process of its own while the next pages are read and the last ones stored; batches are stored in the order they
-were read, so a crash leaves a whole prefix.
+in a process of its own while the next pages are read and the last ones stored; what that has no time for, while
+nothing is stored, the reader's thread converts. Batches are stored in the order they were read, so a crash leaves a
+whole prefix.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,9 +35,13 @@ from flywheel.trace import Cursor, Mark, Selection
 T = TypeVar("T")
 
 LONG_ROWS: Final = 4_000
-"""A pass that has read so many rows goes on with a process that converts."""
-AHEAD: Final = 3
-"""Pages that are read ahead of what is stored."""
+"""A pass that has so many rows ahead of it goes on with a process that converts."""
+AHEAD: Final = 4
+"""Steps that are read ahead of what is stored."""
+ENOUGH: Final = 2
+"""With so many steps to convert, the process is busy for as long as converting another one takes."""
+_MET: Final = 500_000
+"""Traces that are known to be new without a look at the ledger, at most: they take some 50 bytes each."""
 RECENT_ROWS = 5_000
 """How far back a look at what was changed in place goes, whenever the source has changed."""
 
@@ -61,20 +66,45 @@ class Progress:
 
 
 class _Memory:
-    """The ledger's memory of a source, asked from the reader's thread."""
+    """The ledger's memory of a source, asked from the reader's thread.
 
-    def __init__(self, store: Store, source: int) -> None:
+    A `first` pass is the only one that stores something meanwhile. If there is nothing to remember when it begins,
+    only traces that it meets again need to be asked for.
+    """
+
+    def __init__(self, store: Store, source: int, *, first: bool = False) -> None:
         self._store = store
         self._source = source
+        self._first = first
+        self._met: set[int] | None = None
         self._loop = asyncio.get_running_loop()
 
     def open_marks(self) -> Sequence[Mark]:
-        return asyncio.run_coroutine_threadsafe(self._store.read(marks.open_marks, self._source), self._loop).result()
+        if self._first and not self._ask(marks.has_marks):
+            self._met = set()
+            return []
+        return self._ask(marks.open_marks)
 
     def marks(self, trace_ids: Sequence[str]) -> Mapping[str, Mark]:
-        return asyncio.run_coroutine_threadsafe(
-            self._store.read(marks.marks_of, self._source, trace_ids), self._loop
-        ).result()
+        if self._met is not None:
+            again = [trace for trace in trace_ids if hash(trace) in self._met]
+            self._met.update(map(hash, trace_ids))
+            if len(self._met) > _MET:
+                self._met = None
+            trace_ids = again
+        return self._ask(marks.marks_of, trace_ids) if trace_ids else {}
+
+    def _ask(self, question: Callable[..., T], *values: object) -> T:
+        asked = self._store.read(question, self._source, *values)
+        return asyncio.run_coroutine_threadsafe(asked, self._loop).result()
+
+
+@dataclass(slots=True)
+class _Portion:
+    """A step without its traces, and what they are told as by and by."""
+
+    step: Step
+    told: Future[Told]
 
 
 class StudioFeed:
@@ -86,102 +116,110 @@ class StudioFeed:
         self.progress = Progress()
         self.kinds: Counter[str] = Counter()
         self._store = store
-        self._reader = StudioReader(path, config.ingest)
+        self.reader = StudioReader(path, config.ingest)
         agents = config.ingest.agents
         self._selection = Selection(frozenset(agents.include), frozenset(agents.exclude))
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="studio")
-        self._converting = ThreadPoolExecutor(max_workers=1, thread_name_prefix="convert")
         self._process: ConversionProcess | None = None
+        self._is_storing = False
 
     @property
     def schema(self) -> str:
-        return self._reader.schema
+        return self.reader.schema
 
     @property
     def longest_read_ms(self) -> float:
-        return self._reader.longest_read_ms
+        return self.reader.longest_read_ms
+
+    @property
+    def converter(self) -> int | None:
+        """The process that converts, while there is one."""
+        return self._process.pid if self._process is not None else None
 
     async def read(self, number: int, cursor: Cursor, *, final: bool) -> AsyncGenerator[Batch]:
         """One pass, batch by batch; each must be stored before the next is asked for."""
-        memory = _Memory(self._store, number)
+        memory = _Memory(self._store, number, first=not cursor.rowid)
         self.progress = Progress()
-        steps = self._reader.read(cursor, memory, now=datetime.now(UTC), final=final)
-        async for batch in self._batches(steps):
-            yield batch
+        steps = self.reader.read(cursor, memory, now=datetime.now(UTC), final=final)
+        # Whoever leaves early leaves both: the inner one ends the process.
+        async with contextlib.aclosing(self._batches(steps)) as batches:
+            async for batch in batches:
+                yield batch
 
     @property
     def due_at(self) -> float | None:
         """When a trace that is waited for is done if nothing more comes, seconds since 1970; None if none is."""
-        return self._reader.due_ns / 1e9 if self._reader.due_ns < FOREVER_NS else None
+        return self.reader.due_ns / 1e9 if self.reader.due_ns < FOREVER_NS else None
 
     def look_back(self, number: int, *, whole: bool) -> LookBack:
         """Look for what was changed in place, in the newest rows or in all of them."""
         memory = _Memory(self._store, number)
-        steps = self._reader.sweep(memory, now=datetime.now(UTC), last=None if whole else RECENT_ROWS)
+        steps = self.reader.sweep(memory, now=datetime.now(UTC), last=None if whole else RECENT_ROWS)
         return LookBack(self, steps, whole=whole)
-
-    async def rows_in_all(self) -> int:
-        """About how many rows the source has."""
-        return await self.in_thread(self._reader.rows_in_all)
 
     def forget(self) -> None:
         """What was handed out last was not stored."""
-        self._reader.forget()
+        self.reader.forget()
 
     async def close(self) -> None:
         """End the threads and the child; to be called once."""
-        await self.in_thread(self._reader.close)
-        self._end_process()
+        await self.in_thread(self._end_process)
+        await self.in_thread(self.reader.close)
         self._thread.shutdown()
-        self._converting.shutdown()
 
     async def _batches(self, steps: Generator[Step]) -> AsyncGenerator[Batch]:
         """Steps are read and converted ahead while batches are stored: a short queue between the three."""
-        queue: asyncio.Queue[asyncio.Task[Batch] | None] = asyncio.Queue(AHEAD)
+        queue: asyncio.Queue[_Portion | None] = asyncio.Queue(AHEAD)
 
         async def produce() -> None:
             try:
-                while (step := await self.in_thread(lambda: next(steps, None))) is not None:
-                    await self._notice(step)
-                    await queue.put(asyncio.create_task(self.convert(step)))
+                while (portion := await self.in_thread(lambda: self._next(steps))) is not None:
+                    await queue.put(portion)
             finally:
                 await queue.put(None)
 
         producer = asyncio.create_task(produce())
         try:
-            while (task := await queue.get()) is not None:
-                yield await task
+            while (portion := await queue.get()) is not None:
+                batch = self._batch(portion.step, await asyncio.wrap_future(portion.told))
+                del portion
+                self._is_storing = True
+                yield batch
+                self._is_storing = False
             await producer
         except BaseException:
             producer.cancel()
             while not queue.empty():
-                if (task := queue.get_nowait()) is not None:
-                    task.cancel()
+                queue.get_nowait()
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await producer
             await self.in_thread(steps.close)
-            await self.in_thread(self._reader.forget)
+            await self.in_thread(self.reader.forget)
             raise
         finally:
-            self._end_process()
+            self._is_storing = False
+            await self.in_thread(self._end_process)
 
-    async def _notice(self, step: Step) -> None:
+    def _next(self, steps: Generator[Step]) -> _Portion | None:
+        """The next step, converted or about to be; None at the end."""
+        step = next(steps, None)
+        if step is None:
+            return None
         self.progress.read += step.rows
         if step.more and not self.progress.in_all:
-            last = await self.rows_in_all()
-            self.progress.in_all = self.progress.read + max(0, last - step.cursor.rowid)
-        if step.more and self.progress.read >= LONG_ROWS and self._process is None:
-            self._process = ConversionProcess()
-
-    async def convert(self, step: Step) -> Batch:
-        """A step in the ledger's form."""
+            left = max(0, self.reader.rows_in_all() - step.cursor.rowid)
+            self.progress.in_all = self.progress.read + left
+            if left >= LONG_ROWS:
+                self._process = ConversionProcess()
         traces = [(trace.rows, trace.is_open) for trace in step.traces]
-        told = Told()
-        if traces:
-            work = self._process.convert if self._process is not None else convert
-            told = await asyncio.get_running_loop().run_in_executor(
-                self._converting, work, self._reader.schema, traces, self._selection, str(self.path)
-            )
+        if not traces or self._process is None or (self._process.waiting >= ENOUGH and not self._is_storing):
+            told: Future[Told] = Future()
+            told.set_result(convert(self.schema, traces, self._selection, str(self.path)))
+        else:
+            told = self._process.convert(self.schema, traces, self._selection, str(self.path))
+        return _Portion(replace(step, traces=()), told)
+
+    def _batch(self, step: Step, told: Told) -> Batch:
         self.kinds += told.kinds
         return Batch(
             cursor=step.cursor,
@@ -195,6 +233,11 @@ class StudioFeed:
         if self._process is not None:
             self._process.close()
             self._process = None
+
+    def convert(self, step: Step) -> Batch:
+        """A step in the ledger's form."""
+        traces = [(trace.rows, trace.is_open) for trace in step.traces]
+        return self._batch(step, convert(self.schema, traces, self._selection, str(self.path)))
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Run something with the reader, which belongs to one thread."""
@@ -212,18 +255,18 @@ class LookBack:
 
     async def next(self) -> Batch | None:
         """What the next page brought; None at the end. It has no cursor: a pass may have moved that since."""
-        step = await self._feed.in_thread(lambda: next(self._steps, None))
-        if step is None:
-            return None
-        if self._whole:
-            await self._notice(step)
-        return replace(await self._feed.convert(step), cursor=None)
+        return await self._feed.in_thread(self._next)
 
     async def close(self) -> None:
         await self._feed.in_thread(self._steps.close)
 
-    async def _notice(self, step: Step) -> None:
-        if step.more and not self._progress.in_all:
-            self._progress.in_all = await self._feed.rows_in_all()
-        self._progress.read += step.rows
-        self._feed.progress = self._progress
+    def _next(self) -> Batch | None:
+        step = next(self._steps, None)
+        if step is None:
+            return None
+        if self._whole:
+            if step.more and not self._progress.in_all:
+                self._progress.in_all = self._feed.reader.rows_in_all()
+            self._progress.read += step.rows
+            self._feed.progress = self._progress
+        return replace(self._feed.convert(step), cursor=None)

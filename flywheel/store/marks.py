@@ -20,6 +20,11 @@ def marks_of(conn: Connection, source: int, trace_ids: Sequence[str]) -> dict[st
     return {row.trace_id: _mark(row) for row in _OF_TRACES.rows(conn, trace_ids, source)}
 
 
+def has_marks(conn: Connection, source: int) -> bool:
+    """Whether anything is remembered of this source."""
+    return conn.execute(select(traces.c.trace_id).where(traces.c.source_id == source).limit(1)).first() is not None
+
+
 def open_marks(conn: Connection, source: int) -> list[Mark]:
     """The marks of the traces that are waited for."""
     rows = conn.execute(select(traces).where(traces.c.source_id == source, traces.c.is_open))

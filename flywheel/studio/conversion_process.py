@@ -1,27 +1,53 @@
 """Conversion in a process of its own, while a long history is read: parsing then costs the reader no time.
 
-The child reads its standard input and ends with it, so that a parent that was killed leaves nothing behind. Messages
-are pickled: both ends are this program, on a pipe that nobody else has.
+The child reads its standard input and ends with it, so that a parent that was killed leaves nothing behind. Several
+questions may be on their way, so that it need not wait for the next one; they are answered in their order.
 """
 
 from __future__ import annotations
 
 import contextlib
-import pickle
+import fcntl
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import IO, Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import IO, Final
 
+import msgspec
+from msgspec import Struct
+
+from flywheel.batch import Entry
 from flywheel.errors import StudioError
 from flywheel.studio.conversion import Told, convert
-from flywheel.trace import Selection
+from flywheel.trace import DeadRow, Selection
 
-_LENGTH = 8
+_LENGTH: Final = 8
+_PIPE_BYTES: Final = 1 << 20
+"""What fits into a pipe, where the system lets it be chosen: a long message then takes few turns."""
+
+
+class Question(Struct, array_like=True, frozen=True):
+    """What `conversion.convert` is given."""
+
+    schema: str
+    traces: list[tuple[dict[int, bytes], bool]]
+    selection: Selection
+    source: str
+
+
+class Answer(Struct, array_like=True, frozen=True):
+    """What `conversion.convert` tells, or why it could not."""
+
+    entries: list[Entry] = []
+    dead: list[DeadRow] = []
+    kinds: dict[str, int] = {}
+    error: str = ""
 
 
 class ConversionProcess:
-    """A child that converts what it is given. One thread at a time may use it."""
+    """A child that converts what it is given."""
 
     def __init__(self) -> None:
         self._child = subprocess.Popen(
@@ -29,62 +55,102 @@ class ConversionProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
+        assert self._child.stdin is not None and self._child.stdout is not None
+        self._to_child, self._from_child = self._child.stdin, self._child.stdout
+        for pipe in (self._to_child, self._from_child):
+            _enlarge(pipe)
+        # Both block, and each must go on while the other does.
+        self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ask")
+        self._receiver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="answer")
+        self._decoder = msgspec.msgpack.Decoder(Answer)
+        self._asked = 0
+        self._answered = 0
 
     @property
     def pid(self) -> int:
         return self._child.pid
 
+    @property
+    def waiting(self) -> int:
+        """Questions that are not answered yet."""
+        return self._asked - self._answered
+
     def convert(
         self, schema: str, traces: Sequence[tuple[Mapping[int, bytes], bool]], selection: Selection, source: str
-    ) -> Told:
-        """As `conversion.convert`. Raises StudioError when the child has died."""
-        assert self._child.stdin is not None and self._child.stdout is not None
+    ) -> Future[Told]:
+        """As `conversion.convert`, later. One thread may ask. The future raises StudioError if the child has died."""
+        question = msgspec.msgpack.encode((schema, traces, selection, source))
+        self._asked += 1
+        sent = self._sender.submit(_send, self._to_child, question)
+        return self._receiver.submit(self._told, sent, source)
+
+    def _told(self, sent: Future[None], source: str) -> Told:
         try:
-            _send(self._child.stdin, (schema, traces, selection, source))
-            answer = _receive(self._child.stdout)
+            sent.result()
+            message = _receive(self._from_child)
         except OSError:
-            answer = None
-        if not isinstance(answer, Told):
+            message = None
+        finally:
+            self._answered += 1
+        answer = Answer(error="the process that parses them has died")
+        if message is not None:
+            answer = self._decoder.decode(message)
+        if answer.error:
             raise StudioError(
                 f"convert traces of {source}",
-                "the process that parses them has died" if answer is None else str(answer),
-                "They are read again at the next pass; look for memory or the system log if it goes on.",
+                answer.error,
+                "They are read again at the next pass; if it goes on, look at the system log, and report it.",
                 retryable=True,
             )
-        return answer
+        return Told(answer.entries, answer.dead, Counter(answer.kinds))
 
     def close(self) -> None:
-        """End the child."""
-        for pipe in (self._child.stdin, self._child.stdout):
-            assert pipe is not None
+        """End the child. What it has not answered is not answered any more."""
+        # It has nothing to lose, and both threads wait for it.
+        self._child.kill()
+        self._child.wait()
+        for thread in (self._sender, self._receiver):
+            thread.shutdown(cancel_futures=True)
+        for pipe in (self._to_child, self._from_child):
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
-        try:
-            self._child.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self._child.kill()
-            self._child.wait()
 
 
-def _send(pipe: IO[bytes], message: object) -> None:
-    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    pipe.write(len(data).to_bytes(_LENGTH, "big"))
-    pipe.write(data)
+def _enlarge(pipe: IO[bytes]) -> None:
+    if hasattr(fcntl, "F_SETPIPE_SZ"):
+        # The system may set a lower limit.
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+
+
+def _send(pipe: IO[bytes], message: bytes) -> None:
+    pipe.write(len(message).to_bytes(_LENGTH, "big"))
+    pipe.write(message)
     pipe.flush()
 
 
-def _receive(pipe: IO[bytes]) -> Any:
+def _receive(pipe: IO[bytes]) -> bytes | None:
     """The next message, None at the end."""
     head = pipe.read(_LENGTH)
     size = int.from_bytes(head, "big")
-    data = pipe.read(size) if len(head) == _LENGTH else b""
-    return pickle.loads(data) if size and len(data) == size else None
+    message = pipe.read(size) if len(head) == _LENGTH else b""
+    return message if size and len(message) == size else None
+
+
+def _answer(question: Question) -> bytes:
+    try:
+        told = convert(question.schema, question.traces, question.selection, question.source)
+        return msgspec.msgpack.encode(Answer(told.entries, told.dead, told.kinds))
+    except Exception as error:
+        # A defect: the parent says which, and the questions behind this one are not lost with it.
+        return msgspec.msgpack.encode(Answer(error=f"{type(error).__name__}: {error}"))
 
 
 def main() -> None:
     """The child: answer until the input ends."""
-    while (question := _receive(sys.stdin.buffer)) is not None:
-        _send(sys.stdout.buffer, convert(*question))
+    decoder = msgspec.msgpack.Decoder(Question)
+    while (message := _receive(sys.stdin.buffer)) is not None:
+        _send(sys.stdout.buffer, _answer(decoder.decode(message)))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from flywheel.studio.schema import MAX_CELL, TABLE, Row
 
 HOLD_SECONDS: Final = 0.008
 """How long a page is read. Beside a writer, and on a busy machine, that must stay far below Studio's patience."""
-PAGE_ROWS: Final = 2000
-PAGE_BYTES: Final = 8 * 1024 * 1024
+PAGE_ROWS: Final = 500
+PAGE_BYTES: Final = 2 * 1024 * 1024
 _IDS: Final = 3
 """A row begins with the ids of its span, trace and parent."""
 _BEGINNING: Final = 500

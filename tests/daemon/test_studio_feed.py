@@ -1,0 +1,125 @@
+"""A long history on its way: converted here or in a process, it arrives in order, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from flywheel.batch import Batch
+from flywheel.config import Config, parse
+from flywheel.daemon import studio_feed
+from flywheel.daemon.ingestion import Ingestion
+from flywheel.daemon.studio_feed import StudioFeed
+from flywheel.errors import StudioError
+from flywheel.store import marks
+from flywheel.store.database import Store
+from flywheel.studio import page, scan
+from flywheel.studio import reader as reading
+from flywheel.trace import Cursor
+from tests.studio.writer import DATA, Studio, agent, chat, message, part
+
+
+@pytest.fixture(autouse=True)
+def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is otherwise long."""
+    monkeypatch.setattr(page, "PAGE_ROWS", 10)
+    monkeypatch.setattr(page, "HOLD_SECONDS", 60.0)
+    monkeypatch.setattr(reading, "STEP_ROWS", 20)
+    monkeypatch.setattr(scan, "NEAR_ROWS", 5)
+    monkeypatch.setattr(studio_feed, "LONG_ROWS", 40)
+
+
+def config_of(path: Path, folder: Path) -> Config:
+    return parse({"state": {"dir": "state"}, "sources": [{"path": str(path)}]}, "the test's", folder)
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[Store]:
+    store = await Store.open(tmp_path / "state")
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def feed(store: Store, tmp_path: Path) -> AsyncIterator[StudioFeed]:
+    path = DATA / "new_v2.sqlite"
+    feed = StudioFeed(path, config_of(path, tmp_path), store)
+    yield feed
+    await feed.close()
+
+
+async def batches_of(feed: StudioFeed) -> list[Batch]:
+    batches = [batch async for batch in feed.read(1, Cursor(), final=True)]
+    feed.forget()
+    return batches
+
+
+async def test_whoever_converts_the_batches_are_the_same(feed: StudioFeed, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    for long_rows, enough in ((10**9, 0), (40, 0), (40, 1), (40, 10**9)):
+        monkeypatch.setattr(studio_feed, "LONG_ROWS", long_rows)
+        monkeypatch.setattr(studio_feed, "ENOUGH", enough)
+        told.append(await batches_of(feed))
+    assert told[1:] == told[:1] * 3
+    cursors = [batch.cursor.rowid for batch in told[0] if batch.cursor is not None]
+    assert cursors == [*range(20, 247, 20), 247]
+    assert sum(len(batch.entries) for batch in told[0]) == 105
+
+
+async def test_a_process_that_dies_ends_the_pass_and_the_next_goes_on(
+    feed: StudioFeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(studio_feed, "ENOUGH", 10**9)
+    whole = await batches_of(feed)
+    stored: list[Batch] = []
+    with pytest.raises(StudioError, match="has died"):
+        async for batch in feed.read(1, Cursor(), final=True):
+            stored.append(batch)
+            if len(stored) == 2:
+                assert feed.converter is not None
+                os.kill(feed.converter, signal.SIGKILL)
+    assert feed.converter is None
+    assert stored == whole[: len(stored)], "a whole prefix"
+    cursor = stored[-1].cursor
+    assert cursor is not None and cursor.rowid < 247
+    assert await batches_of(feed) == whole
+
+
+async def test_a_pass_that_is_left_leaves_no_process(feed: StudioFeed) -> None:
+    async with aclosing(feed.read(1, Cursor(), final=True)) as batches:
+        async for batch in batches:
+            if batch.cursor is not None and batch.cursor.rowid >= 60:
+                break
+        child = feed.converter
+    assert child is not None and feed.converter is None
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
+async def test_a_trace_that_is_met_again_in_a_first_pass_is_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its mark was stored in this very pass, long enough ago that only the ledger remembers it."""
+    monkeypatch.setattr(reading, "_FRESH", 1)
+    asked = [message("system", part("s")), message("user", part("q"))]
+    studio = Studio(tmp_path / "studio.sqlite")
+    studio.write(
+        agent("a1", "q", "a", trace="again", ended=3),
+        *(agent(f"b{number}", trace=f"other {number}") for number in range(200)),
+        chat("late", asked, "a", parent="a1", trace="again", ended=2),
+        *(agent(f"c{number}", trace=f"more {number}") for number in range(30)),
+    )
+    store = await Store.open(tmp_path / "state")
+    ingestion = Ingestion(store, config_of(studio.path, tmp_path))
+    (intake,) = ingestion.intakes()
+    report = await intake.read(final=True)
+    assert (report.counts.replies, report.counts.dead, report.error) == (231, 0, None)
+    remembered = await store.read(marks.marks_of, report.source_id, ["again"])
+    assert (remembered["again"].rowids, remembered["again"].is_open) == ((1, 202), False)
+    await ingestion.close()
+    await store.close()
