@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+_QUOTES: Final = "'\""
 _ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"'}
 _WORDS: Final = (("None", None), ("True", True), ("False", False))
 
@@ -28,13 +29,17 @@ def plain_call(text: str) -> dict[str, Any] | None:
             name = text[at:end]
             if name in found:
                 return None
-            found[name], at = _value(text, end + 1)
+            char = text[end + 1]
+            found[name], at = _string(text, end + 1, char) if char in _QUOTES else _value(text, end + 1)
             if name == "name" and ("\\" in text[end:at] or not text.startswith(", content=", at)):
                 # Names are written as they are, without escapes: this one may end elsewhere.
                 return None
-            if text[at] == ")":
-                return found if at == len(text) - 1 and all(map(str.isidentifier, found)) else None
-            at = _next(text, at)
+            if text.startswith(", ", at):
+                at += 2
+            elif text[at] == ")" and at == len(text) - 1:
+                return found if all(map(str.isidentifier, found)) else None
+            else:
+                return None
     except (_UnusualError, IndexError, ValueError, RecursionError):
         return None
 
@@ -42,7 +47,7 @@ def plain_call(text: str) -> dict[str, Any] | None:
 def _value(text: str, at: int) -> tuple[Any, int]:
     """The value that begins at a place, and the place behind it."""
     char = text[at]
-    if char in "'\"":
+    if char in _QUOTES:
         return _string(text, at, char)
     if char == "[":
         return _list(text, at + 1)
@@ -78,12 +83,13 @@ def _dict(text: str, at: int) -> tuple[dict[str, Any], int]:
         return found, at + 1
     while True:
         char = text[at]
-        if char not in "'\"":
+        if char not in _QUOTES:
             raise _UnusualError
         key, at = _string(text, at, char)
         if not text.startswith(": ", at):
             raise _UnusualError
-        found[key], at = _value(text, at + 2)
+        char = text[at + 2]
+        found[key], at = _string(text, at + 2, char) if char in _QUOTES else _value(text, at + 2)
         if text[at] == "}":
             return found, at + 1
         at = _next(text, at)
