@@ -24,7 +24,7 @@ from flywheel.trace import DeadRow, Reply, Selection
 _BAD_CONTENT = (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, OverflowError)
 """What content of a wrong shape raises. It costs its own reply, never the batch."""
 
-_AT_ONCE = 64
+_AT_ONCE = 256
 """Replies that become entries together: more save little, and what they were read from is held until then."""
 
 
