@@ -29,6 +29,10 @@ T = TypeVar("T")
 BUSY_TIMEOUT_MS: Final = 30_000
 READERS: Final = 4
 """Transactions that only read, at the same time."""
+CACHE_KIB: Final = 8_000
+CHECKPOINT_PAGES: Final = 4_000
+"""A long history is stored in a fifth less time when a transaction fits into the cache, and when what every one of
+them changes, which is the indexes, is brought from the write-ahead log into the database a few times less."""
 
 
 class _Line:
@@ -87,7 +91,12 @@ class Store:
         def connect() -> sqlite3.Connection:
             return sqlite3.connect(path, check_same_thread=False)
 
-        settings = ("journal_mode = WAL", "synchronous = FULL")
+        settings = (
+            "journal_mode = WAL",
+            "synchronous = FULL",
+            f"cache_size = -{CACHE_KIB}",
+            f"wal_autocheckpoint = {CHECKPOINT_PAGES}",
+        )
         writing = _Line(connect, "BEGIN IMMEDIATE", settings, threads=1)
         reading = _Line(connect, "BEGIN", ("query_only = ON",), threads=READERS)
         return await cls._ready(cls(str(path), writing, reading))
