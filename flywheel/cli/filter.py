@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from flywheel.cli import filter_json
 from flywheel.cli.app import (
     ConfigOption,
     JsonOption,
@@ -26,10 +27,8 @@ from flywheel.errors import EXIT_FAILED, EXIT_USAGE, FlywheelError
 if TYPE_CHECKING:
     from flywheel.daemon.estimate import Cost
     from flywheel.daemon.filtering import Filtering
-    from flywheel.daemon.judged import FilterReport, Judged
-    from flywheel.daemon.rubric_diff import Compared
+    from flywheel.daemon.judged import Judged
     from flywheel.store.database import Store
-    from flywheel.verdict import CriterionResult
 
 FORETOLD: Final = 2_000
 """Up to so many tasks, a dry run says first what it will ask."""
@@ -110,17 +109,10 @@ async def _state(wanted: _Wanted) -> AsyncIterator[Store]:
         finally:
             await ingestion.close()
 
-    if wanted.dry_run:
+    state_dir = wanted.config.state_dir
+    with nullcontext() if wanted.dry_run else InstanceLock(state_dir):
         # Everything happens to the copy, by the same code: what is shown is what would be done.
-        store = await Store.copy(wanted.config.state_dir)
-        try:
-            await ready(store)
-            yield store
-        finally:
-            await store.close()
-        return
-    with InstanceLock(wanted.config.state_dir):
-        store = await Store.open(wanted.config.state_dir)
+        store = await (Store.copy if wanted.dry_run else Store.open)(state_dir)
         try:
             await ready(store)
             yield store
@@ -138,7 +130,7 @@ def _filtering(store: Store, wanted: _Wanted) -> Filtering:
 async def _filter(wanted: _Wanted) -> tuple[dict[str, Any], FlywheelError | None]:
     from flywheel.cli.counter import Counter
     from flywheel.daemon.estimate import Estimator, cost_of
-    from flywheel.daemon.filtering import exchange_of
+    from flywheel.daemon.judge_setup import exchange_of
     from flywheel.store import judging
 
     async with _state(wanted) as store:
@@ -156,13 +148,13 @@ async def _filter(wanted: _Wanted) -> tuple[dict[str, Any], FlywheelError | None
             def on_judged(judged: Judged) -> None:
                 # Only machines are told what a call for each task would send: it takes time to know.
                 tokens = filtering.grader.preview(exchange_of(judged.task.line)) if wanted.quiet else 0
-                found[judged.task.id] = _told(judged, filtering, tokens)
+                found[judged.task.id] = filter_json.told(judged, filtering, tokens)
                 counter.step()
 
             report = await filtering.run(limit=wanted.limit, on_judged=on_judged, rejudge=wanted.rejudge)
     cost = cost_of(report.calls, report.prompt_tokens, report.completion_tokens, prices)
     verdicts = [found[task] for task in sorted(found)]
-    return _report(report, verdicts, wanted.dry_run, _money(cost)), report.error
+    return filter_json.report(report, verdicts, wanted.dry_run, filter_json.money(cost)), report.error
 
 
 async def _estimate(wanted: _Wanted) -> dict[str, Any]:
@@ -173,7 +165,7 @@ async def _estimate(wanted: _Wanted) -> dict[str, Any]:
         estimator = await Estimator.of(store, filtering.grader.judge_hash, wanted.config.judge.prices)
         preview = await filtering.preview(limit=wanted.limit, rejudge=wanted.rejudge)
     filtering.grader.close()
-    told = _estimated(estimator.cost(preview))
+    told = filter_json.estimated(estimator.cost(preview))
     return {"estimate": {"tasks": preview.tasks, "without_a_call": preview.free, **told}, "dry_run": True}
 
 
@@ -217,108 +209,17 @@ async def _compare(wanted: _Wanted, against: Path) -> tuple[dict[str, Any], Flyw
         "compared": len(report.compared),
         "same": sum(each.is_decided and not each.flips for each in report.compared),
         "undecided": sum(not each.is_decided for each in report.compared),
-        "flips": [_flip(each, old, new) for each in report.compared if each.flips],
+        "flips": [filter_json.flip(each, old, new) for each in report.compared if each.flips],
         "again": {
-            "from_nothing": _estimated(estimator.cost(report.from_nothing)),
-            "with_what_is_stored": _estimated(estimator.cost(report.again)),
+            "from_nothing": filter_json.estimated(estimator.cost(report.from_nothing)),
+            "with_what_is_stored": filter_json.estimated(estimator.cost(report.again)),
         },
         "usage": usage,
         "reused": sum(not each.paid for each in report.compared),
-        "cost": _money(cost_of(**usage, prices=prices)),
+        "cost": filter_json.money(cost_of(**usage, prices=prices)),
         "dry_run": True,
         "error": str(report.error) if report.error else None,
     }, report.error
-
-
-def _told(judged: Judged, filtering: Filtering, tokens: int) -> dict[str, Any]:
-    verdict, repeats = judged.verdict, judged.repeats
-    return {
-        "task_id": judged.task.key,
-        "span_id": judged.task.line["metadata"]["span_id"],
-        "outcome": verdict.outcome.value if verdict else "held" if judged.held else "dead",
-        "score": verdict.score if verdict else None,
-        "failed": list(verdict.failed) if verdict else [],
-        "reason": (verdict.reason or verdict.error) if verdict else judged.error,
-        "criteria": [_criterion(result, filtering) for result in verdict.results] if verdict else [],
-        "estimated_tokens": tokens,
-        "reused": judged.reused,
-        "repeats": repeats and {"task_id": repeats.key, "similarity": repeats.similarity, "method": repeats.method},
-    }
-
-
-def _criterion(result: CriterionResult, filtering: Filtering) -> dict[str, Any]:
-    return {
-        "criterion": result.criterion,
-        "by_judge": result.criterion in filtering.grader.hashes,
-        "choice": result.choice,
-        "value": result.value,
-        "passed": result.passed,
-        "reason": result.reason,
-    }
-
-
-def _report(
-    report: FilterReport, verdicts: list[dict[str, Any]], dry_run: bool, cost: dict[str, Any] | None
-) -> dict[str, Any]:
-    return {
-        "judged": report.judged,
-        "accepted": report.accepted,
-        "rejected": report.rejected,
-        "undecided": report.undecided,
-        "dead": report.dead,
-        "held": report.held,
-        "reused": report.reused,
-        "changed": report.changed,
-        "verdicts": verdicts,
-        "usage": {
-            "calls": report.calls,
-            "prompt_tokens": report.prompt_tokens,
-            "completion_tokens": report.completion_tokens,
-        },
-        "cost": cost,
-        "estimated_tokens": sum(verdict["estimated_tokens"] for verdict in verdicts),
-        "dry_run": dry_run,
-        "error": str(report.error) if report.error else None,
-    }
-
-
-def _flip(compared: Compared, old: Filtering, new: Filtering) -> dict[str, Any]:
-    from flywheel.cli.verdict_table import excerpt
-    from flywheel.daemon.rubric_changes import contributions
-
-    line = compared.task.line
-    before, after = old.rubric.threshold, new.rubric.threshold
-    why = [
-        {"criterion": each.criterion, "old": each.old, "new": each.new, "why": each.why}
-        for each in contributions(old.rubric, new.rubric, compared.old, compared.new)
-    ]
-    if before != after:
-        why.insert(0, {"criterion": "", "old": before, "new": after, "why": f"threshold {before:g} → {after:g}"})
-    return {
-        "task_id": compared.task.key,
-        "state": compared.task.was.value,
-        **{
-            side: {"outcome": verdict.outcome.value, "score": verdict.score, "reason": verdict.reason}
-            for side, verdict in (("old", compared.old), ("new", compared.new))
-        },
-        "why": why,
-        "query": excerpt(line["main_query"]),
-        "answer": excerpt(line["answer"]),
-    }
-
-
-def _money(cost: Cost) -> dict[str, Any] | None:
-    return None if cost.money is None else {"amount": round(cost.money, 6), "currency": cost.currency}
-
-
-def _estimated(cost: Cost) -> dict[str, Any]:
-    return {
-        "calls": cost.calls,
-        "prompt_tokens": cost.prompt_tokens,
-        "completion_tokens": cost.completion_tokens,
-        "cost": _money(cost),
-        "learned_from": cost.learned_from,
-    }
 
 
 def _foretell(tasks: int, free: int, cost: Cost) -> None:
@@ -326,7 +227,7 @@ def _foretell(tasks: int, free: int, cost: Cost) -> None:
 
     from flywheel.cli.verdict_table import estimated, foretold
 
-    text = f"{foretold(tasks, free)}: {estimated(_estimated(cost))}"
+    text = f"{foretold(tasks, free)}: {estimated(filter_json.estimated(cost))}"
     Console(stderr=True, highlight=False, markup=False).print(text, style="dim")
 
 

@@ -34,7 +34,7 @@ def train_round(
 
 async def _round(config: Config, force: bool) -> dict[str, Any]:
     from flywheel.daemon.deployer import Deployer
-    from flywheel.daemon.filtering import rubric_of
+    from flywheel.daemon.judge_setup import rubric_of
     from flywheel.daemon.lock import InstanceLock
     from flywheel.daemon.planner import due
     from flywheel.daemon.rounds import Rounds
@@ -62,7 +62,7 @@ async def _round(config: Config, force: bool) -> dict[str, Any]:
 
 
 async def _debug(config: Config) -> dict[str, Any]:
-    from flywheel.daemon.filtering import rubric_of
+    from flywheel.daemon.judge_setup import rubric_of
     from flywheel.daemon.planner import debug_spec
     from flywheel.daemon.status import metrics_of
     from flywheel.daemon.worker_process import WorkerProcess, result_of

@@ -5,24 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-import orjson
-
-from flywheel.config import Config, JudgeSettings
+from flywheel.config import Config
+from flywheel.daemon.judge_setup import exchange_of, judge_settings, rubric_of
 from flywheel.daemon.judged import FilterReport, Judged, Preview
+from flywheel.daemon.linked_event import LinkedEvent
 from flywheel.daemon.screening import Screened, Screening
 from flywheel.errors import FlywheelError, JudgeError
 from flywheel.filtering.chain import Chain, load_chain
-from flywheel.filtering.llm_evaluate import AGENTJET_TEMPERATURE
 from flywheel.judge.alien import check_alien
 from flywheel.judge.budget import Budget
 from flywheel.judge.grader import Grader, Needed
 from flywheel.judge.pool import grade_all
-from flywheel.judge.rubric_file import load_rubric, parse_rubric
 from flywheel.rubric import Rubric
 from flywheel.states import TaskState
 from flywheel.store import duplicates, funnel, judging, spending
@@ -34,74 +31,17 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LOOK_SECONDS = 0.1
-"""How soon a wait of the judging threads notices the caller's stop."""
 MEANS_NOTE = "judge_means"
 """Key of the note on what the judge's endpoints turned out not to do."""
-
-
-class _Stop(threading.Event):
-    """Set by this run for itself, or by the caller for all runs: the caller's event is only looked at."""
-
-    def __init__(self, outer: threading.Event | None) -> None:
-        super().__init__()
-        self._outer = outer
-
-    def is_set(self) -> bool:
-        return super().is_set() or (self._outer is not None and self._outer.is_set())
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """As `threading.Event.wait`; the caller's event ends it too, within LOOK_SECONDS."""
-        until = float("inf") if timeout is None else time.monotonic() + timeout
-        while not self.is_set() and (left := until - time.monotonic()) > 0:
-            super().wait(min(left, LOOK_SECONDS))
-        return self.is_set()
 
 
 @dataclass(slots=True)
 class _Feed:
     """What the judging thread and the event loop say to each other."""
 
-    stop: _Stop
+    stop: LinkedEvent
     queue: asyncio.Queue[Judged | FlywheelError | None] = field(default_factory=asyncio.Queue)
     claimed: dict[int, Claimed] = field(default_factory=dict)
-
-
-def exchange_of(line: dict[str, Any]) -> Exchange:
-    """What the judge is shown of a task."""
-    metadata = line["metadata"]
-    return Exchange(
-        query=line["main_query"],
-        answer=line["answer"],
-        history=tuple(line["init_messages"]),
-        trajectory=tuple(orjson.loads(metadata["trajectory_json"])),
-        tools=tuple(orjson.loads(metadata["tools_json"])),
-        line=line,
-    )
-
-
-def rubric_of(config: Config, chain: Chain | None = None) -> Rubric:
-    """The rubric that applies: AgentJet's text in the chain, else the configured file. Raises ConfigError."""
-    if chain is None and config.filter.chain is not None:
-        chain = load_chain(config.filter.chain)
-    text = chain.judge.custom_rubrics if chain and chain.judge else None
-    if chain is None or text is None:
-        return load_rubric(config.filter.rubric)
-    if "rubric" in config.filter.model_fields_set:
-        log.info("filter.rubric is not used: the chain %s has custom_rubrics of its own", config.filter.chain)
-    return parse_rubric({"id": chain.id, "custom_rubrics": text}, f"custom_rubrics of {config.filter.chain}")
-
-
-def judge_settings(config: Config, chain: Chain | None) -> JudgeSettings:
-    """The judge as configured, with what the chain's `llm_evaluate` says of it."""
-    said = chain.judge if chain else None
-    if said is None:
-        return config.judge
-    temperature = said.temperature
-    if temperature is None and said.custom_rubrics is not None and config.judge.temperature is None:
-        temperature = AGENTJET_TEMPERATURE
-    given = {"temperature": temperature, "max_thread": said.max_thread, "max_tokens": said.max_tokens}
-    return config.judge.model_copy(update={name: value for name, value in given.items() if value is not None})
 
 
 class Filtering:
@@ -137,7 +77,7 @@ class Filtering:
         With `rejudge`, accepted and rejected tasks follow that another rubric or judge decided; each stays where it
         is until its new verdict is there.
         """
-        feed = _Feed(_Stop(stop))
+        feed = _Feed(LinkedEvent(stop))
         report = FilterReport()
         self._loop = loop = asyncio.get_running_loop()
         thread = threading.Thread(target=self._work, args=(feed, loop, limit, rejudge), name="judging", daemon=True)
@@ -182,7 +122,7 @@ class Filtering:
         total = Preview()
         step = self._chain.deduplication if self._chain else None
         may_screen = step is None or step.model is None
-        for batch in self._batches(_Feed(_Stop(None)), limit, rejudge=rejudge):
+        for batch in self._batches(_Feed(LinkedEvent(None)), limit, rejudge=rejudge):
             for each in self._screened(batch) if may_screen else [Screened(task) for task in batch]:
                 needed = Needed()
                 if each.goes_on and each.task.stored is None:

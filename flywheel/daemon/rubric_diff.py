@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from flywheel.config import JudgeSettings
-from flywheel.daemon.filtering import exchange_of
+from flywheel.daemon.judge_setup import exchange_of
 from flywheel.daemon.judged import Preview
 from flywheel.errors import FlywheelError, JudgeError
 from flywheel.judge.budget import Budget

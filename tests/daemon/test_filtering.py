@@ -14,7 +14,8 @@ from sqlalchemy import Connection, select
 
 from flywheel.config import Config, parse
 from flywheel.daemon import planner
-from flywheel.daemon.filtering import Filtering, FilterReport, Judged, rubric_of
+from flywheel.daemon.filtering import Filtering, FilterReport, Judged
+from flywheel.daemon.judge_setup import rubric_of
 from flywheel.states import Split, TaskState
 from flywheel.store import duplicates, judging, ledger, lineage, schema
 from flywheel.store.audit import balance
