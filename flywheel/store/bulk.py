@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, Final, TypeVar
 
-from sqlalchemy import Column, Connection, Row, Select, Table, bindparam, func, select
+from sqlalchemy import ClauseElement, Column, Connection, Row, Select, Table, bindparam, func, select
 from sqlalchemy.dialects.sqlite.pysqlite import SQLiteDialect_pysqlite
 
 T = TypeVar("T")
@@ -28,6 +28,11 @@ def chunks(values: Sequence[T]) -> Iterator[list[T]]:
         yield list(values[start : start + CHUNK])
 
 
+def spelled(statement: ClauseElement) -> str:
+    """A statement as the driver takes it, with places for its values in the order they are written."""
+    return str(statement.compile(dialect=_DIALECT))
+
+
 class Lookup:
     """A query for the rows that have one of some values in a column, however many values.
 
@@ -36,7 +41,7 @@ class Lookup:
 
     def __init__(self, query: Select[Any], column: Column[Any]) -> None:
         wanted = column.in_(bindparam("wanted", expanding=True))
-        self._text = str(query.where(wanted).compile(dialect=_DIALECT))
+        self._text = spelled(query.where(wanted))
         assert self._text.count(_HOLE) == 1
 
     def rows(self, conn: Connection, values: Sequence[object], *given: object) -> Iterator[Row[Any]]:
@@ -66,7 +71,7 @@ def insert_many(
 
 def first_free(conn: Connection, column: Column[Any]) -> int:
     """The first of the numbers that a writing transaction may give away itself: nobody else writes meanwhile."""
-    return int(conn.exec_driver_sql(_highest(column)).scalar_one()) + 1
+    return int(conn.exec_driver_sql(_highest(column)).scalar_one() or 0) + 1
 
 
 @cache
@@ -79,5 +84,4 @@ def _insertion(table: Table, columns: tuple[str, ...], replace: bool) -> str:
 
 @cache
 def _highest(column: Column[Any]) -> str:
-    query = select(func.coalesce(func.max(column), 0))
-    return str(query.compile(dialect=_DIALECT, compile_kwargs={"literal_binds": True}))
+    return spelled(select(func.max(column)))

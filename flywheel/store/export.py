@@ -8,16 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Final, NamedTuple
 
 import orjson
-from sqlalchemy import Connection, Text, select, type_coerce, update
+from sqlalchemy import Connection, Text, bindparam, select, type_coerce, update
 
 from flywheel.errors import StoreError
 from flywheel.files import append_lines, cut_torn_line, last_lines
-from flywheel.store.bulk import CHUNK, chunks
+from flywheel.store.bulk import CHUNK, chunks, spelled
 from flywheel.store.database import Store
 from flywheel.store.schema import replies, tasks
+
+_TASKS: Final = select(tasks.c.id, tasks.c.key, type_coerce(tasks.c.payload, Text)).order_by(tasks.c.id)
+_UNMARKED: Final = spelled(_TASKS.where(tasks.c.exported.is_(False)).limit(bindparam("most")))
+_MARK: Final = spelled(update(tasks).where(tasks.c.id == bindparam("task")).values(exported=True))
+
+
+class _Row(NamedTuple):
+    id: int
+    key: str
+    payload: str
+
+    @property
+    def line(self) -> bytes:
+        """The payload is the line already."""
+        return self.payload.encode() + b"\n"
 
 
 class TaskFile:
@@ -29,20 +44,19 @@ class TaskFile:
 
     async def follow(self, store: Store) -> int:
         """Append every task that is not marked as exported; the number of lines written. Raises StoreError."""
-        pending = await store.read(_unmarked)
-        if not pending:
+        page = await store.read(_unmarked)
+        if not page:
             return 0
-        written = 0
         there: set[str] = set()
         if self._left is None or self._left != _state(self.path):
             # Somebody else wrote, or nobody knows how the last append ended.
             _whole(self.path)
             there = _last_ids(self.path)
         self._left = None
-        for page in chunks(pending):
-            lines = await store.read(_lines, page)
-            written += _append(self.path, [line for key, line in lines if key not in there])
-            await store.write(_mark, page)
+        written = 0
+        while page:
+            written += _append(self.path, [row.line for row in page if row.key not in there])
+            page = await store.write(_mark, page)
         self._left = _state(self.path)
         return written
 
@@ -54,8 +68,8 @@ async def export_sources(store: Store, path: Path, sources: Sequence[int]) -> in
     ids = await store.read(_of_sources, sources)
     written = 0
     for page in chunks(ids):
-        lines = await store.read(_lines, page)
-        written += _append(path, [line for key, line in lines if key not in there])
+        rows = await store.read(_rows, page)
+        written += _append(path, [row.line for row in rows if row.key not in there])
     return written
 
 
@@ -119,8 +133,15 @@ def _ids(path: Path, lines_of: Callable[[BinaryIO], Iterable[bytes]]) -> set[str
     return found
 
 
-def _unmarked(conn: Connection) -> list[int]:
-    return list(conn.execute(select(tasks.c.id).where(tasks.c.exported.is_(False)).order_by(tasks.c.id)).scalars())
+def _unmarked(conn: Connection) -> list[_Row]:
+    """The first tasks that are not marked; at most as many as the file's end is searched for."""
+    return [_Row(*row) for row in conn.exec_driver_sql(_UNMARKED, (CHUNK, 0))]
+
+
+def _mark(conn: Connection, rows: Sequence[_Row]) -> list[_Row]:
+    """Mark these as exported; those to go on with."""
+    conn.exec_driver_sql(_MARK, [(True, row.id) for row in rows])
+    return _unmarked(conn) if len(rows) == CHUNK else []
 
 
 def _of_sources(conn: Connection, sources: Sequence[int]) -> list[int]:
@@ -128,11 +149,5 @@ def _of_sources(conn: Connection, sources: Sequence[int]) -> list[int]:
     return list(conn.execute(select(tasks.c.id).where(tasks.c.id.in_(wanted)).order_by(tasks.c.id)).scalars())
 
 
-def _lines(conn: Connection, ids: Sequence[int]) -> list[tuple[str, bytes]]:
-    """Key and line of each task. The payload is the line already."""
-    query = select(tasks.c.key, type_coerce(tasks.c.payload, Text)).where(tasks.c.id.in_(ids)).order_by(tasks.c.id)
-    return [(key, payload.encode() + b"\n") for key, payload in conn.execute(query)]
-
-
-def _mark(conn: Connection, ids: Sequence[int]) -> None:
-    conn.execute(update(tasks).where(tasks.c.id.in_(ids)).values(exported=True))
+def _rows(conn: Connection, ids: Sequence[int]) -> list[_Row]:
+    return [_Row(*row) for row in conn.execute(_TASKS.where(tasks.c.id.in_(ids)))]
