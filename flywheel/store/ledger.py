@@ -249,21 +249,16 @@ def _record_dead(conn: Connection, source: int, row: DeadRow, done: Recorded) ->
 
 
 def counts_of(conn: Connection, source: int) -> SourceCounts:
-    by_state = {
-        str(row[0]): int(row[1])
-        for row in conn.execute(
-            select(replies.c.state, func.count()).where(replies.c.source_id == source).group_by(replies.c.state)
-        )
-    }
-    skipped = {
-        str(row[0]): int(row[1])
-        for row in conn.execute(
-            select(replies.c.skip_reason, func.count())
-            .where(replies.c.source_id == source, replies.c.state == ReplyState.SKIPPED.value)
-            .group_by(replies.c.skip_reason)
-            .order_by(replies.c.skip_reason)
-        )
-    }
-    return SourceCounts(
-        sum(by_state.values()), by_state.get(ReplyState.CONVERTED, 0), skipped, by_state.get(ReplyState.DEAD, 0)
+    query = (
+        select(replies.c.state, replies.c.skip_reason, func.count())
+        .where(replies.c.source_id == source)
+        .group_by(replies.c.state, replies.c.skip_reason)
+        .order_by(replies.c.state, replies.c.skip_reason)
     )
+    by_state: Counter[str] = Counter()
+    skipped: dict[str, int] = {}
+    for state, reason, count in conn.execute(query):
+        by_state[state] += count
+        if state == ReplyState.SKIPPED:
+            skipped[reason] = count
+    return SourceCounts(by_state.total(), by_state[ReplyState.CONVERTED], skipped, by_state[ReplyState.DEAD])

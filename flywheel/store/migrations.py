@@ -16,13 +16,16 @@ VERSION_KEY: Final = "schema_version"
 
 
 def _grow(conn: Connection, **columns: tuple[str, ...]) -> None:
-    """Make the tables that are new, and add these columns to tables that were there."""
+    """Make the tables that are new, and add these columns, and indexes, to tables that were there."""
     for name, added in columns.items():
         table = metadata.tables[name]
         for column in added:
             definition = CreateColumn(table.c[column]).compile(dialect=conn.dialect)
             conn.execute(text(f"ALTER TABLE {name} ADD COLUMN {definition}"))
     metadata.create_all(conn)
+    for table in metadata.sorted_tables:
+        for index in table.indexes:
+            index.create(conn, checkfirst=True)
 
 
 def _to_2(conn: Connection) -> None:

@@ -62,6 +62,7 @@ replies = Table(
     Column("content", BigInteger),
     Column("created_at", Text, nullable=False),
     UniqueConstraint("source_id", "span_id"),
+    Index("replies_by_state", "source_id", "state", "skip_reason"),
 )
 """`content` is a hash of the reply as it was told, NULL where that is not known (an older state)."""
 

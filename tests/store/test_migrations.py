@@ -22,6 +22,11 @@ def layout(conn: Connection) -> dict[str, set[str]]:
     return {name: {column["name"] for column in look.get_columns(name)} for name in look.get_table_names()}
 
 
+def indexes(conn: Connection) -> dict[str, set[str | None]]:
+    look = inspect(conn)
+    return {name: {index["name"] for index in look.get_indexes(name)} for name in look.get_table_names()}
+
+
 def old_state(folder: Path) -> None:
     """As the first release left it after it had read a database: a reply without its content, a cursor at the end."""
     folder.mkdir()
@@ -51,6 +56,7 @@ async def test_version_1_grows_into_the_present_schema(tmp_path: Path) -> None:
             == await new.read(layout)
             == {table.name: {column.name for column in table.columns} for table in metadata.sorted_tables}
         )
+        assert await old.read(indexes) == await new.read(indexes)
         rows = await old.read(lambda conn: conn.execute(select(sources.c.rowid_done, sources.c.condition)).all())
         assert [tuple(row) for row in rows] == [(0, "")], "read anew once: the keys stop duplicates"
         assert (await old.read(audit.balance)).balanced
