@@ -164,6 +164,7 @@ def plain_entry(told: Reply, source: str) -> Entry:
 
 
 KOLKATA = timezone(timedelta(hours=5, minutes=30))
+OLD_PARIS = timezone(timedelta(minutes=9, seconds=21))
 TEXTS = [
     "",
     "?!",
@@ -264,7 +265,9 @@ any_text = st.text(st.characters(), max_size=60)
 marked_text = st.text(st.sampled_from("ab cD7 08.,:-*/%^#+<=>|~$?(\"'\n\t\x1c_äß今天京\u200b×−３²👍"), max_size=40)
 """Dense in what the folding and the numbers look at."""
 times = st.datetimes(
-    min_value=datetime(1971, 1, 1), max_value=datetime(2100, 1, 1), timezones=st.sampled_from([UTC, KOLKATA])
+    min_value=datetime(1971, 1, 1),
+    max_value=datetime(2100, 1, 1),
+    timezones=st.sampled_from([UTC, KOLKATA, OLD_PARIS]),
 )
 replies = st.builds(
     Reply,
