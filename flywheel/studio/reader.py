@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from flywheel.config import IngestSettings
 from flywheel.studio.database import BUSY_SECONDS, Database
-from flywheel.studio.growing import Growing, digest_of, looks_the_same
+from flywheel.studio.growing import Growing, looks_the_same
 from flywheel.studio.scan import FAR_ROWS, FOREVER_NS, Scan
 from flywheel.studio.schema import TABLE, Row, Schema
 from flywheel.studio.step import Memory, RawTrace, Step
@@ -173,7 +173,7 @@ class StudioReader:
             if mark.generation == self._cursor.generation:
                 growing = Growing(mark.trace_id, now_ns, known=mark)
                 scan.growing[mark.trace_id] = growing
-                scan.join(growing, self._fetch(mark.rowids, {mark.trace_id}))
+                self._join(scan, growing, mark)
                 growing.seen_ns = growing.ended_ns(scan.schema)
 
     @property
@@ -195,8 +195,12 @@ class StudioReader:
             growing = new[trace]
             growing.known = mark
             if mark.generation == self._cursor.generation:
-                behind = [rowid for rowid in mark.rowids if rowid <= scan.at and rowid not in growing]
-                scan.join(growing, self._fetch(behind, {trace}))
+                self._join(scan, growing, mark)
+
+    def _join(self, scan: Scan, growing: Growing, mark: Mark) -> None:
+        """Add the rows of a trace that are remembered from before this scan."""
+        behind = [rowid for rowid in mark.rowids if rowid <= scan.at and rowid not in growing.ids]
+        scan.join(growing, self._fetch(behind, {mark.trace_id}))
 
     def _step(self, scan: Scan, dead: list[DeadRow], rows: int, now_ns: int, *, more: bool, final: bool) -> Step:
         done: list[Growing] = []
@@ -252,32 +256,27 @@ class StudioReader:
         marks: list[Mark] = []
         for growing, is_open in [*((g, False) for g in done), *((g, True) for g in partial)]:
             known = growing.known
-            rows = growing.packed_rows()
-            mark = Mark(
-                growing.trace_id, tuple(sorted(rows)), digest_of(rows.values()), self._cursor.generation, is_open
-            )
+            rows, digest = growing.raw, growing.digest
+            growing.let_go()
+            mark = Mark(growing.trace_id, tuple(sorted(rows)), digest, self._cursor.generation, is_open)
             if rows and (known is None or not looks_the_same(mark, known)):
                 traces.append(RawTrace(growing.trace_id, rows, is_open))
             if mark != known:
                 marks.append(mark)
                 self._remember(mark)
             growing.known = mark
-            if is_open:
-                growing.let_go(scan.schema)
-            else:
+            if not is_open:
                 scan.drop(growing)
         return tuple(traces), tuple(marks)
 
     def _fetch_lacking(self, traces: Sequence[Growing]) -> None:
         """Read again the rows of these traces that were let go of."""
-        behind = [growing for growing in traces if growing.past]
-        lacking = {rowid for growing in behind for rowid in growing.past.keys() - growing.raw.keys()}
-        if lacking:
-            by_trace: dict[bytes, dict[int, Row]] = {}
+        behind = [growing for growing in traces if len(growing.raw) < len(growing.ids)]
+        if behind:
+            lacking = {rowid for growing in behind for rowid in growing.ids.keys() - growing.raw.keys()}
+            by_trace = {growing.trace_id.encode(): growing for growing in behind}
             for row in self._fetch(lacking, {growing.trace_id for growing in behind}):
-                by_trace.setdefault(row[2], {})[row[0]] = row
-            for growing in behind:
-                growing.raw |= by_trace.get(growing.trace_id.encode(), {})
+                by_trace[row[2]].add_again(row)
 
     def _newly_open(self, scan: Scan) -> tuple[Mark, ...]:
         """Marks of the traces that are waited for from now on, or have grown."""

@@ -69,17 +69,16 @@ class Scan:
 
     def join(self, growing: Growing, rows: Iterable[Row]) -> None:
         """Add rows of an earlier part of the table, which are its, to a trace of this scan."""
-        if found := {row[0]: row for row in rows if is_name(row[1])}:
+        if found := [row for row in rows if is_name(row[1])]:
             growing.add(found)
             self._near[growing.trace_id] = self._grown[growing.trace_id] = growing
 
     def adopt(self, growing: Growing) -> None:
         """Take over a trace that another scan met."""
-        growing.let_go(self.schema)
         mine = self.growing.setdefault(growing.trace_id, growing)
         if mine is not growing:
-            mine.let_go(self.schema)
             mine.merge(growing)
+        mine.let_go()
         self._near[mine.trace_id] = self._grown[mine.trace_id] = mine
 
     def candidates(self, *, more: bool) -> Iterator[Growing]:
@@ -98,7 +97,7 @@ class Scan:
 
     def wait(self, growing: Growing) -> None:
         """Not done: look again when it grows or at the end. Its rows are read again then: they can have changed."""
-        growing.let_go(self.schema)
+        growing.let_go()
         if self._near.pop(growing.trace_id, None) is not None:
             self.growing[growing.trace_id] = self.growing.pop(growing.trace_id)
 
@@ -121,7 +120,7 @@ class Scan:
     def rest(self) -> None:
         """The pass is over: what was read may change before the next one."""
         for growing in self.growing.values():
-            growing.let_go(self.schema)
+            growing.let_go()
 
 
 def is_name(value: object) -> bool:
@@ -140,10 +139,10 @@ def unnamed(rows: Iterable[Row]) -> list[DeadRow]:
     return [_unnamed(row) for row in rows if not (is_name(row[1]) and is_name(row[2]))]
 
 
-def _by_trace(rows: Iterable[Row]) -> dict[Any, dict[int, Row]]:
-    found: defaultdict[Any, dict[int, Row]] = defaultdict(dict)
+def _by_trace(rows: Iterable[Row]) -> dict[Any, list[Row]]:
+    found: defaultdict[Any, list[Row]] = defaultdict(list)
     for row in rows:
-        found[row[2]][row[0]] = row
+        found[row[2]].append(row)
     return found
 
 
