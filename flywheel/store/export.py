@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
 import orjson
-from sqlalchemy import Connection, Text, bindparam, select, type_coerce, update
+from sqlalchemy import Connection, LargeBinary, bindparam, cast, select, update
 
 from flywheel.errors import StoreError
 from flywheel.files import append_lines, cut_torn_line, last_lines
@@ -19,7 +19,7 @@ from flywheel.store.bulk import CHUNK, chunks, spelled
 from flywheel.store.database import Store
 from flywheel.store.schema import replies, tasks
 
-_TASKS: Final = select(tasks.c.id, tasks.c.key, type_coerce(tasks.c.payload, Text)).order_by(tasks.c.id)
+_TASKS: Final = select(tasks.c.id, tasks.c.key, cast(tasks.c.payload, LargeBinary)).order_by(tasks.c.id)
 _UNMARKED: Final = spelled(_TASKS.where(tasks.c.exported.is_(False)).limit(bindparam("most")))
 _MARK: Final = spelled(update(tasks).where(tasks.c.id == bindparam("task")).values(exported=True))
 
@@ -27,12 +27,8 @@ _MARK: Final = spelled(update(tasks).where(tasks.c.id == bindparam("task")).valu
 class _Row(NamedTuple):
     id: int
     key: str
-    payload: str
-
-    @property
-    def line(self) -> bytes:
-        """The payload is the line already."""
-        return self.payload.encode() + b"\n"
+    line: bytes
+    """The payload, which is the line without its end."""
 
 
 class TaskFile:
@@ -55,7 +51,7 @@ class TaskFile:
         self._left = None
         written = 0
         while page:
-            written += _append(self.path, [row.line for row in page if row.key not in there])
+            written += _append(self.path, [row.line + b"\n" for row in page if row.key not in there])
             page = await store.write(_mark, page)
         self._left = _state(self.path)
         return written
@@ -69,7 +65,7 @@ async def export_sources(store: Store, path: Path, sources: Sequence[int]) -> in
     written = 0
     for page in chunks(ids):
         rows = await store.read(_rows, page)
-        written += _append(path, [row.line for row in rows if row.key not in there])
+        written += _append(path, [row.line + b"\n" for row in rows if row.key not in there])
     return written
 
 
