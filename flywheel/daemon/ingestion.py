@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from flywheel.config import Config, JsonlSource, OtlpSource, StudioSource
 from flywheel.daemon.intake import Intake, SourceReport
 from flywheel.daemon.lines_feed import LinesFeed
 from flywheel.daemon.studio_feed import StudioFeed
-from flywheel.errors import SourceError
+from flywheel.errors import SourceError, StoreError
 from flywheel.filtering.chain import redactor_of
 from flywheel.lines.file import files_of
 from flywheel.otlp.inbox import inbox_path
@@ -19,6 +20,8 @@ from flywheel.store.export import TaskFile
 
 AT_ONCE = 8
 """Sources that are read at the same time by a single pass over all of them."""
+FOLLOW_SECONDS = 1.0
+"""How often the task file follows while a pass goes on: at the end of a long history little is left to write."""
 
 
 class Ingestion:
@@ -70,7 +73,13 @@ class Ingestion:
                     report = replace(again, new=report.new + found.new_tasks + again.new)
                 return report
 
-        reports = await asyncio.gather(*(one(intake) for intake in self.intakes()))
+        done = asyncio.Event()
+        following = asyncio.create_task(self._follow(done))
+        try:
+            reports = await asyncio.gather(*(one(intake) for intake in self.intakes()))
+        finally:
+            done.set()
+            await following
         await self.export()
         return list(reports)
 
@@ -78,6 +87,15 @@ class Ingestion:
         """Append what is new to the task file."""
         if self._export:
             await self._task_file.follow(self._store)
+
+    async def _follow(self, done: asyncio.Event) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(done.wait(), FOLLOW_SECONDS)
+                return
+            with contextlib.suppress(StoreError):
+                # What goes wrong is told at the end, if it still does then.
+                await self.export()
 
     async def close(self) -> None:
         for intake in self._intakes.values():

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
 from sqlalchemy import Connection, func, select
 
+from flywheel.config import parse
+from flywheel.daemon import ingestion
+from flywheel.daemon.ingestion import Ingestion
+from flywheel.daemon.intake import Intake, SourceReport
 from flywheel.store import export, ledger
 from flywheel.store.bulk import CHUNK
 from flywheel.store.database import Store
 from flywheel.store.export import TaskFile
 from flywheel.store.schema import tasks
 from tests.samples import batch, reply
+from tests.studio.writer import DATA
 
 MANY = 2 * CHUNK + 7
 
@@ -32,7 +39,7 @@ def waiting(conn: Connection) -> int:
 
 
 def written(path: Path) -> list[str]:
-    return [orjson.loads(line)["task_id"] for line in path.read_bytes().splitlines()]
+    return [orjson.loads(line)["task_id"] for line in path.read_bytes().splitlines()] if path.exists() else []
 
 
 @pytest.mark.parametrize("count", [1, CHUNK, MANY])
@@ -73,3 +80,25 @@ async def test_what_was_appended_and_not_marked_is_not_appended_again(
     await (TaskFile(file.path) if anew else file).follow(store)
     assert written(file.path) == await store.read(keys)
     assert await store.read(waiting) == 0
+
+
+async def test_the_file_follows_while_a_pass_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse({"state": {"dir": "state"}, "sources": [{"path": str(DATA / "new_v2.sqlite")}]}, "test", tmp_path)
+    monkeypatch.setattr(ingestion, "FOLLOW_SECONDS", 0.01)
+    read = Intake.read
+
+    async def read_and_wait(self: Intake, **how: Any) -> SourceReport:
+        report = await read(self, **how)
+        async with asyncio.timeout(60):
+            while len(written(config.task_file)) < report.counts.tasks:
+                await asyncio.sleep(0.01)
+        return report
+
+    monkeypatch.setattr(Intake, "read", read_and_wait)
+    store = await Store.open(config.state_dir)
+    reading = Ingestion(store, config)
+    (report,) = await reading.run(final=True)
+    assert len(set(written(config.task_file))) == len(written(config.task_file)) == report.counts.tasks > 0
+    assert await store.read(waiting) == 0
+    await reading.close()
+    await store.close()
