@@ -40,7 +40,7 @@ AHEAD: Final = 4
 """Steps that are read ahead of what is stored."""
 ENOUGH: Final = 2
 """With so many steps to convert, the process is busy for as long as converting another one takes."""
-_MET: Final = 500_000
+_MET: Final = 200_000
 """Traces that are known to be new without a look at the ledger, at most: they take some 50 bytes each."""
 RECENT_ROWS = 5_000
 """How far back a look at what was changed in place goes, whenever the source has changed."""

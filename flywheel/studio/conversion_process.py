@@ -146,11 +146,22 @@ def _answer(question: Question) -> bytes:
         return msgspec.msgpack.encode(Answer(error=f"{type(error).__name__}: {error}"))
 
 
+def _serve(decoder: msgspec.msgpack.Decoder[Question]) -> bool:
+    """Answer the next question, and keep nothing of it; False at the end."""
+    message = _receive(sys.stdin.buffer)
+    if message is None:
+        return False
+    question = decoder.decode(message)
+    del message
+    _send(sys.stdout.buffer, _answer(question))
+    return True
+
+
 def main() -> None:
     """The child: answer until the input ends."""
     decoder = msgspec.msgpack.Decoder(Question)
-    while (message := _receive(sys.stdin.buffer)) is not None:
-        _send(sys.stdout.buffer, _answer(decoder.decode(message)))
+    while _serve(decoder):
+        pass
 
 
 if __name__ == "__main__":

@@ -157,6 +157,11 @@ class Database:
         found = self.ask(f"SELECT id FROM {TABLE} WHERE rowid = ?", (rowid,))  # noqa: S608 - a constant
         return shown(found[0][0]) if found else None
 
+    def last_rowid(self) -> int:
+        """The number of the last row; 0 if there is none. Raises StudioError."""
+        (found,) = self.ask(f"SELECT max(rowid) FROM {TABLE}")  # noqa: S608 - a constant
+        return int(found[0] or 0)
+
     def _held(self, question: Callable[[sqlite3.Connection], T]) -> T:
         try:
             connection = self._connection or self._connect()

@@ -22,11 +22,11 @@ from flywheel.config import IngestSettings
 from flywheel.studio.database import BUSY_SECONDS, Database
 from flywheel.studio.growing import Growing, looks_the_same
 from flywheel.studio.scan import FAR_ROWS, FOREVER_NS, Scan
-from flywheel.studio.schema import TABLE, Row, Schema
+from flywheel.studio.schema import Row, Schema
 from flywheel.studio.step import Memory, RawTrace, Step
 from flywheel.trace import Cursor, DeadRow, Mark
 
-STEP_ROWS: Final = 1_500
+STEP_ROWS: Final = 1_000
 STEP_BYTES: Final = 4 * 1024 * 1024
 """Pages are put together to steps of about so much: storing one costs as much for few traces as for many."""
 _FRESH: Final = 10_000
@@ -71,8 +71,7 @@ class StudioReader:
 
     def rows_in_all(self) -> int:
         """The number of the last row, which is about how many there are. Raises StudioError."""
-        (found,) = self._database.ask(f"SELECT max(rowid) FROM {TABLE}")  # noqa: S608 - a constant
-        return int(found[0] or 0)
+        return self._database.last_rowid()
 
     def read(self, cursor: Cursor, memory: Memory, *, now: datetime, final: bool = False) -> Generator[Step]:
         """What is new, to the end of the table; nothing at all where nothing has changed. Raises StudioError.
@@ -97,12 +96,9 @@ class StudioReader:
             more = changed
             while True:
                 dead: list[DeadRow] = []
-                read = size = 0
-                while more and read < STEP_ROWS and size < STEP_BYTES:
-                    rows, more, bytes_read = self._database.page(self._schema.page_sql, (scan.at,))
-                    dead += scan.add(rows, now_ns)
-                    read += len(rows)
-                    size += bytes_read
+                read = 0
+                if more:
+                    dead, read, more = self._pages(scan, now_ns)
                 self._recall(scan, memory)
                 yield self._step(scan, dead, read, now_ns, more=more, final=final)
                 if not more:
@@ -131,17 +127,28 @@ class StudioReader:
         try:
             more = True
             while more and self._tail is tail:
-                rows, more, _ = self._database.page(self._schema.page_sql, (scan.at,))
-                seen = [row for row in rows if row[0] <= tail.at]
-                more = more and len(seen) == len(rows)
-                scan.add(seen, now_ns)
+                _, read, more = self._pages(scan, now_ns, last=tail.at)
                 self._recall(scan, memory)
-                yield self._swept(scan, tail, len(seen), now_ns, more=more)
+                yield self._swept(scan, tail, read, now_ns, more=more)
             stored = True
         finally:
             self._database.rest()
             if not stored:
                 self.forget()
+
+    def _pages(self, scan: Scan, now_ns: int, last: int | None = None) -> tuple[list[DeadRow], int, bool]:
+        """Take in the rows of a step, none behind `last`: which are dead, how many, whether there are more."""
+        dead: list[DeadRow] = []
+        read = size = 0
+        more = True
+        while more and read < STEP_ROWS and size < STEP_BYTES:
+            rows, more, bytes_read = self._database.page(scan.schema.page_sql, (scan.at,))
+            if last is not None and rows and rows[-1][0] > last:
+                rows, more = [row for row in rows if row[0] <= last], False
+            dead += scan.add(rows, now_ns)
+            read += len(rows)
+            size += bytes_read
+        return dead, read, more
 
     def _begin(self, cursor: Cursor, memory: Memory, now_ns: int) -> None:
         """Find the file and decide where to go on."""
@@ -176,15 +183,11 @@ class StudioReader:
                 self._join(scan, growing, mark)
                 growing.seen_ns = growing.ended_ns(scan.schema)
 
-    @property
-    def _schema_now(self) -> Schema:
-        assert self._schema is not None
-        return self._schema
-
     def _fetch(self, rowids: Iterable[int], traces: set[str]) -> list[Row]:
         """Rows by number, those of other traces left out."""
+        assert self._schema is not None
         names = {trace.encode() for trace in traces}
-        return [row for row in self._database.rows(self._schema_now, rowids) if row[2] in names]
+        return [row for row in self._database.rows(self._schema, rowids) if row[2] in names]
 
     def _recall(self, scan: Scan, memory: Memory) -> None:
         """What is remembered of the traces that this scan has just met, and their rows from before it."""
@@ -230,7 +233,7 @@ class StudioReader:
         for growing in scan.candidates(more=more):
             if more and growing.awaits(scan.at, self._cursor.generation):
                 continue
-            if growing.trace_id in tail.growing or not self._is_told(growing, now_ns):
+            if growing.trace_id in tail.growing or not self._is_told(scan, growing, now_ns):
                 # The pass waits for this one.
                 tail.adopt(growing)
                 self.due_ns = 0
@@ -240,11 +243,11 @@ class StudioReader:
         traces, marks = self._tell(scan, done, ())
         return Step(self._cursor, traces, marks, (), len(tail.growing), rows, more)
 
-    def _is_told(self, growing: Growing, now_ns: int) -> bool:
+    def _is_told(self, scan: Scan, growing: Growing, now_ns: int) -> bool:
         return (
             growing.known is not None
             or growing.is_whole()
-            or growing.quiet_ns(self._schema_now, now_ns) >= self._abandon_ns
+            or growing.quiet_ns(scan.schema, now_ns) >= self._abandon_ns
         )
 
     def _tell(
@@ -282,8 +285,7 @@ class StudioReader:
         """Marks of the traces that are waited for from now on, or have grown."""
         marks = []
         for growing in scan.take_grown():
-            rowids = growing.rowids
-            known = growing.known
+            rowids, known = growing.rowids, growing.known
             if known is None or not known.is_open or known.rowids != rowids:
                 mark = Mark(growing.trace_id, rowids, known.digest if known else 0, self._cursor.generation, True)
                 growing.known = mark
