@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from flywheel.config import IngestSettings
+from flywheel.studio import page
 from flywheel.studio.reader import StudioReader
 from tests.studio.reading import MUCH_LATER, NOW, Ledger
 from tests.studio.writer import DATA, Studio, agent, chat, message, part
@@ -101,6 +102,21 @@ def test_a_look_back_goes_no_further_than_it_is_asked_to(studio: Studio, reader:
     steps = ledger.sweep(reader)
     assert ledger.changes == ["a1"]
     assert sum(step.rows for step in steps) == 8
+    reader.close()
+
+
+def test_a_look_back_leaves_what_no_pass_has_read(
+    studio: Studio, reader: StudioReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page, "PAGE_ROWS", 3)
+    ledger = Ledger()
+    ledger.pass_(reader)
+    studio.write(agent("new", trace="t-new"), agent("late", trace="t7", began=9, ended=12))
+    steps = ledger.sweep(reader)
+    assert sum(step.rows for step in steps) == 8
+    assert "new" not in ledger.replies
+    ledger.pass_(reader)
+    assert {"new", "late"} <= set(ledger.replies)
     reader.close()
 
 

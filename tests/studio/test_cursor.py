@@ -256,6 +256,18 @@ def test_pages_are_small_and_each_has_its_cursor(monkeypatch: pytest.MonkeyPatch
     assert by_id(told) == whole("old")
 
 
+def test_pages_are_put_together_to_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages_of(3, monkeypatch)
+    monkeypatch.setattr(reading, "STEP_ROWS", 10)
+    told, _, steps = read_all(DATA / "old.sqlite")
+    assert [step.rows for step in steps] == [*[12] * 38, 10]
+    assert by_id(told) == whole("old")
+    monkeypatch.setattr(reading, "STEP_BYTES", 1)
+    told, _, steps = read_all(DATA / "old.sqlite")
+    assert [step.rows for step in steps] == [*[3] * 155, 1]
+    assert by_id(told) == whole("old")
+
+
 @pytest.mark.parametrize("name", ["old", "new_v2"])
 def test_history_is_read_in_pages_of_one_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every trace lies across pages and is older than the patience: what still comes is in the table already."""
