@@ -21,6 +21,7 @@ LAYERS: dict[str, int] = {
     "verdict": 1,
     "round": 1,
     "files": 1,
+    "nested": 1,
     "log": 1,
     "content": 1,
     "yaml_file": 1,

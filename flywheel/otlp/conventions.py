@@ -11,21 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from flywheel.nested import dig
+
 _MODEL_CALLS: Final = {"generate_content", "text_completion"}
 _SPAN_KINDS: Final = {"AGENT": "invoke_agent", "LLM": "chat", "TOOL": "execute_tool", "FORMATTER": "format"}
 """What AgentScope before 1.0.9 wrote as `span.kind`."""
 _IN_EVENTS: Final = (("input", "messages"), ("output", "messages"), ("system_instructions",), ("tool", "definitions"))
 """What instrumentations also write into `gen_ai.client.inference.operation.details` events, below `gen_ai`."""
 UNKNOWN: Final = "unknown"
-
-
-def dig(value: Any, *keys: str) -> Any:
-    """The value below nested keys, or None where there is no such path."""
-    for key in keys:
-        if not isinstance(value, dict):
-            return None
-        value = value.get(key)
-    return value
 
 
 def complete(attributes: dict[str, Any], events: Sequence[dict[str, Any]]) -> None:

@@ -16,8 +16,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from flywheel.nested import dig
 from flywheel.otlp import conventions
-from flywheel.otlp.conventions import dig
 from flywheel.otlp.inbox import COLUMNS, Row
 
 _TRACE_ID_BYTES: Final = 16

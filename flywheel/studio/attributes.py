@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from msgspec import Raw, Struct
 
+from flywheel.nested import dig
 from flywheel.studio.content import FINISH_FUNCTIONS, Message, call_of, chat_of, messages_of, result_text, tool_of
 from flywheel.studio.literal import ReprError, is_result, parse_call
 from flywheel.studio.recorded import NOTHING, first_of, items_of, value_of
@@ -21,15 +22,6 @@ from flywheel.trace import ChatMessage, SpanStatus
 _ERROR_TEXT: Final = re.compile(r"(?:Error|[A-Z]\w*(?:Error|Exception)): ")
 _REMEMBERED: Final = 8_192
 """Bytes of a message or of tool definitions, above which their meaning is not kept for the next time."""
-
-
-def dig(value: Any, *keys: str) -> Any:
-    """The value below nested keys, or None where there is no such path."""
-    for key in keys:
-        if not isinstance(value, dict):
-            return None
-        value = value.get(key)
-    return value
 
 
 def _text(*candidates: Any) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import orjson
 
-from flywheel.studio.attributes import dig
+from flywheel.nested import dig
 from flywheel.studio.recorded import Attributes, attributes_of
 from flywheel.studio.span import Span, SpanKind
 from flywheel.trace import DeadRow, SpanStatus
