@@ -155,4 +155,4 @@ class Sources:
         for source in self._config.sources:
             if isinstance(source, OtlpSource):
                 inbox = inbox_path(self._config.state_dir, source.listen)
-                await asyncio.to_thread(prune, inbox, before)
+                await prune(inbox, before)

@@ -6,12 +6,15 @@ that is sent again updates its row in place, so that its place in the table neve
 
 from __future__ import annotations
 
+import asyncio
 import re
 import sqlite3
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
+
+import aiosqlite
 
 from flywheel.errors import ReceiverError
 from flywheel.files import sync_directory
@@ -79,54 +82,67 @@ def inbox_path(state_dir: Path, listen: str) -> Path:
 
 
 class Inbox:
-    """One connection to the file, made when the first spans arrive. One thread at a time may use it."""
+    """One connection to the file, made when the first spans arrive. Transactions take turns."""
 
     def __init__(self, path: Path, *, busy_seconds: float = BUSY_SECONDS) -> None:
         self.path = path
         self._busy_seconds = busy_seconds
-        self._connection: sqlite3.Connection | None = None
+        self._connection: aiosqlite.Connection | None = None
         self._identity: tuple[int, int] | None = None
+        self._turn = asyncio.Lock()
 
-    def open(self) -> None:
+    async def open(self) -> None:
         """Make the file and its table, unless they are there. Raises ReceiverError."""
-        with self._explained("open"):
-            self._connected()
+        async with self._turn, self._explained("open"):
+            await self._connected()
 
-    def store(self, rows: Sequence[Row]) -> None:
+    async def store(self, rows: Sequence[Row]) -> None:
         """Insert or update the rows in one transaction that is on disk on return. Raises ReceiverError."""
-        with self._explained("write to"):
-            connection = self._connected()
-            # Leaves no transaction open when a statement or the commit fails.
-            with connection:
-                connection.execute("BEGIN IMMEDIATE")
-                connection.executemany(_STORE, rows)
+        transaction = asyncio.create_task(self._store(rows))
+        try:
+            await asyncio.shield(transaction)
+        except asyncio.CancelledError:
+            # It has begun, and nothing may be left open behind it.
+            await asyncio.wait([transaction])
+            raise
 
-    def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+    async def close(self) -> None:
+        async with self._turn:
+            await self._disconnect()
 
-    def _connected(self) -> sqlite3.Connection:
+    async def _store(self, rows: Sequence[Row]) -> None:
+        async with self._turn, self._explained("write to"):
+            connection = await self._connected()
+            await connection.execute("BEGIN IMMEDIATE")
+            try:
+                await connection.executemany(_STORE, rows)
+                await connection.commit()
+            except BaseException:
+                await connection.rollback()
+                raise
+
+    async def _connected(self) -> aiosqlite.Connection:
         if self._connection is not None and self._identity != self._found():
             # The file was removed or replaced: what is written to the old one nobody will read.
-            self.close()
+            await self._disconnect()
         if self._connection is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            connection = sqlite3.connect(
-                self.path, timeout=self._busy_seconds, isolation_level=None, check_same_thread=False
-            )
+            connection = await aiosqlite.connect(self.path, timeout=self._busy_seconds, isolation_level=None)
             try:
                 # Readers and the receiver do not wait for each other, and a commit is one sync of the log.
-                connection.execute("PRAGMA journal_mode = WAL")
-                connection.execute("PRAGMA synchronous = FULL")
-                for statement in _SCHEMA:
-                    connection.execute(statement)
+                for statement in ("PRAGMA journal_mode = WAL", "PRAGMA synchronous = FULL", *_SCHEMA):
+                    await connection.execute(statement)
             except BaseException:
-                connection.close()
+                await connection.close()
                 raise
             sync_directory(self.path.parent)
             self._connection, self._identity = connection, self._found()
         return self._connection
+
+    async def _disconnect(self) -> None:
+        if self._connection is not None:
+            connection, self._connection = self._connection, None
+            await connection.close()
 
     def _found(self) -> tuple[int, int] | None:
         try:
@@ -135,31 +151,33 @@ class Inbox:
             return None
         return found.st_dev, found.st_ino
 
-    @contextmanager
-    def _explained(self, attempt: str) -> Iterator[None]:
+    @asynccontextmanager
+    async def _explained(self, attempt: str) -> AsyncIterator[None]:
         try:
             yield
         except (sqlite3.Error, OSError) as error:
-            self.close()
+            await self._disconnect()
             hint = "Senders keep their spans and try again for a while. Free disk space, or move the state directory."
             if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
                 hint = "Move the file away; a new one is made for the next spans."
             raise ReceiverError(f"{attempt} the inbox {self.path}", str(error), hint, retryable=True) from error
 
 
-def prune(inbox: Path, before_ns: int) -> int:
+async def prune(inbox: Path, before_ns: int) -> int:
     """Delete the spans that ended before a time (nanoseconds since 1970) and count them. Raises ReceiverError.
 
     The newest row stays, however old. The freed pages are used again; the file does not shrink.
     """
-    if not inbox.exists():
+    if not await asyncio.to_thread(inbox.exists):
+        # Nothing has been received yet.
         return 0
     deleted = 0
     try:
-        with closing(sqlite3.connect(inbox, timeout=BUSY_SECONDS, isolation_level=None)) as connection:
-            first, last = connection.execute("SELECT min(rowid), max(rowid) FROM span_table").fetchone()
+        async with aiosqlite.connect(inbox, timeout=BUSY_SECONDS, isolation_level=None) as connection:
+            ((first, last),) = await connection.execute_fetchall("SELECT min(rowid), max(rowid) FROM span_table")
             for at in range(first or 0, last or 0, PRUNED_AT_ONCE):
-                deleted += connection.execute(_PRUNE, (at, at + PRUNED_AT_ONCE - 1, before_ns)).rowcount
+                done = await connection.execute(_PRUNE, (at, at + PRUNED_AT_ONCE - 1, before_ns))
+                deleted += done.rowcount
     except sqlite3.Error as error:
         hint = "Spans go on being received; prune again when the cause is gone."
         raise ReceiverError(f"prune the inbox {inbox}", str(error), hint, retryable=True) from error

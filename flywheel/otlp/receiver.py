@@ -1,6 +1,6 @@
 """The receiver's life in the daemon: bind, serve on the daemon's event loop, stop without losing what was accepted.
 
-It owns the socket, the web server and the one thread that writes the inbox; it installs no signal handlers.
+It owns the socket, the web server and the one thread that reads requests; it installs no signal handlers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Receiver:
     def __init__(self, listen: str, inbox: Path, *, busy_seconds: float = BUSY_SECONDS) -> None:
         self._listen = listen
         self._inbox = Inbox(inbox, busy_seconds=busy_seconds)
-        self._writer: ThreadPoolExecutor | None = None
+        self._thread: ThreadPoolExecutor | None = None
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._address: tuple[str, int] | None = None
@@ -55,13 +55,10 @@ class Receiver:
         """Open the inbox and listen. Raises ReceiverError, retryable where waiting may help."""
         host, port = _host_and_port(self._listen)
         bound = _bound(host, port)
-        writer = ThreadPoolExecutor(1, thread_name_prefix="otlp-inbox")
-        loop = asyncio.get_running_loop()
         try:
-            await loop.run_in_executor(writer, self._inbox.open)
+            await self._inbox.open()
         except BaseException:
             bound.close()
-            writer.shutdown(wait=False)
             raise
         if not _is_loopback(host):
             log.warning(
@@ -69,9 +66,9 @@ class Receiver:
                 "spans, and with them training data",
                 self._listen,
             )
-        self._writer = writer
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="otlp")
         self._address = (host, bound.getsockname()[1])
-        self._server = _server(self._inbox, writer)
+        self._server = _server(self._inbox, self._thread)
         self._serving = asyncio.create_task(self._server.serve(sockets=[bound]), name=f"otlp {self._listen}")
         while not self._server.started and not self._serving.done():  # noqa: ASYNC110 - a flag is all that it sets
             await asyncio.sleep(0.01)
@@ -87,14 +84,13 @@ class Receiver:
             await asyncio.wait([self._serving])
             if not self._serving.cancelled() and (error := self._serving.exception()):
                 log.error("the receiver at %s ended with an error", self._listen, exc_info=error)
-        if self._writer is not None:
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._writer, self._inbox.close)
-            self._writer.shutdown()
-        self._server = self._serving = self._writer = None
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.shutdown)
+        await self._inbox.close()
+        self._server = self._serving = self._thread = None
 
 
-def _server(inbox: Inbox, writer: ThreadPoolExecutor) -> uvicorn.Server:
+def _server(inbox: Inbox, thread: ThreadPoolExecutor) -> uvicorn.Server:
     # A daemon without a receiver must not carry a web server and protobuf in its memory.
     import uvicorn
 
@@ -108,7 +104,7 @@ def _server(inbox: Inbox, writer: ThreadPoolExecutor) -> uvicorn.Server:
 
     return Server(
         uvicorn.Config(
-            Service(inbox.store, writer).app,
+            Service(inbox.store, thread).app,
             log_config=None,
             log_level="warning",
             access_log=False,

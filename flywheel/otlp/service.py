@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Final
 
@@ -56,10 +56,10 @@ _CODES: Final = {
 
 
 class Service:
-    """Receives requests on the event loop; unpacks, reads and stores them one after the other in `executor`."""
+    """Receives requests on the event loop; unpacks and reads them one after the other in `executor`."""
 
     def __init__(
-        self, store: Callable[[Sequence[Row]], None], executor: Executor, *, max_body: int = MAX_BODY
+        self, store: Callable[[Sequence[Row]], Awaitable[None]], executor: Executor, *, max_body: int = MAX_BODY
     ) -> None:
         self._store = store
         self._executor = executor
@@ -76,11 +76,9 @@ class Service:
         packing = request.headers.get("content-encoding", "identity").strip().lower()
         if packing not in (*WINDOWS, "identity", ""):
             raise HTTPException(415, f"content encoding {packing!r} is not understood; send {' or '.join(WINDOWS)}")
-        loop = asyncio.get_running_loop()
         try:
             async with self._room:
-                body = await self._body(request)
-                return await loop.run_in_executor(self._executor, self._take, body, packing, encoding)
+                return await self._take(await self._body(request), packing, encoding)
         except asyncio.CancelledError:
             # The server is stopping and has waited long enough. The client may send the same again.
             raise HTTPException(503, "the receiver is stopping", _LATER) from None
@@ -103,11 +101,14 @@ class Service:
             raise HTTPException(400, "the client went away before its body had arrived") from None
         return bytes(body)
 
-    def _take(self, body: bytes, packing: str, encoding: Encoding) -> Response:
+    async def _take(self, body: bytes, packing: str, encoding: Encoding) -> Response:
+        loop = asyncio.get_running_loop()
         try:
-            rows = rows_of(request_of(inflated(body, packing, self._max_body), encoding))
+            rows = await loop.run_in_executor(
+                self._executor, lambda: rows_of(request_of(inflated(body, packing, self._max_body), encoding))
+            )
             if rows.accepted:
-                self._store(rows.accepted)
+                await self._store(rows.accepted)
         except UndecodableError as error:
             return _refusal(400, str(error), encoding)
         except TooLargeError as error:

@@ -28,9 +28,9 @@ async def test_spans_that_ended_before_a_time_are_deleted(client: httpx.AsyncCli
     # More than one transaction's worth, the old ones spread among the others.
     numbers = [n if n % 3 else n + 1_000_000 for n in range(1, 1801)]
     await send(client, *numbers)
-    assert prune(inbox, ended(1_000_000)) == 1200
+    assert await prune(inbox, ended(1_000_000)) == 1200
     assert ids(inbox) == [n for n in numbers if n > 1_000_000]
-    assert prune(inbox, ended(1_000_000)) == 0
+    assert await prune(inbox, ended(1_000_000)) == 0
     await send(client, 5)
     assert ids(inbox)[-1] == 5
 
@@ -38,7 +38,7 @@ async def test_spans_that_ended_before_a_time_are_deleted(client: httpx.AsyncCli
 async def test_no_row_number_is_given_twice(client: httpx.AsyncClient, inbox: Path) -> None:
     await send(client, 1, 2, 3)
     newest = rowids(inbox)[-1]
-    assert prune(inbox, FOREVER) == 2
+    assert await prune(inbox, FOREVER) == 2
     await send(client, 4)
     assert rowids(inbox) == [newest, newest + 1]
 
@@ -51,14 +51,14 @@ def rowids(inbox: Path) -> list[int]:
 
 
 async def test_an_empty_inbox_and_none(client: httpx.AsyncClient, inbox: Path, tmp_path: Path) -> None:
-    assert prune(inbox, FOREVER) == 0
+    assert await prune(inbox, FOREVER) == 0
     assert stored(inbox) == []
-    assert prune(tmp_path / "none.sqlite", FOREVER) == 0
+    assert await prune(tmp_path / "none.sqlite", FOREVER) == 0
     assert not (tmp_path / "none.sqlite").exists()
 
 
-def test_what_is_no_inbox_is_said(tmp_path: Path) -> None:
+async def test_what_is_no_inbox_is_said(tmp_path: Path) -> None:
     path = tmp_path / "x.sqlite"
     path.write_text("no database" * 1000)
     with pytest.raises(ReceiverError, match="cannot prune the inbox"):
-        prune(path, FOREVER)
+        await prune(path, FOREVER)
