@@ -2,6 +2,9 @@
 
 The order is commit, append and fsync, mark as exported. A crash between the last two leaves a task that is in the
 file but not marked; the next export looks at the end of the file before it appends.
+
+Tasks are numbered in the order they are committed and written in the order of their numbers, so the mark is the
+number of the last one: a mark at each task would write every page of the state a second time.
 """
 
 from __future__ import annotations
@@ -11,17 +14,18 @@ from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
 import orjson
-from sqlalchemy import Connection, LargeBinary, bindparam, cast, select, update
+from sqlalchemy import Connection, LargeBinary, bindparam, cast, select
 
 from flywheel.errors import StoreError
 from flywheel.files import append_lines, cut_torn_line, last_lines
 from flywheel.store.bulk import CHUNK, chunks, spelled
 from flywheel.store.database import Store
+from flywheel.store.funnel import note, noted
 from flywheel.store.schema import replies, tasks
 
 _TASKS: Final = select(tasks.c.id, tasks.c.key, cast(tasks.c.payload, LargeBinary)).order_by(tasks.c.id)
-_UNMARKED: Final = spelled(_TASKS.where(tasks.c.exported.is_(False)).limit(bindparam("most")))
-_MARK: Final = spelled(update(tasks).where(tasks.c.id == bindparam("task")).values(exported=True))
+_UNMARKED: Final = spelled(_TASKS.where(tasks.c.id > bindparam("done")).limit(bindparam("most")))
+_MARK: Final = "exported_to"
 
 
 class _Row(NamedTuple):
@@ -129,14 +133,19 @@ def _ids(path: Path, lines_of: Callable[[BinaryIO], Iterable[bytes]]) -> set[str
     return found
 
 
+def exported_to(conn: Connection) -> int:
+    """The number of the last task that stands in a task file; 0 if none does."""
+    return int(noted(conn, _MARK) or 0)
+
+
 def _unmarked(conn: Connection) -> list[_Row]:
     """The first tasks that are not marked; at most as many as the file's end is searched for."""
-    return [_Row(*row) for row in conn.exec_driver_sql(_UNMARKED, (CHUNK, 0))]
+    return [_Row(*row) for row in conn.exec_driver_sql(_UNMARKED, (exported_to(conn), CHUNK, 0))]
 
 
 def _mark(conn: Connection, rows: Sequence[_Row]) -> list[_Row]:
     """Mark these as exported; those to go on with."""
-    conn.exec_driver_sql(_MARK, [(True, row.id) for row in rows])
+    note(conn, _MARK, str(rows[-1].id))
     return _unmarked(conn) if len(rows) == CHUNK else []
 
 

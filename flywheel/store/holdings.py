@@ -9,6 +9,7 @@ from sqlalchemy import Connection, func, select
 
 from flywheel.states import ReplyState
 from flywheel.store.bulk import chunks
+from flywheel.store.export import exported_to
 from flywheel.store.ledger import cursor_of
 from flywheel.store.marks import marks_of
 from flywheel.store.schema import replies, sources, tasks
@@ -58,13 +59,13 @@ def numbers_of(conn: Connection, source: int) -> set[int]:
 
 def exported(conn: Connection) -> dict[str, int]:
     """The number of every task that stands in a task file, by key. They are written in the order of their numbers."""
-    rows = conn.execute(select(tasks.c.key, tasks.c.id).where(tasks.c.exported))
+    rows = conn.execute(select(tasks.c.key, tasks.c.id).where(tasks.c.id <= exported_to(conn)))
     return {str(row.key): int(row.id) for row in rows}
 
 
 def count_unexported(conn: Connection) -> int:
     """Tasks that still have to be written to the task file."""
-    waiting = select(func.count()).select_from(tasks).where(tasks.c.exported.is_(False))
+    waiting = select(func.count()).select_from(tasks).where(tasks.c.id > exported_to(conn))
     return int(conn.execute(waiting).scalar_one())
 
 

@@ -210,7 +210,6 @@ def _record_tasks(conn: Connection, new: Sequence[Entry], sides: Sides, done: Re
                     side.value,
                     TaskState.PENDING.value,
                     _line(conn, entry, side),
-                    False,
                     now,
                 )
             )
@@ -222,8 +221,7 @@ def _record_tasks(conn: Connection, new: Sequence[Entry], sides: Sides, done: Re
 
 
 _TASK_COLUMNS: Final = (
-    "id", "key", "conversation_id", "agent", "adapter", "started_at", "split", "state", "payload", "exported",
-    "created_at",
+    "id", "key", "conversation_id", "agent", "adapter", "started_at", "split", "state", "payload", "created_at",
 )  # fmt: skip
 
 

@@ -41,7 +41,19 @@ def _to_2(conn: Connection) -> None:
     conn.execute(update(sources).values(rowid_done=0))
 
 
-MIGRATIONS: Mapping[int, Callable[[Connection], None]] = MappingProxyType({2: _to_2})
+def _to_3(conn: Connection) -> None:
+    # Tasks were marked one by one when they stood in the task file. They were written in the order of their numbers.
+    conn.execute(
+        text(
+            "INSERT INTO meta (key, value) SELECT 'exported_to', max(id) FROM tasks WHERE exported "
+            "AND id < coalesce((SELECT min(id) FROM tasks WHERE NOT exported), 1 << 62) HAVING max(id) IS NOT NULL"
+        )
+    )
+    conn.execute(text("DROP INDEX IF EXISTS tasks_to_export"))
+    conn.execute(text("ALTER TABLE tasks DROP COLUMN exported"))
+
+
+MIGRATIONS: Mapping[int, Callable[[Connection], None]] = MappingProxyType({2: _to_2, 3: _to_3})
 """What leads to each version from the one before; a new database is made in the present one."""
 
 

@@ -113,12 +113,10 @@ tasks = Table(
     Column("split", Text, nullable=False),
     Column("state", Text, nullable=False),
     Column("payload", JSON, nullable=False),
-    Column("exported", Boolean, nullable=False, default=False),
     Column("retry_at", Text),
     Column("created_at", Text, nullable=False),
     Index("tasks_by_state", "state", "split"),
     Index("tasks_by_conversation", "conversation_id", "started_at"),
-    Index("tasks_to_export", "exported"),
 )
 
 verdicts = Table(
@@ -330,4 +328,4 @@ events = Table(
     Index("events_by_subject", "kind", "subject"),
 )
 
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3

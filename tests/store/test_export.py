@@ -17,7 +17,7 @@ from flywheel.daemon.intake import Intake, SourceReport
 from flywheel.store import export, ledger
 from flywheel.store.bulk import CHUNK
 from flywheel.store.database import Store
-from flywheel.store.export import TaskFile
+from flywheel.store.export import TaskFile, exported_to
 from flywheel.store.schema import tasks
 from tests.samples import batch, reply
 from tests.studio.writer import DATA
@@ -35,7 +35,7 @@ def keys(conn: Connection) -> list[str]:
 
 
 def waiting(conn: Connection) -> int:
-    return int(conn.execute(select(func.count()).where(tasks.c.exported.is_(False))).scalar_one())
+    return int(conn.execute(select(func.count()).where(tasks.c.id > exported_to(conn))).scalar_one())
 
 
 def written(path: Path) -> list[str]:

@@ -9,8 +9,9 @@ from sqlalchemy import Connection, inspect, select
 
 from flywheel.config import parse
 from flywheel.daemon.ingestion import Ingestion
-from flywheel.store import audit
+from flywheel.store import audit, holdings
 from flywheel.store.database import Store
+from flywheel.store.export import TaskFile
 from flywheel.store.schema import SCHEMA_VERSION, metadata, sources
 from tests.studio.writer import DATA
 
@@ -65,6 +66,28 @@ async def test_version_1_grows_into_the_present_schema(tmp_path: Path) -> None:
         await new.close()
 
 
+async def test_what_was_written_to_the_task_file_is_not_written_again(tmp_path: Path) -> None:
+    old_state(tmp_path / "state")
+    database = sqlite3.connect(tmp_path / "state" / "state.db")
+    for number, is_exported in ((1, True), (2, True), (3, False)):
+        database.execute(
+            "INSERT INTO tasks (id, key, conversation_id, agent, adapter, started_at, split, state, payload, "
+            "exported, created_at) "
+            "VALUES (?, ?, 'c', 'a', '', '2026-01-01', 'train', 'pending', ?, ?, '2026-01-01')",
+            (number, f"t-{number}", f'{{"task_id":"t-{number}"}}', is_exported),
+        )
+    database.commit()
+    database.close()
+    store = await Store.open(tmp_path / "state")
+    try:
+        assert await TaskFile(tmp_path / "tasks.jsonl").follow(store) == 1
+        assert (tmp_path / "tasks.jsonl").read_text() == '{"task_id":"t-3"}\n'
+        assert await TaskFile(tmp_path / "tasks.jsonl").follow(store) == 0
+        assert await store.read(holdings.exported) == {"t-1": 1, "t-2": 2, "t-3": 3}
+    finally:
+        await store.close()
+
+
 async def test_a_state_that_was_migrated_goes_on(tmp_path: Path) -> None:
     old_state(tmp_path / "state")
     config = parse({"state": {"dir": "state"}, "sources": [{"path": str(DATA / "new_v2.sqlite")}]}, "test", tmp_path)
@@ -73,6 +96,6 @@ async def test_a_state_that_was_migrated_goes_on(tmp_path: Path) -> None:
     for new in (97, 0):
         (report,) = await ingestion.run(final=True)
         assert (report.error, report.counts.replies, report.new) == (None, 106, new)
-    assert SCHEMA_VERSION == 2
+    assert SCHEMA_VERSION == 3
     await ingestion.close()
     await store.close()
