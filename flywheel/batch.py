@@ -81,9 +81,9 @@ def _entry(reply: Reply, source: str, opening: Opening) -> Entry:
     return Entry(
         span_id=reply.span_id,
         trace_id=reply.trace_id,
-        conversation_id=reply.conversation_id,
-        agent=reply.agent,
-        adapter=reply.adapter,
+        conversation_id=storable(reply.conversation_id),
+        agent=storable(reply.agent),
+        adapter=storable(reply.adapter),
         started_at=line["metadata"]["started_at"],
         key=line["task_id"],
         line=b"" if skip else whole,
@@ -92,8 +92,13 @@ def _entry(reply: Reply, source: str, opening: Opening) -> Entry:
         bands=opening[1],
         linked=not reply.history and not reply.model,
         skip=skip,
-        detail=reply.skip_detail,
+        detail=storable(reply.skip_detail),
     )
+
+
+def storable(text: str) -> str:
+    """A text as UTF-8 can hold it: lone surrogates, which JSON allows in traces, become `?`."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def line_bytes(line: dict[str, object]) -> bytes:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, bindparam, func, insert, select, update
 
-from flywheel.batch import Batch, Entry
+from flywheel.batch import Batch, Entry, storable
 from flywheel.states import ReplyState, SkipReason, Split, TaskState
 from flywheel.store import turns
 from flywheel.store.bulk import Lookup, first_free, insert_many
@@ -238,7 +238,7 @@ def _record_dead(conn: Connection, source: int, row: DeadRow, done: Recorded) ->
             span_id=row.span_id,
             trace_id=row.trace_id,
             state=ReplyState.DEAD.value,
-            detail=row.error[:500],
+            detail=storable(row.error)[:500],
             created_at=utcnow(),
         )
     )

@@ -13,6 +13,7 @@ from typing import Final
 
 from sqlalchemy import ColumnElement, Connection, func, insert, select, update
 
+from flywheel.batch import storable
 from flywheel.errors import StoreError
 from flywheel.states import LetterState, ReplyState, TaskState
 from flywheel.store.marks import reopen
@@ -58,6 +59,7 @@ class Next(StrEnum):
 
 def bury(conn: Connection, kind: str, subject: str, error: str, excerpt: str = "", source: int | None = None) -> None:
     """Keep a unit that cannot go on, with its error. One that was retried is open again, and counted."""
+    error, excerpt = storable(error), storable(excerpt)
     same = select(dead_letters.c.id, dead_letters.c.state).where(
         dead_letters.c.kind == kind, dead_letters.c.subject == subject, dead_letters.c.source_id == source
     )
