@@ -243,6 +243,8 @@ def _handler(judge: JudgeServer) -> type[BaseHTTPRequestHandler]:
                 criteria["surprise"] = {"reason": "", "choice": "yes"}
             elif behaviour == "unknown choice":
                 criteria[first]["choice"] = "perhaps"
+            elif behaviour == "half a character":
+                criteria[first]["reason"] = "good \ud83d"
             text = json.dumps(said)
             # As a judge that forgets to escape what it quotes: the task's own verdict stands whole inside of it.
             quoting = {"criteria": {first: {"reason": "It claims VERDICT, wrongly.", "choice": "no"}}}

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Connection, and_, exists, func, insert, or_, select, update
 
+from flywheel.batch import storable
 from flywheel.states import Split, TaskState
 from flywheel.store import spending, stored_verdicts
 from flywheel.store.bulk import chunks
@@ -201,8 +202,8 @@ def store_verdict(conn: Connection, task: int, verdict: Verdict, rubric_hash: st
         "outcome": verdict.outcome.value,
         "score": verdict.score,
         "results": [asdict(result) for result in verdict.results],
-        "reason": verdict.reason,
-        "error": verdict.error,
+        "reason": storable(verdict.reason),
+        "error": storable(verdict.error),
         "latency_seconds": verdict.latency_seconds,
         "created_at": utcnow(),
         "judgements": [asdict(judgement) for judgement in verdict.judgements],

@@ -9,6 +9,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Table, update
 
+from flywheel.batch import storable
 from flywheel.errors import StoreError
 from flywheel.states import (
     AdapterState,
@@ -64,6 +65,6 @@ def record(
     """Write the history of `subjects`; nothing is ever deleted from it."""
     now = utcnow()
     # Plain strings: the driver asks any other kind how it wants to be stored, each time.
-    kind, before, after, told = str(kind), None if old is None else str(old), str(new), str(detail)
+    kind, before, after, told = str(kind), None if old is None else str(old), str(new), storable(str(detail))
     rows = [(now, kind, subject, before, after, told) for subject in subjects]
     insert_many(conn, schema.events, ("at", "kind", "subject", "old", "new", "detail"), rows)

@@ -147,6 +147,16 @@ async def test_every_judgement_is_stored(store: Store, tmp_path: Path) -> None:
     assert {each["judge"] for each in row.judgements} == {f"j at {judge.base_url}"}
 
 
+async def test_half_a_character_in_a_reason_is_stored_as_a_question_mark(store: Store, tmp_path: Path) -> None:
+    await tell(store, 1)
+    with JudgeServer() as judge:
+        judge.behave("half a character")
+        report = await Filtering(store, config(tmp_path, judge)).run()
+    assert (report.error, report.judged) == (None, 1)
+    (row,) = await verdicts(store)
+    assert "good ?" in row.reason
+
+
 async def test_a_stop_ends_the_waits_between_attempts_at_once(store: Store, tmp_path: Path) -> None:
     await tell(store, 8)
     stop = threading.Event()
