@@ -54,28 +54,48 @@ def _mark(text: bytes) -> str:
 def files_of(path: Path) -> list[Path]:
     """The files that a path stands for: itself, or a directory's `*.jsonl` in the order of their names.
 
-    Raises SourceError when there is nothing at `path`.
+    A directory is itself among them when something in it cannot be read; reading it says what. Raises SourceError
+    when there is nothing at `path`.
     """
     try:
         if not path.is_dir():
             path.stat()
             return [path]
-        return sorted(
-            file for file in path.iterdir() if file.suffix == ".jsonl" and file.name[0] != "." and file.is_file()
-        )
+        named, misnamed = _files_in(path)
     except OSError as error:
         raise _unreachable(path, error) from error
+    return [*named, path] if misnamed else named
 
 
 def is_listed(path: Path) -> bool:
-    """Whether this is a directory, whose files are sources of their own. Raises SourceError if it cannot be seen."""
+    """Whether this is a directory, whose files are sources of their own.
+
+    Raises SourceError if it cannot be seen, or a file in it not be named.
+    """
     try:
-        if path.is_dir():
-            files_of(path)
-            return True
-    except PermissionError:
-        pass  # reading says it better
-    return False
+        if not path.is_dir():
+            return False
+        misnamed = _files_in(path)[1]
+    except PermissionError as error:
+        raise _unreachable(path, error) from error
+    except OSError:
+        return False  # reading says it better
+    if misnamed:
+        raise SourceError(
+            f"read {path}",
+            f"the name of a file in it is not UTF-8: {os.fsencode(misnamed[0].name)!r}",
+            "Rename it. The other files are read.",
+        )
+    return True
+
+
+def _files_in(path: Path) -> tuple[list[Path], list[Path]]:
+    """The files of lines in a directory, and those of a name that is no text."""
+    found = sorted(
+        file for file in path.iterdir() if file.suffix == ".jsonl" and file.name[0] != "." and file.is_file()
+    )
+    misnamed = [file for file in found if any("\ud800" <= char <= "\udfff" for char in file.name)]
+    return [file for file in found if file not in misnamed], misnamed
 
 
 class LineFile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,19 @@ async def test_files_of_a_directory_come_and_go(tmp_path: Path) -> None:
     (folder / "b.jsonl").unlink()
     assert [report.path.name for report in await ingest(tmp_path, folder)] == ["c.jsonl"]
     assert len(exported(tmp_path)) == 2
+
+
+async def test_a_file_whose_name_is_no_text_costs_itself(tmp_path: Path) -> None:
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    (folder / "good.jsonl").write_bytes(line(1))
+    misnamed = Path(os.fsdecode(os.fsencode(folder) + b"/\xff.jsonl"))
+    misnamed.write_bytes(line(2))
+    good, bad = await ingest(tmp_path, folder)
+    assert (good.path.name, good.counts.tasks, good.error) == ("good.jsonl", 1, None)
+    assert "not UTF-8: b'\\xff.jsonl'. Rename it" in str(bad.error)
+    misnamed.rename(folder / "renamed.jsonl")
+    assert [report.new for report in await ingest(tmp_path, folder)] == [0, 1]
 
 
 async def test_what_was_exported_is_read_back_into_another_state(tmp_path: Path) -> None:
