@@ -94,10 +94,11 @@ async def source(config: Config, path: Path) -> dict[str, Any]:
 
 
 def exported(config: Config) -> list[str]:
-    """The ids of the spans in the task file, line by line."""
+    """The ids of the spans in the task file, line by line. The last line may just be being written."""
     if not config.task_file.exists():
         return []
-    return [json.loads(line)["metadata"]["span_id"] for line in config.task_file.read_text().splitlines()]
+    whole, _, _ = config.task_file.read_bytes().rpartition(b"\n")
+    return [json.loads(line)["metadata"]["span_id"] for line in whole.splitlines()]
 
 
 async def until(condition: Callable[[], Any], what: str) -> None:
