@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -23,14 +23,14 @@ from msgspec.structs import replace
 
 from flywheel.batch import Batch
 from flywheel.config import Config
-from flywheel.store import marks
+from flywheel.daemon.ledger_memory import LedgerMemory
 from flywheel.store.database import Store
 from flywheel.studio.conversion import Told, convert
 from flywheel.studio.conversion_process import ConversionProcess
 from flywheel.studio.reader import StudioReader
 from flywheel.studio.scan import FOREVER_NS
 from flywheel.studio.step import Step
-from flywheel.trace import Cursor, Mark, Selection
+from flywheel.trace import Cursor, Selection
 
 T = TypeVar("T")
 
@@ -40,8 +40,6 @@ AHEAD: Final = 4
 """Steps that are read ahead of what is stored."""
 ENOUGH: Final = 2
 """With so many steps to convert, the process is busy for as long as converting another one takes."""
-_MET: Final = 200_000
-"""Traces that are known to be new without a look at the ledger, at most: they take some 50 bytes each."""
 RECENT_ROWS = 5_000
 """How far back a look at what was changed in place goes, whenever the source has changed."""
 
@@ -63,40 +61,6 @@ class Progress:
     def left(self) -> float | None:
         """Seconds that the rest takes at this rate, if that can be told."""
         return max(self.in_all - self.read, 0) / self.rate if self.in_all and self.read else None
-
-
-class _Memory:
-    """The ledger's memory of a source, asked from the reader's thread.
-
-    A `first` pass is the only one that stores something meanwhile. If there is nothing to remember when it begins,
-    only traces that it meets again need to be asked for.
-    """
-
-    def __init__(self, store: Store, source: int, *, first: bool = False) -> None:
-        self._store = store
-        self._source = source
-        self._first = first
-        self._met: set[int] | None = None
-        self._loop = asyncio.get_running_loop()
-
-    def open_marks(self) -> Sequence[Mark]:
-        if self._first and not self._ask(marks.has_marks):
-            self._met = set()
-            return []
-        return self._ask(marks.open_marks)
-
-    def marks(self, trace_ids: Sequence[str]) -> Mapping[str, Mark]:
-        if self._met is not None:
-            again = [trace for trace in trace_ids if hash(trace) in self._met]
-            self._met.update(map(hash, trace_ids))
-            if len(self._met) > _MET:
-                self._met = None
-            trace_ids = again
-        return self._ask(marks.marks_of, trace_ids) if trace_ids else {}
-
-    def _ask(self, question: Callable[..., T], *values: object) -> T:
-        asked = self._store.read(question, self._source, *values)
-        return asyncio.run_coroutine_threadsafe(asked, self._loop).result()
 
 
 @dataclass(slots=True)
@@ -138,7 +102,7 @@ class StudioFeed:
 
     async def read(self, number: int, cursor: Cursor, *, final: bool) -> AsyncGenerator[Batch]:
         """One pass, batch by batch; each must be stored before the next is asked for."""
-        memory = _Memory(self._store, number, first=not cursor.rowid)
+        memory = LedgerMemory(self._store, number, first=not cursor.rowid)
         self.progress = Progress()
         steps = self.reader.read(cursor, memory, now=datetime.now(UTC), final=final)
         # Whoever leaves early leaves both: the inner one ends the process.
@@ -153,7 +117,7 @@ class StudioFeed:
 
     def look_back(self, number: int, *, whole: bool) -> LookBack:
         """Look for what was changed in place, in the newest rows or in all of them."""
-        memory = _Memory(self._store, number)
+        memory = LedgerMemory(self._store, number)
         steps = self.reader.sweep(memory, now=datetime.now(UTC), last=None if whole else RECENT_ROWS)
         return LookBack(self, steps, whole=whole)
 
