@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Final, Self
 
 from flywheel.studio.database import Database
+from flywheel.studio.row import TABLE, Row, packed
 from flywheel.studio.scan import is_name, unnamed
-from flywheel.studio.schema import TABLE, Row, packed
 from flywheel.trace import DeadRow
 
 # A page is measured by the values in the places of attributes and events, which are not wanted here.

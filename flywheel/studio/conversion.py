@@ -16,7 +16,8 @@ from flywheel.batch import Entry, entries_of
 from flywheel.states import SkipReason
 from flywheel.studio.recorded import Attributes
 from flywheel.studio.replies import finished_reply, unfinished_reply
-from flywheel.studio.schema import Schema, named, shown, unpacked
+from flywheel.studio.row import shown, unpacked
+from flywheel.studio.schema import Schema, named
 from flywheel.studio.span import Span, SpanKind
 from flywheel.studio.tree import Tree
 from flywheel.trace import DeadRow, Reply, Selection

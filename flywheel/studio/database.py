@@ -22,7 +22,8 @@ from urllib.parse import quote
 
 from flywheel.studio.faults import explained, fault, unreachable
 from flywheel.studio.page import Page, first_row, first_rows
-from flywheel.studio.schema import GENERATIONS, MAX_CELL, TABLE, Row, Schema, fingerprint, recognise, shown
+from flywheel.studio.row import MAX_CELL, TABLE, Row, shown
+from flywheel.studio.schema import GENERATIONS, Schema, fingerprint, recognise
 
 T = TypeVar("T")
 

@@ -12,7 +12,8 @@ from typing import Final
 import xxhash
 from msgspec import Struct
 
-from flywheel.studio.schema import Row, Schema, packed
+from flywheel.studio.row import Row, packed
+from flywheel.studio.schema import Schema
 from flywheel.trace import Mark
 
 hash_of: Final = xxhash.xxh3_64_intdigest

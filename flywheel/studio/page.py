@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-from flywheel.studio.schema import MAX_CELL, TABLE, Row
+from flywheel.studio.row import MAX_CELL, TABLE, Row
 
 HOLD_SECONDS: Final = 0.008
 """How long a page is read. Beside a writer, and on a busy machine, that must stay far below Studio's patience."""

@@ -21,8 +21,9 @@ from msgspec.structs import replace
 from flywheel.config import IngestSettings
 from flywheel.studio.database import BUSY_SECONDS, Database
 from flywheel.studio.growing import Growing, looks_the_same
+from flywheel.studio.row import Row
 from flywheel.studio.scan import FAR_ROWS, FOREVER_NS, Scan
-from flywheel.studio.schema import Row, Schema
+from flywheel.studio.schema import Schema
 from flywheel.studio.step import Memory, RawTrace, Step
 from flywheel.trace import Cursor, DeadRow, Mark
 

@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from flywheel.studio.growing import Growing, digest_of
-from flywheel.studio.schema import Row, RowError, Schema, identifiers, packed, shown
+from flywheel.studio.row import Row, RowError, identifiers, packed, shown
+from flywheel.studio.schema import Schema
 from flywheel.trace import DeadRow
 
 FOREVER_NS: Final = 2**63

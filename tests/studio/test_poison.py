@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flywheel.studio import database, page, schema
+from flywheel.studio import database, page, row
 from flywheel.trace import Reply
 from tests.studio.reading import by_id, read_all
 from tests.studio.writer import Studio, agent, chat, empty_like, insert, message, part, rows, span, tool
@@ -191,7 +191,7 @@ def test_attributes_of_any_shape_never_raise(value: Any, tmp_path: Path) -> None
 
 
 def test_a_huge_row_is_dead_and_the_rest_flows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schema, "MAX_CELL", 10_000)
+    monkeypatch.setattr(row, "MAX_CELL", 10_000)
     monkeypatch.setattr(database, "MAX_CELL", 10_000)
     monkeypatch.setattr(page, "MAX_CELL", 10_000)
     studio = Studio(tmp_path / "studio.sqlite")
