@@ -21,7 +21,7 @@ from typing import Any, Final, Self, TypeVar
 from urllib.parse import quote
 
 from flywheel.studio.faults import explained, fault, unreachable
-from flywheel.studio.page import Page, first_row, first_rows
+from flywheel.studio.page import Page, first_row, first_rows, no_collection
 from flywheel.studio.row import MAX_CELL, TABLE, Row, shown
 from flywheel.studio.schema import GENERATIONS, Schema, fingerprint, recognise
 
@@ -171,7 +171,8 @@ class Database:
             while True:
                 began = time.perf_counter()
                 try:
-                    return question(connection)
+                    with no_collection():
+                        return question(connection)
                 except sqlite3.OperationalError as error:
                     # Waiting for a commit is done here, so that it does not count as holding a lock.
                     code = getattr(error, "sqlite_errorcode", 0) & 0xFF

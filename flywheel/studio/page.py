@@ -5,9 +5,11 @@ What is too large for memory is not loaded: of such a row come its ids, and the 
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from flywheel.studio.row import MAX_CELL, TABLE, Row
@@ -27,6 +29,20 @@ class Page(NamedTuple):
     rows: list[Row]
     more: bool
     size: int
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Without Python's garbage collection, which holds up all threads for as long as a hundred milliseconds."""
+    if not gc.isenabled():
+        # Another thread's read, which ends it: a read that begins meanwhile may be held up, and none keeps it off.
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def first_rows(connection: sqlite3.Connection, sql: str, values: Sequence[Any]) -> Page:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import shutil
@@ -12,14 +13,16 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flywheel.config import IngestSettings
 from flywheel.errors import StudioError
-from flywheel.studio import page
+from flywheel.studio import database, page
 from flywheel.studio import reader as reading
 from flywheel.studio.database import Database
+from flywheel.studio.page import Page
 from flywheel.studio.reader import StudioReader
 from flywheel.trace import Cursor
 from tests.studio.reading import NOW, Ledger, by_id, read_all
@@ -269,6 +272,25 @@ def test_a_log_left_by_a_dead_writer_is_read(tmp_path: Path) -> None:
     before = state(left)
     assert list(by_id(read_all(left / "studio.sqlite")[0])) == ["a1"]
     assert state(left) == before
+
+
+def test_no_garbage_is_collected_while_a_read_holds_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Studio(tmp_path / "studio.sqlite").path
+    seen: list[bool] = []
+
+    def held(*_: Any) -> Page:
+        seen.append(gc.isenabled())
+        if len(seen) == 2:
+            raise sqlite3.OperationalError("disk I/O error")
+        return Page([], False, 0)
+
+    monkeypatch.setattr(database, "first_rows", held)
+    with Database(path) as opened:
+        opened.page("SELECT 1", ())
+        with pytest.raises(StudioError):
+            opened.page("SELECT 1", ())
+    assert seen == [False, False]
+    assert gc.isenabled()
 
 
 def test_a_writer_is_never_blocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
