@@ -35,7 +35,7 @@ class Page(NamedTuple):
 def no_collection() -> Iterator[None]:
     """Without Python's garbage collection, which holds up all threads for as long as a hundred milliseconds."""
     if not gc.isenabled():
-        # Another thread's read, which ends it: a read that begins meanwhile may be held up, and none keeps it off.
+        # Another read has switched it off and switches it on again, perhaps in the middle of this one.
         yield
         return
     gc.disable()
