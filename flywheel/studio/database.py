@@ -169,18 +169,14 @@ class Database:
             patience = time.monotonic() + self._busy_seconds
             pause = _FIRST_PAUSE_SECONDS
             while True:
-                began = time.perf_counter()
                 try:
                     with no_collection():
-                        return question(connection)
+                        return self._timed(question, connection)
                 except sqlite3.OperationalError as error:
                     # Waiting for a commit is done here, so that it does not count as holding a lock.
                     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
                     if code != sqlite3.SQLITE_BUSY or time.monotonic() + pause > patience:
                         raise
-                finally:
-                    self.last_read_ms = (time.perf_counter() - began) * 1000
-                    self.longest_read_ms = max(self.longest_read_ms, self.last_read_ms)
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         except sqlite3.Error as error:
@@ -189,6 +185,14 @@ class Database:
         except OSError as error:
             self.close()
             raise unreachable(self.path, error) from error
+
+    def _timed(self, question: Callable[[sqlite3.Connection], T], connection: sqlite3.Connection) -> T:
+        began = time.perf_counter()
+        try:
+            return question(connection)
+        finally:
+            self.last_read_ms = (time.perf_counter() - began) * 1000
+            self.longest_read_ms = max(self.longest_read_ms, self.last_read_ms)
 
     def change_token(self) -> object:
         """What differs after every commit of anybody else: compare it with the one from before. Raises StudioError.
