@@ -73,8 +73,12 @@ class Traffic:
                     await self._pace()
                     await places.acquire()
                     tasks.create_task(self._dialogue()).add_done_callback(lambda _: places.release())
-        except* (TrafficError, sqlite3.Error) as errors:
-            raise errors.exceptions[0] from None
+        except BaseExceptionGroup as errors:
+            # By hand: before 3.11.4, Python puts what is raised below `except*` into a group again.
+            ended, _ = errors.split((TrafficError, sqlite3.Error))
+            if ended is None:
+                raise
+            raise ended.exceptions[0] from None
         finally:
             await asyncio.to_thread(self._flush)
 

@@ -141,6 +141,10 @@ def plain_line(told: Reply, source: str) -> bytes:
     return dumped(line).encode("utf-8", "replace")
 
 
+def plain_text(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
+
+
 def plain_entry(told: Reply, source: str) -> Entry:
     line = plain_line(told, source)
     words, bands = plain_opening(told.query) if told.turn == 0 and told.skip is None else ((), ())
@@ -148,9 +152,9 @@ def plain_entry(told: Reply, source: str) -> Entry:
     return Entry(
         span_id=told.span_id,
         trace_id=told.trace_id,
-        conversation_id=told.conversation_id,
-        agent=told.agent,
-        adapter=told.adapter,
+        conversation_id=plain_text(told.conversation_id),
+        agent=plain_text(told.agent),
+        adapter=plain_text(told.adapter),
         started_at=told.started_at.isoformat(),
         key="t-" + hashlib.sha256(f"{told.trace_id}\0{told.span_id}".encode()).hexdigest()[:20],
         line=b"" if told.skip else line,
@@ -159,7 +163,7 @@ def plain_entry(told: Reply, source: str) -> Entry:
         bands=bands,
         linked=not told.history and not told.model,
         skip=told.skip,
-        detail=told.skip_detail,
+        detail=plain_text(told.skip_detail),
     )
 
 

