@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Annotated
 
 import typer
@@ -33,6 +34,9 @@ async def _run(config: Config, once: bool, max_rounds: int | None) -> bool:
             service = Service(config, store)
             if once:
                 return await service.once(max_rounds) is None
+            # What is loaded by now stays for months: looking through it for garbage again and again would hold up
+            # everything, reads of other people's files too, for a tenth of a second each time.
+            gc.freeze()
             await service.run(max_rounds)
             return True
         finally:

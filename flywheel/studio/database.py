@@ -170,7 +170,7 @@ class Database:
             pause = _FIRST_PAUSE_SECONDS
             while True:
                 try:
-                    with no_collection():
+                    with no_collection:
                         return self._timed(question, connection)
                 except sqlite3.OperationalError as error:
                     # Waiting for a commit is done here, so that it does not count as holding a lock.

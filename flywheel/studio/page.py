@@ -5,11 +5,12 @@ What is too large for memory is not loaded: of such a row come its ids, and the 
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import sqlite3
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from types import TracebackType
 from typing import Any, Final, NamedTuple
 
 from flywheel.studio.row import MAX_CELL, TABLE, Row
@@ -31,18 +32,34 @@ class Page(NamedTuple):
     size: int
 
 
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Without Python's garbage collection, which holds up all threads for as long as a hundred milliseconds."""
-    if not gc.isenabled():
-        # Another read has switched it off and switches it on again, perhaps in the middle of this one.
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+class _CollectionPause:
+    """Python's garbage collection is off while a file is read: it holds up all threads for a hundred milliseconds.
+
+    Of several reads at once, the last one switches it on again.
+    """
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        self._reads = 0
+        self._was_on = True
+
+    def __enter__(self) -> None:
+        with self._turn:
+            if not self._reads:
+                self._was_on = gc.isenabled()
+                gc.disable()
+            self._reads += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._turn:
+            self._reads -= 1
+            if not self._reads and self._was_on:
+                gc.enable()
+
+
+no_collection: Final = _CollectionPause()
 
 
 def first_rows(connection: sqlite3.Connection, sql: str, values: Sequence[Any]) -> Page:

@@ -293,6 +293,21 @@ def test_no_garbage_is_collected_while_a_read_holds_the_file(tmp_path: Path, mon
     assert gc.isenabled()
 
 
+def test_the_last_of_several_reads_lets_garbage_be_collected_again() -> None:
+    with page.no_collection:
+        with page.no_collection:
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with page.no_collection:
+            pass
+        assert not gc.isenabled(), "whoever switched it off wants it so"
+    finally:
+        gc.enable()
+
+
 def test_a_writer_is_never_blocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer without any patience commits all through the reading, and between the pages of a slow consumer."""
     path = empty_like("new_v1", tmp_path / "studio.sqlite")
