@@ -105,6 +105,6 @@ class Ingestion:
 def _files(path: Path) -> list[Path]:
     """The files of a source of lines; its own path if they cannot be listed, for reading it tells why."""
     try:
-        return files_of(path) if path.is_dir() else [path]
-    except (SourceError, OSError):
+        return files_of(path)
+    except SourceError:
         return [path]

@@ -31,6 +31,11 @@ def _text(*candidates: Any) -> str:
     return ""
 
 
+def _messages(raw: Raw) -> list[Message]:
+    """The messages that the GenAI convention has in an attribute. Raises ReprError."""
+    return messages_of(value_of(raw), encoded=True)
+
+
 def _argument(span: Span, named: Raw) -> Raw:
     """An argument of the traced call: the named one, or the first one."""
     return first_of(span.attributes.recorded.input.args) if named == NOTHING else named
@@ -52,13 +57,13 @@ def user_id(span: Span) -> str:
 
 def agent_input(span: Span) -> list[Message]:
     """The messages an agent was handed. Raises ReprError."""
-    written = messages_of(value_of(span.attributes.gen_ai.input.messages), encoded=True)
+    written = _messages(span.attributes.gen_ai.input.messages)
     return written or messages_of(value_of(_argument(span, span.attributes.recorded.input.kwargs.msg)))
 
 
 def agent_output(span: Span) -> Message | None:
     """The message an agent returned, None where it returned none. Raises ReprError."""
-    written = messages_of(value_of(span.attributes.gen_ai.output.messages), encoded=True)
+    written = _messages(span.attributes.gen_ai.output.messages)
     if written:
         return written[-1]
     recorded = value_of(span.attributes.recorded.output)
@@ -117,7 +122,7 @@ def _said(data: bytes) -> tuple[ChatMessage, ...]:
 
 def speaker(span: Span) -> str:
     """The agent's name, as its own messages in a model call's input carry it. Raises ReprError."""
-    written = messages_of(value_of(span.attributes.gen_ai.input.messages), encoded=True)
+    written = _messages(span.attributes.gen_ai.input.messages)
     given = written or messages_of(value_of(_argument(span, span.attributes.recorded.input.kwargs.messages)))
     names = (message.get("name") for message in reversed(given) if message.get("role") == "assistant")
     return next((name for name in names if isinstance(name, str)), "")
@@ -125,7 +130,7 @@ def speaker(span: Span) -> str:
 
 def model_output(span: Span) -> Message | None:
     """The message a model answered with."""
-    written = messages_of(value_of(span.attributes.gen_ai.output.messages), encoded=True)
+    written = _messages(span.attributes.gen_ai.output.messages)
     if written:
         return {"role": "assistant", **written[-1]}
     output = value_of(span.attributes.recorded.output)

@@ -29,8 +29,7 @@ def plain_call(text: str) -> dict[str, Any] | None:
             name = text[at:end]
             if name in found:
                 return None
-            char = text[end + 1]
-            found[name], at = _string(text, end + 1, char) if char in _QUOTES else _value(text, end + 1)
+            found[name], at = _value(text, end + 1)
             if name == "name" and ("\\" in text[end:at] or not text.startswith(", content=", at)):
                 # Names are written as they are, without escapes: this one may end elsewhere.
                 return None
@@ -88,8 +87,7 @@ def _dict(text: str, at: int) -> tuple[dict[str, Any], int]:
         key, at = _string(text, at, char)
         if not text.startswith(": ", at):
             raise _UnusualError
-        char = text[at + 2]
-        found[key], at = _string(text, at + 2, char) if char in _QUOTES else _value(text, at + 2)
+        found[key], at = _value(text, at + 2)
         if text[at] == "}":
             return found, at + 1
         at = _next(text, at)
