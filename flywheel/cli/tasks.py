@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -27,6 +29,14 @@ AllOption = Annotated[bool, typer.Option("--all", help="All that are held.")]
 QUERY_SHOWN = 100
 
 
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """What the command line says before `release` or `reject`; it holds for them as if it stood behind."""
+
+    config: Path | None
+    as_json: bool
+
+
 @tasks_app.callback(invoke_without_command=True)
 def show(
     context: typer.Context,
@@ -36,7 +46,11 @@ def show(
     as_json: JsonOption = False,
 ) -> None:
     """List tasks of a state, or `release` or `reject` those that are held."""
-    if context.invoked_subcommand is not None:
+    if (verb := context.invoked_subcommand) is not None:
+        if state is not TaskState.HELD or limit is not None:
+            name = "--state" if limit is None else "--limit"
+            raise typer.BadParameter(f"it is for listing: give {verb} ids, or --all", param_hint=name)
+        context.obj = _Before(config, as_json)
         return
     from flywheel.store.influence import of_state
 
@@ -66,22 +80,34 @@ def show(
 
 @tasks_app.command()
 def release(
-    ids: IdsArgument = None, everything: AllOption = False, config: ConfigOption = None, as_json: JsonOption = False
+    context: typer.Context,
+    ids: IdsArgument = None,
+    everything: AllOption = False,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Let held tasks go on to the filters and the judge; they are not held again."""
     from flywheel.store.judging import release_held
 
-    _decide("release", release_held, ids or [], everything, config=load_config(config), as_json=as_json)
+    before: _Before = context.obj
+    settings = load_config(config or before.config)
+    _decide("release", release_held, ids or [], everything, config=settings, as_json=as_json or before.as_json)
 
 
 @tasks_app.command()
 def reject(
-    ids: IdsArgument = None, everything: AllOption = False, config: ConfigOption = None, as_json: JsonOption = False
+    context: typer.Context,
+    ids: IdsArgument = None,
+    everything: AllOption = False,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Reject held tasks, as a person's verdict."""
     from flywheel.store.judging import reject_held
 
-    _decide("reject", reject_held, ids or [], everything, config=load_config(config), as_json=as_json)
+    before: _Before = context.obj
+    settings = load_config(config or before.config)
+    _decide("reject", reject_held, ids or [], everything, config=settings, as_json=as_json or before.as_json)
 
 
 def _decide(

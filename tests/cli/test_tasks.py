@@ -98,3 +98,22 @@ def test_a_released_task_is_not_held_again(flywheel: Run, held: list[str], tmp_p
 
 def test_nothing_is_held_in_an_empty_state(flywheel: Run) -> None:
     assert flywheel("tasks").out == "0 held\n"
+
+
+def test_options_before_the_verb_count_as_those_behind_it(flywheel: Run, held: list[str], tmp_path: Path) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text("state: {dir: elsewhere}\nsources: []\n")
+    ran = flywheel("tasks", "-c", other, "--json", "reject", "--all")
+    assert ran.json == {"rejected": []}
+    assert [task["task_id"] for task in flywheel("tasks", "--json").json["tasks"]] == held
+    (tmp_path / "flywheel.yaml").write_text("state: {dir: elsewhere}\nsources: []\n")
+    other.write_text("state: {dir: home}\nsources: []\n")
+    assert flywheel("tasks", "-c", other, "release", "--all", "--json").json == {"released": held}
+
+
+@pytest.mark.parametrize("option", [["--state", "pending"], ["--limit", "1"]])
+def test_what_is_for_listing_is_refused_before_a_verb(flywheel: Run, held: list[str], option: list[str]) -> None:
+    ran = flywheel("tasks", *option, "reject", "--all")
+    assert ran.code == 2
+    assert option[0] in ran.err
+    assert len(flywheel("tasks", "--json").json["tasks"]) == 3
