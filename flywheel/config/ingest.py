@@ -5,9 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from flywheel.config.section import Section, Share, UserPath
+
+PORT_DIGITS = 5
+
+
+def host_and_port(listen: str) -> tuple[str, int]:
+    """The parts of HOST:PORT; the host of `[::1]:4318` is `::1`. Raises ValueError."""
+    host, colon, port = listen.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    is_number = port.isascii() and port.isdecimal() and len(port) <= PORT_DIGITS
+    if not (colon and host and is_number and int(port) < 2**16):
+        raise ValueError(f"{listen!r} is not HOST:PORT, for example 127.0.0.1:4318 or [::1]:4318")
+    return host, int(port)
+
+
+def _address(listen: str) -> str:
+    host_and_port(listen)
+    return listen
 
 
 class StudioSource(Section):
@@ -27,7 +44,7 @@ class JsonlSource(Section):
 class OtlpSource(Section):
     type: Literal["otlp"]
     """`otlp`: spans that agents send themselves, by OTLP/HTTP (protobuf or JSON)."""
-    listen: str = "127.0.0.1:4318"
+    listen: Annotated[str, AfterValidator(_address)] = "127.0.0.1:4318"
     """HOST:PORT to receive at. The path is `/v1/traces`."""
 
 

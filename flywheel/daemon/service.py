@@ -105,7 +105,8 @@ class Service:
             await self._stopping.wait()
         finally:
             notify("STOPPING=1")
-            scheduler.shutdown(wait=False)
+            if scheduler.running:  # not when a source could not begin
+                scheduler.shutdown(wait=False)
             await self._end(running)
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)

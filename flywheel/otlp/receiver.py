@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from flywheel.config.ingest import host_and_port
 from flywheel.errors import ReceiverError
 from flywheel.otlp.inbox import BUSY_SECONDS, Inbox
 
@@ -118,20 +119,17 @@ def _server(inbox: Inbox, thread: ThreadPoolExecutor) -> uvicorn.Server:
 
 
 def _host_and_port(listen: str) -> tuple[str, int]:
-    host, colon, port = listen.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not (colon and host and port.isascii() and port.isdecimal() and int(port) < 2**16):
-        raise ReceiverError(
-            f"receive spans at {listen!r}", "it is not HOST:PORT", "Write for example 127.0.0.1:4318 or [::1]:4318."
-        )
-    return host, int(port)
+    try:
+        return host_and_port(listen)
+    except ValueError as error:
+        raise ReceiverError("receive spans", str(error), "Correct `listen`.") from None
 
 
 def _bound(host: str, port: int) -> socket.socket:
     attempt = f"receive spans at {host}:{port}"
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise ReceiverError(
             attempt, f"the host is not known ({error})", "Correct `listen`.", retryable=True
         ) from error

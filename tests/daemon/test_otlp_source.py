@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from pathlib import Path
 
 import httpx
+import pytest
 
 from flywheel.config import parse
 from flywheel.daemon.ingestion import Ingestion
+from flywheel.daemon.service import Service
+from flywheel.errors import ConfigError, ReceiverError
 from flywheel.store.database import Store
 from tests.daemon.following import Following, exported, status, until
 from tests.otlp.exporting import PROTOBUF, fixture, request_of
@@ -56,3 +61,27 @@ async def test_an_address_where_nothing_was_received_yet_is_no_trouble(tmp_path:
     assert await ingestion.run(final=True) == []
     await ingestion.close()
     await store.close()
+
+
+async def test_a_daemon_that_cannot_have_its_address_ends_in_order_and_says_so(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        config = parse({"state": {"dir": "state"}, "sources": [{"type": "otlp", "listen": listen}]}, "test", tmp_path)
+        store = await Store.open(config.state_dir)
+        before = asyncio.all_tasks()
+        with pytest.raises(ReceiverError, match=f"receive spans at {listen}.*in use"):
+            await Service(config, store).run()
+        assert asyncio.all_tasks() == before
+        await store.close()
+
+
+@pytest.mark.parametrize("listen", ["nonsense", ":4318", "127.0.0.1:", "127.0.0.1:65536", f"127.0.0.1:{'9' * 5000}"])
+def test_an_address_that_is_none_is_a_wrong_configuration(tmp_path: Path, listen: str) -> None:
+    with pytest.raises(ConfigError, match=r"sources\.0\.listen.*not HOST:PORT"):
+        parse({"sources": [{"type": "otlp", "listen": listen}]}, "test", tmp_path)
+
+
+@pytest.mark.parametrize("listen", ["localhost:0", "[::1]:4318", "0.0.0.0:65535"])
+def test_an_address_that_is_one_is_taken(tmp_path: Path, listen: str) -> None:
+    [source] = parse({"sources": [{"type": "otlp", "listen": listen}]}, "test", tmp_path).sources
+    assert source.listen == listen  # type: ignore[union-attr]

@@ -42,6 +42,12 @@ async def test_what_is_no_address_is_said(listen: str, tmp_path: Path) -> None:
     assert not caught.value.retryable
 
 
+@pytest.mark.parametrize("host", ["a..b", "x" * 300])
+async def test_a_name_that_no_machine_can_have_is_said(host: str, tmp_path: Path) -> None:
+    with pytest.raises(ReceiverError, match="the host is not known"):
+        await Receiver(f"{host}:0", tmp_path / "inbox.sqlite").start()
+
+
 async def test_an_address_of_another_machine_is_said(tmp_path: Path) -> None:
     with pytest.raises(ReceiverError, match="address of this machine"):
         await Receiver("192.0.2.1:0", tmp_path / "inbox.sqlite").start()
