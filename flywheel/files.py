@@ -84,26 +84,40 @@ def last_lines(file: BinaryIO, count: int) -> list[bytes]:
     return [line + b"\n" for line in tail.split(b"\n")[:-1]][-count:]
 
 
+def torn_line(file: BinaryIO) -> bytes:
+    """The unfinished last line of a file, empty if its last line has its end."""
+    file.seek(_end_of_lines(file))
+    return file.read()
+
+
 def cut_torn_line(path: Path) -> int:
-    """Cut an unfinished last line, which a crash in the middle of an append leaves; the number of bytes cut."""
+    """Cut an unfinished last line, which a crash in the middle of an append leaves; the number of bytes cut.
+
+    Whose line it is, and whether it may be cut, the caller knows.
+    """
     if not path.exists():
         return 0
     with path.open("r+b") as file:
         size = file.seek(0, os.SEEK_END)
-        end = size
-        while end > 0:
-            start = max(0, end - 65536)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
+        end = _end_of_lines(file)
         if end < size:
             file.truncate(end)
             file.flush()
             os.fsync(file.fileno())
         return size - end
+
+
+def _end_of_lines(file: BinaryIO) -> int:
+    """Where the last line that has its end ends."""
+    end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        start = max(0, end - 65536)
+        file.seek(start)
+        newline = file.read(end - start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
+    return 0
 
 
 def tree_sha256(directory: Path) -> str:

@@ -10,7 +10,7 @@ import typer
 from flywheel.cli.app import ConfigOption, JsonOption, app, complain, load_config, print_json, run_async
 from flywheel.cli.facts import place, show, source_text
 from flywheel.cli.sources_progress import shown
-from flywheel.config import Config, StudioSource
+from flywheel.config import Config, StudioSource, source_at
 from flywheel.errors import EXIT_FAILED
 
 
@@ -30,6 +30,11 @@ def ingest(
     settings = load_config(config)
     if source:
         settings = settings.model_copy(update={"sources": [StudioSource(path=path) for path in source]})
+    if (read := source_at(settings, (out or settings.task_file).absolute())) is not None:
+        raise typer.BadParameter(
+            f"it is read by the source {read}; Flywheel does not write to what it reads",
+            param_hint="--out" if out else "--source",
+        )
     report, errors = run_async(_ingest(settings, out, sweep))
     if as_json:
         print_json(report)

@@ -1,6 +1,6 @@
 """The configuration: sections by subject, and the file that holds them all."""
 
-from flywheel.config.file import Config, StateSettings, default_state_dir, load, parse
+from flywheel.config.file import Config, StateSettings, default_state_dir, load, parse, source_at
 from flywheel.config.ingest import (
     AgentSettings,
     IngestSettings,
@@ -47,4 +47,5 @@ __all__ = [
     "default_state_dir",
     "load",
     "parse",
+    "source_at",
 ]

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from flywheel.config.agentjet import translated
-from flywheel.config.ingest import IngestSettings, OtlpSource, SourceSettings, StudioSource
+from flywheel.config.ingest import IngestSettings, JsonlSource, OtlpSource, SourceSettings, StudioSource
 from flywheel.config.judge import FilterSettings, JudgeSettings
 from flywheel.config.section import Section, UserPath
 from flywheel.config.serving import DaemonSettings, ServingSettings
@@ -60,6 +60,26 @@ class Config(Section):
         return self.ingest.output or self.state_dir / "tasks.jsonl"
 
 
+def source_at(config: Config, file: Path) -> Path | None:
+    """The source that reads this file, if one does: nothing may be appended to it."""
+    file = Path(os.path.realpath(file))
+    for source in config.sources:
+        if isinstance(source, OtlpSource):
+            continue
+        is_in = isinstance(source, JsonlSource) and file.suffix == ".jsonl" and _same(source.path, file.parent)
+        if is_in or _same(source.path, file):
+            return source.path
+    return None
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:
+        # What does not exist yet is known by its name alone.
+        return os.path.realpath(one) == os.path.realpath(other)
+
+
 def default_state_dir() -> Path:
     """`$FLYWHEEL_HOME`, else `flywheel` under the XDG state directory."""
     if home := os.environ.get("FLYWHEEL_HOME"):
@@ -84,7 +104,14 @@ def parse(raw: Any, name: str, folder: Path, *, file: Path | None = None) -> Con
         config = Config.model_validate(raw)
     except ValidationError as error:
         raise ConfigError(attempted, explain(error, Config), "Correct the file; see docs/configuration.md.") from None
-    return _anchored(config, folder.absolute())
+    config = _anchored(config, folder.absolute())
+    if (source := source_at(config, config.task_file)) is not None:
+        raise ConfigError(
+            attempted,
+            f"the task file {config.task_file} is read by the source {source}",
+            "Name another with `ingest.output`: Flywheel does not write to what it reads.",
+        )
+    return config
 
 
 def _anchored(config: Config, folder: Path) -> Config:

@@ -86,4 +86,5 @@ class IngestSettings(Section):
     split_seed: int = 42
     """Seed of the split. Changing it moves conversations between the sides, so do not."""
     output: UserPath | None = None
-    """The task file. Default: `tasks.jsonl` in the state directory."""
+    """The task file, which is only appended to. Default: `tasks.jsonl` in the state directory. A file that holds
+    anything but tasks is refused, and one that a source reads."""

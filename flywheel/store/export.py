@@ -1,7 +1,9 @@
 """`tasks.jsonl`: the append-only export of the tasks. The database is the authority; the file follows.
 
 The order is commit, append and fsync, mark as exported. A crash between the last two leaves a task that is in the
-file but not marked; the next export looks at the end of the file before it appends.
+file but not marked; the next export looks at the end of the file before it appends. A crash in the middle of an
+append leaves a torn line: it is cut, and its task written again. Nothing is cut or appended before it is known that
+the file is of tasks and the torn line the beginning of one: whoever names the wrong file loses nothing.
 
 Tasks are numbered in the order they are committed and written in the order of their numbers, so the mark is the
 number of the last one: a mark at each task would write every page of the state a second time.
@@ -9,6 +11,7 @@ number of the last one: a mark at each task would write every page of the state 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
@@ -17,7 +20,7 @@ import orjson
 from sqlalchemy import Connection, LargeBinary, bindparam, cast, select
 
 from flywheel.errors import StoreError
-from flywheel.files import append_lines, cut_torn_line, last_lines
+from flywheel.files import append_lines, cut_torn_line, last_lines, torn_line
 from flywheel.store.bulk import CHUNK, chunks, spelled
 from flywheel.store.database import Store
 from flywheel.store.funnel import note, noted
@@ -26,6 +29,9 @@ from flywheel.store.schema import replies, tasks
 _TASKS: Final = select(tasks.c.id, tasks.c.key, cast(tasks.c.payload, LargeBinary)).order_by(tasks.c.id)
 _UNMARKED: Final = spelled(_TASKS.where(tasks.c.id > bindparam("done")).limit(bindparam("most")))
 _MARK: Final = "exported_to"
+_KEY: Final = b'{"task_id":"'
+_BEGINNING: Final = re.compile(re.escape(_KEY) + rb'(?:[^"\\]|\\.)*+(?P<rest>.*)', re.DOTALL)
+_REST: Final = b'","main_query":"'
 
 
 class _Row(NamedTuple):
@@ -50,8 +56,7 @@ class TaskFile:
         there: set[str] = set()
         if self._left is None or self._left != _state(self.path):
             # Somebody else wrote, or nobody knows how the last append ended.
-            _whole(self.path)
-            there = _last_ids(self.path)
+            there = _mended(self.path, _last)
         self._left = None
         written = 0
         while page:
@@ -63,8 +68,7 @@ class TaskFile:
 
 async def export_sources(store: Store, path: Path, sources: Sequence[int]) -> int:
     """Append to a file of the user's choice the tasks of `sources` that it does not hold yet."""
-    _whole(path)
-    there = _ids_in(path)
+    there = _mended(path, _every)
     ids = await store.read(_of_sources, sources)
     written = 0
     for page in chunks(ids):
@@ -80,12 +84,78 @@ def _append(path: Path, lines: list[bytes]) -> int:
         raise _unwritable(path, error) from error
 
 
-def _whole(path: Path) -> None:
+def _mended(path: Path, lines_of: Callable[[BinaryIO], Iterable[bytes]]) -> set[str]:
+    """The tasks in a file, of which `lines_of` chooses the lines to look at; afterwards its last line has its end.
+
+    Raises StoreError, and leaves the file as it is, if it is none of Flywheel's.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        cut_torn_line(path)
+        if path.exists() and not path.is_file():
+            raise _foreign(path, "it is no regular file")
+        with path.open("rb") as file:
+            if file.read(1) not in (b"{", b""):
+                raise _foreign(path, "it does not begin with a task")
+            file.seek(0)
+            there = {_id(path, line) for line in lines_of(file)}
+            torn = torn_line(file)
+        if torn and _is_json(torn):
+            # Whole but for its end. Cutting it could lose a task that is marked.
+            there.add(_id(path, torn))
+            append_lines(path, [b"\n"])
+        elif torn:
+            if not _begins_a_task(torn):
+                raise _foreign(path, f"its last line is unfinished and no task: {_shown(torn)}")
+            cut_torn_line(path)
+    except FileNotFoundError:
+        return set()
     except OSError as error:
         raise _unwritable(path, error) from error
+    return there
+
+
+def _last(file: BinaryIO) -> Iterable[bytes]:
+    """Where tasks may stand that are not marked: those of the last page, which was not marked in time."""
+    return last_lines(file, CHUNK)
+
+
+def _every(file: BinaryIO) -> Iterable[bytes]:
+    return (line for line in file if line.endswith(b"\n"))
+
+
+def _id(path: Path, line: bytes) -> str:
+    try:
+        return str(orjson.loads(line)["task_id"])
+    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        raise _foreign(path, f"it has a line that is not a task: {_shown(line)}") from error
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return False
+    return True
+
+
+def _begins_a_task(torn: bytes) -> bool:
+    """Whether an unfinished line is the beginning of one that was written here, to the byte."""
+    if len(torn) < len(_KEY):
+        return _KEY.startswith(torn)
+    beginning = _BEGINNING.match(torn)
+    return beginning is not None and beginning["rest"][: len(_REST)] == _REST[: len(beginning["rest"])]
+
+
+def _shown(line: bytes) -> str:
+    return line[:60].decode(errors="replace").rstrip()
+
+
+def _foreign(path: Path, why: str) -> StoreError:
+    return StoreError(
+        f"append to the task file {path}",
+        why,
+        "Move the file away, or name another with --out or ingest.output; Flywheel writes only to files of its own.",
+    )
 
 
 def _unwritable(path: Path, error: OSError) -> StoreError:
@@ -103,34 +173,6 @@ def _state(path: Path) -> object:
     except OSError:
         return None
     return found.st_dev, found.st_ino, found.st_size
-
-
-def _last_ids(path: Path) -> set[str]:
-    """The tasks that may be in the file without being marked: of the last page, which was not marked in time."""
-    return _ids(path, lambda file: last_lines(file, CHUNK))
-
-
-def _ids_in(path: Path) -> set[str]:
-    return _ids(path, lambda file: file)
-
-
-def _ids(path: Path, lines_of: Callable[[BinaryIO], Iterable[bytes]]) -> set[str]:
-    found = set()
-    try:
-        with path.open("rb") as file:
-            for line in lines_of(file):
-                found.add(str(orjson.loads(line)["task_id"]))
-    except FileNotFoundError:
-        return set()
-    except OSError as error:
-        raise _unwritable(path, error) from error
-    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-        raise StoreError(
-            f"append to the task file {path}",
-            f"it has a line that is not a task: {line[:60].decode(errors='replace').rstrip()}",
-            "Move the file away, or name another with --out; Flywheel writes only to files of its own.",
-        ) from error
-    return found
 
 
 def exported_to(conn: Connection) -> int:

@@ -180,3 +180,30 @@ def test_a_full_disk_loses_nothing(flywheel: Run, tmp_path: Path, studio: Path) 
     lines = (tmp_path / "home" / "tasks.jsonl").read_text().splitlines()
     assert len(lines) == len(set(lines)) == ran.json["tasks"]
     assert flywheel("audit", "--json").json["balanced"]
+
+
+def test_tasks_are_not_appended_to_what_is_read(flywheel: Run, tmp_path: Path, studio: Path) -> None:
+    lines = tmp_path / "lines" / "a.jsonl"
+    lines.parent.mkdir()
+    lines.write_text('{"question": "q", "answer": "a"}\n{"question": "torn')
+    (tmp_path / "link.jsonl").symlink_to(lines)
+    before = lines.read_bytes(), studio.read_bytes()
+    reading = f"sources: [{{type: jsonl, path: lines}}, {{path: '{studio}'}}]\n"
+    for output in ("lines/a.jsonl", "lines/new.jsonl", "link.jsonl", "studio.sqlite"):
+        ran = flywheel("ingest", "-c", config(tmp_path, f"{reading}ingest: {{output: {output}}}\n"))
+        assert ran.code == 78, output
+        assert "ingest.output" in ran.err
+        ran = flywheel("ingest", "-c", config(tmp_path, reading), "--out", output)
+        assert ran.code == 2, output
+        assert "--out" in ran.err
+    assert (lines.read_bytes(), studio.read_bytes()) == before
+    assert flywheel("ingest", "-c", config(tmp_path, reading), "--out", "lines/new.txt").code == 0
+
+
+def test_a_file_named_by_mistake_keeps_every_byte(flywheel: Run, tmp_path: Path, studio: Path) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.write_text("one long line without a line end")
+    ran = flywheel("ingest", "--source", studio, "--out", notes)
+    assert ran.code == 1
+    assert f"append to the task file {notes}" in ran.err
+    assert notes.read_text() == "one long line without a line end"

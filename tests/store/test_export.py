@@ -14,6 +14,7 @@ from flywheel.config import parse
 from flywheel.daemon import ingestion
 from flywheel.daemon.ingestion import Ingestion
 from flywheel.daemon.intake import Intake, SourceReport
+from flywheel.errors import StoreError
 from flywheel.store import export, ledger
 from flywheel.store.bulk import CHUNK
 from flywheel.store.database import Store
@@ -102,3 +103,58 @@ async def test_the_file_follows_while_a_pass_goes_on(tmp_path: Path, monkeypatch
     assert await store.read(waiting) == 0
     await reading.close()
     await store.close()
+
+
+LONE = b'{"question":"mine","answer":"42"}'
+FOREIGN = {
+    "text": b"one long line without an end",
+    "lines of text": b"line 1\nline 2 unfinished",
+    "a database": (DATA / "new_v2.sqlite").read_bytes(),
+    "a record without its line end": LONE,
+    "records without the last line end": b'{"task_id": "1"}\n' + LONE,
+    "a record that is being written": b'{"task_id": "1"}\n{"task_id": "2", "main_query": "wh',
+    "a record that begins with another key": b'{"task_id":"1"}\n{"task_id":"2","question":"wh',
+    "records of another kind": LONE + b"\n",
+}
+
+
+@pytest.mark.parametrize("whole", [0, 3])
+@pytest.mark.parametrize("kind", FOREIGN)
+async def test_a_file_that_is_none_of_ours_keeps_every_byte(
+    store: Store, tmp_path: Path, kind: str, whole: int
+) -> None:
+    await store.write(put, 0, 3)
+    path = tmp_path / "notes"
+    before = b'{"task_id":"old"}\n' * whole + FOREIGN[kind]
+    path.write_bytes(before)
+    source = await store.read(lambda conn: ledger.source_id(conn, "/a"))
+    for work in (TaskFile(path).follow(store), export.export_sources(store, path, [source])):
+        with pytest.raises(StoreError, match="only to files of its own"):
+            await work
+        assert path.read_bytes() == before
+    assert await store.read(waiting) == 3
+
+
+@pytest.mark.parametrize("how", ["follow", "export_sources"])
+@pytest.mark.parametrize("left", [1, 7, 12, 20, 33, 40, 60, 200, -2, -1])
+async def test_a_torn_line_of_ours_is_written_again(store: Store, tmp_path: Path, how: str, left: int) -> None:
+    await store.write(put, 0, 3)
+    path = tmp_path / "tasks.jsonl"
+    await TaskFile(path).follow(store)
+    await store.write(put, 3, 2)
+    source = await store.read(lambda conn: ledger.source_id(conn, "/a"))
+    lines = await store.read(lambda conn: list(conn.execute(select(tasks.c.payload).order_by(tasks.c.id)).scalars()))
+    with path.open("ab") as file:
+        file.write((orjson.dumps(lines[3]) + b"\n")[:left])
+    await (TaskFile(path).follow(store) if how == "follow" else export.export_sources(store, path, [source]))
+    assert written(path) == await store.read(keys)
+
+
+async def test_a_marked_task_whose_line_lost_its_end_is_kept(store: Store, tmp_path: Path) -> None:
+    await store.write(put, 0, 2)
+    path = tmp_path / "tasks.jsonl"
+    await TaskFile(path).follow(store)
+    path.write_bytes(path.read_bytes().rstrip(b"\n"))
+    await store.write(put, 2, 1)
+    await TaskFile(path).follow(store)
+    assert written(path) == await store.read(keys)
