@@ -56,6 +56,21 @@ class Batch(Struct, frozen=True):
     warnings: tuple[str, ...] = ()
 
 
+def joined(batches: Sequence[Batch]) -> Batch:
+    """Batches of one pass, in their order, as one."""
+    last = batches[-1]
+    if len(batches) == 1:
+        return last
+    return Batch(
+        cursor=last.cursor,
+        entries=tuple(entry for batch in batches for entry in batch.entries),
+        dead=tuple(row for batch in batches for row in batch.dead),
+        marks=tuple(mark for batch in batches for mark in batch.marks),
+        open_traces=last.open_traces,
+        warnings=tuple(warning for batch in batches for warning in batch.warnings),
+    )
+
+
 _NOT_BEGUN: Final[Opening] = ((), ())
 
 

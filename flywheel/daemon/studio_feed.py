@@ -21,7 +21,7 @@ from typing import Final, TypeVar
 
 from msgspec.structs import replace
 
-from flywheel.batch import Batch
+from flywheel.batch import Batch, joined
 from flywheel.config import Config
 from flywheel.daemon.ledger_memory import LedgerMemory
 from flywheel.store.database import Store
@@ -36,8 +36,10 @@ T = TypeVar("T")
 
 LONG_ROWS: Final = 4_000
 """A pass that has so many rows ahead of it goes on with a process that converts."""
-AHEAD: Final = 4
+AHEAD: Final = 8
 """Steps that are read ahead of what is stored."""
+TOGETHER: Final = 8
+"""Steps that are stored in one transaction: each changes most pages of the ledger's indexes once, however long it is."""
 ENOUGH: Final = 2
 """With so many steps to convert, the process is busy for as long as converting another one takes."""
 RECENT_ROWS = 5_000
@@ -144,12 +146,17 @@ class StudioFeed:
 
         producer = asyncio.create_task(produce())
         try:
-            while (portion := await queue.get()) is not None:
-                batch = self._batch(portion.step, await asyncio.wrap_future(portion.told))
-                del portion
-                self._is_storing = True
-                yield batch
-                self._is_storing = False
+            more = True
+            while more:
+                some: list[Batch] = []
+                while more and len(some) < TOGETHER:
+                    portion = await queue.get()
+                    if more := portion is not None:
+                        some.append(self._batch(portion.step, await asyncio.wrap_future(portion.told)))
+                if some:
+                    self._is_storing = True
+                    yield joined(some)
+                    self._is_storing = False
             await producer
         except BaseException:
             producer.cancel()

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, Final, TypeVar
 
-from sqlalchemy import ClauseElement, Column, Connection, Row, Select, Table, bindparam, func, select
+from sqlalchemy import JSON, ClauseElement, Column, Connection, Row, Select, Table, bindparam, func, select
 from sqlalchemy.dialects.sqlite.pysqlite import SQLiteDialect_pysqlite
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ def insert_many(
     *,
     replace: bool = False,
 ) -> None:
-    """Insert rows, their values in the order of `columns` and as they are stored: JSON as text, no defaults.
+    """Insert rows, their values in the order of `columns` and as they are stored: JSON as its bytes, no defaults.
 
     They `replace` those with the same keys.
     """
@@ -78,7 +78,8 @@ def first_free(conn: Connection, column: Column[Any]) -> int:
 def _insertion(table: Table, columns: tuple[str, ...], replace: bool) -> str:
     quote = _DIALECT.identifier_preparer.quote
     names = ", ".join(quote(table.c[name].name) for name in columns)
-    places = ", ".join("?" * len(columns))
+    # The bytes become text within SQLite: as a Python string a long one would be made twice more.
+    places = ", ".join("CAST(? AS TEXT)" if isinstance(table.c[name].type, JSON) else "?" for name in columns)
     return f"INSERT {'OR REPLACE ' if replace else ''}INTO {quote(table.name)} ({names}) VALUES ({places})"  # noqa: S608
 
 

@@ -225,7 +225,7 @@ _TASK_COLUMNS: Final = (
 )  # fmt: skip
 
 
-def _line(conn: Connection, entry: Entry, side: Split) -> str:
+def _line(conn: Connection, entry: Entry, side: Split) -> bytes:
     """The task as it is exported: on its side, and with the turns before it."""
     earlier = turns.before(conn, entry) if entry.linked else []
     return turns.line(entry, side, earlier)

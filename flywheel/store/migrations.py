@@ -53,7 +53,13 @@ def _to_3(conn: Connection) -> None:
     conn.execute(text("ALTER TABLE tasks DROP COLUMN exported"))
 
 
-MIGRATIONS: Mapping[int, Callable[[Connection], None]] = MappingProxyType({2: _to_2, 3: _to_3})
+def _to_4(conn: Connection) -> None:
+    # Only those that joined another conversation are counted by it.
+    conn.execute(text("DROP INDEX IF EXISTS ix_conversations_like"))
+    _grow(conn)
+
+
+MIGRATIONS: Mapping[int, Callable[[Connection], None]] = MappingProxyType({2: _to_2, 3: _to_3, 4: _to_4})
 """What leads to each version from the one before; a new database is made in the present one."""
 
 

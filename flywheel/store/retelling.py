@@ -25,7 +25,7 @@ def retell(
     known: Row[Any],
     entry: Entry,
     *,
-    line: Callable[[Entry], str],
+    line: Callable[[Entry], bytes],
     make: Callable[[Entry], int],
 ) -> bool:
     """Take a reply in once more; whether anything about it is new. `line` gives a task's final form, `make` makes one
@@ -101,7 +101,7 @@ def _withdraw(conn: Connection, task: int | None) -> None:
         move(conn, task, TaskState.PENDING, TaskState.WITHDRAWN, "its reply is none any more")
 
 
-def _renewed(conn: Connection, task: int | None, entry: Entry, line: Callable[[Entry], str]) -> int | None:
+def _renewed(conn: Connection, task: int | None, entry: Entry, line: Callable[[Entry], bytes]) -> int | None:
     """The task that a reply was made into before, as it is now; None if there was none."""
     found = conn.execute(select(tasks.c.id, tasks.c.state).where(tasks.c.key == entry.key)).one_or_none()
     if found is None:
@@ -109,7 +109,7 @@ def _renewed(conn: Connection, task: int | None, entry: Entry, line: Callable[[E
     if found.state == TaskState.WITHDRAWN:
         move(conn, found.id, TaskState.WITHDRAWN, TaskState.PENDING, "its reply is one after all")
     if task is not None or found.state == TaskState.WITHDRAWN:
-        payload = type_coerce(line(entry), Text)
+        payload = type_coerce(line(entry).decode(), Text)
         conn.execute(
             update(tasks)
             .where(tasks.c.id == found.id, tasks.c.state == TaskState.PENDING.value)

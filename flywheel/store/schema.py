@@ -85,21 +85,25 @@ conversations = Table(
     metadata,
     Column("key", Text, primary_key=True),
     Column("split", Text, nullable=False),
-    Column("like", Text, nullable=False, index=True),
+    Column("like", Text, nullable=False),
     Column("words", LargeBinary, nullable=False),
+    Index("conversations_joined", "like", sqlite_where=text('"like" <> key')),
     sqlite_with_rowid=False,
 )
 """Which side a conversation is on, for ever. `like` is the conversation it nearly repeats, else itself; `words` are
 the hashes of the words it begins with."""
 
-openings = Table(
-    "openings",
-    metadata,
-    Column("band", BigInteger, primary_key=True),
-    Column("key", ForeignKey("conversations.key"), primary_key=True),
-    sqlite_with_rowid=False,
+openings, recent_openings = (
+    Table(
+        name,
+        metadata,
+        Column("band", BigInteger, primary_key=True),
+        Column("key", ForeignKey("conversations.key"), primary_key=True),
+        sqlite_with_rowid=False,
+    )
+    for name in ("openings", "recent_openings")
 )
-"""Where conversations that begin alike are found: bands of a MinHash signature."""
+"""Where conversations that begin alike are found, see `flywheel.store.openings`: bands of a MinHash signature."""
 
 tasks = Table(
     "tasks",
@@ -328,4 +332,4 @@ events = Table(
     Index("events_by_subject", "kind", "subject"),
 )
 
-SCHEMA_VERSION: Final = 3
+SCHEMA_VERSION: Final = 4

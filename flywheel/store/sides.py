@@ -13,23 +13,21 @@ from collections.abc import Sequence
 from typing import Final
 
 from msgspec import Struct
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, bindparam, func, select
 
 from flywheel import likeness
 from flywheel.batch import Entry
 from flywheel.states import Split
-from flywheel.store.bulk import Lookup, insert_many
-from flywheel.store.schema import conversations, openings
+from flywheel.store import openings
+from flywheel.store.bulk import Lookup, insert_many, spelled
+from flywheel.store.schema import conversations
 from flywheel.task import conversation_key, split_of
 
 TEMPLATE: Final = 50
 
 _SIDES: Final = Lookup(select(conversations.c.key, conversations.c.split), conversations.c.key)
-_OPENINGS: Final = Lookup(
-    select(openings.c.band, openings.c.key, conversations.c.split, conversations.c.words).select_from(
-        openings.join(conversations)
-    ),
-    openings.c.band,
+_FOLLOWERS: Final = spelled(
+    select(func.count()).where(conversations.c.like == bindparam("key"), conversations.c.like != conversations.c.key)
 )
 
 
@@ -65,7 +63,7 @@ class Sides:
     def store(self) -> None:
         """Write down what was decided."""
         insert_many(self._conn, conversations, ("key", "split", "like", "words"), self._new)
-        insert_many(self._conn, openings, ("band", "key"), self._new_openings)
+        openings.enter(self._conn, self._new_openings)
 
     def _decide(self, key: str, entry: Entry) -> Split:
         split = split_of(entry.conversation_id, entry.trace_id, train_ratio=self._train_ratio, seed=self._seed)
@@ -92,16 +90,15 @@ class Sides:
         return candidates[key] if share >= likeness.NEAR else None
 
     def _followers_of(self, key: str) -> int:
-        """How many conversations have joined this one; itself is counted too if it is stored."""
+        """How many conversations have joined this one; itself is counted too."""
         if key not in self._followers:
-            query = select(func.count()).select_from(conversations).where(conversations.c.like == key)
-            self._followers[key] = int(self._conn.execute(query).scalar_one())
+            self._followers[key] = 1 + int(self._conn.exec_driver_sql(_FOLLOWERS, (key,)).scalar_one())
         return self._followers[key]
 
     def _known(self, bands: set[int]) -> dict[int, list[_Opening]]:
         found: dict[int, list[_Opening]] = {}
         read: dict[str, _Opening] = {}
-        for row in _OPENINGS.rows(self._conn, sorted(bands)):
+        for row in openings.with_bands(self._conn, sorted(bands)):
             if row.key not in read:
                 read[row.key] = _Opening(row.key, Split(row.split), frozenset(array("I", row.words)))
             found.setdefault(row.band, []).append(read[row.key])

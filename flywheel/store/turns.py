@@ -39,11 +39,10 @@ def before(conn: Connection, entry: Entry) -> list[tuple[str, str]]:
     return [(payload["main_query"], payload["answer"]) for payload in rows][::-1]
 
 
-def line(entry: Entry, side: Split, earlier: list[tuple[str, str]]) -> str:
+def line(entry: Entry, side: Split, earlier: list[tuple[str, str]]) -> bytes:
     """The entry's task line on its side, with the earlier turns before it."""
     if not earlier and (side is Split.TRAIN or entry.line.endswith(_TRAIN)):
-        line = entry.line if side is Split.TRAIN else entry.line.removesuffix(_TRAIN) + _HELD_OUT
-        return line.decode()
+        return entry.line if side is Split.TRAIN else entry.line.removesuffix(_TRAIN) + _HELD_OUT
     task = orjson.loads(entry.line)
     task["metadata"]["split"] = side.value
     if earlier:
@@ -55,4 +54,4 @@ def line(entry: Entry, side: Split, earlier: list[tuple[str, str]]) -> str:
         task["init_messages"] = [*task["init_messages"], *messages]
         task["prompt"] = [*task["init_messages"], task["prompt"][-1]]
         task["metadata"]["turn"] = len(earlier)
-    return line_bytes(task).decode()
+    return line_bytes(task)

@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import BoundedSemaphore
 from typing import IO, Final
 
 import msgspec
@@ -26,6 +27,8 @@ from flywheel.trace import DeadRow, Selection
 _LENGTH: Final = 8
 _PIPE_BYTES: Final = 1 << 20
 """What fits into a pipe, where the system lets it be chosen: a long message then takes few turns."""
+_UNDER_WAY: Final = 3
+"""Questions that are not answered yet, at most: each is as large as the rows that it is about."""
 
 
 class Question(Struct, array_like=True, frozen=True):
@@ -63,6 +66,7 @@ class ConversionProcess:
         self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ask")
         self._receiver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="answer")
         self._decoder = msgspec.msgpack.Decoder(Answer)
+        self._free = BoundedSemaphore(_UNDER_WAY)
         self._asked = 0
         self._answered = 0
 
@@ -78,7 +82,11 @@ class ConversionProcess:
     def convert(
         self, schema: str, traces: Sequence[tuple[Mapping[int, bytes], bool]], selection: Selection, source: str
     ) -> Future[Told]:
-        """As `conversion.convert`, later. One thread may ask. The future raises StudioError if the child has died."""
+        """As `conversion.convert`, later; it waits while many are under way. One thread may ask.
+
+        The future raises StudioError if the child has died.
+        """
+        self._free.acquire()
         question = msgspec.msgpack.encode((schema, traces, selection, source))
         self._asked += 1
         sent = self._sender.submit(_send, self._to_child, question)
@@ -92,6 +100,7 @@ class ConversionProcess:
             message = None
         finally:
             self._answered += 1
+            self._free.release()
         answer = Answer(error="the process that parses them has died")
         if message is not None:
             answer = self._decoder.decode(message)

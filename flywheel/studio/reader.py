@@ -27,9 +27,9 @@ from flywheel.studio.schema import Schema
 from flywheel.studio.step import Memory, RawTrace, Step
 from flywheel.trace import Cursor, DeadRow, Mark
 
-STEP_ROWS: Final = 1_000
+STEP_ROWS: Final = 500
 STEP_BYTES: Final = 4 * 1024 * 1024
-"""Pages are put together to steps of about so much: storing one costs as much for few traces as for many."""
+"""Pages are put together to steps of about so much: handing one on costs as much for few traces as for many."""
 _FRESH: Final = 10_000
 """Marks that were handed out and may not be stored yet, at most."""
 

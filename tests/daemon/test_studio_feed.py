@@ -7,10 +7,11 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from flywheel.batch import Batch
+from flywheel.batch import Batch, joined
 from flywheel.config import Config, parse
 from flywheel.daemon import studio_feed
 from flywheel.daemon.ingestion import Ingestion
@@ -32,6 +33,7 @@ def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "STEP_ROWS", 20)
     monkeypatch.setattr(scan, "NEAR_ROWS", 5)
     monkeypatch.setattr(studio_feed, "LONG_ROWS", 40)
+    monkeypatch.setattr(studio_feed, "TOGETHER", 1)
 
 
 def config_of(path: Path, folder: Path) -> Config:
@@ -69,6 +71,40 @@ async def test_whoever_converts_the_batches_are_the_same(feed: StudioFeed, monke
     cursors = [batch.cursor.rowid for batch in told[0] if batch.cursor is not None]
     assert cursors == [*range(20, 247, 20), 247]
     assert sum(len(batch.entries) for batch in told[0]) == 105
+
+
+@pytest.mark.parametrize("steps", [2, 5, 100])
+async def test_what_is_stored_together_is_what_would_be_stored_one_by_one(
+    feed: StudioFeed, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    alone = await batches_of(feed)
+    monkeypatch.setattr(studio_feed, "TOGETHER", steps)
+    together = await batches_of(feed)
+    assert len(alone) == 13
+    assert together == [joined(alone[start : start + steps]) for start in range(0, 13, steps)]
+    assert sum(len(batch.entries) for batch in together) == 105
+    assert together[-1].cursor == alone[-1].cursor
+
+
+async def test_a_source_that_fails_on_the_way_loses_nothing_of_what_was_read(
+    feed: StudioFeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = await batches_of(feed)
+    monkeypatch.setattr(studio_feed, "TOGETHER", 100)
+    read = feed.reader._pages
+    left = iter(range(4))
+
+    def pages(*args: Any, **options: Any) -> Any:
+        if next(left, None) is None:
+            raise StudioError("read it", "it is gone")
+        return read(*args, **options)
+
+    monkeypatch.setattr(feed.reader, "_pages", pages)
+    stored: list[Batch] = []
+    with pytest.raises(StudioError, match="it is gone"):
+        async for batch in feed.read(1, Cursor(), final=True):
+            stored.append(batch)
+    assert stored == [joined(whole[:4])]
 
 
 async def test_a_process_that_dies_ends_the_pass_and_the_next_goes_on(

@@ -9,10 +9,12 @@ from sqlalchemy import Connection, inspect, select
 
 from flywheel.config import parse
 from flywheel.daemon.ingestion import Ingestion
-from flywheel.store import audit, holdings
+from flywheel.store import audit, holdings, ledger
 from flywheel.store.database import Store
 from flywheel.store.export import TaskFile
-from flywheel.store.schema import SCHEMA_VERSION, metadata, sources
+from flywheel.store.schema import SCHEMA_VERSION, conversations, metadata, sources
+from flywheel.trace import Reply
+from tests.samples import batch, reply
 from tests.studio.writer import DATA
 
 OLD = Path(__file__).parent.parent / "data" / "state_v1.sql"
@@ -26,6 +28,10 @@ def layout(conn: Connection) -> dict[str, set[str]]:
 def indexes(conn: Connection) -> dict[str, set[str | None]]:
     look = inspect(conn)
     return {name: {index["name"] for index in look.get_indexes(name)} for name in look.get_table_names()}
+
+
+def put(conn: Connection, *replies: Reply) -> None:
+    ledger.record_batch(conn, ledger.source_id(conn, "/a"), batch(*replies), train_ratio=0.5, split_seed=1)
 
 
 def old_state(folder: Path) -> None:
@@ -66,6 +72,32 @@ async def test_version_1_grows_into_the_present_schema(tmp_path: Path) -> None:
         await new.close()
 
 
+async def test_conversations_of_version_3_are_still_found(tmp_path: Path) -> None:
+    """Their openings stay in the large table; those that joined another one are counted by an index of their own."""
+    query = "A train travels at 150 km/h for 7 hours. How many kilometres does it cover?"
+    store = await Store.open(tmp_path / "state")
+    await store.write(put, reply(1, query=query))
+    await store.close()
+    database = sqlite3.connect(tmp_path / "state" / "state.db")
+    database.executescript(
+        "INSERT INTO openings SELECT band, key FROM recent_openings; DROP TABLE recent_openings;"
+        'DROP INDEX conversations_joined; CREATE INDEX ix_conversations_like ON conversations ("like");'
+        "UPDATE meta SET value = 3 WHERE key = 'schema_version'; UPDATE conversations SET split = 'held-out'"
+    )
+    database.close()
+    store = await Store.open(tmp_path / "state")
+    try:
+        for number in range(2, 9):
+            await store.write(put, reply(number, query=query.upper()))
+        splits = await store.read(
+            lambda conn: conn.execute(select(conversations.c.split, conversations.c.like)).all()
+        )
+        assert [tuple(row) for row in splits] == [("held-out", splits[0].like)] * 8
+        assert "ix_conversations_like" not in (await store.read(indexes))["conversations"]
+    finally:
+        await store.close()
+
+
 async def test_what_was_written_to_the_task_file_is_not_written_again(tmp_path: Path) -> None:
     old_state(tmp_path / "state")
     database = sqlite3.connect(tmp_path / "state" / "state.db")
@@ -96,6 +128,6 @@ async def test_a_state_that_was_migrated_goes_on(tmp_path: Path) -> None:
     for new in (97, 0):
         (report,) = await ingestion.run(final=True)
         assert (report.error, report.counts.replies, report.new) == (None, 106, new)
-    assert SCHEMA_VERSION == 3
+    assert SCHEMA_VERSION == 4
     await ingestion.close()
     await store.close()

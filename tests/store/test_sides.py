@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, func, select
 
 from flywheel.config import parse
 from flywheel.daemon.ingestion import Ingestion
 from flywheel.states import Split
-from flywheel.store import ledger, sides
+from flywheel.store import ledger, openings, sides
 from flywheel.store.database import Store
-from flywheel.store.schema import tasks
+from flywheel.store.schema import openings as large_openings
+from flywheel.store.schema import recent_openings, tasks
 from flywheel.task import split_of
 from flywheel.trace import Reply
 from tests.samples import batch, reply
@@ -71,13 +72,46 @@ async def test_a_later_turn_stays_with_its_conversation(store: Store) -> None:
     assert set((await told(store)).values()) == {by_hash(one)}
 
 
-async def test_a_template_is_no_duplicate(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sides, "TEMPLATE", 5)
+@pytest.mark.parametrize("portion", [1, 3, 60])
+async def test_a_template_is_no_duplicate(store: Store, monkeypatch: pytest.MonkeyPatch, portion: int) -> None:
     many = [reply(n, query=QUESTION) for n in range(60)]
-    await store.write(put, *many)
+    hashes = [by_hash(one) for one in many]
+    # Both the last that joins and the first that does not would be elsewhere by their hash.
+    most = next(n for n in range(5, 60) if hashes[n - 1] is hashes[n] is not hashes[0])
+    monkeypatch.setattr(sides, "TEMPLATE", most)
+    for start in range(0, 60, portion):
+        await store.write(put, *many[start : start + portion])
     found = await told(store)
-    assert {found[one.span_id] for one in many[:6]} == {by_hash(many[0])}
-    assert {one.span_id: found[one.span_id] for one in many[6:]} == {one.span_id: by_hash(one) for one in many[6:]}
+    assert {found[one.span_id] for one in many[:most]} == {hashes[0]}
+    assert [found[one.span_id] for one in many[most:]] == hashes[most:]
+
+
+async def test_those_that_joined_are_counted_without_a_look_at_the_others(store: Store) -> None:
+    plan = await store.read(lambda conn: conn.exec_driver_sql(f"EXPLAIN QUERY PLAN {sides._FOLLOWERS}", ("k",)).all())
+    assert "conversations_joined" in str(plan)
+
+
+@pytest.mark.parametrize("recent", [0, 25, 10**6])
+async def test_what_begins_alike_is_found_wherever_it_is_kept(
+    store: Store, monkeypatch: pytest.MonkeyPatch, recent: int
+) -> None:
+    monkeypatch.setattr(openings, "RECENT", recent)
+    texts = [f"{QUESTION} And what about number {n} of them?" for n in range(12)]
+    first = [reply(n, query=text) for n, text in enumerate(texts)]
+    later = [reply(100 + n, query=text.lower()) for n, text in enumerate(texts)]
+    assert any(by_hash(one) != by_hash(other) for one, other in zip(first, later, strict=True))
+    for one in (*first, *later):
+        await store.write(put, one)
+    kept = await store.read(
+        lambda conn: [
+            conn.execute(select(func.count()).select_from(table)).scalar_one()
+            for table in (recent_openings, large_openings)
+        ]
+    )
+    assert sum(kept) == 12 * 10 and kept[0] <= recent, "bands of the first ones alone"
+    assert (kept[1] > 0) is (recent < 120)
+    found = await told(store)
+    assert [found[one.span_id] for one in later] == [by_hash(one) for one in first]
 
 
 async def test_near_duplicates_of_the_fixtures(tmp_path: Path, store: Store) -> None:
