@@ -23,6 +23,7 @@ LAYERS: dict[str, int] = {
     "files": 1,
     "nested": 1,
     "log": 1,
+    "disarmed": 1,
     "content": 1,
     "yaml_file": 1,
     "yaml_place": 1,

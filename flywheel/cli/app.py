@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from flywheel import __version__, log
+from flywheel.disarmed import disarmed
 from flywheel.errors import FlywheelError
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def print_json(value: Any) -> None:
 
 
 def complain(error: FlywheelError | str) -> None:
-    print(f"flywheel: {error}", file=sys.stderr)
+    print(f"flywheel: {disarmed(str(error))}", file=sys.stderr)
 
 
 def main() -> None:

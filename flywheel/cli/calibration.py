@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flywheel.disarmed import disarmed
 from flywheel.errors import JudgeError
 
 if TYPE_CHECKING:
@@ -154,7 +155,8 @@ def show(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    report = disarmed(report)
     left_out = f", {report['left_out']} lines without an answer or a verdict left out" if report["left_out"] else ""
     console.print(f"rubric {report['rubric']} judged by {report['judge']}: {report['judged']} replies{left_out}")
     table = Table("", "judge accepts", "judge rejects")

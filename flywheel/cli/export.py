@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final
 import typer
 
 from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async
+from flywheel.disarmed import disarmed
 from flywheel.errors import ExportError
 from flywheel.files import whole_file
 from flywheel.formats import FORMATS, Format, FormatName, LeftOut, Sample, traits
@@ -125,7 +126,7 @@ def export(
     if as_json:
         print_json(report)
     else:
-        _print(report, sys.stderr if out == "-" else sys.stdout)
+        _print(disarmed(report), sys.stderr if out == "-" else sys.stdout)
 
 
 def _print(report: dict[str, Any], where: Any) -> None:

@@ -11,6 +11,7 @@ from flywheel.cli.app import ConfigOption, JsonOption, app, complain, load_confi
 from flywheel.cli.facts import place, show, source_text
 from flywheel.cli.sources_progress import shown
 from flywheel.config import Config, StudioSource, source_at
+from flywheel.disarmed import disarmed
 from flywheel.errors import EXIT_FAILED
 
 
@@ -39,7 +40,7 @@ def ingest(
     if as_json:
         print_json(report)
     else:
-        _print(report)
+        _print(disarmed(report))
     for error in errors:
         complain(error)
     if errors:

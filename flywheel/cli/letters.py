@@ -13,6 +13,7 @@ import typer
 from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async
 from flywheel.cli.state import look_at
 from flywheel.config import Config
+from flywheel.disarmed import disarmed
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -72,7 +73,9 @@ def _show(config: Config, ids: list[int], every: bool, as_json: bool) -> None:
     found, counts = run_async(look_at(config, look))
     if as_json:
         print_json({"letters": found, **counts})
-    elif ids:
+        return
+    found = disarmed(found)
+    if ids:
         for letter in found:
             _print_whole(letter)
     else:
@@ -87,7 +90,7 @@ def _retry(config: Config, ids: list[int] | None, as_json: bool) -> None:
         print_json({"retried": [{**_named(letter), "next": then.value} for letter, then in done]})
         return
     for letter, then in done:
-        typer.echo(f"{letter.id}: {_clean(letter.subject)}: {NEXT[then]}")
+        typer.echo(f"{letter.id}: {disarmed(letter.subject)}: {NEXT[then]}")
     typer.echo(f"{len(done)} retried; one that fails again is open again, and counted" if done else "none is open")
 
 
@@ -138,7 +141,7 @@ def _print_table(letters: list[dict[str, Any]], counts: dict[str, int], every: b
                 state,
                 letter["error"][:200],
             )
-            table.add_row(str(letter["id"]), *(Text(_clean(cell)) for cell in cells))
+            table.add_row(str(letter["id"]), *(Text(cell) for cell in cells))
         console.print(table)
     closed = ", ".join(f"{counts[state]} {state}" for state in ("retried", "dropped") if counts[state])
     hint = f" ({closed}: see --all)" if closed and not every else ""
@@ -146,16 +149,11 @@ def _print_table(letters: list[dict[str, Any]], counts: dict[str, int], every: b
 
 
 def _print_whole(letter: dict[str, Any]) -> None:
-    typer.echo(f"dead letter {letter['id']}: {letter['kind']} {_clean(letter['subject'])}")
+    typer.echo(f"dead letter {letter['id']}: {letter['kind']} {letter['subject']}")
     typer.echo(f"  source:   {letter['source'] or '–'}")
     typer.echo(f"  state:    {letter['state']}, failed {letter['attempts']} times, first {letter['created_at']}")
-    typer.echo(f"  error:    {_clean(letter['error'])}")
+    typer.echo(f"  error:    {letter['error']}")
     for entry in letter["history"]:
-        typer.echo(f"  {entry['at']}  {entry['state']}  {_clean(entry['detail'])}".rstrip())
+        typer.echo(f"  {entry['at']}  {entry['state']}  {entry['detail']}".rstrip())
     if letter["excerpt"]:
-        typer.echo(_clean(letter["excerpt"]))
-
-
-def _clean(text: str) -> str:
-    """Without what would command the terminal: the texts are those of rows that nobody could read."""
-    return "".join(sign if sign.isprintable() or sign == "\n" else "�" for sign in text)
+        typer.echo(letter["excerpt"])

@@ -14,6 +14,7 @@ from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_j
 from flywheel.cli.facts import Fact, counted, grid, place, plain, source_text
 from flywheel.cli.state import look_at
 from flywheel.config import Config, StudioSource
+from flywheel.disarmed import disarmed
 from flywheel.errors import EXIT_FAILED, StoreError
 
 if TYPE_CHECKING:
@@ -53,14 +54,14 @@ def status(
 
     console = Console()
     if watch:
-        with Live(_render(look()), console=console, refresh_per_second=4) as live:
+        with Live(_render(disarmed(look())), console=console, refresh_per_second=4) as live:
             while True:
                 time.sleep(1)
-                live.update(_render(look()))
+                live.update(_render(disarmed(look())))
     elif console.is_terminal:
-        console.print(_render(look()))
+        console.print(_render(disarmed(look())))
     else:
-        state = look()
+        state = disarmed(look())
         typer.echo(plain(_facts(state)))
         for row in (ROUND_COLUMNS, *_rounds(state)) if state["rounds"] else ():
             typer.echo("\t".join(row))
@@ -145,9 +146,9 @@ def audit(
             f"{books.replies} replies = " + " + ".join(f"{number} {end}" for end, number in books.ends.items())
         )
         for line in found.lines if found else ():
-            typer.echo(line)
+            typer.echo(disarmed(line, one_line=True))
         for problem in problems:
-            typer.echo(f"wrong: {problem}")
+            typer.echo(f"wrong: {disarmed(problem, one_line=True)}")
         typer.echo("balanced" if books.balanced else "NOT balanced")
     if problems:
         raise typer.Exit(EXIT_FAILED)
@@ -187,7 +188,9 @@ def why(
         )
     if as_json:
         print_json(story)
-    elif story["kind"] == "round":
+        return
+    story = disarmed(story, one_line=True)
+    if story["kind"] == "round":
         _print_round(story)
     else:
         for reply in story["replies"]:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async
+from flywheel.disarmed import disarmed
 from flywheel.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError
 from flywheel.files import write_atomic
 
@@ -32,7 +33,7 @@ def check(files: Annotated[list[Path], typer.Argument(metavar="FILE…", help="R
         if read.rubric is not None and read.places is not None:
             problems += contradictions(read.rubric, read.places)
         for problem in problems:
-            typer.echo(f"{file}:{problem}")
+            typer.echo(disarmed(f"{file}:{problem}"))
         if problems or read.rubric is None:
             wrong = True
             continue

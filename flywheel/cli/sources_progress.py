@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from flywheel.cli.facts import place
+from flywheel.disarmed import disarmed
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -79,7 +80,7 @@ class _Bar:
 
     def __init__(self, progress: Progress, path: Path, width: int) -> None:
         self._progress = progress
-        self._task = progress.add_task(_end_of(place(path), max(12, width - 60)), visible=False, rate="")
+        self._task = progress.add_task(_end_of(disarmed(place(path)), max(12, width - 60)), visible=False, rate="")
 
     def draw(self, found: Pace) -> None:
         total = max(found.in_all, found.read) if found.in_all else None

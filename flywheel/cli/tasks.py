@@ -11,6 +11,7 @@ import typer
 from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async
 from flywheel.cli.state import look_at
 from flywheel.config import Config
+from flywheel.disarmed import disarmed
 from flywheel.errors import EXIT_USAGE, StoreError
 from flywheel.states import TaskState
 
@@ -72,7 +73,7 @@ def show(
     if as_json:
         print_json({"state": state.value, "tasks": shown})
         return
-    for task in shown:
+    for task in disarmed(shown, one_line=True):
         query = " ".join(task["query"].split())
         typer.echo(f"{task['task_id']}  {task['started_at']}  {task['origin'] or '–'}  {query[:QUERY_SHOWN]}")
     typer.echo(f"{len(shown)} {state.value}")

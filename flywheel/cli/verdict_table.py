@@ -12,6 +12,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from flywheel.disarmed import disarmed
+
 COLOURS: Final = {
     "accepted": "green",
     "rejected": "red",
@@ -27,6 +29,7 @@ FLIPS_SHOWN: Final = 10
 
 def verdict_table(console: Console, verdicts: Sequence[Mapping[str, Any]]) -> None:
     """Key, verdict, score, failed criteria and the judge's reasons for each task."""
+    verdicts = disarmed(verdicts)
     if console.width >= WIDE:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True, show_edge=False)
         for name in ("task", "verdict", "score"):
@@ -131,6 +134,7 @@ def learned(estimate: Mapping[str, Any]) -> str:
 
 def rubric_diff(console: Console, diff: Mapping[str, Any]) -> None:
     """What changed in the rubric, which verdicts flip and why, and what judging everything again would take."""
+    diff = disarmed(diff)
     console.print(Text(f"{diff['old']['name']} → {diff['new']['name']}", style="bold"))
     width = max((len(change["criterion"]) for change in diff["changes"]), default=0)
     for change in diff["changes"]:
