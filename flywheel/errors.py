@@ -90,6 +90,10 @@ class ConfigError(FlywheelError):
     exit_code = EXIT_CONFIG
 
 
+class StoppedError(FlywheelError):
+    """A signal ended a command before it was done. Its exit code is 128 and the number of the signal."""
+
+
 class LockedError(FlywheelError):
     """Another instance works on the same state."""
 

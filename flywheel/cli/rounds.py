@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async
 from flywheel.cli.state import look_at
 from flywheel.config import Config
+from flywheel.disarmed import disarmed
 from flywheel.errors import EXIT_FAILED, TrainError
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+    from flywheel.daemon.rounds import Rounds
+    from flywheel.store.database import Store
 
 
 @app.command(name="round")
@@ -27,16 +34,16 @@ def train_round(
     if as_json:
         print_json(report)
     else:
-        _print(report)
+        _print(disarmed(report))
     if report["state"] == "failed":
         raise typer.Exit(EXIT_FAILED)
 
 
 async def _round(config: Config, force: bool) -> dict[str, Any]:
     from flywheel.daemon.deployer import Deployer
+    from flywheel.daemon.interruption import Interruption
     from flywheel.daemon.judge_setup import rubric_of
     from flywheel.daemon.lock import InstanceLock
-    from flywheel.daemon.planner import due
     from flywheel.daemon.rounds import Rounds
     from flywheel.daemon.status import snapshot
     from flywheel.store.database import Store
@@ -46,22 +53,45 @@ async def _round(config: Config, force: bool) -> dict[str, Any]:
         store = await Store.open(config.state_dir)
         try:
             rounds = Rounds(store, config, rubric, Deployer(store, config))
-            await rounds.finish_live()
-            if force:
-                name = await rounds.plan("by hand")
-            else:
-                wanted = await store.read(due, config)
-                if not wanted.start:
-                    raise TrainError("start a round", wanted.reason, "Wait for more traces, or use --force.")
-                name = await rounds.plan(wanted.reason)
-            await rounds.finish_live()
+            interruption = Interruption(config.daemon.drain_seconds)
+            name = await interruption.during(_train(rounds, store, config, force), rounds.stop)
+            if interruption.by is not None:
+                raise interruption.error("finish the round", await store.read(left_of_round))
             status = await store.read(snapshot, config)
         finally:
             await store.close()
     return next(entry for entry in status["rounds"] if entry["round"] == name)
 
 
+async def _train(rounds: Rounds, store: Store, config: Config, force: bool) -> str:
+    """The round that was left unfinished, else a new one; its name when it has ended, or was stopped."""
+    from flywheel.daemon.planner import due
+    from flywheel.store.rounds import live
+
+    if (row := await store.read(live)) is not None:
+        name = str(row.name)
+    elif force:
+        name = await rounds.plan("by hand")
+    else:
+        wanted = await store.read(due, config)
+        if not wanted.start:
+            raise TrainError("start a round", wanted.reason, "Wait for that, or use --force.")
+        name = await rounds.plan(wanted.reason)
+    await rounds.finish_live()
+    return name
+
+
+def left_of_round(conn: Connection) -> str:
+    """What to know and do about the round after a stop."""
+    from flywheel.store.rounds import live
+
+    if (row := live(conn)) is None:
+        return "No round is left unfinished."
+    return f"{row.name} is {row.state}: the daemon, `flywheel run --once` or `flywheel round` goes on with it."
+
+
 async def _debug(config: Config) -> dict[str, Any]:
+    from flywheel.daemon.interruption import Interruption
     from flywheel.daemon.judge_setup import rubric_of
     from flywheel.daemon.planner import debug_spec
     from flywheel.daemon.status import metrics_of
@@ -71,11 +101,14 @@ async def _debug(config: Config) -> dict[str, Any]:
     spec = await look_at(config, debug_spec, config, rubric)
     directory = config.state_dir / "rounds" / "debug"
     worker = await WorkerProcess.start(directory, spec)
+    interruption = Interruption(config.daemon.drain_seconds)
     try:
-        await worker.wait()
+        await interruption.during(worker.wait(), worker.stop)
     except BaseException:
         await worker.stop()
         raise
+    if interruption.by is not None:
+        raise interruption.error("try a round", "Its worker has ended, and nothing was stored.")
     result = result_of(directory)
     steps = [entry for entry in metrics_of(directory) if entry.get("event") == "step"]
     return {

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from flywheel.cli.app import ConfigOption, app, load_config, run_async
+from flywheel.cli.rounds import left_of_round
 from flywheel.config import Config
 from flywheel.errors import EXIT_FAILED
 
@@ -24,6 +25,7 @@ def run(
 
 
 async def _run(config: Config, once: bool, max_rounds: int | None) -> bool:
+    from flywheel.daemon.interruption import Interruption
     from flywheel.daemon.lock import InstanceLock
     from flywheel.daemon.service import Service
     from flywheel.store.database import Store
@@ -33,7 +35,11 @@ async def _run(config: Config, once: bool, max_rounds: int | None) -> bool:
         try:
             service = Service(config, store)
             if once:
-                return await service.once(max_rounds) is None
+                interruption = Interruption(config.daemon.drain_seconds)
+                error = await interruption.during(service.once(max_rounds), service.halt)
+                if interruption.by is not None:
+                    raise interruption.error("do all that is due", await store.read(left_of_round))
+                return error is None
             # What is loaded by now stays for months: looking through it for garbage again and again would hold up
             # everything, reads of other people's files too, for a tenth of a second each time.
             gc.freeze()

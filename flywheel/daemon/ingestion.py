@@ -55,21 +55,24 @@ class Ingestion:
             feed = LinesFeed(path) if kind == "jsonl" else StudioFeed(path, self._config, self._store, kind=kind)
             self._intakes[path] = Intake(self._store, feed, self._config.ingest, redact=self._redact)
 
-    async def run(self, *, final: bool = False, sweep: bool = False) -> list[SourceReport]:
+    async def run(
+        self, *, final: bool = False, sweep: bool = False, stop: asyncio.Event | None = None
+    ) -> list[SourceReport]:
         """One pass. A source that fails reports its error and leaves the others alone.
 
         `final` closes replies at once instead of waiting for their traces to settle; `sweep` compares whole sources
-        with the ledger instead of their newest rows.
+        with the ledger instead of their newest rows. After `stop` passes end at their next batch.
         """
         seats = asyncio.Semaphore(AT_ONCE)
 
         async def one(intake: Intake) -> SourceReport:
             async with seats:
-                report = await intake.read(final=final)
-                if report.error is None and (intake.is_recheck_due or sweep):
+                report = await intake.read(final=final, stop=stop)
+                is_stopped = stop is not None and stop.is_set()
+                if report.error is None and not is_stopped and (intake.is_recheck_due or sweep):
                     found = await intake.look_back(whole=sweep, at_leisure=False)
                     # Traces that were found to be open are waited for by a pass.
-                    again = await intake.read(final=final)
+                    again = await intake.read(final=final, stop=stop)
                     report = replace(again, new=report.new + found.new_tasks + again.new)
                 return report
 

@@ -43,7 +43,8 @@ class Rounds:
         self._rubric = rubric
         self._deployer = deployer
         self._worker: WorkerProcess | None = None
-        self._stopping = False
+        self._stopping = asyncio.Event()
+        self._with_worker = asyncio.Lock()
 
     async def start_due(self, *, window: bool = False) -> bool:
         """Plan a round if one is due."""
@@ -79,12 +80,14 @@ class Rounds:
         Raises ServeError (retryable) when the candidate is better but no server can take it yet: the round stays in
         `evaluating`, and the next call tries the swap again.
         """
-        while not self._stopping and (row := await self._store.read(rounds.live)) is not None:
+        while not self._stopping.is_set() and (row := await self._store.read(rounds.live)) is not None:
             state = RoundState(row.state)
-            if state is RoundState.PLANNED:
-                await self._start(row)
-            elif state is RoundState.TRAINING:
-                await self._watch(row)
+            if state in (RoundState.PLANNED, RoundState.TRAINING):
+                async with self._with_worker:
+                    if self._stopping.is_set():
+                        break
+                    if state is RoundState.TRAINING or await self._start(row):
+                        await self._watch(row)
             elif state is RoundState.ABANDONED:
                 await self._retry(row, state, "its worker died")
             else:
@@ -94,25 +97,28 @@ class Rounds:
                 return RoundState(ended.state)
         return None
 
-    async def _start(self, row: Row[Any]) -> None:
+    async def _start(self, row: Row[Any]) -> bool:
         spec = await self._store.read(planner.spec_of, row, self._config, self._rubric)
         try:
             self._worker = await WorkerProcess.start(Path(row.dir), spec)
         except TrainError as error:
             await self._fail(row, RoundState.PLANNED, str(error))
-            return
+            return False
         pid = self._worker.pid
         await self._store.write(move, row.id, RoundState.PLANNED, RoundState.TRAINING, "worker started", pid=pid)
         log.info("%s trains on %d samples (process %d)", row.name, len(spec.train), pid)
+        return True
 
     async def _watch(self, row: Row[Any]) -> None:
         worker = self._worker or WorkerProcess.adopt(Path(row.dir), row.pid)
         self._worker = worker
         try:
-            if worker is not None:
+            if worker is not None and self._stopping.is_set():
+                await worker.stop()
+            elif worker is not None:
                 await asyncio.wait_for(worker.wait(), self._config.daemon.round_timeout_seconds)
-            if self._stopping:
-                await self._put_back(row)
+            if self._stopping.is_set():
+                await self._store.write(_put_back, row.id)
                 return
             result = await asyncio.to_thread(result_of, Path(row.dir))
         except TimeoutError:
@@ -180,17 +186,20 @@ class Rounds:
         log.info("%s is promoted: %s", row.name, reason)
 
     async def stop(self) -> None:
-        """End the worker: the round goes on when the daemon is started again. `finish_live` then returns."""
-        self._stopping = True
+        """End the worker and plan its round again: it goes on at the next start. `finish_live` then returns."""
+        self._stopping.set()
         if self._worker is not None:
             await self._worker.stop()
-
-    async def _put_back(self, row: Row[Any]) -> None:
-        # A stop is nobody's failure: it takes no attempt away.
-        why = "the daemon was stopped"
-        await self._store.write(move, row.id, RoundState.TRAINING, RoundState.ABANDONED, why, pid=None)
-        await self._store.write(move, row.id, RoundState.ABANDONED, RoundState.PLANNED, why)
+        async with self._with_worker:
+            pass  # the round is planned again when whoever watched the worker is through
 
     async def _note(self, text: str) -> None:
         if await self._store.read(funnel.noted, funnel.ROUND_NOTE) != text:
             await self._store.write(funnel.note, funnel.ROUND_NOTE, text)
+
+
+def _put_back(conn: Connection, round_id: int) -> None:
+    # A stop is nobody's failure: it takes no attempt away.
+    why = "it was stopped"
+    move(conn, round_id, RoundState.TRAINING, RoundState.ABANDONED, why, pid=None)
+    move(conn, round_id, RoundState.ABANDONED, RoundState.PLANNED, why)

@@ -22,7 +22,8 @@ from flywheel.daemon.notify import notify
 from flywheel.daemon.rounds import Rounds
 from flywheel.daemon.sources import Sources
 from flywheel.daemon.stage import Stage
-from flywheel.errors import FlywheelError, LockedError
+from flywheel.errors import FlywheelError, LockedError, TrainError
+from flywheel.states import RoundState
 from flywheel.store import deployments, judging
 from flywheel.store.database import Store
 
@@ -61,23 +62,30 @@ class Service:
             log.info("after a crash: %d tasks judged again, %d swaps given up", released, failed)
 
     async def once(self, max_rounds: int | None) -> FlywheelError | None:
-        """Everything that is due now, then return; the last error, if any."""
+        """Everything that is due now, then return; the last error, if any. `halt` makes it return before."""
         await self.recover()
         error: FlywheelError | None = None
         try:
-            for report in await self._ingestion.run(final=True):
+            for report in await self._ingestion.run(final=True, stop=self._stopping):
                 if report.error is not None:
                     log.error("%s", report.error)
                     error = report.error
-            judged = await self._filtering.run()
+            judged = await self._filtering.run(stop=self._stop_judging)
             if judged.error is not None:
                 log.error("%s", judged.error)
                 error = judged.error
-            await self._rounds.finish_live()
+            state = await self._rounds.finish_live()
             rounds = 0
-            while (max_rounds is None or rounds < max_rounds) and await self._rounds.start_due():
-                await self._rounds.finish_live()
+            while (
+                state is not RoundState.FAILED
+                and not self._stopping.is_set()
+                and (max_rounds is None or rounds < max_rounds)
+                and await self._rounds.start_due()
+            ):
+                state = await self._rounds.finish_live()
                 rounds += 1
+            if state is RoundState.FAILED:
+                error = TrainError("finish the round", "it failed", "`flywheel status` says why.")
         except FlywheelError as failure:
             log.error("%s", failure)
             error = failure
@@ -110,6 +118,11 @@ class Service:
             await self._end(running)
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
+
+    async def halt(self) -> None:
+        """End `once`: passes and judging stop, a worker is ended and its round planned again."""
+        self.stop()
+        await self._rounds.stop()
 
     def stop(self) -> None:
         """Begin to end, as a signal does."""

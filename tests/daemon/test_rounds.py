@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -280,3 +282,26 @@ async def test_why_tells_which_conversations_made_an_adapter(wheel: Wheel) -> No
     assert [step["new"] for step in told["task"]["history"]] == [
         "pending", "judging", "accepted", "reserved", "consumed",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.01, 0.03, 0.3])
+async def test_a_stop_at_any_moment_leaves_a_planned_round_and_no_worker(
+    wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    worker = tmp_path / "worker"
+    worker.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/pids\nexec sleep 600\n")
+    worker.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(worker))
+    await wheel.rounds.plan("test")
+    going = asyncio.create_task(wheel.rounds.finish_live())
+    await asyncio.sleep(seconds)
+    await wheel.rounds.stop()
+    # What is cut off now, as the daemon does at its end, has nothing left to do.
+    going.cancel()
+    await asyncio.wait([going])
+    row = await wheel.store.read(rounds.live)
+    assert row is not None
+    assert (row.state, row.attempt, row.pid) == ("planned", 1, None)
+    assert (await wheel.books())["reserved"] == 6
+    pids = (tmp_path / "pids").read_text().split() if (tmp_path / "pids").exists() else []
+    assert [pid for pid in pids if Path("/proc", pid).exists()] == []

@@ -1,0 +1,112 @@
+"""Ctrl-C and SIGTERM: no worker is left behind, nothing is lost, and the exit code says so."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flywheel.store.database import Store
+from tests.conftest import POLICY
+from tests.daemon.test_rounds import put_tasks
+
+SOON = 120.0
+
+
+def wait_for(condition: Callable[[], Any], what: str) -> Any:
+    end = time.monotonic() + SOON
+    while time.monotonic() < end:
+        if found := condition():
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"waited {SOON:g} s in vain for {what}")
+
+
+def workers(folder: Path) -> list[int]:
+    """The processes of workers below a folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes()
+        except OSError:
+            continue
+        if b"flywheel.worker" in line and str(folder).encode() in line:
+            found.append(int(path.parent.name))
+    return found
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Iterator[Path]:
+    """Of a state in which a round is due."""
+
+    async def fill() -> None:
+        store = await Store.open(tmp_path / "state")
+        await store.write(put_tasks, 6, 4)
+        await store.close()
+
+    asyncio.run(fill())
+    path = tmp_path / "flywheel.yaml"
+    path.write_text(
+        f"state: {{dir: state}}\nsources: []\nmodel: {{base: {POLICY}}}\n"
+        "trigger: {min_samples: 4, min_held_out: 2, cron_min_samples: 1}\n"
+    )
+    yield path
+    for pid in workers(tmp_path):
+        os.kill(pid, signal.SIGKILL)
+
+
+def ask(config: Path, command: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "flywheel", command, "--json", "-c", str(config)],
+        capture_output=True,
+        text=True,
+        timeout=SOON,
+        check=False,
+    )
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("arguments", "number", "left"),
+    [
+        (["round"], signal.SIGINT, "r0001 is planned"),
+        pytest.param(["run", "--once"], signal.SIGTERM, "r0001 is planned", marks=pytest.mark.slow),
+        pytest.param(["round", "--debug"], signal.SIGTERM, "nothing was stored", marks=pytest.mark.slow),
+    ],
+)
+def test_a_stopped_round_leaves_no_worker_and_goes_on_later(
+    config: Path, arguments: list[str], number: signal.Signals, left: str
+) -> None:
+    command = [sys.executable, "-m", "flywheel", *arguments, "-c", str(config)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            wait_for(lambda: workers(config.parent) or process.poll() is not None, "the worker")
+            process.send_signal(number)
+            out, err = process.communicate(timeout=SOON)
+        finally:
+            process.kill()
+    assert process.returncode == 128 + number, err
+    assert workers(config.parent) == []
+    assert out == ""
+    assert "Traceback" not in err
+    [said] = [line for line in err.splitlines() if line.startswith("flywheel: ")]
+    assert f"{number.name} stopped it" in said
+    assert left in said
+    status = ask(config, "status")
+    assert status["balanced"]
+    if "--debug" in arguments:
+        assert (status["live_round"], status["tasks"]["reserved"]) == (None, 0)
+    else:
+        live = status["live_round"]
+        assert (live["round"], live["state"], live["attempt"]) == ("r0001", "planned", 1)
+        assert status["tasks"]["reserved"] == 6
