@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from flywheel.cli.app import (
     run_async,
 )
 from flywheel.config import Config
-from flywheel.errors import EXIT_FAILED, EXIT_USAGE, FlywheelError
+from flywheel.errors import EXIT_USAGE, FlywheelError
 
 if TYPE_CHECKING:
     from flywheel.daemon.estimate import Cost
@@ -86,7 +87,7 @@ def filter_tasks(
         _print(shown, has_prices=settings.judge.prices is not None)
     if error is not None:
         complain(error)
-        raise typer.Exit(EXIT_FAILED)
+        raise typer.Exit(error.exit_code)
 
 
 @asynccontextmanager
@@ -130,8 +131,15 @@ def _filtering(store: Store, wanted: _Wanted) -> Filtering:
 async def _filter(wanted: _Wanted) -> tuple[dict[str, Any], FlywheelError | None]:
     from flywheel.cli.counter import Counter
     from flywheel.daemon.estimate import Estimator, cost_of
+    from flywheel.daemon.interruption import Interruption
     from flywheel.daemon.judge_setup import exchange_of
     from flywheel.store import judging
+
+    stop = threading.Event()
+    interruption = Interruption(wanted.config.daemon.drain_seconds)
+
+    async def halt() -> None:
+        stop.set()
 
     async with _state(wanted) as store:
         filtering = _filtering(store, wanted)
@@ -151,7 +159,15 @@ async def _filter(wanted: _Wanted) -> tuple[dict[str, Any], FlywheelError | None
                 found[judged.task.id] = filter_json.told(judged, filtering, tokens)
                 counter.step()
 
-            report = await filtering.run(limit=wanted.limit, on_judged=on_judged, rejudge=wanted.rejudge)
+            judging_all = filtering.run(limit=wanted.limit, stop=stop, on_judged=on_judged, rejudge=wanted.rejudge)
+            report = await interruption.during(judging_all, halt)
+    if interruption.by is not None:
+        left = "Nothing was written." if wanted.dry_run else "Verdicts are stored; the other tasks stay as they were."
+        stopped = interruption.error("judge all that is due", left)
+        if report is None:
+            raise stopped
+        report.error = stopped
+    assert report is not None
     cost = cost_of(report.calls, report.prompt_tokens, report.completion_tokens, prices)
     verdicts = [found[task] for task in sorted(found)]
     return filter_json.report(report, verdicts, wanted.dry_run, filter_json.money(cost)), report.error

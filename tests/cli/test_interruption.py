@@ -18,8 +18,10 @@ import pytest
 from flywheel.store.database import Store
 from tests.conftest import POLICY
 from tests.daemon.test_rounds import put_tasks
+from tests.judge_server import JudgeServer
 
 SOON = 120.0
+STUDIO = Path(__file__).parent.parent / "data" / "studio"
 
 
 def wait_for(condition: Callable[[], Any], what: str) -> Any:
@@ -110,3 +112,57 @@ def test_a_stopped_round_leaves_no_worker_and_goes_on_later(
         live = status["live_round"]
         assert (live["round"], live["state"], live["attempt"]) == ("r0001", "planned", 1)
         assert status["tasks"]["reserved"] == 6
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_filter_stores_what_was_in_flight(tmp_path: Path, number: signal.Signals) -> None:
+    config = tmp_path / "flywheel.yaml"
+    with JudgeServer(delay_seconds=1.0) as judge:
+        config.write_text(
+            f"state: {{dir: state}}\nsources: [{{path: {STUDIO / 'new_v1.sqlite'}}}]\n"
+            f"judge: {{base_url: '{judge.base_url}', model: judge, max_thread: 4}}\n"
+        )
+        command = [sys.executable, "-m", "flywheel", "filter", "--json", "-c", str(config)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                wait_for(lambda: judge.in_flight == 4 or process.poll() is not None, "judge calls")
+                process.send_signal(number)
+                out, err = process.communicate(timeout=SOON)
+            finally:
+                process.kill()
+        calls = judge.calls
+    assert process.returncode == 128 + number, err
+    assert "Traceback" not in err
+    assert f"{number.name} stopped it" in err
+    told = json.loads(out)
+    assert f"{number.name} stopped it" in told["error"]
+    assert told["usage"]["calls"] == calls >= 4, "what was paid for is told"
+    status = ask(config, "status")
+    assert status["judge"]["usage"]["calls"] == calls, "and stored"
+    assert status["tasks"]["judging"] == 0
+    assert status["tasks"]["pending"] > 0
+    assert status["balanced"]
+
+
+def test_a_second_signal_does_not_wait_for_the_judge(tmp_path: Path) -> None:
+    config = tmp_path / "flywheel.yaml"
+    with JudgeServer(delay_seconds=60.0) as judge:
+        config.write_text(
+            f"state: {{dir: state}}\nsources: [{{path: {STUDIO / 'new_v1.sqlite'}}}]\n"
+            f"judge: {{base_url: '{judge.base_url}', model: judge, max_thread: 4}}\ndaemon: {{drain_seconds: 600}}\n"
+        )
+        command = [sys.executable, "-m", "flywheel", "filter", "-c", str(config)]
+        log = tmp_path / "log"
+        with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
+            try:
+                wait_for(lambda: judge.in_flight == 4 or process.poll() is not None, "judge calls")
+                process.send_signal(signal.SIGINT)
+                wait_for(lambda: "stopping" in log.read_text(), "the first signal to be heard")
+                process.send_signal(signal.SIGTERM)
+                wait_for(lambda: process.poll() is not None, "the end")
+            finally:
+                process.kill()
+        assert judge.in_flight == 4, "it did not wait for the judge"
+    assert process.returncode == 130
+    assert "Traceback" not in log.read_text()
+    assert ask(config, "status")["tasks"]["judging"] == 0
