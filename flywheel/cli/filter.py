@@ -170,7 +170,7 @@ async def _filter(wanted: _Wanted) -> tuple[dict[str, Any], FlywheelError | None
     assert report is not None
     cost = cost_of(report.calls, report.prompt_tokens, report.completion_tokens, prices)
     verdicts = [found[task] for task in sorted(found)]
-    return filter_json.report(report, verdicts, wanted.dry_run, filter_json.money(cost)), report.error
+    return filter_json.report(report, total, verdicts, wanted.dry_run, filter_json.money(cost)), report.error
 
 
 async def _estimate(wanted: _Wanted) -> dict[str, Any]:
@@ -262,7 +262,7 @@ def _print(shown: dict[str, Any], *, has_prices: bool) -> None:
         tables.rubric_diff(console, shown)
         console.print("dry run: nothing was written")
     elif not shown["verdicts"]:
-        console.print("no task is due")
+        console.print(f"due: {shown['due']:,}; none was judged" if shown["due"] else "no task is due")
     else:
         tables.verdict_table(console, shown["verdicts"])
         console.print()

@@ -40,9 +40,11 @@ def _criterion(result: CriterionResult, filtering: Filtering) -> dict[str, Any]:
 
 
 def report(
-    report: FilterReport, verdicts: list[dict[str, Any]], dry_run: bool, cost: dict[str, Any] | None
+    report: FilterReport, due: int, verdicts: list[dict[str, Any]], dry_run: bool, cost: dict[str, Any] | None
 ) -> dict[str, Any]:
+    """`due` tasks were there to be judged before the first of them was."""
     return {
+        "due": due,
         "judged": report.judged,
         "accepted": report.accepted,
         "rejected": report.rejected,

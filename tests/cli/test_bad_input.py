@@ -132,6 +132,29 @@ def test_a_wrong_key_names_the_setting_and_leaves_everything_pending(
     assert books["rejected"] == books["accepted"] == 0
 
 
+@pytest.mark.parametrize("key", ["schl\u00fcssel", "refused"])
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_tasks_that_nobody_could_be_asked_about_are_due_still(
+    flywheel: Run, tmp_path: Path, studio: Path, monkeypatch: pytest.MonkeyPatch, key: str, dry: list[str]
+) -> None:
+    with JudgeServer(behaviour="401") as judge:
+        monkeypatch.setenv("OPENAI_API_KEY", key)
+        path = judge_config(tmp_path, studio, judge.base_url)
+        # Tasks that a check decides are none that the judge is asked about.
+        path.write_text(path.read_text() + "filter: {rubric: rubric.yaml}\n")
+        (tmp_path / "rubric.yaml").write_text("id: r\ncriteria: [{id: good, value: It is right.}]\n")
+        ran = flywheel("filter", "-c", path, "--limit", "5", *dry)
+        told = flywheel("filter", "-c", path, "--json", *dry).json
+    assert ran.code == 1
+    assert "no task is due" not in ran.out
+    assert "due: 5; none was judged" in ran.out
+    assert told["due"] > 90
+    assert told["judged"] == 0
+    assert flywheel("filter", "-c", config(tmp_path, "sources: []\nstate: {dir: empty}"), *dry).out.startswith(
+        "no task is due"
+    )
+
+
 def test_a_server_that_is_away_is_named(flywheel: Run, tmp_path: Path) -> None:
     path = config(tmp_path, "sources: []\nserving: {urls: ['http://127.0.0.1:9']}")
     ran = flywheel("deploy", "base", "-c", path)
