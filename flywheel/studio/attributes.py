@@ -52,7 +52,10 @@ def agent_name(span: Span) -> str:
 
 def user_id(span: Span) -> str:
     """Who asked, where the application says so by OpenTelemetry's attributes."""
-    return span.attributes.user.id or span.attributes.enduser.id
+    for person in (span.attributes.user, span.attributes.enduser):
+        if person.id != "":
+            return str(person.id)
+    return ""
 
 
 def agent_input(span: Span) -> list[Message]:

@@ -137,9 +137,17 @@ def chat_of(message: Message) -> list[ChatMessage]:
     """A message in the OpenAI form: one message, or several where it holds tool results between its parts."""
     role = message.get("role")
     role = role if role in ROLES else "user"
-    if role == "tool":
-        return [_tool_message(message.get("tool_call_id"), message.get("name"), text_of(message))]
     blocks = blocks_of(message)
+    if role == "tool":
+        call_id = message.get("tool_call_id")
+        results = [block for block in blocks if block.get("type") in _RESULTS]
+        if not results:
+            return [_tool_message(call_id, message.get("name"), _text(blocks))]
+        # The name of such a message is its author's.
+        return [
+            _tool_message(block.get("id") or call_id, block.get("name"), result_text(_result_in(block)))
+            for block in results
+        ]
     if len(blocks) == 1 and blocks[0].get("type") == "text" and not message.get("tool_calls"):
         return [{"role": role, "content": _text(blocks)}]
     done: list[ChatMessage] = []
@@ -155,8 +163,7 @@ def chat_of(message: Message) -> list[ChatMessage]:
             if texts or calls:
                 done.append(_said(role, texts, calls))
                 texts, calls = [], []
-            output = block.get("output" if kind == "tool_result" else "response")
-            done.append(_tool_message(block.get("id"), block.get("name"), result_text(output)))
+            done.append(_tool_message(block.get("id"), block.get("name"), result_text(_result_in(block))))
     if texts or calls or not done:
         done.append(_said(role, texts, calls))
     return done
@@ -164,6 +171,10 @@ def chat_of(message: Message) -> list[ChatMessage]:
 
 _CALLS: Final = ("tool_use", "tool_call")
 _RESULTS: Final = ("tool_result", "tool_call_response")
+
+
+def _result_in(block: dict[str, Any]) -> Any:
+    return block.get("output" if block["type"] == "tool_result" else "response")
 
 
 def _said(role: str, texts: list[dict[str, Any]], calls: list[dict[str, Any]]) -> ChatMessage:
@@ -206,6 +217,8 @@ def without_finish(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         if calls:
             own = [call for call in calls if call["function"]["name"] not in FINISH_FUNCTIONS]
             finished |= {call["id"] for call in calls if call["function"]["name"] in FINISH_FUNCTIONS}
+            # Some models number their calls from 0 in every answer.
+            finished -= {call["id"] for call in own}
             names |= {call["id"]: call["function"]["name"] for call in own}
             if own:
                 kept.append({**message, "tool_calls": own})

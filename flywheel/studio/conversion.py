@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from flywheel.batch import Entry, entries_of
+from flywheel.batch import Entry, entries_of, entry_of, storable
 from flywheel.states import SkipReason
 from flywheel.studio.recorded import Attributes
 from flywheel.studio.replies import finished_reply, unfinished_reply
@@ -49,11 +49,24 @@ def convert(
         own, dead = tell(known, rows, selection, is_open=is_open, kinds=told.kinds)
         replies += own
         if len(replies) >= _AT_ONCE:
-            told.entries += entries_of(replies, source)
+            _enter(told, replies, source)
             replies.clear()
         told.dead += dead
-    told.entries += entries_of(replies, source)
+    _enter(told, replies, source)
     return told
+
+
+def _enter(told: Told, replies: Sequence[Reply], source: str) -> None:
+    """Replies in the ledger's form; one that has none is dead by itself."""
+    try:
+        told.entries += entries_of(replies, source)
+    except _BAD_CONTENT:
+        for reply in replies:
+            try:
+                told.entries.append(entry_of(reply, source))
+            except _BAD_CONTENT as error:
+                why = storable(f"it cannot be written as JSON: {error}")[:2000]
+                told.dead.append(DeadRow(0, reply.span_id, reply.trace_id, why, storable(reply.answer)[:500]))
 
 
 def tell(
@@ -106,4 +119,4 @@ def _missing_agents(tree: Tree) -> Iterator[Reply]:
 
 def _dead(span: Span, rows: Mapping[int, bytes], error: str) -> DeadRow:
     attributes = unpacked(span.rowid, rows[span.rowid])[5]
-    return DeadRow(span.rowid, span.span_id, span.trace_id, error[:2000], shown(attributes)[:500])
+    return DeadRow(span.rowid, span.span_id, span.trace_id, storable(error)[:2000], shown(attributes)[:500])

@@ -60,7 +60,7 @@ def parse_call(text: str) -> dict[str, Any]:
 
 def _value(node: ast.expr) -> Any:
     match node:
-        case ast.Constant():
+        case ast.Constant(value=str() | int() | float() | None):
             return node.value
         case ast.Dict():
             # A key of None stands for `**mapping`, which no repr has.

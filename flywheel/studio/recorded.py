@@ -84,7 +84,9 @@ class AgentScope(Struct, frozen=True):
 
 
 class Person(Struct, frozen=True):
-    id: str = ""
+    """Servers decode what looks like a number."""
+
+    id: str | int | float = ""
 
 
 class Attributes(Function, frozen=True):
@@ -132,11 +134,16 @@ def _pruned(value: dict[str, Any], kind: type[S]) -> S:
             continue
         if wanted is Raw:
             fields[name] = Raw(json.dumps(found).encode())
-        elif wanted is str:
-            fields[name] = found if isinstance(found, str) else ""
+        elif wanted is str or wanted == str | int | float:
+            fields[name] = found if isinstance(found, str) else _scalar(found)
         elif isinstance(found, dict):
             fields[name] = _pruned(found, wanted)
     return kind(**fields)
+
+
+def _scalar(value: Any) -> str:
+    """The text that a number or a truth value was before a server read it as JSON; else an empty one."""
+    return json.dumps(value) if isinstance(value, bool | int | float) else ""
 
 
 def _fields(kind: type[Struct]) -> dict[str, Any]:

@@ -2,14 +2,15 @@
 
 Roles. An agent below another agent was called by it (as a tool): nested. Agents beside each other under one root that
 is no agent's ran after each other: a pipeline, whose last stage the user sees. Two cases look like a pipeline and are
-none: agents that overlap in time are a fan-out, and one agent that answers again, without being handed its own
-answer, is the next turn of a conversation that the application wrapped into one span.
+none: agents that overlap in time are a fan-out, and an agent that is handed what the user said next, rather than the
+answer of one before it, is the next turn of a conversation that the application wrapped into one span.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import StrEnum
+from typing import Final
 
 from msgspec import Struct
 
@@ -17,6 +18,10 @@ from flywheel.studio.attributes import agent_input, agent_name, agent_output
 from flywheel.studio.content import text_of
 from flywheel.studio.literal import ReprError
 from flywheel.studio.span import Span, SpanKind, in_order
+from flywheel.trace import SpanStatus
+
+QUOTED: Final = 24
+"""Characters from which on a user's message does not hold an answer by chance; about "Paris" one may ask further."""
 
 
 class Role(StrEnum):
@@ -147,26 +152,51 @@ def _is_agents(children: list[Span]) -> bool:
     return any(child.kind is not SpanKind.AGENT and child.kind is not SpanKind.OTHER for child in children)
 
 
+class _Stage(Struct, frozen=True):
+    """An agent beside others: what it was handed, as roles and texts, and what it answered."""
+
+    span: Span
+    name: str
+    handed: list[tuple[str, str]]
+    answer: str
+
+    def follows(self, earlier: _Stage) -> bool:
+        """Whether this one works on from what `earlier` answered, rather than from what the user said next."""
+        said = earlier.answer
+        if not said or earlier.span.ended_ns > self.span.started_ns:
+            return False
+        if not self.handed:
+            # It answers what it has observed: another agent's answer, or its own user.
+            return earlier.name != self.name
+        return any(
+            text == said or ((role == "assistant" or len(said) >= QUOTED) and said in text)
+            for role, text in self.handed
+        )
+
+
+def _stage(agent: Span) -> _Stage:
+    try:
+        output = agent_output(agent)
+        handed = [(str(message.get("role")), text_of(message).strip()) for message in agent_input(agent)]
+    except ReprError:
+        # It costs its own reply, which is told elsewhere.
+        return _Stage(agent, agent_name(agent), [("user", "")], "")
+    answer = text_of(output).strip() if output and agent.status is not SpanStatus.ERROR else ""
+    return _Stage(agent, agent_name(agent), handed, answer)
+
+
 def _pipeline(agents: list[Span]) -> dict[str, Placement]:
     """The roles of agents beside each other, given in the order they began."""
+    stages = [_stage(agent) for agent in agents]
+    asked: dict[str, Span] = {}
+    went_on: set[str] = set()
+    for place, stage in enumerate(stages):
+        before = [earlier for earlier in stages[:place] if stage.follows(earlier)]
+        went_on |= {earlier.span.span_id for earlier in before}
+        asked[stage.span.span_id] = asked[before[0].span.span_id] if before else stage.span
     placed: dict[str, Placement] = {}
-    for at, agent in enumerate(agents):
-        if any(later.started_ns >= agent.ended_ns and _follows(agent, later) for later in agents[at + 1 :]):
-            placed[agent.span_id] = Placement(Role.STAGE, agent)
-            continue
-        earlier = [other for other in agents[:at] if other.ended_ns <= agent.started_ns and _follows(other, agent)]
-        placed[agent.span_id] = Placement(Role.LAST, earlier[0]) if earlier else Placement(Role.ROOT, agent)
+    for agent in agents:
+        first = asked[agent.span_id]
+        role = Role.STAGE if agent.span_id in went_on else Role.ROOT if first is agent else Role.LAST
+        placed[agent.span_id] = Placement(role, agent if role is Role.STAGE else first)
     return placed
-
-
-def _follows(earlier: Span, later: Span) -> bool:
-    """Whether `later` works on from `earlier`, rather than being the next turn of the same agent."""
-    if agent_name(earlier) != agent_name(later):
-        return True
-    try:
-        answer = agent_output(earlier)
-        handed = " ".join(text_of(message) for message in agent_input(later))
-    except ReprError:
-        return False
-    said = text_of(answer).strip() if answer else ""
-    return bool(said) and said in handed

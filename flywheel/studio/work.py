@@ -64,10 +64,9 @@ class Work:
 
     def trajectory(self, answer: str) -> tuple[ChatMessage, ...]:
         """The steps between request and answer: what the model said and called, and what the tools returned."""
-        used = {tool.id or tool.span.span_id: tool for tool in self.tools}
+        unused = list(self.tools)
         answer = answer.strip()
         steps: list[ChatMessage] = []
-        called: set[str] = set()
         last = len(self.models) - 1
         for place, said in enumerate(self.said):
             for message in chat_of(said) if said else ():
@@ -76,25 +75,26 @@ class Work:
                 if wanted or (content and not (place == last and content.strip() == answer)):
                     steps.append(message)
                 for one in wanted:
-                    called.add(one["id"])
                     name = one["function"]["name"]
+                    tool = _taken(unused, one["id"], name)
                     if name in FINISH_FUNCTIONS:
                         continue
-                    result = used[one["id"]].result if one["id"] in used else self._returned(one["id"], place + 1)
+                    result = tool.result if tool is not None else self._returned(one["id"], place + 1)
                     if result is not None:
                         steps.append(_tool_step(one["id"], name, result))
-        for call_id, tool in used.items():
-            # A tool that no recorded model call asked for: the agent called it by itself.
-            if call_id not in called and tool.name not in FINISH_FUNCTIONS:
+        for tool in unused:
+            # No recorded model call asked for it: the agent called it by itself.
+            if tool.name not in FINISH_FUNCTIONS:
                 steps.append({"role": "assistant", "content": "", "tool_calls": [tool.call]})
                 if (result := tool.result) is not None:
-                    steps.append(_tool_step(call_id, tool.name, result))
+                    steps.append(_tool_step(tool.id or tool.span.span_id, tool.name, result))
         return tuple(without_finish(steps)) if steps else ()
 
     def _returned(self, call_id: str, start: int) -> str | None:
         """What a call without a span of its own returned: from what the next model calls were given."""
         for span in self.models[start:]:
-            for message in at.conversation(span):
+            # The last of that id: some models number their calls from 0 in every answer.
+            for message in reversed(at.conversation(span)):
                 if message["role"] == "tool" and message["tool_call_id"] == call_id:
                     return str(message["content"])
         return None
@@ -133,6 +133,15 @@ class Work:
     def texts(self) -> list[str]:
         """The text of each answer of a model."""
         return [text_of(message) for message in self.said if message]
+
+
+def _taken(tools: list[at.ToolUse], call_id: str, name: str) -> at.ToolUse | None:
+    """The first tool that was called so, taken out of the list. Ids may repeat, and some clients give none."""
+    named = [tool for tool in tools if tool.id == call_id]
+    found = next((tool for tool in named if tool.name == name), named[0] if named and call_id else None)
+    if found is not None:
+        tools.remove(found)
+    return found
 
 
 def _tool_step(call_id: str, name: str, content: str) -> ChatMessage:

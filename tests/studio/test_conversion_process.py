@@ -86,7 +86,7 @@ def test_closing_does_not_wait_for_what_was_asked() -> None:
     schema, steps = steps_of("new_v2")
     traces = [trace for step in steps for trace in step] * 20
     process = ConversionProcess()
-    answers = [process.convert(schema, traces, Selection(), "a.sqlite") for _ in range(4)]
+    answers = [process.convert(schema, traces, Selection(), "a.sqlite") for _ in range(3)]
     process.close()
     for answer in answers:
         with pytest.raises((StudioError, CancelledError)):

@@ -10,10 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from flywheel.studio import database, page, row
-from flywheel.trace import Reply
-from tests.studio.reading import by_id, read_all
+from flywheel.batch import Batch
+from flywheel.config import IngestSettings, parse
+from flywheel.daemon import studio_feed
+from flywheel.daemon.studio_feed import StudioFeed
+from flywheel.store.database import Store
+from flywheel.studio import conversion, database, page, reader, row
+from flywheel.studio.reader import StudioReader
+from flywheel.studio.span import Span
+from flywheel.studio.tree import Tree
+from flywheel.trace import Cursor, Reply, Selection
+from tests.studio.reading import NOW, Ledger, by_id, read_all
 from tests.studio.writer import Studio, agent, chat, empty_like, insert, message, part, rows, span, tool
 
 
@@ -303,3 +312,74 @@ def test_a_hundred_megabytes_in_a_row_cost_a_letter_and_little_memory(name: str,
     again, kilobytes = flywheel("ingest", "--sweep")
     assert again["new"] == 0 and again["sources"][0]["dead"] == 3
     assert kilobytes < usual + 90_000, "a value was loaded"
+
+
+def recorded(output: str) -> dict[str, Any]:
+    """A reply of a 1.x client, which records the returned message as its repr."""
+    call = {"input": {"args": [], "kwargs": {"msg": "q", "structured_model": "<class 'M'>"}}, "output": output}
+    gen_ai = {"operation": {"name": "invoke_agent"}, "agent": {"name": "Solver"}}
+    return span("odd", "invoke_agent", {"gen_ai": gen_ai, "agentscope": {"function": call}}, trace="odd")
+
+
+async def entries_of_all(studio: Studio, folder: Path, *, in_process: bool) -> list[Batch]:
+    config = parse({"state": {"dir": "state"}, "sources": [{"path": str(studio.path)}]}, "the test's", folder)
+    store = await Store.open(folder / "state")
+    feed = StudioFeed(studio.path, config, store)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(studio_feed, "LONG_ROWS", 5 if in_process else 10**9)
+            patch.setattr(studio_feed, "ENOUGH", 10**9)
+            patch.setattr(reader, "STEP_ROWS", 5)
+            patch.setattr(page, "PAGE_ROWS", 5)
+            return [batch async for batch in feed.read(1, Cursor(), final=True)]
+    finally:
+        await feed.close()
+        await store.close()
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+async def test_what_json_has_no_form_for_is_text(tmp_path: Path, in_process: bool) -> None:
+    studio = Studio(tmp_path / "studio.sqlite")
+    metadata = "{'png': b'abc', 'cycle': {...}, 'z': 1j, 'n': -1, 'none': None}"
+    output = f"Msg(id='m', name='S', content='fine', role='assistant', metadata={metadata}, timestamp='t')"
+    studio.write(agent("a", trace="a"), recorded(output), *(agent(f"b{n}", trace=f"b{n}") for n in range(30)))
+    batches = await entries_of_all(studio, tmp_path, in_process=in_process)
+    assert [row for batch in batches for row in batch.dead] == []
+    lines = {entry.span_id: json.loads(entry.line) for batch in batches for entry in batch.entries}
+    assert len(lines) == 32
+    structured = json.loads(lines["odd"]["metadata"]["structured_json"])
+    assert structured == {"png": "b'abc'", "cycle": ["..."], "z": "1j", "n": -1, "none": None}
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+async def test_half_an_emoji_in_what_cannot_be_read_is_one_dead_row(tmp_path: Path, in_process: bool) -> None:
+    studio = Studio(tmp_path / "studio.sqlite")
+    studio.write(
+        agent("a", trace="a"),
+        recorded("Msg(id='\ud800', broken"),
+        *(agent(f"b{n}", trace=f"b{n}") for n in range(30)),
+    )
+    batches = await entries_of_all(studio, tmp_path, in_process=in_process)
+    (dead,) = (row for batch in batches for row in batch.dead)
+    assert dead.span_id == "odd" and "no Python repr" in dead.error and dead.error.encode()
+    assert sum(len(batch.entries) for batch in batches) == 31
+
+
+def test_a_reply_that_cannot_be_written_is_dead_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    studio = Studio(tmp_path / "studio.sqlite")
+    studio.write(*(agent(f"a{n}", trace=f"t{n}") for n in range(5)))
+    source = StudioReader(studio.path, IngestSettings())
+    (step,) = source.read(Cursor(), Ledger(), now=NOW, final=True)
+    source.close()
+    finished = conversion.finished_reply
+
+    def odd(tree: Tree, span: Span, selection: Selection) -> Reply:
+        reply = finished(tree, span, selection)
+        return replace(reply, structured={"object": object()}) if span.span_id == "a2" else reply
+
+    monkeypatch.setattr(conversion, "finished_reply", odd)
+    traces = [(trace.rows, trace.is_open) for trace in step.traces]
+    told = conversion.convert("generation 2", traces, Selection(), "a.sqlite")
+    assert [entry.span_id for entry in told.entries] == ["a0", "a1", "a3", "a4"]
+    (dead,) = told.dead
+    assert (dead.span_id, dead.trace_id) == ("a2", "t2") and "cannot be written as JSON" in dead.error

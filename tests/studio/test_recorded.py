@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 from msgspec import Raw, Struct
 
-from flywheel.studio.recorded import NOTHING, attributes_of, first_of, items_of, value_of
+from flywheel.studio.attributes import user_id
+from flywheel.studio.recorded import NOTHING, Attributes, attributes_of, first_of, items_of, value_of
+from flywheel.studio.span import Span, SpanKind
+from flywheel.trace import SpanStatus
 
 DATA = Path(__file__).parent.parent / "data" / "studio"
 
@@ -72,7 +75,7 @@ def test_lenient_reading_finds_what_strict_reading_does(name: str) -> None:
         (("gen_ai",), [1]),
         (("gen_ai",), None),
         (("gen_ai", "agent"), "Solver"),
-        (("gen_ai", "agent", "name"), 7),
+        (("gen_ai", "agent", "name"), [7]),
         (("gen_ai", "response", "model"), None),
         (("gen_ai", "input"), []),
         (("agentscope", "function"), "reply"),
@@ -82,6 +85,20 @@ def test_lenient_reading_finds_what_strict_reading_does(name: str) -> None:
 )
 def test_what_has_another_type_is_not_there_and_the_rest_is(path: tuple[str, ...], wrong: Any) -> None:
     assert told(attributes_of(changed(wrong, *path))) == told(attributes_of(changed(ABSENT, *path)))
+
+
+@pytest.mark.parametrize(("wrong", "text"), [(12345, "12345"), (1.5, "1.5"), (True, "true"), ("007", "007")])
+def test_a_text_that_looked_like_a_number_is_the_text_again(wrong: Any, text: str) -> None:
+    """Servers decode attributes loosely: "12345" arrives as a number."""
+    assert attributes_of(changed(wrong, "gen_ai", "agent", "name")).gen_ai.agent.name == text
+    found = attributes_of(changed(wrong, "user", "id"))
+    assert user_id(span_with(found)) == text
+    lenient = changed(wrong, "user", "id")[:-1] + b',"passed over":"\\ud800"}'
+    assert user_id(span_with(attributes_of(lenient))) == text
+
+
+def span_with(found: Attributes) -> Span:
+    return Span(1, "s", "t", "", "", SpanKind.AGENT, 0, 0, SpanStatus.OK, "", "", found)
 
 
 def test_generation_1_has_the_function_at_the_root() -> None:

@@ -83,12 +83,61 @@ def test_turns_of_one_agent_in_one_span_are_no_pipeline(tmp_path: Path) -> None:
 def test_an_agent_that_is_handed_its_own_answer_refines_it(tmp_path: Path) -> None:
     found = told(
         tmp_path,
-        agent("t1", "the question", "draft 12", parent="root", began=0, ended=1),
-        agent("t2", "Improve this: draft 12", "better", parent="root", began=2, ended=3),
+        agent("t1", "the question", "The train covers 1050 km.", parent="root", began=0, ended=1),
+        agent("t2", "Improve this: The train covers 1050 km.", "better", parent="root", began=2, ended=3),
         span("root", None, {}, ended=4),
     )
     assert skips(found) == {"t1": SkipReason.PIPELINE_STAGE, "t2": None}
     assert found["t2"].query == "the question"
+
+
+SHORT = [("What is 2 + 3?", "5"), ("What is 15 + 7?", "22"), ("Is 220 even?", "Yes"), ("Yes or no: is 3 odd?", "Yes")]
+CAPITAL = [("What is the capital of France?", "Paris"), ("How many people live in Paris?", "2.1 million")]
+OTHERS = [("Plan a trip to Rome", "Day 1: the Colosseum, in the morning"), ("What is 6 * 7?", "42")]
+BEST_OF = [("What is 2 + 2?", "4")] * 3
+
+
+@pytest.mark.parametrize(
+    "turns, names", [(SHORT, "aaaa"), (CAPITAL, "aa"), (CAPITAL, "ab"), (OTHERS, "ab"), (BEST_OF, "aaa")]
+)
+def test_turns_that_mention_an_earlier_answer_are_no_pipeline(
+    tmp_path: Path, turns: list[tuple[str, str]], names: str
+) -> None:
+    found = told(
+        tmp_path,
+        *(
+            agent(f"t{place}", *turn, name=name, parent="root", began=2 * place, ended=2 * place + 1)
+            for place, (turn, name) in enumerate(zip(turns, names, strict=True))
+        ),
+        span("root", None, {}, ended=20),
+    )
+    assert [(found[key].query, found[key].answer, found[key].skip) for key in sorted(found)] == [
+        (*turn, None) for turn in turns
+    ]
+
+
+def test_an_agent_that_failed_is_no_stage_before_the_one_that_stepped_in(tmp_path: Path) -> None:
+    found = told(
+        tmp_path,
+        agent("a1", "the question", None, name="First", code=2, parent="root", began=0, ended=1),
+        agent("a2", "the question", "an answer", name="Second", parent="root", began=2, ended=3),
+        span("root", None, {}, ended=4),
+    )
+    assert skips(found) == {"a1": SkipReason.ERROR, "a2": None}
+
+
+def test_two_pipelines_in_one_session_ask_what_each_was_asked(tmp_path: Path) -> None:
+    found = told(
+        tmp_path,
+        agent("a1", "first question", "draft", name="A", parent="root", began=0, ended=1),
+        agent("b1", "draft", "first answer", name="B", parent="root", began=1, ended=2),
+        agent("a2", "second question", "sketch", name="A", parent="root", began=3, ended=4),
+        agent("b2", "sketch", "second answer", name="B", parent="root", began=4, ended=5),
+        span("root", None, {}, ended=6),
+    )
+    stage = SkipReason.PIPELINE_STAGE
+    assert skips(found) == {"a1": stage, "b1": None, "a2": stage, "b2": None}
+    assert [found[key].query for key in ("b1", "b2")] == ["first question", "second question"]
 
 
 def test_a_subclass_that_delegates_is_one_reply_with_its_history(tmp_path: Path) -> None:
