@@ -9,7 +9,7 @@ import asyncio
 import logging
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from apscheduler.schedulers.asyncio import AsyncIOScheduler
 from apscheduler.triggers.cron import CronTrigger
@@ -53,6 +53,9 @@ class Service:
         self._judge = Stage("judge", self._do_judge)
         self._round = Stage("rounds", self._do_round)
         self._sources = Sources(store, config, self._ingestion, self._stopping, self._judge.wake.set)
+        self._reconcile = Stage("reconcile", self._do_reconcile)
+        self._prune = Stage("prune", self._sources.prune)
+        self._stages = (self._judge, self._round, self._reconcile, self._prune)
 
     async def recover(self) -> None:
         """Put right what a process that died left half done. Safe because of the instance lock."""
@@ -100,13 +103,12 @@ class Service:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled)
         await self.recover()
-        stages = (self._judge, self._round)
         scheduler = self._schedule()
-        running = [asyncio.create_task(stage.run(self._stopping), name=stage.name) for stage in stages]
+        running = [asyncio.create_task(stage.run(self._stopping), name=stage.name) for stage in self._stages]
         try:
             await self._sources.start()
             scheduler.start()
-            for stage in stages:
+            for stage in (self._judge, self._round):
                 stage.wake.set()
             notify("READY=1")
             log.info("watching %d sources; state in %s", len(self._config.sources), self._config.state_dir)
@@ -139,7 +141,7 @@ class Service:
 
     async def _end(self, running: list[asyncio.Task[None]]) -> None:
         self.stop()
-        for stage in (self._judge, self._round):
+        for stage in self._stages:
             stage.wake.set()
         stop_sources = asyncio.create_task(self._sources.stop())
         stop_round = asyncio.create_task(self._rounds.stop())
@@ -156,21 +158,22 @@ class Service:
         await self._ingestion.close()
 
     def _schedule(self) -> AsyncIOScheduler:
-        scheduler = AsyncIOScheduler(timezone="UTC")
+        # Late is better than never: what a busy loop held up, a window above all, still takes place, once.
+        late = {"coalesce": True, "misfire_grace_time": None}
+        scheduler = AsyncIOScheduler(timezone="UTC", job_defaults=late)
 
-        def every(seconds: float, name: str, job: Callable[[], object]) -> None:
-            scheduler.add_job(job, "interval", seconds=seconds, id=name, coalesce=True, max_instances=1)
+        def every(seconds: float, name: str, call: Callable[[], object]) -> None:
+            scheduler.add_job(_in_loop(call), "interval", seconds=seconds, id=name)
 
         every(self._config.ingest.poll_seconds, "poll", self._sources.poll)
         every(RETRY_SECONDS, "judge", self._judge.wake.set)
         every(RETRY_SECONDS, "rounds", self._round.wake.set)
         every(RETRY_SECONDS, "sources", self._sources.refresh)
-        every(PRUNE_SECONDS, "prune", self._sources.prune)
-        every(self._config.daemon.reconcile_seconds, "reconcile", self._reconcile)
+        every(PRUNE_SECONDS, "prune", self._prune.wake.set)
+        every(self._config.daemon.reconcile_seconds, "reconcile", self._reconcile.wake.set)
         if self._config.trigger.cron:
-            scheduler.add_job(
-                self._open_window, CronTrigger.from_crontab(self._config.trigger.cron, timezone="UTC"), id="cron"
-            )
+            window = CronTrigger.from_crontab(self._config.trigger.cron, timezone="UTC")
+            scheduler.add_job(_in_loop(self._open_window), window, id="cron")
         return scheduler
 
     def _open_window(self) -> None:
@@ -200,7 +203,7 @@ class Service:
         if self._max_rounds is not None and self._finished_rounds >= self._max_rounds:
             self.stop()
 
-    async def _reconcile(self) -> None:
+    async def _do_reconcile(self) -> None:
         try:
             report = await self._deployer.reconcile()
         except LockedError:
@@ -209,3 +212,15 @@ class Service:
             log.warning("%s", error)
         if report and report.changed:
             log.info("a server had forgotten what is deployed: %s", report.as_json())
+
+
+def _in_loop(call: Callable[[], object]) -> Callable[[], Awaitable[None]]:
+    """A job for the scheduler, which takes whatever is no coroutine function into a thread of its own.
+
+    Nothing that is called here may be: it sets events and starts tasks of the loop.
+    """
+
+    async def job() -> None:
+        call()
+
+    return job

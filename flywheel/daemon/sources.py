@@ -75,8 +75,8 @@ class Sources:
         for intake in self._ingestion.intakes():
             if intake.path not in self._stages:
                 stage = Stage(f"source {intake.path}", functools.partial(self._read, intake))
-                self._stages[intake.path] = stage
                 self._run(stage)
+                self._stages[intake.path] = stage
                 self._watcher.watch(intake.path, stage.wake.set)
                 stage.wake.set()
         self._watcher.refresh()
