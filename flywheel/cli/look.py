@@ -12,7 +12,7 @@ import typer
 
 from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async
 from flywheel.cli.facts import Fact, counted, grid, place, plain, source_text
-from flywheel.cli.state import look_at
+from flywheel.cli.state import absence, ask, look_at
 from flywheel.config import Config, StudioSource
 from flywheel.disarmed import disarmed
 from flywheel.errors import EXIT_FAILED, StoreError
@@ -39,7 +39,7 @@ def status(
     settings = load_config(config)
 
     def look() -> dict[str, Any]:
-        return run_async(look_at(settings, lambda conn: snapshot(conn, settings)))
+        return run_async(ask(settings, lambda conn: snapshot(conn, settings))) | {"no_state": absence(settings)}
 
     if as_json:
         print_json(look())
@@ -84,10 +84,11 @@ def _render(state: dict[str, Any]) -> RenderableType:
 
 def _facts(state: dict[str, Any]) -> list[Fact]:
     daemon = state["daemon"]["pid"]
+    missing = state["no_state"]
     deployed = state["deployment"]
     return [
         ("daemon", f"running (process {daemon})" if daemon else "not running"),
-        ("state", place(state["state_dir"])),
+        ("state", missing or place(state["state_dir"])),
         *(("source", source_text(source)) for source in state["sources"]),
         ("replies", counted(state["replies"]) or "none yet"),
         ("skipped", counted(state["skipped"]) or "none"),
@@ -97,7 +98,7 @@ def _facts(state: dict[str, Any]) -> list[Fact]:
         ("deployed", f"{deployed['alias']} → {deployed['adapter'] or 'the base model'}"),
         ("waiting", state["waiting_for"] or "–"),
         ("letters", f"{state['dead_letters']} open: `flywheel dead-letters`" if state["dead_letters"] else "none"),
-        ("balance", "right" if state["balanced"] else "WRONG: run `flywheel audit`"),
+        ("balance", "–" if missing else "right" if state["balanced"] else "WRONG: run `flywheel audit`"),
     ]
 
 
@@ -129,6 +130,7 @@ def audit(
         settings = settings.model_copy(update={"sources": [StudioSource(path=path) for path in source]})
     books, found = run_async(_audit(settings, deep=deep))
     problems = [*books.problems, *(found.problems if found else ())]
+    missing = absence(settings)
     report = {
         "balanced": books.balanced,
         "replies": books.replies,
@@ -137,6 +139,7 @@ def audit(
         "task_states": books.task_states,
         "skip_reasons": books.skipped,
         **(found.as_json() if found else {}),
+        "no_state": missing,
         "problems": problems,
     }
     if as_json:
@@ -149,7 +152,7 @@ def audit(
             typer.echo(disarmed(line, one_line=True))
         for problem in problems:
             typer.echo(f"wrong: {disarmed(problem, one_line=True)}")
-        typer.echo("balanced" if books.balanced else "NOT balanced")
+        typer.echo(missing or ("balanced" if books.balanced else "NOT balanced"))
     if problems:
         raise typer.Exit(EXIT_FAILED)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
 from typing import Annotated
@@ -39,6 +40,6 @@ def init(directory: Annotated[Path, typer.Argument(metavar="DIR")] = Path()) -> 
         raise ConfigError(
             f"set up {directory}", error.strerror or str(error), "Choose a directory that you may write."
         ) from error
-    typer.echo(
-        f"{written} files; edit configs/flywheel.yaml, then: flywheel run -c {directory / 'configs/flywheel.yaml'}"
-    )
+    config = directory / "configs" / "flywheel.yaml"
+    typer.echo(f"{written} files. Edit {config}, and have it found by every command:")
+    typer.echo(f"export FLYWHEEL_CONFIG={shlex.quote(str(config.absolute()))}")

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
+import typer
+
+from flywheel.cli.facts import place
 from flywheel.config import Config
 
 if TYPE_CHECKING:
@@ -14,10 +17,29 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+def absence(config: Config) -> str:
+    """That there is no state where it is looked for, and what that can mean; empty where there is one."""
+    path = config.state_dir / "state.db"
+    if path.exists():
+        return ""
+    return (
+        f"there is no state at {place(path)}: nothing was read yet, or it is kept elsewhere "
+        "(by another configuration, user or $FLYWHEEL_HOME)"
+    )
+
+
 async def look_at(
     config: Config, look: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs
 ) -> T:
-    """What a question to the state answers. Raises StoreError."""
+    """What a question to the state answers; on stderr, if there is none. Raises StoreError."""
+    answer = await ask(config, look, *args, **kwargs)
+    if missing := absence(config):
+        typer.echo(f"flywheel: {missing}", err=True)
+    return answer
+
+
+async def ask(config: Config, look: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """The same, by a command that says itself when there is no state."""
     # Not above: commands that only read their configuration must not wait for a database library.
     from flywheel.store.database import Store
 

@@ -1,0 +1,86 @@
+"""What the README tells a newcomer works as it is written, and a state that is not there is not called right."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+from tests.judge_server import JudgeServer
+
+ROOT = Path(__file__).parent.parent.parent
+STUDIO = ROOT / "tests" / "data" / "studio"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home with Studio's database at its own place."""
+    (tmp_path / "AgentScope-Studio").mkdir()
+    shutil.copy(STUDIO / "new_v2.sqlite", tmp_path / "AgentScope-Studio" / "database.sqlite")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_the_readme_leads_from_nothing_to_verdicts(
+    flywheel: Run, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FLYWHEEL_HOME")
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    readme = (ROOT / "README.md").read_text()
+    said = flywheel("init", ".").out.splitlines()[-1]
+    assert "\nflywheel init . " in readme
+    # The README says it for any directory, `init` for this one.
+    [line] = re.findall(r"^export FLYWHEEL_CONFIG=(\S+)", readme, re.MULTILINE)
+    assert said == f"export FLYWHEEL_CONFIG={shlex.quote(line.replace('$PWD', str(home)))}"
+    monkeypatch.setenv("FLYWHEEL_CONFIG", said.partition("=")[2])
+    with JudgeServer() as judge:
+        config = home / "configs" / "flywheel.yaml"
+        config.write_text(config.read_text().replace("https://api.openai.com/v1", judge.base_url))
+        [command] = re.findall(r"^\$ flywheel (filter .*)$", readme, re.MULTILINE)
+        ran = flywheel(*command.split())
+        assert ran.code == 0
+        assert "4 judged" in ran.out
+        assert judge.calls > 0
+    assert "there is no state" in flywheel("status").out, "a dry run writes nothing"
+    assert flywheel("ingest").code == 0
+    assert "there is no state" not in flywheel("status").out
+    assert flywheel("audit").out.endswith("balanced\n")
+
+
+def test_a_filter_without_a_configuration_says_what_it_lacks(flywheel: Run, home: Path) -> None:
+    ran = flywheel("filter", "--dry-run")
+    assert "no source is read without a configuration" in ran.err
+    assert "configs/flywheel.yaml" not in ran.err
+    flywheel("init", ".")
+    assert "there is configs/flywheel.yaml" in flywheel("filter", "--dry-run").err
+
+
+@pytest.mark.parametrize("command", [["status"], ["audit"], ["audit", "--deep"], ["tasks"], ["dead-letters"]])
+def test_a_state_that_is_not_there_is_not_right(flywheel: Run, tmp_path: Path, command: list[str]) -> None:
+    config = tmp_path / "elsewhere.yaml"
+    config.write_text("state: {dir: elsewhere}\nsources: []\n")
+    ran = flywheel(*command, "-c", config)
+    assert ran.code == 0
+    assert f"there is no state at {tmp_path}/elsewhere/state.db" in " ".join((ran.out + ran.err).split())
+    assert "balanced" not in ran.out
+    assert "right" not in ran.out
+    told = flywheel(*command, "--json", "-c", config).json
+    if command[0] in ("status", "audit"):
+        assert told["balanced"]
+        assert "there is no state" in told["no_state"]
+    assert not (tmp_path / "elsewhere").exists()
+    flywheel("ingest", "-c", config)
+    ran = flywheel(*command, "-c", config)
+    assert "there is no state" not in ran.out + ran.err
+    if command[0] in ("status", "audit"):
+        assert flywheel(*command, "--json", "-c", config).json["no_state"] == ""
+
+
+def test_why_about_a_state_that_is_not_there(flywheel: Run, tmp_path: Path) -> None:
+    ran = flywheel("why", "r0001")
+    assert ran.code == 1
+    assert "there is no state" in ran.err
