@@ -1,0 +1,54 @@
+"""Which commands work while a daemon holds the state, and which end with 75: as docs/operations.md has it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flywheel.daemon.lock import InstanceLock
+from tests.cli.conftest import Run
+
+NEED_IT_STOPPED = (
+    "run",
+    "run --once",
+    "ingest",
+    "filter",
+    "round",
+    "round --force",
+    "dead-letters retry --all",
+    "dead-letters drop --all",
+)
+BESIDE_IT = (
+    "status",
+    "audit",
+    "audit --deep",
+    "dead-letters",
+    "tasks",
+    "tasks release --all",
+    "tasks reject --all",
+    "filter --dry-run",
+    "filter --estimate",
+)
+
+
+@pytest.fixture
+def config(flywheel: Run, tmp_path: Path) -> Path:
+    path = tmp_path / "mine.yaml"
+    path.write_text("state: {dir: state}\nsources: []\n")
+    assert flywheel("ingest", "-c", path).code == 0
+    return path
+
+
+@pytest.mark.parametrize("command", NEED_IT_STOPPED)
+def test_what_needs_the_state_for_itself_ends_with_75(flywheel: Run, config: Path, command: str) -> None:
+    with InstanceLock(config.parent / "state"):
+        ran = flywheel(*command.split(), "-c", config)
+    assert ran.code == 75
+    assert "stop it" in ran.err
+
+
+@pytest.mark.parametrize("command", BESIDE_IT)
+def test_the_rest_works_beside_the_daemon(flywheel: Run, config: Path, command: str) -> None:
+    with InstanceLock(config.parent / "state"):
+        assert flywheel(*command.split(), "-c", config).code == 0
