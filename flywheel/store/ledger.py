@@ -100,13 +100,18 @@ def record_batch(conn: Connection, source: int, batch: Batch, *, train_ratio: fl
     asked = [*told, *(row.span_id for row in batch.dead)]
     known = {row.span_id: row for row in _KNOWN.rows(conn, asked, source)}
     sides = Sides(conn, list(told.values()), train_ratio=train_ratio, seed=split_seed)
+
+    def line(entry: Entry, side: Split) -> bytes:
+        sides.keep(entry, side)
+        return _line(conn, entry, side)
+
     for span, before in known.items():
         if span in told:
             done.retold += retell(
                 conn,
                 before,
                 told[span],
-                line=lambda entry: _line(conn, entry, sides.of(entry)),
+                line=line,
                 make=lambda entry: _record_tasks(conn, [entry], sides, done)[entry.key],
             )
     new = [entry for span, entry in told.items() if span not in known] if known else list(told.values())

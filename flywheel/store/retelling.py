@@ -7,14 +7,15 @@ an event, and the reply stays what was judged.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import orjson
-from sqlalchemy import Connection, Row, Text, exists, func, select, type_coerce, update
+from sqlalchemy import Connection, Row, Text, delete, exists, func, or_, select, type_coerce, update
 
 from flywheel.batch import Entry
-from flywheel.states import ReplyState, SkipReason, TaskState
-from flywheel.store.schema import replies, tasks, verdicts
+from flywheel.states import ReplyState, SkipReason, Split, TaskState
+from flywheel.store.judging import PERSON
+from flywheel.store.schema import duplicates, replies, tasks, verdicts
 from flywheel.store.transitions import move, record
 
 CHANGED = "changed"
@@ -25,11 +26,11 @@ def retell(
     known: Row[Any],
     entry: Entry,
     *,
-    line: Callable[[Entry], bytes],
+    line: Callable[[Entry, Split], bytes],
     make: Callable[[Entry], int],
 ) -> bool:
-    """Take a reply in once more; whether anything about it is new. `line` gives a task's final form, `make` makes one
-    and gives its number."""
+    """Take a reply in once more; whether anything about it is new. `line` gives a task's final form on a side, `make`
+    makes one and gives its number."""
     state = ReplyState(known.state)
     given_up = state is ReplyState.DEAD or known.skip_reason == SkipReason.UNFINISHED
     if known.content is None and not given_up and _reads_the_same(conn, known, entry):
@@ -38,15 +39,17 @@ def retell(
         return False
     if known.content == entry.content or (entry.skip is SkipReason.UNFINISHED and not given_up):
         return False
-    if state is ReplyState.CONVERTED and not _is_free(conn, known.task_id):
-        record(conn, replies.name, [str(known.id)], state, CHANGED, "after it was judged: it stays as it was")
+    task: int | None = known.task_id
+    if task is not None and (why := _stays(conn, task, entry)):
+        record(conn, replies.name, [str(known.id)], state, CHANGED, f"{why}: it stays as it was")
         _note(conn, known.id, entry)
         return True
     move(conn, known.id, state, ReplyState.OPEN, "its agent span arrived late" if given_up else "its trace changed")
     move(conn, known.id, ReplyState.OPEN, ReplyState.CLOSED)
     _note(conn, known.id, entry)
     if entry.skip is not None:
-        _withdraw(conn, known.task_id)
+        if task is not None:
+            _withdraw(conn, task, "its reply is none any more")
         move(
             conn,
             known.id,
@@ -58,15 +61,10 @@ def retell(
             task_id=None,
         )
     else:
-        move(
-            conn,
-            known.id,
-            ReplyState.CLOSED,
-            ReplyState.CONVERTED,
-            skip_reason=None,
-            detail="",
-            task_id=_renewed(conn, known.task_id, entry, line) or make(entry),
-        )
+        now = _renewed(conn, task, entry, line) or make(entry)
+        move(conn, known.id, ReplyState.CLOSED, ReplyState.CONVERTED, skip_reason=None, detail="", task_id=now)
+        if task is not None and task != now and not _tellers(conn, task):
+            _withdraw(conn, task, "its reply has another id")
     return True
 
 
@@ -80,39 +78,72 @@ def _reads_the_same(conn: Connection, known: Row[Any], entry: Entry) -> bool:
     return bool(payload["metadata"]["qa_hash"] == orjson.loads(entry.line)["metadata"]["qa_hash"])
 
 
-def _is_free(conn: Connection, task: int) -> bool:
-    """Whether nothing has been paid for a task, and no other source tells it too."""
+def _stays(conn: Connection, task: int, entry: Entry) -> str:
+    """Why a task must not change any more; empty if it may."""
     row = conn.execute(select(tasks.c.state).where(tasks.c.id == task)).one()
-    judged = conn.execute(select(exists().where(verdicts.c.task_id == task))).scalar_one()
-    tellers = conn.execute(select(func.count()).select_from(replies).where(replies.c.task_id == task)).scalar_one()
-    return row.state == TaskState.PENDING and not judged and tellers == 1
+    paid = exists().where(verdicts.c.task_id == task, or_(verdicts.c.calls > 0, verdicts.c.rubric_hash == PERSON))
+    if row.state not in _FREE or conn.execute(select(paid)).scalar_one():
+        return "after it was judged"
+    if entry.skip is not None and _tellers(conn, task) > 1:
+        return "another source tells it too"
+    return ""
+
+
+_FREE: Final = frozenset({TaskState.PENDING, TaskState.UNDECIDED, TaskState.REJECTED, TaskState.HELD})
+"""Where tasks can be that nothing was paid for: waiting, or put aside by what costs nothing."""
+
+
+def _tellers(conn: Connection, task: int) -> int:
+    """How many replies a task is made of: one of each source that tells it."""
+    return int(conn.execute(select(func.count()).select_from(replies).where(replies.c.task_id == task)).scalar_one())
 
 
 def _note(conn: Connection, reply: int, entry: Entry) -> None:
     conn.execute(
         update(replies)
         .where(replies.c.id == reply)
-        .values(content=entry.content, conversation_id=entry.conversation_id, agent=entry.agent)
+        .values(
+            content=entry.content,
+            trace_id=entry.trace_id,
+            conversation_id=entry.conversation_id,
+            agent=entry.agent,
+        )
     )
 
 
-def _withdraw(conn: Connection, task: int | None) -> None:
-    if task is not None:
-        move(conn, task, TaskState.PENDING, TaskState.WITHDRAWN, "its reply is none any more")
+def _due_again(conn: Connection, task: int) -> None:
+    """What was found out about a task for nothing holds no more."""
+    state = TaskState(conn.execute(select(tasks.c.state).where(tasks.c.id == task)).scalar_one())
+    if state is not TaskState.PENDING:
+        move(conn, task, state, TaskState.PENDING, "its reply changed, and nothing was paid for it", retry_at=None)
+        conn.execute(delete(verdicts).where(verdicts.c.task_id == task))
+        conn.execute(delete(duplicates).where(duplicates.c.task_id == task))
 
 
-def _renewed(conn: Connection, task: int | None, entry: Entry, line: Callable[[Entry], bytes]) -> int | None:
+def _withdraw(conn: Connection, task: int, why: str) -> None:
+    _due_again(conn, task)
+    move(conn, task, TaskState.PENDING, TaskState.WITHDRAWN, why)
+
+
+def _renewed(conn: Connection, task: int | None, entry: Entry, line: Callable[[Entry, Split], bytes]) -> int | None:
     """The task that a reply was made into before, as it is now; None if there was none."""
-    found = conn.execute(select(tasks.c.id, tasks.c.state).where(tasks.c.key == entry.key)).one_or_none()
+    found = conn.execute(
+        select(tasks.c.id, tasks.c.state, tasks.c.split).where(tasks.c.key == entry.key)
+    ).one_or_none()
     if found is None:
         return None
-    if found.state == TaskState.WITHDRAWN:
-        move(conn, found.id, TaskState.WITHDRAWN, TaskState.PENDING, "its reply is one after all")
-    if task is not None or found.state == TaskState.WITHDRAWN:
-        payload = type_coerce(line(entry).decode(), Text)
+    if found.id == task or found.state == TaskState.WITHDRAWN:
+        _due_again(conn, found.id)
         conn.execute(
             update(tasks)
             .where(tasks.c.id == found.id, tasks.c.state == TaskState.PENDING.value)
-            .values(payload=payload, agent=entry.agent, adapter=entry.adapter, started_at=entry.started_at)
+            .values(
+                # A task stays on its side, whatever its conversation is called now.
+                payload=type_coerce(line(entry, Split(found.split)).decode(), Text),
+                conversation_id=entry.conversation_id,
+                agent=entry.agent,
+                adapter=entry.adapter,
+                started_at=entry.started_at,
+            )
         )
     return int(found.id)

@@ -60,16 +60,24 @@ class Sides:
             self._sides[key] = self._decide(key, entry)
         return self._sides[key]
 
+    def keep(self, entry: Entry, side: Split) -> None:
+        """The conversation of a task that is on a side already is there too, if it is a new one."""
+        key = conversation_key(entry.conversation_id, entry.trace_id)
+        if key not in self._sides:
+            self._sides[key] = self._decide(key, entry, side)
+
     def store(self) -> None:
         """Write down what was decided."""
         insert_many(self._conn, conversations, ("key", "split", "like", "words"), self._new)
         openings.enter(self._conn, self._new_openings)
 
-    def _decide(self, key: str, entry: Entry) -> Split:
+    def _decide(self, key: str, entry: Entry, side: Split | None = None) -> Split:
         split = split_of(entry.conversation_id, entry.trace_id, train_ratio=self._train_ratio, seed=self._seed)
         like = self._nearest(entry)
         followed = key
-        if like is not None and self._followers_of(like.key) < TEMPLATE:
+        if side is not None:
+            split = side
+        elif like is not None and self._followers_of(like.key) < TEMPLATE:
             split, followed = like.split, like.key
             self._followers[followed] += 1
         self._new.append((key, split.value, followed, array("I", entry.words).tobytes()))

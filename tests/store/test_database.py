@@ -152,3 +152,10 @@ async def test_a_write_that_is_cancelled_is_over_before_its_caller_goes_on(store
     with pytest.raises(asyncio.CancelledError):
         await writing
     assert await store.read(count) == 1, "what had begun is whole, and what had not never began"
+
+
+async def test_a_state_that_cannot_be_looked_for_is_named(tmp_path: Path) -> None:
+    there = tmp_path / ("x" * 300)
+    for look in (Store.view, Store.copy):
+        with pytest.raises(StoreError, match=r"look at the state database .*state\.dir"):
+            await look(there)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import pytest
 from sqlalchemy import Connection, select
 
 from flywheel.states import SkipReason
@@ -12,7 +14,8 @@ from flywheel.store.database import Store
 from flywheel.store.ledger import Recorded
 from flywheel.store.schema import events, replies, tasks
 from flywheel.trace import Reply
-from tests.samples import accepted, batch, reply
+from flywheel.verdict import Verdict
+from tests.samples import accepted, batch, rejected, reply, undecided
 
 
 def put(conn: Connection, *some: Reply, source: str = "/a") -> Recorded:
@@ -79,11 +82,78 @@ async def test_a_partial_view_changes_nothing(store: Store) -> None:
     assert await store.read(look) == [("converted", None, "pending", "whole")]
 
 
-async def test_a_reply_that_two_sources_tell_is_not_changed_by_one(store: Store) -> None:
+async def test_a_reply_that_two_sources_tell_is_what_the_last_one_to_change_says(store: Store) -> None:
     await store.write(put, reply(1, answer="old"))
     await store.write(put, reply(1, answer="old"), source="/b")
     await store.write(put, reply(1, answer="new"), source="/b")
-    assert {answer for *_, answer in await store.read(look)} == {"old"}
+    assert await store.read(look) == [("converted", None, "pending", "new")] * 2
+    await store.write(put, reply(1, answer="", skip=SkipReason.ERROR, skip_detail="it failed"), source="/b")
+    assert await store.read(look) == [("converted", None, "pending", "new")] * 2, "the other one still tells it"
+    assert (await store.read(audit.balance)).balanced
+
+
+@pytest.mark.parametrize(
+    ("verdict", "rubric", "is_free"),
+    [
+        (replace(undecided(), calls=0), "r", True),
+        (replace(rejected(), calls=0), f"{judging.CHAIN}c", True),
+        (undecided(), "r", False),
+        (rejected(), "r", False),
+        (replace(rejected(), calls=0), judging.PERSON, False),
+        (accepted(), "r", False),
+    ],
+)
+async def test_what_nothing_was_paid_for_may_change(
+    store: Store, verdict: Verdict, rubric: str, is_free: bool
+) -> None:
+    await store.write(put, reply(1, answer="old"))
+    (task,) = await store.write(judging.claim, 10, rubric, "j")
+    await store.write(
+        judging.settle, task.id, replace(verdict, calls=verdict.calls * (not is_free)), rubric, "j", 60.0
+    )
+    ((_, _, before, _),) = await store.read(look)
+    await store.write(put, reply(1, answer="new"))
+    now = ("pending", "new") if is_free else (before, "old")
+    assert await store.read(look) == [("converted", None, *now)]
+    assert (await store.read(audit.balance)).balanced
+    assert len(await store.write(judging.claim, 10, rubric, "j")) == is_free
+
+
+async def test_a_task_that_was_put_aside_for_nothing_is_withdrawn_with_its_reply(store: Store) -> None:
+    await store.write(put, reply(1))
+    (task,) = await store.write(judging.claim, 10, "r", "j")
+    await store.write(judging.settle, task.id, replace(undecided(), calls=0), "r", "j", 60.0)
+    await store.write(put, reply(1, skip=SkipReason.NESTED, skip_detail="another agent called it"))
+    assert await store.read(look) == [("skipped", "nested", "", "")]
+    assert await store.read(story, "tasks") == ["pending", "judging", "undecided", "pending", "withdrawn"]
+    assert (await store.read(audit.balance)).balanced
+
+
+async def test_a_reply_in_another_trace_is_another_task(store: Store) -> None:
+    await store.write(put, reply(1, answer="old"))
+    await store.write(put, reply(1, answer="old", trace_id="another"))
+    assert await store.read(look) == [("converted", None, "pending", "old")]
+    states = await store.read(lambda conn: conn.execute(select(tasks.c.state).order_by(tasks.c.id)).scalars().all())
+    assert states == ["withdrawn", "pending"]
+    assert await store.read(lambda conn: conn.execute(select(replies.c.trace_id)).scalars().all()) == ["another"]
+    assert (await store.read(audit.balance)).balanced
+
+
+async def test_a_conversation_that_gets_another_id_stays_on_its_side(store: Store) -> None:
+    turns = [(n, {"conversation_id": f"c{n // 4}", "turn": n % 4, "query": f"question {n}"}) for n in range(40)]
+    await store.write(put, *(reply(n, **values) for n, values in turns))
+    told = select(tasks.c.split, tasks.c.payload, tasks.c.conversation_id).order_by(tasks.c.id)
+    before = await store.read(lambda conn: conn.execute(told).all())
+    assert {row.split for row in before} == {"train", "held-out"}
+    # The last turns first: they do not say how the conversation began.
+    for n, values in reversed(turns):
+        await store.write(put, reply(n, **{**values, "conversation_id": f"new {n // 4}"}))
+    await store.write(put, *(reply(100 + n, conversation_id=f"new {n}", turn=4) for n in range(10)))
+    after = await store.read(lambda conn: conn.execute(told).all())
+    assert [row.split for row in after[:40]] == [row.split for row in before]
+    assert [row.conversation_id for row in after[:40]] == [f"new {n // 4}" for n in range(40)]
+    assert [row.payload["metadata"]["split"] for row in after] == [row.split for row in after]
+    assert [row.split for row in after[40:]] == [before[4 * n].split for n in range(10)]
 
 
 async def test_a_state_from_before_contents_were_remembered_adopts_what_it_finds(store: Store) -> None:
