@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import orjson
-from sqlalchemy import Connection, Row, Text, delete, exists, func, or_, select, type_coerce, update
+from sqlalchemy import Connection, Row, Text, delete, exists, or_, select, type_coerce, update
 
 from flywheel.batch import Entry
 from flywheel.states import ReplyState, SkipReason, Split, TaskState
@@ -40,16 +40,15 @@ def retell(
     if known.content == entry.content or (entry.skip is SkipReason.UNFINISHED and not given_up):
         return False
     task: int | None = known.task_id
-    if task is not None and (why := _stays(conn, task, entry)):
-        record(conn, replies.name, [str(known.id)], state, CHANGED, f"{why}: it stays as it was")
+    if task is not None and not _is_free(conn, task):
+        record(conn, replies.name, [str(known.id)], state, CHANGED, "after it was judged: it stays as it was")
         _note(conn, known.id, entry)
         return True
     move(conn, known.id, state, ReplyState.OPEN, "its agent span arrived late" if given_up else "its trace changed")
     move(conn, known.id, ReplyState.OPEN, ReplyState.CLOSED)
     _note(conn, known.id, entry)
+    now: int | None = None
     if entry.skip is not None:
-        if task is not None:
-            _withdraw(conn, task, "its reply is none any more")
         move(
             conn,
             known.id,
@@ -63,8 +62,9 @@ def retell(
     else:
         now = _renewed(conn, task, entry, line) or make(entry)
         move(conn, known.id, ReplyState.CLOSED, ReplyState.CONVERTED, skip_reason=None, detail="", task_id=now)
-        if task is not None and task != now and not _tellers(conn, task):
-            _withdraw(conn, task, "its reply has another id")
+    if task is not None and task != now and not _is_told(conn, task):
+        _due_again(conn, task)
+        move(conn, task, TaskState.PENDING, TaskState.WITHDRAWN, "its reply is none any more, or another one")
     return True
 
 
@@ -78,24 +78,20 @@ def _reads_the_same(conn: Connection, known: Row[Any], entry: Entry) -> bool:
     return bool(payload["metadata"]["qa_hash"] == orjson.loads(entry.line)["metadata"]["qa_hash"])
 
 
-def _stays(conn: Connection, task: int, entry: Entry) -> str:
-    """Why a task must not change any more; empty if it may."""
+def _is_free(conn: Connection, task: int) -> bool:
+    """Whether nothing has been paid for a task."""
     row = conn.execute(select(tasks.c.state).where(tasks.c.id == task)).one()
     paid = exists().where(verdicts.c.task_id == task, or_(verdicts.c.calls > 0, verdicts.c.rubric_hash == PERSON))
-    if row.state not in _FREE or conn.execute(select(paid)).scalar_one():
-        return "after it was judged"
-    if entry.skip is not None and _tellers(conn, task) > 1:
-        return "another source tells it too"
-    return ""
+    return row.state in _FREE and not conn.execute(select(paid)).scalar_one()
 
 
 _FREE: Final = frozenset({TaskState.PENDING, TaskState.UNDECIDED, TaskState.REJECTED, TaskState.HELD})
 """Where tasks can be that nothing was paid for: waiting, or put aside by what costs nothing."""
 
 
-def _tellers(conn: Connection, task: int) -> int:
-    """How many replies a task is made of: one of each source that tells it."""
-    return int(conn.execute(select(func.count()).select_from(replies).where(replies.c.task_id == task)).scalar_one())
+def _is_told(conn: Connection, task: int) -> bool:
+    """Whether any source tells a task."""
+    return bool(conn.execute(select(exists().where(replies.c.task_id == task))).scalar_one())
 
 
 def _note(conn: Connection, reply: int, entry: Entry) -> None:
@@ -118,11 +114,6 @@ def _due_again(conn: Connection, task: int) -> None:
         move(conn, task, state, TaskState.PENDING, "its reply changed, and nothing was paid for it", retry_at=None)
         conn.execute(delete(verdicts).where(verdicts.c.task_id == task))
         conn.execute(delete(duplicates).where(duplicates.c.task_id == task))
-
-
-def _withdraw(conn: Connection, task: int, why: str) -> None:
-    _due_again(conn, task)
-    move(conn, task, TaskState.PENDING, TaskState.WITHDRAWN, why)
 
 
 def _renewed(conn: Connection, task: int | None, entry: Entry, line: Callable[[Entry, Split], bytes]) -> int | None:

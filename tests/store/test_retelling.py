@@ -88,7 +88,11 @@ async def test_a_reply_that_two_sources_tell_is_what_the_last_one_to_change_says
     await store.write(put, reply(1, answer="new"), source="/b")
     assert await store.read(look) == [("converted", None, "pending", "new")] * 2
     await store.write(put, reply(1, answer="", skip=SkipReason.ERROR, skip_detail="it failed"), source="/b")
-    assert await store.read(look) == [("converted", None, "pending", "new")] * 2, "the other one still tells it"
+    assert await store.read(look) == [("converted", None, "pending", "new"), ("skipped", "error", "", "")]
+    assert (await store.read(audit.balance)).balanced
+    await store.write(put, reply(1, answer="", skip=SkipReason.ERROR, skip_detail="it failed"))
+    assert await store.read(look) == [("skipped", "error", "", "")] * 2
+    assert (await store.read(story, "tasks"))[-1] == "withdrawn", "none tells it any more"
     assert (await store.read(audit.balance)).balanced
 
 
