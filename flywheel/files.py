@@ -6,23 +6,36 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
+import secrets
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Final
+
+NAME_BYTES: Final = 255
+PATH_BYTES: Final = 4096
 
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears whole: write beside, fsync, rename. A reader sees the old one or the new one."""
-    fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    temporary = Path(name)
+    """A file that appears whole: write beside, fsync, rename. A reader sees the old one or the new one.
+
+    A new file may be read by whom the umask lets; one that is replaced keeps its permissions, and a link its place.
+    """
+    path = Path(os.path.realpath(path))
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except FileNotFoundError:
+        mode = None
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666 if mode is None else mode)
     try:
         with os.fdopen(fd, "wb") as file:
+            if mode is not None:
+                os.fchmod(fd, mode)
             yield file
             file.flush()
             os.fsync(file.fileno())
-        temporary.chmod(0o644)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -37,6 +50,19 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     write_atomic(path, json.dumps(value, ensure_ascii=False, indent=1).encode() + b"\n")
+
+
+def expanded(path: Path) -> Path:
+    """A path with `~` expanded. Raises ValueError, with the reason, for one that no file can have."""
+    try:
+        path = path.expanduser()
+    except RuntimeError:
+        raise ValueError(f"nobody knows the home directory of `{path.parts[0]}`: write the whole path") from None
+    if "\0" in str(path):
+        raise ValueError("a NUL character is in it")
+    if any(len(os.fsencode(part)) > NAME_BYTES for part in path.parts) or len(os.fsencode(path)) >= PATH_BYTES:
+        raise ValueError(f"it is too long: {str(path)[:40]}…")
+    return path
 
 
 def sync_directory(path: Path) -> None:

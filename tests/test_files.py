@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.files import append_jsonl, cut_torn_line, json_line, tree_sha256, write_atomic
+from flywheel.files import append_jsonl, cut_torn_line, expanded, json_line, tree_sha256, write_atomic
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3), max_leaves=8
@@ -62,3 +65,37 @@ def test_the_tree_hash_sees_content_names_and_nothing_else(tmp_path: Path) -> No
     (tmp_path / "x" / "a").write_text("1")
     (tmp_path / "x" / "a").rename(tmp_path / "x" / "b")
     assert tree_sha256(tmp_path) != first
+
+
+@pytest.fixture
+def umask() -> Iterator[None]:
+    before = os.umask(0o077)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("umask")
+def test_a_new_file_follows_the_umask_and_a_replaced_one_keeps_its_permissions(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    for expected in (0o600, 0o640, 0o666):
+        if path.exists():
+            path.chmod(expected)
+        write_atomic(path, b"one")
+        assert stat.S_IMODE(path.stat().st_mode) == expected
+
+
+def test_a_link_stays_and_the_file_behind_it_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    link, target = tmp_path / "link", tmp_path / "there" / "file"
+    link.symlink_to(target)
+    for text in (b"one", b"two"):
+        write_atomic(link, text)
+        assert link.is_symlink()
+        assert target.read_bytes() == text
+    assert [path.name for path in target.parent.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("path", ["~no-such-user-here/x", "a\0b", "x" * 256, "x/" * 2049])
+def test_a_path_that_no_file_can_have_is_refused(path: str) -> None:
+    with pytest.raises(ValueError, match=r"home directory|NUL|too long"):
+        expanded(Path(path))
