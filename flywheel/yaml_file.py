@@ -10,12 +10,32 @@ import yaml
 from pydantic import BaseModel, Tag, ValidationError
 
 from flywheel.errors import ConfigError
+from flywheel.yaml_place import Places
 
 
-def read_yaml(path: Path, attempted: str, if_missing: str) -> Any:
-    """What a file holds. Raises ConfigError; `if_missing` is the remedy when there is no such file."""
+class _Loader(yaml.SafeLoader):
+    """YAML as people and programs write it."""
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> str:
+        text = str(super().construct_scalar(node))
+        try:
+            # JSON writes some characters as two halves, which are put together; one half alone is no character.
+            return text.encode("utf-16", "surrogatepass").decode("utf-16")
+        except UnicodeDecodeError:
+            raise yaml.constructor.ConstructorError(
+                problem="half of a character stands alone", problem_mark=node.start_mark
+            ) from None
+
+
+def read_yaml(path: Path, attempted: str, if_missing: str, *, keys_once: bool = False) -> Any:
+    """What a file holds. Raises ConfigError; `if_missing` is the remedy when there is no such file.
+
+    With `keys_once` a key that a mapping has twice is an error: of two sections, YAML would keep only the last one.
+    """
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        found = yaml.load(text, _Loader)
+        twice = list(Places(text).duplicates()) if keys_once else []
     except FileNotFoundError:
         raise ConfigError(attempted, "there is no such file", if_missing) from None
     except OSError as error:
@@ -27,6 +47,13 @@ def read_yaml(path: Path, attempted: str, if_missing: str) -> Any:
         raise ConfigError(
             attempted, f"it is not YAML: {' '.join(str(error).split())}", "Correct the file."
         ) from error
+    if twice:
+        told = (
+            f"`{'.'.join(map(str, key))}` is written twice, on line {first.line} and on line {again.line}"
+            for key, again, first in twice
+        )
+        raise ConfigError(attempted, "; ".join(told), "Keep one of them, with what both say.")
+    return found
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:

@@ -15,8 +15,8 @@ PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 HEAD = """# Configuration
 
 One YAML file, given with `-c`, by `$FLYWHEEL_CONFIG`, or as `flywheel.yaml` in the current directory. Every key has a
-default; an unknown one is an error that names its path. `~` expands, relative paths are relative to the file, and
-secrets are never in it: it names the environment variables that hold them.
+default; an unknown one is an error that names its path, and so is one that is written twice. `~` expands, relative
+paths are relative to the file, and secrets are never in it: it names the environment variables that hold them.
 
 A configuration made for AgentJet or ASTuner works as it is: `feedback_tracing`, at the root or in `task_reader` below
 `ajet:` or `astuner:`, is read with its own key names (`base_url`, `train_output_path`, `alien_llm_model`,

@@ -85,3 +85,20 @@ def test_defaults_are_theirs(tmp_path: Path) -> None:
     config = read(tmp_path, {"feedback_tracing": {}})
     assert config.sources == [StudioSource()]
     assert (config.ingest.train_ratio, config.ingest.split_seed, config.filter.chain) == (0.7, 42, None)
+
+
+@pytest.mark.parametrize(
+    ("beside", "complaint"),
+    [
+        ({"judge": "abc"}, "`judge`: input should be"),
+        ({"ingest": [1]}, "`ingest`: input should be"),
+        ({"filter": 3}, "`filter`: input should be"),
+        ({"ajet": {"task_reader": 5, "feedback_tracing": {}}}, None),
+    ],
+)
+def test_a_section_beside_it_that_is_none_is_told_of(tmp_path: Path, beside: Any, complaint: str | None) -> None:
+    if complaint is None:
+        assert read(tmp_path, beside).sources
+        return
+    with pytest.raises(ConfigError, match=complaint):
+        read(tmp_path, {"feedback_tracing": {"base_url": "x"}, **beside})

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flywheel import content
-from flywheel.config import Config, default_state_dir, load, parse
+from flywheel.config import Config, default_state_dir, defaults, load, parse
 from flywheel.errors import ConfigError
 
 
@@ -94,3 +94,56 @@ def test_settings_survive_the_way_to_the_worker(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", sorted((content.folder() / "configs").glob("*.yaml")), ids=lambda p: p.name)
 def test_every_shipped_configuration_loads(path: Path) -> None:
     load(path)
+
+
+def test_a_key_that_is_written_twice_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("trigger: {min_samples: 5}\njudge:\n  model: a\n  model: b\ntrigger: {cron_min_samples: 2}\n")
+    with pytest.raises(ConfigError, match=r"`trigger` is written twice, on line 1 and on line 5") as caught:
+        load(path)
+    assert "`judge.model` is written twice, on line 3 and on line 4" in str(caught.value)
+    path.write_text("trigger: {<<: {min_samples: 5}, min_samples: 6}\nx: &x {a: 1}\n".partition("\n")[0])
+    assert load(path).trigger.min_samples == 6
+
+
+@pytest.mark.parametrize("path", ["~no-such-user-here/x", '"a\\0b"', "x" * 300])
+@pytest.mark.parametrize("key", ["state: {{dir: {}}}", "sources: [{{path: {}}}]", "filter: {{rubric: {}}}"])
+def test_a_path_that_no_file_can_have_is_named(tmp_path: Path, key: str, path: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(key.format(path))
+    with pytest.raises(ConfigError, match=r"`(state.dir|sources.0.path|filter.rubric)`: (nobody|a NUL|it is too)"):
+        load(file)
+
+
+def test_half_a_character_is_refused_and_two_halves_are_one(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text('model: {alias: "\\ud83d"}')
+    with pytest.raises(ConfigError, match="half of a character"):
+        load(path)
+    path.write_text('model: {alias: "\\ud83d\\ude00"}')
+    assert load(path).model.alias == "😀"
+
+
+@pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user of whom the system knows nothing, as in many containers."""
+
+    def unknown(_uid: int) -> object:
+        raise KeyError
+
+    for name in ("HOME", "FLYWHEEL_HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+
+
+@pytest.mark.usefixtures("homeless")
+def test_without_a_home_directory_only_what_needs_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="home directory"):
+        defaults()
+    config = parse({"sources": [{"path": "a"}]}, "c.yaml", tmp_path)
+    with pytest.raises(ConfigError, match=r"home directory.*state\.dir, or \$XDG_STATE_HOME"):
+        _ = config.state_dir
+    monkeypatch.setenv("FLYWHEEL_HOME", "~nobody-at-all/x")
+    with pytest.raises(ConfigError, match=r"home directory.*state\.dir, or \$FLYWHEEL_HOME"):
+        _ = config.state_dir
+    assert parse({"sources": [], "state": {"dir": "s"}}, "c.yaml", tmp_path).state_dir == tmp_path / "s"

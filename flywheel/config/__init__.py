@@ -1,6 +1,6 @@
 """The configuration: sections by subject, and the file that holds them all."""
 
-from flywheel.config.file import Config, StateSettings, default_state_dir, load, parse, source_at
+from flywheel.config.file import Config, StateSettings, default_state_dir, defaults, load, parse, source_at
 from flywheel.config.ingest import (
     AgentSettings,
     IngestSettings,
@@ -45,6 +45,7 @@ __all__ = [
     "TrainingSettings",
     "TriggerSettings",
     "default_state_dir",
+    "defaults",
     "load",
     "parse",
     "source_at",

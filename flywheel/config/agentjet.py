@@ -91,7 +91,9 @@ def translated(raw: Mapping[str, Any], known: Collection[str], name: str, file: 
     }
 
 
-def _given(values: Mapping[str, Any], own: Any = None) -> dict[str, Any]:
+def _given(values: Mapping[str, Any], own: Any = None) -> Any:
+    if own is not None and not isinstance(own, Mapping):
+        return own  # which is told of as it would be beside any other section
     return {key: value for key, value in values.items() if value is not None} | dict(own or {})
 
 
@@ -101,8 +103,7 @@ def _tell_of_the_rest(raw: Mapping[str, Any], known: Collection[str], place: str
     if root in ROOTS:
         below = raw[root]
         rest += [f"{root}.{key}" for key in below if key not in ("task_reader", SECTION)]
-        rest += [
-            f"{root}.task_reader.{key}" for key in below.get("task_reader") or () if key not in (SECTION, "type")
-        ]
+        if isinstance(reader := below.get("task_reader"), Mapping):
+            rest += [f"{root}.task_reader.{key}" for key in reader if key not in (SECTION, "type")]
     if rest:
         log.warning("%s: only `%s` is used; these keys are for another program: %s", name, place, ", ".join(rest))

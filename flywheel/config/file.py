@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from flywheel.config.agentjet import translated
 from flywheel.config.ingest import IngestSettings, JsonlSource, OtlpSource, SourceSettings, StudioSource
@@ -26,6 +26,7 @@ from flywheel.config.training import (
     TriggerSettings,
 )
 from flywheel.errors import ConfigError
+from flywheel.files import expanded
 from flywheel.yaml_file import explain, read_yaml
 
 
@@ -35,9 +36,13 @@ class StateSettings(Section):
     else `flywheel` under the XDG state directory."""
 
 
+def _studio() -> list[SourceSettings]:
+    return [StudioSource()]
+
+
 class Config(Section):
     state: StateSettings = StateSettings()
-    sources: list[SourceSettings] = [StudioSource()]
+    sources: list[SourceSettings] = Field(default_factory=_studio)
     """What to watch. Default: Studio's own place for its database."""
     ingest: IngestSettings = IngestSettings()
     judge: JudgeSettings = JudgeSettings()
@@ -81,16 +86,33 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def default_state_dir() -> Path:
-    """`$FLYWHEEL_HOME`, else `flywheel` under the XDG state directory."""
+    """`$FLYWHEEL_HOME`, else `flywheel` under the XDG state directory. Raises ConfigError."""
     if home := os.environ.get("FLYWHEEL_HOME"):
-        return Path(home).expanduser()
+        return _of_environment(home, "FLYWHEEL_HOME")
     xdg = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(xdg).expanduser() / "flywheel"
+    return _of_environment(xdg, "XDG_STATE_HOME") / "flywheel"
+
+
+def _of_environment(text: str, name: str) -> Path:
+    try:
+        return expanded(Path(text))
+    except ValueError as error:
+        raise ConfigError(f"find the state directory {text}", str(error), f"Set state.dir, or ${name}.") from None
+
+
+def defaults() -> Config:
+    """What holds without a configuration file. Raises ConfigError."""
+    try:
+        return Config()
+    except ValidationError as error:
+        raise ConfigError(
+            "use the default settings", explain(error, Config), "Name a configuration with -c."
+        ) from None
 
 
 def load(path: Path) -> Config:
     """Read and check a configuration file. Raises ConfigError."""
-    raw = read_yaml(path, f"read configuration {path}", "Run `flywheel init` to make one.")
+    raw = read_yaml(path, f"read configuration {path}", "Run `flywheel init` to make one.", keys_once=True)
     return parse({} if raw is None else raw, str(path), path.parent, file=path.absolute())
 
 
@@ -105,7 +127,8 @@ def parse(raw: Any, name: str, folder: Path, *, file: Path | None = None) -> Con
     except ValidationError as error:
         raise ConfigError(attempted, explain(error, Config), "Correct the file; see docs/configuration.md.") from None
     config = _anchored(config, folder.absolute())
-    if (source := source_at(config, config.task_file)) is not None:
+    is_placed = config.ingest.output is not None or config.state.dir is not None
+    if is_placed and (source := source_at(config, config.task_file)) is not None:
         raise ConfigError(
             attempted,
             f"the task file {config.task_file} is read by the source {source}",
@@ -119,8 +142,8 @@ def _anchored(config: Config, folder: Path) -> Config:
         return path if path.is_absolute() else folder / path
 
     base = config.model.base
-    if base.startswith(("./", "../", "~")):
-        base = str(anchor(Path(base).expanduser()))
+    if base.startswith(("./", "../")):
+        base = str(anchor(Path(base)))
     chain, output, state = config.filter.chain, config.ingest.output, config.state.dir
     return config.model_copy(
         update={

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from pydantic import Field
 
 from flywheel import content
 from flywheel.config.section import Section, UserPath
+
+MAX_THREADS: Final = 1024
+"""Each call in flight has a thread of its own."""
 
 
 class BackupJudge(Section):
@@ -47,8 +52,8 @@ class JudgeSettings(Section):
     """Sampling temperature. Default: the rubric's."""
     max_tokens: int | None = Field(default=None, gt=0)
     """Longest answer of the judge. Default: the rubric's."""
-    max_thread: int = Field(default=16, gt=0)
-    """Calls in flight, at most. Fewer while the endpoint asks to slow down."""
+    max_thread: int = Field(default=16, gt=0, le=MAX_THREADS)
+    """Calls in flight, at most. Fewer while the endpoint asks to slow down. No more than 1024."""
     requests_per_minute: int | None = Field(default=None, gt=0)
     """Calls that begin in one minute, at most."""
     tokens_per_minute: int | None = Field(default=None, gt=0)

@@ -7,12 +7,9 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from flywheel.files import expanded
 
-def _expand(path: Path) -> Path:
-    return path.expanduser()
-
-
-UserPath = Annotated[Path, AfterValidator(_expand)]
+UserPath = Annotated[Path, AfterValidator(expanded)]
 """A path in which `~` is expanded."""
 Share = Annotated[float, Field(ge=0, le=1)]
 

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from apscheduler.triggers.cron import CronTrigger
 from pydantic import AfterValidator, Field, model_validator
 
 from flywheel.config.section import Section, Share
+from flywheel.files import expanded
 
 
 def _crontab(text: str) -> str:
     CronTrigger.from_crontab(text, timezone="UTC")
     return text
+
+
+def _model(name: str) -> str:
+    return str(expanded(Path(name))) if name.startswith("~") else name
+
+
+def _alias(name: str) -> str:
+    if not name.strip() or name != name.strip() or not name.isprintable():
+        raise ValueError("it must be a name: not empty, in one line, without spaces around it")
+    if "@" in name:
+        raise ValueError("it must not have an @: versions of it are served as ALIAS@rNNNN")
+    return name
 
 
 class TriggerSettings(Section):
@@ -29,9 +43,9 @@ class TriggerSettings(Section):
 
 
 class ModelSettings(Section):
-    base: str = "Qwen/Qwen3-4B"
+    base: Annotated[str, AfterValidator(_model)] = "Qwen/Qwen3-4B"
     """The base model: a local directory or a hub name, as vLLM and transformers take it."""
-    alias: str = "my-agent"
+    alias: Annotated[str, AfterValidator(_alias)] = "my-agent"
     """The stable model name that agents call. Versions are served as `ALIAS@rNNNN`."""
 
 

@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flywheel.config.agentjet import filters_in
 from flywheel.errors import ConfigError
+from flywheel.files import expanded
 from flywheel.filtering.deduplication import Deduplication
 from flywheel.filtering.influence import Influence
 from flywheel.filtering.llm_evaluate import LlmEvaluate
@@ -147,7 +148,7 @@ class _Reading:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._attempted = f"read filter chain {path}"
-        raw = filters_in(read_yaml(path, self._attempted, "Set filter.chain to a chain in YAML."))
+        raw = filters_in(read_yaml(path, self._attempted, "Set filter.chain to a chain in YAML.", keys_once=True))
         try:
             self._written = ChainFile.model_validate(raw)
         except ValidationError as error:
@@ -230,7 +231,10 @@ class _Reading:
             raise ConfigError(
                 self._attempted, f"`{key}` takes `path` (a Python file) and `function` (default: keep)", REMEDY
             )
-        file = Path(params["path"]).expanduser()
+        try:
+            file = expanded(Path(params["path"]))
+        except ValueError as error:
+            raise ConfigError(self._attempted, f"`{key}.path`: {error}", REMEDY) from None
         file = file if file.is_absolute() else self._path.parent / file
         function = load_function(file, str(params.get("function", "keep")))
         self._digest.update(file.read_bytes())

@@ -17,6 +17,7 @@ from jsonschema.validators import validator_for
 from pydantic import ValidationError
 
 from flywheel.errors import ConfigError
+from flywheel.files import expanded
 from flywheel.judge.checks.function import load
 from flywheel.rubric import Rubric, UsedFile
 from flywheel.yaml_file import explain, explain_one, read_yaml
@@ -49,9 +50,9 @@ class RubricText:
     places: Places | None = None
 
 
-def load_rubric(path: Path) -> Rubric:
-    """Read a rubric. Raises ConfigError for whatever is wrong with it."""
-    raw = read_yaml(path, f"read rubric {path}", "Set filter.rubric to a rubric in YAML.")
+def load_rubric(path: Path, if_missing: str = "Set filter.rubric to a rubric in YAML.") -> Rubric:
+    """Read a rubric. Raises ConfigError for whatever is wrong with it; `if_missing` is the remedy for no file."""
+    raw = read_yaml(path, f"read rubric {path}", if_missing)
     text = path.read_text(encoding="utf-8")
     read = examine(raw, Places(text), path.parent)
     if read.rubric is None:
@@ -179,8 +180,8 @@ def _used_files(rubric: Rubric, places: Places, folder: Path) -> tuple[dict[str,
     for place, criterion in enumerate(rubric.criteria):
         if not (name := criterion.file):
             continue
-        path = folder / Path(name).expanduser()
         try:
+            path = folder / expanded(Path(name))
             files[name] = UsedFile(path=str(path.absolute()), text=path.read_text(encoding="utf-8"))
             if criterion.type == "python":
                 load(files[name], str(criterion.value).rpartition(":")[2])

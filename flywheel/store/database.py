@@ -105,7 +105,7 @@ class Store:
     async def view(cls, state_dir: Path) -> Self:
         """The state to look at, beside whoever works on it. Nothing is written, not even SQLite's side files."""
         path = state_dir / "state.db"
-        if not path.exists():
+        if not _is_there(path):
             return await cls.copy(state_dir)
         line = _Line(lambda: _read_only(path), "BEGIN", threads=1)
         store = cls(str(path), line, line)
@@ -119,7 +119,9 @@ class Store:
                 raise StoreError(
                     f"look at the state database {path}",
                     f"its schema is version {version}, not {SCHEMA_VERSION}",
-                    "Start `flywheel run --once` with the newest Flywheel: it brings the schema up to date.",
+                    "The daemon's next start, or one `flywheel ingest`, brings it up to date."
+                    if version < SCHEMA_VERSION
+                    else "A newer Flywheel made it: use that one.",
                 )
         except BaseException:
             await store.close()
@@ -130,10 +132,11 @@ class Store:
     async def copy(cls, state_dir: Path) -> Self:
         """A copy of the state in memory (empty if there is none): what is done to it leaves no trace on disk."""
         path = state_dir / "state.db"
+        is_there = _is_there(path)
 
         def connect() -> sqlite3.Connection:
             memory = sqlite3.connect(":memory:", check_same_thread=False)
-            if path.exists():
+            if is_there:
                 with contextlib.closing(_read_only(path)) as source:
                     source.backup(memory)
             return memory
@@ -166,6 +169,17 @@ class Store:
         """Wait for what is running, and close the connections; the last of them brings the write-ahead log home."""
         for line in (self._reading, self._writing):
             await asyncio.to_thread(line.close)
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError as error:
+        raise StoreError(
+            f"look at the state database {path}",
+            error.strerror or str(error),
+            "Set state.dir (or $FLYWHEEL_HOME) to a directory that you may enter.",
+        ) from error
 
 
 def _read_only(path: Path) -> sqlite3.Connection:
