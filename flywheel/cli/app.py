@@ -8,22 +8,81 @@ import json
 import os
 import sys
 from collections.abc import Coroutine
+from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, TextIO, TypeVar
 
 import typer
+from typer.core import TyperGroup
 
 from flywheel import __version__, log
 from flywheel.disarmed import disarmed
-from flywheel.errors import FlywheelError
+from flywheel.errors import EXIT_FAILED, ConfigError, ExportError, FlywheelError
+from flywheel.files import expanded
 
 if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
+
     from flywheel.config import Config
 
 T = TypeVar("T")
 
+EXIT_INTERRUPTED: Final = 130
+EXIT_UNREAD: Final = 141
+_STDOUT: Final = 1
+_AS_JSON: Final = "flywheel.json"
+"""What is noted of a command line with `--json`."""
+
+
+class _UnreadError(Exception):
+    """The reader of our output went away. No OSError: Typer and rich would make a failure of that."""
+
+
+class _UnwrittenError(OSError):
+    """Our own output could not be written, and no other file."""
+
+
+class _Stdout(FileIO):
+    """Stdout, whose errors are known from those of every other file."""
+
+    @classmethod
+    def of(cls, stdout: TextIO | None) -> TextIO | None:
+        """`stdout` by way of this; as it is, if it is none, or something that a test put there."""
+        if stdout is None or stdout is not sys.__stdout__ or not isinstance(stdout, TextIOWrapper):
+            return stdout
+        return TextIOWrapper(
+            BufferedWriter(cls(_STDOUT, "w", closefd=False)),
+            encoding=stdout.encoding,
+            # What people read is shown as well as their terminal can; what programs read is not written this way.
+            errors="replace",
+            line_buffering=stdout.line_buffering,
+            write_through=stdout.write_through,
+        )
+
+    def write(self, data: Buffer, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            raise _UnreadError from None
+        except OSError as error:
+            raise _UnwrittenError(error.errno, error.strerror) from error
+
+
+class _Commands(TyperGroup):
+    """All commands; with `--json`, an error that ends one is an object on stdout too."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except FlywheelError as error:
+            if ctx.meta.get(_AS_JSON):
+                print_json({"error": str(error)})
+            raise
+
+
 app = typer.Typer(
     name="flywheel",
+    cls=_Commands,
     help="A closed loop for AgentScope agents: traces in, judged samples, GRPO rounds, proven adapters out.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -33,9 +92,25 @@ app = typer.Typer(
 
 ConfigOption = Annotated[
     Path | None,
-    typer.Option("-c", "--config", metavar="FILE", help="Configuration. Default: $FLYWHEEL_CONFIG, ./flywheel.yaml."),
+    typer.Option(
+        "-c",
+        "--config",
+        metavar="FILE",
+        help="Configuration. Default: $FLYWHEEL_CONFIG, ./flywheel.yaml.",
+        readable=False,  # one that may not be read is a wrong configuration, and no wrong usage
+    ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def _note_json(context: typer.Context, wanted: bool) -> bool:
+    if wanted:
+        context.meta[_AS_JSON] = True
+    return wanted
+
+
+JsonOption = Annotated[
+    bool, typer.Option("--json", callback=_note_json, help="Print one JSON object and nothing else.")
+]
 
 
 def _version(wanted: bool) -> None:
@@ -61,15 +136,14 @@ def find_config(path: Path | None) -> Path | None:
         return path
     if named := os.environ.get("FLYWHEEL_CONFIG"):
         return Path(named)
-    here = Path("flywheel.yaml")
-    return here if here.exists() else None
+    return Path("flywheel.yaml") if os.path.exists("flywheel.yaml") else None  # noqa: PTH110 - False if it is denied
 
 
 def load_config(path: Path | None) -> Config:
-    from flywheel.config import Config, load
+    from flywheel.config import defaults, load
 
     found = find_config(path)
-    return Config() if found is None else load(found)
+    return defaults() if found is None else load(found)
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
@@ -77,7 +151,32 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
 
 
 def print_json(value: Any) -> None:
-    print(json.dumps(value, ensure_ascii=False, indent=2))
+    text = json.dumps(value, ensure_ascii=False, indent=2)
+    try:
+        text.encode(sys.stdout.encoding if sys.stdout is not None else "utf-8")
+    except UnicodeEncodeError:
+        # Halves of surrogate pairs, or a terminal of another encoding: JSON has a way to write both.
+        text = json.dumps(value, indent=2)
+    print(text)
+
+
+def binary_stdout() -> BinaryIO:
+    """Where bytes that programs read go. Raises ExportError if there is no such place."""
+    if sys.stdout is None:
+        raise ExportError("write to stdout", "it is closed", "Name a file, or open it.")
+    return sys.stdout.buffer
+
+
+def absolute(path: Path) -> Path:
+    """A path of the command line as it is seen from everywhere. Raises ConfigError."""
+    try:
+        return expanded(path).absolute()
+    except ValueError as error:
+        raise ConfigError("use a path", str(error), "Name another.") from None
+    except OSError as error:
+        raise ConfigError(
+            f"find {path}", f"the current directory is not there: {error.strerror}", "Name the whole path."
+        ) from error
 
 
 def complain(error: FlywheelError | str) -> None:
@@ -89,14 +188,35 @@ def main() -> None:
     # Each module adds its commands to `app` when it is imported; the order is that of `--help`.
     for name in ("run", "ingest", "filter", "rounds", "look", "letters", "tasks", "rubric", "export", "setup"):
         importlib.import_module(f"flywheel.cli.{name}")
+    stdout = sys.stdout = _Stdout.of(sys.stdout)
+    try:
+        code = _run()
+        if stdout is not None:
+            stdout.flush()
+    except (_UnreadError, BrokenPipeError):
+        # The reader of our output went away (`| head`): that is its right.
+        _let_go()
+        code = EXIT_UNREAD
+    except _UnwrittenError as error:
+        _let_go()
+        complain(ExportError("write to stdout", error.strerror or str(error), "Make room where it goes."))
+        code = EXIT_FAILED
+    sys.exit(code)
+
+
+def _run() -> int:
     try:
         app()
     except FlywheelError as error:
         complain(error)
-        sys.exit(error.exit_code)
+        return error.exit_code
     except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:
-        # The reader of our output went away (`| head`): that is its right.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+        return EXIT_INTERRUPTED
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
+
+
+def _let_go() -> None:
+    """What is still to be written would fail once more when the program ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final
 
 import typer
 
-from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async
+from flywheel.cli.app import ConfigOption, JsonOption, app, binary_stdout, load_config, print_json, run_async
 from flywheel.disarmed import disarmed
 from flywheel.errors import ExportError
 from flywheel.files import whole_file
@@ -237,8 +237,9 @@ def _target(out: str) -> Iterator[BinaryIO]:
     path = Path(out)
     try:
         if out == "-":
-            yield sys.stdout.buffer
-            sys.stdout.buffer.flush()
+            stdout = binary_stdout()
+            yield stdout
+            stdout.flush()
         elif path.exists() and not path.is_file():
             with path.open("wb") as file:
                 yield file

@@ -21,8 +21,13 @@ Fact = tuple[str, str]
 def place(path: Path | str) -> str:
     """A path as people write it: `~` for the home directory."""
     path = Path(path)
-    home = Path.home()
-    return str(Path("~", *path.relative_to(home).parts)) if home != path and path.is_relative_to(home) else str(path)
+    try:
+        home = Path.home()
+    except RuntimeError:
+        return str(path)
+    # A home that is empty or the root would be that of every path.
+    is_below = home not in (home.parent, path) and path.is_relative_to(home)
+    return str(Path("~", *path.relative_to(home).parts)) if is_below else str(path)
 
 
 def counted(counts: Mapping[str, int]) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flywheel.cli.app import ConfigOption, JsonOption, app, complain, load_config, print_json, run_async
+from flywheel.cli.app import ConfigOption, JsonOption, absolute, app, complain, load_config, print_json, run_async
 from flywheel.cli.facts import place, show, source_text
 from flywheel.cli.sources_progress import shown
 from flywheel.config import Config, StudioSource, source_at
@@ -30,8 +30,8 @@ def ingest(
     """Read new replies from the sources and make tasks of them."""
     settings = load_config(config)
     if source:
-        settings = settings.model_copy(update={"sources": [StudioSource(path=path) for path in source]})
-    if (read := source_at(settings, (out or settings.task_file).absolute())) is not None:
+        settings = settings.model_copy(update={"sources": [StudioSource(path=absolute(path)) for path in source]})
+    if (read := source_at(settings, absolute(out or settings.task_file))) is not None:
         raise typer.BadParameter(
             f"it is read by the source {read}; Flywheel does not write to what it reads",
             param_hint="--out" if out else "--source",

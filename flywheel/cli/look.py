@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async
+from flywheel.cli.app import (
+    ConfigOption,
+    JsonOption,
+    absolute,
+    app,
+    binary_stdout,
+    load_config,
+    print_json,
+    run_async,
+)
 from flywheel.cli.facts import Fact, counted, grid, place, plain, source_text
 from flywheel.cli.state import absence, ask, look_at
 from flywheel.config import Config, StudioSource
@@ -36,6 +44,10 @@ def status(
     """Show sources, funnel, rounds and what is deployed."""
     from flywheel.daemon.status import snapshot
 
+    if watch + as_json + metrics > 1:
+        raise typer.BadParameter(
+            "give one of --json, --metrics and --watch", param_hint="--watch" if watch else "--json"
+        )
     settings = load_config(config)
 
     def look() -> dict[str, Any]:
@@ -47,7 +59,7 @@ def status(
     if metrics:
         from flywheel.daemon.exposition import exposition
 
-        sys.stdout.write(exposition(look()))
+        binary_stdout().write(exposition(look()))
         return
     from rich.console import Console
     from rich.live import Live
@@ -127,7 +139,7 @@ def audit(
     if source and not deep:
         raise typer.BadParameter("it belongs to --deep", param_hint="--source")
     if source:
-        settings = settings.model_copy(update={"sources": [StudioSource(path=path) for path in source]})
+        settings = settings.model_copy(update={"sources": [StudioSource(path=absolute(path)) for path in source]})
     books, found = run_async(_audit(settings, deep=deep))
     problems = [*books.problems, *(found.problems if found else ())]
     missing = absence(settings)

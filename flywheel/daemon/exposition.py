@@ -15,11 +15,14 @@ Labelled = Iterable[tuple[tuple[str, ...], float]]
 """Values with those of their labels."""
 
 
-def exposition(state: dict[str, Any]) -> str:
-    """What `status.snapshot` found. No sample has a time of its own: the collector refuses those."""
+def exposition(state: dict[str, Any]) -> bytes:
+    """What `status.snapshot` found, in UTF-8 as the format has it.
+
+    No sample has a time of its own: the collector refuses those.
+    """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Snapshot(state))
-    return generate_latest(registry).decode()
+    return generate_latest(registry)
 
 
 class _Snapshot(Collector):

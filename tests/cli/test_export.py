@@ -244,7 +244,7 @@ def test_a_reader_that_goes_away_is_no_error_of_ours(home: Path) -> None:
         code, err = run_alone(home, "export", "--format", "trl-sft", "--out", "-", stdout=writing)
     finally:
         os.close(writing)
-    assert (code, err) == (1, "")
+    assert (code, err) == (141, "")
 
 
 def test_the_export_keeps_out_of_a_running_writers_way(flywheel: Run, home: Path) -> None:
