@@ -14,6 +14,7 @@ from flywheel.trace import ChatMessage
 
 _KEPT: Final = ("name", "tool_calls", "tool_call_id", "reasoning_content")
 """What of a message is kept beside its role and its text."""
+_NAMES: Final = ("name", "tool_call_id")
 
 
 class LineError(ValueError):
@@ -73,7 +74,43 @@ def _message(value: Any, where: str) -> ChatMessage:
     if not isinstance(role, str) or not role:
         raise LineError(f"`{where}.role` is {kind(role)}, not a text")
     kept = {key: value[key] for key in _KEPT if value.get(key) is not None}
+    for key in _NAMES:
+        if isinstance(kept.get(key, ""), bool | list | dict):
+            raise LineError(f"`{where}.{key}` is {kind(kept[key])}, not a text")
+    if kept.get("tool_calls"):
+        _check_calls(kept["tool_calls"], f"{where}.tool_calls")
     return {"role": role, "content": _text(value.get("content"), f"{where}.content"), **kept}
+
+
+def _check_calls(calls: Any, where: str) -> None:
+    if not isinstance(calls, list):
+        raise LineError(f"`{where}` is {kind(calls)}, not a list of calls")
+    for place, call in enumerate(calls):
+        if not isinstance(call, dict) or not isinstance(_called(call).get("name"), str):
+            raise LineError(f"`{where}[{place}]` names no function")
+
+
+def _called(call: dict[str, Any]) -> dict[str, Any]:
+    """Name and arguments of a call: its `function`, its `custom` tool, or, as some templates write it, itself."""
+    function = call.get("function", call.get("custom", call))
+    return function if isinstance(function, dict) else {}
+
+
+def in_chat_form(message: ChatMessage) -> ChatMessage:
+    """A message as it goes on: ids and names are texts, and a call holds its function."""
+    made: ChatMessage = {key: str(message[key]) for key in _NAMES if isinstance(message.get(key), int | float)}
+    if calls := message.get("tool_calls"):
+        made["tool_calls"] = [_in_chat_form(call) for call in calls]
+    return {**message, **made} if made else message
+
+
+def _in_chat_form(call: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(call.get("function"), dict) and isinstance(call.get("id", ""), str | None):
+        return call
+    function = _called(call)
+    name, arguments = function["name"], function.get("arguments", function.get("input"))
+    told = "" if call.get("id") is None else str(call["id"])
+    return {"id": told, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _text(content: Any, where: str) -> str:

@@ -7,6 +7,7 @@ ledger's keys stop duplicates. A file that was moved away is read to its end bef
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from itertools import islice
@@ -22,6 +23,8 @@ from flywheel.lines.file import MAX_LINE, Line, LineFile
 from flywheel.lines.messages import LineError
 from flywheel.lines.record import entry_of_line
 from flywheel.trace import Cursor, DeadRow
+
+log = logging.getLogger(__name__)
 
 PAGE_LINES: Final = 500
 PAGE_BYTES: Final = 4 << 20
@@ -141,7 +144,10 @@ class LinesReader:
                 if line.text.strip():
                     entries.append(entry_of_line(line.text, self.path, now))
             except LineError as error:
-                dead.append(_dead(line, error))
+                dead.append(_dead(line, str(error)))
+            except Exception as error:
+                log.exception("%s: a line could not be read", self.path)
+                dead.append(_dead(line, f"{type(error).__name__}: {error}. This is a defect; please report it."))
         first = page[0].head_mark if page[0].start == 0 else cursor.anchor.partition(" ")[0]
         moved = replace(cursor, rowid=page[-1].end, anchor=f"{first} {page[-1].tail_mark}")
         return Batch(moved, tuple(entries), tuple(dead))
@@ -175,7 +181,7 @@ def _is_whole(line: Line) -> bool:
     return line.whole
 
 
-def _dead(line: Line, error: LineError) -> DeadRow:
+def _dead(line: Line, error: str) -> DeadRow:
     # The hash tells it from what another file of this name had at this place.
     what = xxhash.xxh3_64_hexdigest(line.text + line.tail)[:8]
     return DeadRow(

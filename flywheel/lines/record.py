@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +20,18 @@ import xxhash
 from msgspec.structs import replace
 
 from flywheel.batch import Entry, entry_of, line_bytes
-from flywheel.lines.messages import Dialogue, LineError, answered, dialogue_of, kind, messages_of
+from flywheel.lines.description import (
+    MAX_DEPTH,
+    conversation_of,
+    count_of,
+    json_in,
+    reference_of,
+    steps_of,
+    text_of,
+    times_of,
+    tools_of,
+)
+from flywheel.lines.messages import Dialogue, LineError, answered, dialogue_of, in_chat_form, kind, messages_of
 from flywheel.states import SkipReason, Split
 from flywheel.task import Task
 from flywheel.trace import ChatMessage, Reply
@@ -55,38 +66,39 @@ def entry_of_line(text: bytes, source: Path, now: datetime) -> Entry:
     The same line is the same task whenever and wherever it is read; `now` is the time of one that has none.
     """
     line = _parsed(text)
+    content = _content(line)
     metadata = _object(line, "metadata")
     asked = _asked(line, metadata)
     skip, detail = _skip(asked)
     own = _own_id(line)
     key = own or _id({"line": xxhash.xxh3_128_hexdigest(text.strip())} if skip else _identifying(asked))
-    conversation = _conversation(metadata)
+    conversation = conversation_of(metadata)
     # Several answers to one question are on one side of the split.
-    trace = _text_of(metadata, "trace_id") or _id([asked.query, asked.history])
-    started, ended = _times(metadata, now)
+    trace = text_of(metadata, "trace_id") or _id([asked.query, asked.history])
+    started, ended = times_of(metadata, now)
     reply = Reply(
         span_id=key,
         trace_id=trace,
         conversation_id=conversation,
-        agent=_text_of(metadata, "agent_name"),
+        agent=text_of(metadata, "agent_name"),
         query=asked.query,
         answer=asked.answer,
         started_at=started,
         ended_at=ended,
         request=asked.request,
-        model=_text_of(metadata, "model"),
-        adapter=_text_of(metadata, "adapter"),
+        model=text_of(metadata, "model"),
+        adapter=text_of(metadata, "adapter"),
         turn=_turn(metadata, asked),
-        history=asked.history,
-        trajectory=asked.trajectory or _listed(metadata, "trajectory_json"),
-        tools=_tools(line) or _listed(metadata, "tools_json"),
-        images=asked.images or tuple(str(image) for image in _json_in(metadata, "images_json", list)),
-        structured=_json_in(metadata, "structured_json", dict) or None,
-        errors=tuple(str(error) for error in _json_in(metadata, "errors_json", list)),
-        reference=_reference(metadata),
-        service=_text_of(metadata, "service"),
-        input_tokens=_count(metadata, "input_tokens"),
-        output_tokens=_count(metadata, "output_tokens"),
+        history=tuple(map(in_chat_form, asked.history)),
+        trajectory=tuple(map(in_chat_form, asked.trajectory)) or steps_of(metadata),
+        tools=tools_of(line, metadata),
+        images=asked.images or tuple(str(image) for image in json_in(metadata, "images_json", list)),
+        structured=json_in(metadata, "structured_json", dict) or None,
+        errors=tuple(str(error) for error in json_in(metadata, "errors_json", list)),
+        reference=reference_of(metadata),
+        service=text_of(metadata, "service"),
+        input_tokens=count_of(metadata, "input_tokens"),
+        output_tokens=count_of(metadata, "output_tokens"),
         skip=skip,
         skip_detail=detail,
     )
@@ -97,8 +109,7 @@ def entry_of_line(text: bytes, source: Path, now: datetime) -> Entry:
         entry_of(reply, str(source)),
         key=key,
         line=b"" if skip else line_bytes(task),
-        # Of the line and not of its task, which may hold the time of reading.
-        content=xxhash.xxh3_64_intdigest(orjson.dumps(line, option=orjson.OPT_SORT_KEYS)) >> 1,
+        content=content,
         # A line is whole: what it does not say came before it is not looked for.
         linked=False,
     )
@@ -113,6 +124,14 @@ def _parsed(text: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise LineError(f"it is {kind(value)}, not an object")
     return value
+
+
+def _content(line: Mapping[str, Any]) -> int:
+    """A hash of the line, and not of its task, which may hold the time of reading."""
+    try:
+        return xxhash.xxh3_64_intdigest(orjson.dumps(line, option=orjson.OPT_SORT_KEYS)) >> 1
+    except orjson.JSONEncodeError:
+        raise LineError(f"it is nested more than {MAX_DEPTH} levels deep") from None
 
 
 def _with_lone_surrogates(text: bytes, error: orjson.JSONDecodeError) -> Any:
@@ -225,67 +244,7 @@ def _object(line: Mapping[str, Any], key: str) -> dict[str, Any]:
     return value
 
 
-# What follows only describes a task. Another program may mean something else by these keys: what has another type is
-# left out.
-
-
-def _text_of(metadata: Mapping[str, Any], key: str) -> str:
-    value = metadata.get(key)
-    return value if isinstance(value, str) else ""
-
-
-def _reference(metadata: Mapping[str, Any]) -> str:
-    """The right answer; task files of maths have it as a number too."""
-    value = metadata.get("reference")
-    return str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
-
-
-def _conversation(metadata: Mapping[str, Any]) -> str:
-    value = metadata.get("conversation_id")
-    return (
-        str(value)
-        if isinstance(value, int) and not isinstance(value, bool)
-        else _text_of(metadata, "conversation_id")
-    )
-
-
-def _count(metadata: Mapping[str, Any], key: str) -> int:
-    value = metadata.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0
-
-
 def _turn(metadata: Mapping[str, Any], asked: _Asked) -> int:
     if "turn" in metadata:
-        return _count(metadata, "turn")
+        return count_of(metadata, "turn")
     return sum(message["role"] == "user" for message in asked.history)
-
-
-def _json_in(metadata: Mapping[str, Any], key: str, wanted: type) -> Any:
-    """What a JSON text holds, if it is of the type `wanted`; else an empty one."""
-    try:
-        value = orjson.loads(_text_of(metadata, key))
-    except orjson.JSONDecodeError:
-        return wanted()
-    return value if isinstance(value, wanted) else wanted()
-
-
-def _listed(metadata: Mapping[str, Any], key: str) -> tuple[dict[str, Any], ...]:
-    return tuple(part for part in _json_in(metadata, key, list) if isinstance(part, dict))
-
-
-def _tools(line: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-    value = line.get("tools")
-    return tuple(part for part in value if isinstance(part, dict)) if isinstance(value, list) else ()
-
-
-def _times(metadata: Mapping[str, Any], now: datetime) -> tuple[datetime, datetime]:
-    started = _time(metadata, "started_at") or now
-    return started, _time(metadata, "ended_at") or started
-
-
-def _time(metadata: Mapping[str, Any], key: str) -> datetime | None:
-    try:
-        found = datetime.fromisoformat(_text_of(metadata, key))
-        return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
-    except (ValueError, OverflowError):
-        return None

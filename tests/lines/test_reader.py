@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,6 +16,7 @@ from flywheel.lines import file as line_file
 from flywheel.lines import reader as line_reader
 from flywheel.lines.file import MAX_LINE, files_of
 from flywheel.lines.reader import LinesReader
+from flywheel.lines.record import entry_of_line
 from tests.lines.reading import Stored, asked, line
 
 
@@ -238,6 +240,31 @@ def test_a_bad_line_costs_itself(path: Path) -> None:
     again = Stored(path)
     again.read()
     assert again.dead == stored.dead
+
+
+def test_a_line_that_is_nested_very_deeply_holds_up_no_other(path: Path) -> None:
+    deep = b'{"question": "q", "answer": "a", "tools": [{"f": ' + b"[" * 980 + b"]" * 980 + b"}]}\n"
+    path.write_bytes(line(1) + deep + line(2))
+    stored = Stored(path)
+    assert stored.read() == asked(1, 2)
+    assert [row.error for row in stored.dead] == [
+        f"line at byte {len(line(1))}: it is nested more than 254 levels deep"
+    ]
+
+
+def test_a_line_that_breaks_the_reading_holds_up_no_other(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(text: bytes, *given: Any) -> Any:
+        if b'"poison"' in text:
+            raise KeyError("x")
+        return entry_of_line(text, *given)
+
+    monkeypatch.setattr("flywheel.lines.reader.entry_of_line", breaks)
+    path.write_bytes(line(1) + b'"poison"\n' + line(2))
+    stored = Stored(path)
+    assert stored.read() == asked(1, 2)
+    assert [row.error for row in stored.dead] == [
+        f"line at byte {len(line(1))}: KeyError: 'x'. This is a defect; please report it."
+    ]
 
 
 def test_another_bad_line_at_the_same_place_is_another_dead_row(path: Path) -> None:

@@ -223,7 +223,10 @@ json_values = st.recursive(
 )
 messages = st.lists(
     json_values
-    | st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system"]), "content": json_values}),
+    | st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "system"]), "content": json_values},
+        optional={"tool_calls": json_values | st.lists(st.just(CALL["tool_calls"][0]) | json_values, max_size=2)},
+    ),
     max_size=3,
 )
 keys = [
@@ -236,6 +239,7 @@ keys = [
     "answer",
     "completion",
     "metadata",
+    "tools",
 ]
 
 
@@ -259,3 +263,79 @@ def test_a_reference_and_the_steps_that_failed_are_kept(reference: Any, kept: st
     errors = json.dumps(["tool add: ValueError: no"])
     read = task({"question": "q", "answer": "a", "metadata": {"reference": reference, "errors_json": errors}})
     assert (read["metadata"]["reference"], read["metadata"]["errors_json"]) == (kept, errors.replace(", ", ","))
+
+
+ODD_CALLS: dict[str, Any] = {
+    "a text": "search",
+    "a number": 7,
+    "one call": {"function": {"name": "f"}},
+    "no call": [3],
+    "a function that is a text": [{"function": "search"}],
+    "no name": [{"id": "1", "function": {"arguments": "{}"}}],
+}
+
+
+@pytest.mark.parametrize("key", ["messages", "init_messages", "prompt", "completion"])
+@pytest.mark.parametrize("calls", ODD_CALLS.values(), ids=ODD_CALLS)
+def test_calls_of_another_shape_are_a_bad_line(key: str, calls: Any) -> None:
+    turns = [USER, {"role": "assistant", "content": None, "tool_calls": calls}, ASSISTANT]
+    with pytest.raises(LineError, match=rf"`{key}\[1\]\.tool_calls"):
+        entry({"question": "q", "answer": None if key == "completion" else "a", key: turns})
+
+
+def test_a_call_without_a_function_around_it_is_one_all_the_same() -> None:
+    calls: list[dict[str, Any]] = [
+        {"name": "f", "arguments": {"a": 1}},
+        {"id": 7, "type": "custom", "custom": {"name": "g", "input": "x"}},
+        CALL["tool_calls"][0],
+    ]
+    turns = [USER, {"role": "assistant", "content": None, "tool_calls": calls}, ASSISTANT]
+    read = task({"messages": turns})
+    [step] = json.loads(read["metadata"]["trajectory_json"])
+    assert step["tool_calls"] == [
+        {"id": "", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}},
+        {"id": "7", "type": "function", "function": {"name": "g", "arguments": "x"}},
+        CALL["tool_calls"][0],
+    ]
+    later = task({"messages": [*turns, USER, ASSISTANT]})
+    assert later["init_messages"][1]["tool_calls"] == step["tool_calls"]
+
+
+def test_ids_and_names_of_messages_are_texts() -> None:
+    turns = [USER, CALL, {**RESULT, "tool_call_id": 7, "name": 8}, ASSISTANT]
+    assert json.loads(task({"messages": turns})["metadata"]["trajectory_json"])[1] == {
+        **RESULT,
+        "tool_call_id": "7",
+        "name": "8",
+    }
+    with pytest.raises(LineError, match=r"messages\[2\]\.name` is an object"):
+        entry({"messages": [USER, CALL, {**RESULT, "name": {}}, ASSISTANT]})
+
+
+def test_tools_and_steps_of_another_shape_are_left_out() -> None:
+    good = {"type": "function", "function": {"name": "f"}}
+    steps = [7, {"role": "tool"}, {"role": "assistant", "tool_calls": "x"}, {"content": "y"}]
+    bad = [{"type": "function", "function": "search"}, {"function": None}, 3, [good]]
+    for told in ({"tools": [*bad, good]}, {"metadata": {"tools_json": json.dumps([*bad, good])}}):
+        assert json.loads(task({"question": "q", "answer": "a", **told})["metadata"]["tools_json"]) == [good]
+    read = task({"question": "q", "answer": "a", "metadata": {"trajectory_json": json.dumps(steps)}})
+    assert json.loads(read["metadata"]["trajectory_json"]) == [{"role": "tool"}]
+
+
+@pytest.mark.parametrize("depth", [200, 260, 900, 5000])
+def test_a_line_that_is_nested_very_deeply_costs_itself(depth: int) -> None:
+    nest = "[" * depth + "]" * depth
+    calls = f'[{{"name": "f", "arguments": {nest}}}]'
+    for told in (
+        f'"x": {nest}',
+        f'"tools": [{{"f": {nest}}}]',
+        f'"init_messages": [{{"role": "assistant", "tool_calls": {calls}}}]',
+    ):
+        text = f'{{"question": "q", "answer": "a", {told}}}'.encode()
+        if depth < 254:
+            assert json.loads(entry_of_line(text, SOURCE, NOW).line)["question"] == "q"
+        else:
+            with pytest.raises(LineError, match=r"deep|not JSON"):
+                entry_of_line(text, SOURCE, NOW)
+    metadata = {"tools_json": f'[{{"f": {nest}}}]', "trajectory_json": f"[{nest}]", "structured_json": nest}
+    assert task({"question": "q", "answer": "a", "metadata": metadata})["question"] == "q"
