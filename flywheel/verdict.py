@@ -90,6 +90,8 @@ class Verdict:
     """Undecided because the endpoint could not be reached or kept failing, not because of this exchange."""
     judgements: tuple[Judgement, ...] = ()
     """Every opinion that was asked for, in turn; empty where the judge was not asked."""
+    broken: bool = False
+    """Undecided because grading itself broke on this exchange: it would again."""
 
     @property
     def failed(self) -> tuple[str, ...]:

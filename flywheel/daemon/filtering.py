@@ -264,6 +264,8 @@ class Filtering:
     def _behind_the_judge(self, judged: Judged) -> Judged:
         """What the judge accepted can still be stopped by the filters that a chain keeps behind it."""
         verdict = judged.verdict
+        if verdict is not None and verdict.broken and judged.task.was is TaskState.JUDGING:
+            return replace(judged, verdict=None, error=verdict.error)
         is_new = (
             verdict is not None and verdict.outcome is Outcome.ACCEPTED and judged.task.was is not TaskState.ACCEPTED
         )

@@ -13,8 +13,8 @@ from flywheel.verdict import Verdict
 
 @dataclass(slots=True)
 class FilterReport:
-    """What one run did. `reused` verdicts were paid for before; `dead` tasks broke a filter, `held` ones wait for a
-    person; `changed` ones had been decided the other way."""
+    """What one run did. `reused` verdicts were paid for before; `dead` tasks broke a filter or the grading, `held`
+    ones wait for a person; `changed` ones had been decided the other way."""
 
     accepted: int = 0
     rejected: int = 0
@@ -46,7 +46,7 @@ class FilterReport:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One task with its verdict, for whoever watches. Without one, it is `held`, or `error` says how a filter broke.
+    """One task with its verdict, for whoever watches. Without one, it is `held`, or `error` says what broke on it.
 
     `repeats` is the task that it was rejected for repeating; `paid` the judge's verdict, when a filter behind the
     judge had another.

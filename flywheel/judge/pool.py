@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,15 +10,19 @@ from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 from flywheel.config import JudgeBudget
-from flywheel.errors import JudgeError
+from flywheel.errors import FlywheelError, JudgeError
 from flywheel.judge.budget import Budget
 from flywheel.judge.grader import Grader
-from flywheel.verdict import Exchange, Verdict
+from flywheel.verdict import Exchange, Outcome, Verdict
+
+log = logging.getLogger(__name__)
 
 K = TypeVar("K")
 
 LOOK_SECONDS = 0.2
 """How often somebody who waits for a verdict looks whether to stop."""
+BROKEN_IN_A_ROW = 50
+"""Exchanges on which grading breaks one after the other, before it is no matter of the exchanges."""
 
 
 def grade_all(
@@ -36,7 +41,8 @@ def grade_all(
     whoever reads the verdicts. When `stop` is set, what is in flight is still finished and yielded, except what the
     endpoint kept failing and what takes longer than `drain_seconds`: that was not judged. Raises JudgeError after
     that: when the judge refuses us altogether, when the endpoint failed `max_thread` times in a row (or every time),
-    and when the budget is spent (BudgetSpentError) — what was not graded has cost nothing.
+    and when the budget is spent (BudgetSpentError) — what was not graded has cost nothing. An exchange on which
+    grading breaks has a verdict that says so, and stops no other; BROKEN_IN_A_ROW of them end the batch.
     """
     pool = _Pool(grader, iter(items), stop or threading.Event(), max_thread, budget or Budget(JudgeBudget()), earlier)
     threads = [threading.Thread(target=pool.work, name=f"judge-{n}", daemon=True) for n in range(max_thread)]
@@ -99,13 +105,23 @@ class _Pool(Generic[K]):
             if item is None:
                 return False
             key, exchange = item
-            verdict = self._grader.grade(exchange, self._stop, self._earlier(key))
+            verdict = self._graded(exchange, self._earlier(key))
             pay(verdict)
         self._done.put((key, verdict))
         return True
 
+    def _graded(self, exchange: Exchange, earlier: Sequence[Verdict]) -> Verdict:
+        try:
+            return self._grader.grade(exchange, self._stop, earlier)
+        except FlywheelError:
+            raise
+        except Exception as error:
+            log.exception("grading broke")
+            said = f"grading broke on it: {type(error).__name__}: {error}. This is a defect; please report it."
+            return Verdict(Outcome.UNDECIDED, None, error=said, broken=True)
+
     def results(self, threads: int, drain_seconds: float | None) -> Iterator[tuple[K, Verdict]]:
-        streak = total = 0
+        streak = total = broken = 0
         ended = 0
         last = ""
         while ended < threads:
@@ -122,6 +138,10 @@ class _Pool(Generic[K]):
             if verdict.unreachable and not verdict.calls and self._stop.is_set():
                 self.room.release()
                 continue
+            broken = broken + 1 if verdict.broken else 0
+            if broken == BROKEN_IN_A_ROW:
+                self.closed.set()
+                self.error = self.error or JudgeError("go on judging", f"{broken} times in a row {verdict.error}")
             # What the checks decided says nothing about the endpoint.
             total += verdict.unreachable or verdict.calls > 0
             if verdict.unreachable:

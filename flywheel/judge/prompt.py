@@ -146,17 +146,30 @@ def _defused(text: str, nonce: str) -> str:
 
 def _listed(tools: tuple[dict[str, Any], ...]) -> str:
     """Names and descriptions; the parameters' schemas would cost more than all the rest."""
-    functions = [tool.get("function", tool) for tool in tools]
+    functions = [_function(tool) for tool in tools]
     return "\n".join(f"[{function.get('name')}] {function.get('description') or ''}" for function in functions)
+
+
+def _function(value: Any) -> dict[str, Any]:
+    """What a tool or a call is about, of whatever shape: it may stand around its `function` or be it itself."""
+    if not isinstance(value, dict):
+        return {"name": value}
+    function = value.get("function")
+    return function if isinstance(function, dict) else value
 
 
 def _transcript(turns: tuple[ChatMessage, ...]) -> str:
     lines = []
     for turn in turns:
-        for call in turn.get("tool_calls") or ():
-            function = call.get("function", {})
-            lines.append(f"[{turn['role']} calls {function.get('name')}] {function.get('arguments')}")
+        calls = turn.get("tool_calls") or ()
+        for call in calls if isinstance(calls, list | tuple) else [calls]:
+            function = _function(call)
+            lines.append(f"[{turn.get('role')} calls {function.get('name')}] {function.get('arguments')}")
         if turn.get("content"):
-            who = f"{turn['role']} {turn['name']}" if turn.get("name") and turn["role"] == "tool" else turn["role"]
+            who = (
+                f"{turn.get('role')} {turn['name']}"
+                if turn.get("name") and turn.get("role") == "tool"
+                else turn.get("role")
+            )
             lines.append(f"[{who}] {turn['content']}")
     return "\n".join(lines)

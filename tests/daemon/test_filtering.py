@@ -438,3 +438,25 @@ async def test_a_dry_run_of_a_chain_leaves_no_trace(tmp_path: Path, store: Store
         await copied.close()
     assert await states(store) == ["pending", "pending"]
     assert await store.read(lambda c: c.execute(select(duplicates.duplicates)).all()) == []
+
+
+async def test_a_task_that_breaks_the_grading_is_a_dead_letter_and_stops_no_other(
+    store: Store, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await tell(store, *questions("poison", "Good one", "Good two"))
+    config = make()
+    filtering = Filtering(store, config)
+    grade = filtering.grader.grade
+
+    def breaks(exchange: Any, *given: Any) -> Any:
+        if exchange.query == "poison":
+            raise AttributeError("odd")
+        return grade(exchange, *given)
+
+    monkeypatch.setattr(filtering.grader, "grade", breaks)
+    report = await filtering.run()
+    assert (report.accepted, report.dead, report.error) == (2, 1, None)
+    assert await states(store) == ["dead", "accepted", "accepted"]
+    errors = select(schema.dead_letters.c.error)
+    assert "AttributeError: odd" in await store.read(lambda conn: conn.execute(errors).scalar_one())
+    assert (await store.read(balance)).balanced

@@ -16,7 +16,7 @@ from flywheel.judge import prompt
 from flywheel.judge.client import judges
 from flywheel.judge.endpoint import Endpoint
 from flywheel.judge.grader import Grader
-from flywheel.judge.pool import grade_all
+from flywheel.judge.pool import BROKEN_IN_A_ROW, grade_all
 from flywheel.judge.refusal import CallError, seconds
 from flywheel.rubric import Rubric
 from flywheel.verdict import Exchange, Outcome, Verdict
@@ -348,6 +348,40 @@ def test_one_bad_task_among_good_ones_stops_nobody(make: MakeGrader) -> None:
         outcomes = [verdict.outcome for _, verdict in grade_all(make(judge), ((n, GOOD) for n in range(10)), 1)]
     assert len(outcomes) == 10
     assert {Outcome.ACCEPTED, Outcome.UNDECIDED} == set(outcomes)
+
+
+def broken_on(grader: Grader, poison: Callable[[Exchange], bool], monkeypatch: pytest.MonkeyPatch) -> Grader:
+    grade = grader.grade
+
+    def breaks(exchange: Exchange, *given: Any) -> Verdict:
+        if poison(exchange):
+            raise AttributeError("poison")
+        return grade(exchange, *given)
+
+    monkeypatch.setattr(grader, "grade", breaks)
+    return grader
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_an_exchange_that_breaks_the_grading_stops_no_other(
+    make: MakeGrader, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    with JudgeServer() as judge:
+        grader = broken_on(make(judge), lambda exchange: exchange.query == "poison", monkeypatch)
+        items = [(n, Exchange("poison", "7") if n % 3 == 0 else GOOD) for n in range(30)]
+        done = dict(grade_all(grader, items, threads))
+    assert {n for n, verdict in done.items() if verdict.broken} == set(range(0, 30, 3))
+    assert "AttributeError: poison" in done[0].error
+    assert [done[n].outcome for n in (1, 2)] == [Outcome.ACCEPTED] * 2
+
+
+def test_grading_that_breaks_on_everything_ends_the_batch(make: MakeGrader, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = []
+    with JudgeServer() as judge, pytest.raises(JudgeError, match=rf"{BROKEN_IN_A_ROW} times in a row.*poison"):
+        grader = broken_on(make(judge), lambda _: True, monkeypatch)
+        for number, _ in grade_all(grader, ((n, GOOD) for n in range(1000)), 4):
+            done.append(number)
+    assert BROKEN_IN_A_ROW <= len(done) <= BROKEN_IN_A_ROW + 2 * 4
 
 
 def test_the_judges_hash_is_that_of_what_answers(make: MakeGrader) -> None:

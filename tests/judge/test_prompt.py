@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -95,6 +97,29 @@ def test_the_judge_sees_all_there_is_and_nothing_empty() -> None:
         "REFERENCE ANSWER": "r",
         "ANSWER": "a",
     }
+
+
+@pytest.mark.parametrize(
+    ("calls", "shown"),
+    [
+        ("search", "[assistant calls search] None"),
+        ([3], "[assistant calls 3] None"),
+        ({"function": {"name": "f"}}, "[assistant calls f] None"),
+        ([{"function": "search"}], "[assistant calls None] None"),
+        ([{"name": "f", "arguments": {"a": 1}}], "[assistant calls f] {'a': 1}"),
+        ([{"id": "1", "function": {"arguments": "{}"}}], "[assistant calls None] {}"),
+    ],
+)
+def test_calls_of_any_shape_can_be_shown(calls: Any, shown: str) -> None:
+    turns = ({"role": "assistant", "content": None, "tool_calls": calls},)
+    found = parse_sections(messages(RUBRIC, Exchange("q", "a", history=turns, trajectory=turns))[1]["content"])
+    assert found["CONVERSATION BEFORE"] == found["STEPS"] == shown
+
+
+def test_tools_of_any_shape_can_be_shown() -> None:
+    tools: Any = ({"type": "function", "function": "search"}, {"function": None}, {"name": "f", "description": "g"})
+    found = parse_sections(messages(RUBRIC, Exchange("q", "a", tools=tools))[1]["content"])
+    assert found["TOOLS"].splitlines() == ["[None] ", "[None] ", "[f] g"]
 
 
 def test_agentjets_choices_are_explained() -> None:
