@@ -54,16 +54,18 @@ def messages(raw: Sequence[ChatMessage]) -> list[ChatMessage]:
 def _message(message: ChatMessage) -> ChatMessage:
     made: ChatMessage = {"role": message["role"], "content": message.get("content") or ""}
     if calls := message.get("tool_calls"):
-        made["tool_calls"] = [
-            {
-                "id": call.get("id") or "",
-                "type": "function",
-                "function": {"name": call["function"]["name"], "arguments": _arguments(call["function"])},
-            }
-            for call in calls
-        ]
-    made.update({key: message[key] for key in ("tool_call_id", "name") if message.get(key)})
+        made["tool_calls"] = [_call(call) for call in (calls if isinstance(calls, list) else [None])]
+    made.update({key: str(message[key]) for key in ("tool_call_id", "name") if message.get(key)})
     return made
+
+
+def _call(call: Any) -> dict[str, Any]:
+    """A call in OpenAI's form; `name` and `arguments` may also stand in it without a `function` around them."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise LeftOut("a tool call names no function")
+    about = {"name": function["name"], "arguments": _arguments(function)}
+    return {"id": str(call.get("id") or ""), "type": "function", "function": about}
 
 
 def _arguments(function: dict[str, Any]) -> dict[str, Any]:
