@@ -46,7 +46,7 @@ class ModelSettings(Section):
     base: Annotated[str, AfterValidator(_model)] = "Qwen/Qwen3-4B"
     """The base model: a local directory or a hub name, as vLLM and transformers take it."""
     alias: Annotated[str, AfterValidator(_alias)] = "my-agent"
-    """The stable model name that agents call. Versions are served as `ALIAS@rNNNN`."""
+    """The stable model name that agents call, without an `@`. Versions are served as `ALIAS@rNNNN`."""
 
 
 class LoraSettings(Section):

@@ -6,6 +6,8 @@ from typing import Final
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from flywheel.config.judge import MAX_THREADS
+
 AGENTJET_TEMPERATURE: Final = 0.5
 
 
@@ -20,7 +22,7 @@ class LlmEvaluate(BaseModel):
     """Sampling temperature of the judge. With `custom_rubrics`: 0.5, as in AgentJet."""
     print_reason: bool = False
     """Log the judge's reason for every task."""
-    max_thread: int | None = Field(default=None, gt=0)
+    max_thread: int | None = Field(default=None, gt=0, le=MAX_THREADS)
     """Calls in flight, at most."""
     max_tokens: int | None = Field(default=None, gt=0)
     """Longest answer of the judge."""
