@@ -30,7 +30,7 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
     from flywheel.store import calibrations
     from flywheel.store.database import Store
 
-    rubric = load_rubric(file)
+    rubric = load_rubric(file, "Name a rubric in YAML.")
     check_alien(config, rubric)
     # Opened before the judge is paid. A running daemon is not in the way: one row is added.
     store = await Store.open(config.state_dir)

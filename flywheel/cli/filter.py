@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 FORETOLD: Final = 2_000
 """Up to so many tasks, a dry run says first what it will ask."""
+NAME_ONE: Final = "Name a rubric in YAML."
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class _Wanted:
 def filter_tasks(
     config: ConfigOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Ask the judge, but write nothing anywhere.")] = False,
-    rubric: Annotated[Path | None, typer.Option(metavar="FILE", help="Use this rubric.")] = None,
+    rubric: Annotated[Path | None, typer.Option(metavar="FILE", help="Use this rubric.", readable=False)] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Judge this many tasks at most.")] = None,
     rejudge: Annotated[
         bool, typer.Option("--rejudge", help="Also judge again what another rubric or judge accepted or rejected.")
@@ -60,7 +61,9 @@ def filter_tasks(
     against: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Dry run: compare with this rubric on all tasks; which verdicts flip, and why."
+            metavar="FILE",
+            help="Dry run: compare with this rubric on all tasks; which verdicts flip, and why.",
+            readable=False,
         ),
     ] = None,
     estimate: Annotated[
@@ -129,7 +132,9 @@ def _filtering(store: Store, wanted: _Wanted) -> Filtering:
     from flywheel.daemon.filtering import Filtering
     from flywheel.judge.rubric_file import load_rubric
 
-    return Filtering(store, wanted.config, rubric=load_rubric(wanted.rubric) if wanted.rubric is not None else None)
+    return Filtering(
+        store, wanted.config, rubric=load_rubric(wanted.rubric, NAME_ONE) if wanted.rubric is not None else None
+    )
 
 
 async def _filter(wanted: _Wanted) -> tuple[dict[str, Any], FlywheelError | None]:
@@ -198,7 +203,7 @@ async def _compare(wanted: _Wanted, against: Path) -> tuple[dict[str, Any], Flyw
     from flywheel.judge.rubric_file import load_rubric
     from flywheel.store import judging
 
-    earlier = load_rubric(against)
+    earlier = load_rubric(against, NAME_ONE)
     prices = wanted.config.judge.prices
     async with _state(wanted) as store:
         new = _filtering(store, wanted)

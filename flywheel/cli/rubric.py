@@ -16,12 +16,15 @@ rubric = typer.Typer(help="Work on rubric files.", no_args_is_help=True)
 app.add_typer(rubric, name="rubric")
 
 LabelsOption = Annotated[
-    Path, typer.Option("--labels", metavar="FILE", help="Replies with verdicts, one JSON object per line.")
+    Path,
+    typer.Option("--labels", metavar="FILE", help="Replies with verdicts, one JSON object per line.", readable=False),
 ]
 
 
 @rubric.command()
-def check(files: Annotated[list[Path], typer.Argument(metavar="FILE…", help="Rubrics in YAML.")]) -> None:
+def check(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE…", help="Rubrics in YAML.", readable=False)],
+) -> None:
     """Say everything that is wrong with rubrics, as FILE:LINE:COL: …, or that nothing is; exit 78 if something is."""
     from flywheel.judge.rubric_examples import contradictions
     from flywheel.judge.rubric_file import read_rubric
@@ -53,7 +56,7 @@ def schema() -> None:
 
 @rubric.command()
 def calibrate(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A rubric in YAML.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A rubric in YAML.", readable=False)],
     labels: LabelsOption,
     config: ConfigOption = None,
     repeats: Annotated[int, typer.Option(min=1, help="Judge every label this often.")] = 1,
