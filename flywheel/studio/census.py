@@ -16,6 +16,7 @@ from typing import Final, Self
 from flywheel.studio.database import Database
 from flywheel.studio.row import TABLE, Row, packed
 from flywheel.studio.scan import is_name, unnamed
+from flywheel.studio.table import schema_of
 from flywheel.trace import DeadRow
 
 # A page is measured by the values in the places of attributes and events, which are not wanted here.
@@ -52,7 +53,7 @@ class Census:
         self._unnamed: array[int] = array("q")
         self.identity = self._database.identity()
         try:
-            self._schema, self.fingerprint = self._database.schema()
+            self._schema, self.fingerprint = schema_of(self._database)
         except BaseException:
             self._database.close()
             raise

@@ -23,7 +23,7 @@ from urllib.parse import quote
 from flywheel.studio.faults import explained, fault, unreachable
 from flywheel.studio.page import Page, first_row, first_rows, no_collection
 from flywheel.studio.row import MAX_CELL, TABLE, Row, shown
-from flywheel.studio.schema import GENERATIONS, Schema, fingerprint, recognise
+from flywheel.studio.schema import Schema
 
 T = TypeVar("T")
 
@@ -86,46 +86,6 @@ class Database:
             self._identity = identity
         return identity
 
-    def columns(self) -> list[tuple[str, str]]:
-        """Name and type of each column of the span table."""
-        return [
-            (name.decode(), kind.decode())
-            for name, kind in self.ask("SELECT name, type FROM pragma_table_info(?)", (TABLE,))
-        ]
-
-    def schema(self) -> tuple[Schema, str]:
-        """Which generation the file is, and its fingerprint. Raises StudioError for a file that is not Studio's."""
-        columns = self.columns()
-        names = [name for name, _ in columns]
-        if not columns:
-            tables = [name.decode() for (name,) in self.ask("SELECT name FROM sqlite_master WHERE type = 'table'")]
-            found = f"it holds {', '.join(sorted(tables)[:8])}" if tables else "it holds no table"
-            raise fault(
-                self.path,
-                f"it is a SQLite database but not Studio's: there is no {TABLE} ({found})",
-                "Point the source at Studio's own database, usually ~/AgentScope-Studio/database.sqlite.",
-                "not Studio's",
-            )
-        schema = recognise(names)
-        if schema is None:
-            expected = " or ".join(" and ".join(sorted(known.marks)) for known in GENERATIONS)
-            raise fault(
-                self.path,
-                f"its {TABLE} is of no known generation (fingerprint {fingerprint(columns)}): expected the columns "
-                f"{expected}, found {', '.join(names)}",
-                "Use a Studio from 1.0.5 to 1.0.9, or report this version.",
-                "unknown schema",
-            )
-        if lacking := [column for column in schema.columns if column not in names]:
-            raise fault(
-                self.path,
-                f"its {TABLE} ({schema.name}, fingerprint {fingerprint(columns)}) lacks the columns "
-                f"{', '.join(lacking)}",
-                "Let Studio finish its migration, or restore the database from a backup.",
-                "unknown schema",
-            )
-        return schema, fingerprint(columns)
-
     def ask(self, sql: str, values: Sequence[Any] = ()) -> list[Row]:
         """All rows of one small question in one read transaction; texts come as bytes. Raises StudioError."""
         return self._held(lambda connection: connection.execute(sql, values).fetchall())
@@ -157,6 +117,11 @@ class Database:
         """The id of the row of that number; None if there is none. Raises StudioError."""
         found = self.ask(f"SELECT id FROM {TABLE} WHERE rowid = ?", (rowid,))  # noqa: S608 - a constant
         return shown(found[0][0]) if found else None
+
+    def first_rowid(self) -> int | None:
+        """The number of the first row; None if there is none. Raises StudioError."""
+        (found,) = self.ask(f"SELECT min(rowid) FROM {TABLE}")  # noqa: S608 - a constant
+        return None if found[0] is None else int(found[0])
 
     def last_rowid(self) -> int:
         """The number of the last row; 0 if there is none. Raises StudioError."""

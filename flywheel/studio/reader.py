@@ -25,6 +25,7 @@ from flywheel.studio.row import Row
 from flywheel.studio.scan import FAR_ROWS, FOREVER_NS, Scan
 from flywheel.studio.schema import Schema
 from flywheel.studio.step import Memory, RawTrace, Step
+from flywheel.studio.table import schema_of
 from flywheel.trace import Cursor, DeadRow, Mark
 
 STEP_ROWS: Final = 500
@@ -154,7 +155,7 @@ class StudioReader:
     def _begin(self, cursor: Cursor, memory: Memory, now_ns: int) -> None:
         """Find the file and decide where to go on."""
         identity = self._database.identity()
-        self._schema, fingerprint = self._database.schema()
+        self._schema, fingerprint = schema_of(self._database)
         same = (cursor.identity, cursor.fingerprint) == (identity, fingerprint)
         if not same or not self._holds(cursor):
             generation = cursor.generation + 1 if cursor.identity else cursor.generation

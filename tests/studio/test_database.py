@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import os
@@ -106,6 +107,31 @@ def test_a_span_table_that_lacks_columns(tmp_path: Path) -> None:
     database.close()
     error = refusal(path)
     assert "generation 2" in error.why and "events" in error.why
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        ("CREATE VIEW span_table AS SELECT * FROM real", "is a view"),
+        ("CREATE TABLE span_table (id TEXT PRIMARY KEY, {others}) WITHOUT ROWID", "WITHOUT ROWID"),
+        ("CREATE TABLE span_table (id TEXT PRIMARY KEY, {others}, ROWID TEXT)", "a column of the name rowid"),
+        ("CREATE TABLE span_table AS SELECT * FROM real; UPDATE span_table SET rowid = 1 - rowid", "below 1"),
+    ],
+)
+def test_rows_without_numbers_are_never_an_empty_source(tmp_path: Path, made: str, why: str) -> None:
+    studio = Studio(tmp_path / "studio.sqlite")
+    studio.write(agent("a"), agent("b", trace="other"))
+    with contextlib.closing(sqlite3.connect(studio.path)) as database:
+        names = [name for (name,) in database.execute("SELECT name FROM pragma_table_info('span_table')")]
+        for (view,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'view'").fetchall():
+            database.execute(f"DROP VIEW {view}")
+        database.execute("ALTER TABLE span_table RENAME TO real")
+        database.executescript(made.format(others=", ".join(name for name in names if name != "id")))
+        if "CREATE TABLE span_table (" in made:
+            database.execute(f"INSERT INTO span_table ({', '.join(names)}) SELECT {', '.join(names)} FROM real")
+        database.commit()
+    error = refusal(studio.path)
+    assert error.condition == "unknown schema" and why in str(error)
 
 
 def test_damaged(tmp_path: Path) -> None:
