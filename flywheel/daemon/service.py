@@ -100,6 +100,7 @@ class Service:
         """Until SIGTERM, SIGINT, or `max_rounds` finished rounds. A second signal does not wait for judge calls."""
         self._max_rounds = max_rounds
         loop = asyncio.get_running_loop()
+        # Until the loop is closed: a signal during the last steps does not break them off.
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled)
         await self.recover()
@@ -118,8 +119,6 @@ class Service:
             if scheduler.running:  # not when a source could not begin
                 scheduler.shutdown(wait=False)
             await self._end(running)
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)
 
     async def halt(self) -> None:
         """End `once`: passes and judging stop, a worker is ended and its round planned again."""
@@ -154,7 +153,8 @@ class Service:
         await stop_round
         for task in running:
             task.cancel()
-        await asyncio.gather(*running, hurried, return_exceptions=True)
+        # However great the hurry: a pass ends at its next batch, and an inbox that is not closed keeps the process.
+        await asyncio.gather(*running, stop_sources, hurried, return_exceptions=True)
         await self._ingestion.close()
 
     def _schedule(self) -> AsyncIOScheduler:

@@ -59,9 +59,8 @@ class Sources:
         for source in self._config.sources:
             if isinstance(source, OtlpSource):
                 receiver = Receiver(source.listen, inbox_path(self._config.state_dir, source.listen))
-                await receiver.start()
-                log.info("receiving spans at %s", receiver.url)
                 self._receivers.append(receiver)
+                await receiver.start()
             elif isinstance(source, JsonlSource):
                 self._watcher.watch_directory(source.path.absolute(), self.refresh)
         self._run(self._export)
@@ -90,15 +89,14 @@ class Sources:
         """End passes at their next batch; what is stored is whole."""
         if self._watcher is not None:
             self._watcher.stop()
-        for receiver in self._receivers:
-            await receiver.stop()
+        receivers = [asyncio.create_task(receiver.stop()) for receiver in self._receivers]
         for timer in self._due.values():
             timer.cancel()
         for sweep in self._sweeps.values():
             sweep.cancel()
         for stage in (self._export, *self._stages.values()):
             stage.wake.set()
-        await asyncio.gather(*self._running, *self._sweeps.values(), return_exceptions=True)
+        await asyncio.gather(*receivers, *self._running, *self._sweeps.values(), return_exceptions=True)
 
     def _run(self, stage: Stage) -> None:
         self._running.add(asyncio.create_task(stage.run(self._stopping), name=stage.name))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
+import threading
 from pathlib import Path
 
 import httpx
@@ -61,6 +63,48 @@ async def test_an_address_where_nothing_was_received_yet_is_no_trouble(tmp_path:
     assert await ingestion.run(final=True) == []
     await ingestion.close()
     await store.close()
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+async def test_a_daemon_that_receives_leaves_nothing_behind_however_great_the_hurry(
+    tmp_path: Path, signals: int
+) -> None:
+    raw = {"state": {"dir": "state"}, "sources": [{"type": "otlp", "listen": LISTEN}]}
+    config = parse(raw, "test", tmp_path)
+    threads, tasks = left_running(), asyncio.all_tasks()
+    store = await Store.open(config.state_dir)
+    daemon = Service(config, store)
+    running = asyncio.create_task(daemon.run())
+    await until(lambda: daemon._sources._stages, "the receiver to have begun")
+    assert left_running() > threads
+    for _ in range(signals):
+        daemon._signalled()
+    await running
+    # One more signal, while the state is being closed, does not kill the process either.
+    assert signal.SIG_DFL not in (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT))
+    assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    await store.close()
+    assert left_running() == threads
+    assert asyncio.all_tasks() == tasks
+
+
+def left_running() -> set[threading.Thread]:
+    """The threads that keep a process from ending once its event loop has."""
+    return {thread for thread in threading.enumerate() if not thread.name.startswith("asyncio_")}
+
+
+async def test_a_second_receiver_that_cannot_have_its_address_leaves_nothing_of_the_first(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        sources = [{"type": "otlp", "listen": LISTEN}, {"type": "otlp", "listen": listen}, {"path": "lines"}]
+        config = parse({"state": {"dir": "state"}, "sources": sources}, "test", tmp_path)
+        threads, tasks = left_running(), asyncio.all_tasks()
+        store = await Store.open(config.state_dir)
+        with pytest.raises(ReceiverError, match="in use"):
+            await Service(config, store).run()
+        await store.close()
+        assert left_running() == threads
+        assert asyncio.all_tasks() == tasks
 
 
 async def test_a_daemon_that_cannot_have_its_address_ends_in_order_and_says_so(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ async def test_a_cron_window_wakes_the_rounds_once(tmp_path: Path) -> None:
         night = jobs["cron"].trigger.get_next_fire_time(None, datetime(2026, 1, 1, 12, tzinfo=UTC))
         assert night == datetime(2026, 1, 2, 3, tzinfo=UTC)
         assert not service._round.wake.is_set()
-        jobs["cron"].func()
+        await jobs["cron"].func()
         assert service._round.wake.is_set()
         await service._do_round()
         await service._do_round()
