@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,19 +17,14 @@ from flywheel.cli.app import (
     print_json,
     run_async,
 )
-from flywheel.cli.facts import Fact, counted, grid, place, plain, source_text
 from flywheel.cli.state import absence, ask, look_at
 from flywheel.config import Config, StudioSource
 from flywheel.disarmed import disarmed
 from flywheel.errors import EXIT_FAILED, StoreError
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from flywheel.daemon.deep_audit import DeepAudit
     from flywheel.store.audit import Balance
-
-ROUND_COLUMNS = ("round", "state", "reward", "held-out score", "why")
 
 
 @app.command()
@@ -61,66 +54,12 @@ def status(
 
         binary_stdout().write(exposition(look()))
         return
-    from rich.console import Console
-    from rich.live import Live
+    from flywheel.cli import status_view
 
-    console = Console()
     if watch:
-        with Live(_render(disarmed(look())), console=console, refresh_per_second=4) as live:
-            while True:
-                time.sleep(1)
-                live.update(_render(disarmed(look())))
-    elif console.is_terminal:
-        console.print(_render(disarmed(look())))
+        status_view.watch(lambda: disarmed(look()))
     else:
-        state = disarmed(look())
-        typer.echo(plain(_facts(state)))
-        for row in (ROUND_COLUMNS, *_rounds(state)) if state["rounds"] else ():
-            typer.echo("\t".join(row))
-
-
-def _render(state: dict[str, Any]) -> RenderableType:
-    """For a terminal."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    facts = grid(_facts(state))
-    if not state["rounds"]:
-        return facts
-    rounds = Table(*ROUND_COLUMNS)
-    for row in _rounds(state):
-        rounds.add_row(*(Text(value, overflow="fold") for value in row))
-    return Group(facts, rounds)
-
-
-def _facts(state: dict[str, Any]) -> list[Fact]:
-    daemon = state["daemon"]["pid"]
-    missing = state["no_state"]
-    deployed = state["deployment"]
-    return [
-        ("daemon", f"running (process {daemon})" if daemon else "not running"),
-        ("state", missing or place(state["state_dir"])),
-        *(("source", source_text(source)) for source in state["sources"]),
-        ("replies", counted(state["replies"]) or "none yet"),
-        ("skipped", counted(state["skipped"]) or "none"),
-        ("tasks", counted(state["tasks"]) or "none yet"),
-        ("samples", f"{state['free_samples']} free of {state['min_samples']} needed, {state['held_out']} held out"),
-        ("judge", state["judge"]["error"] or f"{state['judge']['usage']['calls']} calls"),
-        ("deployed", f"{deployed['alias']} → {deployed['adapter'] or 'the base model'}"),
-        ("waiting", state["waiting_for"] or "–"),
-        ("letters", f"{state['dead_letters']} open: `flywheel dead-letters`" if state["dead_letters"] else "none"),
-        ("balance", "–" if missing else "right" if state["balanced"] else "WRONG: run `flywheel audit`"),
-    ]
-
-
-def _rounds(state: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    for entry in state["rounds"]:
-        comparison = entry["comparison"]
-        score = f"{comparison['deployed_mean']:.2f} → {comparison['candidate_mean']:.2f}" if comparison else "–"
-        first, last = entry["reward_first"], entry["reward_last"]
-        reward = f"{first:.2f} → {last:.2f}" if first is not None and last is not None else "–"
-        yield entry["round"], entry["state"], reward, score, entry["reason"] or entry["trigger"]
+        status_view.show(disarmed(look()))
 
 
 @app.command()

@@ -1,0 +1,147 @@
+"""The status for people: whole on a terminal or in a pipe, and as much of it as fits a screen that is watched.
+
+Nothing of it is cut in the middle. What a screen has no room for goes by kind: first what is known of each source
+beside its condition and counts, then the older rounds, then all rounds, then the sources one by one.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from flywheel.cli.facts import Fact, counted, grid, place, plain, source_text
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+ROUND_COLUMNS = ("round", "state", "reward", "held-out score", "why")
+WATCH_SECONDS = 1.0
+FEW_ROUNDS = 3
+"""The newest, which stand first."""
+
+
+def show(state: dict[str, Any]) -> None:
+    """Print all of it."""
+    from rich.console import Console
+
+    console = Console()
+    if console.is_terminal:
+        console.print(_whole(state))
+    else:
+        typer.echo(_plain(state))
+
+
+def watch(look: Callable[[], dict[str, Any]]) -> None:
+    """Show what `look` finds, again and again: on a terminal in place, elsewhere whenever it has changed."""
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console()
+    if not console.is_terminal:
+        _repeat(look)
+    with Live(fitted(look(), console), console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        while True:
+            time.sleep(WATCH_SECONDS)
+            live.update(fitted(look(), console), refresh=True)
+
+
+def _repeat(look: Callable[[], dict[str, Any]]) -> None:
+    before = ""
+    while True:
+        if (now := _plain(look())) != before:
+            typer.echo(f"\n{now}" if before else now)
+            sys.stdout.flush()
+            before = now
+        time.sleep(WATCH_SECONDS)
+
+
+def fitted(state: dict[str, Any], console: Console) -> RenderableType:
+    """As much of it as the terminal has lines for."""
+    *richer, poorest = _forms(state)
+    return next((form for form in richer if _lines(form, console) < console.height), poorest)
+
+
+def _lines(form: RenderableType, console: Console) -> int:
+    return len(console.render_lines(form, pad=False))
+
+
+def _forms(state: dict[str, Any]) -> Iterator[RenderableType]:
+    """The richest first."""
+    from rich.console import Group
+
+    yield _whole(state)
+    short = [("source", _short(source)) for source in state["sources"]]
+    hint: Fact = ("", "(shortened to this screen: `flywheel status` shows all)")
+    for most in (len(state["rounds"]), FEW_ROUNDS):
+        yield Group(_table(_facts(state, short), state, most), grid([hint]))
+    yield grid([*_facts(state, short), hint])
+    conditions = Counter(source["condition"] or "not read yet" for source in state["sources"])
+    together: Fact = ("sources", f"{len(state['sources'])}: {counted(conditions)}")
+    yield grid([*_facts(state, [together]), hint])
+    # A terminal of a few lines: what may need somebody comes first.
+    yield grid(list(reversed(_facts(state, [together]))))
+
+
+def _whole(state: dict[str, Any]) -> RenderableType:
+    return _table(
+        _facts(state, [("source", source_text(source)) for source in state["sources"]]), state, len(state["rounds"])
+    )
+
+
+def _table(facts: list[Fact], state: dict[str, Any], most: int) -> RenderableType:
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    if not state["rounds"]:
+        return grid(facts)
+    rounds = Table(*ROUND_COLUMNS)
+    for row in islice(_rounds(state), most):
+        rounds.add_row(*(Text(value, overflow="fold") for value in row))
+    return Group(grid(facts), rounds)
+
+
+def _plain(state: dict[str, Any]) -> str:
+    facts = _facts(state, [("source", source_text(source)) for source in state["sources"]])
+    rounds = (ROUND_COLUMNS, *_rounds(state)) if state["rounds"] else ()
+    return "\n".join([plain(facts), *("\t".join(row) for row in rounds)])
+
+
+def _short(source: dict[str, Any]) -> str:
+    condition = source["condition"] or "not read yet"
+    return f"{place(source['path'])}: {condition}, {source['replies']:,} replies, {source['tasks']:,} tasks"
+
+
+def _facts(state: dict[str, Any], sources: list[Fact]) -> list[Fact]:
+    daemon = state["daemon"]["pid"]
+    missing = state["no_state"]
+    deployed = state["deployment"]
+    return [
+        ("daemon", f"running (process {daemon})" if daemon else "not running"),
+        ("state", missing or place(state["state_dir"])),
+        *sources,
+        ("replies", counted(state["replies"]) or "none yet"),
+        ("skipped", counted(state["skipped"]) or "none"),
+        ("tasks", counted(state["tasks"]) or "none yet"),
+        ("samples", f"{state['free_samples']} free of {state['min_samples']} needed, {state['held_out']} held out"),
+        ("judge", state["judge"]["error"] or f"{state['judge']['usage']['calls']} calls"),
+        ("deployed", f"{deployed['alias']} → {deployed['adapter'] or 'the base model'}"),
+        ("waiting", state["waiting_for"] or "–"),
+        ("letters", f"{state['dead_letters']} open: `flywheel dead-letters`" if state["dead_letters"] else "none"),
+        ("balance", "–" if missing else "right" if state["balanced"] else "WRONG: run `flywheel audit`"),
+    ]
+
+
+def _rounds(state: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    for entry in state["rounds"]:
+        comparison = entry["comparison"]
+        score = f"{comparison['deployed_mean']:.2f} → {comparison['candidate_mean']:.2f}" if comparison else "–"
+        first, last = entry["reward_first"], entry["reward_last"]
+        reward = f"{first:.2f} → {last:.2f}" if first is not None and last is not None else "–"
+        yield entry["round"], entry["state"], reward, score, entry["reason"] or entry["trigger"]

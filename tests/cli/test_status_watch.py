@@ -1,0 +1,145 @@
+"""`flywheel status --watch`: what matters is on a screen of any size, and a pipe gets it while it goes on."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+from rich.console import Console
+
+from flywheel.cli.status_view import fitted
+from tests.cli.conftest import Run
+from tests.studio.writer import DATA
+
+SECONDS = 120
+SOURCES = 5
+
+
+@pytest.fixture
+def folder(tmp_path: Path, flywheel: Run, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Five sources that were read."""
+    monkeypatch.setenv("HOME", str(tmp_path))  # so that every path fits a line
+    paths = [shutil.copy(DATA / "old.sqlite", tmp_path / f"studio-{number}.sqlite") for number in range(SOURCES)]
+    settings = {"state": {"dir": "state"}, "sources": [{"path": path.name} for path in map(Path, paths)]}
+    (tmp_path / "flywheel.yaml").write_text(json.dumps(settings))
+    assert flywheel("ingest").code == 0
+    return tmp_path
+
+
+def shown(state: dict[str, Any], lines: int) -> list[str]:
+    console = Console(width=80, height=lines, record=True, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115, PTH123
+    with console.file:
+        console.print(fitted(state, console))
+    return console.export_text().splitlines()
+
+
+@pytest.mark.parametrize("lines", [4, 8, 14, 20, 24, 30, 60])
+@pytest.mark.parametrize("rounds", [0, 20])
+def test_what_fits_is_whole(flywheel: Run, folder: Path, lines: int, rounds: int) -> None:
+    state = flywheel("status", "--json").json
+    one = {
+        "round": "r0001",
+        "state": "promoted",
+        "comparison": None,
+        "reward_first": 0.1,
+        "reward_last": 0.2,
+        "reason": "",
+        "trigger": "by hand",
+    }
+    state["rounds"] = [{**one, "round": f"r{number:04}"} for number in range(rounds, 0, -1)]
+    found = shown(state, lines)
+    text = "\n".join(found)
+    assert "…" not in text
+    if lines >= 14:
+        assert len(found) < lines
+        for name in ("tasks", "waiting", "balance"):
+            assert re.search(rf"^{name} +\S", text, re.M), text
+    else:
+        assert found[0].startswith("balance")
+    if lines >= 24:
+        assert all(f"studio-{number}.sqlite" in text for number in range(SOURCES))
+    if lines >= 60 and not rounds:
+        assert text.count("longest read") == SOURCES
+    assert ("r0020" in text) == (rounds > 0 and lines >= 30)
+
+
+def test_a_terminal_shows_it_at_once(folder: Path) -> None:
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flywheel", "status", "--watch"],
+        cwd=folder,
+        env={**os.environ, "TERM": "xterm"},
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
+    )
+    os.close(slave)
+    watchdog = threading.Timer(SECONDS, process.kill)
+    watchdog.start()
+    screen = b""
+    try:
+        while b"balance" not in screen:
+            screen += os.read(master, 65536)
+        process.send_signal(signal.SIGINT)
+        code = process.wait(SECONDS)
+    finally:
+        watchdog.cancel()
+        process.kill()
+        process.wait()
+        os.close(master)
+    assert code == 130
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.decode())
+    assert all(name in text for name in ("tasks", "waiting", "balance"))
+    assert "…" not in text
+
+
+@pytest.fixture
+def piped(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flywheel", "status", "--watch"],
+        cwd=folder,
+        env={**os.environ, "PYTHONUNBUFFERED": ""},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    watchdog = threading.Timer(SECONDS, process.kill)
+    watchdog.start()
+    yield process
+    watchdog.cancel()
+    process.kill()
+    process.wait()
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+def until(output: IO[str], name: str) -> str:
+    return next(line for line in output if line.startswith(name))
+
+
+def test_a_pipe_gets_it_whenever_it_has_changed(flywheel: Run, folder: Path, piped: subprocess.Popen[str]) -> None:
+    assert piped.stdout is not None
+    assert "96 pending" in until(piped.stdout, "tasks")
+    until(piped.stdout, "balance")
+    (folder / "more.jsonl").write_text('{"question": "q", "answer": "a"}\n')
+    settings = {"state": {"dir": "state"}, "sources": [{"type": "jsonl", "path": "more.jsonl"}]}
+    (folder / "more.yaml").write_text(json.dumps(settings))
+    assert flywheel("ingest", "-c", "more.yaml").code == 0
+    assert "97 pending" in until(piped.stdout, "tasks")
+    piped.send_signal(signal.SIGINT)
+    assert piped.wait(SECONDS) == 130
