@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 from pydantic import BaseModel, Tag, ValidationError
+from pydantic.json_schema import SkipJsonSchema
 
 from flywheel.errors import ConfigError
 from flywheel.yaml_place import Places
@@ -89,12 +90,22 @@ def _locate(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[li
         path.append(str(part))
         if isinstance(part, int):
             continue
-        known = sorted(current.model_fields) if current else []
+        known = _written(current) if current else []
         field = current.model_fields.get(part) if current else None
         found = sections_in(field.annotation) if field else {}
         current = next(iter(found.values()), None)
         choices = found if len(found) > 1 else {}
     return path, known
+
+
+def _written(model: type[BaseModel]) -> list[str]:
+    """The keys that people may write: a model can have some that only the program fills in."""
+    return sorted(
+        name
+        for name, field in model.model_fields.items()
+        # Type checkers are shown an alias.
+        if not any(isinstance(mark, SkipJsonSchema) for mark in field.metadata)  # type: ignore[misc]
+    )
 
 
 def sections_in(annotation: Any) -> dict[str, type[BaseModel]]:
