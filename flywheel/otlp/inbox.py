@@ -78,7 +78,10 @@ _PRUNE: Final = (
 
 def inbox_path(state_dir: Path, listen: str) -> Path:
     """Where the spans received at HOST:PORT are kept."""
-    return state_dir / "otlp" / f"{re.sub(r'[^0-9A-Za-z.]+', '-', listen).strip('-.')}.sqlite"
+    host, _, port = listen.rpartition(":")
+    # Each colon of an IPv6 address stays in its place: [::1] and [1::] are two addresses.
+    name = re.sub(r"[^\w.-]", "_", host.removeprefix("[").removesuffix("]"))
+    return state_dir / "otlp" / f"{name}-{port}.sqlite"
 
 
 class Inbox:

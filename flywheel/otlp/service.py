@@ -38,9 +38,12 @@ log = logging.getLogger(__name__)
 PATH: Final = "/v1/traces"
 MAX_BODY: Final = 32 * 1024 * 1024
 """Bytes of a body, packed and unpacked. An exporter's batch of 512 spans is a few megabytes."""
-BODIES_AT_ONCE: Final = 8
-"""Requests whose bodies are in memory; others wait with theirs in the socket."""
+MAX_HELD: Final = 8 * MAX_BODY
+"""Bytes of all bodies in memory, whole or still arriving: a slow client holds no more than it has sent."""
+TAKEN_AT_ONCE: Final = 8
+"""Requests that are unpacked, read and stored at once; others wait with their bodies."""
 READ_SECONDS: Final = 30.0
+_TOLD_CHARACTERS: Final = 500
 _LATER: Final = {"Retry-After": "5"}
 
 _CODES: Final = {
@@ -59,12 +62,19 @@ class Service:
     """Receives requests on the event loop; unpacks and reads them one after the other in `executor`."""
 
     def __init__(
-        self, store: Callable[[Sequence[Row]], Awaitable[None]], executor: Executor, *, max_body: int = MAX_BODY
+        self,
+        store: Callable[[Sequence[Row]], Awaitable[None]],
+        executor: Executor,
+        *,
+        max_body: int = MAX_BODY,
+        max_held: int = MAX_HELD,
     ) -> None:
         self._store = store
         self._executor = executor
         self._max_body = max_body
-        self._room = asyncio.Semaphore(BODIES_AT_ONCE)
+        self._max_held = max_held
+        self._held = 0
+        self._turns = asyncio.Semaphore(TAKEN_AT_ONCE)
         self._failing = False
         self.app = Starlette(
             routes=[Route(PATH, self._export, methods=["POST"])],
@@ -76,30 +86,36 @@ class Service:
         packing = request.headers.get("content-encoding", "identity").strip().lower()
         if packing not in (*WINDOWS, "identity", ""):
             raise HTTPException(415, f"content encoding {packing!r} is not understood; send {' or '.join(WINDOWS)}")
+        body = bytearray()
         try:
-            async with self._room:
-                return await self._take(await self._body(request), packing, encoding)
+            await self._receive(request, body)
+            async with self._turns:
+                return await self._take(bytes(body), packing, encoding)
         except asyncio.CancelledError:
             # The server is stopping and has waited long enough. The client may send the same again.
             raise HTTPException(503, "the receiver is stopping", _LATER) from None
+        finally:
+            self._held -= len(body)
 
-    async def _body(self, request: Request) -> bytes:
+    async def _receive(self, request: Request, body: bytearray) -> None:
+        """Fill `body`; what is in it counts as held."""
         too_large = HTTPException(413, f"the body is larger than {self._max_body:,} bytes; send smaller batches")
         told = request.headers.get("content-length", "")
         if told.isdecimal() and int(told) > self._max_body:
             raise too_large
-        body = bytearray()
         try:
             async with asyncio.timeout(READ_SECONDS):
                 async for chunk in request.stream():
                     body += chunk
+                    self._held += len(chunk)
                     if len(body) > self._max_body:
                         raise too_large
+                    if self._held > self._max_held:
+                        raise HTTPException(503, "there is no room for more bodies; send it again later", _LATER)
         except TimeoutError:
             raise HTTPException(408, f"the body did not arrive within {READ_SECONDS:g} seconds") from None
         except ClientDisconnect:
             raise HTTPException(400, "the client went away before its body had arrived") from None
-        return bytes(body)
 
     async def _take(self, body: bytes, packing: str, encoding: Encoding) -> Response:
         loop = asyncio.get_running_loop()
@@ -110,9 +126,9 @@ class Service:
             if rows.accepted:
                 await self._store(rows.accepted)
         except UndecodableError as error:
-            return _refusal(400, str(error), encoding)
+            raise HTTPException(400, str(error)) from error
         except TooLargeError as error:
-            return _refusal(413, f"{error}; send smaller batches", encoding)
+            raise HTTPException(413, f"{error}; send smaller batches") from error
         except ReceiverError as error:
             # Said once and not for every request of every client that tries again.
             if not self._failing:
@@ -151,6 +167,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
     why = error.detail
     if error.status_code == 404:
         why = f"there is nothing at {request.url.path}: traces are received at {PATH}, metrics and logs are not"
+    elif error.status_code != 405:
+        # These were spans, and not every client says that they are lost.
+        sender = request.client.host if request.client else "a client"
+        log.warning("what %s sent was answered with %d: %s", sender, error.status_code, why[:_TOLD_CHARACTERS])
     try:
         encoding = _encoding_of(request)
     except HTTPException:

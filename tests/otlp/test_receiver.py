@@ -7,6 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -14,6 +16,8 @@ import pytest
 
 from flywheel.errors import ReceiverError
 from flywheel.otlp import Receiver, inbox_path
+from flywheel.otlp.inbox import Row
+from flywheel.otlp.service import READ_SECONDS, Service
 from tests.otlp.exporting import PROTOBUF, ids, request, span
 from tests.studio.reading import read_all
 
@@ -86,6 +90,49 @@ async def test_ipv6(tmp_path: Path) -> None:
     await receiver.stop()
 
 
+async def test_clients_that_stall_in_their_bodies_keep_nobody_waiting(inbox: Path, receiver: Receiver) -> None:
+    url = httpx.URL(receiver.url)
+    assert url.host and url.port
+    stalled = [await asyncio.open_connection(url.host, url.port) for _ in range(20)]
+    for _, writer in stalled:
+        writer.write(head(len(GOOD)) + GOOD[:10])
+        await writer.drain()
+    while len(receiver._server.server_state.tasks) < len(stalled):  # type: ignore[union-attr]
+        await asyncio.sleep(0.05)
+    async with asyncio.timeout(READ_SECONDS / 2):
+        assert (await post(receiver)).status_code == 200
+    assert ids(inbox) == [1]
+    for _, writer in stalled:
+        writer.close()
+
+
+async def test_what_there_is_no_room_for_may_be_sent_again() -> None:
+    kept: list[Row] = []
+
+    async def store(rows: Sequence[Row]) -> None:
+        kept.extend(rows)
+
+    go_on = asyncio.Event()
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield GOOD[:-1]
+        await go_on.wait()
+        yield GOOD[-1:]
+
+    with ThreadPoolExecutor(1) as thread:
+        app = Service(store, thread, max_held=len(GOOD) * 3 // 2).app
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
+            first = asyncio.create_task(client.post("/v1/traces", content=slowly(), headers=PROTOBUF))
+            await asyncio.sleep(0.1)
+            refused = await client.post("/v1/traces", content=GOOD, headers=PROTOBUF)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+            go_on.set()
+            assert (await first).status_code == 200
+            for _ in range(3):
+                assert (await client.post("/v1/traces", content=GOOD, headers=PROTOBUF)).status_code == 200
+    assert len(kept) == 4
+
+
 async def test_stopping_finishes_the_request_in_flight_and_frees_the_port(inbox: Path) -> None:
     receiver = Receiver("127.0.0.1:0", inbox)
     await receiver.start()
@@ -145,8 +192,9 @@ def test_a_daemon_without_a_receiver_loads_no_web_server() -> None:
 
 def test_each_address_has_an_inbox_of_its_own(tmp_path: Path) -> None:
     assert inbox_path(tmp_path, "127.0.0.1:4318") == tmp_path / "otlp" / "127.0.0.1-4318.sqlite"
-    assert inbox_path(tmp_path, "[::1]:4318").parent == tmp_path / "otlp"
     assert inbox_path(tmp_path, "../../x:1").parent == tmp_path / "otlp"
+    others = ["[::1]:4318", "[1::]:4318", "[::1:4318]:1", "1:4318", "my-host:1", "my_host:1", "localhost:4318"]
+    assert len({inbox_path(tmp_path, listen) for listen in others}) == len(others)
 
 
 def head(length: int) -> bytes:
