@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 import zlib
 from collections.abc import Iterator
 from enum import StrEnum
@@ -25,6 +26,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 
 WINDOWS: Final = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 """The content encodings that are understood, each with the window that tells zlib its framing."""
+_PIECE: Final = 4096
 _NESTING: Final = 100
 _IDS: Final = ("traceId", "spanId", "parentSpanId", "trace_id", "span_id", "parent_span_id")
 
@@ -47,19 +49,22 @@ def inflated(body: bytes, content_encoding: str, limit: int) -> bytes:
     if content_encoding not in WINDOWS:
         return body
     whole = bytearray()
-    rest = body
+    stream = zlib.decompressobj(WINDOWS[content_encoding])
     try:
-        # A gzip body may be several members one after the other.
-        while rest:
-            stream = zlib.decompressobj(WINDOWS[content_encoding])
-            whole += stream.decompress(rest, limit + 1 - len(whole))
-            if len(whole) > limit:
-                raise TooLargeError(f"the body unpacks to more than {limit:,} bytes")
-            if not stream.eof:
-                raise UndecodableError(f"the {content_encoding} body is cut off")
-            rest = stream.unused_data
+        # A piece at a time: what is behind the end of one of several gzip members is copied for each of them.
+        for start in range(0, len(body), _PIECE):
+            rest = body[start : start + _PIECE]
+            while rest:
+                if stream.eof:
+                    stream = zlib.decompressobj(WINDOWS[content_encoding])
+                whole += stream.decompress(rest, limit + 1 - len(whole))
+                if len(whole) > limit:
+                    raise TooLargeError(f"the body unpacks to more than {limit:,} bytes")
+                rest = stream.unused_data
     except zlib.error as error:
         raise UndecodableError(f"the body is not {content_encoding}: {error}") from error
+    if body and not stream.eof:
+        raise UndecodableError(f"the {content_encoding} body is cut off")
     return bytes(whole)
 
 
@@ -70,7 +75,7 @@ def request_of(body: bytes, encoding: Encoding) -> ExportTraceServiceRequest:
         if encoding is Encoding.PROTOBUF:
             request.ParseFromString(body)
         else:
-            value = orjson.loads(body)
+            value = _json(body)
             if not isinstance(value, dict):
                 raise UndecodableError(f"the body is a JSON {type(value).__name__}, not an object")
             for holder in _id_holders(value):
@@ -79,6 +84,18 @@ def request_of(body: bytes, encoding: Encoding) -> ExportTraceServiceRequest:
     except (DecodeError, ParseError, orjson.JSONDecodeError) as error:
         raise UndecodableError(f"the body is not an ExportTraceServiceRequest: {error}") from error
     return request
+
+
+def _json(body: bytes) -> Any:
+    """Lone surrogates, which a text cut within an emoji ends in, become `?`, as they do everywhere."""
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as refused:
+        try:
+            whole = json.dumps(json.loads(body), ensure_ascii=False).encode("utf-8", "replace")
+            return orjson.loads(whole)
+        except (ValueError, RecursionError):
+            raise refused from None
 
 
 def _id_holders(value: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -83,7 +83,7 @@ def _row(span: Span, resource: dict[str, Any], scope: dict[str, Any]) -> Row:
         "spanId": span_id,
         "traceState": span.trace_state,
         "parentSpanId": _identifier(span.parent_span_id, _SPAN_ID_BYTES, "parent span id")
-        if span.parent_span_id
+        if any(span.parent_span_id)  # all zero is how some write that there is none
         else "",
         "flags": span.flags,
         "name": span.name,

@@ -16,6 +16,7 @@ from google.rpc.status_pb2 import Status
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
 from flywheel.otlp import service
+from flywheel.otlp.messages import TooLargeError, UndecodableError, inflated
 from tests.otlp.exporting import BEGAN, JSON, PROTOBUF, ids, request, span, stored
 
 GOOD = request(span(1)).SerializeToString()
@@ -70,7 +71,7 @@ def nested(levels: int) -> dict[str, Any]:
     ],
 )
 async def test_a_body_that_cannot_be_decoded_is_a_400(
-    client: httpx.AsyncClient, inbox: Path, body: bytes, headers: dict[str, str]
+    client: httpx.AsyncClient, inbox: Path, caplog: pytest.LogCaptureFixture, body: bytes, headers: dict[str, str]
 ) -> None:
     answer = await client.post("/v1/traces", content=body, headers=headers)
     assert answer.status_code == 400
@@ -79,6 +80,8 @@ async def test_a_body_that_cannot_be_decoded_is_a_400(
     assert code == code_pb2.INVALID_ARGUMENT
     assert message
     assert ids(inbox) == []
+    (told,) = [record.getMessage() for record in caplog.records if record.name == "flywheel.otlp.service"]
+    assert told == f"what 127.0.0.1 sent was answered with 400: {message}"[: len(told)]
 
 
 @pytest.mark.parametrize(
@@ -170,6 +173,53 @@ async def test_json_by_hand(client: httpx.AsyncClient, inbox: Path) -> None:
     assert (row["inputTokens"], row["outputTokens"], row["totalTokens"]) == (12, 3, 15)
     assert json.loads(row["links"])[0]["spanId"] == "0b" * 8
     assert row["conversationId"] == "unknown"
+
+
+async def test_half_an_emoji_costs_no_span(client: httpx.AsyncClient, inbox: Path) -> None:
+    cut = json_span(spanId="0b" * 8, attributes=[{"key": "said", "value": {"stringValue": "so \ud83d"}}])
+    answer = await client.post("/v1/traces", content=json_body(json_span(), cut), headers=JSON)
+    assert (answer.status_code, answer.json()) == (200, {})
+    whole, other = stored(inbox)
+    assert whole["id"] == "eee19b7ec3c1b174"
+    assert json.loads(other["attributes"]) == {"said": "so ?"}
+
+
+async def test_a_parent_of_zeros_is_no_parent(client: httpx.AsyncClient, inbox: Path) -> None:
+    root = span(1)
+    root.parent_span_id = bytes(8)
+    body = request(root).SerializeToString()
+    assert (await client.post("/v1/traces", content=body, headers=PROTOBUF)).content == b""
+    answer = await client.post("/v1/traces", content=json_body(json_span(parentSpanId="0" * 16)), headers=JSON)
+    assert answer.json() == {}
+    assert [row["parentSpanId"] for row in stored(inbox)] == ["", ""]
+
+
+def test_a_body_of_many_members_is_unpacked_in_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    handed = 0
+    make = zlib.decompressobj
+
+    class Counting:
+        def __init__(self, window: int) -> None:
+            self._stream = make(window)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._stream, name)
+
+        def decompress(self, data: bytes, most: int) -> bytes:
+            nonlocal handed
+            handed += len(data)
+            return self._stream.decompress(data, most)
+
+    monkeypatch.setattr(zlib, "decompressobj", Counting)
+    for members in (1_000, 10_000):
+        body = gzip.compress(b"") * members + gzip.compress(b"the end")
+        handed = 0
+        assert inflated(body, "gzip", 7) == b"the end"
+        assert handed < 200 * len(body)
+        with pytest.raises(TooLargeError):
+            inflated(body, "gzip", 6)
+        with pytest.raises(UndecodableError, match="cut off"):
+            inflated(body[:-1], "gzip", 7)
 
 
 @pytest.mark.parametrize("packed", [gzip.compress(GOOD[:20]) + gzip.compress(GOOD[20:]), zlib.compress(GOOD)])
