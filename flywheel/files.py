@@ -98,16 +98,27 @@ def append_lines(path: Path, lines: Sequence[bytes]) -> int:
     return len(lines)
 
 
-def last_lines(file: BinaryIO, count: int) -> list[bytes]:
-    """The last lines of a file, at most `count`, without reading all that is before them."""
-    end = file.seek(0, os.SEEK_END)
-    tail = b""
-    while end > 0 and tail.count(b"\n") <= count:
-        start = max(0, end - (1 << 20))
+def last_lines(file: BinaryIO, count: int) -> Iterator[bytes]:
+    """The last lines of a file that have their end, at most `count`, one at a time; nothing before them is kept."""
+    begin = file.seek(0, os.SEEK_END)
+    ends = 0
+    block = b""
+    while begin > 0 and ends <= count:
+        start = max(0, begin - _BLOCK)
         file.seek(start)
-        tail = file.read(end - start) + tail
-        end = start
-    return [line + b"\n" for line in tail.split(b"\n")[:-1]][-count:]
+        block = file.read(begin - start)
+        begin = start
+        ends += block.count(b"\n")
+    place = -1
+    for _ in range(ends - count):
+        # The lines before are in the block that was read last: without it there were not enough.
+        place = block.find(b"\n", place + 1)
+    file.seek(begin + place + 1)
+    for _ in range(min(ends, count)):
+        yield file.readline()
+
+
+_BLOCK: Final = 1 << 20
 
 
 def torn_line(file: BinaryIO) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import stat
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flywheel import files
 from flywheel.files import append_jsonl, cut_torn_line, expanded, json_line, tree_sha256, write_atomic
 
 json_values = st.recursive(
@@ -38,6 +40,36 @@ def test_only_the_torn_line_is_cut(tmp_path: Path, whole: int, torn: bytes) -> N
     assert cut_torn_line(path) == len(torn)
     assert [json.loads(line)["n"] for line in path.read_bytes().splitlines()] == list(range(whole))
     assert cut_torn_line(path) == 0
+
+
+@pytest.mark.parametrize("block", [1, 2, 7, 1 << 20])
+@given(
+    lines=st.lists(st.binary(max_size=9).map(lambda line: line.replace(b"\n", b"")), max_size=9), torn=st.booleans()
+)
+def test_the_last_lines_are_those_of_the_whole_file(lines: list[bytes], torn: bool, block: int) -> None:
+    ended = [line + b"\n" for line in lines]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "_BLOCK", block)
+        for count in (0, 1, 3, 20):
+            file = io.BytesIO(b"".join(ended) + b"torn" * torn)
+            assert list(files.last_lines(file, count)) == (ended[-count:] if count else [])
+
+
+def test_long_last_lines_are_read_once_each(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(b"".join(b"%d" % n * 3_000_000 + b"\n" for n in range(9)))
+    read = 0
+
+    class Counted(io.FileIO):
+        def read(self, size: int | None = -1) -> bytes:
+            nonlocal read
+            found = super().read(size)
+            read += len(found)
+            return found
+
+    with Counted(path) as file:
+        assert [line[:1] for line in files.last_lines(file, 6)] == [b"3", b"4", b"5", b"6", b"7", b"8"]
+    assert read <= 2 * path.stat().st_size
 
 
 def test_an_atomic_write_leaves_nothing_beside_it(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ LONG_ROWS: Final = 4_000
 AHEAD: Final = 8
 """Steps that are read ahead of what is stored."""
 TOGETHER: Final = 8
-"""Steps that are stored in one transaction: each changes most pages of the ledger's indexes once, however long it is."""
+"""Steps that are stored in one transaction: it changes most pages of the indexes once, however long it is."""
 ENOUGH: Final = 2
 """With so many steps to convert, the process is busy for as long as converting another one takes."""
 RECENT_ROWS = 5_000

@@ -11,17 +11,18 @@ number of the last one: a mark at each task would write every page of the state 
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import BinaryIO, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import orjson
-from sqlalchemy import Connection, LargeBinary, bindparam, cast, select
+from sqlalchemy import Connection, CursorResult, LargeBinary, bindparam, cast, select
 
 from flywheel.errors import StoreError
 from flywheel.files import append_lines, cut_torn_line, last_lines, torn_line
-from flywheel.store.bulk import CHUNK, chunks, spelled
+from flywheel.store.bulk import CHUNK, spelled
 from flywheel.store.database import Store
 from flywheel.store.funnel import note, noted
 from flywheel.store.schema import replies, tasks
@@ -29,6 +30,8 @@ from flywheel.store.schema import replies, tasks
 _TASKS: Final = select(tasks.c.id, tasks.c.key, cast(tasks.c.payload, LargeBinary)).order_by(tasks.c.id)
 _UNMARKED: Final = spelled(_TASKS.where(tasks.c.id > bindparam("done")).limit(bindparam("most")))
 _MARK: Final = "exported_to"
+PAGE_BYTES: Final = 16 * 1024 * 1024
+"""Of lines that are written at once; a longer one alone."""
 _KEY: Final = b'{"task_id":"'
 _BEGINNING: Final = re.compile(re.escape(_KEY) + rb'(?:[^"\\]|\\.)*+(?P<rest>.*)', re.DOTALL)
 _REST: Final = b'","main_query":"'
@@ -71,9 +74,10 @@ async def export_sources(store: Store, path: Path, sources: Sequence[int]) -> in
     there = _mended(path, _every)
     ids = await store.read(_of_sources, sources)
     written = 0
-    for page in chunks(ids):
-        rows = await store.read(_rows, page)
+    while ids:
+        rows = await store.read(_rows, ids[:CHUNK])
         written += _append(path, [row.line + b"\n" for row in rows if row.key not in there])
+        ids = ids[len(rows) :]
     return written
 
 
@@ -182,13 +186,26 @@ def exported_to(conn: Connection) -> int:
 
 def _unmarked(conn: Connection) -> list[_Row]:
     """The first tasks that are not marked; at most as many as the file's end is searched for."""
-    return [_Row(*row) for row in conn.exec_driver_sql(_UNMARKED, (exported_to(conn), CHUNK, 0))]
+    return _page(conn.exec_driver_sql(_UNMARKED, (exported_to(conn), CHUNK, 0)))
+
+
+def _page(rows: CursorResult[*tuple[Any, ...]]) -> list[_Row]:
+    """The first rows, as far as they can be held in memory; one at least, if there is one."""
+    page: list[_Row] = []
+    size = 0
+    with contextlib.closing(rows):
+        for number, key, line in rows:
+            page.append(_Row(number, key, line))
+            size += len(line)
+            if size > PAGE_BYTES:
+                break
+    return page
 
 
 def _mark(conn: Connection, rows: Sequence[_Row]) -> list[_Row]:
     """Mark these as exported; those to go on with."""
     note(conn, _MARK, str(rows[-1].id))
-    return _unmarked(conn) if len(rows) == CHUNK else []
+    return _unmarked(conn)
 
 
 def _of_sources(conn: Connection, sources: Sequence[int]) -> list[int]:
@@ -197,4 +214,4 @@ def _of_sources(conn: Connection, sources: Sequence[int]) -> list[int]:
 
 
 def _rows(conn: Connection, ids: Sequence[int]) -> list[_Row]:
-    return [_Row(*row) for row in conn.execute(_TASKS.where(tasks.c.id.in_(ids)))]
+    return _page(conn.execute(_TASKS.where(tasks.c.id.in_(ids))))

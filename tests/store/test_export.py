@@ -56,6 +56,26 @@ async def test_every_task_is_a_line_once_and_in_order(store: Store, tmp_path: Pa
     assert await store.read(waiting) == 0
 
 
+async def test_long_lines_are_written_a_few_at_a_time(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "PAGE_BYTES", 4000)
+    sizes: list[int] = []
+    append = export.append_lines
+
+    def counted(path: Path, lines: list[bytes]) -> int:
+        sizes.append(len(lines))
+        return append(path, lines)
+
+    monkeypatch.setattr(export, "append_lines", counted)
+    await store.write(put, 0, 100)
+    assert await TaskFile(tmp_path / "tasks.jsonl").follow(store) == 100
+    assert max(sizes) < 20 and sum(sizes) == 100
+    source = await store.read(ledger.source_id, "/a")
+    assert await export.export_sources(store, tmp_path / "other.jsonl", [source]) == 100
+    assert written(tmp_path / "tasks.jsonl") == written(tmp_path / "other.jsonl") == await store.read(keys)
+
+
 @pytest.mark.parametrize("anew", [True, False])
 @pytest.mark.parametrize("pages", [1, 2])
 async def test_what_was_appended_and_not_marked_is_not_appended_again(
