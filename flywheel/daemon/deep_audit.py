@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flywheel.batch import Batch
 from flywheel.config import Config
 from flywheel.daemon.audit_findings import Compared, TaskFile
 from flywheel.daemon.ingestion import Ingestion
+from flywheel.daemon.lines_feed import named
 from flywheel.daemon.task_file_audit import compare_task_file
 from flywheel.errors import SourceError
 from flywheel.lines.file import is_listed
+from flywheel.lines.names import Names
 from flywheel.lines.reader import LinesReader
 from flywheel.states import ReplyState
 from flywheel.store import holdings
@@ -192,12 +194,17 @@ class _Lines:
             return
         source = await self._store.read(holdings.known_source, str(found.path))
         before = await self._store.read(holdings.numbers_of, source) if source is not None else set()
-        lines = await self._lines(Cursor())
+        lines, renamed = await self._lines(source, Cursor())
         if source is None:
             found.not_read_yet = len(lines)
             return
-        held = await self._store.read(holdings.holdings, source, [], list(lines))
-        unread = await self._lines(held.cursor)
+        held = await self._store.read(holdings.holdings, source, [], [*lines, *renamed.values()])
+        for name, own in renamed.items():
+            if name not in held.replies and own not in lines:
+                # Nobody else has its id now: it is the line that was told by it, and says something else.
+                lines[own] = lines.pop(name)
+        held = replace(held, replies={name: reply for name, reply in held.replies.items() if name in lines})
+        unread, _ = await self._lines(source, held.cursor)
         absent = [name for name in lines if name not in held.replies and name not in unread]
         found.in_ledger = sum(name in held.replies for name in lines)
         found.not_read_yet = len(lines) - found.in_ledger - len(absent)
@@ -207,15 +214,26 @@ class _Lines:
         ]
         found.gone = len(before - {reply.number for reply in held.replies.values()})
 
-    async def _lines(self, cursor: Cursor) -> dict[str, int | None]:
-        """What a pass from the cursor on would bring: how each task reads, None for a line that is none."""
+    async def _lines(self, source: int | None, cursor: Cursor) -> tuple[dict[str, int | None], dict[str, str]]:
+        """What a pass from the cursor on would bring: how each task reads, None for a line that is none.
+
+        And the own ids of those that go by another name.
+        """
         found: dict[str, int | None] = {}
+        renamed: dict[str, str] = {}
+        names = Names()
         reader = LinesReader(self._found.path)
         try:
             batches: Iterator[Batch] = reader.read(cursor, final=True)
             while (batch := await asyncio.to_thread(next, batches, None)) is not None:
                 found |= {row.span_id: None for row in batch.dead}
-                found |= {entry.span_id: entry.content for entry in batch.entries}
+                entries = await self._store.read(named, source or 0, names, batch.entries)
+                found |= {entry.span_id: entry.content for entry in entries}
+                renamed |= {
+                    entry.key: own.key
+                    for entry, own in zip(entries, batch.entries, strict=True)
+                    if entry.key != own.key
+                }
         finally:
             reader.close()
-        return found
+        return found, renamed

@@ -73,7 +73,9 @@ class Ingestion:
                     found = await intake.look_back(whole=sweep, at_leisure=False)
                     # Traces that were found to be open are waited for by a pass.
                     again = await intake.read(final=final, stop=stop)
-                    report = replace(again, new=report.new + found.new_tasks + again.new)
+                    warnings = tuple(dict.fromkeys((*report.warnings, *again.warnings)))
+                    new = report.new + found.new_tasks + again.new
+                    report = replace(again, new=new, warnings=warnings)
                 return report
 
         done = asyncio.Event()

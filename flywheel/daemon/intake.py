@@ -13,6 +13,7 @@ from typing import Any, Final, Protocol
 
 from flywheel.batch import Batch
 from flywheel.config import IngestSettings
+from flywheel.daemon import lines_feed
 from flywheel.daemon.redaction import redacted
 from flywheel.daemon.studio_feed import Progress, StudioFeed
 from flywheel.errors import FlywheelError, SourceError, StoreError
@@ -186,7 +187,7 @@ class Intake:
         if self._redact is not None:
             batch = await asyncio.to_thread(redacted, batch, self._redact)
         recorded = await self._store.write(
-            ledger.record_batch,
+            lines_feed.record if self.feed.type == "jsonl" else ledger.record_batch,
             await self._source(),
             batch,
             train_ratio=self._settings.train_ratio,

@@ -5,13 +5,37 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
-from flywheel.batch import Batch
+from msgspec.structs import replace
+from sqlalchemy import Connection
+
+from flywheel.batch import Batch, Entry
 from flywheel.daemon.studio_feed import Progress
 from flywheel.lines.file import is_listed
+from flywheel.lines.names import Names
 from flywheel.lines.reader import LinesReader
+from flywheel.store import ledger, tellers
+from flywheel.store.ledger import Recorded
 from flywheel.trace import Cursor
+
+
+def record(conn: Connection, source: int, batch: Batch, *, train_ratio: float, split_seed: int) -> Recorded:
+    """Store one batch of lines by names that tell them apart, in the caller's transaction."""
+    entries = named(conn, source, Names(), batch.entries)
+    warnings = batch.warnings
+    if any(entry.key != before.key for entry, before in zip(entries, batch.entries, strict=True)):
+        # The same words for every batch: they are told once.
+        warnings += ("some lines have the task_id of another task: each is a task of its own, named by a hash",)
+    apart = replace(batch, entries=entries, warnings=warnings)
+    return ledger.record_batch(conn, source, apart, train_ratio=train_ratio, split_seed=split_seed)
+
+
+def named(conn: Connection, source: int, names: Names, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """The entries by the names that they have in the ledger, or will have."""
+    known = tellers.told(conn, source, [entry.key for entry in entries])
+    return names.given(entries, known, partial(tellers.line_of, conn))
 
 
 class LinesFeed:

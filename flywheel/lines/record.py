@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import orjson
 import xxhash
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from flywheel.batch import Entry, entry_of, line_bytes
 from flywheel.lines.description import (
@@ -48,6 +48,12 @@ NO_ID: Final = frozenset({"no_id"})
 MAX_ID: Final = 200
 
 
+class LineEntry(Entry, frozen=True, gc=False):
+    """A line's entry, by the line's own id; `otherwise` is the key that it has where its id tells nothing apart."""
+
+    otherwise: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class _Asked:
     """The dialogue of a line, put together from all its keys; `request` is what the agent itself was handed."""
@@ -60,7 +66,7 @@ class _Asked:
     trajectory: tuple[ChatMessage, ...]
 
 
-def entry_of_line(text: bytes, source: Path, now: datetime) -> Entry:
+def entry_of_line(text: bytes, source: Path, now: datetime) -> LineEntry:
     """The task that a line holds, or why it is none. Raises LineError.
 
     The same line is the same task whenever and wherever it is read; `now` is the time of one that has none.
@@ -70,8 +76,8 @@ def entry_of_line(text: bytes, source: Path, now: datetime) -> Entry:
     metadata = _object(line, "metadata")
     asked = _asked(line, metadata)
     skip, detail = _skip(asked)
-    own = _own_id(line)
-    key = own or _id({"line": xxhash.xxh3_128_hexdigest(text.strip())} if skip else _identifying(asked))
+    otherwise = _id({"line": xxhash.xxh3_128_hexdigest(text.strip())} if skip else _identifying(asked))
+    key = _own_id(line) or otherwise
     conversation = conversation_of(metadata)
     # Several answers to one question are on one side of the split.
     trace = text_of(metadata, "trace_id") or _id([asked.query, asked.history])
@@ -105,7 +111,7 @@ def entry_of_line(text: bytes, source: Path, now: datetime) -> Entry:
     task: dict[str, Any] = Task(key, Split.TRAIN, str(source), reply).line()
     if isinstance(line.get("env_type"), str):
         task["env_type"] = line["env_type"]
-    return replace(
+    entry = replace(
         entry_of(reply, str(source)),
         key=key,
         line=b"" if skip else line_bytes(task),
@@ -113,6 +119,7 @@ def entry_of_line(text: bytes, source: Path, now: datetime) -> Entry:
         # A line is whole: what it does not say came before it is not looked for.
         linked=False,
     )
+    return LineEntry(**asdict(entry), otherwise=otherwise)
 
 
 def _parsed(text: bytes) -> dict[str, Any]:

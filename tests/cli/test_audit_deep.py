@@ -86,6 +86,27 @@ def test_a_reply_that_the_ledger_has_lost_is_missing(flywheel: Run, ingested: Pa
     assert any("line-3" in problem for problem in found["problems"])
 
 
+def test_lines_that_share_an_id_are_all_in_the_ledger_and_an_edited_one_has_changed(
+    flywheel: Run, ingested: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "lines.jsonl"
+    same = [{"task_id": "line-1", "main_query": f"Another {n}?", "answer": "x"} for n in range(3)]
+    with path.open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in same)
+    found = deep(flywheel, ingested, code=0)["sources"][1]
+    assert (found["in_ledger"], found["not_read_yet"]) == (len(LINES), 3)
+    assert flywheel("ingest", "-c", ingested).code == 0
+    found = deep(flywheel, ingested, code=0)["sources"][1]
+    assert (found["in_ledger"], found["not_read_yet"], found["changed"]) == (len(LINES) + 3, 0, 0)
+    text = path.read_text()
+    path.write_text(text.replace("What is 2 + 1?", "What is 9 + 1?"))
+    found = deep(flywheel, ingested, code=1)["sources"][1]
+    assert (found["in_ledger"], found["changed"], found["missing"], found["gone"]) == (len(LINES) + 3, 1, 0, 0)
+    path.write_text(text.replace("Another 1?", "Another 9?"))
+    found = deep(flywheel, ingested, code=1)["sources"][1]
+    assert (found["missing"], found["gone"]) == (1, 1)
+
+
 def test_a_reply_that_was_changed_in_place_reads_otherwise_until_it_is_swept(
     flywheel: Run, ingested: Path, studio: Path
 ) -> None:

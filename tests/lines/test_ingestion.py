@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, update
 
 from flywheel.config import Config, parse
 from flywheel.daemon.ingestion import Ingestion
 from flywheel.daemon.intake import SourceReport
 from flywheel.store import audit
 from flywheel.store.database import Store
-from flywheel.store.schema import tasks
+from flywheel.store.schema import replies, tasks
 from tests.lines.reading import line
 from tests.samples import reply
 
@@ -134,3 +134,131 @@ async def test_answers_to_one_question_are_on_one_side(tmp_path: Path, conversat
     assert len(found) == 60
     assert all(len(side) == 1 for side in sides.values())
     assert len(set.union(*sides.values())) == 2
+
+
+def told(own: str, question: str, answer: str | None = "a", **more: Any) -> dict[str, Any]:
+    return {"task_id": own, "question": question, "answer": answer, **more}
+
+
+def write(path: Path, *lines: dict[str, Any]) -> None:
+    path.write_text("".join(json.dumps(each) + "\n" for each in lines))
+
+
+def add(path: Path, *lines: dict[str, Any]) -> None:
+    with path.open("a") as out:
+        out.writelines(json.dumps(each) + "\n" for each in lines)
+
+
+def asked(tmp_path: Path) -> dict[str, str]:
+    """The exported questions and answers by their ids."""
+    return {task["task_id"]: f"{task['question']} {task['answer']}" for task in exported(tmp_path)}
+
+
+async def test_two_files_that_number_their_tasks_alike_lose_none(tmp_path: Path) -> None:
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    for name in ("gsm", "law"):
+        write(folder / f"{name}.jsonl", *(told(str(n), f"{name} {n}") for n in (1, 2, 3)))
+    reports = await ingest(tmp_path, folder)
+    assert sum(report.new for report in reports) == 6
+    assert [len(report.warnings) for report in reports].count(1) == 1
+    found = asked(tmp_path)
+    assert sorted(found.values()) == sorted(f"{name} {n} a" for name in ("gsm", "law") for n in (1, 2, 3))
+    assert {"1", "2", "3"} < set(found)
+    # The same again, from the beginning and in other places, is nothing new.
+    for name in ("gsm", "law"):
+        text = (folder / f"{name}.jsonl").read_text()
+        (folder / f"{name}.jsonl").unlink()
+        (folder / f"again-{name}.jsonl").write_text(text)
+    assert [report.new for report in await ingest(tmp_path, folder)] == [0, 0]
+    assert asked(tmp_path) == found
+
+
+@pytest.mark.parametrize("answers", ["a", "ab"])
+async def test_an_id_on_many_lines_of_a_file_loses_none(tmp_path: Path, answers: str) -> None:
+    path = tmp_path / "tasks.jsonl"
+    lines = [told("math", f"q{n}", answer) for n in range(700) for answer in answers]
+    write(path, *lines)
+    [report] = await ingest(tmp_path, path)
+    assert (report.new, report.counts.replies) == (len(lines), len(lines))
+    assert report.warnings == (
+        "some lines have the task_id of another task: each is a task of its own, named by a hash",
+    )
+    assert asked(tmp_path)["math"] == "q0 a"
+    add(path, told("math", "another"), told("math", "q1"))
+    assert [report.new for report in await ingest(tmp_path, path)] == [1]
+    write(path, *reversed(lines))
+    assert [report.new for report in await ingest(tmp_path, path)] == [0]
+    assert len(exported(tmp_path)) == len(lines) + 1
+
+
+async def test_a_line_with_the_same_to_say_is_the_same_task_whatever_is_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    write(path, told("x", "q"), told("x", "q", metadata={"model": "m"}))
+    [report] = await ingest(tmp_path, path)
+    assert (report.new, report.counts.replies, report.warnings) == (1, 1, ())
+    add(path, told("x", "q", metadata={"model": "n"}), told("x", "q"))
+    [report] = await ingest(tmp_path, path)
+    assert (report.new, report.counts.replies, report.warnings) == (0, 1, ())
+
+
+async def test_an_edited_line_is_another_task_and_the_earlier_one_stays(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    write(path, told("x", "q", "wrong"), told("y", "r"))
+    await ingest(tmp_path, path)
+    write(path, told("x", "q", "right"), told("y", "r"))
+    for new in (1, 0):
+        assert [report.new for report in await ingest(tmp_path, path)] == [new]
+    found = asked(tmp_path)
+    assert (found.pop("x"), found.pop("y")) == ("q wrong", "r a")
+    assert list(found.values()) == ["q right"]
+
+
+async def test_a_line_without_an_answer_takes_no_task_away_and_may_get_one(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    write(path, told("x", "q"), told("x", "other", None), told("y", "r", None))
+    [report] = await ingest(tmp_path, path)
+    assert (report.counts.tasks, dict(report.counts.skipped)) == (1, {"no_answer": 2})
+    add(path, told("x", "third", None), told("y", "r"))
+    [report] = await ingest(tmp_path, path)
+    assert (report.counts.tasks, dict(report.counts.skipped)) == (2, {"no_answer": 2})
+    assert asked(tmp_path) == {"x": "q a", "y": "r a"}
+
+
+async def test_an_older_state_gets_no_doubles_and_what_it_lost(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    write(path, told("x", "q1"), told("y", "r"))
+    await ingest(tmp_path, path)
+    store = await Store.open(tmp_path / "state")
+    await store.write(lambda conn: conn.execute(update(replies).values(content=None)))
+    await store.close()
+    write(path, told("x", "q1"), told("x", "q2"), told("y", "r"))
+    assert [report.new for report in await ingest(tmp_path, path)] == [1]
+    assert sorted(asked(tmp_path).values()) == ["q1 a", "q2 a", "r a"]
+
+
+async def test_redaction_keeps_lines_the_same(tmp_path: Path) -> None:
+    chain = tmp_path / "chain.yaml"
+    chain.write_text(
+        json.dumps({"id": "c", "filters": [{"type": "pii", "params": {"action": "redact", "kinds": ["email"]}}]})
+    )
+    path = tmp_path / "tasks.jsonl"
+    lines = [told("x", "mail a@example.org"), told("x", "mail b@example.org please")]
+    write(path, *lines)
+    for chained in (None, chain):
+        settings = parse(
+            {
+                "sources": [{"type": "jsonl", "path": str(path)}],
+                "state": {"dir": "state"},
+                **({"filter": {"chain": str(chained)}} if chained else {}),
+            },
+            "test",
+            tmp_path,
+        )
+        store = await Store.open(settings.state_dir)
+        ingestion = Ingestion(store, settings)
+        [report] = await ingestion.run(final=True)
+        await ingestion.close()
+        await store.close()
+        assert report.new == (0 if chained else 2)
+        write(path, {**lines[1]}, lines[0])
