@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async
-from flywheel.cli.state import look_at
+from flywheel.cli.state import absence, ask
 from flywheel.config import Config
 from flywheel.disarmed import disarmed
 
@@ -70,7 +70,7 @@ def _show(config: Config, ids: list[int], every: bool, as_json: bool) -> None:
         told = [asdict(letter) | history for letter, history in zip(found, histories, strict=True)]
         return told, letters.count(conn)
 
-    found, counts = run_async(look_at(config, look))
+    found, counts = run_async(ask(config, look))
     if as_json:
         print_json({"letters": found, **counts})
         return
@@ -80,6 +80,8 @@ def _show(config: Config, ids: list[int], every: bool, as_json: bool) -> None:
             _print_whole(letter)
     else:
         _print_table(found, counts, every)
+        if missing := absence(config):
+            typer.echo(missing)
 
 
 def _retry(config: Config, ids: list[int] | None, as_json: bool) -> None:

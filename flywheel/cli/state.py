@@ -20,8 +20,11 @@ T = TypeVar("T")
 def absence(config: Config) -> str:
     """That there is no state where it is looked for, and what that can mean; empty where there is one."""
     path = config.state_dir / "state.db"
-    if path.exists():
-        return ""
+    try:
+        if path.exists():
+            return ""
+    except OSError:
+        return ""  # who looks is told why that may not be known
     return (
         f"there is no state at {place(path)}: nothing was read yet, or it is kept elsewhere "
         "(by another configuration, user or $FLYWHEEL_HOME)"
@@ -32,10 +35,9 @@ async def look_at(
     config: Config, look: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs
 ) -> T:
     """What a question to the state answers; on stderr, if there is none. Raises StoreError."""
-    answer = await ask(config, look, *args, **kwargs)
     if missing := absence(config):
         typer.echo(f"flywheel: {missing}", err=True)
-    return answer
+    return await ask(config, look, *args, **kwargs)
 
 
 async def ask(config: Config, look: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:

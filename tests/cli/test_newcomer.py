@@ -80,7 +80,8 @@ def test_a_state_that_is_not_there_is_not_right(flywheel: Run, tmp_path: Path, c
         assert flywheel(*command, "--json", "-c", config).json["no_state"] == ""
 
 
-def test_why_about_a_state_that_is_not_there(flywheel: Run, tmp_path: Path) -> None:
-    ran = flywheel("why", "r0001")
+@pytest.mark.parametrize("command", [["why", "r0001"], ["round", "--debug"]])
+def test_a_question_to_a_state_that_is_not_there(flywheel: Run, command: list[str]) -> None:
+    ran = flywheel(*command)
     assert ran.code == 1
     assert "there is no state" in ran.err
