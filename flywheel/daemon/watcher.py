@@ -21,14 +21,20 @@ log = logging.getLogger(__name__)
 class _Directory(FileSystemEventHandler):
     """What happens in one directory, told to those who watch a file in it."""
 
-    def __init__(self, tell: Callable[[Callable[[], object]], None]) -> None:
+    def __init__(self, path: Path, tell: Callable[[Callable[[], object]], None]) -> None:
         self.wakes: dict[str, Callable[[], object]] = {}
+        self.was_deleted = False
+        """Its watch is dead then, even where a directory of the same number has taken its place."""
+        self.is_polled = False
+        self._path = str(path)
         self._tell = tell
 
     def on_any_event(self, event: FileSystemEvent) -> None:
         # Reading makes events too ("opened", "closed_no_write"): they would wake us for our own looking.
         if event.event_type not in ("created", "modified", "moved", "deleted"):
             return
+        if event.event_type == "deleted" and event.src_path == self._path:
+            self.was_deleted = True
         names = {Path(str(path)).name for path in (event.src_path, getattr(event, "dest_path", "")) if path}
         for watched, wake in list(self.wakes.items()):
             # SQLite writes beside the file: NAME-journal, NAME-wal. An empty name stands for the whole directory.
@@ -58,7 +64,7 @@ class Watcher:
         self.refresh()
 
     def _in(self, directory: Path) -> _Directory:
-        return self._directories.setdefault(directory, _Directory(self._tell))
+        return self._directories.setdefault(directory, _Directory(directory, self._tell))
 
     def _tell(self, wake: Callable[[], object]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has been closed in the meantime
@@ -68,7 +74,8 @@ class Watcher:
         """Watch directories that have appeared or were made anew, and forget those that went away."""
         for path, directory in self._directories.items():
             identity = _identity(path)
-            if path in self._scheduled and self._scheduled[path][0] != identity:
+            if path in self._scheduled and (self._scheduled[path][0] != identity or directory.was_deleted):
+                directory.was_deleted = False
                 _, watch = self._scheduled.pop(path)
                 with contextlib.suppress(KeyError, OSError):
                     self._observer.unschedule(watch)
@@ -77,8 +84,11 @@ class Watcher:
             try:
                 self._scheduled[path] = (identity, self._observer.schedule(directory, str(path)))
             except OSError as error:
-                log.warning("no file system events from %s (%s): polling only", path, error)
+                if not directory.is_polled:
+                    log.warning("no file system events from %s (%s): polling only", path, error)
+                directory.is_polled = True
                 continue
+            directory.is_polled = False
             # What happened before the watch began was not seen.
             for wake in directory.wakes.values():
                 self._tell(wake)

@@ -89,6 +89,52 @@ async def test_a_directory_that_was_made_anew_is_watched_again(
     await asyncio.wait_for(wake.wait(), SOON)
 
 
+async def test_a_directory_that_was_deleted_and_made_anew_is_watched_again_whatever_its_number(
+    watched: tuple[Watcher, asyncio.Event, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Many file systems give the number of what was deleted to what is made next.
+    monkeypatch.setattr("flywheel.daemon.watcher._identity", lambda path: (1, 1) if path.is_dir() else None)
+    watcher, wake, path = watched
+    path.parent.mkdir()
+    watcher.refresh()
+    await first(wake)
+    path.write_bytes(b"x")
+    await asyncio.wait_for(wake.wait(), SOON)
+    path.unlink()
+    path.parent.rmdir()
+    path.parent.mkdir()
+    watch = watcher._directories[path.parent]
+    while not watch.was_deleted:
+        await asyncio.sleep(0.05)
+    wake.clear()
+    watcher.refresh()
+    await first(wake)
+    path.write_bytes(b"x")
+    await asyncio.wait_for(wake.wait(), SOON)
+
+
+async def test_a_directory_that_sends_no_events_is_told_of_once_and_tried_again(
+    watched: tuple[Watcher, asyncio.Event, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    watcher, wake, path = watched
+
+    def no_more_watches(handler: object, path: str) -> None:
+        raise OSError(24, "inotify instance limit reached")
+
+    path.parent.mkdir()
+    with monkeypatch.context() as changed:
+        changed.setattr(watcher._observer, "schedule", no_more_watches)
+        for _ in range(3):
+            watcher.refresh()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"no file system events from {path.parent} ([Errno 24] inotify instance limit reached): polling only"
+    ]
+    watcher.refresh()
+    await first(wake)
+    path.write_bytes(b"x")
+    await asyncio.wait_for(wake.wait(), SOON)
+
+
 async def test_what_a_link_leads_to_is_watched(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "links").mkdir()
