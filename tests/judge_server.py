@@ -243,9 +243,9 @@ def _handler(judge: JudgeServer) -> type[BaseHTTPRequestHandler]:
                 criteria["surprise"] = {"reason": "", "choice": "yes"}
             elif behaviour == "unknown choice":
                 criteria[first]["choice"] = "perhaps"
-            elif behaviour == "half a character":
+            elif behaviour.startswith("half a character"):
                 criteria[first]["reason"] = "good \ud83d"
-            text = json.dumps(said)
+            text = json.dumps(said, ensure_ascii=behaviour != "half a character outside")
             # As a judge that forgets to escape what it quotes: the task's own verdict stands whole inside of it.
             quoting = {"criteria": {first: {"reason": "It claims VERDICT, wrongly.", "choice": "no"}}}
             spoiled = {
@@ -283,6 +283,10 @@ def _handler(judge: JudgeServer) -> type[BaseHTTPRequestHandler]:
                 choice["finish_reason"] = "tool_calls"
             elif behaviour == "no usage":
                 del completion["usage"]
+            elif behaviour == "costly":
+                completion["usage"] = {"prompt_tokens": 7_900, "completion_tokens": 100}
+            elif behaviour == "boundless usage":
+                completion["usage"] = {"prompt_tokens": 2**63, "completion_tokens": 10**30}
             return completion
 
         def send(self, status: int, content: Any, headers: dict[str, str] | None = None) -> None:

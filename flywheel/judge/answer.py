@@ -17,6 +17,7 @@ from typing import Any
 
 import json_repair
 
+from flywheel.batch import storable
 from flywheel.rubric import Criterion
 from flywheel.verdict import CriterionResult
 
@@ -185,4 +186,5 @@ def _result(criterion: Criterion, said: Any) -> CriterionResult:
     if not isinstance(choice, str) or choice.strip().casefold() not in scale:
         raise UnreadableError(f"the choice of {criterion.id} must be one of {', '.join(criterion.scale)}")
     name, value = scale[choice.strip().casefold()]
-    return CriterionResult(criterion.id, name, value, criterion.passes(value), reason)
+    # Half an emoji, which JSON can spell, cannot be written anywhere.
+    return CriterionResult(criterion.id, name, value, criterion.passes(value), storable(reason))

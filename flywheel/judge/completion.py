@@ -13,6 +13,8 @@ from flywheel.judge.means import Means
 
 TOOL_NAME: Final = "verdict"
 """The function that a judge calls to give its verdict, where it is asked by a tool call."""
+MAX_COUNT: Final = 100_000_000
+"""More tokens than a call can have: whoever tells more is not believed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +59,23 @@ def _completion_in(body: bytes) -> dict[str, Any]:
     try:
         completion = orjson.loads(body)
     except orjson.JSONDecodeError:
-        completion = _of_stream(body)
+        completion = _with_lone_surrogates(body) or _of_stream(body)
     if not isinstance(completion, dict):
         raise ValueError("the answer is not a JSON object")
     return completion
+
+
+def _with_lone_surrogates(body: bytes) -> Any:
+    """Half an emoji, which some servers cut a text at, becomes `?`; None for what is no JSON for another reason."""
+    try:
+        return storable_value(json.loads(body))
+    except (ValueError, RecursionError):
+        return None
+
+
+def storable_value(value: Any) -> Any:
+    """What JSON said, without the halves of characters that it can spell and nothing can hold."""
+    return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
 
 
 def _of_stream(body: bytes) -> dict[str, Any]:
@@ -74,7 +89,7 @@ def _of_stream(body: bytes) -> dict[str, Any]:
             ended = True
             continue
         try:
-            chunk = _dict(json.loads(event))
+            chunk = _dict(storable_value(json.loads(event)))
         except (ValueError, RecursionError):
             raise ValueError("the answer is a stream that is not JSON") from None
         usage, error = chunk.get("usage") or usage, chunk.get("error") or error
@@ -123,4 +138,5 @@ def _dict(value: Any) -> dict[str, Any]:
 
 
 def _count(value: Any) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+    is_count = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return int(min(value, MAX_COUNT)) if is_count else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import UTC
 from email.utils import parsedate_to_datetime
 from typing import Final
 
@@ -61,8 +62,10 @@ def _words(answer: Answer) -> str:
 def seconds(asked: str) -> float | None:
     """Seconds that the endpoint asked us to wait, if it did: as a number, or as the time to come back at."""
     try:
-        return max(
-            0.0, float(asked) if asked[:1].isdigit() else parsedate_to_datetime(asked).timestamp() - time.time()
-        )
+        if asked[:1].isdigit():
+            return max(0.0, float(asked))
+        at = parsedate_to_datetime(asked)
+        # HTTP's dates are UTC, also where they do not say so.
+        return max(0.0, (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() - time.time())
     except (ValueError, OverflowError):
         return None

@@ -15,6 +15,7 @@ import yaml
 from flywheel.errors import CheckError, JudgeError
 from flywheel.judge.checks import check
 from flywheel.judge.client import NEVER, JudgeClient
+from flywheel.judge.completion import storable_value
 from flywheel.judge.labels import Label
 from flywheel.judge.rubric_file import examine
 from flywheel.rubric import Rubric
@@ -148,7 +149,7 @@ def _cut(text: str) -> str:
 def _object(text: str) -> dict[str, Any]:
     """The object in a reply, whatever stands around it."""
     begin = text.find("{")
-    found = json_repair.loads(text[begin:]) if begin >= 0 else None
+    found = storable_value(json_repair.loads(text[begin:])) if begin >= 0 else None
     if not isinstance(found, dict) or not isinstance(found.get("criteria"), list):
         raise _UnusableError("it is no JSON object with `criteria`")
     return found

@@ -248,6 +248,31 @@ def test_retry_after_is_a_number_or_a_date_and_else_it_backs_off(header: str, le
     assert least <= Endpoint(judges(settings)[0], settings)._wait(state) <= most
 
 
+@pytest.mark.parametrize(
+    "date",
+    ["%a, %d %b %Y %H:%M:%S GMT", "%a, %d %b %Y %H:%M:%S -0000", "%A, %d-%b-%y %H:%M:%S GMT", "%a %b %d %H:%M:%S %Y"],
+)
+def test_the_dates_of_http_are_utc(date: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    try:
+        wait = seconds(time.strftime(date, time.gmtime(time.time() + 100)))
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert wait is not None
+    assert 50 < wait <= 100
+
+
+@pytest.mark.parametrize("behaviour", ["half a character", "half a character outside"])
+def test_half_a_character_in_a_reason_costs_nothing(make: MakeGrader, behaviour: str) -> None:
+    with JudgeServer(behaviour=behaviour) as judge:
+        verdict = make(judge).grade(GOOD)
+    assert (verdict.outcome, judge.calls, verdict.calls) == (Outcome.ACCEPTED, 1, 1)
+    assert "good ?" in [result.reason for result in verdict.results]
+    verdict.reason.encode()
+
+
 def test_the_endpoint_comes_from_the_environment_like_the_client_s_own(
     make: MakeGrader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
