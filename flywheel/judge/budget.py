@@ -12,8 +12,6 @@ from flywheel.errors import JudgeError
 from flywheel.verdict import Verdict
 
 LOOK_SECONDS = 0.1
-FIRST_GUESS = 1_000
-"""Tokens of a verdict before any was seen."""
 
 
 class BudgetSpentError(JudgeError):
@@ -32,7 +30,8 @@ class Budget:
     """Tokens per day (UTC) and per run. Thread-safe.
 
     A verdict in flight is counted as what verdicts cost on average, so that many threads do not spend together what
-    was left for one: the limit is passed by about one verdict at most.
+    was left for one: the limit is passed by about one verdict. Before the first cost is known nobody can say what is
+    in flight: then it is one, and one more for each that came back without telling.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class Budget:
         self._now = now
         self._day: date | None = None
         self._today = self._run = 0
-        self._verdicts = self._in_flight = 0
+        self._verdicts = self._in_flight = self._untold = 0
         self._changed = threading.Condition()
 
     @property
@@ -82,10 +81,14 @@ class Budget:
             self._today += tokens
             self._run += tokens
             self._verdicts += bool(tokens)
+            # The judge was away, or does not tell; what the checks decided says nothing.
+            self._untold += not tokens and (verdict.unreachable or verdict.calls > 0)
 
     def _fits(self) -> bool:
         self._roll_over()
-        each = self._run / self._verdicts if self._verdicts else FIRST_GUESS
+        if not self._verdicts and self._in_flight > self._untold:
+            return False
+        each = self._run / self._verdicts if self._verdicts else 0.0
         return all(used + self._in_flight * each < limit for used, limit, _, _ in self._rows())
 
     def _raise_if_spent(self) -> None:

@@ -16,6 +16,7 @@ from flywheel.config import JudgeBudget, JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge.budget import Budget, BudgetSpentError
 from flywheel.judge.client import NEVER
+from flywheel.judge.completion import MAX_COUNT
 from flywheel.judge.endpoint import Endpoint
 from flywheel.judge.grader import Grader
 from flywheel.judge.keys import LONGEST_SECONDS, REFUSED_SECONDS, SLOW_SECONDS, KeyPool
@@ -27,6 +28,15 @@ from flywheel.verdict import Exchange, Outcome, Verdict
 from tests.judge_server import JudgeServer
 
 RUBRIC = Rubric.model_validate({"id": "test", "criteria": [{"id": "correct", "value": "It is right."}]})
+CHECKED = Rubric.model_validate(
+    {
+        "id": "checked",
+        "criteria": [
+            {"id": "some", "type": "regex", "value": ".", "required": True},
+            {"id": "correct", "value": "It is right."},
+        ],
+    }
+)
 GOOD = Exchange("What is 3 plus 4?", "\\boxed{7}")
 Make = Callable[..., Grader]
 
@@ -46,9 +56,9 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setattr(Endpoint, "_wait", lambda *_: 0.0)
     made: list[Grader] = []
 
-    def make(judge: JudgeServer, **settings: Any) -> Grader:
+    def make(judge: JudgeServer, rubric: Rubric = RUBRIC, **settings: Any) -> Grader:
         given = {"model": "m", "base_url": judge.base_url, "max_attempts": 3, **settings}
-        made.append(Grader(RUBRIC, JudgeSettings(**given)))
+        made.append(Grader(rubric, JudgeSettings(**given)))
         return made[-1]
 
     yield make
@@ -366,3 +376,38 @@ def test_judging_pauses_when_the_budget_is_spent(make: Make, threads: int) -> No
     # 120 tokens a call: ten calls, all of them kept, and nothing was taken that could not be paid for.
     assert sum(tokens for _, tokens in done) == 1200
     assert judge.calls == len(taken) == 10
+
+
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize(("limit", "threads"), [(10_000, 16), (100_000, 64)])
+def test_costly_verdicts_pass_the_budget_by_one_of_them(make: Make, limit: int, threads: int, checked: bool) -> None:
+    """Also where every other exchange is decided by the checks, for nothing."""
+    cost = 8_000
+    items = ((n, Exchange("q", "") if checked and n % 2 else GOOD) for n in range(1000))
+    with JudgeServer(behaviour="costly", delay_seconds=0.02) as judge:
+        budget = Budget(JudgeBudget(tokens_per_run=limit))
+        with pytest.raises(BudgetSpentError):
+            list(grade_all(make(judge, CHECKED, max_thread=threads), items, threads, budget=budget))
+    assert limit <= judge.calls * cost <= limit + cost
+
+
+def test_a_judge_that_does_not_tell_its_cost_is_asked_by_more_and_more(make: Make) -> None:
+    with JudgeServer(behaviour="no usage", delay_seconds=0.02) as judge:
+        budget = Budget(JudgeBudget(tokens_per_run=1000))
+        done = list(grade_all(make(judge, max_thread=8), ((n, GOOD) for n in range(100)), 8, budget=budget))
+    assert len(done) == 100
+    assert judge.most_in_flight >= 4
+
+
+def test_a_judge_that_is_away_is_given_up_as_soon_with_a_budget(make: Make) -> None:
+    with JudgeServer(behaviour="500") as judge, pytest.raises(JudgeError, match="in a row"):
+        budget = Budget(JudgeBudget(tokens_per_run=1000))
+        list(grade_all(make(judge, max_attempts=1), ((n, GOOD) for n in range(1000)), 8, budget=budget))
+    assert judge.calls <= 2 * 8
+
+
+def test_usage_that_no_call_can_have_is_not_believed(make: Make) -> None:
+    with JudgeServer(behaviour="boundless usage") as judge:
+        verdict = make(judge).grade(GOOD)
+    assert verdict.outcome is Outcome.ACCEPTED
+    assert (verdict.prompt_tokens, verdict.completion_tokens) == (MAX_COUNT, MAX_COUNT)
