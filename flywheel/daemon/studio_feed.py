@@ -40,6 +40,8 @@ AHEAD: Final = 8
 """Steps that are read ahead of what is stored."""
 TOGETHER: Final = 8
 """Steps that are stored in one transaction: it changes most pages of the indexes once, however long it is."""
+TOGETHER_BYTES: Final = 8 * 1024 * 1024
+"""Of their lines: what is held in memory at once."""
 ENOUGH: Final = 2
 """With so many steps to convert, the process is busy for as long as converting another one takes."""
 RECENT_ROWS = 5_000
@@ -149,10 +151,12 @@ class StudioFeed:
             more = True
             while more:
                 some: list[Batch] = []
-                while more and len(some) < TOGETHER:
+                size = 0
+                while more and len(some) < TOGETHER and size < TOGETHER_BYTES:
                     portion = await queue.get()
                     if more := portion is not None:
                         some.append(self._batch(portion.step, await asyncio.wrap_future(portion.told)))
+                        size += sum(len(entry.line) for entry in some[-1].entries)
                 if some:
                     self._is_storing = True
                     yield joined(some)

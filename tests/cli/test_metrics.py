@@ -81,7 +81,9 @@ def test_every_metric_is_on_the_page_and_no_other(flywheel: Run) -> None:
 def test_every_condition_is_on_the_page(flywheel: Run) -> None:
     page = (ROOT / "docs" / "operations.md").read_text()
     named = set(re.findall(r"^\| `([\w' ]+)` \|", page.split("## Conditions")[1].split("\n## ")[0], re.M))
-    code = "\n".join((ROOT / "flywheel" / "studio" / name).read_text() for name in ("database.py", "faults.py"))
+    code = "\n".join(
+        (ROOT / "flywheel" / "studio" / name).read_text() for name in ("database.py", "faults.py", "table.py")
+    )
     raised = set(re.findall(r'^ +"([\w\' ]{4,16})",?$', code, re.M)) | set(
         re.findall(r', "([\w\' ]+)"\)$', code, re.M)
     )
