@@ -17,7 +17,7 @@ from flywheel.filtering.chain import Chain, LineFilter, Step
 from flywheel.filtering.deduplication import Deduplication, fingerprint
 from flywheel.filtering.influence import weigh
 from flywheel.likeness import NEAR
-from flywheel.store import duplicates, influence, judging
+from flywheel.store import duplicates, embeddings, influence, judging
 from flywheel.store.duplicates import Near, Repeats
 from flywheel.store.judging import Claimed
 
@@ -165,7 +165,7 @@ class Screening:
                 repeats = _by_text(others)
                 vector = vectors.get(entry.compared.text, b"")
                 if step.model and vector and (repeats is None or repeats.method != "exact"):
-                    repeats = duplicates.by_embedding(conn, entry, self._threshold, step.model, vector)
+                    repeats = embeddings.nearest(conn, entry, self._threshold, step.model, vector)
                 if repeats is not None:
                     found[entry.task] = repeats
                     continue
@@ -183,7 +183,7 @@ class Screening:
         """The embeddings of these texts by their hashes; what is not stored is asked for once and stored for ever."""
         if step.model is None:
             return {}
-        known = self._ask(duplicates.vectors, step.model, list(texts))
+        known = self._ask(embeddings.of_texts, step.model, list(texts))
         missing = [text for text in texts if text not in known]
         if missing:
             from flywheel.filtering.embedder import Embedder  # its client takes long to import, and few need it
@@ -193,7 +193,7 @@ class Screening:
                 for start in range(0, len(missing), step.batch_size):
                     some = missing[start : start + step.batch_size]
                     made = dict(zip(some, embedder.embed([texts[text] for text in some]), strict=True))
-                    self._ask(duplicates.store_vectors, step.model, made)
+                    self._ask(embeddings.store, step.model, made)
                     known |= made
             finally:
                 embedder.close()
@@ -205,9 +205,7 @@ class Screening:
             while rows := self._ask(duplicates.unknown, self._threshold, TAKEN_IN):
                 known = [duplicates.Entry(row.id, row.key, fingerprint(row.payload, self._threshold)) for row in rows]
                 self._ask(duplicates.take_in, known, self._threshold)
-            while step.model is not None and (
-                rows := self._ask(duplicates.kept_without_vector, step.model, TAKEN_IN)
-            ):
+            while step.model is not None and (rows := self._ask(embeddings.lacking, step.model, TAKEN_IN)):
                 self._vectors(step, {row.text: row.payload["main_query"] for row in rows})
         if self._chain.influence is not None:
             while rows := self._ask(influence.unknown, TAKEN_IN):

@@ -1,4 +1,4 @@
-"""Duplicates: what earlier tasks are compared by, their embeddings, and which task repeats which.
+"""Duplicates: what earlier tasks are compared by, and which task repeats which.
 
 A duplicate repeats a task that is *kept*: one that passed deduplication and that nobody has rejected since. When the
 judge rejects a task, those that were put aside as its repetitions are due again.
@@ -7,16 +7,16 @@ judge rejects a task, those that were put aside as its repetitions are due again
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from sqlalchemy import Connection, Row, and_, delete, exists, func, insert, select, update
+from sqlalchemy import Connection, Row, delete, exists, func, insert, select, update
 
 from flywheel import likeness
 from flywheel.states import TaskState
 from flywheel.store.bulk import chunks
-from flywheel.store.schema import duplicates, embeddings, fingerprint_bands, fingerprints, tasks
+from flywheel.store.schema import duplicates, fingerprint_bands, fingerprints, tasks
 from flywheel.store.transitions import move, utcnow
 
 GONE: Final = (TaskState.REJECTED, TaskState.DEAD, TaskState.WITHDRAWN)
@@ -145,42 +145,6 @@ def _known(conn: Connection, ids: Sequence[int]) -> dict[int, Any]:
     return found
 
 
-def by_embedding(conn: Connection, entry: Entry, threshold: float, model: str, vector: bytes) -> Repeats | None:
-    """The kept task whose question's embedding is most similar, if that is similar enough."""
-    import numpy as np  # not before there is something to compare: a daemon that waits does without
-
-    wanted = np.frombuffer(vector, dtype=np.float32)
-    rows = conn.execute(
-        select(tasks.c.id, tasks.c.key, fingerprints.c.particulars, embeddings.c.vector)
-        .join(fingerprints, fingerprints.c.task_id == tasks.c.id)
-        .join(embeddings, and_(embeddings.c.text == fingerprints.c.text, embeddings.c.model == model))
-        .where(
-            fingerprints.c.scope == entry.compared.scope,
-            fingerprints.c.kept.is_(True),
-            fingerprints.c.task_id != entry.task,
-            tasks.c.state.not_in([state.value for state in GONE]),
-        )
-        .order_by(tasks.c.id)
-    )
-    best: Repeats | None = None
-    for some in rows.partitions(4096):
-        usable = [
-            row
-            for row in some
-            if len(row.vector) == len(vector) and _same_things(entry.compared, _unpacked(row.particulars))
-        ]
-        if not usable:
-            continue
-        matrix = np.frombuffer(b"".join(row.vector for row in usable), dtype=np.float32).reshape(len(usable), -1)
-        cosines = matrix @ wanted  # (task,)
-        place = int(cosines.argmax())
-        found = float(min(cosines[place], 1.0))
-        # float32 vectors of the same text can miss 1 by a little.
-        if found >= threshold - 1e-6 and (best is None or found > best.similarity):
-            best = Repeats(usable[place].id, usable[place].key, round(found, 4), "embedding")
-    return best
-
-
 def _near(conn: Connection, entry: Entry, threshold: float) -> list[Near]:
     own = entry.compared
     # Questions of one pattern share bands by chance, however many there are; near ones share most.
@@ -198,7 +162,7 @@ def _near(conn: Connection, entry: Entry, threshold: float) -> list[Near]:
     )
     found = []
     for row in rows:
-        share = _share(own, row.scope, _unpacked(row.words), _unpacked(row.particulars))
+        share = _share(own, row.scope, unpacked(row.words), unpacked(row.particulars))
         if share >= threshold:
             kept = row.kept and TaskState(row.state) not in GONE
             found.append(Near(row.task_id, row.key, row.like, round(share, 4), row.exact == own.exact, kept))
@@ -206,11 +170,11 @@ def _near(conn: Connection, entry: Entry, threshold: float) -> list[Near]:
 
 
 def _share(own: Compared, scope: int, words: frozenset[int], particulars: frozenset[int]) -> float:
-    comparable = scope == own.scope and _same_things(own, particulars)
+    comparable = scope == own.scope and same_things(own, particulars)
     return likeness.likeness(own.words, words) if comparable else 0.0
 
 
-def _same_things(own: Compared, particulars: frozenset[int]) -> bool:
+def same_things(own: Compared, particulars: frozenset[int]) -> bool:
     """Whether two questions name the same things; one that names none can be about any (all in lower case)."""
     return not own.particulars or not particulars or own.particulars == particulars
 
@@ -219,7 +183,8 @@ def _packed(words: frozenset[int]) -> bytes:
     return array("I", sorted(words)).tobytes()
 
 
-def _unpacked(words: bytes) -> frozenset[int]:
+def unpacked(words: bytes) -> frozenset[int]:
+    """The words of a fingerprint, or its particulars."""
     return frozenset(array("I", words))
 
 
@@ -281,37 +246,3 @@ def take_in(conn: Connection, entries: Sequence[Entry], threshold: float) -> Non
     """Enter tasks that were accepted before, and keep them."""
     enter(conn, entries, threshold)
     keep(conn, entries)
-
-
-def kept_without_vector(conn: Connection, model: str, limit: int) -> list[Row[Any]]:
-    """Kept tasks (text, payload) whose question has no embedding by this model yet."""
-    made = exists().where(embeddings.c.model == model, embeddings.c.text == fingerprints.c.text)
-    return list(
-        conn.execute(
-            select(fingerprints.c.text, tasks.c.payload)
-            .join(tasks, tasks.c.id == fingerprints.c.task_id)
-            .where(fingerprints.c.kept, tasks.c.state.not_in([state.value for state in GONE]), ~made)
-            .order_by(tasks.c.id)
-            .limit(limit)
-        )
-    )
-
-
-def vectors(conn: Connection, model: str, texts: Sequence[str]) -> dict[str, bytes]:
-    """The embeddings of these texts as far as they were made."""
-    found: dict[str, bytes] = {}
-    for some in chunks(texts):
-        rows = conn.execute(
-            select(embeddings.c.text, embeddings.c.vector).where(
-                embeddings.c.model == model, embeddings.c.text.in_(some)
-            )
-        )
-        found |= {row.text: bytes(row.vector) for row in rows}
-    return found
-
-
-def store_vectors(conn: Connection, model: str, made: Mapping[str, bytes]) -> None:
-    there = vectors(conn, model, list(made))
-    rows = [{"model": model, "text": text, "vector": made[text]} for text in made if text not in there]
-    if rows:
-        conn.execute(insert(embeddings), rows)

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, func, select
 
 from flywheel.filtering.deduplication import fingerprint
 from flywheel.states import TaskState
-from flywheel.store import duplicates, ledger, schema
+from flywheel.store import duplicates, embeddings, ledger, schema
 from flywheel.store.database import Store
 from flywheel.store.duplicates import Entry, Repeats
 from flywheel.store.transitions import move
@@ -122,11 +122,11 @@ async def test_repetitions_of_a_task_that_is_rejected_are_due_again(store: Store
 
 async def test_a_vector_is_stored_once_per_model_and_text(store: Store) -> None:
     def look(conn: Connection) -> None:
-        duplicates.store_vectors(conn, "m", {"a": b"1234", "b": b""})
-        duplicates.store_vectors(conn, "m", {"a": b"other", "c": b"5678"})
-        duplicates.store_vectors(conn, "n", {"a": b"9999"})
-        assert duplicates.vectors(conn, "m", ["a", "b", "c", "d"]) == {"a": b"1234", "b": b"", "c": b"5678"}
-        assert duplicates.vectors(conn, "n", ["a"]) == {"a": b"9999"}
+        embeddings.store(conn, "m", {"a": b"1234", "b": b""})
+        embeddings.store(conn, "m", {"a": b"other", "c": b"5678"})
+        embeddings.store(conn, "n", {"a": b"9999"})
+        assert embeddings.of_texts(conn, "m", ["a", "b", "c", "d"]) == {"a": b"1234", "b": b"", "c": b"5678"}
+        assert embeddings.of_texts(conn, "n", ["a"]) == {"a": b"9999"}
 
     await store.write(look)
 
@@ -142,15 +142,15 @@ async def test_the_most_similar_vector_of_the_same_length_wins(store: Store) -> 
         entries = tell(conn, "alpha", "beta", "gamma", "delta", "epsilon")
         vectors = [vector(1, 0.1), vector(1, 0.4), vector(1, 0.35), vector(1, 0.3, 5), b""]
         texts = [entry.compared.text for entry in entries]
-        duplicates.store_vectors(conn, "m", dict(zip(texts, vectors, strict=True)))
+        embeddings.store(conn, "m", dict(zip(texts, vectors, strict=True)))
         duplicates.enter(conn, entries, 0.8)
         third = entries.pop(2)
         duplicates.keep(conn, entries)
-        found = duplicates.by_embedding(conn, third, 0.8, "m", vectors[2])
+        found = embeddings.nearest(conn, third, 0.8, "m", vectors[2])
         assert found is not None
         assert (found.task, found.method) == (2, "embedding")
         assert 0.99 < found.similarity <= 1
-        assert duplicates.by_embedding(conn, third, 0.8, "m", vector(-1, 0.35)) is None
-        assert duplicates.by_embedding(conn, third, 0.8, "another", vectors[2]) is None
+        assert embeddings.nearest(conn, third, 0.8, "m", vector(-1, 0.35)) is None
+        assert embeddings.nearest(conn, third, 0.8, "another", vectors[2]) is None
 
     await store.write(look)

@@ -1,0 +1,82 @@
+"""Embeddings of questions: made once per text and model, and what they say two questions have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, Row, and_, exists, insert, select
+
+from flywheel.store.bulk import chunks
+from flywheel.store.duplicates import GONE, Entry, Repeats, same_things, unpacked
+from flywheel.store.schema import embeddings, fingerprints, tasks
+
+
+def nearest(conn: Connection, entry: Entry, threshold: float, model: str, vector: bytes) -> Repeats | None:
+    """The kept task whose question's embedding is most similar, if that is similar enough."""
+    import numpy as np  # not before there is something to compare: a daemon that waits does without
+
+    wanted = np.frombuffer(vector, dtype=np.float32)
+    rows = conn.execute(
+        select(tasks.c.id, tasks.c.key, fingerprints.c.particulars, embeddings.c.vector)
+        .join(fingerprints, fingerprints.c.task_id == tasks.c.id)
+        .join(embeddings, and_(embeddings.c.text == fingerprints.c.text, embeddings.c.model == model))
+        .where(
+            fingerprints.c.scope == entry.compared.scope,
+            fingerprints.c.kept.is_(True),
+            fingerprints.c.task_id != entry.task,
+            tasks.c.state.not_in([state.value for state in GONE]),
+        )
+        .order_by(tasks.c.id)
+    )
+    best: Repeats | None = None
+    for some in rows.partitions(4096):
+        usable = [
+            row
+            for row in some
+            if len(row.vector) == len(vector) and same_things(entry.compared, unpacked(row.particulars))
+        ]
+        if not usable:
+            continue
+        matrix = np.frombuffer(b"".join(row.vector for row in usable), dtype=np.float32).reshape(len(usable), -1)
+        cosines = matrix @ wanted  # (task,)
+        place = int(cosines.argmax())
+        found = float(min(cosines[place], 1.0))
+        # float32 vectors of the same text can miss 1 by a little.
+        if found >= threshold - 1e-6 and (best is None or found > best.similarity):
+            best = Repeats(usable[place].id, usable[place].key, round(found, 4), "embedding")
+    return best
+
+
+def lacking(conn: Connection, model: str, limit: int) -> list[Row[Any]]:
+    """Kept tasks (text, payload) whose question has no embedding by this model yet."""
+    made = exists().where(embeddings.c.model == model, embeddings.c.text == fingerprints.c.text)
+    return list(
+        conn.execute(
+            select(fingerprints.c.text, tasks.c.payload)
+            .join(tasks, tasks.c.id == fingerprints.c.task_id)
+            .where(fingerprints.c.kept, tasks.c.state.not_in([state.value for state in GONE]), ~made)
+            .order_by(tasks.c.id)
+            .limit(limit)
+        )
+    )
+
+
+def of_texts(conn: Connection, model: str, texts: Sequence[str]) -> dict[str, bytes]:
+    """The embeddings of these texts as far as they were made."""
+    found: dict[str, bytes] = {}
+    for some in chunks(texts):
+        rows = conn.execute(
+            select(embeddings.c.text, embeddings.c.vector).where(
+                embeddings.c.model == model, embeddings.c.text.in_(some)
+            )
+        )
+        found |= {row.text: bytes(row.vector) for row in rows}
+    return found
+
+
+def store(conn: Connection, model: str, made: Mapping[str, bytes]) -> None:
+    there = of_texts(conn, model, list(made))
+    rows = [{"model": model, "text": text, "vector": made[text]} for text in made if text not in there]
+    if rows:
+        conn.execute(insert(embeddings), rows)
