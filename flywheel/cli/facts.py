@@ -5,15 +5,19 @@ Nothing is ever shortened here: a path that is too long for its line goes on in 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
+UNBROKEN: Final = 1_000_000
+"""Columns that no line of ours fills."""
 Fact = tuple[str, str]
 """A name and its text, of one line or more."""
 
@@ -74,6 +78,19 @@ def plain(facts: Sequence[Fact]) -> str:
         first, *rest = text.split("\n")
         lines += [f"{name:<{width}}  {first}", *(f"{'':<{width}}  {line}" for line in rest)]
     return "\n".join(lines)
+
+
+def stdout() -> Console:
+    """Where tables and long lines go: as wide as the terminal; in a file or a pipe nothing is broken.
+
+    `$COLUMNS` counts wherever it is set.
+    """
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = UNBROKEN
+    return console
 
 
 def show(facts: Sequence[Fact]) -> None:

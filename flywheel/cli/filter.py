@@ -257,11 +257,10 @@ def _foretell(tasks: int, free: int, cost: Cost) -> None:
 
 
 def _print(shown: dict[str, Any], *, has_prices: bool) -> None:
-    from rich.console import Console
-
     from flywheel.cli import verdict_table as tables
+    from flywheel.cli.facts import stdout
 
-    console = Console(highlight=False, markup=False)
+    console = stdout()
     if (estimate := shown.get("estimate")) is not None:
         console.print(tables.foretold(estimate["tasks"], estimate["without_a_call"]))
         console.print(tables.estimated(estimate))

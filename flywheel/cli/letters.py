@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async
+from flywheel.cli.facts import UNBROKEN, stdout
 from flywheel.cli.state import absence, ask
 from flywheel.config import Config
 from flywheel.disarmed import disarmed
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from sqlalchemy import Connection
 
     from flywheel.store.letters import Letter
@@ -30,6 +32,13 @@ NEXT = {
     "alive": "it is not dead any more: nothing is left to do",
 }
 """What happens after a retry, by `flywheel.store.letters.Next`."""
+
+
+COLUMNS = ("id", "kind", "source", "subject", "when", "state", "error")
+WIDE = 100
+"""From so many columns on, a letter has room in one row of a table."""
+ERROR_SHOWN = 200
+"""Characters of an error that a list on a terminal shows; `show ID` has all of it."""
 
 
 class Action(StrEnum):
@@ -125,29 +134,46 @@ async def _change(config: Config, change: Callable[[Connection], T]) -> T:
 
 
 def _print_table(letters: list[dict[str, Any]], counts: dict[str, int], every: bool) -> None:
-    from rich.console import Console
+    console = stdout()
+    rows = [tuple(disarmed(list(_row(letter)), one_line=True)) for letter in letters]
+    if rows and console.width == UNBROKEN:
+        for row in (COLUMNS, *rows):
+            typer.echo("\t".join(row))
+    elif rows:
+        (_print_wide if console.width >= WIDE else _print_narrow)(console, rows)
+    closed = ", ".join(f"{counts[state]} {state}" for state in ("retried", "dropped") if counts[state])
+    hint = f" ({closed}: see --all)" if closed and not every else ""
+    console.print(f"{counts['open'] or 'no'} open dead letters{hint}")
+
+
+def _row(letter: dict[str, Any]) -> tuple[str, ...]:
+    state = letter["state"] if letter["attempts"] == 1 else f"{letter['state']}, {letter['attempts']} times"
+    when = letter["created_at"][:19].replace("T", " ")
+    source = Path(letter["source"]).name or "–"
+    return str(letter["id"]), letter["kind"], source, letter["subject"], when, state, letter["error"]
+
+
+def _print_wide(console: Console, rows: list[tuple[str, ...]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console = Console()
-    if letters:
-        table = Table("id", "kind", "source", "subject", "when", "state", "error")
-        for letter in letters:
-            state = letter["state"] if letter["attempts"] == 1 else f"{letter['state']}, {letter['attempts']} times"
-            when = letter["created_at"][:19].replace("T", " ")
-            cells = (
-                letter["kind"],
-                Path(letter["source"]).name or "–",
-                letter["subject"],
-                when,
-                state,
-                letter["error"][:200],
-            )
-            table.add_row(str(letter["id"]), *(Text(cell) for cell in cells))
-        console.print(table)
-    closed = ", ".join(f"{counts[state]} {state}" for state in ("retried", "dropped") if counts[state])
-    hint = f" ({closed}: see --all)" if closed and not every else ""
-    console.print(f"{counts['open'] or 'no'} open dead letters{hint}", markup=False, highlight=False)
+    table = Table()
+    for name in COLUMNS:
+        table.add_column(name, overflow="fold", no_wrap=name in ("id", "kind", "when"))
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in (*row[:-1], row[-1][:ERROR_SHOWN])))
+    console.print(table)
+
+
+def _print_narrow(console: Console, rows: list[tuple[str, ...]]) -> None:
+    """Each letter in lines of its own."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    for number, kind, source, subject, when, state, error in rows:
+        console.print(Text(f"{number}  {kind}  {subject}", style="bold"))
+        for line in (f"{source}, {when}, {state}", error[:ERROR_SHOWN]):
+            console.print(Padding(Text(line), (0, 0, 0, 2), expand=False))
 
 
 def _print_whole(letter: dict[str, Any]) -> None:

@@ -8,10 +8,12 @@ from typing import Any, Final
 
 from rich import box
 from rich.console import Console, Group
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from flywheel.cli.facts import UNBROKEN
 from flywheel.disarmed import disarmed
 
 COLOURS: Final = {
@@ -30,7 +32,7 @@ FLIPS_SHOWN: Final = 10
 def verdict_table(console: Console, verdicts: Sequence[Mapping[str, Any]]) -> None:
     """Key, verdict, score, failed criteria and the judge's reasons for each task."""
     verdicts = disarmed(verdicts)
-    if console.width >= WIDE:
+    if WIDE <= console.width < UNBROKEN:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True, show_edge=False)
         for name in ("task", "verdict", "score"):
             table.add_column(name, no_wrap=True, justify="right" if name == "score" else "left")
@@ -173,7 +175,13 @@ def _costs(console: Console, rows: Mapping[str, Mapping[str, Any]]) -> None:
     for name, row in rows.items():
         numbers = [f"{row[key]:,}" for key in ("calls", "prompt_tokens", "completion_tokens")]
         table.add_row(name, *numbers, *([money(row["cost"])] if priced else []))
-    console.print(table)
+    if Measurement.get(console, console.options.update(max_width=UNBROKEN), table).maximum <= console.width:
+        console.print(table)
+        return
+    for name, row in rows.items():
+        priced_at = f", {money(row['cost'])}" if row["cost"] is not None else ""
+        sent, received = f"{row['prompt_tokens']:,} sent", f"{row['completion_tokens']:,} received"
+        console.print(Text(f"{name}: {row['calls']:,} calls, {sent}, {received}{priced_at}"))
 
 
 def _flip(console: Console, flip: Mapping[str, Any]) -> None:
@@ -183,15 +191,19 @@ def _flip(console: Console, flip: Mapping[str, Any]) -> None:
         line.append(side["outcome"], style=COLOURS[side["outcome"]])
         line.append(f" {side['score']:.2f}")
     console.print(line)
+    rows = [("" if place else "why", _why(each)) for place, each in enumerate(flip["why"])]
+    rows += [("question", flip["query"]), ("answer", flip["answer"])]
+    if flip["new"]["reason"]:
+        rows.append(("judge", _line(flip["new"]["reason"])))
+    if console.width == UNBROKEN:
+        for name, text in rows:
+            console.print(Text(f"  {name:8} {text}"))
+        return
     grid = Table.grid(padding=(0, 1))
     grid.add_column(no_wrap=True, style="dim")
     grid.add_column(overflow="fold")
-    for place, each in enumerate(flip["why"]):
-        grid.add_row("" if place else "  why", Text(_why(each)))
-    grid.add_row("  question", Text(flip["query"]))
-    grid.add_row("  answer", Text(flip["answer"]))
-    if flip["new"]["reason"]:
-        grid.add_row("  judge", Text(_line(flip["new"]["reason"])))
+    for name, text in rows:
+        grid.add_row(f"  {name}" if name else "", Text(text))
     console.print(grid)
 
 

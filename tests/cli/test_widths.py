@@ -1,0 +1,124 @@
+"""Verdicts, comparisons and dead letters on narrow terminals and in pipes: nothing that is told is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Run
+from tests.cli.filter_bench import Bench, says
+from tests.cli.terminal import in_terminal
+from tests.judge_server import JudgeServer
+
+REASON = "the carry was forgotten in the second step, so that the sum is wrong by ten " * 3
+LONG = "is not JSON, as everybody can see who looks at this long line " * 3
+ROWS = ("to judge all 2 by the new rubric", "the same with what is stored now", "this comparison took")
+
+
+@pytest.fixture
+def bench(flywheel: Run, tmp_path: Path) -> Iterator[Bench]:
+    with JudgeServer(verdict=says) as judge:
+        answer = judge.content
+
+        def content(request: dict[str, Any]) -> dict[str, Any]:
+            said = answer(request)
+            for criterion in said["criteria"].values():
+                criterion["reason"] = REASON
+            return said
+
+        judge.content = content  # type: ignore[method-assign]
+        bench = Bench(flywheel, tmp_path, judge)
+        bench.settings["prices"] = {"input_per_million": 100, "output_per_million": 400}
+        bench.rubric(name="old.yaml", threshold=0.9)
+        bench.lines("good, without a box", "good: \\boxed{1}")
+        bench("ingest")
+        yield bench
+
+
+def piped(folder: Path, *arguments: str) -> list[str]:
+    """The lines that a pipe gets."""
+    done = subprocess.run(
+        [sys.executable, "-m", "flywheel", *arguments],
+        cwd=folder,
+        # Readline, which pytest loads, puts COLUMNS where only a process without this would find it.
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    return done.stdout.splitlines()
+
+
+@pytest.fixture(autouse=True)
+def no_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
+def test_a_pipe_gets_each_reason_in_one_line(bench: Bench) -> None:
+    lines = piped(bench.folder, "filter", "--dry-run")
+    assert len([line for line in lines if REASON.strip() in line]) == 4
+    assert len([line for line in lines if re.match(r"a-task-with-a-long-name-\d  +accepted  +\d", line)]) == 2
+
+
+def test_a_pipe_gets_a_comparison_in_whole_lines(bench: Bench) -> None:
+    lines = piped(bench.folder, "filter", "--against", "old.yaml")
+    assert any(line == "  question What is 0 plus 1?" for line in lines)
+    assert any(re.match(rf"{ROWS[0]} +2 +[\d,]+ +[\d,]+ +about .* USD", line) for line in lines)
+    assert max(map(len, lines)) < 1000
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+def test_a_comparison_is_whole_on_any_terminal(bench: Bench, columns: int) -> None:
+    seen = in_terminal(bench.folder, ["filter", "--against", "old.yaml"], columns=columns, home=bench.folder)
+    assert seen.code == 0
+    assert max(map(len, seen.lines)) <= columns
+    # Without the bar, which is gone when all is done.
+    words = " ".join(" ".join(line for line in seen.lines if not line.endswith("left")).split())
+    assert "…" not in words
+    for row in ROWS:
+        assert row in words
+    assert len(re.findall(r"about \d\S* USD", words)) >= len(ROWS)
+
+
+@pytest.fixture
+def dead(flywheel: Run, tmp_path: Path) -> Path:
+    settings = {"state": {"dir": "state"}, "sources": [{"type": "jsonl", "path": "some-lines.jsonl"}]}
+    (tmp_path / "flywheel.yaml").write_text(json.dumps(settings))
+    (tmp_path / "some-lines.jsonl").write_text("".join(f"{number} {LONG}\n" for number in range(3)))
+    flywheel("ingest")
+    return tmp_path
+
+
+def test_a_pipe_gets_each_letter_in_one_line(flywheel: Run, dead: Path) -> None:
+    told = flywheel("dead-letters", "--json").json["letters"]
+    head, *lines, last = piped(dead, "dead-letters")
+    assert head.split("\t") == ["id", "kind", "source", "subject", "when", "state", "error"]
+    assert [line.split("\t")[0] for line in lines] == [str(letter["id"]) for letter in told]
+    for line, letter in zip(lines, told, strict=True):
+        assert line.split("\t")[2:4] == ["some-lines.jsonl", letter["subject"]]
+        assert line.split("\t")[-1] == letter["error"]
+    assert last == "3 open dead letters"
+
+
+@pytest.mark.parametrize("columns", [40, 80, 99, 100, 200])
+def test_a_letter_is_whole_on_any_terminal(flywheel: Run, dead: Path, columns: int) -> None:
+    told = flywheel("dead-letters", "--json").json["letters"]
+    seen = in_terminal(dead, ["dead-letters"], columns=columns, home=dead)
+    assert seen.code == 0
+    assert max(map(len, seen.lines)) <= columns
+    assert "…" not in seen.screen
+    together = re.sub(r"[\s│┃]", "", seen.screen)
+    for letter in told:
+        # In a table, what belongs together stands in several lines: the words of a cell are looked for.
+        error = letter["error"].split() if columns < 100 else []
+        for word in (*letter["subject"].split(), letter["created_at"][:10], *error):
+            assert word[:6] in together
