@@ -31,8 +31,8 @@ from flywheel.trace import Cursor, DeadRow, Mark
 STEP_ROWS: Final = 500
 STEP_BYTES: Final = 4 * 1024 * 1024
 """Pages are put together to steps of about so much: handing one on costs as much for few traces as for many."""
-_FRESH: Final = 10_000
-"""Marks that were handed out and may not be stored yet, at most."""
+_FRESH: Final = 20_000
+"""Marks that were handed out and may not be stored yet: more than a trace for each row that is read ahead."""
 
 
 class StudioReader:
