@@ -7,7 +7,6 @@ every request. Knows nothing of completions, retries or keys.
 from __future__ import annotations
 
 import ssl
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -17,6 +16,8 @@ from urllib.request import getproxies, proxy_bypass
 import certifi
 import urllib3
 from urllib3.exceptions import HTTPError
+
+from flywheel.judge.deadline import POOLS
 
 MAX_BODY_BYTES: Final = 4 << 20
 """More than any verdict; what an endpoint sends beyond it is not read."""
@@ -45,7 +46,6 @@ class Transport:
 
     def __init__(self, url: str, *, timeout_seconds: float, connections: int) -> None:
         """Raises ValueError for a proxy in the environment that cannot be used."""
-        self._timeout_seconds = timeout_seconds
         options: dict[str, object] = {
             "maxsize": connections,
             "timeout": urllib3.Timeout(total=timeout_seconds),
@@ -57,6 +57,7 @@ class Transport:
         proxy = _proxy(parts.scheme, parts.hostname or "")
         try:
             self._pools = urllib3.ProxyManager(proxy, **options) if proxy else urllib3.PoolManager(**options)  # type: ignore[arg-type]
+            self._pools.pool_classes_by_scheme = POOLS
             # There is one host only: looking its pool up for every call would cost more than the call's own work.
             self._pool = None if proxy else self._pools.connection_from_url(url)
         except HTTPError as error:
@@ -64,11 +65,10 @@ class Transport:
 
     def post(self, url: str, headers: Mapping[str, str], body: bytes) -> Answer:
         """Raises TransportError, TooLargeError."""
-        until = time.monotonic() + self._timeout_seconds
         try:
             response = self._sent(url, dict(headers), body)
             try:
-                whole = self._body(response, until)
+                whole = self._body(response)
             except BaseException:
                 response.close()  # a connection with an unread rest cannot be used again
                 raise
@@ -85,7 +85,7 @@ class Transport:
             "POST", path, body=body, headers=headers, retries=False, redirect=False, preload_content=False
         )
 
-    def _body(self, response: urllib3.BaseHTTPResponse, until: float) -> bytes:
+    def _body(self, response: urllib3.BaseHTTPResponse) -> bytes:
         pieces: list[bytes] = []
         size = 0
         while piece := response.read1(PIECE_BYTES):
@@ -93,9 +93,6 @@ class Transport:
             size += len(piece)
             if size > MAX_BODY_BYTES:
                 raise TooLargeError(f"the answer is larger than {MAX_BODY_BYTES >> 20} MiB")
-            # Each read has a timeout of its own: an endpoint that drips would never meet it.
-            if time.monotonic() > until:
-                raise TransportError(f"the answer was not whole after {self._timeout_seconds:g} s")
         return b"".join(pieces)
 
     def close(self) -> None:

@@ -105,12 +105,47 @@ def test_one_connection_serves_many_calls() -> None:
     assert len(served.connections) == 1
 
 
-def test_an_answer_that_drips_is_given_up() -> None:
-    with serving(drips) as served:
-        sender = transport(served.url, timeout=0.3)
-        with pytest.raises(TransportError, match=r"not whole after 0\.3 s"):
-            sender.post(f"{served.url}/v1", {}, b"{}")
+def drips_headers(handler: BaseHTTPRequestHandler) -> None:
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\nx-pad: ")
+    for _ in range(1000):
+        handler.wfile.write(b"a")
+        time.sleep(0.05)
+
+
+def asks_to_continue(handler: BaseHTTPRequestHandler) -> None:
+    for _ in range(1000):
+        handler.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        time.sleep(0.05)
+
+
+def is_silent(handler: BaseHTTPRequestHandler) -> None:
+    handler.rfile.read(1)
+
+
+@pytest.mark.parametrize("play", [is_silent, drips, drips_headers, asks_to_continue])
+@pytest.mark.parametrize("proxied", [False, True])
+def test_an_answer_that_drips_is_given_up(play: Play, proxied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(play) as served:
+        if proxied:
+            monkeypatch.setenv("http_proxy", served.url)
+        url = "http://judge.example" if proxied else served.url
+        sender = transport(url, timeout=0.3)
+        with pytest.raises(TransportError, match=r"not whole after 0\.[23]"):
+            sender.post(f"{url}/v1", {}, b"{}")
         sender.close()
+
+
+def test_a_slow_answer_leaves_its_connection_the_whole_time_for_the_next() -> None:
+    def slow(handler: BaseHTTPRequestHandler) -> None:
+        time.sleep(0.8)
+        answers(b"{}")(handler)
+
+    with serving(slow) as served:
+        sender = transport(served.url, timeout=3)
+        for _ in range(5):
+            assert sender.post(f"{served.url}/v1", {}, b"{}").body == b"{}"
+        sender.close()
+    assert len(served.connections) == 1
 
 
 def test_an_answer_that_is_too_large_is_not_read() -> None:
