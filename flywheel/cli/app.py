@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import json
 import os
@@ -180,7 +181,9 @@ def absolute(path: Path) -> Path:
 
 
 def complain(error: FlywheelError | str) -> None:
-    print(f"flywheel: {disarmed(str(error))}", file=sys.stderr)
+    # Where nobody can be told, the exit code still tells.
+    with contextlib.suppress(OSError):
+        print(f"flywheel: {disarmed(str(error))}", file=sys.stderr)
 
 
 def main() -> None:

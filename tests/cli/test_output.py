@@ -82,6 +82,12 @@ def test_a_closed_stdout(folder: Path) -> None:
     assert b"cannot write to stdout: it is closed" in ran.stderr
 
 
+def test_a_full_stderr_leaves_the_exit_code(folder: Path) -> None:
+    assert run(folder, "flywheel status -c none.yaml 2>/dev/full").returncode == 78
+    assert run(folder, "flywheel ingest --source none.sqlite 2>/dev/full").returncode == 1
+    assert run(folder, "flywheel filter --estimate 2>/dev/full").returncode == 0
+
+
 def test_json_is_exact_on_a_terminal_of_another_encoding(flywheel: Run, folder: Path) -> None:
     line = {"question": "→ 什么 \ud83d", "answer": "é"}
     (folder / "lines.jsonl").write_text(json.dumps(line) + "\n")
