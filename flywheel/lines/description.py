@@ -69,7 +69,8 @@ def _step(part: Any) -> list[ChatMessage]:
 def tools_of(line: Mapping[str, Any], metadata: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     """The tools that were offered, without what describes none."""
     value = line.get("tools")
-    offered = _tools(value if isinstance(value, list) else [])
+    # Flywheel's own exports have them as JSON text.
+    offered = _tools(value if isinstance(value, list) else json_in(line, "tools", list))
     return offered or _tools(json_in(metadata, "tools_json", list))
 
 

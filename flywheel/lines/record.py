@@ -32,6 +32,7 @@ from flywheel.lines.description import (
     tools_of,
 )
 from flywheel.lines.messages import Dialogue, LineError, answered, dialogue_of, in_chat_form, kind, messages_of
+from flywheel.nested import dig
 from flywheel.states import SkipReason, Split
 from flywheel.task import Task
 from flywheel.trace import ChatMessage, Reply
@@ -42,6 +43,15 @@ HISTORY: Final = ("init_messages", "prompt", "messages")
 """Where the conversation before the question is."""
 ANSWER: Final = ("answer", "metadata.answer", "completion", "response", "reference", "prompt", "messages")
 """Where the answer is. In a list of messages it is the last one of the assistant, behind the question."""
+
+_NUMBERS: Final = tuple(
+    tuple(key.split("."))
+    for key in dict.fromkeys((*QUERY, *ANSWER, "metadata.reference", "metadata.conversation_id"))
+)
+"""What may be a number and is read as text."""
+_ROUNDED: Final = 2.0**63
+_MARK: Final = b"\xef\xbb\xbf"
+"""The byte order mark that some programs begin a file with."""
 
 NO_ID: Final = frozenset({"no_id"})
 """What AgentJet calls every task."""
@@ -73,6 +83,10 @@ def entry_of_line(text: bytes, source: Path, now: datetime) -> LineEntry:
     """
     line = _parsed(text)
     content = _content(line)
+    _correct_numbers(line, text)
+    if isinstance(line.get("messages"), str):
+        # As Trinity-RFT's reader takes them, and Flywheel's export for it has them.
+        line["messages"] = json_in(line, "messages", list) or line["messages"]
     metadata = _object(line, "metadata")
     asked = _asked(line, metadata)
     skip, detail = _skip(asked)
@@ -123,7 +137,7 @@ def entry_of_line(text: bytes, source: Path, now: datetime) -> LineEntry:
 
 
 def _parsed(text: bytes) -> dict[str, Any]:
-    text = text.removeprefix(b"\xef\xbb\xbf")
+    text = text.removeprefix(_MARK)
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError as error:
@@ -131,6 +145,16 @@ def _parsed(text: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise LineError(f"it is {kind(value)}, not an object")
     return value
+
+
+def _correct_numbers(line: dict[str, Any], text: bytes) -> None:
+    """Integers beyond 64 bits, which parsing has rounded, become their digits where a text is looked for."""
+    rounded = [path for path in _NUMBERS if isinstance(value := dig(line, *path), float) and abs(value) >= _ROUNDED]
+    if rounded:
+        exact = json.loads(text.removeprefix(_MARK).decode(errors="replace"), parse_int=str)
+        for *above, key in rounded:
+            if isinstance(digits := dig(exact, *above, key), str):
+                dig(line, *above)[key] = digits
 
 
 def _content(line: Mapping[str, Any]) -> int:

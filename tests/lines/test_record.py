@@ -339,3 +339,34 @@ def test_a_line_that_is_nested_very_deeply_costs_itself(depth: int) -> None:
                 entry_of_line(text, SOURCE, NOW)
     metadata = {"tools_json": f'[{{"f": {nest}}}]', "trajectory_json": f"[{nest}]", "structured_json": nest}
     assert task({"question": "q", "answer": "a", "metadata": metadata})["question"] == "q"
+
+
+LONG = "123456789012345678901234567890"
+
+
+@pytest.mark.parametrize("digits", [LONG, f"-{LONG}", "9" * 300, "7", "18446744073709551616", "9223372036854775807"])
+def test_integers_are_read_to_the_digit(digits: str) -> None:
+    for told in (
+        f'"question": "q", "answer": {digits}',
+        f'"prompt": "q", "completion": {digits}',
+        f'"question": "q", "metadata": {{"answer": {digits}}}',
+        f'"question": "half \\ud83d", "answer": {digits}',
+    ):
+        assert json.loads(entry_of_line(f"{{{told}}}".encode(), SOURCE, NOW).line)["answer"] == digits
+    about = f'{{"question": {digits}, "answer": 1.5, "metadata": {{"reference": {digits}}}}}'
+    read = json.loads(entry_of_line(about.encode(), SOURCE, NOW).line)
+    assert (read["question"], read["answer"], read["metadata"]["reference"]) == (digits, "1.5", digits)
+
+
+def test_messages_and_tools_may_be_json_text() -> None:
+    turns = [SYSTEM, USER, CALL, RESULT, ASSISTANT]
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    asked = {"question": USER["content"], "answer": "2"}
+    told = {**asked, "prompt": json.dumps([SYSTEM, USER]), "tools": json.dumps(tools)}
+    read = task({**told, "messages": json.dumps(turns)})
+    plain = task({**asked, "messages": turns, "tools": tools})
+    assert (read["init_messages"], read["task_id"]) == (plain["init_messages"], plain["task_id"])
+    assert read["metadata"] == {**plain["metadata"], "span_id": read["task_id"]}
+    assert task({"messages": json.dumps(turns), "tools": "null"})["question"] == USER["content"]
+    with pytest.raises(LineError, match="`messages` is"):
+        entry({**told, "messages": "no JSON"})
