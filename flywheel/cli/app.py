@@ -31,6 +31,7 @@ T = TypeVar("T")
 EXIT_INTERRUPTED: Final = 130
 EXIT_UNREAD: Final = 141
 _STDOUT: Final = 1
+_STDERR: Final = 2
 _AS_JSON: Final = "flywheel.json"
 """What is noted of a command line with `--json`."""
 
@@ -198,12 +199,17 @@ def main() -> None:
             stdout.flush()
     except (_UnreadError, BrokenPipeError):
         # The reader of our output went away (`| head`): that is its right.
-        _let_go()
+        _let_go(_STDOUT)
         code = EXIT_UNREAD
     except _UnwrittenError as error:
-        _let_go()
+        _let_go(_STDOUT)
         complain(ExportError("write to stdout", error.strerror or str(error), "Make room where it goes."))
         code = EXIT_FAILED
+    try:
+        if sys.stderr is not None:
+            sys.stderr.flush()
+    except OSError:
+        _let_go(_STDERR)
     sys.exit(code)
 
 
@@ -220,6 +226,6 @@ def _run() -> int:
     return 0
 
 
-def _let_go() -> None:
-    """What is still to be written would fail once more when the program ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
+def _let_go(descriptor: int) -> None:
+    """What is still to be written would fail once more when the program ends, and change its exit code."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
