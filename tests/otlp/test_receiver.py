@@ -120,10 +120,12 @@ async def test_what_there_is_no_room_for_may_be_sent_again() -> None:
         yield GOOD[-1:]
 
     with ThreadPoolExecutor(1) as thread:
-        app = Service(store, thread, max_held=len(GOOD) * 3 // 2).app
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
+        service = Service(store, thread, max_held=len(GOOD) * 3 // 2)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(service.app), base_url="http://here") as client:
             first = asyncio.create_task(client.post("/v1/traces", content=slowly(), headers=PROTOBUF))
-            await asyncio.sleep(0.1)
+            async with asyncio.timeout(60):
+                while not service._held:
+                    await asyncio.sleep(0)
             refused = await client.post("/v1/traces", content=GOOD, headers=PROTOBUF)
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
             go_on.set()
