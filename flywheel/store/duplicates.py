@@ -210,6 +210,13 @@ def note(conn: Connection, task: int, found: Repeats) -> None:
     )
 
 
+def forget(conn: Connection, task: int) -> None:
+    """A task is another one now, or none: what was known of its question, and what repeated it, no longer holds."""
+    for table in (fingerprint_bands, fingerprints, duplicates):
+        conn.execute(delete(table).where(table.c.task_id == task))
+    free_repetitions(conn, [task])
+
+
 def free_repetitions(conn: Connection, originals: Sequence[int]) -> int:
     """Tasks that were rejected because they repeat one of these, which is rejected itself now: they are due again."""
     freed = 0

@@ -33,7 +33,7 @@ _MARK: Final = "exported_to"
 PAGE_BYTES: Final = 16 * 1024 * 1024
 """Of lines that are written at once; a longer one alone."""
 _KEY: Final = b'{"task_id":"'
-_BEGINNING: Final = re.compile(re.escape(_KEY) + rb'(?:[^"\\]|\\.)*+(?P<rest>.*)', re.DOTALL)
+_BEGINNING: Final = re.compile(re.escape(_KEY) + rb'(?:[^"\\]|\\.|\\\Z)*+(?P<rest>.*)', re.DOTALL)
 _REST: Final = b'","main_query":"'
 
 

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Connection, and_, exists, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Text, and_, exists, func, insert, or_, select, type_coerce, update
 
-from flywheel.batch import storable
+from flywheel.batch import line_bytes, storable
 from flywheel.states import Split, TaskState
 from flywheel.store import spending, stored_verdicts
 from flywheel.store.bulk import chunks
@@ -237,7 +237,8 @@ def store_verdict(conn: Connection, task: int, verdict: Verdict, rubric_hash: st
 def rewrite(conn: Connection, lines: Mapping[int, Mapping[str, Any]]) -> None:
     """Replace the lines of tasks, as filters that take something out of them want it."""
     for task, line in lines.items():
-        conn.execute(update(tasks).where(tasks.c.id == task).values(payload=dict(line)))
+        text = line_bytes(dict(line)).decode()
+        conn.execute(update(tasks).where(tasks.c.id == task).values(payload=type_coerce(text, Text)))
 
 
 def release_held(conn: Connection, ids: Sequence[int]) -> list[int]:

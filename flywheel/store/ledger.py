@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from sqlalchemy import Connection, bindparam, func, insert, select, update
@@ -19,14 +20,14 @@ from flywheel.store import turns
 from flywheel.store.bulk import Lookup, first_free, insert_many
 from flywheel.store.letters import ROW, bury
 from flywheel.store.marks import remember
-from flywheel.store.retelling import retell
+from flywheel.store.retelling import renewed, retell
 from flywheel.store.schema import replies, sources, tasks
 from flywheel.store.sides import Sides
 from flywheel.store.transitions import record, utcnow
 from flywheel.trace import Cursor, DeadRow
 
 _KNOWN: Final = Lookup(select(replies).where(replies.c.source_id == bindparam("source")), replies.c.span_id)
-_TASKS: Final = Lookup(select(tasks.c.key, tasks.c.id), tasks.c.key)
+_TASKS: Final = Lookup(select(tasks.c.key, tasks.c.id, tasks.c.state), tasks.c.key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,18 +101,13 @@ def record_batch(conn: Connection, source: int, batch: Batch, *, train_ratio: fl
     asked = [*told, *(row.span_id for row in batch.dead)]
     known = {row.span_id: row for row in _KNOWN.rows(conn, asked, source)}
     sides = Sides(conn, list(told.values()), train_ratio=train_ratio, seed=split_seed)
-
-    def line(entry: Entry, side: Split) -> bytes:
-        sides.keep(entry, side)
-        return _line(conn, entry, side)
-
     for span, before in known.items():
         if span in told:
             done.retold += retell(
                 conn,
                 before,
                 told[span],
-                line=line,
+                line=partial(_line_of_known, conn, sides),
                 make=lambda entry: _record_tasks(conn, [entry], sides, done)[entry.key],
             )
     new = [entry for span, entry in told.items() if span not in known] if known else list(told.values())
@@ -189,7 +185,12 @@ def _end(skip: SkipReason | None) -> ReplyState:
 def _record_tasks(conn: Connection, new: Sequence[Entry], sides: Sides, done: Recorded) -> dict[str, int]:
     """The tasks of these entries by key; the same reply seen through another source (a copy) has one already."""
     wanted = {entry.key: entry for entry in new}
-    made: dict[str, int] = {row.key: row.id for row in _TASKS.rows(conn, list(wanted))}
+    made: dict[str, int] = {}
+    for row in _TASKS.rows(conn, list(wanted)):
+        made[row.key] = row.id
+        if row.state == TaskState.WITHDRAWN:
+            # None told it any more; now one does again.
+            renewed(conn, None, wanted[row.key], partial(_line_of_known, conn, sides))
     lacking = [entry for key, entry in wanted.items() if key not in made]
     if not lacking:
         return made
@@ -234,6 +235,12 @@ def _line(conn: Connection, entry: Entry, side: Split) -> bytes:
     """The task as it is exported: on its side, and with the turns before it."""
     earlier = turns.before(conn, entry) if entry.linked else []
     return turns.line(entry, side, earlier)
+
+
+def _line_of_known(conn: Connection, sides: Sides, entry: Entry, side: Split) -> bytes:
+    """The task as it is exported that is on a side already: its conversation goes there too, if that is a new one."""
+    sides.keep(entry, side)
+    return _line(conn, entry, side)
 
 
 def _record_dead(conn: Connection, source: int, row: DeadRow, done: Recorded) -> None:

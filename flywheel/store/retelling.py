@@ -14,8 +14,9 @@ from sqlalchemy import Connection, Row, Text, delete, exists, or_, select, type_
 
 from flywheel.batch import Entry
 from flywheel.states import ReplyState, SkipReason, Split, TaskState
+from flywheel.store import duplicates
 from flywheel.store.judging import PERSON
-from flywheel.store.schema import duplicates, replies, tasks, verdicts
+from flywheel.store.schema import replies, tasks, verdicts
 from flywheel.store.transitions import move, record
 
 CHANGED = "changed"
@@ -60,7 +61,7 @@ def retell(
             task_id=None,
         )
     else:
-        now = _renewed(conn, task, entry, line) or make(entry)
+        now = renewed(conn, task, entry, line) or make(entry)
         move(conn, known.id, ReplyState.CLOSED, ReplyState.CONVERTED, skip_reason=None, detail="", task_id=now)
     if task is not None and task != now and not _is_told(conn, task):
         _due_again(conn, task)
@@ -113,11 +114,11 @@ def _due_again(conn: Connection, task: int) -> None:
     if state is not TaskState.PENDING:
         move(conn, task, state, TaskState.PENDING, "its reply changed, and nothing was paid for it", retry_at=None)
         conn.execute(delete(verdicts).where(verdicts.c.task_id == task))
-        conn.execute(delete(duplicates).where(duplicates.c.task_id == task))
+    duplicates.forget(conn, task)
 
 
-def _renewed(conn: Connection, task: int | None, entry: Entry, line: Callable[[Entry, Split], bytes]) -> int | None:
-    """The task that a reply was made into before, as it is now; None if there was none."""
+def renewed(conn: Connection, task: int | None, entry: Entry, line: Callable[[Entry, Split], bytes]) -> int | None:
+    """The task of an entry, as it is now if it is the reply's own `task` or was withdrawn; None if there is none."""
     found = conn.execute(
         select(tasks.c.id, tasks.c.state, tasks.c.split).where(tasks.c.key == entry.key)
     ).one_or_none()

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, select
 
+from flywheel.filtering.deduplication import fingerprint
 from flywheel.states import SkipReason
-from flywheel.store import audit, judging, ledger
+from flywheel.store import audit, duplicates, judging, ledger
 from flywheel.store.database import Store
 from flywheel.store.ledger import Recorded
 from flywheel.store.schema import events, replies, tasks
@@ -131,6 +132,37 @@ async def test_a_task_that_was_put_aside_for_nothing_is_withdrawn_with_its_reply
     assert await store.read(look) == [("skipped", "nested", "", "")]
     assert await store.read(story, "tasks") == ["pending", "judging", "undecided", "pending", "withdrawn"]
     assert (await store.read(audit.balance)).balanced
+
+
+async def test_a_task_that_was_withdrawn_comes_back_with_whoever_tells_it(store: Store) -> None:
+    await store.write(put, reply(1, answer="old"))
+    await store.write(put, reply(1, skip=SkipReason.NESTED, skip_detail="another agent called it"))
+    await store.write(put, reply(1, answer="whole"), source="/b")
+    assert await store.read(look) == [("skipped", "nested", "", ""), ("converted", None, "pending", "whole")]
+    assert (await store.read(audit.balance)).balanced
+
+
+@pytest.mark.parametrize("becomes", ["another question", "none"])
+async def test_what_repeated_a_task_that_is_another_now_is_due_again(store: Store, becomes: str) -> None:
+    query = "A train travels at 150 km/h for 7 hours. How many kilometres does it cover?"
+    await store.write(put, reply(1, query=query), reply(2, query=query.lower()))
+    first, second = await store.write(judging.claim, 10, "r", "j")
+    entries = [duplicates.Entry(task.id, task.key, fingerprint(task.line, 0.8)) for task in (first, second)]
+    near = await store.write(duplicates.enter, entries, 0.8)
+    assert [one.task for one in near[second.id]] == [first.id]
+    await store.write(duplicates.keep, entries[:1])
+    repeats = duplicates.Repeats(first.id, first.key, 1.0, "minhash")
+    await store.write(duplicates.note, second.id, repeats)
+    await store.write(judging.settle, first.id, replace(undecided(), calls=0), "r", "j", 60.0)
+    await store.write(judging.settle, second.id, replace(rejected(), calls=0), f"{judging.CHAIN}c", "", 60.0)
+    if becomes == "none":
+        await store.write(put, reply(1, skip=SkipReason.NESTED, skip_detail="another agent called it"))
+    else:
+        await store.write(put, reply(1, query="Who wrote the Odyssey?"))
+    assert (await store.read(look))[1][2] == "pending"
+    third = duplicates.Entry(10**6, "third", entries[0].compared)
+    near = await store.write(lambda conn: {third.task: duplicates._near(conn, third, 0.8)})
+    assert first.id not in [one.task for one in near[third.task]], "it does not ask that any more"
 
 
 async def test_a_reply_in_another_trace_is_another_task(store: Store) -> None:
