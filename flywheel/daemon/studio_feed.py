@@ -164,6 +164,9 @@ class StudioFeed:
             await producer
         except BaseException:
             producer.cancel()
+            if self._process is not None:
+                # The reader's thread may be waiting for it.
+                self._process.kill()
             while not queue.empty():
                 queue.get_nowait()
             with contextlib.suppress(asyncio.CancelledError, Exception):

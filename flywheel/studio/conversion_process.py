@@ -57,6 +57,8 @@ class ConversionProcess:
             [sys.executable, "-m", "flywheel.studio.conversion_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            # A terminal's Ctrl-C is for the parent, which ends it.
+            process_group=0,
         )
         assert self._child.stdin is not None and self._child.stdout is not None
         self._to_child, self._from_child = self._child.stdin, self._child.stdout
@@ -113,10 +115,13 @@ class ConversionProcess:
             )
         return Told(answer.entries, answer.dead, Counter(answer.kinds))
 
+    def kill(self) -> None:
+        """End the child at once, from any thread: what waits for it goes on. It has nothing to lose."""
+        self._child.kill()
+
     def close(self) -> None:
         """End the child. What it has not answered is not answered any more."""
-        # It has nothing to lose, and both threads wait for it.
-        self._child.kill()
+        self.kill()
         self._child.wait()
         for thread in (self._sender, self._receiver):
             thread.shutdown(cancel_futures=True)

@@ -2,8 +2,9 @@
 
 Roles. An agent below another agent was called by it (as a tool): nested. Agents beside each other under one root that
 is no agent's ran after each other: a pipeline, whose last stage the user sees. Two cases look like a pipeline and are
-none: agents that overlap in time are a fan-out, and an agent that is handed what the user said next, rather than the
-answer of one before it, is the next turn of a conversation that the application wrapped into one span.
+none: agents that overlap in time are a fan-out, and an agent that is handed something new, neither the answer of one
+before it nor what another one was asked, is the next turn of a conversation that the application wrapped into one
+span.
 """
 
 from __future__ import annotations
@@ -161,28 +162,38 @@ class _Stage(Struct, frozen=True):
     answer: str
 
     def follows(self, earlier: _Stage) -> bool:
-        """Whether this one works on from what `earlier` answered, rather than from what the user said next."""
+        """Whether this one works on from what `earlier` answered or was asked, rather than from what came next."""
         said = earlier.answer
         if not said or earlier.span.ended_ns > self.span.started_ns:
             return False
         if not self.handed:
             # It answers what it has observed: another agent's answer, or its own user.
             return earlier.name != self.name
-        return any(
-            text == said or ((role == "assistant" or len(said) >= QUOTED) and said in text)
-            for role, text in self.handed
-        )
+        for role, text in self.handed:
+            if text == said or ((role == "assistant" or len(said) >= QUOTED) and said in text):
+                return True
+            if earlier.name != self.name and any(
+                asked and (asked == text or (len(asked) >= QUOTED and asked in text)) for _, asked in earlier.handed
+            ):
+                # A router sends the same question on; a classifier's finding is put before it.
+                return True
+        return False
 
 
 def _stage(agent: Span) -> _Stage:
     try:
         output = agent_output(agent)
-        handed = [(str(message.get("role")), text_of(message).strip()) for message in agent_input(agent)]
+        handed = [(str(message.get("role")), _plain(text_of(message))) for message in agent_input(agent)]
     except ReprError:
         # It costs its own reply, which is told elsewhere.
         return _Stage(agent, agent_name(agent), [("user", "")], "")
-    answer = text_of(output).strip() if output and agent.status is not SpanStatus.ERROR else ""
+    answer = _plain(text_of(output)) if output and agent.status is not SpanStatus.ERROR else ""
     return _Stage(agent, agent_name(agent), handed, answer)
+
+
+def _plain(text: str) -> str:
+    """A text without what is often changed when it is handed on."""
+    return " ".join(text.casefold().split())
 
 
 def _pipeline(agents: list[Span]) -> dict[str, Placement]:

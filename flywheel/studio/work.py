@@ -69,6 +69,7 @@ class Work:
         steps: list[ChatMessage] = []
         last = len(self.models) - 1
         for place, said in enumerate(self.said):
+            until = self.models[place + 1].started_ns if place < last else None
             for message in chat_of(said) if said else ():
                 wanted = message.get("tool_calls", ())
                 content = message["content"]
@@ -76,7 +77,7 @@ class Work:
                     steps.append(message)
                 for one in wanted:
                     name = one["function"]["name"]
-                    tool = _taken(unused, one["id"], name)
+                    tool = _taken(unused, one["id"], name, until)
                     if name in FINISH_FUNCTIONS:
                         continue
                     result = tool.result if tool is not None else self._returned(one["id"], place + 1)
@@ -135,13 +136,17 @@ class Work:
         return [text_of(message) for message in self.said if message]
 
 
-def _taken(tools: list[at.ToolUse], call_id: str, name: str) -> at.ToolUse | None:
-    """The first tool that was called so, taken out of the list. Ids may repeat, and some clients give none."""
-    named = [tool for tool in tools if tool.id == call_id]
-    found = next((tool for tool in named if tool.name == name), named[0] if named and call_id else None)
-    if found is not None:
-        tools.remove(found)
-    return found
+def _taken(tools: list[at.ToolUse], call_id: str, name: str, until_ns: int | None) -> at.ToolUse | None:
+    """The first tool that was called so before the next model call, taken out of the list.
+
+    Ids may repeat, some clients give none, and some spans have no name.
+    """
+    for tool in tools:
+        is_in_time = until_ns is None or tool.span.started_ns <= until_ns
+        if tool.id == call_id and tool.name in (name, "") and is_in_time:
+            tools.remove(tool)
+            return tool
+    return None
 
 
 def _tool_step(call_id: str, name: str, content: str) -> ChatMessage:

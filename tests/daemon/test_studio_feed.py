@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -19,7 +20,7 @@ from flywheel.daemon.studio_feed import StudioFeed
 from flywheel.errors import StudioError
 from flywheel.store import marks
 from flywheel.store.database import Store
-from flywheel.studio import page, scan
+from flywheel.studio import conversion_process, page, scan
 from flywheel.studio import reader as reading
 from flywheel.trace import Cursor
 from tests.studio.writer import DATA, Studio, agent, chat, message, part
@@ -135,6 +136,31 @@ async def test_a_pass_that_is_left_leaves_no_process(feed: StudioFeed) -> None:
     assert child is not None and feed.converter is None
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
+
+
+async def test_a_process_that_hangs_holds_up_nobody_who_leaves(
+    feed: StudioFeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(studio_feed, "ENOUGH", 10**9)
+    monkeypatch.setattr(studio_feed, "AHEAD", 3)
+    monkeypatch.setattr(conversion_process, "_UNDER_WAY", 1)
+    stopped = asyncio.Event()
+
+    async def read() -> None:
+        async with aclosing(feed.read(1, Cursor(), final=True)) as batches:
+            async for _ in batches:
+                if (child := feed.converter) is not None and not stopped.is_set():
+                    os.kill(child, signal.SIGSTOP)
+                    stopped.set()
+
+    reading = asyncio.create_task(read())
+    await stopped.wait()
+    # By now the reader's thread waits for room to ask.
+    done, _ = await asyncio.wait((reading,), timeout=1)
+    assert not done
+    reading.cancel()
+    done, _ = await asyncio.wait((reading,), timeout=60)
+    assert done and reading.cancelled() and feed.converter is None
 
 
 async def test_a_trace_that_is_met_again_in_a_first_pass_is_remembered(

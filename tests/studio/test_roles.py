@@ -126,6 +126,31 @@ def test_an_agent_that_failed_is_no_stage_before_the_one_that_stepped_in(tmp_pat
     assert skips(found) == {"a1": SkipReason.ERROR, "a2": None}
 
 
+ASKS = "My invoice of May shows the wrong amount."
+
+
+@pytest.mark.parametrize(
+    ("answer", "handed"),
+    [
+        ("billing", ASKS),
+        ("billing", f"Category: billing\nQuestion: {ASKS}"),
+        ("The amount of May was charged twice.", "THE AMOUNT OF MAY\nWAS CHARGED TWICE."),
+        ("42", [message("assistant", part("Check this answer: 42"))]),
+    ],
+)
+def test_another_agent_that_is_handed_the_same_question_or_the_answer_goes_on(
+    tmp_path: Path, answer: str, handed: Any
+) -> None:
+    found = told(
+        tmp_path,
+        agent("a1", ASKS, answer, name="First", parent="root", began=0, ended=1),
+        agent("a2", handed, "It is corrected.", name="Second", parent="root", began=2, ended=3),
+        span("root", None, {}, ended=4),
+    )
+    assert skips(found) == {"a1": SkipReason.PIPELINE_STAGE, "a2": None}
+    assert (found["a2"].query, found["a2"].answer) == (ASKS, "It is corrected.")
+
+
 def test_two_pipelines_in_one_session_ask_what_each_was_asked(tmp_path: Path) -> None:
     found = told(
         tmp_path,

@@ -89,6 +89,22 @@ def test_calls_of_one_id_have_the_results_of_their_names(tmp_path: Path) -> None
     ]
 
 
+@pytest.mark.parametrize("name", ["nope", "add"])
+def test_a_call_without_a_span_takes_no_other_calls_result(tmp_path: Path, name: str) -> None:
+    """AgentScope 2.x makes no span for a tool that is not there."""
+    then = [*ASKED, *said(call("0", name)), returned("0", "ToolNotFoundError: no such tool")]
+    reply = told(
+        tmp_path,
+        chat("m0", ASKED, said(call("0", name)), parent="a", began=1, ended=2),
+        chat("m1", then, said(call("0")), parent="a", began=3, ended=4),
+        tool("t1", "0", "add", "sum", parent="a", began=4, ended=5),
+        chat("m2", then, "done", parent="a", began=5, ended=6),
+        agent("a", "q", "done", began=0, ended=7),
+    )
+    wrong = "ToolNotFoundError: no such tool"
+    assert steps(reply.trajectory) == [("0", name), (name, wrong), ("0", "add"), ("add", "sum")]
+
+
 def test_a_result_that_shares_its_id_with_a_finished_answer_stays_in_the_history(tmp_path: Path) -> None:
     before = [
         *ASKED,
