@@ -147,3 +147,25 @@ def test_without_a_home_directory_only_what_needs_one_fails(tmp_path: Path, monk
     with pytest.raises(ConfigError, match=r"home directory.*state\.dir, or \$FLYWHEEL_HOME"):
         _ = config.state_dir
     assert parse({"sources": [], "state": {"dir": "s"}}, "c.yaml", tmp_path).state_dir == tmp_path / "s"
+
+
+@pytest.mark.parametrize("home", ["home", "elsewhere/../home"])
+def test_a_task_file_in_the_default_place_is_not_to_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FLYWHEEL_HOME", home)
+    for path in ("home", "home/tasks.jsonl"):
+        with pytest.raises(ConfigError, match=rf"tasks\.jsonl is read by the source .*/{path}\. .*`ingest\.output`"):
+            parse({"sources": [{"type": "jsonl", "path": path}]}, "test", tmp_path)
+    raw = {"sources": [{"type": "jsonl", "path": "home"}], "ingest": {"output": "tasks.jsonl"}}
+    assert parse(raw, "test", tmp_path).task_file == tmp_path / "tasks.jsonl"
+
+
+def test_a_state_directory_that_cannot_be_found_is_told_by_what_needs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLYWHEEL_HOME", "~nobody-at-all/x")
+    config = parse({"sources": [{"type": "jsonl", "path": "data"}]}, "test", tmp_path)
+    with pytest.raises(ConfigError, match="FLYWHEEL_HOME"):
+        _ = config.state_dir

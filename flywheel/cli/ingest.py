@@ -31,11 +31,14 @@ def ingest(
     settings = load_config(config)
     if source:
         settings = settings.model_copy(update={"sources": [StudioSource(path=absolute(path)) for path in source]})
-    if (read := source_at(settings, absolute(out or settings.task_file))) is not None:
-        raise typer.BadParameter(
-            f"it is read by the source {read}; Flywheel does not write to what it reads",
-            param_hint="--out" if out else "--source",
-        )
+    # What the configuration alone says was looked at when it was loaded.
+    if out or source:
+        appended = absolute(out or settings.task_file)
+        if (read := source_at(settings, appended)) is not None:
+            raise typer.BadParameter(
+                f"{appended} is read by the source {read}; Flywheel does not write to what it reads",
+                param_hint="--out" if out else "--source",
+            )
     report, errors = run_async(_ingest(settings, out, sweep))
     if as_json:
         print_json(report)

@@ -102,12 +102,13 @@ def _of_environment(text: str, name: str) -> Path:
 
 def defaults() -> Config:
     """What holds without a configuration file. Raises ConfigError."""
+    attempted = "use the default settings"
     try:
-        return Config()
+        config = Config()
     except ValidationError as error:
-        raise ConfigError(
-            "use the default settings", explain(error, Config), "Name a configuration with -c."
-        ) from None
+        raise ConfigError(attempted, explain(error, Config), "Name a configuration with -c.") from None
+    _refuse_a_task_file_that_is_read(config, attempted)
+    return config
 
 
 def load(path: Path) -> Config:
@@ -127,14 +128,22 @@ def parse(raw: Any, name: str, folder: Path, *, file: Path | None = None) -> Con
     except ValidationError as error:
         raise ConfigError(attempted, explain(error, Config), "Correct the file; see docs/configuration.md.") from None
     config = _anchored(config, folder.absolute())
-    is_placed = config.ingest.output is not None or config.state.dir is not None
-    if is_placed and (source := source_at(config, config.task_file)) is not None:
+    _refuse_a_task_file_that_is_read(config, attempted)
+    return config
+
+
+def _refuse_a_task_file_that_is_read(config: Config, attempted: str) -> None:
+    try:
+        task_file = config.task_file.absolute()
+    except (ConfigError, OSError):
+        # The state directory cannot be found: what needs it says so, and not everything does.
+        return
+    if (source := source_at(config, task_file)) is not None:
         raise ConfigError(
             attempted,
-            f"the task file {config.task_file} is read by the source {source}",
+            f"the task file {task_file} is read by the source {source}",
             "Name another with `ingest.output`: Flywheel does not write to what it reads.",
         )
-    return config
 
 
 def _anchored(config: Config, folder: Path) -> Config:

@@ -92,3 +92,27 @@ def test_status_is_shown_in_one_way_at_a_time(flywheel: Run, arguments: list[str
     ran = flywheel("status", *arguments)
     assert ran.code == 2
     assert "one of --json, --metrics and --watch" in " ".join(ran.err.split())
+
+
+@pytest.mark.parametrize("command", ["ingest", "run --once", "status"])
+def test_a_source_that_reads_the_task_file_is_a_wrong_configuration(
+    flywheel: Run, tmp_path: Path, command: str
+) -> None:
+    (tmp_path / "flywheel.yaml").write_text("sources: [{type: jsonl, path: home}]\n")
+    ran = flywheel(*command.split())
+    assert ran.code == 78
+    assert "tasks.jsonl is read by the source" in ran.err
+    assert "--source" not in ran.err
+    if command != "run --once":
+        assert "is read by the source" in flywheel(*command.split(), "--json").json["error"]
+
+
+def test_an_option_that_makes_a_source_of_the_task_file_is_wrong_usage(flywheel: Run, tmp_path: Path) -> None:
+    for option, arguments in (
+        ("--source", ("--source", "home/tasks.jsonl")),
+        ("--out", ("--source", "x.sqlite", "--out", "x.sqlite")),
+    ):
+        ran = flywheel("ingest", *arguments)
+        assert ran.code == 2
+        assert f"Invalid value for {option}" in ran.err
+    assert not (tmp_path / "x.sqlite").exists()
