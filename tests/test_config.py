@@ -169,3 +169,15 @@ def test_a_state_directory_that_cannot_be_found_is_told_by_what_needs_it(
     config = parse({"sources": [{"type": "jsonl", "path": "data"}]}, "test", tmp_path)
     with pytest.raises(ConfigError, match="FLYWHEEL_HOME"):
         _ = config.state_dir
+
+
+def test_a_hidden_task_file_in_a_directory_of_lines_is_never_read(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    raw: dict[str, Any] = {"sources": [{"type": "jsonl", "path": "data"}], "ingest": {"output": "data/.tasks.jsonl"}}
+    assert parse(raw, "test", tmp_path).task_file == data / ".tasks.jsonl"
+    (data / "link.jsonl").symlink_to(".tasks.jsonl")
+    (tmp_path / "out.jsonl").symlink_to("data/tasks.jsonl")
+    for output in ("data/link.jsonl", "data/tasks.jsonl", "out.jsonl"):
+        with pytest.raises(ConfigError, match="is read by the source"):
+            parse(raw | {"ingest": {"output": output}}, "test", tmp_path)

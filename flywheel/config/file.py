@@ -67,14 +67,20 @@ class Config(Section):
 
 def source_at(config: Config, file: Path) -> Path | None:
     """The source that reads this file, if one does: nothing may be appended to it."""
-    file = Path(os.path.realpath(file))
+    # A link is read by its own name, and what it leads to by another.
+    listed = [name for name in (file, Path(os.path.realpath(file))) if _is_listed(name)]
     for source in config.sources:
         if isinstance(source, OtlpSource):
             continue
-        is_in = isinstance(source, JsonlSource) and file.suffix == ".jsonl" and _same(source.path, file.parent)
+        is_in = isinstance(source, JsonlSource) and any(_same(source.path, name.parent) for name in listed)
         if is_in or _same(source.path, file):
             return source.path
     return None
+
+
+def _is_listed(file: Path) -> bool:
+    """Whether a directory of lines would be read with this file in it."""
+    return file.suffix == ".jsonl" and not file.name.startswith(".")
 
 
 def _same(one: Path, other: Path) -> bool:
