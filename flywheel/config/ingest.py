@@ -38,7 +38,8 @@ class JsonlSource(Section):
     type: Literal["jsonl"]
     """`jsonl`: tasks that another program writes, one JSON object per line."""
     path: UserPath
-    """A file, or a directory whose `*.jsonl` files are read, but no hidden ones. Lines are only ever appended to them."""
+    """A file, or a directory whose `*.jsonl` files are read, none of them hidden. Lines are only ever appended to
+    them."""
 
 
 class OtlpSource(Section):
