@@ -228,11 +228,11 @@ class _Lines:
             while (batch := await asyncio.to_thread(next, batches, None)) is not None:
                 found |= {row.span_id: None for row in batch.dead}
                 entries = await self._store.read(named, source or 0, names, batch.entries)
-                found |= {entry.span_id: entry.content for entry in entries}
+                found |= {entry.span_id: entry.content for entry in entries if entry}
                 renamed |= {
                     entry.key: own.key
                     for entry, own in zip(entries, batch.entries, strict=True)
-                    if entry.key != own.key
+                    if entry and entry.key != own.key
                 }
         finally:
             reader.close()

@@ -16,6 +16,7 @@ from flywheel.daemon.studio_feed import Progress
 from flywheel.lines.file import is_listed
 from flywheel.lines.names import Names
 from flywheel.lines.reader import LinesReader
+from flywheel.lines.record import LineEntry
 from flywheel.store import ledger, tellers
 from flywheel.store.ledger import Recorded
 from flywheel.trace import Cursor
@@ -23,18 +24,22 @@ from flywheel.trace import Cursor
 
 def record(conn: Connection, source: int, batch: Batch, *, train_ratio: float, split_seed: int) -> Recorded:
     """Store one batch of lines by names that tell them apart, in the caller's transaction."""
-    entries = named(conn, source, Names(), batch.entries)
+    by_name = named(conn, source, Names(), batch.entries)
+    # The same words for every batch: they are told once.
     warnings = batch.warnings
-    if any(entry.key != before.key for entry, before in zip(entries, batch.entries, strict=True)):
-        # The same words for every batch: they are told once.
+    if any(entry and entry.line and entry.key != own.key for entry, own in zip(by_name, batch.entries, strict=True)):
         warnings += ("some lines have the task_id of another task: each is a task of its own, named by a hash",)
-    apart = replace(batch, entries=entries, warnings=warnings)
+    if None in by_name:
+        warnings += ("some lines that are no tasks have the task_id of a task: they add nothing",)
+    apart = replace(batch, entries=tuple(entry for entry in by_name if entry), warnings=warnings)
     return ledger.record_batch(conn, source, apart, train_ratio=train_ratio, split_seed=split_seed)
 
 
-def named(conn: Connection, source: int, names: Names, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
-    """The entries by the names that they have in the ledger, or will have."""
-    known = tellers.told(conn, source, [entry.key for entry in entries])
+def named(conn: Connection, source: int, names: Names, entries: tuple[Entry, ...]) -> list[Entry | None]:
+    """The entries by the names that they have in the ledger, or will have; None for one that adds nothing to it."""
+    keys = {entry.key for entry in entries}
+    keys |= {entry.otherwise for entry in entries if isinstance(entry, LineEntry) and not entry.line}
+    known = tellers.told(conn, source, sorted(keys))
     return names.given(entries, known, partial(tellers.line_of, conn))
 
 

@@ -11,6 +11,8 @@ import pytest
 from sqlalchemy import select, update
 
 from flywheel.config import Config, parse
+from flywheel.daemon.audit_findings import Compared
+from flywheel.daemon.deep_audit import compare_sources
 from flywheel.daemon.ingestion import Ingestion
 from flywheel.daemon.intake import SourceReport
 from flywheel.store import audit
@@ -37,6 +39,17 @@ async def ingest(tmp_path: Path, path: Path, *, passes: int = 1) -> list[SourceR
         await ingestion.close()
         await store.close()
     return reports
+
+
+async def compared(tmp_path: Path, path: Path) -> Compared:
+    """The only source of the state against the ledger."""
+    settings = config(tmp_path, path)
+    store = await Store.open(settings.state_dir)
+    try:
+        [found] = await compare_sources(store, settings)
+    finally:
+        await store.close()
+    return found
 
 
 def exported(tmp_path: Path) -> list[dict[str, Any]]:
@@ -218,11 +231,40 @@ async def test_a_line_without_an_answer_takes_no_task_away_and_may_get_one(tmp_p
     path = tmp_path / "tasks.jsonl"
     write(path, told("x", "q"), told("x", "other", None), told("y", "r", None))
     [report] = await ingest(tmp_path, path)
-    assert (report.counts.tasks, dict(report.counts.skipped)) == (1, {"no_answer": 2})
+    assert (report.counts.tasks, dict(report.counts.skipped)) == (1, {"no_answer": 1})
+    assert report.warnings == ("some lines that are no tasks have the task_id of a task: they add nothing",)
     add(path, told("x", "third", None), told("y", "r"))
     [report] = await ingest(tmp_path, path)
-    assert (report.counts.tasks, dict(report.counts.skipped)) == (2, {"no_answer": 2})
+    assert (report.counts.tasks, dict(report.counts.skipped)) == (2, {})
     assert asked(tmp_path) == {"x": "q a", "y": "r a"}
+
+
+async def test_a_line_whose_answer_came_later_is_counted_once_however_often_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    # Of two lines without an answer, the second is no earlier form of the task.
+    lines = [told("x", "q", None), told("x", "other", None), told("x", "q")]
+    write(path, *lines)
+    [report] = await ingest(tmp_path, path)
+    assert (report.counts.tasks, dict(report.counts.skipped), report.warnings) == (1, {"no_answer": 1}, ())
+    for beside in (1, 2):
+        write(path, told("z", "z", beside=beside), *lines)
+        assert (await compared(tmp_path, path)).missing == []
+        [report] = await ingest(tmp_path, path)
+        assert (report.counts.tasks, dict(report.counts.skipped)) == (2, {"no_answer": 1})
+        found = await compared(tmp_path, path)
+        assert (found.problems, found.in_ledger, found.not_read_yet, found.gone) == ([], 3, 0, 0)
+
+
+async def test_the_task_of_another_file_is_not_told_by_a_line_that_says_something_else(tmp_path: Path) -> None:
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    write(folder / "a.jsonl", told("x", "q", None))
+    await ingest(tmp_path, folder)
+    write(folder / "b.jsonl", told("x", "q", "b"))
+    await ingest(tmp_path, folder)
+    write(folder / "a.jsonl", told("z", "z"), told("x", "q", None), told("x", "q", "a"))
+    assert sum(report.new for report in await ingest(tmp_path, folder)) == 2
+    assert sorted(asked(tmp_path).values()) == ["q a", "q b", "z a"]
 
 
 async def test_an_older_state_gets_no_doubles_and_what_it_lost(tmp_path: Path) -> None:
