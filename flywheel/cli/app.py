@@ -182,9 +182,16 @@ def absolute(path: Path) -> Path:
 
 
 def complain(error: FlywheelError | str) -> None:
-    # Where nobody can be told, the exit code still tells.
+    tell(f"flywheel: {disarmed(str(error))}")
+
+
+def tell(text: str) -> None:
+    """Print on stderr. Where nobody can be told, the exit code still tells."""
+    if sys.stderr is None:
+        # Print would take stdout instead, which may hold an object or records.
+        return
     with contextlib.suppress(OSError):
-        print(f"flywheel: {disarmed(str(error))}", file=sys.stderr)
+        print(text, file=sys.stderr)
 
 
 def main() -> None:

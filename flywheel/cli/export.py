@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final
 
 import typer
 
-from flywheel.cli.app import ConfigOption, JsonOption, app, binary_stdout, load_config, print_json, run_async
+from flywheel.cli.app import ConfigOption, JsonOption, app, binary_stdout, load_config, print_json, run_async, tell
 from flywheel.disarmed import disarmed
 from flywheel.errors import ExportError
 from flywheel.files import whole_file
@@ -111,7 +111,7 @@ def export(
     out = out or f"{name}.{chosen.suffix}"
     if out != "-":
         _check(Path(out), force)
-    elif chosen.suffix != "jsonl" and sys.stdout.isatty():
+    elif chosen.suffix != "jsonl" and sys.stdout is not None and sys.stdout.isatty():
         raise typer.BadParameter(f"{chosen.suffix} is not for a terminal; name a file", param_hint="--out")
     wanted = state or Wanted.ACCEPTED
     survey = run_async(_export(load_config(config).state_dir, chosen, out, wanted, split, margin or 0.0))
@@ -126,16 +126,14 @@ def export(
     if as_json:
         print_json(report)
     else:
-        _print(disarmed(report), sys.stderr if out == "-" else sys.stdout)
+        _print(disarmed(report), tell if out == "-" else print)
 
 
-def _print(report: dict[str, Any], where: Any) -> None:
+def _print(report: dict[str, Any], say: Callable[[str], None]) -> None:
     target = "stdout" if report["out"] == "-" else report["out"]
-    print(
-        f"{report['lines']} lines in {target} ({report['format']}, {report['state']}, {report['split']})", file=where
-    )
+    say(f"{report['lines']} lines in {target} ({report['format']}, {report['state']}, {report['split']})")
     for reason, number in report["left_out"].items():
-        print(f"left out {number}: {reason}", file=where)
+        say(f"left out {number}: {reason}")
 
 
 async def _export(state_dir: Path, form: Format, out: str, wanted: Wanted, split: Side, margin: float) -> Survey:

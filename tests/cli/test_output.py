@@ -75,17 +75,32 @@ def test_a_reader_that_goes_away_is_no_error_of_ours(ingested: Path, command: li
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-def test_a_closed_stdout(folder: Path) -> None:
-    assert run(folder, "flywheel status >&-").returncode == 0
-    ran = run(folder, "flywheel status --metrics >&-")
-    assert ran.returncode == 1
-    assert b"cannot write to stdout: it is closed" in ran.stderr
+def test_a_closed_stdout(ingested: Path) -> None:
+    assert run(ingested, "flywheel status >&-").returncode == 0
+    for command in ("status --metrics", "export --format verl --state all --split all --out -"):
+        ran = run(ingested, f"flywheel {command} >&-")
+        assert ran.returncode == 1
+        assert b"cannot write to stdout: it is closed" in ran.stderr
 
 
 def test_a_full_stderr_leaves_the_exit_code(folder: Path) -> None:
     assert run(folder, "flywheel status -c none.yaml 2>/dev/full").returncode == 78
     assert run(folder, "flywheel ingest --source none.sqlite 2>/dev/full").returncode == 1
     assert run(folder, "flywheel filter --estimate 2>/dev/full").returncode == 0
+
+
+def test_a_closed_stderr_puts_nothing_beside_what_programs_read(ingested: Path) -> None:
+    ran = run(ingested, "flywheel status --json -c none.yaml 2>&-")
+    assert ran.returncode == 78
+    assert set(json.loads(ran.stdout)) == {"error"}
+    ran = run(ingested, "flywheel ingest --json --source none.sqlite 2>&-")
+    assert ran.returncode == 1
+    assert "sources" in json.loads(ran.stdout)
+    whole = run(ingested, "flywheel export --format agentjet --state all --out -")
+    assert b" lines in stdout " in whole.stderr
+    for stderr in ("2>&-", "2>/dev/full"):
+        ran = run(ingested, f"flywheel export --format agentjet --state all --out - {stderr}")
+        assert (ran.returncode, ran.stdout) == (0, whole.stdout)
 
 
 def test_json_is_exact_on_a_terminal_of_another_encoding(flywheel: Run, folder: Path) -> None:
