@@ -19,6 +19,10 @@ from flywheel.errors import ConfigError
         ({"sources": [{"pth": "x"}]}, r"unknown key `sources\.0\.pth` \(did you mean `path`\?\)"),
         ({"sources": [{"type": "otlp", "pth": "x"}]}, r"unknown key `sources\.0\.pth` \(known here: listen, type\)"),
         (
+            {"sources": [{"type": "otlp", "listen": "http://127.0.0.1:4318"}]},
+            r"`sources\.0\.listen`: .*'http://127\.0\.0\.1:4318' is not HOST:PORT",
+        ),
+        (
             {"sources": [{"type": "csv"}]},
             r"`sources\.0\.type`: there is no type `csv`; it is one of `studio`, `jsonl`",
         ),

@@ -17,7 +17,8 @@ def host_and_port(listen: str) -> tuple[str, int]:
     host, colon, port = listen.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     is_number = port.isascii() and port.isdecimal() and len(port) <= PORT_DIGITS
-    if not (colon and host and is_number and int(port) < 2**16):
+    # A slash is that of a URL, http://127.0.0.1:4318.
+    if not (colon and host and "/" not in host and is_number and int(port) < 2**16):
         raise ValueError(f"{listen!r} is not HOST:PORT, for example 127.0.0.1:4318 or [::1]:4318")
     return host, int(port)
 

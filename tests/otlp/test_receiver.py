@@ -39,7 +39,21 @@ async def test_an_address_in_use_is_said_and_may_be_tried_again(receiver: Receiv
     await second.stop()
 
 
-@pytest.mark.parametrize("listen", ["4318", ":4318", "127.0.0.1:", "127.0.0.1:http", "127.0.0.1:70000", "", "::"])
+@pytest.mark.parametrize(
+    "listen",
+    [
+        "4318",
+        ":4318",
+        "127.0.0.1:",
+        "127.0.0.1:http",
+        "127.0.0.1:70000",
+        "",
+        "::",
+        "http://127.0.0.1:4318",
+        "//127.0.0.1:4318",
+        "http://[::1]:4318",
+    ],
+)
 async def test_what_is_no_address_is_said(listen: str, tmp_path: Path) -> None:
     with pytest.raises(ReceiverError, match=r"HOST:PORT.*127\.0\.0\.1:4318") as caught:
         await Receiver(listen, tmp_path / "inbox.sqlite").start()
