@@ -19,6 +19,8 @@ from flywheel.daemon.ingestion import Ingestion
 from flywheel.daemon.lines_feed import named
 from flywheel.daemon.task_file_audit import compare_task_file
 from flywheel.errors import SourceError
+from flywheel.filtering.chain import redactor_of
+from flywheel.filtering.pii import Redactor
 from flywheel.lines.file import is_listed
 from flywheel.lines.names import Names
 from flywheel.lines.reader import LinesReader
@@ -60,12 +62,13 @@ async def compare_sources(store: Store, config: Config) -> list[Compared]:
     """Every source of the configuration with the ledger. What cannot be read is a problem of its own."""
     found = []
     ingestion = Ingestion(store, config)
+    redact = redactor_of(config.filter.chain)
     try:
         for intake in ingestion.intakes():
             compared = Compared(intake.path, intake.feed.type)
             try:
                 if compared.type == "jsonl":
-                    await _Lines(store, compared).compare()
+                    await _Lines(store, compared, redact).compare()
                 else:
                     await _Spans(store, config, compared).compare()
             except SourceError as error:
@@ -184,9 +187,10 @@ def _is_followed(census: Census, cursor: Cursor) -> bool:
 class _Lines:
     """A comparison with a file of lines."""
 
-    def __init__(self, store: Store, found: Compared) -> None:
+    def __init__(self, store: Store, found: Compared, redact: Redactor | None) -> None:
         self._store = store
         self._found = found
+        self._redact = redact
 
     async def compare(self) -> None:
         found = self._found
@@ -221,7 +225,7 @@ class _Lines:
         """
         found: dict[str, int | None] = {}
         renamed: dict[str, str] = {}
-        names = Names()
+        names = Names(self._redact)
         reader = LinesReader(self._found.path)
         try:
             batches: Iterator[Batch] = reader.read(cursor, final=True)

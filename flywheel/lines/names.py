@@ -17,6 +17,8 @@ from msgspec.structs import replace
 from flywheel.batch import Entry, line_bytes
 from flywheel.lines.record import LineEntry
 
+Redact = Callable[[dict[str, Any]], dict[str, Any]]
+
 
 class Known(Protocol):
     """What is stored under an id: `contents` are the hashes of the lines that told it, None where that is unknown."""
@@ -44,22 +46,26 @@ class _Holder:
             self.is_task = True
             self._line = entry.line
 
-    def forget_line(self) -> None:
+    def forget_line(self, redact: Redact) -> None:
         """Keep the hash of its line alone."""
         if self._line is not None:
-            self._says, self._line = self._says or _says(self._line), None
+            self._says, self._line = self._says or _says(self._line, redact), None
 
-    def says(self, stored: Callable[[], bytes]) -> bytes:
+    def says(self, redact: Redact, stored: Callable[[], bytes]) -> bytes:
         """A hash of it, made once; `stored` gives the line of a task that was known before."""
         if self._says is None:
-            self._says = _says(self._line if self._line is not None else stored())
+            self._says = _says(stored()) if self._line is None else _says(self._line, redact)
         return self._says
 
 
 class Names:
-    """Names of the lines that come one after the other; what they were given goes before what is stored."""
+    """Names of the lines that come one after the other; what they were given goes before what is stored.
 
-    def __init__(self) -> None:
+    Lines are compared as they are stored: `redact` is what they still have to go through for that.
+    """
+
+    def __init__(self, redact: Redact | None = None) -> None:
+        self._redact: Redact = redact or (lambda task: task)
         self._holders: dict[str, _Holder] = {}
         self._recent: list[_Holder] = []
         """Those whose lines may still be held: no more of them than came last."""
@@ -72,7 +78,7 @@ class Names:
         `known` is asked for the entries' ids, and for what those that are no tasks go by otherwise.
         """
         for holder in self._recent:
-            holder.forget_line()
+            holder.forget_line(self._redact)
         self._recent.clear()
         return [self._named(entry, known, line_of) if isinstance(entry, LineEntry) else entry for entry in entries]
 
@@ -84,7 +90,7 @@ class Names:
         holder = self._holders.get(entry.key)
         if holder is None:
             holder = self._holders[entry.key] = _Holder(known.get(entry.key))
-        if _is_its_own(entry, holder, line_of):
+        if self._is_its_own(entry, holder, line_of):
             holder.take(entry)
             self._recent.append(holder)
             return entry
@@ -93,19 +99,22 @@ class Names:
             return None
         return replace(entry, key=name, span_id=name, line=_renamed(entry.line, name))
 
+    def _is_its_own(self, entry: LineEntry, holder: _Holder, line_of: Callable[[str], bytes]) -> bool:
+        """Whether the id of a line is free or stands for the same."""
+        if not holder.contents or entry.content in holder.contents:
+            return True
+        if not holder.is_task:
+            # What had no answer may have got one.
+            return bool(entry.line) or None in holder.contents
+        if not entry.line:
+            return False
+        return _says(entry.line, self._redact) == holder.says(self._redact, lambda: line_of(entry.key))
 
-def _is_its_own(entry: LineEntry, holder: _Holder, line_of: Callable[[str], bytes]) -> bool:
-    """Whether the id of a line is free or stands for the same."""
-    if not holder.contents or entry.content in holder.contents:
-        return True
-    if not holder.is_task:
-        # What had no answer may have got one.
-        return bool(entry.line) or None in holder.contents
-    return bool(entry.line) and _says(entry.line) == holder.says(lambda: line_of(entry.key))
 
-
-def _says(line: bytes) -> bytes:
+def _says(line: bytes, redact: Redact | None = None) -> bytes:
     task: dict[str, Any] = orjson.loads(line)
+    if redact is not None:
+        task = redact(task)
     said = (task["question"], task["answer"], task["init_messages"], task["metadata"].get("images_json"))
     return xxhash.xxh3_128_digest(orjson.dumps(said, option=orjson.OPT_SORT_KEYS))
 

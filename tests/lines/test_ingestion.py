@@ -304,3 +304,29 @@ async def test_redaction_keeps_lines_the_same(tmp_path: Path) -> None:
         await store.close()
         assert report.new == (0 if chained else 2)
         write(path, {**lines[1]}, lines[0])
+
+
+@pytest.mark.parametrize("between", [0, 1200])
+async def test_what_differs_in_redacted_data_alone_is_one_task_wherever_it_stands(
+    tmp_path: Path, between: int
+) -> None:
+    chain = tmp_path / "chain.yaml"
+    chain.write_text(json.dumps({"id": "c", "filters": [{"type": "pii", "params": {"kinds": ["email"]}}]}))
+    path = tmp_path / "tasks.jsonl"
+    lines = [told("x", f"mail {name}@example.org") for name in ("ann", "bob")]
+    lines[1:1] = [told(f"y{n}", "q") for n in range(between)]
+    write(path, *lines)
+    settings = config(tmp_path, path)
+    settings = settings.model_copy(update={"filter": settings.filter.model_copy(update={"chain": chain})})
+    store = await Store.open(settings.state_dir)
+    ingestion = Ingestion(store, settings)
+    try:
+        [before] = await compare_sources(store, settings)
+        [report] = await ingestion.run(final=True)
+        [after] = await compare_sources(store, settings)
+    finally:
+        await ingestion.close()
+        await store.close()
+    assert (report.new, report.counts.replies) == (1 + between, 1 + between)
+    assert (before.not_read_yet, before.problems) == (1 + between, [])
+    assert (after.in_ledger, after.not_read_yet, after.problems, after.gone) == (1 + between, 0, [], 0)
