@@ -69,7 +69,7 @@ def test_a_pipe_gets_each_reason_in_one_line(bench: Bench) -> None:
     assert len([line for line in lines if re.match(r"a-task-with-a-long-name-\d  +accepted  +\d", line)]) == 2
 
 
-@pytest.mark.parametrize("columns", ["", "wide"])
+@pytest.mark.parametrize("columns", ["", "wide", "0"])
 def test_columns_that_are_no_number_are_no_width(bench: Bench, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     assert any(REASON.strip() in line for line in piped(bench.folder, "filter", "--dry-run"))
