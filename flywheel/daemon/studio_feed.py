@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 LONG_ROWS: Final = 4_000
 """A pass that has so many rows ahead of it goes on with a process that converts."""
-AHEAD: Final = 8
+AHEAD: Final = 6
 """Steps that are read ahead of what is stored."""
 TOGETHER: Final = 8
 """Steps that are stored in one transaction: it changes most pages of the indexes once, however long it is."""

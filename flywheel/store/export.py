@@ -205,7 +205,8 @@ def _page(rows: CursorResult[*tuple[Any, ...]]) -> list[_Row]:
 def _mark(conn: Connection, rows: Sequence[_Row]) -> list[_Row]:
     """Mark these as exported; those to go on with."""
     note(conn, _MARK, str(rows[-1].id))
-    return _unmarked(conn)
+    is_full = len(rows) == CHUNK or sum(len(row.line) for row in rows) > PAGE_BYTES
+    return _unmarked(conn) if is_full else []
 
 
 def _of_sources(conn: Connection, sources: Sequence[int]) -> list[int]:
