@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import orjson
 
+from flywheel.files import json_line
 from flywheel.judge.means import Means
 
 TOOL_NAME: Final = "verdict"
@@ -75,7 +76,7 @@ def _with_lone_surrogates(body: bytes) -> Any:
 
 def storable_value(value: Any) -> Any:
     """What JSON said, without the halves of characters that it can spell and nothing can hold."""
-    return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+    return json.loads(json_line(value))
 
 
 def _of_stream(body: bytes) -> dict[str, Any]:

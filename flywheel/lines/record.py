@@ -20,6 +20,7 @@ import xxhash
 from msgspec.structs import asdict, replace
 
 from flywheel.batch import Entry, entry_of, line_bytes
+from flywheel.files import json_line
 from flywheel.lines.description import (
     MAX_DEPTH,
     conversation_of,
@@ -169,7 +170,7 @@ def _with_lone_surrogates(text: bytes, error: orjson.JSONDecodeError) -> Any:
     """Half an emoji, which Python's json writes as it is, becomes `?`; whatever else is wrong stays wrong."""
     try:
         value = json.loads(text.decode(), parse_constant=_no_constant)
-        return orjson.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+        return orjson.loads(json_line(value))
     except (ValueError, RecursionError):
         raise LineError(f"it is not JSON: {error}") from None
 

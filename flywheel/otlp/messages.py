@@ -24,6 +24,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
+from flywheel.files import json_line
+
 WINDOWS: Final = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 """The content encodings that are understood, each with the window that tells zlib its framing."""
 _PIECE: Final = 4096
@@ -92,8 +94,7 @@ def _json(body: bytes) -> Any:
         return orjson.loads(body)
     except orjson.JSONDecodeError as refused:
         try:
-            whole = json.dumps(json.loads(body), ensure_ascii=False).encode("utf-8", "replace")
-            return orjson.loads(whole)
+            return orjson.loads(json_line(json.loads(body)))
         except (ValueError, RecursionError):
             raise refused from None
 
