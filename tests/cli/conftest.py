@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from flywheel.cli import main
+from flywheel.store.database import Store
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,19 @@ class Ran:
 
 
 Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def round_due(tmp_path: Path) -> None:
+    """A state in which a round is due, in `state`."""
+    from tests.daemon.test_rounds import put_tasks
+
+    async def fill() -> None:
+        store = await Store.open(tmp_path / "state")
+        await store.write(put_tasks, 6, 4)
+        await store.close()
+
+    asyncio.run(fill())
 
 
 @pytest.fixture

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flywheel.store.database import Store
+from tests import waiting
 from tests.conftest import POLICY
-from tests.daemon.test_rounds import put_tasks
 from tests.judge_server import JudgeServer
 
 SOON = 120.0
 STUDIO = Path(__file__).parent.parent / "data" / "studio"
-
-
-def wait_for(condition: Callable[[], Any], what: str) -> Any:
-    end = time.monotonic() + SOON
-    while time.monotonic() < end:
-        if found := condition():
-            return found
-        time.sleep(0.05)
-    raise AssertionError(f"waited {SOON:g} s in vain for {what}")
+wait_for = partial(waiting.wait_for, seconds=SOON)
 
 
 def workers(folder: Path) -> list[int]:
@@ -47,15 +37,8 @@ def workers(folder: Path) -> list[int]:
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Iterator[Path]:
+def config(round_due: None, tmp_path: Path) -> Iterator[Path]:
     """Of a state in which a round is due."""
-
-    async def fill() -> None:
-        store = await Store.open(tmp_path / "state")
-        await store.write(put_tasks, 6, 4)
-        await store.close()
-
-    asyncio.run(fill())
     path = tmp_path / "flywheel.yaml"
     path.write_text(
         f"state: {{dir: state}}\nsources: []\nmodel: {{base: {POLICY}}}\n"

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from pathlib import Path
 
 import pytest
 
-from flywheel.store.database import Store
 from tests.cli.conftest import Run
-from tests.daemon.test_rounds import put_tasks
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Path:
+def config(round_due: None, tmp_path: Path) -> Path:
     """Of a state in which a round is due."""
-
-    async def fill() -> None:
-        store = await Store.open(tmp_path / "state")
-        await store.write(put_tasks, 6, 4)
-        await store.close()
-
-    asyncio.run(fill())
     path = tmp_path / "flywheel.yaml"
     path.write_text(
         "state: {dir: state}\nsources: []\n"

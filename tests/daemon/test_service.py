@@ -9,24 +9,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import waiting
 from tests.judge_server import JudgeServer
 from tests.studio.writer import empty_like, insert, labels, rows
 
 SOON = 180.0
-
-
-def wait_for(condition: Callable[[], Any], what: str) -> Any:
-    end = time.monotonic() + SOON
-    while time.monotonic() < end:
-        if found := condition():
-            return found
-        time.sleep(0.1)
-    raise AssertionError(f"waited {SOON:g} s in vain for {what}")
+wait_for = partial(waiting.wait_for, seconds=SOON)
 
 
 class Daemon:
