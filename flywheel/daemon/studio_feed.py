@@ -38,7 +38,7 @@ LONG_ROWS: Final = 4_000
 """A pass that has so many rows ahead of it goes on with a process that converts."""
 AHEAD: Final = 6
 """Steps that are read ahead of what is stored."""
-TOGETHER: Final = 8
+TOGETHER: Final = 6
 """Steps that are stored in one transaction: it changes most pages of the indexes once, however long it is."""
 TOGETHER_BYTES: Final = 8 * 1024 * 1024
 """Of their lines: what is held in memory at once."""

@@ -21,7 +21,7 @@ from typing import Any, Final, Self, TypeVar
 from urllib.parse import quote
 
 from flywheel.studio.faults import explained, fault, unreachable
-from flywheel.studio.page import Page, first_row, first_rows, no_collection
+from flywheel.studio.page import Page, first_row, first_rows, undisturbed
 from flywheel.studio.row import MAX_CELL, TABLE, Row, shown
 from flywheel.studio.schema import Schema
 
@@ -135,7 +135,7 @@ class Database:
             pause = _FIRST_PAUSE_SECONDS
             while True:
                 try:
-                    with no_collection:
+                    with undisturbed:
                         return self._timed(question, connection)
                 except sqlite3.OperationalError as error:
                     # Waiting for a commit is done here, so that it does not count as holding a lock.

@@ -320,18 +320,51 @@ def test_no_garbage_is_collected_while_a_read_holds_the_file(tmp_path: Path, mon
 
 
 def test_the_last_of_several_reads_lets_garbage_be_collected_again() -> None:
-    with page.no_collection:
-        with page.no_collection:
+    with page.undisturbed:
+        with page.undisturbed:
             pass
         assert not gc.isenabled()
     assert gc.isenabled()
     gc.disable()
     try:
-        with page.no_collection:
+        with page.undisturbed:
             pass
         assert not gc.isenabled(), "whoever switched it off wants it so"
     finally:
         gc.enable()
+
+
+def test_while_a_file_is_read_other_threads_give_way_sooner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The driver lets go of the interpreter at every row: each time, it would wait for a busy thread."""
+    path = Studio(tmp_path / "studio.sqlite").path
+    usual = sys.getswitchinterval()
+    seen: list[float] = []
+
+    def held(*_: Any) -> Page:
+        seen.append(sys.getswitchinterval())
+        if len(seen) == 2:
+            raise sqlite3.OperationalError("disk I/O error")
+        return Page([], False, 0)
+
+    monkeypatch.setattr(database, "first_rows", held)
+    with Database(path) as opened:
+        opened.page("SELECT 1", ())
+        with pytest.raises(StudioError):
+            opened.page("SELECT 1", ())
+    assert seen == pytest.approx([page.SWITCH_SECONDS] * 2)
+    assert page.SWITCH_SECONDS < usual == pytest.approx(sys.getswitchinterval())
+
+
+def test_whoever_has_threads_switch_oftener_keeps_that() -> None:
+    usual = sys.getswitchinterval()
+    oftener = page.SWITCH_SECONDS / 2
+    sys.setswitchinterval(oftener)
+    try:
+        with page.undisturbed:
+            assert sys.getswitchinterval() == pytest.approx(oftener)
+        assert sys.getswitchinterval() == pytest.approx(oftener)
+    finally:
+        sys.setswitchinterval(usual)
 
 
 def test_a_writer_is_never_blocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
