@@ -10,6 +10,7 @@ from sqlalchemy import Connection, inspect, select, text, update
 from sqlalchemy.schema import CreateColumn
 
 from flywheel.errors import StoreError
+from flywheel.store import openings_filter
 from flywheel.store.schema import SCHEMA_VERSION, meta, metadata, sources
 
 VERSION_KEY: Final = "schema_version"
@@ -59,7 +60,12 @@ def _to_4(conn: Connection) -> None:
     _grow(conn)
 
 
-MIGRATIONS: Mapping[int, Callable[[Connection], None]] = MappingProxyType({2: _to_2, 3: _to_3, 4: _to_4})
+def _to_5(conn: Connection) -> None:
+    _grow(conn)
+    openings_filter.make(conn)
+
+
+MIGRATIONS: Mapping[int, Callable[[Connection], None]] = MappingProxyType({2: _to_2, 3: _to_3, 4: _to_4, 5: _to_5})
 """What leads to each version from the one before; a new database is made in the present one."""
 
 

@@ -10,31 +10,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from sqlalchemy import Connection, Row, delete, func, insert, select
+from sqlalchemy import Connection, Row, Table, delete, func, insert, select
 
+from flywheel.store import openings_filter
 from flywheel.store.bulk import Lookup, insert_many, spelled
 from flywheel.store.schema import conversations, openings, recent_openings
 
 RECENT: Final = 50_000
 """Rows of the small table, at most: two megabytes."""
 
-_TABLES: Final = (recent_openings, openings)
-_FOUND: Final = [
-    Lookup(
-        select(table.c.band, table.c.key, conversations.c.split, conversations.c.words).select_from(
-            table.join(conversations)
-        ),
-        table.c.band,
-    )
-    for table in _TABLES
-]
+
+def _found_in(table: Table) -> Lookup:
+    query = select(table.c.band, table.c.key, conversations.c.split, conversations.c.words)
+    return Lookup(query.select_from(table.join(conversations)), table.c.band)
+
+
+_FOUND_RECENTLY: Final = _found_in(recent_openings)
+_FOUND: Final = _found_in(openings)
 _COUNT: Final = spelled(select(func.count()).select_from(recent_openings))
+_BANDS: Final = spelled(select(recent_openings.c.band))
 
 
 def with_bands(conn: Connection, bands: Sequence[int]) -> Iterator[Row[Any]]:
     """Conversations (band, key, split, words) that have one of these bands; once for each that they have."""
-    for lookup in _FOUND:
-        yield from lookup.rows(conn, bands)
+    yield from _FOUND_RECENTLY.rows(conn, bands)
+    yield from _FOUND.rows(conn, openings_filter.may_have(conn, bands))
 
 
 def enter(conn: Connection, rows: Sequence[tuple[object, ...]]) -> None:
@@ -45,4 +45,5 @@ def enter(conn: Connection, rows: Sequence[tuple[object, ...]]) -> None:
     if int(conn.exec_driver_sql(_COUNT).scalar_one()) > RECENT:
         in_order = select(recent_openings.c.band, recent_openings.c.key).order_by(recent_openings.c.band)
         conn.execute(insert(openings).from_select(("band", "key"), in_order))
+        openings_filter.add(conn, conn.exec_driver_sql(_BANDS).scalars().all())
         conn.execute(delete(recent_openings))

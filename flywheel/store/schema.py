@@ -105,6 +105,17 @@ openings, recent_openings = (
 )
 """Where conversations that begin alike are found, see `flywheel.store.openings`: bands of a MinHash signature."""
 
+openings_filter = Table(
+    "openings_filter",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("stamp", BigInteger, nullable=False),
+    Column("bands", BigInteger, nullable=False),
+    Column("bits", LargeBinary, nullable=False),
+)
+"""The Bloom filter of the large table, see `flywheel.store.openings_filter`: one row, with how many bands are in it.
+`stamp` is another number whenever it has changed."""
+
 tasks = Table(
     "tasks",
     metadata,
@@ -332,4 +343,4 @@ events = Table(
     Index("events_by_subject", "kind", "subject"),
 )
 
-SCHEMA_VERSION: Final = 4
+SCHEMA_VERSION: Final = 5
