@@ -99,7 +99,7 @@ def filter_tasks(
 
 @asynccontextmanager
 async def _state(wanted: _Wanted) -> AsyncIterator[Store]:
-    """The state with what is new in the sources: a copy in memory for a dry run, else the real one under its lock."""
+    """The state with what is new in the sources: a copy of its own for a dry run, else the real one under its lock."""
     from flywheel.daemon.ingestion import Ingestion
     from flywheel.daemon.lock import InstanceLock
     from flywheel.store import judging

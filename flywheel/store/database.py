@@ -130,19 +130,22 @@ class Store:
 
     @classmethod
     async def copy(cls, state_dir: Path) -> Self:
-        """A copy of the state in memory (empty if there is none): what is done to it leaves no trace on disk."""
+        """A copy of the state of one's own (empty if there is none): what is done to it leaves no trace.
+
+        SQLite keeps a little of it in memory and the rest in a file without a name, which is gone with the process.
+        """
         path = state_dir / "state.db"
         is_there = _is_there(path)
 
         def connect() -> sqlite3.Connection:
-            memory = sqlite3.connect(":memory:", check_same_thread=False)
+            private = sqlite3.connect("", check_same_thread=False)
             if is_there:
                 with contextlib.closing(_read_only(path)) as source:
-                    source.backup(memory)
-            return memory
+                    source.backup(private)
+            return private
 
         line = _Line(connect, "BEGIN IMMEDIATE", threads=1)
-        return await cls._ready(cls(f"{path} (a copy)", line, line))
+        return await cls._ready(cls(f"{path} (a copy in $SQLITE_TMPDIR, $TMPDIR, /var/tmp or /tmp)", line, line))
 
     @classmethod
     async def _ready(cls, store: Self) -> Self:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -103,6 +105,41 @@ async def test_a_state_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match=r"state\.dir"):
         await Store.open(tmp_path / "file" / "state")
+
+
+COPYING = """
+import asyncio, sys
+from pathlib import Path
+from flywheel.store.database import Store
+
+def kilobytes():
+    # What `getrusage` says of a process includes what its parent was before.
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
+
+async def copy(path):
+    store = await Store.copy(Path(path))
+    size = await store.read(lambda conn: conn.exec_driver_sql("SELECT sum(length(value)) FROM meta").scalar_one())
+    await store.close()
+    return size
+
+asyncio.run(copy(sys.argv[1]))
+small = kilobytes()
+assert asyncio.run(copy(sys.argv[2])) > 100_000_000
+print(kilobytes() - small)
+"""
+
+
+async def test_a_copy_of_a_large_state_takes_little_memory(tmp_path: Path) -> None:
+    for name in ("small", "large"):
+        await (await Store.open(tmp_path / name)).close()
+    with sqlite3.connect(tmp_path / "large" / "state.db") as conn:
+        conn.executemany("INSERT INTO meta VALUES (?, ?)", ((f"k{n}", "x" * 1_000_000) for n in range(120)))
+    conn.close()
+    before = files(tmp_path)
+    run = [sys.executable, "-c", COPYING, str(tmp_path / "small"), str(tmp_path / "large")]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=300, check=True)
+    assert int(done.stdout) < 60_000
+    assert files(tmp_path) == before
 
 
 async def test_a_copy_is_read_and_written_at_the_same_time(tmp_path: Path) -> None:
