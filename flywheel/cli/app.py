@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from flywheel import __version__, log
+from flywheel.cli import EXIT_INTERRUPTED, heed_interrupts
 from flywheel.disarmed import disarmed
 from flywheel.errors import EXIT_FAILED, ConfigError, ExportError, FlywheelError
 from flywheel.files import expanded
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-EXIT_INTERRUPTED: Final = 130
 EXIT_UNREAD: Final = 141
 _STDOUT: Final = 1
 _STDERR: Final = 2
@@ -149,7 +149,11 @@ def load_config(path: Path | None) -> Config:
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run(work)
+    with asyncio.Runner() as runner:
+        # An event loop that is interrupted while it is made complains when it is taken away.
+        runner.get_loop()
+        heed_interrupts()
+        return runner.run(work)
 
 
 def print_json(value: Any) -> None:
@@ -194,10 +198,15 @@ def tell(text: str) -> None:
         print(text, file=sys.stderr)
 
 
+MODULES: Final = (
+    "run", "ingest", "filter", "rounds", "look", "letters", "tasks", "rubric", "export", "setup",
+)  # fmt: skip
+"""Each adds its commands to `app` when it is imported; the order is that of `--help`."""
+
+
 def main() -> None:
     """Run the command line; every FlywheelError ends with its message and its exit code."""
-    # Each module adds its commands to `app` when it is imported; the order is that of `--help`.
-    for name in ("run", "ingest", "filter", "rounds", "look", "letters", "tasks", "rubric", "export", "setup"):
+    for name in MODULES:
         importlib.import_module(f"flywheel.cli.{name}")
     stdout = sys.stdout = _Stdout.of(sys.stdout)
     try:
