@@ -22,8 +22,8 @@ class Frozen(BaseModel):
 
 
 class RoundTask(Frozen):
-    """A task as training and evaluation need it. `prompt` is in the OpenAI chat form, `answer` the traced one,
-    `reference` the right one where the task knows it."""
+    """A task as training and evaluation need it. `prompt` is in the OpenAI chat form, `answer` the traced one if it
+    was accepted, `reference` the right one where the task knows it."""
 
     task_id: str
     query: str

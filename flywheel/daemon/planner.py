@@ -12,8 +12,9 @@ import orjson
 from sqlalchemy import Connection, Row
 
 from flywheel.config import Config
+from flywheel.daemon.judge_setup import judge_settings
 from flywheel.errors import TrainError
-from flywheel.filtering.chain import influence_of
+from flywheel.filtering.chain import influence_of, load_chain
 from flywheel.filtering.influence import Candidate, within_shares
 from flywheel.round import RoundSpec, RoundTask
 from flywheel.rubric import Rubric
@@ -40,8 +41,10 @@ def due(conn: Connection, config: Config, *, window: bool = False) -> Due:
     needed = min(trigger.cron_min_samples, trigger.min_samples) if window else trigger.min_samples
     if free < needed:
         return Due(False, f"{free} of {needed} samples are free")
+    if other := _other_base(conn, config):
+        return Due(False, other)
     choice = choose(conn, config)
-    if choice is not None and len(choice) < needed:
+    if choice is not None and len(choice) < min(needed, most_samples(config)):
         back = free - len(choice)
         why = f"{back} more wait, held back by the shares of a round that `influence` allows"
         return Due(False, f"{len(choice)} of {needed} samples may be taken; {why}")
@@ -66,17 +69,42 @@ def choose(conn: Connection, config: Config) -> list[int] | None:
     if caps is None:
         return None
     free = [Candidate(row.id, row.conversation, row.user, row.template) for row in influence.candidates(conn)]
-    return within_shares(free, caps, config.trigger.max_samples)
+    return within_shares(free, caps, most_samples(config))
+
+
+def most_samples(config: Config) -> int:
+    """How many samples a round takes at most: none that no step would look at."""
+    return min(config.trigger.max_samples, config.training.steps * config.training.prompts_per_step)
+
+
+def _other_base(conn: Connection, config: Config) -> str:
+    """Why no round can go on from what serves: it belongs to another base model."""
+    active = deployments.active(conn, config.model.alias)
+    adapter = rounds.adapter(conn, active.adapter) if active and active.adapter else None
+    if adapter is None or adapter.base_model == config.model.base:
+        return ""
+    return f"{adapter.name}, which serves, was trained on {adapter.base_model}, and model.base is {config.model.base}"
+
+
+def _check_base(conn: Connection, config: Config, attempted: str) -> None:
+    if other := _other_base(conn, config):
+        raise TrainError(
+            attempted,
+            other,
+            "Put the new base model to work first, with `flywheel rollback --to base`, or set model.base back. If it"
+            " is the same model in another place, keep the old path as a link.",
+        )
 
 
 def plan(conn: Connection, config: Config, rubric: Rubric, rounds_dir: Path, trigger: str) -> Row[Any]:
     """Reserve samples for a round and write it down. Raises TrainError when it cannot be."""
+    _check_base(conn, config, "plan a round")
     active = deployments.active(conn, config.model.alias)
     return rounds.plan(
         conn,
         rounds_dir,
         trigger=trigger,
-        max_samples=config.trigger.max_samples,
+        max_samples=most_samples(config),
         max_held_out=config.gate.max_tasks,
         seed=config.training.seed,
         parent=active.adapter if active else None,
@@ -84,6 +112,16 @@ def plan(conn: Connection, config: Config, rubric: Rubric, rounds_dir: Path, tri
         rubric_hash=rubric.hash,
         choice=choose(conn, config),
     )
+
+
+def begin(conn: Connection, row: Row[Any], config: Config) -> Row[Any]:
+    """A planned round that is about to start: it goes on from what serves now, whatever did when it was planned.
+
+    Raises TrainError when that belongs to another base model.
+    """
+    _check_base(conn, config, f"start {row.name}")
+    active = deployments.active(conn, config.model.alias)
+    return rounds.go_on_from(conn, row.name, active.adapter if active else None)
 
 
 def spec_of(conn: Connection, row: Row[Any], config: Config, rubric: Rubric) -> RoundSpec:
@@ -98,7 +136,7 @@ def spec_of(conn: Connection, row: Row[Any], config: Config, rubric: Rubric) -> 
         train=_tasks(conn, rounds.samples_of(conn, row.id, Split.TRAIN)),
         held_out=_tasks(conn, rounds.samples_of(conn, row.id, Split.HELD_OUT)),
         rubric=rubric.model_dump(mode="json"),
-        settings=config.model_dump(mode="json"),
+        settings=_settings(config),
     )
 
 
@@ -107,6 +145,7 @@ def debug_spec(conn: Connection, config: Config, rubric: Rubric) -> RoundSpec:
     samples = rounds.free_samples(conn, config.training.prompts_per_step)
     if not samples:
         raise TrainError("try a round", "no accepted sample is free", "Collect and judge more traces first.")
+    _check_base(conn, config, "try a round")
     active = deployments.active(conn, config.model.alias)
     return RoundSpec(
         round_id="debug",
@@ -118,16 +157,24 @@ def debug_spec(conn: Connection, config: Config, rubric: Rubric) -> RoundSpec:
         train=_tasks(conn, samples),
         held_out=[],
         rubric=rubric.model_dump(mode="json"),
-        settings=config.model_dump(mode="json"),
+        settings=_settings(config),
     )
 
 
+def _settings(config: Config) -> dict[str, Any]:
+    """The configuration with the judge as the chain has it: rollouts are graded as tasks are."""
+    chain = load_chain(config.filter.chain) if config.filter.chain is not None else None
+    return config.model_copy(update={"judge": judge_settings(config, chain)}).model_dump(mode="json")
+
+
 def _tasks(conn: Connection, ids: list[int]) -> list[RoundTask]:
+    rejected = rounds.rejected(conn, ids)
     return [
         RoundTask(
             task_id=line["task_id"],
             query=line["main_query"],
-            answer=line["answer"],
+            # The judge is told that a reference was accepted: of a rejected answer that would be a lie.
+            answer="" if line["task_id"] in rejected else line["answer"],
             prompt=line["prompt"],
             tools=orjson.loads(line["metadata"]["tools_json"]),
             reference=line["metadata"].get("reference", ""),

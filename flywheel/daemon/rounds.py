@@ -98,8 +98,9 @@ class Rounds:
         return None
 
     async def _start(self, row: Row[Any]) -> bool:
-        spec = await self._store.read(planner.spec_of, row, self._config, self._rubric)
         try:
+            row = await self._store.write(planner.begin, row, self._config)
+            spec = await self._store.read(planner.spec_of, row, self._config, self._rubric)
             self._worker = await WorkerProcess.start(Path(row.dir), spec)
         except TrainError as error:
             await self._fail(row, RoundState.PLANNED, str(error))
@@ -172,7 +173,13 @@ class Rounds:
 
     async def _promote(self, row: Row[Any], adapter: str, reason: str) -> None:
         active = await self._store.read(deployments.active, self._config.model.alias)
-        if active is None or active.adapter != adapter:
+        serves = active.adapter if active is not None else None
+        if serves not in (adapter, row.parent):
+            compared, now = (name or "the base model" for name in (row.parent, serves))
+            why = f"{reason}; but it was compared with {compared}, and {now} serves now"
+            await self._fail(row, RoundState.EVALUATING, why)
+            return
+        if serves != adapter:
             try:
                 await self._deployer.deploy(adapter, f"{row.name}: {reason}")
             except ServeError as error:

@@ -111,6 +111,12 @@ def payloads(conn: Connection, ids: Sequence[int]) -> list[dict[str, Any]]:
     return [dict(row.payload) for row in rows]
 
 
+def rejected(conn: Connection, ids: Sequence[int]) -> set[str]:
+    """Those of these tasks whose traced answer was rejected, by their keys."""
+    where = (tasks.c.id.in_(ids), tasks.c.state == TaskState.REJECTED.value)
+    return set(conn.execute(select(tasks.c.key).where(*where)).scalars())
+
+
 def samples_of(conn: Connection, round_id: int, split: Split) -> list[int]:
     return list(
         conn.execute(
@@ -119,6 +125,14 @@ def samples_of(conn: Connection, round_id: int, split: Split) -> list[int]:
             .order_by(round_samples.c.task_id)
         ).scalars()
     )
+
+
+def go_on_from(conn: Connection, name: str, parent: str | None) -> Row[Any]:
+    """The round, which is trained from that adapter and compared with it; None is the base model."""
+    conn.execute(update(rounds).where(rounds.c.name == name).values(parent=parent))
+    row = by_name(conn, name)
+    assert row is not None
+    return row
 
 
 def retry(conn: Connection, round_id: int, old: RoundState, why: str) -> None:

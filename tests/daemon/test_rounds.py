@@ -71,6 +71,15 @@ def put_tasks(conn: Connection, train: int, held_out: int) -> None:
         judging.settle(conn, task.id, verdict, "r", "j", 0.0)
 
 
+def put_more_tasks(conn: Connection, train: int) -> None:
+    """Accepted samples beyond those of `put_tasks`."""
+    replies = replies_on(Split.TRAIN, 6 + train)[6:]
+    source = ledger.source_id(conn, "/a")
+    ledger.record_batch(conn, source, batch(*replies, rowid=2), train_ratio=0.7, split_seed=42)
+    for task in judging.claim(conn, 1000, "r", "j"):
+        judging.settle(conn, task.id, accepted(), "r", "j", 0.0)
+
+
 @pytest.fixture
 def server() -> Iterator[tuple[FakeVllm, str]]:
     app = FakeVllm({BASE: PROBE.base_logprobs})
@@ -205,6 +214,39 @@ async def test_a_server_that_is_away_delays_the_swap_and_loses_nothing(wheel: Wh
     wheel.server.faults.clear()
     assert await wheel.rounds.finish_live() is RoundState.PROMOTED
     await wheel.books()
+
+
+async def test_a_candidate_is_not_promoted_over_what_it_was_not_compared_with(wheel: Wheel) -> None:
+    leave_result(wheel, await wheel.started(), lower=-0.1)
+    assert await wheel.rounds.finish_live() is RoundState.REJECTED
+    await wheel.store.write(put_more_tasks, 6)
+    directory = await wheel.started()
+    leave_result(wheel, directory)
+    await wheel.deployer.deploy("r0001", "by hand")
+    assert await wheel.rounds.finish_live() is RoundState.FAILED
+    active = await wheel.store.read(deployments.active, "agent")
+    assert active is not None
+    assert active.adapter == "r0001"
+    row = await wheel.store.read(rounds.by_name, "r0002")
+    assert row is not None
+    assert "compared with the base model, and r0001 serves now" in row.reason
+    assert (await wheel.books())["accepted"] == 6 + 2
+    # It is there to be deployed by hand, by who knows better.
+    await wheel.deployer.deploy("r0002", "by hand")
+
+
+async def test_a_planned_round_whose_base_model_was_changed_fails_and_gives_its_samples_back(wheel: Wheel) -> None:
+    leave_result(wheel, await wheel.started())
+    assert await wheel.rounds.finish_live() is RoundState.PROMOTED
+    await wheel.store.write(put_more_tasks, 6)
+    await wheel.rounds.plan("test")
+    other = wheel.config.model_copy(update={"model": wheel.config.model.model_copy(update={"base": "another/model"})})
+    changed = Rounds(wheel.store, other, wheel.rounds._rubric, wheel.deployer)
+    assert await changed.finish_live() is RoundState.FAILED
+    row = await wheel.store.read(rounds.by_name, "r0002")
+    assert row is not None
+    assert "model.base is another/model" in row.reason
+    assert (await wheel.books())["accepted"] == 6 + 2
 
 
 async def test_rollback_goes_back_to_what_served_before_and_forth_again(wheel: Wheel) -> None:

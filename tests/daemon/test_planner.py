@@ -1,0 +1,146 @@
+"""What the worker of a planned round is told: which samples, by which judge, and what it starts from."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Connection, insert
+
+from flywheel import content
+from flywheel.config import Config, parse
+from flywheel.daemon import planner
+from flywheel.daemon.judge_setup import rubric_of
+from flywheel.errors import TrainError
+from flywheel.round import RoundSpec
+from flywheel.states import AdapterState, DeploymentState, RoundState, Split
+from flywheel.store import audit, judging, ledger, rounds, schema
+from flywheel.store.database import Store
+from tests.samples import accepted, batch, rejected, replies_on
+
+RUBRIC = content.folder() / "rubrics" / "math-boxed.yaml"
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[Store]:
+    opened = await Store.open(tmp_path / "state")
+    yield opened
+    await opened.close()
+
+
+def made(tmp_path: Path, **sections: Any) -> Config:
+    base = {"state": {"dir": str(tmp_path / "state")}, "model": {"base": "/models/a", "alias": "agent"}}
+    return parse({**base, "filter": {"rubric": str(RUBRIC)}, **sections}, "test", tmp_path)
+
+
+def judged(conn: Connection, train: int, held_out: int, *, right: bool = True) -> None:
+    """Tasks with verdicts; all of them were `right`, or none."""
+    replies = replies_on(Split.TRAIN, train) + replies_on(Split.HELD_OUT, held_out)
+    source = ledger.source_id(conn, "/a")
+    ledger.record_batch(conn, source, batch(*replies), train_ratio=0.7, split_seed=42)
+    for task in judging.claim(conn, 1000, "r", "j"):
+        kept = right or task.line["metadata"]["split"] == "train"
+        judging.settle(conn, task.id, accepted() if kept else rejected(), "r", "j", 0.0)
+
+
+async def planned(store: Store, config: Config) -> RoundSpec:
+    rubric = rubric_of(config)
+    row = await store.write(planner.plan, config, rubric, config.state_dir / "rounds", "test")
+    return await store.read(planner.spec_of, row, config, rubric)
+
+
+def deployed(conn: Connection, base_model: str, number: int = 1) -> None:
+    """An adapter answers under the alias, and was trained on that base model."""
+    name = f"r{number:04d}"
+    conn.execute(
+        insert(schema.rounds).values(
+            id=number, name=name, state=RoundState.PROMOTED.value, trigger="test", config_hash="c", rubric_hash="r",
+            seed=1, dir=f"/rounds/{name}", created_at="2026-01-01T00:00:00+00:00",
+        )
+    )  # fmt: skip
+    conn.execute(
+        insert(schema.adapters).values(
+            name=name, round_id=number, base_model=base_model, path=f"/rounds/{name}/adapter", sha256="0",
+            state=AdapterState.READY.value, created_at="2026-01-01T00:00:00+00:00",
+        )
+    )  # fmt: skip
+    conn.execute(
+        insert(schema.deployments).values(
+            alias="agent", endpoints=[], adapter=name, state=DeploymentState.ACTIVE.value, reason="test",
+            active_alias="agent", created_at="2026-01-01T00:00:00+00:00",
+        )
+    )  # fmt: skip
+
+
+async def test_an_answer_that_was_rejected_is_no_reference_for_the_gate(tmp_path: Path, store: Store) -> None:
+    """The judge is told that a reference was accepted, and `math-equal` takes it for the right result."""
+    await store.write(judged, 2, 3, right=False)
+    spec = await planned(store, made(tmp_path))
+    assert [task.answer for task in spec.held_out] == [""] * 3
+    assert all(task.answer.startswith("\\boxed{") for task in spec.train)
+
+
+async def test_an_accepted_answer_of_a_held_out_task_is_its_reference(tmp_path: Path, store: Store) -> None:
+    await store.write(judged, 2, 3)
+    spec = await planned(store, made(tmp_path))
+    assert all(task.answer.startswith("\\boxed{") for task in (*spec.train, *spec.held_out))
+
+
+async def test_rollouts_are_judged_as_the_chain_says_tasks_are(tmp_path: Path, store: Store) -> None:
+    chain = tmp_path / "chain.yaml"
+    chain.write_text(
+        "id: c\nfilters: [{type: llm_evaluate, params: {temperature: 0.3, max_tokens: 77, max_thread: 3}}]\n"
+    )
+    await store.write(judged, 2, 1)
+    config = made(tmp_path, filter={"rubric": str(RUBRIC), "chain": str(chain)})
+    for spec in (await store.read(planner.debug_spec, config, rubric_of(config)), await planned(store, config)):
+        judge = Config.model_validate(spec.settings).judge
+        assert (judge.temperature, judge.max_tokens, judge.max_thread) == (0.3, 77, 3)
+
+
+async def test_a_round_takes_no_more_samples_than_its_steps_look_at(tmp_path: Path, store: Store) -> None:
+    """What is consumed without a rollout is lost, and `why` would name it as what made the adapter."""
+    await store.write(judged, 9, 1)
+    config = made(tmp_path, training={"steps": 3, "prompts_per_step": 2, "group_size": 4})
+    spec = await planned(store, config)
+    assert len(spec.train) == 6
+    books = await store.read(audit.balance)
+    assert (books.task_states["reserved"], books.task_states["accepted"]) == (6, 3 + 1)
+
+
+async def test_a_round_goes_on_from_what_serves(tmp_path: Path, store: Store) -> None:
+    await store.write(judged, 2, 1)
+    await store.write(deployed, "/models/a")
+    spec = await planned(store, made(tmp_path))
+    assert spec.parent is not None
+    assert spec.parent.name == "r0001"
+
+
+async def test_a_round_goes_on_from_what_serves_when_it_starts(tmp_path: Path, store: Store) -> None:
+    await store.write(judged, 2, 1)
+    config = made(tmp_path)
+    rubric = rubric_of(config)
+    row = await store.write(planner.plan, config, rubric, config.state_dir / "rounds", "test")
+    assert row.parent is None
+    await store.write(deployed, "/models/a", 7)
+    row = await store.write(planner.begin, row, config)
+    spec = await store.read(planner.spec_of, row, config, rubric)
+    assert spec.parent is not None
+    live = await store.read(rounds.live)
+    assert live is not None
+    assert (spec.parent.name, live.parent) == ("r0007", "r0007")
+
+
+async def test_an_adapter_of_another_base_model_is_not_gone_on_from(tmp_path: Path, store: Store) -> None:
+    """Of the same shape it would load, and mean nothing."""
+    await store.write(judged, 2, 8)
+    await store.write(deployed, "/models/b")
+    config = made(tmp_path, trigger={"min_samples": 2})
+    wanted = await store.read(planner.due, config)
+    assert not wanted.start
+    assert "r0001, which serves, was trained on /models/b, and model.base is /models/a" in wanted.reason
+    with pytest.raises(TrainError, match=r"/models/b.*rollback --to base"):
+        await planned(store, config)
+    assert await store.read(rounds.live) is None
