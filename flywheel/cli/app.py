@@ -208,6 +208,7 @@ def main() -> None:
     """Run the command line; every FlywheelError ends with its message and its exit code."""
     for name in MODULES:
         importlib.import_module(f"flywheel.cli.{name}")
+    _forget_no_sizes()
     stdout = sys.stdout = _Stdout.of(sys.stdout)
     try:
         code = _run()
@@ -227,6 +228,14 @@ def main() -> None:
     except OSError:
         _let_go(_STDERR)
     sys.exit(code)
+
+
+def _forget_no_sizes() -> None:
+    """Where these are no size, a terminal is as large as it says itself; by their word, it would have no column."""
+    for name in ("COLUMNS", "LINES"):
+        size = os.environ.get(name, "")
+        if not (size.isascii() and size.isdigit() and int(size)):
+            os.environ.pop(name, None)
 
 
 def _run() -> int:

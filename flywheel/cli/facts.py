@@ -83,12 +83,12 @@ def plain(facts: Sequence[Fact]) -> str:
 def stdout() -> Console:
     """Where tables and long lines go: as wide as the terminal; in a file or a pipe nothing is broken.
 
-    `$COLUMNS` counts wherever it is more than 0.
+    `$COLUMNS` counts wherever it is a number.
     """
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal and not (os.environ.get("COLUMNS", "").isdigit() and console.width):
+    if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = UNBROKEN
     return console
 

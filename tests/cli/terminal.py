@@ -32,13 +32,19 @@ class Seen:
 
 
 def in_terminal(
-    folder: Path, arguments: Sequence[str | Path], *, columns: int, home: Path, piped: bool = False
+    folder: Path,
+    arguments: Sequence[str | Path],
+    *,
+    columns: int,
+    home: Path,
+    piped: bool = False,
+    variables: Mapping[str, str] | None = None,
 ) -> Seen:
     """Run `flywheel ARGUMENTS…` in `folder`; `piped`: only what goes to stderr is seen on the terminal."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     kept = {name: value for name, value in os.environ.items() if name not in _OF_TERMINALS}
-    environment: Mapping[str, str] = {**kept, "TERM": "xterm", "HOME": str(home)}
+    environment: Mapping[str, str] = {**kept, "TERM": "xterm", "HOME": str(home), **(variables or {})}
     output = folder / "piped"
     with output.open("wb") as file:
         process = subprocess.Popen(

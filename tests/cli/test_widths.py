@@ -128,3 +128,21 @@ def test_a_letter_is_whole_on_any_terminal(flywheel: Run, dead: Path, columns: i
         error = letter["error"].split() if columns < 100 else []
         for word in (*letter["subject"].split(), letter["created_at"][:10], *error):
             assert word[:6] in together
+
+
+@pytest.mark.parametrize("columns", ["0", "²"])
+@pytest.mark.parametrize("command", [["dead-letters"], ["status"], ["ingest"]], ids=" ".join)
+def test_columns_that_are_no_number_leave_a_terminal_as_wide_as_it_is(
+    flywheel: Run, dead: Path, command: list[str], columns: str
+) -> None:
+    variables = {"COLUMNS": columns, "LINES": columns}
+    plain = in_terminal(dead, command, columns=100, home=dead)
+    seen = in_terminal(dead, command, columns=100, home=dead, variables=variables)
+    assert (seen.code, [_without_times(line) for line in seen.lines]) == (
+        plain.code,
+        [_without_times(line) for line in plain.lines],
+    )
+
+
+def _without_times(line: str) -> str:
+    return re.sub(r"\d+\.\d ms", "ms", line)
