@@ -31,6 +31,7 @@ from flywheel.store.holdings import Holdings
 from flywheel.studio.census import Census, Group, WholeTrace
 from flywheel.studio.conversion import convert
 from flywheel.studio.growing import digest_of
+from flywheel.studio.row import shown
 from flywheel.trace import Cursor, Selection
 
 
@@ -108,9 +109,7 @@ class _Spans:
     async def _compare(self, census: Census, source: int | None, group: Group, *, is_last_look: bool) -> set[str]:
         """Count what agrees; the traces with anything that does not, which count in the last look only."""
         doubtful: set[str] = set()
-        told = {
-            trace.trace_id: await asyncio.to_thread(self._told, census, trace) for trace in group.traces if trace.rows
-        }
+        told = await asyncio.to_thread(self._told, census, group)
         spans = [span for replies in told.values() for span in replies] + [row.span_id for row in group.unnamed]
         if source is None:
             self._found.not_read_yet += len(spans)
@@ -133,10 +132,18 @@ class _Spans:
                 self._found.missing.append(row.span_id)
         return doubtful
 
-    def _told(self, census: Census, trace: WholeTrace) -> dict[str, int | None]:
-        """How each reply of a trace reads now; None for a row that cannot be understood."""
-        told = convert(census.schema, [(trace.rows, False)], self._selection, str(self._found.path))
-        return {row.span_id: None for row in told.dead} | {entry.span_id: entry.content for entry in told.entries}
+    def _told(self, census: Census, group: Group) -> dict[str, dict[str, int | None]]:
+        """How each reply of each trace with rows reads now; None for a row that cannot be understood."""
+        found: dict[str, dict[str, int | None]] = {trace.trace_id: {} for trace in group.traces if trace.rows}
+        rows = [(trace.rows, False) for trace in group.traces if trace.rows]
+        told = convert(census.schema, rows, self._selection, str(self._found.path))
+        # A row that could not be read names its trace as far as that can be shown.
+        shown_as = {shown(trace.encode()): trace for trace in found}
+        for row in told.dead:
+            found[shown_as.get(row.trace_id, row.trace_id)][row.span_id] = None
+        for entry in told.entries:
+            found[entry.trace_id][entry.span_id] = entry.content
+        return found
 
     def _agrees(
         self,

@@ -24,7 +24,7 @@ _IDS_SQL: Final = (
     f"SELECT rowid, id, traceId, NULL, NULL, NULL, NULL, NULL FROM {TABLE} "  # noqa: S608 - a constant
     "WHERE rowid > ? ORDER BY rowid"
 )
-_ROWS_AT_ONCE: Final = 200
+_ROWS_AT_ONCE: Final = 1_000
 
 
 @dataclass(frozen=True, slots=True)

@@ -240,3 +240,19 @@ def test_a_long_database_is_compared_in_pages(flywheel: Run, studio: Path, tmp_p
     ran = flywheel("audit", "--deep", "--source", studio, "--json")
     assert ran.code == 0, ran.out
     assert ran.json["sources"][0]["in_ledger"] == read["replies"]
+
+
+def test_rows_that_cannot_be_read_agree_whatever_their_trace_is_called(flywheel: Run, studio: Path) -> None:
+    """Two of them have names too long to be shown, and differ at their ends alone."""
+    database = sqlite3.connect(studio)
+    ids = [row[0] for row in database.execute("SELECT id FROM span_table ORDER BY rowid LIMIT 3")]
+    for end, span in zip(("", "x" * 3000 + "1", "x" * 3000 + "2"), ids, strict=True):
+        trace = f"{span}{end}"
+        database.execute("UPDATE span_table SET attributes = '{', traceId = ? WHERE id = ?", (trace, span))
+    database.commit()
+    database.close()
+    read = flywheel("ingest", "--source", studio, "--json").json["sources"][0]
+    assert read["dead"] == 3
+    ran = flywheel("audit", "--deep", "--source", studio, "--json")
+    assert ran.code == 0, ran.out
+    assert ran.json["sources"][0]["in_ledger"] == read["replies"]
