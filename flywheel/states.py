@@ -136,7 +136,8 @@ TRANSITIONS: Final[Mapping[type[StrEnum], _Table]] = {
         _A.STAGED: frozenset({_A.READY, _A.CORRUPT}),
         _A.READY: frozenset({_A.RETIRED, _A.CORRUPT}),
         _A.RETIRED: frozenset({_A.READY, _A.CORRUPT}),
-        _A.CORRUPT: frozenset(),
+        # Files that were put back from a backup are what was evaluated again.
+        _A.CORRUPT: frozenset({_A.READY}),
     },
     DeploymentState: {
         _D.REQUESTED: frozenset({_D.LOADING, _D.FAILED}),

@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+from sqlalchemy import Row
+
 from flywheel.config import Config
 from flywheel.daemon.lock import swap_lock
-from flywheel.errors import FlywheelError, ServeError
+from flywheel.errors import FlywheelError, LockedError, ServeError
 from flywheel.files import tree_sha256
 from flywheel.round import Probe
 from flywheel.serving.client import Replica
-from flywheel.serving.swap import SwapReport, reconcile, retire, rollback, swap
+from flywheel.serving.key import key_of
+from flywheel.serving.swap import RollbackError, SwapReport, reconcile, retire, rollback, swap
 from flywheel.states import AdapterState, DeploymentState
 from flywheel.store import deployments, rounds
 from flywheel.store.database import Store
@@ -39,77 +41,153 @@ class Deployer:
     @contextlib.asynccontextmanager
     async def _replicas(self, wait_seconds: float) -> AsyncIterator[list[Replica]]:
         """The servers, for the one who may touch them now."""
-        name = self._config.serving.api_key_env
-        key = os.environ.get(name) if name else None
-        timeout = self._config.serving.load_timeout_seconds
+        serving = self._config.serving
+        key = key_of(serving, f"ask {', '.join(serving.urls)}")
         async with swap_lock(self._config.state_dir, wait_seconds), contextlib.AsyncExitStack() as stack:
-            urls = self._config.serving.urls
-            yield [await stack.enter_async_context(Replica(url, key, timeout_seconds=timeout)) for url in urls]
+            await self._give_up()
+            yield [
+                await stack.enter_async_context(Replica(url, key, timeout_seconds=serving.load_timeout_seconds))
+                for url in serving.urls
+            ]
+
+    async def recover(self) -> int:
+        """Give up the swaps that dead processes left half done, and say how many; one under way is let alone."""
+        try:
+            async with swap_lock(self._config.state_dir, 0):
+                return await self._give_up()
+        except LockedError:
+            return 0
+
+    async def _give_up(self) -> int:
+        # Who holds the lock knows that nobody is at work on what is unfinished.
+        if not await self._store.read(deployments.unfinished):
+            return 0
+        return await self._store.write(deployments.fail_unfinished, "its process died")
 
     async def deploy(self, adapter: str | None, reason: str) -> SwapReport:
         """Swap to `adapter` (None: the base model). Raises ServeError; what served before then still does."""
-        path, probe = await self._checked(adapter)
-        async with self._replicas(WAIT_SECONDS) as replicas:
-            number = await self._store.write(
-                deployments.request, self._alias, self._config.serving.urls, adapter, reason
+        row = await self._checked(adapter)
+        if row is not None and not row.probe:
+            raise ServeError(
+                f"deploy adapter {adapter}",
+                "its round measured nothing that could prove it",
+                "Deploy another adapter.",
             )
+        path = row.path if row is not None else None
+        probe = Probe.model_validate(row.probe) if row is not None else None
+        async with self._replicas(WAIT_SECONDS) as replicas:
+            number = await self._request(adapter, reason)
 
-            async def on_state(state: DeploymentState) -> None:
+            async def on_state(state: DeploymentState, report: SwapReport | None = None) -> None:
                 if state in (DeploymentState.LOADING, DeploymentState.PROBING):
                     await self._store.write(deployments.advance, number, state)
+                elif state is DeploymentState.ACTIVE and report is not None:
+                    await self._activate(number, report)
 
-            work = swap(replicas, self._alias, adapter, path, probe, self._config.serving, on_state)
-            return await self._recorded(number, adapter, reason, work)
-
-    async def _recorded(
-        self, number: int, adapter: str | None, reason: str, work: Coroutine[Any, Any, SwapReport]
-    ) -> SwapReport:
-        try:
-            report = await work
-        except BaseException as error:
-            why = str(error) if isinstance(error, FlywheelError) else f"stopped: {type(error).__name__}"
-            await asyncio.shield(self._store.write(deployments.fail, number, why))
-            raise
-        await asyncio.shield(self._store.write(deployments.activate, number, self._alias, report.as_json()))
+            try:
+                report = await swap(replicas, self._alias, adapter, path, probe, self._config.serving, on_state)
+            except BaseException as error:
+                await self._fail(number, error)
+                raise
         log.info("%s is now answered by %s (%s)", self._alias, adapter or "the base model", reason)
         return report
 
-    async def _checked(self, adapter: str | None) -> tuple[str | None, Probe | None]:
+    async def _request(self, adapter: str | None, reason: str) -> int:
+        urls = self._config.serving.urls
+        return await self._store.write(deployments.request, self._alias, urls, adapter, reason)
+
+    async def _activate(self, number: int, report: SwapReport) -> None:
+        writing = asyncio.ensure_future(
+            self._store.write(deployments.activate, number, self._alias, report.as_json())
+        )
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            # Once it is written the swap has happened, and must not be taken back: the stop came too late.
+            await asyncio.wait([writing])
+            writing.result()
+
+    async def _fail(self, number: int, error: BaseException) -> None:
+        why = str(error) if isinstance(error, FlywheelError) else f"stopped: {type(error).__name__}"
+        await asyncio.shield(self._store.write(deployments.fail, number, why))
+
+    async def _checked(self, adapter: str | None) -> Row[Any] | None:
+        """The adapter, whose files are those that were evaluated; None for the base model. Raises ServeError."""
         if adapter is None:
-            return None, None
+            return None
         attempted = f"deploy adapter {adapter}"
         row = await self._store.read(rounds.adapter, adapter)
         if row is None:
             raise ServeError(attempted, "there is no such adapter", "List what there is with `flywheel status`.")
-        path = Path(row.path)
-        found = await asyncio.to_thread(tree_sha256, path) if path.is_dir() else ""  # noqa: ASYNC240 - one stat
-        if row.state == AdapterState.CORRUPT or found != row.sha256:
-            if row.state != AdapterState.CORRUPT:
-                await self._store.write(move, row.id, AdapterState(row.state), AdapterState.CORRUPT, "files changed")
+        found, why = await asyncio.to_thread(_hash_of, Path(row.path))
+        state = AdapterState(row.state)
+        if found != row.sha256:
+            if found and state is not AdapterState.CORRUPT:
+                await self._store.write(move, row.id, state, AdapterState.CORRUPT, "files changed")
             raise ServeError(
                 attempted,
-                f"the files in {path} are not those that were evaluated",
-                "Restore them from a backup, or deploy another adapter.",
+                why or f"the files in {row.path} are not those that were evaluated",
+                "Restore them from a backup, or deploy another adapter. "
+                "`flywheel rollback --to base` lets the base model answer.",
             )
-        return str(path), Probe.model_validate(row.probe) if row.probe else None
+        if state is AdapterState.CORRUPT:
+            await self._store.write(move, row.id, state, AdapterState.READY, "its files are whole again")
+        return row
 
     async def rollback(self, to: str | None = None) -> tuple[str | None, SwapReport]:
-        """Go back at once: to the adapter that served before, or to `to` ("base": the base model)."""
-        active = await self._store.read(deployments.active, self._alias)
-        if to is None and active is None:
-            raise ServeError(
-                f"roll {self._alias} back",
-                "nothing was deployed yet",
-                "The base model is answering; there is no way back.",
-            )
-        target = (active.previous if active else None) if to is None else (None if to == "base" else to)
-        path, _probe = await self._checked(target)
+        """Go back at once: to the adapter that served before, or to `to` ("base": the base model).
+
+        Raises RollbackError when not every replica followed; what did stays there. Raises ServeError.
+        """
         async with self._replicas(WAIT_SECONDS) as replicas:
-            number = await self._store.write(
-                deployments.request, self._alias, self._config.serving.urls, target, "rollback"
+            # Not before: whoever held the lock may have deployed what is to be taken back.
+            target = await self._way_back(to)
+            row = await self._checked(target)
+            base = self._config.model.base
+            if row is not None and row.base_model != base:
+                raise ServeError(
+                    f"roll {self._alias} back to {target}",
+                    f"it was trained on {row.base_model}, and model.base is {base}",
+                    f"`flywheel deploy {target}` proves first whether it can be served; `--to base` needs no proof.",
+                )
+            number = await self._request(target, "rollback")
+            path = row.path if row is not None else None
+            try:
+                report = await rollback(replicas, self._alias, target, path, self._config.serving)
+            except RollbackError as error:
+                # What went back stays there: once written down, reconciling takes the others along.
+                if any(not replica.error for replica in error.report.replicas):
+                    await self._activate(number, error.report)
+                else:
+                    await self._fail(number, error)
+                raise
+            except BaseException as error:
+                await self._fail(number, error)
+                raise
+            await self._activate(number, report)
+        log.info("%s is now answered by %s (rollback)", self._alias, target or "the base model")
+        return target, report
+
+    async def _way_back(self, to: str | None) -> str | None:
+        active = await self._store.read(deployments.active, self._alias)
+        if to is None:
+            if active is None:
+                raise ServeError(
+                    f"roll {self._alias} back",
+                    "nothing was deployed yet",
+                    "The base model is answering; there is no way back.",
+                )
+            return str(active.previous) if active.previous else None
+        if to == "base":
+            return None
+        known = await self._store.read(rounds.adapter, to)
+        if known is not None and not await self._store.read(deployments.has_served, self._alias, to):
+            raise ServeError(
+                f"roll {self._alias} back to {to}",
+                f"{to} has never served",
+                f"Use `flywheel deploy {to}`, which proves it first.",
             )
-            work = rollback(replicas, self._alias, target, path, self._config.serving)
-            return target, await self._recorded(number, target, "rollback", work)
+        return to
 
     async def reconcile(self) -> SwapReport | None:
         """Bring servers that forgot the active adapter (a restart) back to it, and unload versions long out of use.
@@ -118,12 +196,14 @@ class Deployer:
         """
         async with self._replicas(0) as replicas:
             active = await self._store.read(deployments.active, self._alias)
-            if active is None:
+            if active is None and not await self._store.read(deployments.history, self._alias, 1):
                 return None
-            row = await self._store.read(rounds.adapter, active.adapter) if active.adapter else None
+            # A first swap that died half done leaves nothing active and may have moved aliases: to the base model.
+            adapter = active.adapter if active is not None else None
+            row = await self._store.read(rounds.adapter, adapter) if adapter else None
             path = row.path if row is not None else None
             probe = Probe.model_validate(row.probe) if row is not None and row.probe else None
-            report = await reconcile(replicas, self._alias, active.adapter, path, probe, self._config.serving)
+            report = await reconcile(replicas, self._alias, adapter, path, probe, self._config.serving)
             if not report.errors:
                 drain = self._config.serving.drain_seconds
                 keep = await self._store.read(deployments.in_use, self._alias, drain)
@@ -131,3 +211,13 @@ class Deployer:
                 at_once = self._config.serving.model_copy(update={"drain_seconds": 0})
                 await retire(replicas, self._alias, keep, at_once)
             return report
+
+
+def _hash_of(path: Path) -> tuple[str, str]:
+    """The hash of an adapter's files; empty where there is none, and why."""
+    try:
+        if not path.is_dir():
+            return "", f"its directory {path} is not there"
+        return tree_sha256(path), ""
+    except OSError as error:
+        return "", f"{error.filename or path} cannot be read: {error.strerror or error}"

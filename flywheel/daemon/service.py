@@ -24,7 +24,7 @@ from flywheel.daemon.sources import Sources
 from flywheel.daemon.stage import Stage
 from flywheel.errors import FlywheelError, LockedError, TrainError
 from flywheel.states import RoundState
-from flywheel.store import deployments, judging
+from flywheel.store import judging
 from flywheel.store.database import Store
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Service:
     async def recover(self) -> None:
         """Put right what a process that died left half done. Safe because of the instance lock."""
         released = await self._store.write(judging.release_all, "its process died")
-        failed = await self._store.write(deployments.fail_unfinished, "its process died")
+        failed = await self._deployer.recover()
         if released or failed:
             log.info("after a crash: %d tasks judged again, %d swaps given up", released, failed)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from flywheel.config import Config, ServingSettings
 from flywheel.errors import ServeError
 from flywheel.serving.aliases import Target, read_aliases
+from flywheel.serving.key import key_of
 from flywheel.serving.middleware import (
     ALIAS_VARIABLE,
     BASE_VARIABLE,
@@ -149,13 +150,7 @@ def _check_arguments(serving: ServingSettings) -> None:
 
 
 def _key(serving: ServingSettings) -> str | None:
-    key = os.environ.get(serving.api_key_env) if serving.api_key_env else None
-    if serving.api_key_env and not key:
-        raise ServeError(
-            "start the inference server",
-            f"serving.api_key_env names {serving.api_key_env}, which is not set",
-            f"Set {serving.api_key_env} in its environment.",
-        )
+    key = key_of(serving, "start the inference server")
     if not key and not is_loopback(serving.host):
         raise ServeError(
             f"listen on {serving.host}",

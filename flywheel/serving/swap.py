@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from flywheel.config import ServingSettings
 from flywheel.errors import FlywheelError, ServeError
@@ -22,7 +22,6 @@ from flywheel.states import DeploymentState
 
 log = logging.getLogger(__name__)
 
-OnState = Callable[[DeploymentState], Awaitable[None]]
 T = TypeVar("T")
 
 
@@ -56,6 +55,31 @@ class SwapReport:
 
     def as_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+
+class OnState(Protocol):
+    """Is told how far a swap has come; with `active`, also what was done. What it raises takes the swap back."""
+
+    async def __call__(self, state: DeploymentState, report: SwapReport | None = None, /) -> None: ...
+
+
+class RollbackError(ServeError):
+    """Not every replica went back; `report` says which did."""
+
+    def __init__(self, report: SwapReport) -> None:
+        self.report = report
+        went = any(not replica.error for replica in report.replicas)
+        super().__init__(
+            f"roll {report.alias} back to {report.target or 'the base model'} on every replica",
+            " ".join(report.errors),
+            "The others have it. The daemon brings these there when they answer again; without it, roll back again."
+            if went
+            else "Nothing was changed. Mend this and roll back again.",
+            retryable=True,
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.report,))
 
 
 @dataclass(slots=True)
@@ -98,10 +122,16 @@ async def swap(
         await on_state(DeploymentState.PROBING)
         if target and probe is not None:
             await _every([_prove(step, probe, settings.probe_tolerance) for step in steps])
+        if target:
+            await _every([_still_there(step) for step in steps])
         for step in steps:
             step.flip_tried = True
             await step.replica.flip(alias, step.target, step.previous, path)
-        await on_state(DeploymentState.ACTIVE)
+        by_url = {step.replica.url: step for step in steps}
+        done = [by_url[replica.url] for replica in replicas]
+        reports = [ReplicaReport(s.replica.url, s.previous, s.loaded, s.previous != s.target, s.probe) for s in done]
+        report = SwapReport(alias, target, tuple(reports))
+        await on_state(DeploymentState.ACTIVE, report)
     except BaseException as error:
         # Shielded: a stop of the daemon in the middle must not leave the replicas with different versions.
         left = await asyncio.shield(_undo(steps, alias))
@@ -109,10 +139,7 @@ async def swap(
         if left and isinstance(error, FlywheelError):
             raise ServeError(error.attempted, f"{error.why}; moreover, {'; '.join(left)}", error.hint) from error
         raise
-    by_url = {step.replica.url: step for step in steps}
-    done = [by_url[replica.url] for replica in replicas]
-    reports = [ReplicaReport(s.replica.url, s.previous, s.loaded, s.previous != s.target, s.probe) for s in done]
-    return SwapReport(alias, target, tuple(reports))
+    return report
 
 
 async def rollback(
@@ -121,16 +148,28 @@ async def rollback(
     """Go back to a version that has served before (None: the base model), at once, wherever that is possible.
 
     Unlike a swap it does not wait for the slowest: a replica that cannot be reached keeps none of the others from
-    going back. Raises ServeError, naming those, when it has done what it could.
+    going back. Raises RollbackError, naming those, when it has done what it could or is stopped while it waits.
     """
-    report = await reconcile(replicas, alias, adapter_name, path, None, settings)
+    target = version_name(alias, adapter_name) if adapter_name else ""
+    going = [asyncio.create_task(_restore(each, alias, target, path, None, settings)) for each in replicas]
+    stopped = None
+    try:
+        await asyncio.wait(going)
+    except asyncio.CancelledError as stop:
+        stopped = stop
+        for task in going:
+            task.cancel()
+        await asyncio.wait(going)
+    unknown = "{}: stopped before it had answered."
+    reports = [
+        ReplicaReport(each.url, error=unknown.format(each.url)) if task.cancelled() else task.result()
+        for each, task in zip(replicas, going, strict=True)
+    ]
+    report = SwapReport(alias, target, tuple(reports))
+    if stopped and len(report.errors) == len(replicas):
+        raise stopped
     if report.errors:
-        raise ServeError(
-            f"roll {alias} back to {report.target or 'the base model'} on every replica",
-            " ".join(report.errors),
-            "The others have it. Mend these and roll back again.",
-            retryable=True,
-        )
+        raise RollbackError(report)
     return report
 
 
@@ -147,22 +186,8 @@ async def reconcile(
     Raises nothing for a replica that cannot be brought back: its report says why. Not to be run during a swap.
     """
     target = version_name(alias, adapter_name) if adapter_name else ""
-
-    async def restore(replica: Replica) -> ReplicaReport:
-        step = None
-        try:
-            steps: list[_Step] = []
-            await _prepare(replica, alias, target, path, steps)
-            step = steps[0]
-            if step.loaded and probe is not None:
-                await _prove(step, probe, settings.probe_tolerance)
-            if step.previous != step.target:
-                await replica.flip(alias, step.target, step.previous, path)
-            return ReplicaReport(replica.url, step.previous, step.loaded, step.previous != step.target, step.probe)
-        except ServeError as error:
-            return ReplicaReport(replica.url, step.previous if step else "", error=str(error))
-
-    return SwapReport(alias, target, tuple(await asyncio.gather(*map(restore, replicas))))
+    restored = [_restore(each, alias, target, path, probe, settings) for each in replicas]
+    return SwapReport(alias, target, tuple(await asyncio.gather(*restored)))
 
 
 async def retire(
@@ -207,8 +232,37 @@ async def _prepare(replica: Replica, alias: str, target: str, path: str | None, 
     step.loaded = await replica.load(target, path)
 
 
+async def _restore(
+    replica: Replica, alias: str, target: str, path: str | None, probe: Probe | None, settings: ServingSettings
+) -> ReplicaReport:
+    """Bring one replica to the version, whatever it serves; what cannot be done is in the report."""
+    steps: list[_Step] = []
+    try:
+        await _prepare(replica, alias, target, path, steps)
+        step = steps[0]
+        # Also when it was there already: it may be what failed its proof the last time.
+        if target and probe is not None and (step.loaded or step.previous != step.target):
+            await _prove(step, probe, settings.probe_tolerance)
+        if step.previous != step.target:
+            await replica.flip(alias, step.target, step.previous, path)
+        return ReplicaReport(replica.url, step.previous, step.loaded, step.previous != step.target, step.probe)
+    except ServeError as error:
+        return ReplicaReport(replica.url, steps[0].previous if steps else "", error=str(error))
+
+
 async def _prove(step: _Step, probe: Probe, tolerance: float) -> None:
     step.probe = await prove(step.replica, step.target, probe, tolerance)
+
+
+async def _still_there(step: _Step) -> None:
+    """Raise ServeError when the replica has restarted since: its alias would stand for what it does not have."""
+    if step.target not in await step.replica.models():
+        raise ServeError(
+            f"point an alias at {step.target} on {step.replica.url}",
+            "the adapter is not loaded there any more: the server has restarted",
+            "It is tried again; by hand, deploy again.",
+            retryable=True,
+        )
 
 
 async def _undo(steps: list[_Step], alias: str) -> list[str]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, Final
 
 from sqlalchemy import Connection, Row, insert, select
 
+from flywheel.errors import StoreError
 from flywheel.states import DeploymentState
 from flywheel.store.schema import deployments
 from flywheel.store.transitions import move, record, utcnow
+
+UNFINISHED: Final = (DeploymentState.REQUESTED, DeploymentState.LOADING, DeploymentState.PROBING)
 
 
 def active(conn: Connection, alias: str) -> Row[Any] | None:
@@ -35,16 +39,26 @@ def in_use(conn: Connection, alias: str, drain_seconds: float) -> set[str]:
     return {name for name in (*names, *((now.adapter, now.previous) if now else ())) if name}
 
 
+def has_served(conn: Connection, alias: str, adapter: str) -> bool:
+    """Whether the alias ever stood for the adapter, which was proven then."""
+    found = select(deployments.c.id).where(
+        deployments.c.alias == alias, deployments.c.adapter == adapter, deployments.c.activated_at.is_not(None)
+    )
+    return conn.execute(found.limit(1)).first() is not None
+
+
 def request(conn: Connection, alias: str, endpoints: list[str], adapter: str | None, reason: str) -> int:
     """Write down that `adapter` (None: the base model) shall serve; the number of the deployment."""
     now = active(conn, alias)
+    # The way back leads past what is deployed once more.
+    previous = (now.previous if now.adapter == adapter else now.adapter) if now else None
     row = conn.execute(
         insert(deployments)
         .values(
             alias=alias,
             endpoints=endpoints,
             adapter=adapter,
-            previous=now.adapter if now else None,
+            previous=previous,
             state=DeploymentState.REQUESTED.value,
             reason=reason,
             created_at=utcnow(),
@@ -56,29 +70,22 @@ def request(conn: Connection, alias: str, endpoints: list[str], adapter: str | N
 
 
 def advance(conn: Connection, deployment: int, new: DeploymentState) -> None:
-    """Follow a swap through `loading` and `probing`."""
-    old = DeploymentState(
-        conn.execute(select(deployments.c.state).where(deployments.c.id == deployment)).scalar_one()
-    )
-    if old is not new:
+    """Follow a swap through `loading` and `probing`. Raises StoreError when it was given up meanwhile."""
+    if (old := _unfinished_state(conn, deployment)) is not new:
         move(conn, deployment, old, new)
 
 
 def activate(conn: Connection, deployment: int, alias: str, report: dict[str, Any]) -> None:
-    """The alias points at it now: it is active, and what was drains."""
+    """The alias points at it now: it is active, and what was drains. Raises StoreError when it was given up."""
     now = utcnow()
+    state = _unfinished_state(conn, deployment)
     before = active(conn, alias)
     if before is not None:
         move(conn, before.id, DeploymentState.ACTIVE, DeploymentState.DRAINING, active_alias=None)
         move(conn, before.id, DeploymentState.DRAINING, DeploymentState.RETIRED, retired_at=now)
-    state = DeploymentState(
-        conn.execute(select(deployments.c.state).where(deployments.c.id == deployment)).scalar_one()
-    )
-    if state is DeploymentState.REQUESTED:
-        move(conn, deployment, state, DeploymentState.LOADING)
-        state = DeploymentState.LOADING
-    if state is DeploymentState.LOADING:
-        move(conn, deployment, state, DeploymentState.PROBING)
+    steps = [DeploymentState.REQUESTED, DeploymentState.LOADING, DeploymentState.PROBING]
+    for old, new in itertools.pairwise(steps[steps.index(state) :]):
+        move(conn, deployment, old, new)
     move(
         conn,
         deployment,
@@ -90,18 +97,38 @@ def activate(conn: Connection, deployment: int, alias: str, report: dict[str, An
     )
 
 
+def _state(conn: Connection, deployment: int) -> DeploymentState:
+    found = conn.execute(select(deployments.c.state).where(deployments.c.id == deployment))
+    return DeploymentState(found.scalar_one())
+
+
+def _unfinished_state(conn: Connection, deployment: int) -> DeploymentState:
+    state = _state(conn, deployment)
+    if state not in UNFINISHED:
+        raise StoreError(
+            f"go on with deployment {deployment}",
+            f"it is {state}: something else has ended it",
+            "See with `flywheel status` what serves, and deploy again.",
+        )
+    return state
+
+
 def fail(conn: Connection, deployment: int, error: str) -> None:
-    """The swap did not happen; what served before still does."""
-    old = DeploymentState(
-        conn.execute(select(deployments.c.state).where(deployments.c.id == deployment)).scalar_one()
-    )
-    move(conn, deployment, old, DeploymentState.FAILED, error[:500], error=error)
+    """The swap did not happen; what served before still does. One that has ended already stays what it is."""
+    old = _state(conn, deployment)
+    if old in UNFINISHED:
+        move(conn, deployment, old, DeploymentState.FAILED, error[:500], error=error)
+
+
+def unfinished(conn: Connection) -> Sequence[int]:
+    """Swaps under way. To who holds `swap.lock` and has begun none: those that a dead process left half done."""
+    half = [state.value for state in UNFINISHED]
+    return conn.execute(select(deployments.c.id).where(deployments.c.state.in_(half))).scalars().all()
 
 
 def fail_unfinished(conn: Connection, why: str) -> int:
-    """Swaps that a dead process left half done; reconciling puts the servers right."""
-    half = [DeploymentState.REQUESTED.value, DeploymentState.LOADING.value, DeploymentState.PROBING.value]
-    ids = conn.execute(select(deployments.c.id).where(deployments.c.state.in_(half))).scalars().all()
+    """Give up what is `unfinished`; reconciling puts the servers right."""
+    ids = unfinished(conn)
     for deployment in ids:
         fail(conn, deployment, why)
     return len(ids)

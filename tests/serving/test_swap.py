@@ -17,7 +17,7 @@ from flywheel.errors import ServeError, StoreError
 from flywheel.round import Probe
 from flywheel.serving.client import Replica
 from flywheel.serving.probe import compare
-from flywheel.serving.swap import reconcile, retire, rollback, swap
+from flywheel.serving.swap import SwapReport, reconcile, retire, rollback, swap
 from flywheel.states import DeploymentState, may_follow
 from tests.serving.fake_vllm import BASE, FakeVllm, replica, running, with_middleware
 
@@ -48,7 +48,7 @@ class Fleet:
                 self.paths["r0003"]: [-2.0, -3.0],
             }
 
-    async def on_state(self, state: DeploymentState) -> None:
+    async def on_state(self, state: DeploymentState, _: SwapReport | None = None) -> None:
         assert may_follow(self.states[-1], state)
         self.states.append(state)
 
@@ -194,7 +194,7 @@ async def test_what_cannot_be_put_back_is_said(fleet: Fleet) -> None:
 async def test_the_store_fails_after_the_flips(fleet: Fleet) -> None:
     """What is written down and what serves must agree, so the flips are taken back."""
 
-    async def on_state(state: DeploymentState) -> None:
+    async def on_state(state: DeploymentState, _: SwapReport | None = None) -> None:
         if state == DeploymentState.ACTIVE:
             raise StoreError("write the deployment", "the disk is full")
 
@@ -206,7 +206,7 @@ async def test_the_store_fails_after_the_flips(fleet: Fleet) -> None:
 async def test_a_stop_in_the_middle(fleet: Fleet) -> None:
     flipped = asyncio.Event()
 
-    async def on_state(state: DeploymentState) -> None:
+    async def on_state(state: DeploymentState, _: SwapReport | None = None) -> None:
         if state == DeploymentState.ACTIVE:  # not written down yet when the stop comes
             flipped.set()
             await asyncio.sleep(600)

@@ -35,7 +35,7 @@ async def answered_by(server: VllmServer, model: str) -> str:
 async def put(
     replica: Replica, server: VllmServer, alias: str, version: str | None, path: str, probed: MadeAdapter | None
 ) -> SwapReport:
-    async def ignore(_: DeploymentState) -> None: ...
+    async def ignore(_: DeploymentState, __: SwapReport | None = None) -> None: ...
 
     probe = probed.probe if probed else None
     return await swap([replica], alias, version, path, probe, server.config.serving, ignore)

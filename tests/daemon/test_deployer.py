@@ -1,0 +1,372 @@
+"""Deployments and what the servers answer agree, whoever else is at work and wherever a process dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Connection, insert
+
+from flywheel.config import Config, parse
+from flywheel.daemon.deployer import Deployer
+from flywheel.daemon.lock import InstanceLock
+from flywheel.daemon.service import Service
+from flywheel.errors import ServeError, StoreError
+from flywheel.files import tree_sha256
+from flywheel.round import Probe
+from flywheel.serving.client import Replica
+from flywheel.states import AdapterState, DeploymentState
+from flywheel.store import deployments, schema
+from flywheel.store.database import Store
+from flywheel.store.transitions import utcnow
+from tests.serving.fake_vllm import BASE, FakeVllm, replica
+
+PROBE = Probe(prompt_token_ids=[1, 2, 3], token_ids=[4, 5], adapter_logprobs=[-0.5, -0.2], base_logprobs=[-3.0, -4.0])
+
+
+def put_adapter(conn: Connection, number: int, path: Path, base: str = BASE) -> None:
+    name = f"r{number:04d}"
+    conn.execute(
+        insert(schema.rounds).values(
+            id=number, name=name, state="rejected", live=None, trigger="test", config_hash="", rubric_hash="",
+            seed=0, dir=str(path), created_at=utcnow(),
+        )
+    )  # fmt: skip
+    conn.execute(
+        insert(schema.adapters).values(
+            name=name, round_id=number, base_model=base, path=str(path), sha256=tree_sha256(path),
+            state=AdapterState.READY.value, probe=PROBE.model_dump(mode="json"), created_at=utcnow(),
+        )
+    )  # fmt: skip
+
+
+@dataclass
+class Fleet:
+    """Two replicas, and three adapters of which none was deployed yet."""
+
+    store: Store
+    config: Config
+    apps: list[FakeVllm]
+    folder: Path
+
+    @property
+    def deployer(self) -> Deployer:
+        """As another process has it."""
+        return Deployer(self.store, self.config)
+
+    async def targets(self) -> list[str]:
+        found = []
+        for url in self.config.serving.urls:
+            async with Replica(url, timeout_seconds=30) as each:
+                found.append((await each.alias("agent")).target)
+        return found
+
+    async def active(self) -> tuple[str | None, str | None]:
+        row = await self.store.read(deployments.active, "agent")
+        return (row.adapter, row.previous) if row is not None else (None, None)
+
+    async def states(self) -> list[str]:
+        return [row.state for row in await self.store.read(deployments.history, "agent", 99)]
+
+    def path(self, name: str) -> Path:
+        return self.folder / name
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
+    async with contextlib.AsyncExitStack() as stack:
+        apps = [FakeVllm({BASE: PROBE.base_logprobs}) for _ in range(2)]
+        urls = [stack.enter_context(replica(app)) for app in apps]
+        config = parse(
+            {
+                "state": {"dir": str(tmp_path / "state")},
+                "sources": [],
+                "model": {"base": BASE, "alias": "agent"},
+                "serving": {"urls": urls, "drain_seconds": 0},
+            },
+            "test",
+            tmp_path,
+        )
+        store = await Store.open(config.state_dir)
+        for number in (1, 2, 3):
+            path = tmp_path / f"r{number:04d}"
+            path.mkdir()
+            (path / "weights").write_text(str(number))
+            for app in apps:
+                app.weights[str(path)] = PROBE.adapter_logprobs
+            await store.write(put_adapter, number, path)
+        yield Fleet(store, config, apps, tmp_path)
+        await store.close()
+
+
+R1, R2 = "agent@r0001", "agent@r0002"
+
+
+async def test_a_server_that_answers_with_wrong_weights_is_never_pointed_at_them(fleet: Fleet) -> None:
+    """Not at the second look either, when the adapter is loaded already."""
+    await fleet.deployer.deploy("r0001", "test")
+    forgetful = fleet.apps[0]
+    forgetful.loaded.clear()
+    forgetful.weights[str(fleet.path("r0001"))] = PROBE.base_logprobs
+    async with Replica(fleet.config.serving.urls[0]) as restarted:
+        await restarted.flip("agent", BASE, R1)
+    for _ in range(3):
+        report = await fleet.deployer.reconcile()
+        assert report is not None
+        assert "prove agent@r0001" in report.errors[0]
+        assert await fleet.targets() == [BASE, R1]
+    forgetful.weights[str(fleet.path("r0001"))] = PROBE.adapter_logprobs
+    await fleet.deployer.reconcile()
+    assert await fleet.targets() == [R1, R1]
+
+
+async def test_a_rollback_that_one_replica_does_not_follow_is_not_taken_back(fleet: Fleet) -> None:
+    await fleet.deployer.deploy("r0001", "test")
+    await fleet.deployer.deploy("r0002", "test")
+    fleet.apps[1].faults["/v1/models"] = (500, "broken")
+    with pytest.raises(ServeError, match=r"roll agent back to agent@r0001 on every replica.*broken"):
+        await fleet.deployer.rollback()
+    assert await fleet.targets() == [R1, R2]
+    assert (await fleet.active())[0] == "r0001"
+    await fleet.deployer.reconcile()
+    assert await fleet.targets() == [R1, R2], "the way back is not taken forth again"
+    fleet.apps[1].faults.clear()
+    await fleet.deployer.reconcile()
+    assert await fleet.targets() == [R1, R1], "what could not follow follows when it can"
+
+
+async def test_a_rollback_that_no_replica_follows_changes_nothing(fleet: Fleet) -> None:
+    await fleet.deployer.deploy("r0001", "test")
+    await fleet.deployer.deploy("r0002", "test")
+    for app in fleet.apps:
+        app.faults["/v1/models"] = (500, "broken")
+    with pytest.raises(ServeError, match="on every replica"):
+        await fleet.deployer.rollback()
+    assert await fleet.active() == ("r0002", "r0001")
+    assert (await fleet.states())[0] == "failed"
+
+
+async def test_a_rollback_that_waits_for_a_swap_takes_that_swap_back(fleet: Fleet) -> None:
+    await fleet.deployer.deploy("r0001", "test")
+    with InstanceLock(fleet.config.state_dir, "swap.lock") as lock:
+        going_back = asyncio.create_task(fleet.deployer.rollback())
+        await asyncio.sleep(0.3)  # it has begun, and waits
+        number = await fleet.store.write(deployments.request, "agent", [], "r0002", "the daemon's swap")
+        await fleet.store.write(deployments.activate, number, "agent", {})
+        lock.__exit__(None, None, None)
+        target, _ = await going_back
+    assert target == "r0001"
+
+
+async def test_deploying_again_what_serves_keeps_the_way_back(fleet: Fleet) -> None:
+    await fleet.deployer.deploy("r0001", "test")
+    await fleet.deployer.deploy("r0002", "test")
+    await fleet.deployer.deploy("r0002", "again")
+    await fleet.deployer.reconcile()
+    assert set(fleet.apps[0].loaded) == {R1, R2}
+    target, _ = await fleet.deployer.rollback()
+    assert target == "r0001"
+
+
+async def test_the_state_that_cannot_be_written_leaves_the_old_version_serving(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.deployer.deploy("r0001", "test")
+
+    def full(*_: object) -> None:
+        raise StoreError("use the state database", "the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(deployments, "activate", full)
+        with pytest.raises(StoreError, match="disk is full"):
+            await fleet.deployer.deploy("r0002", "test")
+    assert await fleet.targets() == [R1, R1]
+    assert (await fleet.active())[0] == "r0001"
+
+
+async def test_a_stop_while_the_swap_is_written_down_leaves_no_two_truths(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.deployer.deploy("r0001", "test")
+    real, writing, go_on = deployments.activate, asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def slow(*arguments: object) -> None:
+        loop.call_soon_threadsafe(writing.set)
+        asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(60)
+        real(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(deployments, "activate", slow)
+    deploying = asyncio.create_task(fleet.deployer.deploy("r0002", "test"))
+    await asyncio.wait_for(writing.wait(), 60)
+    deploying.cancel()
+    await asyncio.sleep(0.1)
+    go_on.set()
+    await asyncio.wait([deploying])
+    adapter, _ = await fleet.active()
+    assert await fleet.targets() == [f"agent@{adapter}"] * 2
+
+
+@pytest.mark.parametrize("flipped", [0, 1, 2])
+@pytest.mark.parametrize("first", [True, False])
+async def test_a_process_that_died_in_its_swap_leaves_what_was_deployed(
+    fleet: Fleet, flipped: int, first: bool
+) -> None:
+    if not first:
+        await fleet.deployer.deploy("r0001", "test")
+    before = BASE if first else R1
+    await fleet.store.write(deployments.request, "agent", [], "r0002", "killed -9 in it")
+    for number, url in enumerate(fleet.config.serving.urls):
+        async with Replica(url) as each:
+            await each.load(R2, str(fleet.path("r0002")))
+            if number < flipped:
+                await each.flip("agent", R2, before)
+    await fleet.deployer.reconcile()
+    assert await fleet.targets() == [before, before]
+    assert (await fleet.states())[0] == "failed"
+    assert all(R2 not in app.loaded for app in fleet.apps)
+
+
+async def test_a_daemon_that_starts_leaves_a_swap_by_hand_alone(fleet: Fleet) -> None:
+    await fleet.deployer.deploy("r0001", "test")
+    with InstanceLock(fleet.config.state_dir, "swap.lock"):
+        number = await fleet.store.write(deployments.request, "agent", [], "r0002", "by hand")
+        await fleet.store.write(deployments.advance, number, DeploymentState.LOADING)
+        await Service(fleet.config, fleet.store).recover()
+        assert (await fleet.states())[0] == "loading"
+        await fleet.store.write(deployments.activate, number, "agent", {})
+    assert await fleet.active() == ("r0002", "r0001")
+
+
+async def test_a_deployment_that_was_given_up_cannot_become_active(fleet: Fleet) -> None:
+    await fleet.deployer.deploy("r0001", "test")
+    number = await fleet.store.write(deployments.request, "agent", [], "r0002", "test")
+    await fleet.store.write(deployments.fail_unfinished, "its process died")
+    with pytest.raises(StoreError, match="failed"):
+        await fleet.store.write(deployments.activate, number, "agent", {})
+    assert await fleet.active() == ("r0001", None)
+
+
+async def test_files_that_were_put_back_can_be_deployed_again(fleet: Fleet) -> None:
+    path, backup = fleet.path("r0001"), fleet.folder / "backup"
+    shutil.copytree(path, backup)
+    shutil.rmtree(path)
+    with pytest.raises(ServeError, match="is not there"):
+        await fleet.deployer.deploy("r0001", "test")
+    path.mkdir()
+    (path / "weights").write_text("tampered")
+    with pytest.raises(ServeError, match="not those that were evaluated") as refused:
+        await fleet.deployer.deploy("r0001", "test")
+    assert "Restore them" in refused.value.hint
+    shutil.rmtree(path)
+    shutil.copytree(backup, path)
+    await fleet.deployer.deploy("r0001", "test")
+    assert await fleet.targets() == [R1, R1]
+
+
+async def test_files_that_may_not_be_read(fleet: Fleet) -> None:
+    def denied(_: Path) -> str:
+        raise PermissionError(13, "Permission denied", "weights")
+
+    from flywheel.daemon import deployer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deployer, "tree_sha256", denied)
+        with pytest.raises(ServeError, match="Permission denied"):
+            await fleet.deployer.deploy("r0001", "test")
+
+
+async def test_a_rollback_goes_to_nothing_that_was_never_proven(fleet: Fleet) -> None:
+    await fleet.deployer.deploy("r0001", "test")
+    with pytest.raises(ServeError, match="r0003 has never served") as refused:
+        await fleet.deployer.rollback("r0003")
+    assert "flywheel deploy r0003" in refused.value.hint
+    await fleet.deployer.deploy("r0002", "test")
+    assert (await fleet.deployer.rollback("r0001"))[0] == "r0001"
+    assert (await fleet.deployer.rollback("base"))[0] is None
+    assert await fleet.targets() == [BASE, BASE]
+
+
+async def test_a_rollback_whose_adapter_is_gone_says_where_to_go(fleet: Fleet) -> None:
+    await fleet.deployer.deploy("r0001", "test")
+    await fleet.deployer.deploy("r0002", "test")
+    shutil.rmtree(fleet.path("r0001"))
+    with pytest.raises(ServeError, match=r"r0001 .*is not there") as refused:
+        await fleet.deployer.rollback()
+    assert "flywheel rollback --to base" in refused.value.hint
+    await fleet.deployer.rollback("base")
+    assert await fleet.targets() == [BASE, BASE]
+
+
+async def test_an_adapter_of_another_base_model_is_nothing_to_roll_back_to(fleet: Fleet) -> None:
+    await fleet.deployer.deploy("r0001", "test")
+    await fleet.deployer.deploy("r0002", "test")
+    model = fleet.config.model.model_copy(update={"base": "another/model"})
+    changed = Deployer(fleet.store, fleet.config.model_copy(update={"model": model}))
+    with pytest.raises(ServeError, match=r"was trained on tiny, and model\.base is another/model"):
+        await changed.rollback()
+    assert await fleet.targets() == [R2, R2]
+
+
+@pytest.mark.parametrize("key", ["s3cret\n", "s3crét", "s3\tcret"])
+async def test_a_key_that_no_request_can_carry_is_not_shown(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("MY_KEY", key)
+    serving = fleet.config.serving.model_copy(update={"api_key_env": "MY_KEY"})
+    deployer = Deployer(fleet.store, fleet.config.model_copy(update={"serving": serving}))
+    with pytest.raises(ServeError, match="MY_KEY") as refused:
+        await deployer.deploy("r0001", "test")
+    assert "s3" not in str(refused.value)
+
+
+async def test_a_key_that_is_named_and_not_set(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MY_KEY", raising=False)
+    serving = fleet.config.serving.model_copy(update={"api_key_env": "MY_KEY"})
+    deployer = Deployer(fleet.store, fleet.config.model_copy(update={"serving": serving}))
+    with pytest.raises(ServeError, match="names MY_KEY, which is not set"):
+        await deployer.deploy("r0001", "test")
+
+
+async def test_a_rollback_that_is_stopped_while_a_replica_hangs_stays_where_it_came(fleet: Fleet) -> None:
+    await fleet.deployer.deploy("r0001", "test")
+    await fleet.deployer.deploy("r0002", "test")
+    fleet.apps[1].slow_paths.add("/v1/models")
+    going_back = asyncio.create_task(fleet.deployer.rollback())
+
+    async def gone_back() -> None:
+        while (await fleet.targets())[0] != R1:
+            await asyncio.sleep(0.05)
+
+    await asyncio.wait_for(gone_back(), 60)
+    going_back.cancel()
+    with pytest.raises(ServeError, match="stopped before it had answered"):
+        await going_back
+    fleet.apps[1].slow_paths.clear()
+    await fleet.deployer.reconcile()
+    assert await fleet.targets() == [R1, R1]
+
+
+async def test_a_rollback_that_is_stopped_before_it_changed_anything(fleet: Fleet) -> None:
+    await fleet.deployer.deploy("r0001", "test")
+    await fleet.deployer.deploy("r0002", "test")
+    for app in fleet.apps:
+        app.slow_paths.add("/v1/models")
+        app.calls.clear()
+    going_back = asyncio.create_task(fleet.deployer.rollback())
+
+    async def begun() -> None:
+        while not all(app.calls for app in fleet.apps):
+            await asyncio.sleep(0.05)
+
+    await asyncio.wait_for(begun(), 60)
+    going_back.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await going_back
+    assert await fleet.active() == ("r0002", "r0001")
+    assert await fleet.targets() == [R2, R2]
