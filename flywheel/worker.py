@@ -41,6 +41,7 @@ from flywheel.round import (
     RoundTask,
 )
 from flywheel.training import cluster
+from flywheel.training.chat import served_format
 from flywheel.training.collector import Collector, Grade
 from flywheel.training.debug import roll_out_only
 from flywheel.training.directory import finished, read_spec, settings_of, start_over, write_error
@@ -95,6 +96,7 @@ class Round:
             gpu_memory_utilization=rollout.gpu_memory_utilization,
             kv_cache_gib=rollout.cpu_kv_cache_gib,
             cpu_threads=cluster.cpu_threads(),
+            chat=served_format(self.settings.serving.extra_args),
         )
         self.engines = [cluster.start(Engine, engine, gpus=share) for _ in range(rollout.engines)]
         started = [engine.start.remote() for engine in self.engines]
@@ -112,10 +114,17 @@ class Round:
         )
         if len(fit) < len(tasks):
             log.warning(
-                "of %d tasks, %d are too long and %d are refused by the chat template",
+                "of %d tasks, %d are too long and %d are refused by the chat template%s",
                 len(tasks),
                 len(prompts) - len(fit),
-                refused,
+                len(refused),
+                f" ({refused[0]})" if refused else "",
+            )
+        if tasks and len(refused) == len(tasks):
+            raise TrainError(
+                f"render the prompts of {self.spec.round_id}",
+                f"the chat template refuses all {len(tasks)} tasks; the first: {refused[0]}",
+                "Check the base model's chat template, and the one in serving.extra_args if there is one.",
             )
         return fit
 
@@ -126,7 +135,7 @@ class Round:
         if not prompts:
             raise TrainError(
                 f"train {self.spec.round_id}",
-                f"none of its {len(self.spec.train)} tasks fits into rollout.max_model_len and the chat template",
+                f"none of its {len(self.spec.train)} tasks leaves room for a completion in rollout.max_model_len",
                 "Raise rollout.max_model_len or lower rollout.max_completion_tokens.",
             )
         self.metrics.phase("training", prompts=len(prompts), left_out=len(self.spec.train) - len(prompts))

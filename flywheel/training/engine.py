@@ -14,11 +14,12 @@ import itertools
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from flywheel.errors import TrainError
 from flywheel.round import RoundTask
+from flywheel.training.chat import ChatFormat, template_of, token_ids
 from flywheel.training.policy import base_dtype
 from flywheel.training.prompts import Prompt
 from flywheel.training.rollout import Completion, LoadedAdapter, RolloutRequest
@@ -41,6 +42,7 @@ class EngineSettings:
     gpu_memory_utilization: float
     kv_cache_gib: int
     cpu_threads: int
+    chat: ChatFormat = field(default_factory=ChatFormat)
 
 
 class Engine:
@@ -104,28 +106,30 @@ class Engine:
             ) from error
         return {"device": torch.cuda.get_device_name() if gpu else "cpu", "versions": versions()}
 
-    async def encode(self, tasks: Sequence[RoundTask]) -> tuple[list[Prompt], int]:
-        """Prompts by the model's own chat template, and how many tasks it refuses. Raises TrainError without one."""
-        from jinja2 import TemplateError
+    async def encode(self, tasks: Sequence[RoundTask]) -> tuple[list[Prompt], list[str]]:
+        """Prompts as the server makes them of chat requests, and why each other task cannot be one.
 
-        tokenizer: Any = self._llm.get_tokenizer()
-        if not tokenizer.chat_template:
+        Raises TrainError without a chat template.
+        """
+        chat, model = self._settings.chat, self._settings.model
+        template = template_of(chat)
+        if template is None and not self._llm.get_tokenizer().chat_template:
             raise TrainError(
-                f"render prompts for {self._settings.model}",
+                f"render prompts for {model}",
                 "its tokenizer has no chat template",
                 "Use an instruction-tuned model, or add a chat template to its directory.",
             )
-        prompts = []
+        prompts, refused = [], []
         for task in tasks:
             try:
-                ids = tokenizer.apply_chat_template(
-                    task.prompt, tools=task.tools or None, add_generation_prompt=True, return_dict=False
-                )
-            except TemplateError:
-                # Templates refuse, for example, two user messages in a row; such a task cannot be asked again.
+                ids = await token_ids(self._llm.renderer, task.prompt, task.tools, chat, template)
+            except Exception as error:
+                # Templates refuse, for example, two user messages in a row, and some break on what they did not
+                # expect; such a task cannot be asked again, and costs itself alone.
+                refused.append(f"{task.task_id}: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
                 continue
-            prompts.append(Prompt(task, tuple(ids)))
-        return prompts, len(tasks) - len(prompts)
+            prompts.append(Prompt(task, ids))
+        return prompts, refused
 
     async def load(self, adapter: LoadedAdapter) -> None:
         await self._llm.add_lora(self._request(adapter))
