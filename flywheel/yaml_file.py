@@ -57,9 +57,19 @@ def read_yaml(path: Path, attempted: str, if_missing: str, *, keys_once: bool = 
     return found
 
 
-def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """Each problem with the path of its key; for an unknown key, the name that may have been meant."""
-    return "; ".join(explain_one(dict(item), model) for item in error.errors())
+def explain(error: ValidationError, model: type[BaseModel], places: Places | None = None) -> str:
+    """Each problem with the path of its key; for an unknown key, the name that may have been meant.
+
+    `places` are those of the text that was read: each problem then begins with its line.
+    """
+    return "; ".join(_line_of(item, model, places) + explain_one(dict(item), model) for item in error.errors())
+
+
+def _line_of(item: Any, model: type[BaseModel], places: Places | None) -> str:
+    path = [int(part) if part.isdecimal() else part for part in _locate(model, item["loc"])[0]]
+    if places is None or not path:
+        return ""
+    return f"line {places.of(path, key=item['type'] == 'extra_forbidden').line}: "
 
 
 def explain_one(item: dict[str, Any], model: type[BaseModel]) -> str:

@@ -185,3 +185,28 @@ def test_a_hidden_task_file_in_a_directory_of_lines_is_never_read(tmp_path: Path
     for output in ("data/link.jsonl", "data/tasks.jsonl", "out.jsonl"):
         with pytest.raises(ConfigError, match="is read by the source"):
             parse(raw | {"ingest": {"output": output}}, "test", tmp_path)
+
+
+def test_each_problem_of_a_file_comes_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "flywheel.yaml"
+    path.write_text(
+        "sources:\n  - path: a.sqlite\n  - type: jsonl\n    pth: b\njudge:\n  modell: x\ntraining: {steps: -1}\nbogus: 1\n"
+    )
+    with pytest.raises(ConfigError) as raised:
+        load(path)
+    told = [problem.split("`")[:2] for problem in raised.value.why.split("; ")]
+    assert told == [
+        ["line 3: ", "sources.1.path"],
+        ["line 4: unknown key ", "sources.1.pth"],
+        ["line 6: unknown key ", "judge.modell"],
+        ["line 7: ", "training.steps"],
+        ["line 8: unknown key ", "bogus"],
+    ]
+
+
+def test_no_line_is_told_of_what_was_translated(tmp_path: Path) -> None:
+    path = tmp_path / "astuner.yaml"
+    path.write_text("astuner:\n  feedback_tracing:\n    base_url: a.sqlite\n    train_ratio: 2\n")
+    with pytest.raises(ConfigError) as raised:
+        load(path)
+    assert "line" not in raised.value.why

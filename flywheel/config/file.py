@@ -28,6 +28,7 @@ from flywheel.config.training import (
 from flywheel.errors import ConfigError
 from flywheel.files import expanded
 from flywheel.yaml_file import explain, read_yaml
+from flywheel.yaml_place import Places
 
 
 class StateSettings(Section):
@@ -128,11 +129,14 @@ def parse(raw: Any, name: str, folder: Path, *, file: Path | None = None) -> Con
     attempted = f"use configuration {name}"
     if not isinstance(raw, dict):
         raise ConfigError(attempted, f"its root is a {type(raw).__name__}, not a mapping", "Start with `sources:`.")
-    raw = translated(raw, Config.model_fields.keys(), name, file)
+    own = translated(raw, Config.model_fields.keys(), name, file)
     try:
-        config = Config.model_validate(raw)
+        config = Config.model_validate(own)
     except ValidationError as error:
-        raise ConfigError(attempted, explain(error, Config), "Correct the file; see docs/configuration.md.") from None
+        # What was translated stands elsewhere in the file, under other names.
+        places = Places(file.read_text(encoding="utf-8")) if file is not None and own is raw else None
+        why = explain(error, Config, places)
+        raise ConfigError(attempted, why, "Correct the file; see docs/configuration.md.") from None
     config = _anchored(config, folder.absolute())
     _refuse_a_task_file_that_is_read(config, attempted)
     return config
