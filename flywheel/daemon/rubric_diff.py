@@ -18,7 +18,7 @@ from flywheel.daemon.judge_setup import exchange_of
 from flywheel.daemon.judged import Preview
 from flywheel.errors import FlywheelError, JudgeError
 from flywheel.judge.budget import Budget
-from flywheel.judge.grader import Grader, Needed
+from flywheel.judge.grader import Asking, Grader, Needed
 from flywheel.store import judging, spending
 from flywheel.store.database import Store
 from flywheel.store.judging import Claimed
@@ -155,10 +155,11 @@ class RubricDiff:
         def judged(grader: Grader, task: Claimed, earlier: Sequence[Verdict]) -> Verdict:
             if task.stored is not None:
                 return task.stored
-            if (known := grader.recall(pair.exchange, earlier)) is not None:
-                return known
+            begun = grader.begin(pair.exchange, earlier)
+            if not isinstance(begun, Asking):
+                return begun
             with budget.hold(self._stop) as pay:
-                verdict = grader.grade(pair.exchange, self._stop, earlier)
+                verdict = grader.finish(begun, self._stop)
                 pay(verdict)
             paid.append(verdict)
             return verdict

@@ -29,9 +29,10 @@ def _now() -> datetime:
 class Budget:
     """Tokens per day (UTC) and per run. Thread-safe.
 
-    A verdict in flight is counted as what verdicts cost on average, so that many threads do not spend together what
-    was left for one: the limit is passed by about one verdict. Before the first cost is known nobody can say what is
-    in flight: then it is one, and one more for each that came back without telling.
+    Room is only for verdicts that the judge is asked for: those that cost nothing need none. One in flight is
+    counted as what they cost on average, so that many threads do not spend together what was left for one: the limit
+    is passed by about one verdict. Before the first cost is known nobody can say what is in flight: then it is one,
+    and one more for each that came back without telling.
     """
 
     def __init__(
@@ -53,36 +54,56 @@ class Budget:
     def limits(self) -> bool:
         return self._settings.tokens_per_day is not None or self._settings.tokens_per_run is not None
 
-    @contextmanager
-    def hold(self, stop: threading.Event) -> Iterator[Callable[[Verdict], None]]:
-        """Room for one verdict, to be told what it cost. Raises BudgetSpentError.
+    def check(self) -> None:
+        """Raises BudgetSpentError if nothing is left."""
+        if self.limits:
+            with self._changed:
+                self._raise_if_spent()
 
-        While only what is in flight stands in the way, waits until it is known what that cost.
+    def enter(self, stop: threading.Event | None = None) -> bool:
+        """Take room for one verdict that is paid for, until `leave`; whether there was any. Raises BudgetSpentError.
+
+        With `stop`, waits until it is known what is in flight has cost, while only that stands in the way.
         """
         if not self.limits:
-            yield lambda _: None
+            return True
+        with self._changed:
+            while not self._fits():
+                self._raise_if_spent()
+                if stop is None or stop.is_set():
+                    return False
+                self._changed.wait(LOOK_SECONDS)
+            self._in_flight += 1
+            return True
+
+    def leave(self, verdict: Verdict | None) -> None:
+        """Give the room back, and tell what the verdict has cost, if there is one."""
+        if not self.limits:
             return
         with self._changed:
-            while not self._fits() and self._in_flight and not stop.is_set():
-                self._changed.wait(LOOK_SECONDS)
-            self._raise_if_spent()
-            self._in_flight += 1
+            self._in_flight -= 1
+            if verdict is not None:
+                self._add(verdict)
+            self._changed.notify_all()
+
+    @contextmanager
+    def hold(self, stop: threading.Event) -> Iterator[Callable[[Verdict], None]]:
+        """Room for one verdict that is paid for, to be told which; waits for it. Raises BudgetSpentError."""
+        paid: list[Verdict] = []
+        entered = self.enter(stop)
         try:
-            yield self._add
+            yield paid.append
         finally:
-            with self._changed:
-                self._in_flight -= 1
-                self._changed.notify_all()
+            if entered:
+                self.leave(paid[0] if paid else None)
 
     def _add(self, verdict: Verdict) -> None:
-        with self._changed:
-            self._roll_over()
-            tokens = verdict.prompt_tokens + verdict.completion_tokens
-            self._today += tokens
-            self._run += tokens
-            self._verdicts += bool(tokens)
-            # The judge was away, or does not tell; what the checks decided says nothing.
-            self._untold += not tokens and (verdict.unreachable or verdict.calls > 0)
+        self._roll_over()
+        tokens = verdict.prompt_tokens + verdict.completion_tokens
+        self._today += tokens
+        self._run += tokens
+        self._verdicts += bool(tokens)
+        self._untold += not tokens
 
     def _fits(self) -> bool:
         self._roll_over()
@@ -92,6 +113,7 @@ class Budget:
         return all(used + self._in_flight * each < limit for used, limit, _, _ in self._rows())
 
     def _raise_if_spent(self) -> None:
+        self._roll_over()
         for used, limit, of, again in self._rows():
             if used >= limit:
                 raise BudgetSpentError(

@@ -35,6 +35,16 @@ class Needed:
     prompt_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """An exchange that the judge has to be asked about: what cost nothing is done, and took so many seconds."""
+
+    exchange: Exchange
+    free: tuple[CriterionResult, ...]
+    recall: Recall
+    seconds: float = 0.0
+
+
 class _AskError(Exception):
     """The judge would have to be asked."""
 
@@ -58,18 +68,16 @@ class Grader:
         A judge that gives no readable answer leaves it undecided; `stop` ends its retries. Raises JudgeError (not
         retryable) when no other exchange would fare better: a wrong key, an unknown model.
         """
-        return self._grade(exchange, stop, earlier, may_ask=True)
+        begun = self.begin(exchange, earlier)
+        return self.finish(begun, stop) if isinstance(begun, Asking) else begun
 
     def recall(self, exchange: Exchange, earlier: Sequence[Verdict]) -> Verdict | None:
         """The verdict if no call is needed for it, else None."""
-        try:
-            return self._grade(exchange, NEVER, earlier, may_ask=False)
-        except _AskError:
-            return None
+        begun = self.begin(exchange, earlier)
+        return None if isinstance(begun, Asking) else begun
 
-    def _grade(
-        self, exchange: Exchange, stop: threading.Event, earlier: Sequence[Verdict], *, may_ask: bool
-    ) -> Verdict:
+    def begin(self, exchange: Exchange, earlier: Sequence[Verdict] = ()) -> Verdict | Asking:
+        """The part of `grade` that costs nothing: the verdict, or what is left for `finish`."""
         started = time.monotonic()
         try:
             free = check_all(self.rubric, exchange)
@@ -79,10 +87,22 @@ class Grader:
             return self._verdict(Judgement(Outcome.REJECTED, 0.0, free), [], started)
         if not self.rubric.asked:
             return self._verdict(self._judgement(Findings(), free, FIRST), [], started)
+        asking = Asking(exchange, free, Recall(self.rubric, self.hashes, earlier))
+        try:
+            return self._voted(asking, None, started)
+        except _AskError:
+            return replace(asking, seconds=time.monotonic() - started)
+
+    def finish(self, asking: Asking, stop: threading.Event = NEVER) -> Verdict:
+        """The part of `grade` that asks the judge."""
+        return self._voted(asking, stop, time.monotonic() - asking.seconds)
+
+    def _voted(self, asking: Asking, stop: threading.Event | None, started: float) -> Verdict:
+        """The verdict. Raises _AskError when the judge is needed for it and there is no `stop`."""
+        free = asking.free
         judgements: list[Judgement] = []
         try:
-            recall = Recall(self.rubric, self.hashes, earlier)
-            chosen = self._vote(exchange, free, judgements, stop if may_ask else None, recall)
+            chosen = self._vote(asking.exchange, free, judgements, stop, asking.recall)
         except JudgeError as failure:
             # What earlier calls of it have cost is on record with the verdict.
             if not failure.retryable and not any(each.calls for each in judgements):

@@ -5,22 +5,27 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from queue import Empty, SimpleQueue
-from typing import Generic, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
 from flywheel.config import JudgeBudget
 from flywheel.errors import FlywheelError, JudgeError
 from flywheel.judge.budget import Budget
-from flywheel.judge.grader import Grader
+from flywheel.judge.grader import Asking, Grader
 from flywheel.verdict import Exchange, Outcome, Verdict
 
 log = logging.getLogger(__name__)
 
 K = TypeVar("K")
+R = TypeVar("R")
+P = ParamSpec("P")
 
 LOOK_SECONDS = 0.2
 """How often somebody who waits for a verdict looks whether to stop."""
+MOST_ASIDE = 256
+"""Exchanges that wait for room in the budget while others are decided for nothing."""
 BROKEN_IN_A_ROW = 50
 """Exchanges on which grading breaks one after the other, before it is no matter of the exchanges."""
 
@@ -37,12 +42,13 @@ def grade_all(
 ) -> Iterator[tuple[K, Verdict]]:
     """Verdicts as they come, with the key of each exchange; `earlier` tells what the judge said of it before.
 
-    `items` is consumed one at a time, by the thread that will grade it, and no more than `2 * max_thread` ahead of
-    whoever reads the verdicts. When `stop` is set, what is in flight is still finished and yielded, except what the
-    endpoint kept failing and what takes longer than `drain_seconds`: that was not judged. Raises JudgeError after
-    that: when the judge refuses us altogether, when the endpoint failed `max_thread` times in a row (or every time),
-    and when the budget is spent (BudgetSpentError) — what was not graded has cost nothing. An exchange on which
-    grading breaks has a verdict that says so, and stops no other; BROKEN_IN_A_ROW of them end the batch.
+    `items` is consumed one at a time, by the threads that grade, and no more than `2 * max_thread` ahead of whoever
+    reads the verdicts, beside up to MOST_ASIDE that wait for room in the budget. When `stop` is set, what is in
+    flight is still finished and yielded, except what the endpoint kept failing and what takes longer than
+    `drain_seconds`: that was not judged. Raises JudgeError after that: when the judge refuses us altogether, when the
+    endpoint failed `max_thread` times in a row (or every time), and when the budget is spent (BudgetSpentError) —
+    what was not graded has cost nothing. An exchange on which grading breaks has a verdict that says so, and stops no
+    other; BROKEN_IN_A_ROW of them end the batch.
     """
     pool = _Pool(grader, iter(items), stop or threading.Event(), max_thread, budget or Budget(JudgeBudget()), earlier)
     threads = [threading.Thread(target=pool.work, name=f"judge-{n}", daemon=True) for n in range(max_thread)]
@@ -76,6 +82,8 @@ class _Pool(Generic[K]):
         self._budget = budget
         self._earlier = earlier or (lambda _: ())
         self._taking = threading.Lock()
+        self._exhausted = False
+        self._aside: deque[tuple[K, Asking]] = deque()
         self._done: SimpleQueue[tuple[K, Verdict] | None] = SimpleQueue()
         # What is in flight or waits to be read: a slow reader must not pile up verdicts that a crash would lose.
         self.room = threading.Semaphore(2 * threads)
@@ -98,21 +106,62 @@ class _Pool(Generic[K]):
     def _grade_next(self) -> bool:
         """Whether there was one."""
         self.room.acquire()
-        # Before anything is taken: what cannot be paid for is not even looked at.
-        with self._budget.hold(self._stop) as pay:
-            with self._taking:
-                item = None if self._stop.is_set() or self.closed.is_set() else next(self._items, None)
-            if item is None:
-                return False
-            key, exchange = item
-            verdict = self._graded(exchange, self._earlier(key))
-            pay(verdict)
-        self._done.put((key, verdict))
+        found = self._next()
+        if found is None:
+            return False
+        key, begun = found
+        self._done.put((key, self._paid(begun) if isinstance(begun, Asking) else begun))
         return True
 
-    def _graded(self, exchange: Exchange, earlier: Sequence[Verdict]) -> Verdict:
+    def _next(self) -> tuple[K, Verdict | Asking] | None:
+        """One that is decided for nothing, or one to ask about with room in the budget for it.
+
+        While there is no room, what has to be asked about is put aside, so that what costs nothing goes past it.
+        """
+        while not (self._stop.is_set() or self.closed.is_set()):
+            may_take = not self._exhausted and len(self._aside) < MOST_ASIDE
+            if (asking := self._affordable(None if may_take else self._stop)) is not None:
+                return asking
+            if may_take and (item := self._take()) is not None:
+                key, exchange = item
+                begun = self._unbroken(self._grader.begin, exchange, self._earlier(key))
+                if not isinstance(begun, Asking):
+                    return key, begun
+                self._aside.append((key, begun))
+            elif self._exhausted and not self._aside:
+                break
+        return None
+
+    def _affordable(self, stop: threading.Event | None) -> tuple[K, Asking] | None:
+        """The first that was put aside, if there is room for it in the budget; with `stop`, waits for that."""
+        if not self._aside or not self._budget.enter(stop):
+            return None
         try:
-            return self._grader.grade(exchange, self._stop, earlier)
+            return self._aside.popleft()
+        except IndexError:  # another thread was faster
+            self._budget.leave(None)
+            return None
+
+    def _take(self) -> tuple[K, Exchange] | None:
+        # Before anything is taken: when nothing is left to spend, nothing is even looked at.
+        self._budget.check()
+        with self._taking:
+            item = None if self._stop.is_set() or self.closed.is_set() else next(self._items, None)
+            self._exhausted = item is None
+            return item
+
+    def _paid(self, asking: Asking) -> Verdict:
+        """The judge's verdict; gives the room for it back."""
+        verdict = None
+        try:
+            verdict = self._unbroken(self._grader.finish, asking, self._stop)
+        finally:
+            self._budget.leave(verdict)
+        return verdict
+
+    def _unbroken(self, step: Callable[P, R | Verdict], *given: P.args, **named: P.kwargs) -> R | Verdict:
+        try:
+            return step(*given, **named)
         except FlywheelError:
             raise
         except Exception as error:

@@ -446,14 +446,14 @@ async def test_a_task_that_breaks_the_grading_is_a_dead_letter_and_stops_no_othe
     await tell(store, *questions("poison", "Good one", "Good two"))
     config = make()
     filtering = Filtering(store, config)
-    grade = filtering.grader.grade
+    begin = filtering.grader.begin
 
     def breaks(exchange: Any, *given: Any) -> Any:
         if exchange.query == "poison":
             raise AttributeError("odd")
-        return grade(exchange, *given)
+        return begin(exchange, *given)
 
-    monkeypatch.setattr(filtering.grader, "grade", breaks)
+    monkeypatch.setattr(filtering.grader, "begin", breaks)
     report = await filtering.run()
     assert (report.accepted, report.dead, report.error) == (2, 1, None)
     assert await states(store) == ["dead", "accepted", "accepted"]

@@ -312,7 +312,9 @@ def test_a_stop_finishes_what_is_in_flight_and_takes_no_more(make: MakeGrader) -
         for key, _ in grade_all(make(judge), items(), 4, stop):
             done.append(key)
             stop.set()
-    assert sorted(done) == taken
+    # Who had taken one and not yet asked leaves it.
+    assert set(done) <= set(taken)
+    assert judge.calls == len(done)
     assert len(taken) < 20
 
 
@@ -376,14 +378,14 @@ def test_one_bad_task_among_good_ones_stops_nobody(make: MakeGrader) -> None:
 
 
 def broken_on(grader: Grader, poison: Callable[[Exchange], bool], monkeypatch: pytest.MonkeyPatch) -> Grader:
-    grade = grader.grade
+    begin = grader.begin
 
-    def breaks(exchange: Exchange, *given: Any) -> Verdict:
+    def breaks(exchange: Exchange, *given: Any) -> Any:
         if poison(exchange):
             raise AttributeError("poison")
-        return grade(exchange, *given)
+        return begin(exchange, *given)
 
-    monkeypatch.setattr(grader, "grade", breaks)
+    monkeypatch.setattr(grader, "begin", breaks)
     return grader
 
 

@@ -22,7 +22,7 @@ from flywheel.judge.grader import Grader
 from flywheel.judge.keys import LONGEST_SECONDS, REFUSED_SECONDS, SLOW_SECONDS, KeyPool
 from flywheel.judge.limiter import InFlight
 from flywheel.judge.pace import Pace
-from flywheel.judge.pool import grade_all
+from flywheel.judge.pool import MOST_ASIDE, grade_all
 from flywheel.rubric import Rubric
 from flywheel.verdict import Exchange, Outcome, Verdict
 from tests.judge_server import JudgeServer
@@ -373,9 +373,59 @@ def test_judging_pauses_when_the_budget_is_spent(make: Make, threads: int) -> No
             with pytest.raises(BudgetSpentError):
                 for key, verdict in grade_all(grader, items(), threads, budget=budget):
                     done.append((key, verdict.prompt_tokens + verdict.completion_tokens))
-    # 120 tokens a call: ten calls, all of them kept, and nothing was taken that could not be paid for.
+            took = len(taken)
+    # 120 tokens a call: ten calls, all of them kept; once it is spent, nothing is taken.
     assert sum(tokens for _, tokens in done) == 1200
-    assert judge.calls == len(taken) == 10
+    assert judge.calls == len(done) == 10
+    assert len(taken) == took <= 10 + MOST_ASIDE
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_what_costs_nothing_goes_past_what_waits_for_room(make: Make, threads: int) -> None:
+    paid, free = 100, 500
+    items = ((n, GOOD if n < paid else Exchange("q", "")) for n in range(paid + free))
+    outcomes = []
+    with JudgeServer(hold_until=1000) as judge:
+        budget = Budget(JudgeBudget(tokens_per_run=10**9))
+        grader = make(judge, CHECKED, max_thread=threads + 1, timeout_seconds=60)
+        for number, (_, verdict) in enumerate(grade_all(grader, items, threads + 1, budget=budget), start=1):
+            outcomes.append(verdict.outcome)
+            if number == free:
+                assert judge.calls == 1, "nobody knows what one costs"
+                judge.let_go()
+    assert outcomes == [Outcome.REJECTED] * free + [Outcome.ACCEPTED] * paid
+
+
+def test_what_costs_nothing_is_decided_by_all_threads_at_once(make: Make) -> None:
+    together = threading.Barrier(8)
+
+    def earlier(_: int) -> tuple[Verdict, ...]:
+        together.wait(60)
+        return ()
+
+    with JudgeServer() as judge:
+        budget = Budget(JudgeBudget(tokens_per_run=1))
+        items = ((n, Exchange("q", "")) for n in range(64))
+        done = list(grade_all(make(judge, CHECKED), items, 8, budget=budget, earlier=earlier))
+    assert (len(done), judge.calls) == (64, 0)
+
+
+def test_after_the_first_cost_is_known_all_threads_ask_at_once(make: Make) -> None:
+    together = threading.Barrier(8)
+    first = threading.Lock()
+
+    def verdict(question: str, answer: str) -> bool:
+        if not first.acquire(blocking=False):
+            together.wait(60)
+        return True
+
+    with JudgeServer(verdict) as judge:
+        budget = Budget(JudgeBudget(tokens_per_run=10**6))
+        items = ((n, GOOD) for n in range(1 + 64))
+        done = list(grade_all(make(judge, max_thread=8), items, 8, budget=budget))
+    assert [each.outcome for _, each in done] == [Outcome.ACCEPTED] * 65
+    assert judge.calls == 65, "no attempt was lost at the barrier"
+    assert judge.most_in_flight == 8
 
 
 @pytest.mark.parametrize("checked", [False, True])
