@@ -25,7 +25,7 @@ def test_means_and_gain_by_hand() -> None:
     assert (result.candidate_mean, result.deployed_mean) == (0.5, 0.25)
     assert result.gain == 0.25
     assert (result.tasks, result.undecided, result.samples) == (4, 0, 2)
-    assert result.method == "paired bootstrap, BCa"
+    assert result.method == "sign flips and paired bootstrap, BCa"
     assert result.lower < 0.25 < result.upper
 
 
@@ -53,6 +53,29 @@ def test_the_interval_is_about_that_of_students_t_where_that_holds() -> None:
     students = stats.ttest_1samp(gains, 0).confidence_interval(0.9)
     assert result.lower == pytest.approx(students.low, abs=0.003)
     assert result.upper == pytest.approx(students.high, abs=0.003)
+
+
+def test_few_tasks_that_differ_are_no_proof() -> None:
+    """Three of eight tasks are better and none is worse: one such result in eight comes about by chance."""
+    some = run(made(*([((1, 0), (0, 0))] * 3 + [((1, 1), (1, 1))] * 5)))
+    assert (some.tasks, some.gain) == (8, 0.1875)
+    assert some.lower <= 0
+    # Six of six would be one in 64, which is less than one in 40.
+    assert run(made(*([((1, 0), (0, 0))] * 6 + [((1, 1), (1, 1))] * 2))).lower > 0
+    # However equal, five tasks cannot show it.
+    assert run(made(*([((1, 1), (0, 0))] * 5))).lower == -1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from([-1, 0, 1]), min_size=2, max_size=13))
+def test_nothing_is_shown_that_the_exact_sign_test_does_not_show(signs: list[int]) -> None:
+    tasks = made(*(((float(sign > 0),), (float(sign < 0),)) for sign in signs))
+    result = run(tasks)
+    better, worse = signs.count(1), signs.count(-1)
+    if result.lower > 0:
+        assert stats.binomtest(better, better + worse, alternative="greater").pvalue <= 0.025
+    if result.upper < 0:
+        assert stats.binomtest(worse, better + worse, alternative="greater").pvalue <= 0.025
 
 
 def test_equal_differences_have_no_width() -> None:
