@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flywheel.config import Config
+from flywheel.errors import TrainError
 from flywheel.round import RoundSpec
 from flywheel.training.collector import Collector
 from flywheel.training.prompts import Prompt, seed_of
@@ -31,8 +32,8 @@ def answer(
 ) -> Answers:
     """Ask both sides, in batches about as large as a training step. None is the base model.
 
-    Raises TrainError when more answers are undecided than a training step may have: to call the candidate no better
-    because the judge was away would be a rejection by accident.
+    Raises TrainError when more answers are undecided than a training step may have, or so many that too few tasks are
+    left for the gate: to call the candidate no better because the judge was away would be a rejection by accident.
     """
     gate = settings.gate
     per_batch = max(1, settings.training.prompts_per_step * settings.training.group_size // (2 * gate.samples))
@@ -48,6 +49,15 @@ def answer(
     for start in range(0, len(rewards), 2 * gate.samples):
         middle = start + gate.samples
         pairs.append((tuple(rewards[start:middle]), tuple(rewards[middle : middle + gate.samples])))
+    decided = sum(None not in (*candidate, *deployed) for candidate, deployed in pairs)
+    if decided < gate.min_tasks <= len(prompts):
+        raise TrainError(
+            f"compare {spec.round_id} with what serves",
+            f"of {len(prompts)} held-out tasks only {decided} have all their verdicts, and gate.min_tasks is"
+            f" {gate.min_tasks}; {whole.undecided} of {len(rollouts)} answers are undecided",
+            "Check the judge's endpoint and the worker's log; the round can be started again.",
+            retryable=True,
+        )
     return Answers(pairs, whole.usage())
 
 

@@ -17,9 +17,12 @@ from flywheel.config import Config
 from flywheel.errors import FlywheelError, JudgeError, TrainError
 from flywheel.training import cluster
 from flywheel.training.collector import Collector, Grade
+from flywheel.training.held_out import answer
+from flywheel.training.prompts import seed_of
 from flywheel.training.rollout import Batch, Completion, RolloutRequest
 from flywheel.verdict import Exchange, Verdict
-from tests.training.rollouts import request, verdict
+from tests.training.rollouts import prompt, request, verdict
+from tests.training.test_directory import spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -135,6 +138,26 @@ def test_a_judge_that_can_never_answer_ends_the_round(engine: Any) -> None:
 
     with pytest.raises(JudgeError, match="the key is wrong"):
         collect(engine, [3, 4], locked_out)
+
+
+def test_a_judge_that_leaves_too_few_tasks_for_the_gate_rejects_no_candidate(engine: Any) -> None:
+    """Three answers in eight are within what a step may have, and leave only one of four tasks."""
+    settings = Config.model_validate({"gate": {"samples": 2, "min_tasks": 2}})
+    prompts, round_spec = [prompt(f"t-{place}") for place in range(4)], spec()
+
+    def run(undecided: int) -> list[Any]:
+        without = {str(seed_of(round_spec.seed, "held-out", f"t-{place}", 0)) for place in range(undecided)}
+
+        def shaky(shown: Exchange) -> Verdict:
+            return verdict(None if shown.answer in without else 1.0)
+
+        with Collector([engine], shaky, max_thread=4, timeout_seconds=60) as collector:
+            return answer(prompts, (None, None), round_spec, settings, collector).rewards
+
+    assert run(2)[0] == ((None, 1.0), (None, 1.0))
+    with pytest.raises(TrainError, match=r"of 4 held-out tasks only 1 have all their verdicts") as caught:
+        run(3)
+    assert caught.value.retryable
 
 
 def test_an_actors_own_words_come_out_as_they_were_raised() -> None:
