@@ -2,15 +2,50 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from flywheel.config.section import Section
 
 
+def _replica(url: str) -> str:
+    parts = urlsplit(url)  # of its own accord it refuses half an IPv6 address
+    if parts.username is not None or parts.password is not None:
+        raise ValueError("a name or password in it would be shown: name the key's variable in serving.api_key_env")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("it must begin with http:// or https:// and name a host")
+    if parts.query or parts.fragment:
+        raise ValueError("it must be host, port and path alone")
+    if any(not letter.isprintable() or letter.isspace() for letter in parts.hostname):
+        raise ValueError("a host has no spaces")
+    try:
+        _ = parts.port
+    except ValueError:
+        raise ValueError("its port is none") from None
+    url = url.rstrip("/")
+    if url.endswith("/v1"):
+        raise ValueError("it must be without /v1: Flywheel also asks for what lies beside that")
+    return url
+
+
+def _replicas(urls: list[str]) -> list[str]:
+    seen: dict[object, str] = {}
+    for url in urls:
+        parts = urlsplit(url)
+        host = "127.0.0.1" if parts.hostname == "localhost" else parts.hostname
+        place = (host, parts.port or {"http": 80, "https": 443}[parts.scheme], parts.path)
+        if place in seen:
+            raise ValueError(f"a replica is named twice: {seen[place]} and {url}")
+        seen[place] = url
+    return urls
+
+
 class ServingSettings(Section):
-    urls: list[str] = ["http://127.0.0.1:8000"]
+    urls: Annotated[list[Annotated[str, AfterValidator(_replica)]], AfterValidator(_replicas)] = Field(
+        default=["http://127.0.0.1:8000"], min_length=1
+    )
     """Every vLLM replica that serves the agent (without `/v1`)."""
     api_key_env: str | None = None
     """Name of the environment variable with the server's key, if it wants one."""

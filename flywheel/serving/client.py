@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -12,8 +11,11 @@ import httpx
 
 from flywheel.errors import ServeError
 from flywheel.serving.middleware import ADMIN_PATH, OWNER
+from flywheel.serving.refusals import load_error, message_of, no_middleware, refused
 
 CONNECT_SECONDS = 5.0
+QUICK_SECONDS = 15.0
+"""How long what takes a server no time is waited for: a replica that hangs would hold up a rollback, too."""
 MEASURED_AT_ONCE = 16
 
 
@@ -34,6 +36,7 @@ class Replica:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx.Timeout(timeout_seconds, connect=CONNECT_SECONDS)
         # A proxy that the environment names for the internet is not asked for one's own servers.
+        self._seconds = timeout_seconds
         self._http = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=timeout, trust_env=False)
 
     async def __aenter__(self) -> Self:
@@ -48,8 +51,9 @@ class Replica:
     async def ready(self) -> bool:
         """Whether the server answers and its engine lives."""
         try:
-            return (await self._http.get("/health")).status_code == 200
-        except httpx.TransportError:
+            async with asyncio.timeout(self._quick_seconds):
+                return (await self._http.get("/health")).status_code == 200
+        except (httpx.HTTPError, TimeoutError):
             return False
 
     async def models(self) -> dict[str, str]:
@@ -59,7 +63,10 @@ class Replica:
         cards = listing.get("data")
         if not isinstance(cards, list):
             raise self._not_vllm(attempted)
-        return {card["id"]: card.get("root") or "" for card in cards if card.get("owned_by") != OWNER}
+        try:
+            return {str(card["id"]): card.get("root") or "" for card in cards if card.get("owned_by") != OWNER}
+        except (KeyError, TypeError, AttributeError):
+            raise self._not_vllm(attempted) from None
 
     async def load(self, name: str, path: str) -> bool:
         """Load the adapter in directory `path` as `name`; False when it was already there from the same path.
@@ -70,14 +77,14 @@ class Replica:
         if await self._loaded(name, path, attempted):
             return False
         response = await self._call(
-            "POST", "/v1/load_lora_adapter", attempted, {"lora_name": name, "lora_path": path}
+            "POST", "/v1/load_lora_adapter", attempted, {"lora_name": name, "lora_path": path}, self._seconds
         )
         if response.status_code == 200:
             return True
         # Another client may have loaded it since it was looked for.
         if response.status_code == 400 and await self._loaded(name, path, attempted):
             return False
-        raise _load_error(attempted, response, path)
+        raise load_error(attempted, response, path, healthy=await self.ready())
 
     async def unload(self, name: str) -> bool:
         """Take the name from the server; requests under way with it end well. False when it was not there."""
@@ -86,7 +93,7 @@ class Replica:
         if response.status_code == 404 and name not in await self.models():
             return False
         if response.status_code != 200:
-            raise _refused(attempted, response)
+            raise refused(attempted, response)
         return True
 
     async def alias(self, alias: str) -> Alias:
@@ -95,10 +102,13 @@ class Replica:
         answer = self._json(await self._call("GET", ADMIN_PATH, attempted), attempted)
         try:
             base = str(answer["base_model"])
-            target = answer["aliases"].get(alias, base)
-            return Alias(target, answer["paths"].get(target), base)
+            target = str(answer["aliases"].get(alias, base))
+            path = answer["paths"].get(target)
         except (KeyError, TypeError, AttributeError):
-            raise _no_middleware(attempted) from None
+            raise no_middleware(attempted) from None
+        if not base:
+            raise no_middleware(attempted, "its alias middleware does not know FLYWHEEL_BASE_MODEL")
+        return Alias(target, path, base)
 
     async def flip(self, alias: str, target: str, expected: str, path: str | None = None) -> None:
         """Let `alias` stand for `target`, if it stands for `expected` now; every later request gets it."""
@@ -106,16 +116,16 @@ class Replica:
         wanted = {"alias": alias, "target": target, "expected": expected, "path": path}
         response = await self._call("PUT", ADMIN_PATH, attempted, wanted)
         if response.status_code == 404:
-            raise _no_middleware(attempted)
+            raise no_middleware(attempted)
         if response.status_code == 409:
             raise ServeError(
                 attempted,
-                f"{_message(response)}, not {expected}: something else has changed it",
+                f"{message_of(response)}, not {expected}: something else has changed it",
                 "See that only one Flywheel looks after this server.",
                 retryable=True,
             )
         if response.status_code != 200:
-            raise _refused(attempted, response)
+            raise refused(attempted, response)
 
     async def logprobs(self, model: str, prompt_token_ids: list[int], token_ids: list[int]) -> list[float]:
         """The log-probability, in nats, of each of `token_ids` as continuation of the prompt under `model`.
@@ -137,7 +147,10 @@ class Replica:
                 "logprobs": 0,
             }
             async with places:
-                response = await self._call("POST", "/v1/completions", attempted, request)
+                response = await self._call("POST", "/v1/completions", attempted, request, self._seconds)
+            if response.status_code == 404:
+                why = f"it does not have it: {message_of(response)}"
+                raise ServeError(attempted, why, "A server that has restarted is asked again.", retryable=True)
             answer = self._json(response, attempted)
             try:
                 if answer["model"] != model:
@@ -161,17 +174,27 @@ class Replica:
             )
         return root is not None
 
-    async def _call(self, method: str, path: str, attempted: str, content: Any = None) -> httpx.Response:
+    @property
+    def _quick_seconds(self) -> float:
+        return min(self._seconds, QUICK_SECONDS)
+
+    async def _call(
+        self, method: str, path: str, attempted: str, content: Any = None, seconds: float | None = None
+    ) -> httpx.Response:
+        """The answer, headers and all of its body, within `seconds`; by default soon."""
         try:
-            response = await self._http.request(method, path, json=content)
-        except httpx.TimeoutException as error:
+            async with asyncio.timeout(seconds or self._quick_seconds):
+                response = await self._http.request(method, path, json=content)
+        except (httpx.TimeoutException, TimeoutError) as error:
             raise ServeError(
                 attempted,
                 f"no answer within its time ({type(error).__name__})",
                 "See whether the server is overloaded, or raise serving.load_timeout_seconds.",
                 retryable=True,
             ) from error
-        except (httpx.TransportError, httpx.InvalidURL) as error:
+        except httpx.DecodingError:
+            raise self._not_vllm(attempted) from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ServeError(
                 attempted,
                 f"it cannot be reached ({error or type(error).__name__})",
@@ -195,9 +218,9 @@ class Replica:
 
     def _json(self, response: httpx.Response, attempted: str) -> dict[str, Any]:
         if response.status_code == 404 and ADMIN_PATH in str(response.url):
-            raise _no_middleware(attempted)
+            raise no_middleware(attempted)
         if response.status_code != 200:
-            raise _refused(attempted, response)
+            raise refused(attempted, response)
         try:
             answer = response.json()
         except (json.JSONDecodeError, UnicodeDecodeError):
@@ -210,53 +233,3 @@ class Replica:
         return ServeError(
             attempted, "its answer is not what vLLM answers", f"See whether {self.url} is the inference server."
         )
-
-
-def _load_error(attempted: str, response: httpx.Response, path: str) -> ServeError:
-    message = _message(response)
-    if response.status_code in (404, 405) and "adapter" not in message:
-        return ServeError(
-            attempted,
-            "it does not load adapters at run time",
-            "Start it with `flywheel serve`, or with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True.",
-        )
-    if response.status_code == 404:
-        return ServeError(
-            attempted,
-            f"the server finds no adapter in {path}",
-            "The directory must exist on the server's own disk, under the same path.",
-        )
-    # vLLM: "LoRA rank 64 is greater than max_lora_rank 16."
-    if rank := re.search(r"rank (\d+) is greater than max_lora_rank (\d+)", message):
-        wanted, most = rank.groups()
-        return ServeError(
-            attempted,
-            f"rank {wanted} > max_lora_rank {most}",
-            f"Restart the server with serving.max_lora_rank {wanted}, or train with a smaller training.lora.r.",
-        )
-    if "not enabled" in message:
-        return ServeError(attempted, "LoRA is not enabled on it", "Start it with `flywheel serve`.")
-    return _refused(attempted, response)
-
-
-def _no_middleware(attempted: str) -> ServeError:
-    return ServeError(
-        attempted,
-        "it has no alias middleware",
-        "Start it with `flywheel serve`, or with --middleware flywheel.serving.middleware.AliasMiddleware.",
-    )
-
-
-def _refused(attempted: str, response: httpx.Response) -> ServeError:
-    why = f"it answers HTTP {response.status_code}: {_message(response)}"
-    return ServeError(attempted, why, "Look at the server's log.", retryable=response.status_code >= 500)
-
-
-def _message(response: httpx.Response) -> str:
-    """The server's own words, in one line."""
-    try:
-        error = response.json()["error"]
-        text = error["message"] if isinstance(error, dict) else error
-    except (ValueError, KeyError, TypeError):
-        text = response.text
-    return " ".join(str(text).split())[:500] or "no explanation"

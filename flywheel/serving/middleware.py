@@ -28,6 +28,8 @@ KEY_VARIABLE = "VLLM_API_KEY"
 
 ADMIN_PATH = "/flywheel/alias"
 MODELS_PATH = "/v1/models"
+GUARDED = ("/v1", "/v2", "/inference", "/cohere")
+"""Where vLLM 0.32 asks for the key."""
 OWNER = "flywheel"
 """`owned_by` of the aliases in the list of models."""
 MAX_ADMIN_BYTES = 65536
@@ -46,18 +48,21 @@ _SPACE = " \t\n\r"
 def rewrite_model(body: bytes, resolve: Callable[[str], str | None]) -> bytes:
     """`body` with the top-level `model` of its JSON object replaced where `resolve` gives another name.
 
-    Every other byte stays: the value is spliced, the document is never written anew. What is not a JSON object in
-    UTF-8 is returned as it is; refusing it is the server's business.
+    Every other byte stays: the value is spliced, the document is never written anew. What is not a JSON object is
+    returned as it is; refusing it is the server's business. The encodings are those that the server reads as well.
     """
+    encoding = json.detect_encoding(body)
     try:
-        text = body.decode("utf-8", "surrogatepass")
-        found = [(start, end, resolve(model)) for start, end, model in _model_spans(text)]
-    except (UnicodeDecodeError, JSONDecodeError, IndexError, RecursionError):
+        text = body.decode(encoding, "surrogatepass")
+        spans = [(start, end, resolve(model)) for start, end, model in _model_spans(text)]
+    except (ValueError, IndexError, RecursionError):
+        return body
+    found = [(start, end, target) for start, end, target in spans if target is not None]
+    if not found:
         return body
     for start, end, target in reversed(found):
-        if target is not None:
-            text = text[:start] + json.dumps(target) + text[end:]
-    return text.encode("utf-8", "surrogatepass")
+        text = text[:start] + json.dumps(target) + text[end:]
+    return text.encode(encoding, "surrogatepass")
 
 
 def _model_spans(text: str) -> Iterable[tuple[int, int, str]]:
@@ -116,7 +121,8 @@ class AliasMiddleware:
         if path == ADMIN_PATH:
             return await self._administer(scope, receive, send)
         # What will be refused for want of a key is not worth buffering.
-        if path.startswith("/v1/") and self._authorized(scope):
+        if self._authorized(scope) or not path.startswith(GUARDED):
+            # Wherever a request can name a model it can name the alias: also /tokenize, /invocations, /v2/….
             if scope["method"] == "POST" and _is_json(scope["headers"]):
                 return await self._rewrite(scope, receive, send)
             if scope["method"] == "GET" and path == MODELS_PATH:

@@ -43,6 +43,12 @@ OWN_ARGUMENTS = {
     "--served-model-name": "model.base",
 }
 """Arguments that come from the configuration, and from which key: given twice, vLLM would silently take the last."""
+BREAKING_ARGUMENTS = {
+    "--lora-modules": "the adapters that were deployed would not be loaded",
+    "--no-enable-lora": "no adapter could be served",
+    "--uds": "serving.urls would not reach the server",
+}
+"""Arguments that cannot be, and why."""
 DATA_PARALLEL = ("--data-parallel", "-dp", "--api-server-count", "-asc")
 
 
@@ -59,7 +65,8 @@ def command(config: Config) -> tuple[list[str], dict[str, str]]:
     """How to start the server: its arguments, and what its environment needs beyond the present one.
 
     Adapters that the aliases stood for when the server last ran are loaded from the start; one whose files are gone
-    or damaged is left out, with a warning, and its alias answers with the base model. Raises ServeError.
+    or damaged, or that was trained on another base model, is left out, with a warning, and its alias answers with the
+    base model. Raises ServeError.
     """
     serving, base = config.serving, config.model.base
     name = base_name(base)
@@ -136,14 +143,20 @@ def is_loopback(host: str) -> bool:
 
 
 def _check_arguments(serving: ServingSettings) -> None:
+    attempted = "start the inference server"
     for argument in serving.extra_args:
-        flag = argument.partition("=")[0]
-        if flag in OWN_ARGUMENTS:
-            why = f"serving.extra_args holds {flag}"
-            raise ServeError("start the inference server", why, f"Set {OWN_ARGUMENTS[flag]} instead.")
+        # As vLLM reads them: underscores are dashes, and the beginning of a name will do.
+        flag = argument.partition("=")[0].replace("_", "-")
+        if len(flag) > 2 and flag.startswith("--"):
+            for own, key in OWN_ARGUMENTS.items():
+                if own.startswith(flag):
+                    raise ServeError(attempted, f"serving.extra_args holds {flag}", f"Set {key} instead.")
+            for own, why in BREAKING_ARGUMENTS.items():
+                if own.startswith(flag):
+                    raise ServeError(attempted, f"serving.extra_args holds {flag}: {why}", "Leave it out.")
         if flag.startswith(DATA_PARALLEL):
             raise ServeError(
-                "start the inference server",
+                attempted,
                 f"serving.extra_args holds {flag}, and an adapter would be loaded into one of its replicas only",
                 "Start one server per replica and name each in serving.urls.",
             )
@@ -166,7 +179,7 @@ def _deployed(config: Config) -> dict[str, str]:
     for alias, target in read_aliases(alias_file(config)).items():
         if target.name == base_name(config.model.base):
             continue
-        trouble = _unservable(target, config.serving.max_lora_rank)
+        trouble = _unservable(target, config)
         if trouble:
             log.error("%s cannot be served again: %s. %s ANSWERS WITH THE BASE MODEL", target.name, trouble, alias)
         elif target.path:
@@ -174,13 +187,14 @@ def _deployed(config: Config) -> dict[str, str]:
     return found
 
 
-def _unservable(target: Target, max_rank: int) -> str | None:
-    """Why vLLM would refuse to start with this adapter, or None."""
+def _unservable(target: Target, config: Config) -> str | None:
+    """Why vLLM would refuse to start with this adapter or answer wrongly with it, or None."""
     if not target.path:
         return "its directory was not written down"
     folder = Path(target.path)
     try:
-        rank = json.loads((folder / "adapter_config.json").read_bytes())["r"]
+        trained = json.loads((folder / "adapter_config.json").read_bytes())
+        rank, base = trained["r"], str(trained.get("base_model_name_or_path") or config.model.base)
         weights = folder / "adapter_model.safetensors"
         with weights.open("rb") as file:
             header = int.from_bytes(file.read(8), "little")
@@ -188,8 +202,11 @@ def _unservable(target: Target, max_rank: int) -> str | None:
         end = max(entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__")
         if weights.stat().st_size != 8 + header + end:
             return f"{weights} is cut short"
-        if rank > max_rank:
-            return f"rank {rank} > serving.max_lora_rank {max_rank}"
+        if rank > config.serving.max_lora_rank:
+            return f"rank {rank} > serving.max_lora_rank {config.serving.max_lora_rank}"
+        # Of the same shape it would load, and nobody would prove it: at a restart the alias stands for it already.
+        if os.path.realpath(base) != os.path.realpath(config.model.base):
+            return f"it was trained on {base}, and model.base is {config.model.base}"
     except OSError as error:
         return f"{error.filename}: {error.strerror}"
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as error:
@@ -208,12 +225,15 @@ def _check_machine(config: Config) -> None:
     if base.is_absolute() and not (base / "config.json").is_file():
         why = "the folder holds no config.json" if base.is_dir() else "there is no such folder"
         raise ServeError(f"serve the model {base}", why, "Point model.base at a model's folder or a hub name.")
+    family = socket.AF_INET6 if ":" in serving.host else socket.AF_INET
     try:
-        with socket.create_server((serving.host, serving.port)):
+        with socket.create_server((serving.host, serving.port), family=family):
             pass
     except OSError as error:
+        # The errors of name look-ups have numbers of their own, and create_server adds to the text of the others.
+        number = error.errno or 0
         raise ServeError(
-            f"listen on {serving.host}:{serving.port}",
-            os.strerror(error.errno) if error.errno else str(error),
+            f"listen on {f'[{serving.host}]' if ':' in serving.host else serving.host}:{serving.port}",
+            os.strerror(number) if number > 0 else (error.strerror or str(error)),
             "Stop what listens there, or change serving.port and serving.urls.",
         ) from error

@@ -41,6 +41,7 @@ class FakeVllm:
         self.answer_seconds = 0.0
         self.says = "It is \\boxed{7}."
         self.slow_paths: set[str] = set()
+        self.echoes = {"/v1/echo"}
         self.bodies: list[bytes] = []
         self.disconnected = threading.Event()
         self.proceed = threading.Event()
@@ -63,7 +64,7 @@ class FakeVllm:
             "/v1/completions": lambda: self.complete(json.loads(body), send),
             "/v1/chat/completions": lambda: self.chat(json.loads(body), send),
             "/v1/stream": lambda: self.stream(json.loads(body), receive, send),
-            "/v1/echo": lambda: self.echo(body, headers, send),
+            **{place: lambda: self.echo(body, headers, send) for place in self.echoes},
         }
         if self.lora:
             routes["/v1/load_lora_adapter"] = lambda: self.load(json.loads(body), send)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from flywheel.errors import ServeError
+from flywheel.serving import client as client_module
 from flywheel.serving.client import Alias, Replica
 from tests.serving.fake_vllm import BASE, FakeVllm, replica, running, with_middleware
 
@@ -72,6 +74,61 @@ async def test_no_answer_in_time(app: FakeVllm) -> None:
     assert refused.value.retryable
 
 
+async def test_what_takes_no_time_is_not_waited_for_as_long_as_loading(
+    app: FakeVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica that hangs would keep `swap.lock`, and a rollback waiting for it."""
+    monkeypatch.setattr(client_module, "QUICK_SECONDS", 0.2, raising=False)
+    app.slow_paths |= {"/v1/models", "/health", "/v1/unload_lora_adapter"}
+    with replica(app) as url:
+        async with Replica(url, timeout_seconds=600) as client:
+            for call in (client.models(), client.unload("agent@r0001")):
+                with pytest.raises(ServeError, match="no answer within its time"):
+                    await asyncio.wait_for(call, 30)
+            assert await asyncio.wait_for(client.ready(), 30) is False
+
+
+async def test_an_answer_that_drips_is_given_up() -> None:
+    async def dripping(scope: dict[str, object], receive: object, send: object) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})  # type: ignore[operator]
+        for _ in range(50):
+            await send({"type": "http.response.body", "body": b" ", "more_body": True})  # type: ignore[operator]
+            await asyncio.sleep(0.1)
+
+    with running(dripping) as url:
+        async with Replica(url, timeout_seconds=0.5) as client:
+            with pytest.raises(ServeError, match="no answer within its time"):
+                await client.models()
+
+
+async def test_an_adapter_that_vllm_cannot_serve_is_not_tried_for_ever(
+    client: Replica, app: FakeVllm, tmp_path: Path
+) -> None:
+    app.faults["/v1/load_lora_adapter"] = (500, "Call to add_lora failed: vLLM does not yet support DoRA.")
+    with pytest.raises(ServeError, match="does not yet support DoRA") as refused:
+        await client.load("agent@r0001", str(tmp_path))
+    assert not refused.value.retryable
+    app.faults["/v1/load_lora_adapter"] = (500, "EngineCore encountered an issue.")
+    app.faults["/health"] = (503, "")
+    with pytest.raises(ServeError, match="EngineCore encountered an issue") as refused:
+        await client.load("agent@r0001", str(tmp_path))
+    assert refused.value.retryable
+
+
+async def test_a_server_that_restarted_before_it_was_asked_is_asked_again(client: Replica) -> None:
+    with pytest.raises(ServeError, match="does not exist") as refused:
+        await client.logprobs("agent@r0001", [1, 2], [3])
+    assert refused.value.retryable
+
+
+async def test_a_middleware_that_does_not_know_the_base_model(app: FakeVllm) -> None:
+    """It was named to vLLM by hand, without its settings: nothing could be taken back to the base model."""
+    with running(with_middleware(app, FLYWHEEL_ALIAS="", FLYWHEEL_BASE_MODEL="")) as url:
+        async with Replica(url) as client:
+            with pytest.raises(ServeError, match="FLYWHEEL_BASE_MODEL"):
+                await client.alias("agent")
+
+
 async def test_a_server_without_runtime_loading(client: Replica, app: FakeVllm, tmp_path: Path) -> None:
     app.lora = False
     with pytest.raises(ServeError, match="does not load adapters at run time") as refused:
@@ -118,7 +175,7 @@ async def test_keys(app: FakeVllm) -> None:
     assert "wrong" not in str(refused.value)
 
 
-@pytest.mark.parametrize(("status", "retryable"), [(500, True), (503, True), (400, False), (418, False)])
+@pytest.mark.parametrize(("status", "retryable"), [(500, True), (503, True), (429, True), (400, False), (418, False)])
 async def test_other_refusals_carry_the_servers_words(
     client: Replica, app: FakeVllm, status: int, retryable: bool
 ) -> None:
@@ -134,10 +191,12 @@ async def test_logprobs_of_the_continuation(client: Replica, app: FakeVllm) -> N
     assert await client.logprobs(BASE, [7, 8, 9], [5, 5]) == [-0.5, -1.5]
 
 
-@pytest.mark.parametrize("body", [b"<html>", b"[]", b'{"data": 1}'])
-async def test_something_else_listens_there(body: bytes) -> None:
+@pytest.mark.parametrize("encoding", [None, b"gzip"])
+@pytest.mark.parametrize("body", [b"<html>", b"[]", b'{"data": 1}', b'{"data": [1]}', b'{"data": [{}]}'])
+async def test_something_else_listens_there(body: bytes, encoding: bytes | None) -> None:
     async def other(scope: dict[str, object], receive: object, send: object) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})  # type: ignore[operator]
+        headers = [(b"content-encoding", encoding)] if encoding else []
+        await send({"type": "http.response.start", "status": 200, "headers": headers})  # type: ignore[operator]
         await send({"type": "http.response.body", "body": body})  # type: ignore[operator]
 
     with running(other) as url:

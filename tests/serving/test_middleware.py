@@ -78,6 +78,11 @@ def test_what_is_no_json_object_is_left_to_the_server(body: bytes) -> None:
         (b'{"text": "\xed\xa0\x80", "model": "agent"}', b'{"text": "\xed\xa0\x80", "model": "X"}'),
         (b"[" * 100_000, b"[" * 100_000),
         (b'{"model": "agent", "a": ' + b"[" * 100_000, b'{"model": "agent", "a": ' + b"[" * 100_000),
+        (b'{"model": "agent", "seed": ' + b"1" * 5000 + b"}", b'{"model": "agent", "seed": ' + b"1" * 5000 + b"}"),
+        (b'\xef\xbb\xbf{"model": "agent"}', b'\xef\xbb\xbf{"model": "X"}'),
+        ('{"model": "agent", "a": "ü"}'.encode("utf-16-le"), '{"model": "X", "a": "ü"}'.encode("utf-16-le")),
+        ('{"model": "agent", "a": "ü"}'.encode("utf-32"), '{"model": "X", "a": "ü"}'.encode("utf-32")),
+        ('{"model": "other"}'.encode("utf-16-be"), '{"model": "other"}'.encode("utf-16-be")),
         (b"", b""),
     ],
 )
@@ -105,6 +110,23 @@ def test_an_alias_without_a_target_is_the_base_model(url: str) -> None:
     assert answer.json()["model"] == BASE
     shown = httpx.get(f"{url}/flywheel/alias").json()
     assert shown == {"aliases": {"agent": BASE}, "paths": {}, "base_model": BASE}
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v2/rerank", "/inference/v1/generate", "/invocations"])
+def test_every_request_that_names_a_model_may_name_the_alias(app: FakeVllm, path: str) -> None:
+    app.echoes.add(path)
+    with running(with_middleware(app, VLLM_API_KEY="s3cret")) as url:
+        answer = httpx.post(f"{url}{path}", json={"model": "agent"}, headers={"authorization": "Bearer s3cret"})
+        assert answer.status_code == 200
+        assert json.loads(app.bodies[-1]) == {"model": BASE}
+
+
+def test_what_wants_no_key_wants_none_with_the_alias(app: FakeVllm) -> None:
+    """vLLM answers /tokenize without one."""
+    app.echoes.add("/tokenize")
+    with running(with_middleware(app, VLLM_API_KEY="s3cret")) as url:
+        httpx.post(f"{url}/tokenize", json={"model": "agent"})
+        assert json.loads(app.bodies[-1]) == {"model": BASE}
 
 
 def test_other_models_are_not_touched(url: str) -> None:

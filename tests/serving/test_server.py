@@ -108,6 +108,15 @@ def test_a_key_that_is_not_there(make: Callable[..., Config], monkeypatch: pytes
         (["--port=9"], "serving.port"),
         (["--data-parallel-size", "2"], "one server per replica"),
         (["--api-server-count=2"], "one server per replica"),
+        (["--api_key", "x"], "serving.api_key_env"),
+        (["--api-k", "x"], "serving.api_key_env"),
+        (["--por=9"], "serving.port"),
+        (["--max_loras", "1"], "serving.max_loras"),
+        (["--data_parallel_size=2"], "one server per replica"),
+        (["-dp=2"], "one server per replica"),
+        (["--lora-modules", "a=b"], "Leave it out"),
+        (["--no_enable_lora"], "Leave it out"),
+        (["--uds", "/run/vllm"], "Leave it out"),
     ],
 )
 def test_arguments_that_would_break_the_promises(
@@ -116,6 +125,11 @@ def test_arguments_that_would_break_the_promises(
     with pytest.raises(ServeError) as refused:
         server.command(make(extra_args=arguments))
     assert hint in refused.value.hint
+
+
+@pytest.mark.parametrize("argument", ["--model-impl", "--max-num-seqs", "--dtype=float32", "--middleware", "-O3"])
+def test_other_arguments_are_passed_on(make: Callable[..., Config], argument: str) -> None:
+    assert server.command(make(extra_args=[argument]))[0][-1] == argument
 
 
 def test_alias_and_base_must_differ(make: Callable[..., Config]) -> None:
@@ -167,6 +181,39 @@ def test_a_damaged_adapter_is_left_out_loudly(
     assert environment["FLYWHEEL_LOADED_ADAPTERS"] == "[]"
     assert why in caplog.text
     assert "agent ANSWERS WITH THE BASE MODEL" in caplog.text
+
+
+def test_an_adapter_of_another_base_model_is_left_out_until_it_is_proven(
+    make: Callable[..., Config], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make()
+    folder = adapter(tmp_path / "r0007")
+    (tmp_path / "link").symlink_to(config.model.base)
+    save(config, {"agent": {"target": "agent@r0007", "path": str(folder)}})
+    for base, fits in ((config.model.base, True), (str(tmp_path / "link"), True), ("Qwen/Qwen3-4B", False)):
+        told = {"r": 8, "base_model_name_or_path": base}
+        (folder / "adapter_config.json").write_text(json.dumps(told))
+        arguments, _ = server.command(config)
+        assert ("--lora-modules" in arguments) is fits
+    assert f"it was trained on Qwen/Qwen3-4B, and model.base is {config.model.base}" in caplog.text
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_listening_on_ipv6(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    became: list[Any] = []
+    monkeypatch.setattr(os, "execve", lambda *arguments: became.extend(arguments))
+    server.serve(make(host="::1", port=0))
+    assert after(became[1], "--host") == "::1"
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ServeError, match=rf"listen on \[::1\]:{port}: Address already in use"):
+            server.serve(make(host="::1", port=port))
+
+
+def test_a_host_that_has_no_address(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "s3cret")
+    with pytest.raises(ServeError, match=r"listen on no-such-host\.invalid:8000: (?!Unknown error)"):
+        server.serve(make(host="no-such-host.invalid", api_key_env="MY_KEY"))
 
 
 def test_a_port_in_use(make: Callable[..., Config]) -> None:

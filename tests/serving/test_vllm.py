@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -94,6 +96,42 @@ async def test_what_vllm_refuses_has_a_name(
     assert await replica.unload("twice@r0001") is True
     assert await replica.unload("twice@r0001") is False
     assert await replica.ready()
+
+
+@pytest.mark.parametrize("setting", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"r": 4}])
+async def test_what_vllm_never_serves_is_no_trouble_of_the_moment(
+    replica: Replica, adapters: dict[str, MadeAdapter], tmp_path: Path, setting: dict[str, object]
+) -> None:
+    path = tmp_path / "unservable"
+    shutil.copytree(adapters["good"].path, path)
+    told = json.loads((path / "adapter_config.json").read_text())
+    (path / "adapter_config.json").write_text(json.dumps({**told, **setting}))
+    if "r" in setting:
+        (path / "adapter_model.safetensors").write_bytes(b"\0" * 100)
+    with pytest.raises(ServeError, match="the server refuses it") as refused:
+        await replica.load("unservable@r0001", str(path))
+    assert not refused.value.retryable
+    assert await replica.ready()
+    assert "unservable@r0001" not in await replica.models()
+
+
+async def test_the_alias_is_a_model_wherever_one_is_named(
+    vllm_server: VllmServer, replica: Replica, adapters: dict[str, MadeAdapter]
+) -> None:
+    good = adapters["good"]
+    await put(replica, vllm_server, "named-agent", "r0001", good.path, good)
+    asked: list[tuple[str, dict[str, object]]] = [
+        ("/tokenize", {"prompt": "7"}),
+        ("/v1/responses", {"input": "What is 3 plus 4?", "max_output_tokens": 4}),
+        ("/v1/completions", {"prompt": "7", "max_tokens": 1}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "7"}], "max_tokens": 4}),
+        ("/invocations", {"prompt": "7", "max_tokens": 1}),
+    ]
+    async with httpx.AsyncClient(base_url=vllm_server.url, timeout=120) as client:
+        for path, request in asked:
+            answer = await client.post(path, json={**request, "model": "named-agent"})
+            assert answer.status_code == 200, f"{path}: {answer.text}"
+            assert answer.json().get("model", "named-agent@r0001") == "named-agent@r0001"
 
 
 async def test_swaps_under_load_lose_nothing(

@@ -1,0 +1,69 @@
+"""What a replica answers instead of doing what it was asked: the error for each, with its remedy."""
+
+from __future__ import annotations
+
+import re
+
+import httpx
+
+from flywheel.errors import ServeError
+
+
+def load_error(attempted: str, response: httpx.Response, path: str, *, healthy: bool) -> ServeError:
+    """Why an adapter was not loaded, by a server whose engine lives or not."""
+    message = message_of(response)
+    if response.status_code in (404, 405) and "adapter" not in message:
+        return ServeError(
+            attempted,
+            "it does not load adapters at run time",
+            "Start it with `flywheel serve`, or with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True.",
+        )
+    if response.status_code == 404:
+        return ServeError(
+            attempted,
+            f"the server finds no adapter in {path}",
+            "The directory must exist on the server's own disk, under the same path.",
+        )
+    # vLLM: "LoRA rank 64 is greater than max_lora_rank 16."
+    if rank := re.search(r"rank (\d+) is greater than max_lora_rank (\d+)", message):
+        wanted, most = rank.groups()
+        return ServeError(
+            attempted,
+            f"rank {wanted} > max_lora_rank {most}",
+            f"Restart the server with serving.max_lora_rank {wanted}, or train with a smaller training.lora.r.",
+        )
+    if "not enabled" in message:
+        return ServeError(attempted, "LoRA is not enabled on it", "Start it with `flywheel serve`.")
+    # vLLM answers 500 as well to what it will never serve. An engine that lives has looked at the adapter.
+    if response.status_code == 500 and healthy:
+        return ServeError(
+            attempted,
+            f"the server refuses it: {message}",
+            "Look at its log: vLLM serves no DoRA, no modules_to_save, no trained biases and no embeddings.",
+        )
+    return refused(attempted, response)
+
+
+def no_middleware(attempted: str, why: str = "it has no alias middleware") -> ServeError:
+    return ServeError(
+        attempted,
+        why,
+        "Start it with `flywheel serve`, or with --middleware flywheel.serving.middleware.AliasMiddleware and "
+        "FLYWHEEL_ALIAS, FLYWHEEL_BASE_MODEL (its served name) and FLYWHEEL_ALIAS_FILE in its environment.",
+    )
+
+
+def refused(attempted: str, response: httpx.Response) -> ServeError:
+    why = f"it answers HTTP {response.status_code}: {message_of(response)}"
+    retryable = response.status_code >= 500 or response.status_code in (408, 429)
+    return ServeError(attempted, why, "Look at the server's log.", retryable=retryable)
+
+
+def message_of(response: httpx.Response) -> str:
+    """The server's own words, in one line."""
+    try:
+        error = response.json()["error"]
+        text = error["message"] if isinstance(error, dict) else error
+    except (ValueError, KeyError, TypeError):
+        text = response.text
+    return " ".join(str(text).split())[:500] or "no explanation"

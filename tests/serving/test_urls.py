@@ -1,0 +1,47 @@
+"""Which replicas can be named, and what is said of the others before anything is swapped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flywheel.config import Config, parse
+from flywheel.errors import ConfigError
+
+
+def config(*urls: str) -> Config:
+    return parse({"serving": {"urls": list(urls)}}, "test", Path("/"))
+
+
+@pytest.mark.parametrize(
+    ("urls", "why"),
+    [
+        ([], "at least 1"),
+        (["http://h:8000", "http://h:8000/"], "named twice"),
+        (["http://h", "http://H:80"], "named twice"),
+        (["http://127.0.0.1:8000", "http://localhost:8000"], "named twice"),
+        (["http://h:8000/v1"], "without /v1"),
+        (["http://h:8000/v1/"], "without /v1"),
+        (["h:8000"], "http:// or https://"),
+        (["localhost:8000"], "http:// or https://"),
+        (["http://"], "http:// or https://"),
+        (["unix:///run/vllm"], "http:// or https://"),
+        (["http://h:800000"], "port"),
+        (["http://[::1:8000"], "IPv6"),
+        (["http://h:8000/?key=s3cret"], "host, port and path"),
+        (["http://me:s3cret@h:8000"], "serving.api_key_env"),
+        (["http://h:8 000"], "port"),
+        (["http://h h:8000"], "host"),
+    ],
+)
+def test_what_names_no_replica_is_a_wrong_configuration(urls: list[str], why: str) -> None:
+    with pytest.raises(ConfigError, match=r"serving\.urls") as refused:
+        config(*urls)
+    assert why in str(refused.value)
+    assert "s3cret" not in str(refused.value)
+
+
+def test_replicas() -> None:
+    urls = ["http://127.0.0.1:8000/", "https://[::1]:8001", "http://h/replica/2", "http://h/replica/3", "http://h:81"]
+    assert config(*urls).serving.urls == [url.rstrip("/") for url in urls]
