@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async
-from flywheel.cli.state import look_at
+from flywheel.cli.state import absence, look_at
 from flywheel.config import Config
 from flywheel.disarmed import disarmed
-from flywheel.errors import EXIT_FAILED, TrainError
+from flywheel.errors import EXIT_FAILED, ServeError, StoreError, TrainError
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
+    from flywheel.daemon.deployer import Deployer
     from flywheel.daemon.rounds import Rounds
     from flywheel.store.database import Store
 
@@ -140,8 +143,10 @@ def deploy(
     as_json: JsonOption = False,
 ) -> None:
     """Point the alias at an adapter: load it everywhere, prove that it answers, then flip."""
-    name = adapter.rpartition("@")[2]
-    report = run_async(_deploy(load_config(config), None if name == "base" else name))
+    settings = load_config(config)
+    attempted = f"deploy adapter {adapter}"
+    name = _adapter(adapter, settings, attempted)
+    report = run_async(_deploy(settings, None if name == "base" else name, attempted))
     _print_swap(report, as_json)
 
 
@@ -152,31 +157,50 @@ def rollback(
     as_json: JsonOption = False,
 ) -> None:
     """Point the alias back at the adapter that served before."""
-    report = run_async(_rollback(load_config(config), to.rpartition("@")[2] if to else None))
+    settings = load_config(config)
+    attempted = f"roll {settings.model.alias} back"
+    name = None if to is None else _adapter(to, settings, attempted)
+    report = run_async(_rollback(settings, name, attempted))
     _print_swap(report, as_json)
 
 
-async def _deploy(config: Config, adapter: str | None) -> dict[str, Any]:
+def _adapter(text: str, config: Config, attempted: str) -> str:
+    """The adapter that is meant, by its name or as `ALIAS@rNNNN`."""
+    alias, at, name = text.rpartition("@")
+    if not name:
+        raise ServeError(attempted, "no adapter is named", "List what there is with `flywheel status`.")
+    if at and alias != config.model.alias:
+        why = f"{text} is no version of {config.model.alias}"
+        raise ServeError(attempted, why, "Name the configuration whose model.alias it is with -c.")
+    return name
+
+
+@contextlib.asynccontextmanager
+async def _deployer(config: Config, attempted: str) -> AsyncIterator[Deployer]:
+    """What moves the alias, on a state that is there."""
     from flywheel.daemon.deployer import Deployer
     from flywheel.store.database import Store
 
+    if missing := absence(config):
+        # An empty one would know nothing to go back to, and would be made in a wrong place.
+        hint = "Name the configuration with -c, or set state.dir or $FLYWHEEL_HOME to where the daemon has it."
+        raise StoreError(attempted, missing, hint)
     store = await Store.open(config.state_dir)
     try:
-        report = await Deployer(store, config).deploy(adapter, "by hand")
+        yield Deployer(store, config)
     finally:
         await store.close()
+
+
+async def _deploy(config: Config, adapter: str | None, attempted: str) -> dict[str, Any]:
+    async with _deployer(config, attempted) as deployer:
+        report = await deployer.deploy(adapter, "by hand")
     return {"alias": config.model.alias, "adapter": adapter, "report": report.as_json()}
 
 
-async def _rollback(config: Config, to: str | None) -> dict[str, Any]:
-    from flywheel.daemon.deployer import Deployer
-    from flywheel.store.database import Store
-
-    store = await Store.open(config.state_dir)
-    try:
-        adapter, report = await Deployer(store, config).rollback(to)
-    finally:
-        await store.close()
+async def _rollback(config: Config, to: str | None, attempted: str) -> dict[str, Any]:
+    async with _deployer(config, attempted) as deployer:
+        adapter, report = await deployer.rollback(to)
     return {"alias": config.model.alias, "adapter": adapter, "report": report.as_json()}
 
 

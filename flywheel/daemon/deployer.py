@@ -66,10 +66,11 @@ class Deployer:
 
     async def deploy(self, adapter: str | None, reason: str) -> SwapReport:
         """Swap to `adapter` (None: the base model). Raises ServeError; what served before then still does."""
-        row = await self._checked(adapter)
+        attempted = f"deploy adapter {adapter}"
+        row = await self._checked(adapter, attempted)
         if row is not None and not row.probe:
             raise ServeError(
-                f"deploy adapter {adapter}",
+                attempted,
                 "its round measured nothing that could prove it",
                 "Deploy another adapter.",
             )
@@ -111,11 +112,10 @@ class Deployer:
         why = str(error) if isinstance(error, FlywheelError) else f"stopped: {type(error).__name__}"
         await asyncio.shield(self._store.write(deployments.fail, number, why))
 
-    async def _checked(self, adapter: str | None) -> Row[Any] | None:
+    async def _checked(self, adapter: str | None, attempted: str) -> Row[Any] | None:
         """The adapter, whose files are those that were evaluated; None for the base model. Raises ServeError."""
         if adapter is None:
             return None
-        attempted = f"deploy adapter {adapter}"
         row = await self._store.read(rounds.adapter, adapter)
         if row is None:
             raise ServeError(attempted, "there is no such adapter", "List what there is with `flywheel status`.")
@@ -142,11 +142,12 @@ class Deployer:
         async with self._replicas(WAIT_SECONDS) as replicas:
             # Not before: whoever held the lock may have deployed what is to be taken back.
             target = await self._way_back(to)
-            row = await self._checked(target)
+            attempted = f"roll {self._alias} back to {target}"
+            row = await self._checked(target, attempted)
             base = self._config.model.base
             if row is not None and row.base_model != base:
                 raise ServeError(
-                    f"roll {self._alias} back to {target}",
+                    attempted,
                     f"it was trained on {row.base_model}, and model.base is {base}",
                     f"`flywheel deploy {target}` proves first whether it can be served; `--to base` needs no proof.",
                 )
