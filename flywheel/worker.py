@@ -48,7 +48,7 @@ from flywheel.training.directory import finished, read_spec, settings_of, start_
 from flywheel.training.engine import Engine, EngineSettings
 from flywheel.training.held_out import answer
 from flywheel.training.metrics import Metrics
-from flywheel.training.policy import check_base, check_parent, rank
+from flywheel.training.policy import check_base, check_parent, other_form, rank
 from flywheel.training.probe import make_probe
 from flywheel.training.process import Stopped, alone_in, catch_signals, output_to
 from flywheel.training.prompts import Prompt, fitting
@@ -241,6 +241,13 @@ def run_round(spec: RoundSpec, directory: Path, make_grade: MakeGrade) -> RoundR
         raise TrainError(f"train {spec.round_id}", "it has no task", "Collect and judge more traces first.")
     check_base(spec.base_model)
     check_parent(spec.parent)
+    if spec.parent and (form := other_form(spec.parent, settings.training.lora)):
+        log.warning(
+            "training.lora is not used: %s, which this round goes on from, has %s. For a new form, go back to the"
+            " base model first (`flywheel rollback --to base`)",
+            spec.parent.name,
+            form,
+        )
     # Before anything is started: a rubric or a judge that cannot work shows itself here.
     whole = Round(spec, directory, settings, make_grade)
     whole.metrics.phase("starting")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,3 +31,28 @@ def test_threads_without_end_are_refused(tmp_path: Path) -> None:
     chain.write_text("id: c\nfilters: [{type: llm_evaluate, params: {max_thread: 1000000}}]\n")
     with pytest.raises(ConfigError, match=r"max_thread.*1024"):
         load_chain(chain)
+
+
+@pytest.mark.parametrize(
+    ("sections", "error"),
+    [
+        ({"training": {"lora": {"r": 128}}}, r"training\.lora\.r 128 is above serving\.max_lora_rank 64"),
+        ({"rollout": {"max_completion_tokens": 4096}}, r"leaves no room for a prompt in max_model_len 4096"),
+        ({"gate": {"max_tasks": 4}}, r"max_tasks 4 is below min_tasks 8: nothing could ever be promoted"),
+        ({"training": {"steps": 5, "warmup_steps": 5}}, r"warmup_steps 5 is not below steps 5"),
+        ({"training": {"lora": {"alpha": 0}}}, r"`training\.lora\.alpha`"),
+        ({"training": {"lora": {"dropout": 1}}}, r"`training\.lora\.dropout`"),
+        ({"training": {"lora": {"target_modules": []}}}, r"`training\.lora\.target_modules"),
+        ({"training": {"learning_rate": float("inf")}}, r"`training\.learning_rate`"),
+        ({"training": {"seed": -100}}, r"`training\.seed`"),
+        ({"training": {"seed": 2**40}}, r"`training\.seed`"),
+    ],
+)
+def test_a_round_that_could_come_to_nothing_is_refused(tmp_path: Path, sections: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        parse(sections, "test", tmp_path)
+
+
+def test_a_rank_that_the_server_takes_is_taken(tmp_path: Path) -> None:
+    sections = {"training": {"lora": {"r": 128}}, "serving": {"max_lora_rank": 128}}
+    assert parse(sections, "test", tmp_path).training.lora.r == 128

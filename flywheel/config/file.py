@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from flywheel.config.agentjet import translated
 from flywheel.config.ingest import IngestSettings, JsonlSource, OtlpSource, SourceSettings, StudioSource
@@ -56,6 +56,15 @@ class Config(Section):
     serving: ServingSettings = ServingSettings()
     ray: RaySettings = RaySettings()
     daemon: DaemonSettings = DaemonSettings()
+
+    @model_validator(mode="after")
+    def _can_serve_what_it_trains(self) -> Self:
+        if self.training.lora.r > self.serving.max_lora_rank:
+            raise ValueError(
+                f"training.lora.r {self.training.lora.r} is above serving.max_lora_rank {self.serving.max_lora_rank}:"
+                " the server would not take what a round trains"
+            )
+        return self
 
     @property
     def state_dir(self) -> Path:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from apscheduler.triggers.cron import CronTrigger
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from flywheel.config.section import Section, Share
 from flywheel.files import expanded
@@ -50,19 +50,26 @@ class ModelSettings(Section):
 
 
 class LoraSettings(Section):
+    """How an adapter is made. A round that goes on from one keeps its form."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
     r: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = 16
-    """Rank. vLLM serves only these."""
-    alpha: float = 32
+    """Rank. vLLM serves only these. A round goes on from the adapter that serves in the form that it has: to change
+    this section takes effect after `flywheel rollback --to base`."""
+    alpha: float = Field(default=32, gt=0)
     """Scale: the update is multiplied by alpha / r."""
-    dropout: Share = 0.0
+    dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the adapter's input. Above 0, the trainer's logprobs differ from the engine's."""
-    target_modules: str | list[str] = "all-linear"
-    """Which layers get an adapter."""
+    target_modules: Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(min_length=1)] = "all-linear"
+    """Which layers get an adapter: a list of names, one regular expression, or `all-linear`."""
 
 
 class TrainingSettings(Section):
+    model_config = ConfigDict(allow_inf_nan=False)
+
     steps: int = Field(default=50, gt=0)
-    """Optimizer steps of one round."""
+    """Steps of one round: each makes a batch of rollouts and learns from it."""
     prompts_per_step: int = Field(default=8, gt=0)
     """Different prompts per step."""
     group_size: int = Field(default=8, gt=1)
@@ -73,10 +80,12 @@ class TrainingSettings(Section):
     """Steps over which the learning rate rises."""
     beta: float = Field(default=0.0, ge=0)
     """Weight of the KL term against the policy the round starts from; 0 needs no reference model."""
+    updates_per_batch: int = Field(default=1, gt=0)
+    """Optimizer steps on each batch of rollouts."""
     clip_epsilon: float = Field(default=0.2, gt=0)
-    """Lower clip range of the probability ratio."""
+    """Lower clip range of the probability ratio; it matters from the second update on a batch."""
     clip_epsilon_high: float = Field(default=0.28, gt=0)
-    """Upper clip range of the probability ratio."""
+    """Upper clip range of the probability ratio; it matters from the second update on a batch."""
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "dapo"
     """How TRL aggregates the token losses."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
@@ -88,9 +97,9 @@ class TrainingSettings(Section):
     max_undecided_share: Share = 0.5
     """A step with a larger share of undecided rewards fails the round."""
     min_spread_share: Share = 0.0
-    """A round whose first step has no more than this share of groups with different rewards is refused: nothing can
-    be learned from it."""
-    seed: int = 42
+    """A round whose first two steps have no more than this share of groups with different rewards is refused: nothing
+    can be learned from it."""
+    seed: int = Field(default=42, ge=0, lt=2**31)
     """Seed of a round, together with its number."""
     lora: LoraSettings = LoraSettings()
 
@@ -100,6 +109,15 @@ class TrainingSettings(Section):
             raise ValueError(
                 f"micro_batch_size {self.micro_batch_size} does not divide prompts_per_step × group_size "
                 f"= {self.prompts_per_step * self.group_size}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _reaches_its_rate(self) -> Self:
+        if self.warmup_steps >= self.steps:
+            raise ValueError(
+                f"warmup_steps {self.warmup_steps} is not below steps {self.steps}: the learning rate would never be"
+                " reached"
             )
         return self
 
@@ -122,6 +140,15 @@ class RolloutSettings(Section):
     cpu_kv_cache_gib: int = Field(default=1, gt=0)
     """Key-value cache of a rollout engine without a GPU, GiB."""
 
+    @model_validator(mode="after")
+    def _leaves_room(self) -> Self:
+        if self.max_completion_tokens >= self.max_model_len:
+            raise ValueError(
+                f"max_completion_tokens {self.max_completion_tokens} leaves no room for a prompt in max_model_len"
+                f" {self.max_model_len}"
+            )
+        return self
+
 
 class GateSettings(Section):
     max_tasks: int = Field(default=200, gt=0)
@@ -136,6 +163,14 @@ class GateSettings(Section):
     """Confidence of the interval of the gain. A candidate is promoted when its lower bound is above min_gain."""
     min_gain: float = Field(default=0.0, ge=0)
     """What the lower bound must exceed."""
+
+    @model_validator(mode="after")
+    def _can_be_passed(self) -> Self:
+        if self.max_tasks < self.min_tasks:
+            raise ValueError(
+                f"max_tasks {self.max_tasks} is below min_tasks {self.min_tasks}: nothing could ever be promoted"
+            )
+        return self
 
 
 class RaySettings(Section):

@@ -7,7 +7,8 @@ Where a round departs from the GRPO paper (DeepSeekMath, arXiv 2402.03300) and f
     TRL's default `sequence_mask` at 3) is on. TRL guards it by `use_vllm`, which would also start vLLM its own way;
     `RoundTrainer` therefore switches the flag on after construction and takes the place of TRL's weight sync. The
     mean difference is reported as `logprob_gap`.
-2.  One optimizer step per batch of rollouts (mu = 1): the clip range only matters for the correction above.
+2.  One optimizer step per batch of rollouts (mu = 1) unless `training.updates_per_batch` says more. In the first step
+    on a batch the policy is the one that it is compared with: only later ones can meet the clip range.
 3.  Token losses are summed over the batch and divided by its tokens (`dapo`), not averaged per completion first, and
     the upper clip is wider than the lower one. Both are settings.
 4.  No KL term unless `training.beta` is set.
@@ -20,6 +21,7 @@ Where a round departs from the GRPO paper (DeepSeekMath, arXiv 2402.03300) and f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,7 +53,7 @@ class RoundTrainer(GRPOTrainer):  # type: ignore[misc]
         self.use_vllm = True
 
     def _rollouts(self, prompts: Sequence[str], trainer: GRPOTrainer) -> dict[str, list[Any]]:
-        batch = self._batch = self._roll_out(trainer.state.global_step)
+        batch = self._batch = self._roll_out(trainer.state.global_step // self.num_iterations)
         if len(batch.rollouts) != len(prompts):
             raise RuntimeError(f"TRL asked for {len(prompts)} completions and was given {len(batch.rollouts)}")
         return trl_fields(batch, trainer.processing_class.eos_token_id)
@@ -117,10 +119,11 @@ def grpo_config(settings: Config, directory: Path, *, seed: int, model_dtype: to
     return GRPOConfig(
         output_dir=str(directory),
         seed=seed,
-        max_steps=training.steps,
+        max_steps=training.steps * training.updates_per_batch,
+        num_iterations=training.updates_per_batch,
         learning_rate=training.learning_rate,
         lr_scheduler_type="linear",
-        warmup_steps=training.warmup_steps,
+        warmup_steps=training.warmup_steps * training.updates_per_batch,
         max_grad_norm=training.max_grad_norm,
         per_device_train_batch_size=training.micro_batch_size,
         gradient_accumulation_steps=training.prompts_per_step * training.group_size // training.micro_batch_size,
@@ -155,11 +158,24 @@ def rows(steps: int, prompts_per_step: int) -> Dataset:
 
 
 class StepLog(TrainerCallback):  # type: ignore[misc]
-    """Hands TRL's figures of each optimizer step to `on_step(step, figures)`; `step` counts from 1."""
+    """Hands TRL's figures of each step's last update to `on_step(step, figures)`; `step` counts from 1.
+
+    Raises TrainError when a figure of any update is no number.
+    """
 
     def __init__(self, on_step: Callable[[int, dict[str, Any]], None]) -> None:
         self._on_step = on_step
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        if logs and "loss" in logs and "grad_norm" in logs:
-            self._on_step(state.global_step, logs)
+        if not logs or "loss" not in logs or "grad_norm" not in logs:
+            return
+        step, update = divmod(state.global_step - 1, args.num_iterations)
+        wrong = [name for name in ("loss", "grad_norm") if not math.isfinite(float(logs[name]))]
+        if wrong or update == args.num_iterations - 1:
+            self._on_step(step + 1, logs)
+        if wrong:
+            raise TrainError(
+                f"take step {step + 1} of the round",
+                f"{wrong[0]} is {logs[wrong[0]]}",
+                "Lower training.learning_rate or training.max_grad_norm.",
+            )

@@ -62,6 +62,16 @@ def rank(parent: AdapterRef | None, lora: LoraSettings) -> int:
     return max(lora.r, int(json.loads((Path(parent.path) / "adapter_config.json").read_text())["r"]))
 
 
+def other_form(parent: AdapterRef | None, lora: LoraSettings) -> str:
+    """What the parent has where it is not as the settings would make it: a round goes on in the parent's form."""
+    if parent is None:
+        return ""
+    has = json.loads((Path(parent.path) / "adapter_config.json").read_text())
+    wanted = {"r": lora.r, "alpha": lora.alpha, "dropout": lora.dropout}
+    found = {"r": has["r"], "alpha": has["lora_alpha"], "dropout": has["lora_dropout"]}
+    return ", ".join(f"{name} {found[name]:g}" for name, value in wanted.items() if found[name] != value)
+
+
 def load_policy(base: str, parent: AdapterRef | None, lora: LoraSettings, seed: int) -> Any:
     """A PeftModel with one trainable adapter, `default`: the parent's weights, or fresh ones that change nothing."""
     from peft import LoraConfig, PeftModel, get_peft_model

@@ -6,7 +6,6 @@ step, one metrics line. It starts no engine and knows no judge; grades come from
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import time
@@ -18,7 +17,6 @@ from typing import Any
 import ray
 
 from flywheel.config import Config
-from flywheel.errors import TrainError
 from flywheel.files import append_jsonl
 from flywheel.round import ADAPTER_DIR, ROLLOUTS_FILE, RoundSpec
 from flywheel.training.collector import Collector, Grade
@@ -198,13 +196,6 @@ class Run:
         self.steps_done = step
         self.reward_last = summary["reward_mean"]
         self.reward_first = self.reward_last if step == 1 else self.reward_first
-        for name in ("loss", "grad_norm"):
-            if not math.isfinite(float(logs[name])):
-                raise TrainError(
-                    f"take step {step} of the round",
-                    f"{name} is {logs[name]}",
-                    "Lower training.learning_rate or training.max_grad_norm.",
-                )
 
     def clean_up(self) -> None:
         """Remove what only the steps needed; the adapter of the last one goes once no engine holds it."""

@@ -79,13 +79,19 @@ def a_batch(*, last: Rollout) -> Batch:
 class Observed:
     """One optimizer step of a fresh adapter: what TRL put into its tensors, and what it reported."""
 
-    def __init__(self, directory: Path, batch: Batch, *, tamper: bool = False) -> None:
+    def __init__(
+        self, directory: Path, batch: Batch, *, tamper: bool = False, training: dict[str, Any] | None = None
+    ) -> None:
         from transformers import AutoTokenizer
 
         from flywheel.training.grpo import RoundTrainer, StepLog, grpo_config, rows
         from flywheel.training.policy import load_policy
 
+        settings = SETTINGS.model_dump()
+        settings["training"].update(training or {})
+        self.settings = Config.model_validate(settings)
         self.synced = 0
+        self.steps: list[int] = []
         self.logs: list[tuple[int, dict[str, Any]]] = []
         self.inputs: dict[str, Any] = {}
         observed = self
@@ -103,13 +109,17 @@ class Observed:
         def sync() -> None:
             self.synced += 1
 
+        def roll_out(step: int) -> Batch:
+            self.steps.append(step)
+            return batch
+
         self.model = load_policy(str(POLICY), None, LoraSettings(r=8, alpha=16), seed=1)
         self.trainer = Watching(
-            roll_out=lambda step: batch,
+            roll_out=roll_out,
             sync_weights=sync,
             model=self.model,
-            args=grpo_config(SETTINGS, directory, seed=1, model_dtype=self.model.dtype),
-            train_dataset=rows(1, 2),
+            args=grpo_config(self.settings, directory, seed=1, model_dtype=self.model.dtype),
+            train_dataset=rows(self.settings.training.steps, 2),
             processing_class=AutoTokenizer.from_pretrained(POLICY),
             callbacks=[StepLog(lambda step, logs: self.logs.append((step, logs)))],
         )
@@ -171,6 +181,58 @@ def test_weights_are_synced_before_rollouts_and_only_the_adapter_is_trained(obse
     assert any((before[name] != after[name]).any() for name in after)
 
 
+TWICE = {"updates_per_batch": 2}
+
+
+@pytest.mark.parametrize(
+    ("before", "changed"),
+    [
+        ({}, {"learning_rate": 5e-3}),
+        ({}, {"max_grad_norm": 1e-3, "learning_rate": 1e-2}),
+        ({}, {"loss_type": "grpo"}),
+        ({}, {"loss_type": "bnpo"}),
+        ({}, {"loss_type": "dr_grpo"}),
+        ({}, {"scale_rewards": "none"}),
+        ({}, {"scale_rewards": "batch"}),
+        ({}, TWICE),
+        (TWICE, {**TWICE, "clip_epsilon": 0.999}),
+        (TWICE, {**TWICE, "clip_epsilon_high": 1e3}),
+        (TWICE, {**TWICE, "beta": 1.0}),
+        ({"steps": 2}, {"steps": 2, "warmup_steps": 1}),
+    ],
+)
+def test_a_setting_of_the_training_section_changes_what_is_trained(
+    tmp_path: Path, before: dict[str, Any], changed: dict[str, Any]
+) -> None:
+    trained = []
+    for number, training in enumerate((before, changed)):
+        made = Observed(tmp_path / str(number), a_batch(last=failed(1)), training=training)
+        made.trainer.train()
+        trained.append({name: weight for name, weight in made.weights().items() if ".ref." not in name})
+    assert any((trained[0][name] != weight).any() for name, weight in trained[1].items())
+
+
+def test_updates_on_a_batch_are_counted_as_one_step(tmp_path: Path) -> None:
+    made = Observed(tmp_path, a_batch(last=failed(1)), training={"steps": 2, **TWICE})
+    made.trainer.train()
+    assert made.steps == [0, 1]
+    assert made.synced == 2
+    assert [step for step, _ in made.logs] == [1, 2]
+    assert made.trainer.state.global_step == 4
+
+
+def test_a_kl_term_leaves_only_the_trained_adapter_in_what_is_saved(tmp_path: Path) -> None:
+    from flywheel.training.policy import save_adapter
+
+    made = Observed(tmp_path / "trl", a_batch(last=failed(1)), training={"beta": 0.1})
+    made.trainer.train()
+    save_adapter(made.model, tmp_path / "adapter")
+    assert sorted(p.name for p in (tmp_path / "adapter").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+
+
 def test_tokens_that_are_not_the_engines_are_never_trained_on(tmp_path: Path) -> None:
     made = Observed(tmp_path, a_batch(last=rollout(1, (63, 2), 0.5)), tamper=True)
     with pytest.raises(TrainError, match="the trainer's tokens of task t-1 are not those of its rollout"):
@@ -180,7 +242,7 @@ def test_tokens_that_are_not_the_engines_are_never_trained_on(tmp_path: Path) ->
 def test_an_adapter_appears_whole_and_can_be_continued(observed: Observed, tmp_path: Path) -> None:
     from flywheel.files import tree_sha256
     from flywheel.round import AdapterRef
-    from flywheel.training.policy import check_parent, load_policy, rank, save_adapter
+    from flywheel.training.policy import check_parent, load_policy, other_form, rank, save_adapter
 
     path = tmp_path / "adapter"
     save_adapter(observed.model, path)
@@ -189,6 +251,8 @@ def test_an_adapter_appears_whole_and_can_be_continued(observed: Observed, tmp_p
     reference = AdapterRef(name="r0001", path=str(path), sha256=tree_sha256(path))
     check_parent(reference)
     assert rank(reference, LoraSettings(r=1)) == 8
+    assert other_form(reference, LoraSettings(r=8, alpha=16)) == ""
+    assert other_form(reference, LoraSettings(r=16, alpha=16)) == "r 8"
     again = load_policy(str(POLICY), reference, LoraSettings(r=8), seed=2)
     loaded = {name: p for name, p in again.named_parameters() if p.requires_grad}
     for name, weight in observed.weights().items():
