@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import orjson
+from pydantic import ValidationError
 
 from flywheel.errors import TrainError
 from flywheel.files import write_atomic
@@ -100,12 +101,19 @@ def _is_worker(pid: int, round_dir: Path) -> bool:
 def result_of(round_dir: Path) -> RoundResult:
     """What the worker left. Raises TrainError: with its own words if it could say them, else with its log's end."""
     path = round_dir / RESULT_FILE
-    if path.exists():
-        return RoundResult.model_validate_json(path.read_bytes())
     attempted = f"finish {round_dir.name}"
-    with contextlib.suppress(OSError, orjson.JSONDecodeError):
+    if path.exists():
+        try:
+            return RoundResult.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError) as error:
+            # A daemon that was replaced meanwhile meets what the worker of another version wrote.
+            why = error.strerror if isinstance(error, OSError) else error.errors()[0]["msg"]
+            raise TrainError(
+                attempted, f"{path} cannot be read ({why})", "The round is started again.", retryable=True
+            ) from error
+    with contextlib.suppress(OSError, orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
         said = orjson.loads((round_dir / ERROR_FILE).read_bytes())
-        raise TrainError(attempted, said["error"], said.get("hint", ""), retryable=bool(said.get("retryable")))
+        raise TrainError(attempted, str(said["error"]), said.get("hint", ""), retryable=bool(said.get("retryable")))
     last = _last_line(round_dir / LOG_FILE)
     raise TrainError(
         attempted, f"its worker died{f' ({last})' if last else ''}", f"See {round_dir / LOG_FILE}.", retryable=True

@@ -67,3 +67,21 @@ def test_the_result_wins_over_everything(tmp_path: Path) -> None:
     result = RoundResult(round_id="r0001", outcome="refused", reason="no spread")
     write_json(tmp_path / "result.json", result.model_dump(mode="json"))
     assert result_of(tmp_path) == result
+
+
+@pytest.mark.parametrize(
+    "written", ['{"round_id": "r0001", "outcome": "trained", "of_tomorrow": 1}', '{"round_id":', ""]
+)
+def test_a_result_of_another_version_or_a_torn_one_starts_the_round_again(tmp_path: Path, written: str) -> None:
+    (tmp_path / "result.json").write_text(written)
+    with pytest.raises(TrainError, match=r"result\.json cannot be read") as caught:
+        result_of(tmp_path)
+    assert caught.value.retryable
+
+
+@pytest.mark.parametrize("written", ["[]", "{}", "3", '"text"'])
+def test_an_error_that_says_nothing_is_a_worker_that_died(tmp_path: Path, written: str) -> None:
+    (tmp_path / "error.json").write_text(written)
+    with pytest.raises(TrainError, match="its worker died") as caught:
+        result_of(tmp_path)
+    assert caught.value.retryable
