@@ -76,6 +76,11 @@ class JudgeServer:
         by_key: dict[str, str] | None = None,
     ) -> None:
         self.by_key = by_key or {}
+        self.models: Any = {"object": "list", "data": [{"id": "judge", "object": "model"}]}
+        """What it lists, to whom `by_key` lets."""
+        self.wants_key = False
+        """Whether it lists nothing without a key."""
+        self.listed = 0
         self.verdict = verdict
         self.delay_seconds = delay_seconds
         self.hold_until = hold_until
@@ -181,6 +186,14 @@ def _handler(judge: JudgeServer) -> type[BaseHTTPRequestHandler]:
         def log_message(self, *_: object) -> None:
             pass
 
+        def do_GET(self) -> None:
+            judge.listed += 1
+            key = self.headers.get("authorization", "").removeprefix("Bearer ")
+            fault = judge.by_key.get(key) or ("401" if judge.wants_key and not key else "")
+            if self.path != "/v1/models" or judge.models is None:
+                fault = "404"
+            self.send(int(fault[:3]) if fault else 200, judge.models if not fault else {"error": fault})
+
         def do_POST(self) -> None:
             request = json.loads(self.rfile.read(int(self.headers["content-length"])))
             behaviour = judge.begin(request, {name.lower(): value for name, value in self.headers.items()})
@@ -209,6 +222,24 @@ def _handler(judge: JudgeServer) -> type[BaseHTTPRequestHandler]:
                 self.send(400, {"error": {"message": "Unsupported parameter: seed"}})
             elif behaviour == "newer" and "max_tokens" in request:
                 self.send(400, {"error": {"message": "Use 'max_completion_tokens' instead of 'max_tokens'."}})
+            elif behaviour == "no temperature" and "temperature" in request:
+                said = "Unsupported value: 'temperature' does not support 0.0 with this model."
+                self.send(400, {"error": {"message": said}})
+            elif behaviour == "no max_tokens" and "max_tokens" in request:
+                self.send(400, {"error": {"message": "Unrecognized request argument supplied: max_tokens"}})
+            elif behaviour == "no system message" and request["messages"][0]["role"] == "system":
+                self.send(400, {"error": {"message": "System role not supported"}})
+            elif behaviour == "short answers only":
+                said = "max_tokens is too large: 2048. This model supports at most 1024 completion tokens."
+                self.send(400, {"error": {"message": said}})
+            elif behaviour == "moderated":
+                self.send(403, {"error": {"message": "Your input was flagged by moderation."}})
+            elif behaviour == "broken byte":
+                self.send(
+                    200, json.dumps(self.completion("good", request)).encode().replace(b"it is so", b"it is \xff")
+                )
+            elif behaviour.startswith("error object, "):
+                self.send(200, {"error": {"message": "no", "code": behaviour.removeprefix("error object, ")}})
             elif behaviour == "error object 429":
                 self.send(200, {"error": {"message": "slow down", "code": 429}})
             elif behaviour == "billed error object":
@@ -245,6 +276,8 @@ def _handler(judge: JudgeServer) -> type[BaseHTTPRequestHandler]:
                 criteria[first]["choice"] = "perhaps"
             elif behaviour.startswith("half a character"):
                 criteria[first]["reason"] = "good \ud83d"
+            elif behaviour == "kept reply":
+                said["check"] = nonce_of(judge.requests[0])
             text = json.dumps(said, ensure_ascii=behaviour != "half a character outside")
             # As a judge that forgets to escape what it quotes: the task's own verdict stands whole inside of it.
             quoting = {"criteria": {first: {"reason": "It claims VERDICT, wrongly.", "choice": "no"}}}
@@ -268,6 +301,9 @@ def _handler(judge: JudgeServer) -> type[BaseHTTPRequestHandler]:
             choice = completion["choices"][0]
             if behaviour == "refusal":
                 choice["message"] = {"role": "assistant", "content": None, "refusal": "I cannot."}
+            elif behaviour == "thoughts only":
+                choice["message"] = {"role": "assistant", "content": None, "reasoning_content": "Let me see."}
+                choice["finish_reason"] = "length"
             elif behaviour == "empty choices":
                 completion["choices"] = []
             elif behaviour == "cut off":

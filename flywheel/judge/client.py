@@ -14,7 +14,7 @@ from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge.completion import TOOL_NAME, Reply
 from flywheel.judge.endpoint import OPENAI_URL, THIS_CALL, Endpoint, Who
-from flywheel.judge.means import MAX_TOKENS, SEED, Learned, Means, names
+from flywheel.judge.means import MAX_TOKENS, SEED, SYSTEM, TEMPERATURE, Learned, Means, names
 from flywheel.judge.refusal import CallError
 from flywheel.rubric import ALIEN, Rubric
 from flywheel.trace import ChatMessage
@@ -142,17 +142,18 @@ class JudgeClient:
             try:
                 return endpoint.call(sent, stop)
             except CallError as error:
-                unknown = next(
-                    (each for each in (SEED, MAX_TOKENS) if each in sent and names(error.said, each)), None
-                )
+                unknown = next((each for each in _PARAMETERS if _has(sent, each) and names(error.said, each)), None)
                 if error.status not in UNTOLD or unknown is None:
                     raise
                 self._note(endpoint, unknown, "takes no")
 
     def _known_to(self, endpoint: Endpoint, wanted: dict[str, Any]) -> dict[str, Any]:
         sent = dict(wanted)
-        if self.learned.lacks(str(endpoint.who), SEED):
-            sent.pop(SEED, None)
+        for parameter in (SEED, TEMPERATURE):
+            if self.learned.lacks(str(endpoint.who), parameter):
+                sent.pop(parameter, None)
+        if self.learned.lacks(str(endpoint.who), SYSTEM):
+            sent["messages"] = _without_system(sent["messages"])
         if self.learned.lacks(str(endpoint.who), MAX_TOKENS):
             sent["max_completion_tokens"] = sent.pop(MAX_TOKENS)
         return sent
@@ -166,7 +167,26 @@ class JudgeClient:
             endpoint.close()
 
 
-_NAMES: Final = {Means.SCHEMA: "JSON schema", Means.TOOL: "tool call", SEED: "seed", MAX_TOKENS: "max_tokens"}
+_PARAMETERS: Final = (SEED, TEMPERATURE, MAX_TOKENS, SYSTEM)
+_NAMES: Final = {
+    Means.SCHEMA: "JSON schema",
+    Means.TOOL: "tool call",
+    SEED: "seed",
+    TEMPERATURE: "temperature",
+    MAX_TOKENS: "max_tokens",
+    SYSTEM: "system message",
+}
+
+
+def _has(sent: dict[str, Any], parameter: str) -> bool:
+    if parameter == SYSTEM:
+        return any(message["role"] == SYSTEM for message in sent["messages"])
+    return parameter in sent
+
+
+def _without_system(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """The same messages as one of the user."""
+    return [{"role": "user", "content": "\n\n".join(str(message["content"]) for message in messages)}]
 
 
 def _form(means: Means, response_format: dict[str, Any]) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def reply_of(body: bytes) -> Reply:
     if not isinstance(choices, list) or not choices:
         error = completion.get("error")
         problem = f"the endpoint answered without a choice{f': {str(error)[:300]}' if error else ''}"
-        return Reply("", problem, *billed, tells_usage=bool(usage), error_status=_count(_dict(error).get("code")))
+        return Reply("", problem, *billed, tells_usage=bool(usage), error_status=_status(error))
     choice = _dict(choices[0])
     text, problem, called = _text(_dict(choice.get("message")))
     cut_off = choice.get("finish_reason") == "length"
@@ -60,16 +60,16 @@ def _completion_in(body: bytes) -> dict[str, Any]:
     try:
         completion = orjson.loads(body)
     except orjson.JSONDecodeError:
-        completion = _with_lone_surrogates(body) or _of_stream(body)
+        completion = _with_halves(body) or _of_stream(body)
     if not isinstance(completion, dict):
         raise ValueError("the answer is not a JSON object")
     return completion
 
 
-def _with_lone_surrogates(body: bytes) -> Any:
-    """Half an emoji, which some servers cut a text at, becomes `?`; None for what is no JSON for another reason."""
+def _with_halves(body: bytes) -> Any:
+    """Half a character, at which some servers cut a text, is replaced; None for what is no JSON otherwise."""
     try:
-        return storable_value(json.loads(body))
+        return storable_value(json.loads(body.decode(json.detect_encoding(body), "replace")))
     except (ValueError, RecursionError):
         return None
 
@@ -136,6 +136,11 @@ def _text(message: dict[str, Any]) -> tuple[str, str, bool]:
 
 def _dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
+
+
+def _status(error: Any) -> int:
+    code = _dict(error).get("code")
+    return _count(int(code) if isinstance(code, str) and code.isdecimal() and len(code) <= 4 else code)
 
 
 def _count(value: Any) -> int:

@@ -50,9 +50,13 @@ REFUSED: Final = (
     "Check {section}.model, judge.temperature and judge.max_tokens, and that {section}.base_url is the API's root."
 )
 THIS_CALL: Final = re.compile(
-    r"context|too (long|large|many)|maximum|length|exceed|token|content.?(filter|manag)", re.I
+    r"context|too (long|large|many)|maximum|length|exceed|token|moderat|flagged|content.?(filter|polic|manag)", re.I
 )
 """What endpoints say when it is this exchange that they do not take: its length, or what stands in it."""
+THIS_TEXT: Final = re.compile(r"moderat|flagged|content.?(filter|polic|manag)", re.I)
+"""What they say of a text that they do not want to see, also where they answer as to a wrong key."""
+THE_LIMIT: Final = re.compile(r"\bmax_\w*tokens\b.{0,40}(large|most|less|between|exceed)(?!.*context)", re.I)
+"""What they say of an answer's length that the model cannot have, whatever it is asked."""
 COMPLETION_GUESS: Final = 200.0
 """Tokens of a reply before any was seen."""
 
@@ -129,9 +133,10 @@ class Endpoint:
 
     def refused(self, error: CallError) -> Reply:
         """A call that the endpoint did not take: this one's fault, or raised as everybody's."""
-        hint = FATAL.get(error.status)
+        hint = None if error.status == 403 and THIS_TEXT.search(error.said) else FATAL.get(error.status)
+        this_call = error.status == 413 or (THIS_CALL.search(error.said) and not THE_LIMIT.search(error.said))
         # An endpoint that has answered others is set up well enough; one long task must not stop the rest.
-        if hint is None and (self.has_answered or error.status == 413 or THIS_CALL.search(error.said)):
+        if hint is None and (self.has_answered or this_call):
             return Reply("", f"the endpoint refused this call: {error.said}", calls=0, judge=str(self.who))
         raise self._error(error.said, hint or REFUSED) from error
 
@@ -143,7 +148,7 @@ class Endpoint:
             try:
                 return self._ask(transport, keys, key, body, stop)
             except CallError as error:
-                refused = error.status in KEY_REFUSED
+                refused = error.status in KEY_REFUSED and not THIS_TEXT.search(error.said)
                 if refused and not keys.refuse(key, error.said) and len(keys) > 1:
                     said = f"{error.said}, and so for each of {len(keys)} keys"
                     raise CallError(said, status=error.status) from error

@@ -14,6 +14,7 @@ from flywheel.judge.answer import UnreadableError, read, response_format
 from flywheel.judge.client import JudgeClient
 from flywheel.judge.completion import Reply
 from flywheel.judge.means import Means
+from flywheel.judge.nonces import Nonces
 from flywheel.rubric import Criterion, Rubric
 from flywheel.verdict import CriterionResult, Exchange
 
@@ -53,6 +54,7 @@ class Inquiry:
     def __init__(self, rubric: Rubric, settings: JudgeSettings, client: JudgeClient) -> None:
         self._rubric = rubric
         self._client = client
+        self._nonces = Nonces()
         self._formats: dict[tuple[str, ...], dict[str, Any]] = {}
         self.temperature = rubric.judge.temperature if settings.temperature is None else settings.temperature
         self.max_tokens = settings.max_tokens or rubric.judge.max_tokens
@@ -104,7 +106,7 @@ class Inquiry:
         """
         problem = ""
         while True:
-            nonce = prompt.new_nonce()
+            nonce = self._nonces.new()
             messages = prompt.messages(self._rubric, exchange, criteria=criteria, problem=problem, nonce=nonce)
             reply = self._client.ask(
                 messages,
@@ -116,7 +118,7 @@ class Inquiry:
             )
             findings.bill(reply, prompt.estimate_tokens(messages))
             if reply.problem:
-                raise _NoTextError(reply.problem)
+                raise _NoTextError(self._told(reply.problem, reply))
             try:
                 return self._read(criteria, reply, nonce, str(messages[-1]["content"]))
             except UnreadableError as unreadable:
@@ -130,9 +132,14 @@ class Inquiry:
         self, criteria: Sequence[Criterion], reply: Reply, nonce: str, shown: str
     ) -> tuple[CriterionResult, ...]:
         constrained = reply.called if reply.means is Means.TOOL else reply.means is Means.SCHEMA
+        if self._nonces.is_of_another(reply.text, nonce):
+            raise UnreadableError(f"it is the reply to another call (does {reply.judge} keep replies?)")
         try:
             return read(criteria, reply.text, nonce=nonce, constrained=constrained, shown=shown)
         except UnreadableError as problem:
             if not reply.cut_off:
                 raise
-            raise UnreadableError(f"{problem} (it was cut off at judge.max_tokens = {self.max_tokens})") from problem
+            raise UnreadableError(self._told(str(problem), reply)) from problem
+
+    def _told(self, problem: str, reply: Reply) -> str:
+        return f"{problem} (it was cut off at judge.max_tokens = {self.max_tokens})" if reply.cut_off else problem

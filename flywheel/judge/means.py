@@ -26,14 +26,34 @@ class Means(StrEnum):
 
 
 SEED: Final = "seed"
+TEMPERATURE: Final = "temperature"
+"""Not means but parameters; reasoning models refuse any temperature but their own."""
 MAX_TOKENS: Final = "max_tokens"
-"""Not a means but a parameter: newer models of OpenAI want `max_completion_tokens` instead."""
+"""Newer models of OpenAI want `max_completion_tokens` instead."""
+SYSTEM: Final = "system"
+"""The role; chat templates of some open models have none."""
+
+_UNKNOWN: Final = r"(?:un(?:support|recogni|known|expect)|n['o]t (?:support|permit|allow|accept)|extra|deprecated)"
+
+
+def _refused(name: str, *also: str) -> re.Pattern[str]:
+    """A refusal of the parameter itself, and not of the value that it has."""
+    said = (rf"{_UNKNOWN}.*\b{name}\b", rf"\b{name}\b.*{_UNKNOWN}", *also)
+    return re.compile("|".join(said), re.IGNORECASE | re.DOTALL)
+
 
 _NAMED: Final = {
     Means.SCHEMA.value: re.compile(r"response_?format|json_?\s?schema|structured|guided|grammar|schema", re.I),
     Means.TOOL.value: re.compile(r"\btools?\b|tool_choice|tool-call|function", re.I),
     SEED: re.compile(r"\bseed\b", re.I),
-    MAX_TOKENS: re.compile(r"max_completion_tokens", re.I),
+    TEMPERATURE: _refused("temperature"),
+    MAX_TOKENS: _refused("max_tokens", r"use\W+max_completion_tokens", r"max_completion_tokens\W+instead"),
+    SYSTEM: _refused(
+        r"system\W+(?:role|message|prompt|instruction)s?",
+        r"roles must alternate",
+        r"only user and assistant roles",
+        r"developer instruction is not enabled",
+    ),
 }
 
 

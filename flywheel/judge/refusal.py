@@ -13,6 +13,8 @@ from flywheel.judge.completion import Reply, reply_of
 from flywheel.judge.transport import Answer
 
 RETRIED: Final = frozenset({408, 409, 429})
+NOT_OURS: Final = frozenset({401, 402, 403, 404})
+"""What is refused to us whatever we ask: the key, the account, the model."""
 
 
 class CallError(Exception):
@@ -41,8 +43,9 @@ def read_answer(answer: Answer) -> Reply:
     except ValueError as error:
         raise CallError(str(error)) from error
     failed = CallError(reply.problem, status=reply.error_status)
-    # What was billed is kept, though it is no verdict; what was not can be had again.
-    if reply.error_status and failed.can_pass and not reply.prompt_tokens + reply.completion_tokens:
+    # What was billed is kept, though it is no verdict; what was not can be had again, or says what is wrong with all.
+    told = reply.error_status and (failed.can_pass or reply.error_status in NOT_OURS)
+    if told and not reply.prompt_tokens + reply.completion_tokens:
         raise failed
     return reply
 

@@ -151,6 +151,55 @@ def test_a_reply_that_was_cut_off_names_the_setting(make: MakeGrader) -> None:
         assert "judge.max_tokens = 77" in make(judge, max_tokens=77).grade(GOOD).error
 
 
+def test_a_reply_that_was_cut_off_in_its_thoughts_names_the_setting(make: MakeGrader) -> None:
+    with JudgeServer(behaviour="thoughts only") as judge:
+        assert "judge.max_tokens = 77" in make(judge, max_tokens=77).grade(GOOD).error
+
+
+def test_a_judge_that_cannot_answer_as_long_as_asked_names_the_setting(make: MakeGrader) -> None:
+    with JudgeServer(behaviour="short answers only") as judge, pytest.raises(JudgeError, match=r"judge\.max_tokens"):
+        make(judge).grade(GOOD)
+
+
+@pytest.mark.parametrize("fault", ["401", "402", "403", "404"])
+def test_an_error_object_is_read_like_its_status(make: MakeGrader, fault: str) -> None:
+    with (
+        JudgeServer(behaviour=f"error object, {fault}") as judge,
+        pytest.raises(JudgeError, match=r"judge\.") as caught,
+    ):
+        make(judge).grade(GOOD)
+    assert (judge.calls, caught.value.retryable) == (1, False)
+
+
+def test_the_code_of_an_error_object_may_be_text(make: MakeGrader) -> None:
+    with JudgeServer(behaviour=["error object, 429", "good"]) as judge:
+        assert make(judge).grade(GOOD).outcome is Outcome.ACCEPTED
+
+
+def test_a_moderated_exchange_costs_only_itself(make: MakeGrader) -> None:
+    with JudgeServer(behaviour=["moderated", "good"]) as judge:
+        grader = make(judge)
+        first, second = grader.grade(GOOD), grader.grade(GOOD)
+    assert (first.outcome, first.unreachable, first.calls) == (Outcome.UNDECIDED, False, 0)
+    assert "moderation" in first.error
+    assert second.outcome is Outcome.ACCEPTED
+
+
+def test_a_broken_byte_in_a_reason_costs_nothing(make: MakeGrader) -> None:
+    with JudgeServer(behaviour="broken byte") as judge:
+        verdict = make(judge).grade(GOOD)
+    assert (verdict.outcome, judge.calls) == (Outcome.ACCEPTED, 1)
+
+
+def test_the_reply_to_another_call_is_no_verdict(make: MakeGrader) -> None:
+    with JudgeServer(behaviour="kept reply") as judge:
+        grader = make(judge)
+        first, second = grader.grade(Exchange("What is 1 plus 1?", "\\boxed{2}")), grader.grade(GOOD)
+    assert first.outcome is Outcome.ACCEPTED
+    assert (second.outcome, second.calls) == (Outcome.UNDECIDED, 2)
+    assert "another call" in second.error
+
+
 def test_an_endpoint_that_tells_no_usage_is_named_in_the_log(
     make: MakeGrader, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,7 +12,7 @@ from flywheel.config import JudgeSettings
 from flywheel.judge.client import JudgeClient
 from flywheel.judge.endpoint import Endpoint
 from flywheel.judge.grader import Grader
-from flywheel.judge.means import MONTH_SECONDS, Learned, Means
+from flywheel.judge.means import MONTH_SECONDS, Learned, Means, names
 from flywheel.rubric import Rubric
 from flywheel.verdict import Exchange, Outcome
 from tests.judge_server import JudgeServer, nonce_of
@@ -144,6 +144,41 @@ def test_parameters_that_are_not_known_are_left_out_from_then_on(
     assert [request.get("max_tokens") for request in judge.requests] == [2048, None, None]
     assert [request.get("max_completion_tokens") for request in judge.requests] == [None, 2048, 2048]
     assert "takes no max_tokens" in caplog.text
+
+
+@pytest.mark.parametrize("behaviour", ["no temperature", "no max_tokens", "no system message"])
+def test_a_judge_that_refuses_a_parameter_is_asked_without(make: Make, behaviour: str) -> None:
+    with JudgeServer(behaviour=behaviour) as judge:
+        grader = make(judge)
+        for _ in range(2):
+            assert grader.grade(GOOD).outcome is Outcome.ACCEPTED
+    assert judge.calls == 3, "it is learned once"
+    last = judge.requests[-1]
+    assert ("temperature" in last) is (behaviour != "no temperature")
+    assert ("max_tokens" in last) is (behaviour != "no max_tokens")
+    assert [each["role"] for each in last["messages"]] == (
+        ["user"] if behaviour == "no system message" else ["system", "user"]
+    )
+    assert "response_format" in last, "that was not refused"
+
+
+@pytest.mark.parametrize(
+    ("said", "what"),
+    [
+        ("Unsupported parameter: 'temperature' is not supported with this model.", "temperature"),
+        ("'temperature' is deprecated for this model.", "temperature"),
+        ("temperature: must be between 0 and 1", ""),
+        ("Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead.", "max_tokens"),
+        ("'max_tokens' or 'max_completion_tokens' is too large: 9. This model's maximum context length is 8.", ""),
+        ("max_tokens is too large: 2048. This model supports at most 1024 completion tokens", ""),
+        ("Conversation roles must alternate user/assistant/user/assistant/...", "system"),
+        ("Only user and assistant roles are supported!", "system"),
+        ("Developer instruction is not enabled for models/gemma-3-27b-it", "system"),
+        ("the operating system failed", ""),
+    ],
+)
+def test_a_refusal_names_a_parameter_or_its_value(said: str, what: str) -> None:
+    assert [each for each in ("temperature", "max_tokens", "system") if names(said, each)] == ([what] if what else [])
 
 
 def test_each_call_has_a_nonce_of_its_own_and_one_schema(make: Make) -> None:
