@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from flywheel.cli.app import app
+from flywheel.cli.app import MODULES, app
 from flywheel.config import parse
 from flywheel.filtering.chain import load_chain
 from flywheel.judge.rubric_file import parse_rubric
@@ -59,7 +59,7 @@ def test_every_command_in_the_architecture_page_exists_and_none_is_left_out() ->
     page_text = (ROOT / "docs" / "architecture.md").read_text()
     table = page_text.split("## Command line")[1].split("`ingest --json`")[0]
     named = set(re.findall(r"`flywheel ([a-z-]+)", table))
-    for name in ("run", "ingest", "filter", "rounds", "look", "letters", "tasks", "rubric", "export", "setup"):
+    for name in MODULES:
         importlib.import_module(f"flywheel.cli.{name}")
     commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
     groups = {group.name for group in app.registered_groups}

@@ -19,11 +19,21 @@ PORTS = {"http": 80, "https": 443}
 def check_alien(config: Config, rubric: Rubric | None = None) -> None:
     """Refuse a judge, or a backup, that is the trained model; a rubric may name another one. Raises ConfigError.
 
+    What else speaks against it is warned of.
+    """
+    for doubt in doubts(config, rubric):
+        log.warning("%s", doubt)
+
+
+def doubts(config: Config, rubric: Rubric | None = None) -> list[str]:
+    """What speaks against the judge's independence. Raises ConfigError for one that is the trained model.
+
     The alias and its adapters are names that only our servers give, so they are refused wherever they are asked for.
     The base model is refused at our servers; elsewhere, like any other name at our servers, it is warned of.
     """
+    found: list[str] = []
     if config.judge.allow_self:
-        return
+        return found
     ours = {place(url) for url in config.serving.urls}
     for who in judges(judge_of(rubric, config.judge) if rubric else config.judge):
         here = place(who.base_url) in ours
@@ -36,7 +46,8 @@ def check_alien(config: Config, rubric: Rubric | None = None) -> None:
             )
         if base or here:
             why = "is the base of the trained model" if base else "is at the trained model's own server"
-            log.warning("the judge %s %s: it should be an independent one", who, why)
+            found.append(f"the judge {who} {why}: it should be an independent one")
+    return found
 
 
 def _is_trained(model: str, config: Config) -> bool:

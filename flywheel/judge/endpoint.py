@@ -32,7 +32,7 @@ from flywheel.judge.keys import Key, KeyPool
 from flywheel.judge.limiter import InFlight
 from flywheel.judge.pace import Pace
 from flywheel.judge.refusal import CallError, read_answer
-from flywheel.judge.transport import TooLargeError, Transport, TransportError
+from flywheel.judge.transport import Answer, TooLargeError, Transport, TransportError
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ THIS_TEXT: Final = re.compile(r"moderat|flagged|content.?(filter|polic|manag)", 
 """What they say of a text that they do not want to see, also where they answer as to a wrong key."""
 THE_LIMIT: Final = re.compile(r"\bmax_\w*tokens\b.{0,40}(large|most|less|between|exceed)(?!.*context)", re.I)
 """What they say of an answer's length that the model cannot have, whatever it is asked."""
+HEADERS: Final = {"accept": "application/json", "user-agent": "flywheel"}
 COMPLETION_GUESS: Final = 200.0
 """Tokens of a reply before any was seen."""
 
@@ -131,6 +132,18 @@ class Endpoint:
 
         return retrying(attempt)
 
+    def listings(self) -> list[Answer]:
+        """What it answers when it is asked for its models, which costs nothing: without a key, and by each key.
+
+        Raises JudgeError where nobody answers.
+        """
+        keys, transport = self._connected()
+        asked = [HEADERS, *({**HEADERS, "authorization": f"Bearer {key.secret}"} for key in keys)]
+        try:
+            return [transport.get(f"{self.who.base_url}/models", headers) for headers in asked]
+        except (TransportError, TooLargeError) as error:
+            raise self._unreachable(str(error)) from error
+
     def refused(self, error: CallError) -> Reply:
         """A call that the endpoint did not take: this one's fault, or raised as everybody's."""
         hint = None if error.status == 403 and THIS_TEXT.search(error.said) else FATAL.get(error.status)
@@ -167,12 +180,7 @@ class Endpoint:
             wait = max(self._requests.reserve(), self._tokens.reserve(expected))
             if wait and stop.wait(wait):
                 raise CallError("judging stops", final=True)
-            headers = {
-                "authorization": f"Bearer {key.secret}",
-                "content-type": "application/json",
-                "accept": "application/json",
-                "user-agent": "flywheel",
-            }
+            headers = {"authorization": f"Bearer {key.secret}", "content-type": "application/json", **HEADERS}
             try:
                 answer = transport.post(f"{self.who.base_url}/chat/completions", headers, body)
                 reply = read_answer(answer)

@@ -1,4 +1,4 @@
-"""HTTP to the judge: one POST, one whole answer, within a time and a size.
+"""HTTP to the judge: one request, one whole answer, within a time and a size.
 
 urllib3 and not httpx: its pool costs the same for 16 threads and for 256, where httpx's looks at every connection for
 every request. Knows nothing of completions, retries or keys.
@@ -65,8 +65,15 @@ class Transport:
 
     def post(self, url: str, headers: Mapping[str, str], body: bytes) -> Answer:
         """Raises TransportError, TooLargeError."""
+        return self._answered("POST", url, headers, body)
+
+    def get(self, url: str, headers: Mapping[str, str]) -> Answer:
+        """Raises TransportError, TooLargeError."""
+        return self._answered("GET", url, headers, None)
+
+    def _answered(self, method: str, url: str, headers: Mapping[str, str], body: bytes | None) -> Answer:
         try:
-            response = self._sent(url, dict(headers), body)
+            response = self._sent(method, url, dict(headers), body)
             try:
                 whole = self._body(response)
             except BaseException:
@@ -77,12 +84,12 @@ class Transport:
             raise TransportError(_cause(error)) from error
         return Answer(response.status, {name.lower(): value for name, value in response.headers.items()}, whole)
 
-    def _sent(self, url: str, headers: dict[str, str], body: bytes) -> urllib3.BaseHTTPResponse:
+    def _sent(self, method: str, url: str, headers: dict[str, str], body: bytes | None) -> urllib3.BaseHTTPResponse:
         if self._pool is None:
-            return self._pools.urlopen("POST", url, redirect=False, body=body, headers=headers, preload_content=False)
+            return self._pools.urlopen(method, url, redirect=False, body=body, headers=headers, preload_content=False)
         path = urlsplit(url)._replace(scheme="", netloc="").geturl()
         return self._pool.urlopen(
-            "POST", path, body=body, headers=headers, retries=False, redirect=False, preload_content=False
+            method, path, body=body, headers=headers, retries=False, redirect=False, preload_content=False
         )
 
     def _body(self, response: urllib3.BaseHTTPResponse) -> bytes:

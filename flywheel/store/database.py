@@ -174,6 +174,24 @@ class Store:
             await asyncio.to_thread(line.close)
 
 
+def found_version(state_dir: Path) -> int | None:
+    """The schema version of the state as it is, 0 while it is made; None if there is none. Raises StoreError.
+
+    Nothing is written.
+    """
+    path = state_dir / "state.db"
+    if not _is_there(path):
+        return None
+    engine = _engine(lambda: _read_only(path), "BEGIN", (), connections=1)
+    try:
+        with engine.begin() as connection:
+            return version_of(connection)
+    except DBAPIError as error:
+        raise _explain(str(path), error) from error
+    finally:
+        engine.dispose()
+
+
 def _is_there(path: Path) -> bool:
     try:
         return path.exists()

@@ -1,0 +1,152 @@
+"""The machine as the doctor sees it: memory, shared memory, limits, GPUs, file systems. Read, never measured."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+ASK_SECONDS: Final = 20.0
+"""Longest wait for the driver."""
+IMPORT_SECONDS: Final = 120.0
+"""Longest wait for a process that imports torch."""
+NETWORK: Final = re.compile(
+    r"nfs\d?|cifs|smb\d?|smbfs|9p|ceph|glusterfs|lustre|afs|fuse\.(sshfs|s3fs|glusterfs|rclone)"
+)
+_TORCH: Final = (
+    "import torch\nfor n in range(torch.cuda.device_count()):\n"
+    " p = torch.cuda.get_device_properties(n)\n print(p.name, p.total_memory, sep='\\t')"
+)
+_MIB: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU; memory in bytes."""
+
+    name: str
+    memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Bytes and counts; None where the system does not tell. `open_files` and `processes` are this user's limits."""
+
+    memory: int | None = None
+    memory_free: int | None = None
+    shared_memory: int | None = None
+    open_files: int | None = None
+    processes: int | None = None
+    address_space: int | None = None
+    gpus: tuple[Gpu, ...] = ()
+    gpus_asked: str = ""
+    """Who told of the GPUs; empty where nobody could."""
+
+    @classmethod
+    def here(cls, *, has_gpu_build: bool) -> Machine:
+        """This one. With `has_gpu_build` a process of its own asks torch for GPUs, where the driver tells of none."""
+        memory, free = _memory()
+        gpus, asked = _gpus(has_gpu_build=has_gpu_build)
+        shared = None
+        with contextlib.suppress(OSError):
+            shared = shutil.disk_usage("/dev/shm").free
+        return cls(
+            memory,
+            free,
+            shared,
+            _limit(resource.RLIMIT_NOFILE),
+            _limit(resource.RLIMIT_NPROC),
+            _limit(resource.RLIMIT_AS),
+            gpus,
+            asked,
+        )
+
+
+def _limit(number: int) -> int | None:
+    soft, _ = resource.getrlimit(number)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _memory() -> tuple[int | None, int | None]:
+    """All there is, and what is free or can be made so; a container's limit counts."""
+    try:
+        told = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE))
+        total, free = int(told["MemTotal"]) << 10, int(told["MemAvailable"]) << 10
+    except (OSError, KeyError, ValueError):
+        return None, None
+    for limit_file, used_file in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "")):
+        with contextlib.suppress(OSError, ValueError):
+            limit = int(Path("/sys/fs/cgroup", limit_file).read_text())
+            used = int(Path("/sys/fs/cgroup", used_file).read_text()) if used_file else 0
+            total, free = min(total, limit), min(free, max(0, limit - used))
+    return total, free
+
+
+def _gpus(*, has_gpu_build: bool) -> tuple[tuple[Gpu, ...], str]:
+    asking = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    if shutil.which("nvidia-smi") and (lines := _said(asking, ASK_SECONDS)) is not None:
+        gpus = [line.rpartition(",") for line in lines]
+        named = [Gpu(name.strip(), int(mib) * _MIB) for name, _, mib in gpus if mib.strip().isdigit()]
+        return tuple(_visible(named)), "nvidia-smi"
+    if not has_gpu_build:
+        return (), ""
+    # ROCm, or a container without nvidia-smi.
+    if (lines := _said([sys.executable, "-c", _TORCH], IMPORT_SECONDS)) is not None:
+        parts = [line.split("\t") for line in lines]
+        return tuple(Gpu(part[0], int(part[1])) for part in parts if len(part) == 2 and part[1].isdigit()), "torch"
+    return (), ""
+
+
+def _said(command: Sequence[str], seconds: float) -> list[str] | None:
+    """The lines that a program prints; None where it fails."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=seconds, check=True, stdin=subprocess.DEVNULL
+        )
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return [line for line in done.stdout.splitlines() if line.strip()]
+
+
+def _visible(gpus: Sequence[Gpu]) -> Iterable[Gpu]:
+    """Those that this environment lets programs see."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return gpus
+    names = [name.strip() for name in chosen.split(",") if name.strip() and name.strip() != "-1"]
+    numbers = [int(name) for name in names if name.isdecimal()]
+    # By UUID: so many of them, whichever they are.
+    return gpus[: len(names)] if len(numbers) < len(names) else [gpus[n] for n in numbers if n < len(gpus)]
+
+
+def file_system(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
+    """The type of the file system that a path is on; empty where that cannot be told."""
+    real = os.path.realpath(path)
+    found, kind = "", ""
+    try:
+        lines = mounts.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        fields = line.split(" ")
+        if len(fields) < 3:
+            continue
+        place = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[1])
+        below = real == place or real.startswith(place.rstrip("/") + "/")
+        # Of two at one place the later one covers the other.
+        if below and len(place) >= len(found):
+            found, kind = place, fields[2]
+    return kind
+
+
+def is_network(kind: str) -> bool:
+    """Whether other machines write to a file system of this type without this one's being told."""
+    return NETWORK.fullmatch(kind) is not None

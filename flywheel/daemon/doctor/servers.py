@@ -1,0 +1,104 @@
+"""The servers that serve the agent: reachable, with the alias, able to take an adapter. Nothing is changed there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from typing import Final
+from urllib.parse import urlsplit
+
+import httpx
+
+from flywheel.config import Config
+from flywheel.daemon.doctor.finding import Finding, Result
+from flywheel.errors import FlywheelError, ServeError
+from flywheel.serving.client import Alias, Replica
+from flywheel.serving.server import base_name, command, is_loopback
+
+PATIENCE_SECONDS: Final = 10.0
+
+
+def is_local(config: Config) -> bool:
+    """Whether the configured servers are this machine's, as `flywheel serve` starts them."""
+    return any(is_loopback(urlsplit(url).hostname or "") for url in config.serving.urls)
+
+
+def serve(config: Config) -> Finding:
+    """Whether `flywheel serve` would take these settings."""
+    if not is_local(config):
+        return Finding("serve", Result.SKIPPED, "the servers are on other machines")
+    try:
+        command(config)
+    except FlywheelError as error:
+        return Finding.of("serve", error)
+    told = f"{config.serving.max_loras} adapters of rank {config.serving.max_lora_rank} or less"
+    return Finding("serve", Result.OK, f"settings can be used: {told}")
+
+
+async def servers(config: Config) -> AsyncIterator[Finding]:
+    """One finding for each server, and one more if they differ."""
+    serving = config.serving
+    key = os.environ.get(serving.api_key_env) if serving.api_key_env else None
+    aliases: dict[str, Alias] = {}
+    for url in serving.urls:
+        if serving.api_key_env and not key:
+            told = f"serving.api_key_env names {serving.api_key_env}, which is not set"
+            yield Finding("server", Result.FAILED, told, f"Set {serving.api_key_env} in its environment.", url)
+            continue
+        try:
+            async with Replica(url, key, timeout_seconds=PATIENCE_SECONDS) as replica:
+                found, aliases[url] = await _server(config, replica, key)
+            yield found
+        except FlywheelError as error:
+            yield Finding.of("server", error, subject=url)
+    if len({(alias.target, alias.base_model) for alias in aliases.values()}) > 1:
+        places = "; ".join(f"{url}: {alias.target}" for url, alias in aliases.items())
+        told = f"{config.model.alias} does not stand for the same everywhere: {places}"
+        remedy = "The daemon brings them together; see `flywheel status`."
+        yield Finding("servers", Result.WARNING, told, remedy)
+
+
+async def _loads_adapters(url: str, key: str | None) -> bool:
+    """Whether there is a way to load one. Without the setting that allows it, vLLM knows no such path."""
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    async with httpx.AsyncClient(timeout=PATIENCE_SECONDS, trust_env=False) as http:
+        try:
+            # It can only be posted to: this asks for nothing.
+            return (await http.get(f"{url}/v1/load_lora_adapter", headers=headers)).status_code != 404
+        except httpx.TransportError as error:
+            why = str(error) or type(error).__name__
+            raise ServeError(f"ask {url}", why, "Look at the server's log.", retryable=True) from error
+
+
+async def _server(config: Config, replica: Replica, key: str | None) -> tuple[Finding, Alias]:
+    models = await replica.models()
+    if not await replica.ready():
+        raise ServeError(f"use {replica.url}", "it is not healthy", "Look at its log; restart it if its engine died.")
+    alias = await replica.alias(config.model.alias)
+    wanted = base_name(config.model.base)
+    if alias.base_model != wanted:
+        raise ServeError(
+            f"train for {replica.url}",
+            f"it serves {alias.base_model}, and model.base is {wanted}",
+            "Restart it with `flywheel serve`, or correct model.base.",
+        )
+    if not await _loads_adapters(replica.url, key):
+        raise ServeError(
+            f"load adapters into {replica.url}",
+            "it does not load any at run time",
+            "Start it with `flywheel serve`, or with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True.",
+        )
+    adapters = sorted(name for name in models if name != alias.base_model)
+    slots = config.serving.max_loras
+    figures = {"adapters": len(adapters), "max_loras": slots}
+    told = f"{config.model.alias} → {alias.target}; adapters: {', '.join(adapters) or 'none'}"
+    result, remedy = Result.OK, ""
+    if alias.target not in models:
+        result, told = Result.FAILED, f"{told}; {alias.target} is not loaded"
+        remedy = "Restart it with `flywheel serve`; the daemon brings the adapter back."
+    elif len(adapters) >= slots:
+        result, told = Result.WARNING, f"{told}: all {slots} slots of serving.max_loras are taken"
+        remedy = "Raise serving.max_loras, and restart it: a swap needs room for both versions."
+    else:
+        told = f"{told}; {slots - len(adapters)} of {slots} slots are free"
+    return Finding("server", result, told, remedy, replica.url, figures), alias

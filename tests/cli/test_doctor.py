@@ -1,0 +1,400 @@
+"""`flywheel doctor`: each check in its good and its bad case, and nothing is changed by any."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flywheel.daemon.lock import InstanceLock
+from tests.cli.conftest import Ran, Run
+from tests.cli.terminal import in_terminal
+from tests.conftest import POLICY
+from tests.judge_server import JudgeServer
+from tests.serving.fake_vllm import BASE, FakeVllm, answer, replica
+
+STUDIO = Path(__file__).parent.parent / "data" / "studio"
+
+
+class Vllm(FakeVllm):
+    """Also answers to who asks for a path that can only be posted to, as vLLM's framework does."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["method"] == "GET" and scope["path"] == "/v1/load_lora_adapter" and self.lora:
+            await answer(send, 405, {"detail": "Method Not Allowed"})
+            return
+        await super().__call__(scope, receive, send)
+
+
+class Bench:
+    """An installation that is well, to be spoilt."""
+
+    def __init__(self, flywheel: Run, folder: Path, judge: JudgeServer, vllm: Vllm, url: str) -> None:
+        self.run, self.folder, self.judge, self.vllm = flywheel, folder, judge, vllm
+        shutil.copytree(POLICY, folder / BASE)
+        shutil.copy(STUDIO / "new_v2.sqlite", folder / "studio.sqlite")
+        self.settings: dict[str, Any] = {
+            "state": {"dir": "state"},
+            "sources": [{"path": "studio.sqlite"}],
+            "judge": {"base_url": judge.base_url, "model": "judge"},
+            "model": {"base": f"./{BASE}", "alias": "agent"},
+            "rollout": {"max_completion_tokens": 32, "max_model_len": 256},
+            "serving": {"urls": [url]},
+        }
+
+    def __call__(self, *arguments: str, **changes: dict[str, Any] | list[Any]) -> dict[str, dict[str, Any]]:
+        """The findings by their names, after the configuration was changed in these sections."""
+        return {check["name"]: check for check in self.report(*arguments, **changes)[1]["checks"]}
+
+    def report(self, *arguments: str, **changes: dict[str, Any] | list[Any]) -> tuple[Ran, dict[str, Any]]:
+        for name, section in changes.items():
+            before = self.settings.get(name, {})
+            self.settings[name] = {**before, **section} if isinstance(section, dict) else section
+        (self.folder / "flywheel.yaml").write_text(json.dumps(self.settings))
+        ran = self.run("doctor", "--json", *arguments)
+        report = ran.json
+        assert report["well"] == (ran.code == 0)
+        return ran, report
+
+
+@pytest.fixture
+def bench(flywheel: Run, tmp_path: Path) -> Iterator[Bench]:
+    vllm = Vllm()
+    with JudgeServer() as judge, replica(vllm) as url:
+        yield Bench(flywheel, tmp_path, judge, vllm, url)
+
+
+def assert_failed(finding: dict[str, Any], *words: str, result: str = "failed") -> None:
+    assert finding["result"] == result, finding
+    assert finding["do"], finding
+    told = f"{finding['found']} {finding['do']}"
+    for word in words:
+        assert word in told
+
+
+def test_an_installation_that_is_well(bench: Bench) -> None:
+    ran, report = bench.report()
+    found = {check["name"]: check for check in report["checks"]}
+    bad = [check for check in report["checks"] if check["result"] == "failed"]
+    assert (ran.code, bad, report["failed"]) == (0, [], 0)
+    assert report["config"] == str(bench.folder / "flywheel.yaml")
+    assert "generation 2" in found["source"]["found"]
+    assert found["source"]["figures"]["spans"] > 0
+    assert found["disk"]["figures"]["free_bytes"] > 0
+    assert "agent → tiny" in found["server"]["found"]
+    assert "wants no key" in found["judge"]["found"]
+    assert found["model"]["figures"]["weight_bytes"] > 0
+    assert bench.judge.calls == 0, "nothing was paid for"
+    assert sum(report[result] for result in ("ok", "warning", "failed", "skipped")) == len(report["checks"])
+
+
+def everything(folder: Path) -> dict[str, tuple[object, ...]]:
+    """Every file and directory with its time of change and its bytes."""
+    found: dict[str, tuple[object, ...]] = {}
+    for path in [folder, *folder.rglob("*")]:
+        now = path.lstat()
+        content = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+        found[str(path)] = (now.st_mtime_ns, now.st_mode, now.st_size, content)
+    return found
+
+
+@pytest.mark.parametrize("with_state", [False, True])
+def test_nothing_is_changed(bench: Bench, with_state: bool) -> None:
+    with closing(sqlite3.connect(bench.folder / "studio.sqlite")) as conn:
+        conn.execute("PRAGMA journal_mode = WAL")
+    bench()
+    if with_state:
+        assert bench.run("ingest").code == 0
+    bench.settings["sources"].append({"type": "otlp", "listen": "127.0.0.1:4318"})
+    (bench.folder / "flywheel.yaml").write_text(json.dumps(bench.settings))
+    before = everything(bench.folder)
+    for arguments in ([], ["--json"], ["--ask-judge"]):
+        bench.run("doctor", *arguments)
+        assert everything(bench.folder) == before
+    assert (bench.folder / "state").exists() == with_state
+    assert bench.vllm.loaded == {}
+    assert not [call for call in bench.vllm.calls if not call.startswith("GET ")]
+
+
+def test_nothing_heavy_is_imported(bench: Bench) -> None:
+    bench()
+    code = (
+        "import sys\nfrom flywheel.cli import main\nsys.argv = ['flywheel', 'doctor', '--json']\n"
+        "try:\n main()\nexcept SystemExit:\n pass\n"
+        "print(sorted({'torch', 'transformers', 'trl', 'peft', 'vllm', 'ray'} & set(sys.modules)), file=sys.stderr)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=bench.folder, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stderr.splitlines()[-1] == "[]"
+
+
+def test_it_looks_beside_the_daemon(bench: Bench) -> None:
+    bench()
+    with InstanceLock(bench.folder / "state"):
+        found = bench()
+    assert found["daemon"]["figures"] == {"pid": os.getpid()}
+
+
+def test_a_wrong_configuration_ends_with_78_and_the_rest_is_told(bench: Bench) -> None:
+    (bench.folder / "flywheel.yaml").write_text("judge:\n  modell: x\ntraining: {steps: 0}\n")
+    ran = bench.run("doctor", "--json")
+    found = {check["name"]: check for check in ran.json["checks"]}
+    assert ran.code == 78
+    assert_failed(found["configuration"], "line 2: unknown key `judge.modell`", "line 3: `training.steps`")
+    assert found["python"]["result"] == found["packages"]["result"] == "ok"
+    assert found["judge"]["result"] == found["state"]["result"] == "skipped"
+    assert bench.run("doctor").code == 78
+
+
+def test_a_configuration_that_is_not_there(flywheel: Run) -> None:
+    ran = flywheel("doctor", "--json", "-c", "no.yaml")
+    assert ran.code == 78
+    assert "there is no such file" in ran.out
+
+
+def test_no_configuration_at_all_is_a_warning(flywheel: Run, tmp_path: Path) -> None:
+    ran = flywheel("doctor", "--json")
+    found = {check["name"]: check for check in ran.json["checks"]}
+    assert ran.json["config"] is None
+    assert_failed(found["configuration"], "flywheel init", result="warning")
+    assert not (tmp_path / "home").exists()
+
+
+def test_a_state_that_cannot_be(bench: Bench) -> None:
+    (bench.folder / "file").write_text("")
+    assert_failed(bench(state={"dir": "file/below"})["state"], "is no directory", "state.dir")
+    assert_failed(bench(state={"dir": "state"}, ingest={"output": "file/tasks.jsonl"})["task file"], "ingest.output")
+
+
+@pytest.mark.parametrize(("version", "result"), [(1, "warning"), (99, "failed")])
+def test_a_state_of_another_version(bench: Bench, version: int, result: str) -> None:
+    bench()
+    assert bench.run("ingest").code == 0
+    assert bench()["schema"]["result"] == "ok"
+    with closing(sqlite3.connect(bench.folder / "state" / "state.db")) as conn, conn:
+        conn.execute("UPDATE meta SET value = ? WHERE key = 'schema_version'", (str(version),))
+    found = bench()["schema"]
+    assert_failed(found, f"version {version}", result=result)
+    assert found["figures"] == {"schema_version": version}
+
+
+def test_a_state_that_is_no_database(bench: Bench) -> None:
+    (bench.folder / "state").mkdir()
+    (bench.folder / "state" / "state.db").write_text("not a database, but long enough to be looked at " * 100)
+    assert_failed(bench()["schema"], "not a database")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(None, "no such file"), (b"", "it is empty"), (b"text " * 1000, "not a SQLite database")],
+)
+def test_a_source_that_cannot_be_read(bench: Bench, content: bytes | None, words: str) -> None:
+    path = bench.folder / "studio.sqlite"
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    found = bench()["source"]
+    assert_failed(found, words)
+    assert found["subject"] == str(path)
+
+
+def test_a_source_with_nothing_in_it(bench: Bench) -> None:
+    with closing(sqlite3.connect(bench.folder / "studio.sqlite")) as conn, conn:
+        conn.execute("DELETE FROM span_table")
+    assert_failed(bench()["source"], "nothing is in it yet", result="warning")
+    assert_failed(bench(sources=[])["source"], "none is configured", result="warning")
+
+
+def test_task_files(bench: Bench) -> None:
+    lines = bench.folder / "lines"
+    lines.mkdir()
+    assert_failed(bench(sources=[{"type": "jsonl", "path": "lines"}])["source"], "nothing is in it", result="warning")
+    (lines / "one.jsonl").write_text("{}\n")
+    assert bench()["source"]["figures"] == {"files": 1, "bytes": 3}
+    assert_failed(bench(sources=[{"type": "jsonl", "path": "nowhere"}])["source"], "nowhere")
+
+
+def test_an_address_to_receive_at(bench: Bench) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert_failed(bench(sources=[{"type": "otlp", "listen": listen}])["source"], "another program listens there")
+    assert bench()["source"]["result"] == "ok"
+    with InstanceLock(bench.folder / "state"):
+        assert_failed(bench()["source"], "the daemon runs and nobody listens there")
+
+
+def test_a_wrong_rubric_or_chain_ends_with_78(bench: Bench) -> None:
+    (bench.folder / "rubric.yaml").write_text("version: 1\nid: x\nthreshold: 7\n")
+    ran, report = bench.report(filter={"rubric": "rubric.yaml"})
+    assert ran.code == 78
+    assert_failed(next(check for check in report["checks"] if check["name"] == "rubric"), "threshold")
+    (bench.folder / "chain.yaml").write_text("version: 1\nid: x\nfilters: [{type: nonesuch}]\n")
+    ran, report = bench.report(filter={"chain": "chain.yaml"})
+    assert ran.code == 78
+    assert_failed(next(check for check in report["checks"] if check["name"] == "filters"), "nonesuch")
+
+
+def test_a_rubric_whose_example_contradicts_it(bench: Bench) -> None:
+    (bench.folder / "rubric.yaml").write_text(
+        "version: 1\nid: x\nthreshold: 0.5\n"
+        "criteria: [{id: boxed, type: contains, value: boxed, required: true}, {id: right, value: It is right.}]\n"
+        "examples: [{query: Why, answer: nothing, verdict: accept}]\n"
+    )
+    assert_failed(bench(filter={"rubric": "rubric.yaml"})["rubric"], "should be accepted", result="warning")
+
+
+def test_a_judge_that_is_the_trained_model(bench: Bench) -> None:
+    bench.judge.models["data"].append({"id": "agent"})
+    ran, report = bench.report(judge={"model": "agent"})
+    told = [check for check in report["checks"] if check["name"] == "judge"]
+    assert_failed(told[0], "it is the model that is trained")
+    assert ran.code == 78
+    url = bench.settings["serving"]["urls"][0]
+    _, report = bench.report(judge={"model": "tiny-2", "base_url": url})
+    assert any("trained model's own server" in check["found"] for check in report["checks"])
+
+
+def test_a_judge_that_is_away(bench: Bench) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    assert_failed(bench(judge={"base_url": f"http://127.0.0.1:{port}/v1"})["judge"], "refused", "judge.base_url")
+
+
+def test_a_judge_with_another_model(bench: Bench) -> None:
+    found = bench(judge={"model": "jugde"})["judge"]
+    assert_failed(found, "jugde is not among the 1 models it lists (judge)")
+
+
+@pytest.mark.parametrize(
+    ("listing", "words", "result"),
+    [(None, "lists no models", "warning"), ({"hello": "world"}, "is no list of models", "failed")],
+)
+def test_a_judge_that_lists_nothing(bench: Bench, listing: Any, words: str, result: str) -> None:
+    bench.judge.models = listing
+    assert_failed(bench()["judge"], words, result=result)
+
+
+def test_keys_of_a_judge(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.judge.wants_key = True
+    bench.judge.by_key = {"wrong": "401", "none": "401"}
+    assert_failed(bench()["judge"], "OPENAI_API_KEY is not set")
+    monkeypatch.setenv("OPENAI_API_KEY", "wrong")
+    assert_failed(bench()["judge"], "refuses the key in $OPENAI_API_KEY")
+    monkeypatch.setenv("OPENAI_API_KEY", "right|wrong")
+    assert_failed(bench()["judge"], "key 2 of 2", result="warning")
+    monkeypatch.setenv("OPENAI_API_KEY", "right")
+    assert "is accepted" in bench()["judge"]["found"]
+    bench.judge.wants_key = False
+    assert "is not known" in bench()["judge"]["found"]
+    ran, _ = bench.report("--ask-judge")
+    assert "right" not in ran.err + json.dumps(bench()["judge"])
+
+
+def test_a_question_to_the_judge_is_one_call(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.judge.content = lambda request: {"criteria": {"x": {}}}  # type: ignore[method-assign]
+    bench.judge.models = None
+    found = bench("--ask-judge")["judge"]
+    assert (found["result"], bench.judge.calls) == ("ok", 1)
+    assert found["figures"] == {"prompt_tokens": 100, "completion_tokens": 20}
+    bench.judge.behave("401")
+    assert_failed(bench("--ask-judge")["judge"], "401")
+    bench.judge.behave("500")
+    assert_failed(bench("--ask-judge")["judge"], "500")
+    assert bench.judge.calls == 3
+
+
+def test_a_backup_is_looked_at_too(bench: Bench) -> None:
+    found = bench(judge={"backup": {"model": "other"}})
+    assert found["judge"]["result"] == "ok"
+    assert_failed(found["judge.backup"], "other is not among", "judge.backup.model")
+
+
+def test_servers(bench: Bench) -> None:
+    bench.vllm.loaded = {f"agent@r000{number}": "/x" for number in range(1, 5)}
+    assert_failed(bench()["server"], "all 4 slots", "serving.max_loras", result="warning")
+    bench.vllm.loaded = {}
+    bench.vllm.faults = {"/health": (503, "dead")}
+    assert_failed(bench()["server"], "not healthy")
+    bench.vllm.faults = {}
+    bench.vllm.lora = False
+    assert_failed(bench()["server"], "VLLM_ALLOW_RUNTIME_LORA_UPDATING")
+
+
+def test_a_server_of_another_kind(bench: Bench) -> None:
+    with replica(bench.vllm, lambda app: app) as url:
+        assert_failed(bench(serving={"urls": [url]})["server"], "no alias middleware")
+    assert_failed(bench()["server"], "cannot be reached", "flywheel serve")
+
+
+def test_a_server_of_another_model_and_one_with_a_key(bench: Bench) -> None:
+    shutil.copytree(bench.folder / BASE, bench.folder / "larger")
+    assert_failed(bench(model={"base": "./larger"})["server"], "it serves tiny, and model.base is larger")
+    assert_failed(bench(serving={"api_key_env": "NO_SUCH_KEY"})["server"], "NO_SUCH_KEY, which is not set")
+
+
+def test_settings_that_serve_refuses(bench: Bench) -> None:
+    assert_failed(bench(serving={"extra_args": ["--port", "1"]})["serve"], "serving.port")
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("config.json", "has no config.json"),
+        ("tokenizer.json", "lacks a tokenizer"),
+        ("chat_template.jinja", "lacks a chat template"),
+        ("model.safetensors", "lacks weights"),
+    ],
+)
+def test_a_model_that_lacks_a_file(bench: Bench, file: str, words: str) -> None:
+    (bench.folder / BASE / file).unlink()
+    assert_failed(bench()["model"], words)
+
+
+def test_a_model_that_is_not_here(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(bench.folder / "hub"))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
+    assert_failed(bench(model={"base": "some/model"})["model"], "not on this machine yet", result="warning")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert_failed(bench()["model"], "HF_HUB_OFFLINE")
+    cache = bench.folder / "hub" / "hub" / "models--some--model"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text("abc")
+    shutil.copytree(POLICY, cache / "snapshots" / "abc")
+    assert bench()["model"]["result"] == "ok"
+    assert_failed(bench(model={"base": str(bench.folder / "nowhere")})["model"], "there is no directory")
+
+
+def test_settings_that_do_not_go_together(bench: Bench) -> None:
+    assert "up to 64" in bench()["rank"]["found"]
+    assert_failed(bench(serving={"max_lora_rank": 8})["configuration"], "serving.max_lora_rank 8")
+    bench.settings["serving"]["max_lora_rank"] = 64
+    assert_failed(bench(rollout={"max_model_len": 9_000_000})["context"], "rollout.max_model_len is 9,000,000")
+
+
+def test_people_get_a_table(bench: Bench) -> None:
+    bench(judge={"model": "jugde"})
+    ran = bench.run("doctor")
+    assert ran.code == 1
+    lines = ran.out.splitlines()
+    assert any(line.split()[:2] == ["failed", "judge"] for line in lines)
+    assert any(line.strip().startswith("→ Correct judge.model") for line in lines)
+    assert "1 failed" in lines[-1]
+    for columns in (40, 100):
+        seen = in_terminal(bench.folder, ["doctor"], columns=columns, home=bench.folder)
+        assert seen.code == 1
+        assert max(map(len, seen.lines)) <= columns
+        assert "…" not in seen.screen
