@@ -67,6 +67,7 @@ def serve_config(state_dir: Path, port: int, **serving: object) -> Config:
         {
             "state": {"dir": str(state_dir)},
             "model": {"base": str(POLICY), "alias": "test-agent"},
+            "training": {"lora": {"r": 8}},
             "serving": {
                 "urls": [f"http://127.0.0.1:{port}"],
                 "port": port,

@@ -122,7 +122,7 @@ class AliasMiddleware:
             return await self._administer(scope, receive, send)
         # What will be refused for want of a key is not worth buffering.
         if self._authorized(scope) or not path.startswith(GUARDED):
-            # Wherever a request can name a model it can name the alias: also /tokenize, /invocations, /v2/….
+            # Wherever a request can name a model it can name the alias: also /tokenize and /v2/….
             if scope["method"] == "POST" and _is_json(scope["headers"]):
                 return await self._rewrite(scope, receive, send)
             if scope["method"] == "GET" and path == MODELS_PATH:

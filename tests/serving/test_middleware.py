@@ -112,7 +112,7 @@ def test_an_alias_without_a_target_is_the_base_model(url: str) -> None:
     assert shown == {"aliases": {"agent": BASE}, "paths": {}, "base_model": BASE}
 
 
-@pytest.mark.parametrize("path", ["/tokenize", "/v2/rerank", "/inference/v1/generate", "/invocations"])
+@pytest.mark.parametrize("path", ["/tokenize", "/v2/rerank", "/inference/v1/generate"])
 def test_every_request_that_names_a_model_may_name_the_alias(app: FakeVllm, path: str) -> None:
     app.echoes.add(path)
     with running(with_middleware(app, VLLM_API_KEY="s3cret")) as url:
