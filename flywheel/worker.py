@@ -264,7 +264,7 @@ def run_round(spec: RoundSpec, directory: Path, make_grade: MakeGrade) -> RoundR
 
 
 def as_flywheel_error(error: Exception, spec: RoundSpec) -> FlywheelError:
-    hint = "Free space." if isinstance(error, OSError) and error.errno == errno.ENOSPC else ""
+    hint = "Free space." if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
     return TrainError(
         f"run {spec.round_id}",
         f"{type(error).__name__}: {' '.join(str(error).split())[:500]}",
@@ -276,6 +276,13 @@ def as_flywheel_error(error: Exception, spec: RoundSpec) -> FlywheelError:
 def work(directory: Path, make_grade: MakeGrade) -> None:
     """Run the round of this directory. Raises FlywheelError and Stopped."""
     spec = read_spec(directory)
+    try:
+        _work(directory, spec, make_grade)
+    except OSError as error:
+        raise as_flywheel_error(error, spec) from error
+
+
+def _work(directory: Path, spec: RoundSpec, make_grade: MakeGrade) -> None:
     with alone_in(directory):
         if finished(directory, spec):
             return

@@ -39,7 +39,8 @@ class TriggerSettings(Section):
     cron_min_samples: int = Field(default=8, gt=0)
     """Fewer samples than this never start a round."""
     min_held_out: int = Field(default=8, gt=0)
-    """A round waits until this many held-out tasks exist: without them no gain could be shown."""
+    """A round waits until this many held-out tasks exist: without them no gain could be shown. With fewer than
+    `gate.min_tasks` it can only be rejected."""
 
 
 class ModelSettings(Section):

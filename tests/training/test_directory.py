@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -84,6 +85,29 @@ def test_a_directory_without_a_specification_is_said_to_be_one(tmp_path: Path) -
     assert done.stderr.startswith(f"flywheel.worker: cannot read {tmp_path}/spec.json: No such file")
     assert json.loads((tmp_path / "error.json").read_text())["retryable"] is False
     assert worker(tmp_path / "nowhere", None).returncode == 1
+
+
+def test_a_directory_that_cannot_be_used_is_an_error_and_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "worker.lock").mkdir()
+    done = worker(tmp_path, spec())
+    assert done.returncode == 1
+    assert done.stderr.startswith("flywheel.worker: cannot run r0001: IsADirectoryError")
+    assert done.stderr.count("\n") == 1
+    assert json.loads((tmp_path / "error.json").read_text())["retryable"] is True
+
+
+def test_a_full_disk_at_the_very_end_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flywheel import worker
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "spec.json").write_text(spec().model_dump_json())
+    result = RoundResult(round_id="r0001", outcome="refused", reason="no spread")
+    monkeypatch.setattr(worker, "run_round", lambda *_: result)
+    monkeypatch.setattr(worker, "write_atomic", full)
+    with pytest.raises(TrainError, match=r"cannot run r0001: OSError: .*No space left on device\. Free space\."):
+        worker.work(tmp_path, worker.build_grade)
 
 
 def test_a_changed_parent_is_noticed(tmp_path: Path) -> None:
