@@ -81,11 +81,6 @@ class JudgeServer:
         self.wants_key = False
         """Whether it lists nothing without a key."""
         self.listed = 0
-        self.models: Any = {"object": "list", "data": [{"id": "judge", "object": "model"}]}
-        """What it lists, to whom `by_key` lets."""
-        self.wants_key = False
-        """Whether it lists nothing without a key."""
-        self.listed = 0
         self.verdict = verdict
         self.delay_seconds = delay_seconds
         self.hold_until = hold_until
@@ -190,14 +185,6 @@ def _handler(judge: JudgeServer) -> type[BaseHTTPRequestHandler]:
 
         def log_message(self, *_: object) -> None:
             pass
-
-        def do_GET(self) -> None:
-            judge.listed += 1
-            key = self.headers.get("authorization", "").removeprefix("Bearer ")
-            fault = judge.by_key.get(key) or ("401" if judge.wants_key and not key else "")
-            if self.path != "/v1/models" or judge.models is None:
-                fault = "404"
-            self.send(int(fault[:3]) if fault else 200, judge.models if not fault else {"error": fault})
 
         def do_GET(self) -> None:
             judge.listed += 1

@@ -53,11 +53,11 @@ THIS_CALL: Final = re.compile(
     r"context|too (long|large|many)|maximum|length|exceed|token|moderat|flagged|content.?(filter|polic|manag)", re.I
 )
 """What endpoints say when it is this exchange that they do not take: its length, or what stands in it."""
+HEADERS: Final = {"accept": "application/json", "user-agent": "flywheel"}
 THIS_TEXT: Final = re.compile(r"moderat|flagged|content.?(filter|polic|manag)", re.I)
 """What they say of a text that they do not want to see, also where they answer as to a wrong key."""
 THE_LIMIT: Final = re.compile(r"\bmax_\w*tokens\b.{0,40}(large|most|less|between|exceed)(?!.*context)", re.I)
 """What they say of an answer's length that the model cannot have, whatever it is asked."""
-HEADERS: Final = {"accept": "application/json", "user-agent": "flywheel"}
 COMPLETION_GUESS: Final = 200.0
 """Tokens of a reply before any was seen."""
 
