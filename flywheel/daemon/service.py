@@ -47,6 +47,7 @@ class Service:
         self._window = False
         self._max_rounds: int | None = None
         self._finished_rounds = 0
+        self._replica_errors: tuple[str, ...] = ()
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
         self._stop_judging = threading.Event()
@@ -208,8 +209,13 @@ class Service:
             report = await self._deployer.reconcile()
         except LockedError:
             return  # a swap is under way
-        for error in report.errors if report else ():
-            log.warning("%s", error)
+        errors = report.errors if report else ()
+        for error in errors:
+            if error not in self._replica_errors:
+                log.warning("%s", error)
+        if self._replica_errors and not errors:
+            log.info("every replica is as it should be again")
+        self._replica_errors = errors
         if report and report.changed:
             log.info("a server had forgotten what is deployed: %s", report.as_json())
 

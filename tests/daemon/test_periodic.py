@@ -15,7 +15,7 @@ from flywheel.config import Config
 from flywheel.daemon import service
 from flywheel.daemon.service import Service
 from flywheel.errors import ServeError
-from flywheel.serving.swap import SwapReport
+from flywheel.serving.swap import ReplicaReport, SwapReport
 from flywheel.store.database import Store
 from tests.daemon.following import configuration, exported, until
 
@@ -115,3 +115,30 @@ async def test_what_a_periodic_job_cannot_do_is_told_once_and_one_under_way_is_e
         "reconcile: cannot reconcile: the server is away. Start it."
     ]
     assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_a_replica_in_trouble_is_told_once_and_when_it_is_well(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    config = configuration(tmp_path, [])
+    config = config.model_copy(update={"daemon": config.daemon.model_copy(update={"reconcile_seconds": 0.1})})
+    looks = [("a is away",), ("a is away",), ("a is away", "b is away"), (), (), ("a is away",)]
+    done = 0
+
+    async def reconcile() -> SwapReport | None:
+        nonlocal done
+        errors = looks[min(done, len(looks) - 1)]
+        done += 1
+        return SwapReport("agent", "agent@r0001", tuple(ReplicaReport("http://x", error=each) for each in errors))
+
+    async with running(config) as daemon:
+        daemon._deployer.reconcile = reconcile  # type: ignore[method-assign]
+        await until(lambda: done > len(looks), "all looks")
+    told = [record.getMessage() for record in caplog.records if record.name == "flywheel.daemon.service"]
+    assert [text for text in told if "away" in text or "again" in text] == [
+        "a is away",
+        "b is away",
+        "every replica is as it should be again",
+        "a is away",
+    ]
