@@ -51,7 +51,7 @@ from flywheel.training.metrics import Metrics
 from flywheel.training.policy import check_base, check_parent, other_form, rank
 from flywheel.training.probe import make_probe
 from flywheel.training.process import Stopped, alone_in, catch_signals, output_to
-from flywheel.training.prompts import Prompt, fitting
+from flywheel.training.prompts import Prompt, distinct, fitting
 from flywheel.training.rollout import LoadedAdapter, add_usage
 from flywheel.training.trainer import Trainer
 
@@ -106,7 +106,7 @@ class Round:
         self.about = cluster.wait(started)[0]
 
     def prompts(self, tasks: Sequence[RoundTask]) -> list[Prompt]:
-        """The tasks that the model can be asked: rendered by its template and short enough."""
+        """The tasks that the model can be asked: rendered by its template, short enough, and none twice."""
         rollout = self.settings.rollout
         [(prompts, refused)] = cluster.wait([self.engines[0].encode.remote(list(tasks))])
         fit = fitting(
@@ -126,7 +126,9 @@ class Round:
                 f"the chat template refuses all {len(tasks)} tasks; the first: {refused[0]}",
                 "Check the base model's chat template, and the one in serving.extra_args if there is one.",
             )
-        return fit
+        if len(different := distinct(fit)) < len(fit):
+            log.info("%d of %d prompts are asked once only: others are the same", len(different), len(fit))
+        return different
 
     def run(self) -> RoundResult:
         with self._timed("start"):
@@ -155,7 +157,7 @@ class Round:
         path = self.directory / ADAPTER_DIR
         adapter = AdapterRef(name=self.spec.round_id, path=str(path), sha256=tree_sha256(path))
         with self._timed("evaluate"):
-            held_out = self.prompts(self.spec.held_out[-self.settings.gate.max_tasks :])
+            held_out = self.prompts(self.spec.held_out)[-self.settings.gate.max_tasks :]
             self.metrics.phase("evaluating", prompts=len(held_out))
             # Numbers go on where the steps ended: an engine must never meet one twice.
             candidate = self._load(adapter, self.settings.training.steps + 1)

@@ -27,6 +27,12 @@ def fitting(prompts: Sequence[Prompt], *, max_model_len: int, max_completion_tok
     return [prompt for prompt in prompts if len(prompt.token_ids) <= room]
 
 
+def distinct(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Each prompt once, where it was asked last: the same one again is no evidence of its own."""
+    newest = {prompt.token_ids: place for place, prompt in enumerate(prompts)}
+    return [prompts[place] for place in sorted(newest.values())]
+
+
 def schedule(count: int, *, per_step: int, steps: int, seed: int) -> list[list[int]]:
     """Which of `count` prompts each step takes: those that were taken least, chance deciding between equals. So every
     prompt is taken equally often, within one, and none again in a step while there are others."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.training.prompts import fitting, schedule, seed_of
+from flywheel.training.prompts import distinct, fitting, schedule, seed_of
 from tests.training.rollouts import prompt
 
 
@@ -16,6 +16,12 @@ def test_a_prompt_that_leaves_no_room_for_a_completion_is_left_out() -> None:
     prompts = [prompt(f"t-{length}", range(length)) for length in (1, 59, 60, 61, 200)]
     kept = fitting(prompts, max_model_len=100, max_completion_tokens=40)
     assert [p.task.task_id for p in kept] == ["t-1", "t-59", "t-60"]
+
+
+def test_a_prompt_that_comes_again_is_asked_once_where_it_came_last() -> None:
+    prompts = [prompt("t-1", (1, 2)), prompt("t-2", (3,)), prompt("t-3", (1, 2)), prompt("t-4", (1, 2, 3))]
+    assert [p.task.task_id for p in distinct(prompts)] == ["t-2", "t-3", "t-4"]
+    assert distinct([]) == []
 
 
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 20), st.integers(0, 5))
