@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from flywheel.disarmed import disarmed
-from flywheel.errors import JudgeError
+from flywheel.errors import FlywheelError, JudgeError
 
 if TYPE_CHECKING:
     from flywheel.config import Config
@@ -15,6 +18,8 @@ if TYPE_CHECKING:
     from flywheel.judge.labels import Labels
     from flywheel.rubric import Rubric
     from flywheel.store.database import Store
+
+T = TypeVar("T")
 
 SHOWN = 300
 """Characters of a text that are shown of a disagreement."""
@@ -38,7 +43,7 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
     try:
         given = await _labels(labels, store)
         with _Progress(len(given.labels) * repeats, quiet=quiet) as progress:
-            outcome = await asyncio.to_thread(
+            judging = partial(
                 calibrate,
                 grader,
                 given.labels,
@@ -46,6 +51,7 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
                 repeats=repeats,
                 on_verdict=progress.step,
             )
+            outcome = await _unless_stopped(judging, config, f"calibrate {file}")
         if not outcome.n:
             raise JudgeError(
                 f"calibrate {file}",
@@ -85,9 +91,32 @@ async def suggest(config: Config, labels: Path, name: str) -> str:
     given = read_labels(labels)
     client = JudgeClient(config.judge)
     try:
-        return await asyncio.to_thread(draft, client, given.labels, name)
+        return await _unless_stopped(partial(draft, client, given.labels, name), config, "draft a rubric")
     finally:
         client.close()
+
+
+async def _unless_stopped(work: Callable[..., T | None], config: Config, attempted: str) -> T:
+    """What work that asks the judge comes to; it is told when to `stop`. Raises StoppedError after a signal."""
+    from flywheel.daemon.interruption import Interruption, aside
+
+    stop = threading.Event()
+
+    async def halt() -> None:
+        stop.set()
+
+    interruption = Interruption(config.daemon.drain_seconds)
+    outcome: T | None = None
+    try:
+        outcome = await interruption.during(aside(partial(work, stop=stop)), halt)
+    except FlywheelError:
+        # What was stopped may fail of it.
+        if interruption.by is None:
+            raise
+    if interruption.by is not None:
+        raise interruption.error(attempted, "Nothing was stored.")
+    assert outcome is not None
+    return outcome
 
 
 async def _labels(path: Path, store: Store) -> Labels:

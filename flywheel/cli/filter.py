@@ -99,7 +99,7 @@ def filter_tasks(
 
 @asynccontextmanager
 async def _state(wanted: _Wanted) -> AsyncIterator[Store]:
-    """The state with what is new in the sources: a copy of its own for a dry run, else the real one under its lock."""
+    """The state with what is new in the sources: for a dry run a copy of its own, else the real one, locked."""
     from flywheel.daemon.ingestion import Ingestion
     from flywheel.daemon.lock import InstanceLock
     from flywheel.store import judging
@@ -198,8 +198,9 @@ async def _compare(wanted: _Wanted, against: Path) -> tuple[dict[str, Any], Flyw
     from flywheel.cli.counter import Counter
     from flywheel.daemon.estimate import Estimator, cost_of
     from flywheel.daemon.filtering import Filtering
+    from flywheel.daemon.interruption import Interruption
     from flywheel.daemon.rubric_changes import changes
-    from flywheel.daemon.rubric_diff import RubricDiff
+    from flywheel.daemon.rubric_diff import DiffReport, RubricDiff
     from flywheel.judge.rubric_file import load_rubric
     from flywheel.store import judging
 
@@ -215,12 +216,18 @@ async def _compare(wanted: _Wanted, against: Path) -> tuple[dict[str, Any], Flyw
         if not wanted.quiet and 0 < total <= FORETOLD:
             preview = await diff.preview(wanted.limit)
             _foretell(preview.tasks, preview.free, estimator.cost(preview))
+        interruption = Interruption(wanted.config.daemon.drain_seconds)
         try:
             with Counter("comparing", total, quiet=wanted.quiet) as counter:
-                report = await diff.run(wanted.limit, counter.step)
+                found = await interruption.during(diff.run(wanted.limit, counter.step), diff.halt)
         finally:
             new.grader.close()
             old.grader.close()
+    report = found or DiffReport()
+    if interruption.by is not None:
+        report.error = interruption.error("compare all tasks", "Nothing was written.")
+        if found is None:
+            raise report.error
     paid = [verdict for compared in report.compared for verdict in compared.paid]
     usage = {
         name: sum(getattr(each, name) for each in paid) for name in ("calls", "prompt_tokens", "completion_tokens")

@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import threading
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 from flywheel.errors import StoppedError
@@ -20,6 +22,35 @@ T = TypeVar("T")
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 SLACK_SECONDS: Final = 2.0
 """What is ready when the time to drain is over is still stored."""
+
+
+async def aside(work: Callable[[], T]) -> T:
+    """What `work` returns, in a thread that nobody waits for once this is cancelled, not even the end of the program.
+
+    For calls of the judge: one that was given up may take a minute.
+    """
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if outcome.done():
+            return  # it was given up
+        if error is None:
+            outcome.set_result(result)  # type: ignore[arg-type]
+        else:
+            outcome.set_exception(error)
+
+    def run() -> None:
+        result, failed = None, None
+        try:
+            result = work()
+        except BaseException as error:
+            failed = error
+        with suppress(RuntimeError):  # the loop is closed by now
+            loop.call_soon_threadsafe(settle, result, failed)
+
+    threading.Thread(target=run, name="aside", daemon=True).start()
+    return await outcome
 
 
 class Interruption:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from flywheel.config import JudgeSettings
+from flywheel.daemon.interruption import aside
 from flywheel.daemon.judge_setup import exchange_of
 from flywheel.daemon.judged import Preview
 from flywheel.errors import FlywheelError, JudgeError
@@ -83,12 +84,12 @@ class RubricDiff:
         return total
 
     async def run(self, limit: int | None, on_compared: Callable[[], None] | None = None) -> DiffReport:
-        """Judge by both, as many at once as the settings allow. A judge that fails ends it, with what there is."""
+        """Judge by both, as many at once as the settings allow. A judge that fails ends it, with what there is, and
+        so does `halt`."""
         report = DiffReport()
         spent = await self._store.read(spending.tokens_today)
         budget = Budget(self._settings.budget, lambda: spent)
         threads = self._settings.max_thread
-        loop = asyncio.get_running_loop()
         pending: set[asyncio.Future[Compared]] = set()
         failed = asked = 0
         last = ""
@@ -111,27 +112,35 @@ class RubricDiff:
                     asked += bool(compared.paid)
                     failed = failed + 1 if away else 0 if compared.paid else failed
                     last = (compared.old.error or compared.new.error) if away else last
-                    if failed >= threads:
+                    if failed >= threads and not self._stop.is_set():
                         raise _away(failed, last)
                 if broken:
                     raise broken[0]
 
-        pool = ThreadPoolExecutor(threads, thread_name_prefix="judge")
         try:
             async for pair in self._pairs(limit):
-                await collect(2 * threads - 1)
-                pending.add(loop.run_in_executor(pool, self._compare, pair, budget))
+                await collect(threads - 1)
+                if self._stop.is_set():
+                    break
+                pending.add(asyncio.ensure_future(aside(partial(self._compare, pair, budget))))
             await collect(0)
-            if failed and failed == asked:
+            if failed and failed == asked and not self._stop.is_set():
                 raise _away(failed, last)
         except FlywheelError as error:
             report.error = error
-        finally:
             self._stop.set()
-            pool.shutdown(cancel_futures=True)
             await asyncio.gather(*pending, return_exceptions=True)
+        except BaseException:
+            self._stop.set()
+            for each in pending:
+                each.cancel()
+            raise
         report.compared.sort(key=lambda each: each.task.id)
         return report
+
+    async def halt(self) -> None:
+        """Begin no other call; what is in flight is waited for, and `run` ends with what there is."""
+        self._stop.set()
 
     async def _pairs(self, limit: int | None) -> AsyncIterator[_Pair]:
         left = limit if limit is not None else 1 << 62
@@ -158,6 +167,8 @@ class RubricDiff:
             begun = grader.begin(pair.exchange, earlier)
             if not isinstance(begun, Asking):
                 return begun
+            if self._stop.is_set():
+                return Verdict(Outcome.UNDECIDED, None, error="the comparison was stopped")
             with budget.hold(self._stop) as pay:
                 verdict = grader.finish(begun, self._stop)
                 pay(verdict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -50,18 +51,21 @@ def calibrate(
     *,
     repeats: int = 1,
     on_verdict: Callable[[], None] | None = None,
-) -> Calibration:
+    stop: threading.Event | None = None,
+) -> Calibration | None:
     """Judge every label `repeats` times; the majority of what was decided is the judge's word.
 
-    Raises JudgeError when the judge cannot be asked.
+    None if `stop` was set meanwhile, which begins no other call. Raises JudgeError when the judge cannot be asked.
     """
     verdicts: list[list[Verdict]] = [[] for _ in labels]
     # Repeats of one reply are not neighbours: a server that answers twins alike would look consistent.
     items = ((place, label.exchange) for _ in range(repeats) for place, label in enumerate(labels))
-    for place, verdict in grade_all(grader, items, max_thread):
+    for place, verdict in grade_all(grader, items, max_thread, stop):
         verdicts[place].append(verdict)
         if on_verdict is not None:
             on_verdict()
+    if stop is not None and stop.is_set():
+        return None
     return _summary(labels, verdicts, grader.rubric.threshold, repeats)
 
 

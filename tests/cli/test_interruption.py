@@ -149,3 +149,69 @@ def test_a_second_signal_does_not_wait_for_the_judge(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert "Traceback" not in log.read_text()
     assert ask(config, "status")["tasks"]["judging"] == 0
+
+
+WITH_LABELS = {
+    "calibrate": ["rubric", "calibrate", "rubric.yaml", "--labels", "labels.jsonl"],
+    "suggest": ["rubric", "suggest", "--labels", "labels.jsonl"],
+    "against": ["filter", "--against", "rubric.yaml"],
+}
+
+
+@pytest.fixture
+def labelled(tmp_path: Path) -> Path:
+    """A folder with labels, a rubric and a source."""
+    labels = [{"query": f"{n}?", "answer": str(n), "verdict": "accept" if n % 2 else "reject"} for n in range(40)]
+    (tmp_path / "labels.jsonl").write_text("".join(json.dumps(label) + "\n" for label in labels))
+    (tmp_path / "rubric.yaml").write_text("version: 1\nid: x\ncriteria: [{id: right, value: It is right.}]\n")
+    return tmp_path
+
+
+def start(folder: Path, judge: JudgeServer, command: str, log: Path) -> subprocess.Popen[bytes]:
+    (folder / "flywheel.yaml").write_text(
+        f"state: {{dir: state}}\nsources: [{{path: {STUDIO / 'new_v1.sqlite'}}}]\n"
+        f"judge: {{base_url: '{judge.base_url}', model: judge, max_thread: 4}}\ndaemon: {{drain_seconds: 600}}\n"
+    )
+    arguments = [sys.executable, "-m", "flywheel", *WITH_LABELS[command]]
+    with log.open("wb") as output:
+        return subprocess.Popen(arguments, cwd=folder, stdout=output, stderr=output)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("command", WITH_LABELS)
+def test_what_is_stopped_begins_no_other_call(labelled: Path, command: str, number: signal.Signals) -> None:
+    log = labelled / "log"
+    at_once = 1 if command == "suggest" else 4
+    with JudgeServer(hold_until=1_000_000) as judge, start(labelled, judge, command, log) as process:
+        try:
+            wait_for(lambda: judge.in_flight == at_once or process.poll() is not None, "judge calls")
+            process.send_signal(number)
+            wait_for(lambda: "stopping" in log.read_text() or process.poll() is not None, "the signal to be heard")
+            judge.let_go()
+            wait_for(lambda: process.poll() is not None, "the end")
+        finally:
+            process.kill()
+            judge.let_go()
+        assert judge.calls == at_once
+    assert process.returncode == 128 + number, log.read_text()
+    assert f"{number.name} stopped it" in log.read_text()
+    assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.parametrize("command", WITH_LABELS)
+def test_what_is_stopped_twice_waits_for_no_call(labelled: Path, command: str) -> None:
+    log = labelled / "log"
+    at_once = 1 if command == "suggest" else 4
+    with JudgeServer(hold_until=1_000_000) as judge, start(labelled, judge, command, log) as process:
+        try:
+            wait_for(lambda: judge.in_flight == at_once or process.poll() is not None, "judge calls")
+            process.send_signal(signal.SIGINT)
+            wait_for(lambda: "stopping" in log.read_text() or process.poll() is not None, "the signal to be heard")
+            process.send_signal(signal.SIGINT)
+            wait_for(lambda: process.poll() is not None, "the end")
+            assert judge.in_flight == at_once, "it did not wait for the judge"
+        finally:
+            process.kill()
+            judge.let_go()
+    assert process.returncode == 130, log.read_text()
+    assert "Traceback" not in log.read_text()
