@@ -54,16 +54,20 @@ class Collector:
         }
         while pending:
             check_stopped()
-            ready, _ = ray.wait(list(pending), num_returns=1, timeout=POLL_SECONDS)
-            if not ready and time.monotonic() > started + self._timeout:
-                self._give_up(pending, completions)
-                break
+            late = time.monotonic() > started + self._timeout
+            # When time is up, all that is there is taken, and nothing is waited for.
+            ready, _ = ray.wait(
+                list(pending), num_returns=len(pending) if late else 1, timeout=0 if late else POLL_SECONDS
+            )
             for reference in ready:
                 place = pending.pop(reference)
                 completion = completions[place] = _fetch(reference)
                 if not completion.error:
                     work = exchange(requests[place].prompt, completion.text)
                     grades[place] = self._threads.submit(self._verdict, work)
+            if late:
+                self._give_up(pending, completions)
+                break
         generated = time.monotonic()
         waiting: set[Future[Verdict]] = set(grades.values())
         while waiting:
@@ -79,6 +83,8 @@ class Collector:
         return Batch(rollouts, {"generate": generated - started, "grade": graded - generated})
 
     def _give_up(self, pending: dict[Any, int], completions: list[Completion]) -> None:
+        if not pending:
+            return
         for reference, place in pending.items():
             ray.cancel(reference)
             completions[place] = Completion(error=f"no completion within {self._timeout:g} s")

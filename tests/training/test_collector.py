@@ -40,6 +40,8 @@ class Engine:
                 os._exit(1)
             case 1003:
                 return Completion()
+            case seed if 2000 <= seed < 3000:
+                await asyncio.sleep((seed - 2000) / 5)
         return Completion((wanted.seed, 2), (-0.1, -0.2), str(wanted.seed))
 
 
@@ -94,6 +96,13 @@ def test_a_rollout_that_takes_too_long_is_given_up(engine: Any) -> None:
     assert time.monotonic() - started < 60
     assert batch.rewards == [0.3]
     assert batch.rollouts[1].failure == "no completion within 3 s"
+
+
+def test_rollouts_that_drip_are_given_up_like_those_that_hang(engine: Any) -> None:
+    """One comes every fifth of a second, for half a minute."""
+    batch = collect(engine, list(range(2000, 2150)), lambda _: verdict(1.0), timeout=3)
+    assert 0 < len(batch.rewards) < 150
+    assert batch.rollouts[-1].failure == "no completion within 3 s"
 
 
 def test_a_dead_engine_ends_the_round_which_can_be_tried_again() -> None:
