@@ -17,6 +17,7 @@ from typing import Any
 import ray
 
 from flywheel.config import Config
+from flywheel.errors import TrainError
 from flywheel.files import append_jsonl
 from flywheel.round import ADAPTER_DIR, ROLLOUTS_FILE, RoundSpec
 from flywheel.training.collector import Collector, Grade
@@ -225,13 +226,23 @@ def step_requests(
 
 
 def refuse_without_spread(batches: Sequence[Batch], min_share: float) -> None:
-    """Raise RefusedError when too few groups have rewards that differ: the advantages of the others are 0."""
+    """Raise RefusedError when too few groups have rewards that differ: the advantages of the others are 0.
+
+    Raises TrainError when there is no reward at all: that says nothing of the tasks, which another round can take.
+    """
     groups = sum(batch.groups for batch in batches)
     spread = sum(batch.groups_with_spread for batch in batches)
     if spread > min_share * groups:
         return
     rewards = [reward for batch in batches for reward in batch.rewards]
-    seen = f"rewards from {min(rewards):g} to {max(rewards):g}" if rewards else "no reward at all"
+    if not rewards:
+        raise TrainError(
+            "learn from the first steps of the round",
+            "no rollout has a reward",
+            "Check the judge's endpoint and the worker's log; the round can be started again.",
+            retryable=True,
+        )
+    seen = f"rewards from {min(rewards):g} to {max(rewards):g}"
     raise RefusedError(
         f"nothing can be learned: {spread} of {groups} groups in the first steps have rewards that differ ({seen});"
         " the rubric may be too easy or too hard for these tasks"

@@ -80,8 +80,9 @@ def test_usage_counts_calls_of_undecided_verdicts_too() -> None:
 def test_a_round_without_spread_is_refused_with_the_figures() -> None:
     with pytest.raises(RefusedError, match=r"0 of 4 groups .* \(rewards from 0 to 1\)"):
         refuse_without_spread([batch([0, 0], [1, 1]), batch([0, None], [None, None])], 0.0)
-    with pytest.raises(RefusedError, match="no reward at all"):
+    with pytest.raises(TrainError, match="no rollout has a reward") as caught:
         refuse_without_spread([batch([None, None])], 0.0)
+    assert caught.value.retryable
     refuse_without_spread([batch([0, 0], [0, 0]), batch([0, 1], [0, 0])], 0.0)
     with pytest.raises(RefusedError):
         refuse_without_spread([batch([0, 0], [0, 0]), batch([0, 1], [0, 0])], 0.25)
