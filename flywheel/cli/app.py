@@ -32,6 +32,8 @@ T = TypeVar("T")
 EXIT_UNREAD: Final = 141
 _STDOUT: Final = 1
 _STDERR: Final = 2
+_WHOLE: Final = 1_000
+"""Characters that no sentence of ours has."""
 _AS_JSON: Final = "flywheel.json"
 """What is noted of a command line with `--json`."""
 
@@ -72,6 +74,12 @@ class _Stdout(FileIO):
 
 class _Commands(TyperGroup):
     """All commands; with `--json`, an error that ends one is an object on stdout too."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Each with the whole sentence that says what it does, where Click would cut it."""
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, each.get_short_help_str(_WHOLE)) for name, each in commands if each])
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from flywheel.cli.app import ConfigOption, app, load_config, run_async
-from flywheel.cli.rounds import left_of_round
 from flywheel.config import Config
 from flywheel.errors import EXIT_FAILED
 
@@ -25,6 +24,7 @@ def run(
 
 
 async def _run(config: Config, once: bool, max_rounds: int | None) -> bool:
+    from flywheel.cli.rounds import left_of_round
     from flywheel.daemon.interruption import Interruption
     from flywheel.daemon.lock import InstanceLock
     from flywheel.daemon.service import Service

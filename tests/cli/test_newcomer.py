@@ -85,3 +85,12 @@ def test_a_question_to_a_state_that_is_not_there(flywheel: Run, command: list[st
     ran = flywheel(*command)
     assert ran.code == 1
     assert "there is no state" in ran.err
+
+
+def test_help_tells_whole_sentences_in_the_order_of_use(flywheel: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    told = flywheel("--help").out.split("Commands:")[1]
+    assert "..." not in told
+    commands = re.findall(r"^  ([a-z-]+)  ", told, re.MULTILINE)
+    assert commands[:4] == ["run", "ingest", "filter", "round"]
+    assert all(len(line) <= 80 for line in told.splitlines())
