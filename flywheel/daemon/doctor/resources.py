@@ -94,7 +94,7 @@ def _memory(config: Config, machine: Machine, base: Base) -> Finding:
     if is_local(config):
         told += ", the server included"
     if not base.weights:
-        told += " and the model's weights not"
+        told += "; the model's weights, of unknown size, come on top"
     remedy = "Use a machine with more memory, a smaller model, fewer rollout.engines or smaller cpu_kv_cache_gib."
     if takes > machine.memory:
         return Finding("memory", Result.FAILED, told, remedy, figures=figures)
