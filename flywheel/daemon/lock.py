@@ -9,14 +9,18 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from flywheel.errors import LockedError, StoreError
+
+FLOCK: Final = "hhqqi4x"
+"""C's struct flock: type, whence, start, length (0: all), process."""
 
 
 class InstanceLock:
@@ -48,6 +52,9 @@ class InstanceLock:
             ) from None
         os.ftruncate(fd, 0)
         os.write(fd, str(os.getpid()).encode())
+        # A second lock, which can be looked at without being taken. Where a file system has none, nobody is seen.
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
         self._fd = fd
         return self
 
@@ -61,17 +68,19 @@ class InstanceLock:
 
 
 def holder(state_dir: Path) -> int | None:
-    """The process that holds the lock, if any does. Looking neither takes nor makes it."""
+    """The process that holds the lock, if any does. Looking neither takes nor makes it: who starts just then must not
+    find it taken."""
     try:
         fd = os.open(state_dir / "lock", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
+        asked = struct.pack(FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+        if struct.unpack(FLOCK, fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))[0] == fcntl.F_UNLCK:
+            return None
         text = os.read(fd, 32).decode(errors="replace").strip()
         return int(text) if text.isdigit() else None
-    else:
+    except OSError:
         return None
     finally:
         os.close(fd)

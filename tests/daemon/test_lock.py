@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,27 @@ def test_the_lock_of_a_killed_instance_is_free(tmp_path: Path, other: subprocess
 def test_looking_makes_no_lock_file(tmp_path: Path) -> None:
     assert holder(tmp_path) is None
     assert list(tmp_path.iterdir()) == []
+
+
+def test_who_looks_keeps_nobody_from_starting(tmp_path: Path) -> None:
+    """`status --watch` looks every second, and a daemon that finds the lock taken would not be started again."""
+    with InstanceLock(tmp_path):
+        pass
+    looking = threading.Event()
+
+    def look() -> None:
+        while not looking.is_set():
+            holder(tmp_path)
+
+    threads = [threading.Thread(target=look) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(300):
+            with InstanceLock(tmp_path):
+                assert holder(tmp_path) == os.getpid()
+    finally:
+        looking.set()
+        for thread in threads:
+            thread.join()
+    assert holder(tmp_path) is None
