@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from typing import Annotated, Any
+from itertools import chain
+from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from flywheel.rubric import pattern
 
-def _pattern(text: str) -> str:
-    try:
-        re.compile(text)
-    except re.error as error:
-        raise ValueError(f"no regular expression: {error}") from None
+
+def _checked(text: str) -> str:
+    pattern.check(text)
     return text
+
+
+PATTERN_SECONDS: Final = 2.0
+"""What a pattern may take on one answer: the only thread that filters must not hang on it."""
 
 
 class Rules(BaseModel):
@@ -30,7 +33,7 @@ class Rules(BaseModel):
     """Shortest answer, white space at its ends not counted."""
     max_answer_length: int | None = Field(default=None, gt=0)
     """Longest answer."""
-    exclude: list[Annotated[str, AfterValidator(_pattern)]] = []
+    exclude: list[Annotated[str, AfterValidator(_checked)]] = []
     """Regular expressions; a task whose answer has a match is dropped."""
 
     def keep(self, line: Mapping[str, Any]) -> tuple[bool, str]:
@@ -40,6 +43,17 @@ class Rules(BaseModel):
             (self.max_query_length is not None and len(query) > self.max_query_length, "the question is too long"),
             (len(answer.strip()) < self.min_answer_length, "the answer is too short"),
             (self.max_answer_length is not None and len(answer) > self.max_answer_length, "the answer is too long"),
-            *((re.search(pattern, answer) is not None, f"the answer matches {pattern}") for pattern in self.exclude),
         )
-        return next(((False, reason) for failed, reason in checks if failed), (True, ""))
+        # One by one: patterns are not searched for in what is too long.
+        matches = ((_is_found(each, answer), f"the answer matches {each}") for each in self.exclude)
+        return next(((False, reason) for failed, reason in chain(checks, matches) if failed), (True, ""))
+
+
+def _is_found(wanted: str, answer: str) -> bool:
+    try:
+        return pattern.search(wanted, answer, PATTERN_SECONDS)
+    except TimeoutError:
+        raise TimeoutError(
+            f"the pattern {wanted} ran longer than {PATTERN_SECONDS:g} s on an answer of {len(answer)} characters. "
+            "Rewrite nested repetitions such as (a+)+ so that there is one way to match"
+        ) from None

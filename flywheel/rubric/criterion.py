@@ -8,7 +8,8 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from flywheel.rubric.kinds import KINDS, MODEL_TYPE, OPTIONS, QUERY, PatternError
+from flywheel.rubric.kinds import KINDS, MODEL_TYPE, OPTIONS, QUERY
+from flywheel.rubric.pattern import PatternError
 
 CriterionType = Literal[
     "llm-rubric",

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-import regex
-
+from flywheel.rubric import pattern
 from flywheel.rubric.languages import code_of
 
 MODEL_TYPE: Final = "llm-rubric"
@@ -42,21 +40,7 @@ def _text(value: Any) -> None:
 
 def _pattern(value: Any) -> None:
     _text(value)
-    try:
-        re.compile(value)
-        regex.compile(value)
-    except (re.error, regex.error) as error:
-        raise PatternError(f"is no regular expression: {error}", error.pos) from None
-    except (RecursionError, OverflowError) as error:
-        raise ValueError(f"is no regular expression: {error}") from None
-
-
-class PatternError(ValueError):
-    """A pattern that is none; `pos` is where, in characters."""
-
-    def __init__(self, message: str, pos: int | None) -> None:
-        super().__init__(message)
-        self.pos = pos
+    pattern.check(value)
 
 
 def _count(value: Any) -> None:

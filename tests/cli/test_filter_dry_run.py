@@ -199,6 +199,18 @@ def test_on_a_terminal_no_key_is_cut_nothing_is_wider_and_reasons_are_whole(benc
     assert re.search(r"judging .* 3/3 .*left", shown)
 
 
+def test_what_a_users_function_prints_is_not_in_the_json(bench: Bench) -> None:
+    (bench.folder / "mine.py").write_text(
+        "def keep(task):\n    print('looking at', task['task_id'])\n    return True\n"
+    )
+    bench.chain = [{"type": "python", "params": {"path": "mine.py"}}]
+    bench.rubric([*CRITERIA, {"id": "ours", "type": "python", "value": "mine.py:keep"}])
+    bench.lines("good boxed")
+    ran = bench("filter", "--json")
+    assert (ran.code, ran.json["accepted"]) == (0, 1)
+    assert "looking at" in ran.err
+
+
 def on_a_terminal(columns: int, folder: Path, *arguments: str) -> str:
     """What a person would have seen, bars and all, without colours."""
     ours, theirs = pty.openpty()

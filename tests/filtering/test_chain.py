@@ -11,6 +11,7 @@ import yaml
 
 from flywheel import content
 from flywheel.errors import ConfigError
+from flywheel.filtering import rules
 from flywheel.filtering.chain import Chain, LineFilter, Step, influence_of, load_chain
 from flywheel.filtering.influence import Influence
 from flywheel.filtering.llm_evaluate import LlmEvaluate
@@ -135,6 +136,18 @@ def test_a_filter_that_breaks_says_so_for_its_task_only(tmp_path: Path) -> None:
 )
 def test_rules(tmp_path: Path, params: dict[str, Any], answer: str, kept: bool) -> None:
     assert chain(tmp_path, {"type": "rules", "params": params}).apply(line(answer=answer)).kept is kept
+
+
+def test_a_rule_that_backtracks_without_end_costs_its_task_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules, "PATTERN_SECONDS", 0.3)
+    mine = chain(tmp_path, {"type": "rules", "params": {"max_answer_length": 50, "exclude": ["^(a|a|aa)+$"]}})
+    decision = mine.apply(line(answer="a" * 40 + "!"))
+    assert not decision.kept
+    assert "^(a|a|aa)+$ ran longer than 0.3 s on an answer of 41 characters" in decision.error
+    assert mine.apply(line(answer="b")).kept
+    assert mine.apply(line(answer="a" * 60 + "!")).reason == "the answer is too long"
 
 
 @pytest.mark.parametrize(

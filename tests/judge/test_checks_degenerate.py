@@ -56,3 +56,9 @@ def test_a_very_long_answer_is_no_burden() -> None:
     words = " ".join(f"word{pow(3, n, 10007)}" for n in range(9_000))
     assert checked(words).passed
     assert not checked(words + " and again" * 400).passed
+
+
+@pytest.mark.parametrize("fence", ["`", "~"])
+def test_a_fence_that_never_ends_is_caught_before_the_day_does(fence: str) -> None:
+    """Its characters were once gone through again for each of them."""
+    assert not checked(fence * 600_000).passed

@@ -7,7 +7,7 @@ import re
 from typing import Final, NamedTuple
 
 _FENCED: Final = re.compile(
-    r"^[ \t]{0,3}(`{3,}|~{3,})[^\n]*\n(.*?)(?:^[ \t]{0,3}\1[`~]*[ \t]*$|\Z)", re.MULTILINE | re.DOTALL
+    r"^[ \t]{0,3}(`{3,}+|~{3,}+)[^\n]*+\n(.*?)(?:^[ \t]{0,3}\1[`~]*[ \t]*$|\Z)", re.MULTILINE | re.DOTALL
 )
 _TABLE: Final = re.compile(r"^[ \t]*[|│┃┌├└╔╠╚+].*$", re.MULTILINE)
 _INDENTED: Final = re.compile(r"^(?: {4,}|\t)(?![ \t]*[-*+•\d]).*$", re.MULTILINE)

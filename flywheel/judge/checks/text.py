@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Final
 
 import regex
 
 from flywheel.errors import CheckError
 from flywheel.judge.checks.found import Found, found
-from flywheel.rubric import Criterion, Rubric
+from flywheel.rubric import Criterion, Rubric, pattern
 from flywheel.verdict import Exchange
 
 PATTERN_SECONDS: Final = 2.0
 """What a pattern may take on one answer. One that backtracks without end must not hold a judging thread for ever."""
 
 
-@lru_cache(maxsize=256)
-def _compiled(pattern: str) -> regex.Pattern[str]:
-    return regex.compile(pattern, regex.DOTALL)
-
-
-def search(pattern: str, text: str, named: str) -> bool:
+def search(wanted: str, text: str, named: str) -> bool:
     """Whether the pattern is found. Raises CheckError when that takes too long; `named` is what asks."""
     try:
-        # `concurrent` lets other threads run meanwhile: the event loop is one of them.
-        return _compiled(pattern).search(text, timeout=PATTERN_SECONDS, concurrent=True) is not None
+        return pattern.search(wanted, text, PATTERN_SECONDS, regex.DOTALL)
     except TimeoutError:
         raise CheckError(
             f"decide {named}",

@@ -1,0 +1,41 @@
+"""Regular expressions that users write: checked when they are read, and searched for within a time."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+import regex
+
+
+class PatternError(ValueError):
+    """A pattern that is none; `pos` is where, in characters."""
+
+    def __init__(self, message: str, pos: int | None) -> None:
+        super().__init__(message)
+        self.pos = pos
+
+
+def check(pattern: str) -> None:
+    """Raises PatternError, or ValueError where no place is known."""
+    try:
+        re.compile(pattern)
+        regex.compile(pattern)
+    except (re.error, regex.error) as error:
+        raise PatternError(f"is no regular expression: {error}", error.pos) from None
+    except (RecursionError, OverflowError) as error:
+        raise ValueError(f"is no regular expression: {error}") from None
+
+
+def search(pattern: str, text: str, seconds: float, flags: int = 0) -> bool:
+    """Whether the pattern is found. Raises TimeoutError.
+
+    Nested repetitions can take for ever, and the standard library's `re` would let no other thread run meanwhile.
+    """
+    # `concurrent` lets other threads run: the event loop is one of them.
+    return _compiled(pattern, flags).search(text, timeout=seconds, concurrent=True) is not None
+
+
+@lru_cache(maxsize=256)
+def _compiled(pattern: str, flags: int) -> regex.Pattern[str]:
+    return regex.compile(pattern, flags)
