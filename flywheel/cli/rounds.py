@@ -132,7 +132,9 @@ def _print(report: dict[str, Any]) -> None:
             f"{comparison['tasks']} tasks (gain {comparison['lower']:+.3f} … {comparison['upper']:+.3f})"
         )
     for step in report.get("metrics", []):
-        typer.echo(f"reward {step['reward_mean']:.3f} ± {step['reward_std']:.3f}, {step['undecided']} undecided")
+        mean, deviation = step["reward_mean"], step["reward_std"]
+        reward = "no reward" if mean is None else f"reward {mean:.3f} ± {deviation:.3f}"
+        typer.echo(f"{reward}, {step['undecided']} undecided")
     typer.echo(f"files: {report['dir']}")
 
 

@@ -63,3 +63,15 @@ def test_a_round_that_was_left_unfinished_is_the_one_that_is_finished(
     ran = flywheel("round", "-c", config, "--json")
     assert ran.code == 0
     assert (ran.json["round"], ran.json["state"], ran.json["attempt"]) == ("r0001", "rejected", 1)
+
+
+def test_a_debug_round_whose_rollouts_are_all_undecided_is_shown(flywheel: Run, config: Path, worker: Path) -> None:
+    worker.write_text(
+        "#!/bin/sh\n"
+        'echo \'{"event": "step", "reward_mean": null, "reward_std": null, "undecided": 8}\' > "$3/metrics.jsonl"\n'
+        'echo \'{"event": "step", "reward_mean": 0.5, "reward_std": 0.25, "undecided": 1}\' >> "$3/metrics.jsonl"\n'
+        'echo \'{"round_id": "debug", "outcome": "refused", "reason": "no spread"}\' > "$3/result.json"\n'
+    )
+    ran = flywheel("round", "--debug", "-c", config)
+    assert ran.code == 0, ran.err
+    assert "no reward, 8 undecided\nreward 0.500 ± 0.250, 1 undecided\n" in ran.out
