@@ -190,7 +190,8 @@ def test_a_hidden_task_file_in_a_directory_of_lines_is_never_read(tmp_path: Path
 def test_each_problem_of_a_file_comes_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "flywheel.yaml"
     path.write_text(
-        "sources:\n  - path: a.sqlite\n  - type: jsonl\n    pth: b\njudge:\n  modell: x\ntraining: {steps: -1}\nbogus: 1\n"
+        "sources:\n  - path: a.sqlite\n  - type: jsonl\n    pth: b\n"
+        "judge:\n  modell: x\ntraining: {steps: -1}\nbogus: 1\n"
     )
     with pytest.raises(ConfigError) as raised:
         load(path)
