@@ -30,7 +30,7 @@ class SkipReason(StrEnum):
     INTERRUPTED = "interrupted"
     """the user stopped the agent in the middle of its reply"""
     UNFINISHED = "unfinished"
-    """the agent span never arrived (its process died)"""
+    """the agent span never arrived (its process died), or the agent stopped until a tool is allowed or carried out"""
     NO_QUERY = "no_query"
     """the span holds no question to answer"""
     NO_ANSWER = "no_answer"

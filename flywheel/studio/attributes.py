@@ -6,7 +6,6 @@ Each function takes the first of: the GenAI convention (`gen_ai.…`), the funct
 
 from __future__ import annotations
 
-import re
 from functools import lru_cache
 from typing import Any, Final
 
@@ -14,17 +13,17 @@ from msgspec import Raw, Struct
 
 from flywheel.nested import dig
 from flywheel.studio.content import FINISH_FUNCTIONS, Message, call_of, chat_of, messages_of, result_text, tool_of
-from flywheel.studio.literal import ReprError, is_result, parse_call
+from flywheel.studio.literal import is_result, parse_call
 from flywheel.studio.recorded import NOTHING, first_of, items_of, value_of
 from flywheel.studio.span import Span
-from flywheel.trace import ChatMessage, SpanStatus
+from flywheel.trace import ChatMessage
 
-_ERROR_TEXT: Final = re.compile(r"(?:Error|[A-Z]\w*(?:Error|Exception)): ")
 _REMEMBERED: Final = 8_192
 """Bytes of a message or of tool definitions, above which their meaning is not kept for the next time."""
 
 
-def _text(*candidates: Any) -> str:
+def first_text(*candidates: Any) -> str:
+    """The first of some values that is a text and not empty."""
     for value in candidates:
         if isinstance(value, str) and value:
             return value
@@ -45,9 +44,14 @@ def agent_name(span: Span) -> str:
     attributes = span.attributes
     return (
         attributes.gen_ai.agent.name
-        or _text(dig(value_of(attributes.metadata), "name"))
+        or first_text(dig(value_of(attributes.metadata), "name"))
         or span.name.removeprefix("invoke_agent ")
     )
+
+
+def agent_id(span: Span) -> str:
+    """Which agent it was, whatever its name; empty where the client or the server left it out."""
+    return span.attributes.gen_ai.agent.id or first_text(dig(value_of(span.attributes.metadata), "id"))
 
 
 def user_id(span: Span) -> str:
@@ -89,8 +93,9 @@ def returned_metadata(span: Span) -> dict[str, Any]:
 
 
 def wants_structure(span: Span) -> bool:
-    """Whether the caller asked for structured output (AgentScope 1.x records the argument)."""
-    return bool(value_of(span.attributes.recorded.input.kwargs.structured_model))
+    """Whether an agent or a model was asked for structured output (AgentScope 1.x records the argument)."""
+    wanted = span.attributes.recorded.input.kwargs.structured_model
+    return wanted is not NOTHING and bool(value_of(wanted))
 
 
 def conversation(span: Span) -> list[ChatMessage]:
@@ -145,7 +150,7 @@ def model_output(span: Span) -> Message | None:
 
 def model_name(span: Span) -> str:
     attributes = span.attributes
-    return attributes.gen_ai.request.model or _text(dig(value_of(attributes.metadata), "model_name"))
+    return attributes.gen_ai.request.model or first_text(dig(value_of(attributes.metadata), "model_name"))
 
 
 def answering_model(span: Span) -> str:
@@ -230,70 +235,3 @@ def tool_use(span: Span) -> ToolUse:
     if arguments is None:
         arguments = dig(called, "input")
     return ToolUse(span, call, arguments, value_of(recorded.output) if output is None else output)
-
-
-def exception(span: Span) -> tuple[str, str]:
-    """Type and message of the last exception recorded in a span, two empty texts without one."""
-    for event in reversed(span.events):
-        if event.get("name") != "exception":
-            continue
-        details = event.get("attributes")
-        kind = _text(dig(details, "exception", "type"), dig(details, "exception.type"))
-        return kind, _text(dig(details, "exception", "message"), dig(details, "exception.message"))
-    return "", ""
-
-
-def error_text(span: Span) -> str:
-    """Why a span failed, in one line; empty for one that did not."""
-    kind, message = exception(span)
-    if span.status is not SpanStatus.ERROR and not kind:
-        return ""
-    cause = span.status_message or message
-    return " ".join(f"{kind.rpartition('.')[2]}: {cause}".strip(": ").split()) or "the span ended with an error"
-
-
-def tool_failure(tool: ToolUse) -> str:
-    """Why a tool call failed, in one line; empty for one that did not.
-
-    2.x says so by the result's state. 1.x returns what went wrong as a text that begins with its kind, and both end
-    the span as if all were well.
-    """
-    if told := error_text(tool.span):
-        return told
-    output = tool.output
-    if output is None or (isinstance(output, str) and "Error:" not in output and "Exception:" not in output):
-        # Most results: no need to find the text in them.
-        return ""
-    state = dig(output, "state")
-    text = " ".join((tool.result or "").split())
-    if state == "error":
-        return text or "the tool says so"
-    return text if not isinstance(state, str) and is_error_text(text) else ""
-
-
-def is_error_text(text: str) -> bool:
-    """Whether a tool's result reads as what AgentScope writes for a tool that raised or is not there."""
-    return _ERROR_TEXT.match(text) is not None
-
-
-def was_cut_short(span: Span) -> bool:
-    """Whether a model call or a tool says that it was interrupted before its end."""
-    if span.events and exception(span)[0].endswith("CancelledError"):
-        return True
-    attributes = span.attributes
-    reasons, call = attributes.gen_ai.response.finish_reasons, attributes.gen_ai.tool.call
-    output = attributes.recorded.output
-    if b"interrupted" not in b" ".join((reasons, call, output)):
-        # Most of them: nothing needs to be read.
-        return False
-    found = value_of(reasons)
-    if isinstance(found, list) and "interrupted" in found:
-        return True
-    returned = dig(value_of(call), "result")
-    returned = value_of(output) if returned is None else returned
-    if isinstance(returned, str) and is_result(returned):
-        try:
-            return "is_interrupted=True" in returned and parse_call(returned).get("is_interrupted") is True
-        except ReprError:
-            return False
-    return dig(returned, "state") == "interrupted" or dig(returned, "is_interrupted") is True

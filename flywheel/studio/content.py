@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from flywheel.studio.literal import ReprError, is_message, is_result, parse_call
+from flywheel.studio.literal import ReprError, is_block, is_message, is_result, parse_call
 from flywheel.trace import ChatMessage
 
 Message = dict[str, Any]
@@ -69,8 +69,17 @@ def text_of(message: Message) -> str:
     return _text(blocks_of(message))
 
 
+def texts_of(message: Message) -> list[str]:
+    """The same, text by text."""
+    return _texts(blocks_of(message))
+
+
+def _texts(blocks: Iterable[dict[str, Any]]) -> list[str]:
+    return [_plain(block.get("text", block.get("content"))) for block in blocks if block.get("type") == "text"]
+
+
 def _text(blocks: Iterable[dict[str, Any]]) -> str:
-    texts = [_plain(block.get("text", block.get("content"))) for block in blocks if block.get("type") == "text"]
+    texts = _texts(blocks)
     return texts[0] if len(texts) == 1 else "\n".join(texts)
 
 
@@ -116,9 +125,10 @@ def result_text(value: Any) -> str:
                 return result_text(parse_call(value).get("content"))
             except ReprError:
                 return value
-        if value.startswith("[{"):
+        if value.startswith(_BLOCKS):
             try:
-                decoded = json.loads(value)
+                # AgentScope 2.0.7 to 2.0.10 write results in a conversation as the JSON of reprs of blocks.
+                decoded = [parse_call(block) if is_block(block) else block for block in json.loads(value)]
             except (ValueError, RecursionError):
                 return value
             if all(isinstance(block, dict) and "type" in block for block in decoded):
@@ -169,6 +179,7 @@ def chat_of(message: Message) -> list[ChatMessage]:
     return done
 
 
+_BLOCKS: Final = ("[{", '["TextBlock(', '["DataBlock(', '["ThinkingBlock(', '["HintBlock(')
 _CALLS: Final = ("tool_use", "tool_call")
 _RESULTS: Final = ("tool_result", "tool_call_response")
 

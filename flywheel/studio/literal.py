@@ -31,6 +31,13 @@ def is_result(text: str) -> bool:
     return text.startswith(("ToolResponse(content=", "ChatResponse(content="))
 
 
+def is_block(value: object) -> bool:
+    """Whether something presents itself as the repr of a block of a message."""
+    return isinstance(value, str) and value.startswith(
+        ("TextBlock(type=", "DataBlock(type=", "ThinkingBlock(type=", "HintBlock(type=")
+    )
+
+
 @lru_cache(maxsize=16)
 def parse_call(text: str) -> dict[str, Any]:
     """The keyword arguments of a repr such as `Msg(…)`; the caller must not change them. Raises ReprError.

@@ -12,6 +12,7 @@ from typing import Any, Final, TypeVar, get_type_hints
 
 import msgspec
 from msgspec import Raw, Struct
+from msgspec.structs import replace
 
 NOTHING: Final = Raw(b"null")
 """A value that is not there, which is the same here as one that is null."""
@@ -24,6 +25,7 @@ class Operation(Struct, frozen=True):
 
 
 class Agent(Struct, frozen=True):
+    id: str = ""
     name: str = ""
 
 
@@ -79,8 +81,16 @@ class Function(Struct, frozen=True):
     output: Raw = NOTHING
 
 
+class Pause(Struct, frozen=True):
+    """The tools for which a reply of AgentScope 2.x stopped until it is called again."""
+
+    hitl_pending_tools: Raw = NOTHING
+    external_execution_pending_tools: Raw = NOTHING
+
+
 class AgentScope(Struct, frozen=True):
     function: Function | None = None
+    agent: Pause = Pause()
 
 
 class Person(Struct, frozen=True):
@@ -104,7 +114,24 @@ class Attributes(Function, frozen=True):
         return self.agentscope.function or self
 
 
+class _NamedArguments(Struct, frozen=True):
+    kwargs: dict[str, Raw] = {}
+
+
+class _NamedFunction(Struct, frozen=True):
+    input: _NamedArguments = _NamedArguments()
+
+
+class _NamedScope(Struct, frozen=True):
+    function: _NamedFunction | None = None
+
+
+class _Named(_NamedFunction, frozen=True):
+    agentscope: _NamedScope = _NamedScope()
+
+
 _attributes = msgspec.json.Decoder(Attributes).decode
+_named = msgspec.json.Decoder(_Named).decode
 _items = msgspec.json.Decoder(list[Raw]).decode
 _anything = msgspec.json.Decoder().decode
 
@@ -123,6 +150,35 @@ def attributes_of(data: bytes) -> Attributes:
     if not isinstance(value, dict):
         raise TypeError(f"a JSON {type(value).__name__}, not an object")
     return _pruned(value, Attributes)
+
+
+def with_first_argument(found: Attributes, data: bytes | None) -> Attributes:
+    """An agent's attributes, with what it was handed as `msg` where its own `reply` calls that otherwise.
+
+    Clients record arguments by name. The first message is it, else the first text.
+    """
+    recorded = found.recorded
+    if (
+        found.gen_ai.input.messages is not NOTHING
+        or recorded.input.kwargs.msg is not NOTHING
+        or data is None
+        or b'"kwargs"' not in data
+    ):
+        return found
+    try:
+        named = _named(data)
+    except (msgspec.MsgspecError, RecursionError):
+        return found
+    values = [bytes(value) for value in (named.agentscope.function or named).input.kwargs.values()]
+    messages = (value for value in values if value.startswith((b'"Msg(id=', b'["Msg(id=')))
+    handed = next(messages, None) or next((value for value in values if value[:1] == b'"' and len(value) > 2), None)
+    if handed is None or items_of(recorded.input.args):
+        return found
+    kwargs = replace(recorded.input.kwargs, msg=Raw(handed))
+    function = Function(replace(recorded.input, kwargs=kwargs), recorded.output)
+    if found.agentscope.function is None:
+        return replace(found, input=function.input)
+    return replace(found, agentscope=replace(found.agentscope, function=function))
 
 
 def _pruned(value: dict[str, Any], kind: type[S]) -> S:

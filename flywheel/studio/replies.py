@@ -15,7 +15,8 @@ from typing import Any, Final
 
 from flywheel.states import SkipReason
 from flywheel.studio import attributes as at
-from flywheel.studio.content import Message, images_of, text_of
+from flywheel.studio import outcome
+from flywheel.studio.content import Message, images_of, text_of, texts_of
 from flywheel.studio.span import Span
 from flywheel.studio.tree import Role, Tree
 from flywheel.studio.work import Work
@@ -39,17 +40,18 @@ def finished_reply(tree: Tree, agent: Span, selection: Selection) -> Reply:
     answer = text_of(output) if output else ""
     request = _request(handed)
     conversation = work.first_input()
+    resumed: tuple[ChatMessage, ...] = ()
     if not handed:
-        # The agent was called without a message: it answers what it had observed before.
-        request = next((m["content"] for m in reversed(conversation) if m["role"] != "system"), "")
-    history, turn = _history(conversation, request, len(handed))
+        conversation, resumed = _resumed(conversation)
+        request = conversation[-1]["content"] if conversation and conversation[-1]["role"] != "system" else ""
+    history, turn = _history(conversation, request, handed)
     asked = placement.asked if placement.role is Role.LAST else agent
     query = request if asked is agent else _request(at.agent_input(asked))
     images: dict[str, None] = {}
     for message in handed:
         images.update(dict.fromkeys(images_of(message)))
     name = at.agent_name(agent)
-    steps = work.trajectory(answer)
+    steps = work.trajectory(answer, resumed)
     is_asked = bool(query.strip() or images)
     skip, detail = _skip(agent, work, output, answer, is_asked, placement.role, name, selection)
     return Reply(
@@ -82,7 +84,7 @@ def unfinished_reply(tree: Tree, parent_id: str, children: Sequence[Span]) -> Re
     work = Work(tree.own(parent_id))
     conversation = work.first_input()
     request = next((m["content"] for m in reversed(conversation) if m["role"] == "user"), "")
-    history, turn = _history(conversation, request, 1)
+    history, turn = _history(conversation, request, ())
     return Reply(
         span_id=parent_id,
         trace_id=children[0].trace_id,
@@ -112,7 +114,21 @@ def _request(handed: Sequence[Message]) -> str:
     return ""
 
 
-def _history(conversation: Sequence[ChatMessage], request: str, handed: int) -> tuple[tuple[ChatMessage, ...], int]:
+def _resumed(conversation: list[ChatMessage]) -> tuple[list[ChatMessage], tuple[ChatMessage, ...]]:
+    """What an agent that was called without a message answers, and the steps that it had taken already.
+
+    It answers what it had observed before. Or it goes on with a reply that had stopped at a tool, to be allowed by a
+    person or carried out elsewhere: then it answers the question before those steps.
+    """
+    end = len(conversation)
+    while end and (conversation[end - 1]["role"] == "tool" or "tool_calls" in conversation[end - 1]):
+        end -= 1
+    return conversation[:end], tuple(conversation[end:])
+
+
+def _history(
+    conversation: Sequence[ChatMessage], request: str, handed: Sequence[Message]
+) -> tuple[tuple[ChatMessage, ...], int]:
     """The conversation without the request, and how many turns came before.
 
     The request is the last user message of that text; a pipeline stage is handed an assistant's message. What was put
@@ -121,10 +137,31 @@ def _history(conversation: Sequence[ChatMessage], request: str, handed: int) -> 
     place = _place_of(conversation, request)
     if place is None:
         return tuple(conversation), 0
+    before = list(conversation[:place])
+    asked = conversation[place]
+    if asked["content"] != request and (earlier := _earlier(asked["content"], handed)):
+        before.append({**asked, "content": earlier})
     asked_before = 0
-    for message in conversation[:place]:
+    for message in before:
         asked_before += message["role"] == "user"
-    return (*conversation[:place], *conversation[place + 1 :]), max(0, asked_before - max(0, handed - 1))
+    return (*before, *conversation[place + 1 :]), max(0, asked_before - max(0, len(handed) - 1))
+
+
+def _earlier(told: str, handed: Sequence[Message]) -> str:
+    """What a message tells of the conversation before the request; empty where it tells nothing else.
+
+    AgentScope's formatters for several agents write a conversation into one message, between tags, each text in it
+    behind its speaker's name.
+    """
+    message = next((message for message in reversed(handed) if text_of(message)), None)
+    if message is None:
+        return ""
+    asked = "".join(f"\n{message.get('name')}: {text}" for text in texts_of(message))
+    head, end, _ = told.rpartition("\n</history>")
+    if not end or not head.endswith(asked):
+        return ""
+    head = head[: -len(asked)]
+    return "" if head.endswith("<history>") else head + end
 
 
 def _place_of(conversation: Sequence[ChatMessage], request: str) -> int | None:
@@ -170,16 +207,18 @@ def _skip(
     if _was_interrupted(agent, work, output, answer):
         return SkipReason.INTERRUPTED, "the reply was interrupted"
     if agent.status is SpanStatus.ERROR:
-        return SkipReason.ERROR, at.error_text(agent)
+        return SkipReason.ERROR, outcome.error_text(agent)
     if output is None:
-        return SkipReason.ERROR, at.error_text(agent) or "the agent's span has no output"
+        return SkipReason.ERROR, outcome.error_text(agent) or "the agent's span has no output"
+    if waits := outcome.waits_for(agent):
+        return SkipReason.UNFINISHED, f"it stopped until {', '.join(waits)} is allowed or carried out elsewhere"
     if not asked:
         return SkipReason.NO_QUERY, "the agent was handed no text and no image"
     return None, ""
 
 
 def _was_interrupted(agent: Span, work: Work, output: Message | None, answer: str) -> bool:
-    if at.exception(agent)[0].endswith("CancelledError"):
+    if outcome.exception(agent)[0].endswith("CancelledError"):
         return True
     metadata = at.returned_metadata(agent) if output else {}
     if metadata.get("_is_interrupted") is True or metadata.get("is_interrupted") is True:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from flywheel.nested import dig
+from flywheel.studio.recorded import with_first_argument
 from flywheel.studio.row import (
     TABLE,
     Row,
@@ -78,6 +79,9 @@ def fingerprint(columns: Sequence[tuple[str, str]]) -> str:
 
 def _span_1(row: Row) -> Span:
     rowid, span_id, trace_id, parent, ended, attributes, name, events, status, kind, started, message, run = row
+    found = attributes_in(attributes)
+    if kind == b"AGENT":
+        found = with_first_argument(found, attributes)
     return Span(
         rowid,
         id_in(span_id, "id"),
@@ -90,7 +94,7 @@ def _span_1(row: Row) -> Span:
         _STATUS_1.get(status, SpanStatus.UNSET),
         text_in(message, "statusMessage"),
         text_in(run, "run_id"),
-        attributes_in(attributes),
+        found,
         events_in(events),
     )
 
@@ -102,6 +106,8 @@ def _span_2(row: Row) -> Span:
     kind = _KINDS_2.get(found.gen_ai.operation.name)
     if kind is None:
         kind = _KINDS_2.get(text_in(operation, "operationName"), SpanKind.OTHER)
+    if kind is SpanKind.AGENT:
+        found = with_first_argument(found, attributes)
     state, message = _STATUS_2.get(status) or _status_of(status)
     return Span(
         rowid,

@@ -15,7 +15,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from flywheel.studio.attributes import agent_input, agent_name, agent_output
+from flywheel.studio import attributes as at
 from flywheel.studio.content import text_of
 from flywheel.studio.literal import ReprError
 from flywheel.studio.span import Span, SpanKind, in_order
@@ -87,8 +87,8 @@ class Tree:
     def own(self, agent_id: str) -> list[Span]:
         """The spans of one agent in the order they began, without those of agents it called as tools.
 
-        A reply that only delegates to its superclass is two agent spans of one name, one right below the other: the
-        inner spans belong to both.
+        A reply that only delegates to its superclass is two spans of one agent, one right below the other: the inner
+        spans belong to both.
         """
         if self._is_plain:
             return self._children[agent_id]
@@ -102,8 +102,7 @@ class Tree:
                 continue
             seen.add(span.span_id)
             if span.kind is SpanKind.AGENT:
-                delegated = agent is not None and span.parent_id == agent_id and agent_name(span) == agent_name(agent)
-                if not delegated:
+                if agent is None or span.parent_id != agent_id or not _is_delegated(agent, span):
                     continue
             else:
                 found.append(span)
@@ -153,6 +152,12 @@ def _is_agents(children: list[Span]) -> bool:
     return any(child.kind is not SpanKind.AGENT and child.kind is not SpanKind.OTHER for child in children)
 
 
+def _is_delegated(agent: Span, below: Span) -> bool:
+    """Whether the agent right below is the same one: another of that name has an id of its own."""
+    ids = {at.agent_id(agent), at.agent_id(below)} - {""}
+    return len(ids) < 2 and at.agent_name(agent) == at.agent_name(below)
+
+
 class _Stage(Struct, frozen=True):
     """An agent beside others: what it was handed, as roles and texts, and what it answered."""
 
@@ -182,13 +187,13 @@ class _Stage(Struct, frozen=True):
 
 def _stage(agent: Span) -> _Stage:
     try:
-        output = agent_output(agent)
-        handed = [(str(message.get("role")), _plain(text_of(message))) for message in agent_input(agent)]
+        output = at.agent_output(agent)
+        handed = [(str(message.get("role")), _plain(text_of(message))) for message in at.agent_input(agent)]
     except ReprError:
         # It costs its own reply, which is told elsewhere.
-        return _Stage(agent, agent_name(agent), [("user", "")], "")
+        return _Stage(agent, at.agent_name(agent), [("user", "")], "")
     answer = _plain(text_of(output)) if output and agent.status is not SpanStatus.ERROR else ""
-    return _Stage(agent, agent_name(agent), handed, answer)
+    return _Stage(agent, at.agent_name(agent), handed, answer)
 
 
 def _plain(text: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flywheel.studio import attributes as at
+from flywheel.studio import outcome
 from flywheel.studio.content import FINISH_FUNCTIONS, Message, chat_of, text_of, without_finish
 from flywheel.studio.span import Span, SpanKind, in_order
 from flywheel.trace import ChatMessage, SpanStatus
@@ -20,20 +21,30 @@ class Work:
         self.said: list[Message | None] = []
         """What each model call answered."""
         self.tools: list[at.ToolUse] = []
+        self._aside: list[int] = []
+        """The model calls that only prepared for later ones: the agent had them fill a structure (a search query made
+        of the question, a summary of what no longer fits), and no part of that is its conversation with the user."""
         for span in own:
             if span.kind is SpanKind.LLM:
+                if at.wants_structure(span):
+                    self._aside.append(len(self.models))
                 self.models.append(span)
                 self.said.append(at.model_output(span))
             elif span.kind is SpanKind.TOOL:
                 self.tools.append(at.tool_use(span))
+        last = len(self.models) - 1
+        while self._aside and self._aside[-1] == last:
+            self._aside.pop()
+            last -= 1
 
     def of_models(self) -> dict[str, Any]:
         """What the model calls say together, by the names of a reply's fields."""
         model = adapter = ""
         tools: tuple[dict[str, Any], ...] = ()
         inputs = outputs = 0
-        for span in self.models:
-            model = model or at.model_name(span)
+        for place, span in enumerate(self.models):
+            if not model and place not in self._aside:
+                model = at.model_name(span)
             tools = tools or at.tool_definitions(span)
             given, answered = at.tokens(span)
             inputs += given
@@ -50,8 +61,8 @@ class Work:
 
     def first_input(self) -> list[ChatMessage]:
         """What the first model call was given: the conversation so far."""
-        for span in self.models:
-            if given := at.conversation(span):
+        for place, span in enumerate(self.models):
+            if place not in self._aside and (given := at.conversation(span)):
                 # AgentScope 2.x already appends the empty message that it is about to fill.
                 while given and given[-1] == {"role": "assistant", "content": ""}:
                     given.pop()
@@ -62,13 +73,21 @@ class Work:
         """The agent's name, as its own messages in the model calls' inputs carry it."""
         return next((name for span in self.models if (name := at.speaker(span))), "")
 
-    def trajectory(self, answer: str) -> tuple[ChatMessage, ...]:
-        """The steps between request and answer: what the model said and called, and what the tools returned."""
+    def trajectory(self, answer: str, before: Sequence[ChatMessage] = ()) -> tuple[ChatMessage, ...]:
+        """The steps between request and answer: what the model said and called, and what the tools returned.
+
+        A reply that goes on where it had stopped begins with the steps `before`.
+        """
         unused = list(self.tools)
+        if before:
+            done = {step["tool_call_id"] for step in before if step["role"] == "tool"}
+            unused = [tool for tool in unused if tool.id not in done]
         answer = answer.strip()
-        steps: list[ChatMessage] = []
+        steps: list[ChatMessage] = list(before)
         last = len(self.models) - 1
         for place, said in enumerate(self.said):
+            if place in self._aside:
+                continue
             until = self.models[place + 1].started_ns if place < last else None
             for message in chat_of(said) if said else ():
                 wanted = message.get("tool_calls", ())
@@ -102,8 +121,12 @@ class Work:
 
     def errors(self, steps: Sequence[ChatMessage]) -> tuple[str, ...]:
         """The model and tool calls that failed, with the reason; a failed call may have been made again since."""
-        failed = [(tool.span, f"tool {tool.name}: {why}") for tool in self.tools if (why := at.tool_failure(tool))]
-        failed += [(span, f"model: {at.error_text(span)}") for span in self.models if span.status is SpanStatus.ERROR]
+        failed = [
+            (tool.span, f"tool {tool.name}: {why}") for tool in self.tools if (why := outcome.tool_failure(tool))
+        ]
+        failed += [
+            (span, f"model: {outcome.error_text(span)}") for span in self.models if span.status is SpanStatus.ERROR
+        ]
         failed.sort(key=lambda one: in_order(one[0]))
         told = [why[:500] for _, why in failed]
         results = [step for step in steps if step["role"] == "tool"]
@@ -111,7 +134,7 @@ class Work:
             # A call without a span of its own: 2.x makes none for a tool that is not there.
             spans = {"", *(tool.id for tool in self.tools)}
             alone = [step for step in results if step["tool_call_id"] not in spans]
-            told += [f"tool {s['name']}: {s['content']}"[:500] for s in alone if at.is_error_text(s["content"])]
+            told += [f"tool {s['name']}: {s['content']}"[:500] for s in alone if outcome.is_error_text(s["content"])]
         return tuple(told)
 
     def structured(self) -> dict[str, Any] | None:
@@ -128,7 +151,7 @@ class Work:
         """Whether its last model call or tool says that it was interrupted."""
         for span in reversed(self.own):
             if span.kind is SpanKind.LLM or span.kind is SpanKind.TOOL:
-                return at.was_cut_short(span)
+                return outcome.was_cut_short(span)
         return False
 
     def texts(self) -> list[str]:

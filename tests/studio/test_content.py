@@ -136,3 +136,15 @@ def test_tool_definitions_get_one_form() -> None:
     flat = {"type": "function", "name": "add", "description": "d", "parameters": {"type": "object"}}
     nested = {"type": "function", "function": {"name": "add", "description": "d", "parameters": {"type": "object"}}}
     assert tool_of(flat) == tool_of(nested) == nested
+
+
+def test_a_result_may_be_json_of_reprs_of_blocks() -> None:
+    blocks = json.dumps(["TextBlock(type='text', text=\"it's\\n[1]\", id='a')", "DataBlock(type='data', id='b')"])
+    assert result_text(blocks) == "it's\n[1]"
+
+
+@pytest.mark.parametrize(
+    "text", ['["TextBlock(type=', "[\"TextBlock(type='text', text='cut\"]", '["TextBlock(x)", "y"]']
+)
+def test_what_only_looks_like_reprs_of_blocks_is_a_text(text: str) -> None:
+    assert result_text(text) == text
