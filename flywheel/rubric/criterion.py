@@ -40,6 +40,13 @@ def wrong(message: str, *at: str | int, pos: int | None = None) -> PydanticCusto
     return PydanticCustomError("rubric", "{message}", {"message": message, "at": list(at), "pos": pos})
 
 
+def no_truth_value(value: Any) -> Any:
+    """YAML reads an unquoted off as false, which would do as a 0."""
+    if isinstance(value, bool):
+        raise ValueError("must be a number; yes, no, on and off are none")
+    return value
+
+
 class Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -69,6 +76,8 @@ class Criterion(Part):
     """The most calls for `tool-called`. Default: any number."""
     match: Literal["exact", "subsequence"] | None = Field(default=None, exclude_if=_is_none)
     """Whether `tool-sequence` lists all calls, or calls that others may stand between (the default)."""
+
+    _a_number = field_validator("weight", mode="before")(no_truth_value)
 
     @field_validator("choices", mode="before")
     @classmethod
@@ -107,6 +116,8 @@ class Criterion(Part):
     def _check_choices(self) -> None:
         if any(not 0 <= value <= 1 for value in self.choices.values()):
             raise wrong("values of choices must be in 0…1", "choices")
+        if any(choice != choice.strip() or not choice for choice in self.choices):
+            raise wrong("choices must not be empty, nor begin or end with white space", "choices")
         if self.choices and len({choice.casefold() for choice in self.choices}) < max(2, len(self.choices)):
             raise wrong("choices must be two or more that differ not only in upper and lower case", "choices")
 

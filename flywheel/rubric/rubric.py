@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
-from flywheel.rubric.criterion import Criterion, Part, wrong
+from flywheel.rubric.criterion import Criterion, Part, no_truth_value, wrong
 
 FLAT_ID: Final = "custom_rubrics"
 FLAT_CHOICES: Final = ("BAD", "GOOD")
@@ -96,6 +96,8 @@ class Rubric(Part):
     """Replies with the verdicts that they should get; `flywheel rubric check` holds the checks against them."""
     files: SkipJsonSchema[dict[str, UsedFile]] = Field(default={}, exclude_if=lambda files: not files)
     """The files that criteria name, read with the rubric: a round grades by what was there when it was planned."""
+
+    _a_number = field_validator("threshold", mode="before")(no_truth_value)
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

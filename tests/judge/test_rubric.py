@@ -39,6 +39,10 @@ YES = {"id": "a", "value": "It is so."}
         ({"id": "r", "criteria": [{**YES, "choices": ["one"]}]}, "at least two"),
         ({"id": "r", "criteria": [{**YES, "choices": {"bad": 0, "good": 2}}]}, "in 0…1"),
         ({"id": "r", "criteria": [{**YES, "choices": {"Yes": 0, "yes": 1}}]}, "upper and lower case"),
+        ({"id": "r", "criteria": [{**YES, "choices": [" good", "good"]}]}, "white space"),
+        ({"id": "r", "criteria": [{**YES, "choices": ["", "good"]}]}, "white space"),
+        ({"id": "r", "criteria": [{**YES, "weight": True}]}, "must be a number"),
+        ({"id": "r", "threshold": False, "criteria": [YES]}, "must be a number"),
         ({"id": "r", "criteria": [{**YES, "required": True, "weight": -1}, {"id": "b", "value": "x"}]}, "take away"),
         ({"id": "r", "criteria": [{**YES, "weight": float("nan")}]}, "finite number"),
         (
