@@ -1,7 +1,8 @@
 """Messages as clients write them, and as the OpenAI chat form.
 
-Three dialects occur: AgentScope's own messages (`content` is text or a list of blocks), the GenAI convention
-(`parts`) and the OpenAI form that formatters produce. Reasoning never counts as text.
+These dialects occur: AgentScope's own messages (`content` is text or a list of blocks), the GenAI convention
+(`parts`), and what formatters produce, in the form of OpenAI, Anthropic, DashScope or Gemini. Reasoning never counts
+as text.
 """
 
 from __future__ import annotations
@@ -56,12 +57,32 @@ def _blocks(content: Any) -> list[dict[str, Any]]:
         return []
     if isinstance(content, list):
         for item in content:
-            if not isinstance(item, dict):
+            if not isinstance(item, dict) or "type" not in item:
                 return [block for item in content for block in _blocks(item)]
         return content
     if isinstance(content, dict):
-        return [content]
+        return [content if "type" in content else _typed(content)]
     return [{"type": "text", "text": _plain(content)}]
+
+
+def _typed(block: dict[str, Any]) -> dict[str, Any]:
+    """A block as DashScope's and Gemini's interfaces have it, without a type, as one that has it."""
+    match block:
+        case {"thought": True}:
+            return {"type": "thinking", **block}
+        case {"text": str()}:
+            return {"type": "text", **block}
+        case {"image": str(url)}:
+            return {"type": "image", "source": {"url": url}}
+        case {"function_call": {"name": name, **call}}:
+            # AgentScope hands Gemini's own signature of a call round as the call's id.
+            call_id = call.get("id") or block.get("thought_signature")
+            return {"type": "tool_use", "id": call_id, "name": name, "input": call.get("args")}
+        case {"function_response": {"name": name, **result}}:
+            output = result.get("response")
+            output = output["output"] if isinstance(output, dict) and "output" in output else output
+            return {"type": "tool_result", "id": result.get("id"), "name": name, "output": output}
+    return block
 
 
 def text_of(message: Message) -> str:
@@ -146,7 +167,8 @@ def result_text(value: Any) -> str:
 def chat_of(message: Message) -> list[ChatMessage]:
     """A message in the OpenAI form: one message, or several where it holds tool results between its parts."""
     role = message.get("role")
-    role = role if role in ROLES else "user"
+    if role not in ROLES:
+        role = "assistant" if role == "model" else "user"
     blocks = blocks_of(message)
     if role == "tool":
         call_id = message.get("tool_call_id")
@@ -173,7 +195,8 @@ def chat_of(message: Message) -> list[ChatMessage]:
             if texts or calls:
                 done.append(_said(role, texts, calls))
                 texts, calls = [], []
-            done.append(_tool_message(block.get("id"), block.get("name"), result_text(_result_in(block))))
+            call_id = block.get("id", block.get("tool_use_id"))
+            done.append(_tool_message(call_id, block.get("name"), result_text(_result_in(block))))
     if texts or calls or not done:
         done.append(_said(role, texts, calls))
     return done
@@ -185,7 +208,8 @@ _RESULTS: Final = ("tool_result", "tool_call_response")
 
 
 def _result_in(block: dict[str, Any]) -> Any:
-    return block.get("output" if block["type"] == "tool_result" else "response")
+    # Anthropic's interface has the result as content.
+    return block.get("output", block.get("content")) if block["type"] == "tool_result" else block.get("response")
 
 
 def _said(role: str, texts: list[dict[str, Any]], calls: list[dict[str, Any]]) -> ChatMessage:

@@ -158,12 +158,7 @@ def with_first_argument(found: Attributes, data: bytes | None) -> Attributes:
     Clients record arguments by name. The first message is it, else the first text.
     """
     recorded = found.recorded
-    if (
-        found.gen_ai.input.messages is not NOTHING
-        or recorded.input.kwargs.msg is not NOTHING
-        or data is None
-        or b'"kwargs"' not in data
-    ):
+    if recorded.input.kwargs.msg is not NOTHING or data is None or b'"kwargs"' not in data:
         return found
     try:
         named = _named(data)

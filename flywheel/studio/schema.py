@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from flywheel.nested import dig
-from flywheel.studio.recorded import with_first_argument
+from flywheel.studio.recorded import NOTHING, with_first_argument
 from flywheel.studio.row import (
     TABLE,
     Row,
@@ -106,7 +106,7 @@ def _span_2(row: Row) -> Span:
     kind = _KINDS_2.get(found.gen_ai.operation.name)
     if kind is None:
         kind = _KINDS_2.get(text_in(operation, "operationName"), SpanKind.OTHER)
-    if kind is SpanKind.AGENT:
+    if kind is SpanKind.AGENT and found.gen_ai.input.messages is NOTHING:
         found = with_first_argument(found, attributes)
     state, message = _STATUS_2.get(status) or _status_of(status)
     return Span(

@@ -138,6 +138,69 @@ def test_tool_definitions_get_one_form() -> None:
     assert tool_of(flat) == tool_of(nested) == nested
 
 
+CALLS = [
+    {"id": f"c{n}", "type": "function", "function": {"name": "number", "arguments": f'{{"n": {n}}}'}} for n in (3, 4)
+]
+ANTHROPIC: list[dict[str, Any]] = [
+    {"role": "user", "content": [{"type": "text", "text": "Use tools."}]},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "text", "text": "I look."},
+            {"id": "c3", "type": "tool_use", "name": "number", "input": {"n": 3}},
+            {"id": "c4", "type": "tool_use", "name": "number", "input": {"n": 4}},
+        ],
+    },
+    *(
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": f"c{n}", "content": [{"type": "text", "text": f"is {n}"}]}
+            ],
+        }
+        for n in (3, 4)
+    ),
+    {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "Two."}]},
+]
+GEMINI: list[dict[str, Any]] = [
+    {"role": "user", "parts": [{"text": "Use tools."}]},
+    {
+        "role": "model",
+        "parts": [
+            {"text": "I look."},
+            {"function_call": {"id": None, "name": "number", "args": {"n": 3}}, "thought_signature": "c3"},
+            {"function_call": {"id": "c4", "name": "number", "args": {"n": 4}}},
+        ],
+    },
+    *(
+        {
+            "role": "user",
+            "parts": [{"function_response": {"id": f"c{n}", "name": "number", "response": {"output": f"is {n}"}}}],
+        }
+        for n in (3, 4)
+    ),
+    {"role": "model", "parts": [{"text": "hm", "thought": True}, {"text": "Two."}]},
+]
+
+
+@pytest.mark.parametrize("given", [ANTHROPIC, GEMINI], ids=["anthropic", "gemini"])
+def test_what_other_interfaces_are_given_becomes_the_openai_form(given: list[dict[str, Any]]) -> None:
+    told = without_finish([chat for one in messages_of(given) for chat in chat_of(one)])
+    assert told == [
+        {"role": "user", "content": "Use tools."},
+        {"role": "assistant", "content": "I look.", "tool_calls": CALLS},
+        {"role": "tool", "tool_call_id": "c3", "name": "number", "content": "is 3"},
+        {"role": "tool", "tool_call_id": "c4", "name": "number", "content": "is 4"},
+        {"role": "assistant", "content": "Two."},
+    ]
+
+
+def test_dashscope_gives_its_blocks_no_types() -> None:
+    asked = {"role": "user", "content": [{"text": "What is this?"}, {"image": "https://i.example/q.png"}]}
+    assert chat_of(asked) == [{"role": "user", "content": "What is this?"}]
+    assert images_of(asked) == ["https://i.example/q.png"]
+
+
 def test_a_result_may_be_json_of_reprs_of_blocks() -> None:
     blocks = json.dumps(["TextBlock(type='text', text=\"it's\\n[1]\", id='a')", "DataBlock(type='data', id='b')"])
     assert result_text(blocks) == "it's\n[1]"
