@@ -49,7 +49,7 @@ FAULTS = (
     "cut off",
     "stream",
     "choices of text",
-    "content of parts",
+    "content of thoughts",
     "error object 429",
     "billed error object",
     "huge",
@@ -310,8 +310,12 @@ def _handler(judge: JudgeServer) -> type[BaseHTTPRequestHandler]:
                 choice["finish_reason"] = "length"
             elif behaviour == "choices of text":
                 completion["choices"] = [text]
+            elif behaviour == "content of thoughts":
+                choice["message"]["content"] = [{"type": "thinking", "thinking": text, "text": text}, text, None]
             elif behaviour == "content of parts":
-                choice["message"]["content"] = [{"type": "text", "text": text}]
+                thoughts = {"type": "thinking", "thinking": [{"type": "text", "text": '{"criteria": {}}'}]}
+                parts = [{"type": "text", "text": text[:9]}, {"type": "text", "text": text[9:]}]
+                choice["message"]["content"] = [thoughts, *parts]
             elif "tools" in request and not behaviour.startswith("ignoring"):
                 function = {"name": request["tools"][0]["function"]["name"], "arguments": text}
                 call = {"id": "call_1", "type": "function", "function": function}

@@ -96,7 +96,7 @@ def _of_stream(body: bytes) -> dict[str, Any]:
         usage, error = chunk.get("usage") or usage, chunk.get("error") or error
         for choice in chunk.get("choices") or ():
             delta = _dict(_dict(choice).get("delta"))
-            text += delta["content"] if isinstance(delta.get("content"), str) else ""
+            text += _said(delta.get("content"))
             for call in delta.get("tool_calls") or ():
                 function = _dict(_dict(call).get("function"))
                 name = name or str(function.get("name") or "")
@@ -128,10 +128,17 @@ def _text(message: dict[str, Any]) -> tuple[str, str, bool]:
         function = _dict(_dict(call).get("function"))
         if function.get("name") == TOOL_NAME and isinstance(arguments := function.get("arguments"), str):
             return arguments, "", True
-    content = message.get("content")
-    if not isinstance(content, str) or not content.strip():
-        return "", "the reply has no text", False
-    return content, "", False
+    content = _said(message.get("content"))
+    return (content, "", False) if content.strip() else ("", "the reply has no text", False)
+
+
+def _said(content: Any) -> str:
+    """The text of a message: most endpoints give it as it is, some in parts, with thoughts between them."""
+    if isinstance(content, str):
+        return content
+    parts = [_dict(part) for part in content] if isinstance(content, list) else []
+    texts = (part.get("text") for part in parts if part.get("type", "text") == "text")
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def _dict(value: Any) -> dict[str, Any]:

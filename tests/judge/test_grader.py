@@ -214,6 +214,12 @@ def test_prose_and_fences_around_the_verdict_are_passed_over(make: MakeGrader) -
         assert make(judge).grade(GOOD).outcome is Outcome.ACCEPTED
 
 
+def test_a_reply_in_parts_is_read_without_its_thoughts(make: MakeGrader) -> None:
+    with JudgeServer(behaviour="content of parts") as judge:
+        verdict = make(judge).grade(GOOD)
+    assert (verdict.outcome, verdict.calls) == (Outcome.ACCEPTED, 1)
+
+
 def test_an_endpoint_without_schemas_is_learned_once(make: MakeGrader) -> None:
     with JudgeServer(behaviour="no schema") as judge:
         grader = make(judge)
