@@ -15,6 +15,8 @@ from flywheel.round import Comparison, Score
 RESAMPLES: Final = 9999
 EXACT: Final = 13
 """Up to so many tasks every subset is looked at: not more than are drawn of larger numbers."""
+ROUNDING: Final = 1e-9
+"""Differences of rewards that are nearer to each other are equal: 0.65 - 0.5 is not quite 0.15."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ def _sign_flips(gains: np.ndarray, confidence: float, seed: int) -> tuple[float,
 
 
 def _bootstrap(gains: np.ndarray, confidence: float, seed: int) -> tuple[tuple[float, float], str]:
-    if np.ptp(gains) == 0:
+    if np.ptp(gains) < ROUNDING:
         # Resampling equal values gives the value itself; BCa divides by their spread.
         return (float(gains[0]), float(gains[0])), "nothing else: all differences are equal"
     for method, name in (("BCa", "paired bootstrap, BCa"), ("percentile", "paired bootstrap, percentile")):

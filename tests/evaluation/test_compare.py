@@ -85,6 +85,15 @@ def test_equal_differences_have_no_width() -> None:
     assert (none.lower, none.upper) == (0, 0)
 
 
+def test_differences_that_are_equal_but_for_rounding_have_no_width_either() -> None:
+    same = [((0, 0), (0.3, 0)), ((0.3, 0), (0.3, 0.3)), ((0, 1), (0.3, 1))]
+    few = run(made(*same))
+    assert len({score.candidate - score.deployed for score in few.scores}) > 1, "-0.15, as far as floats can say so"
+    assert (few.lower, few.upper) == (-1, 1)
+    many = run(made(*same * 10))
+    assert (many.lower, many.upper) == pytest.approx((-0.15, -0.15))
+
+
 @pytest.mark.parametrize("tasks", [[], made(((1, 1), (0, 0))), made(((1, None), (0, 0)))])
 def test_without_two_tasks_nothing_is_known(tasks: list[Paired]) -> None:
     result = run(tasks)
