@@ -155,8 +155,9 @@ def test_tasks_that_nobody_could_be_asked_about_are_due_still(
     )
 
 
-def test_a_server_that_is_away_is_named(flywheel: Run, tmp_path: Path) -> None:
-    path = config(tmp_path, "sources: []\nserving: {urls: ['http://127.0.0.1:9']}")
+def test_a_server_that_is_away_is_named(flywheel: Run, tmp_path: Path, studio: Path) -> None:
+    path = config(tmp_path, f"sources: [{{path: {studio}}}]\nserving: {{urls: ['http://127.0.0.1:9']}}")
+    assert flywheel("ingest", "-c", path).code == 0
     ran = flywheel("deploy", "base", "-c", path)
     assert ran.code == 1
     assert "127.0.0.1:9" in ran.err
