@@ -86,7 +86,7 @@ def test_equal_differences_have_no_width() -> None:
 
 
 def test_differences_that_are_equal_but_for_rounding_have_no_width_either() -> None:
-    same = [((0, 0), (0.3, 0)), ((0.3, 0), (0.3, 0.3)), ((0, 1), (0.3, 1))]
+    same = [((0, 0), (0, 0.3)), ((0, 1), (0.3, 1)), ((0, 1), (0.3, 1))]
     few = run(made(*same))
     assert len({score.candidate - score.deployed for score in few.scores}) > 1, "-0.15, as far as floats can say so"
     assert (few.lower, few.upper) == (-1, 1)
