@@ -300,12 +300,16 @@ def test_a_log_left_by_a_dead_writer_is_read(tmp_path: Path) -> None:
     assert state(left) == before
 
 
-def test_no_garbage_is_collected_while_a_read_holds_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_holds_the_file_is_held_up_as_little_as_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No garbage is collected, and other threads give way sooner: the driver waits for them at every row."""
     path = Studio(tmp_path / "studio.sqlite").path
-    seen: list[bool] = []
+    usual = sys.getswitchinterval()
+    seen: list[tuple[bool, float]] = []
 
     def held(*_: Any) -> Page:
-        seen.append(gc.isenabled())
+        seen.append((gc.isenabled(), sys.getswitchinterval()))
         if len(seen) == 2:
             raise sqlite3.OperationalError("disk I/O error")
         return Page([], False, 0)
@@ -315,8 +319,10 @@ def test_no_garbage_is_collected_while_a_read_holds_the_file(tmp_path: Path, mon
         opened.page("SELECT 1", ())
         with pytest.raises(StudioError):
             opened.page("SELECT 1", ())
-    assert seen == [False, False]
+    assert [collects for collects, _ in seen] == [False, False]
+    assert [interval for _, interval in seen] == pytest.approx([page.SWITCH_SECONDS] * 2)
     assert gc.isenabled()
+    assert page.SWITCH_SECONDS < usual == pytest.approx(sys.getswitchinterval())
 
 
 def test_the_last_of_several_reads_lets_garbage_be_collected_again() -> None:
@@ -332,27 +338,6 @@ def test_the_last_of_several_reads_lets_garbage_be_collected_again() -> None:
         assert not gc.isenabled(), "whoever switched it off wants it so"
     finally:
         gc.enable()
-
-
-def test_while_a_file_is_read_other_threads_give_way_sooner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The driver lets go of the interpreter at every row: each time, it would wait for a busy thread."""
-    path = Studio(tmp_path / "studio.sqlite").path
-    usual = sys.getswitchinterval()
-    seen: list[float] = []
-
-    def held(*_: Any) -> Page:
-        seen.append(sys.getswitchinterval())
-        if len(seen) == 2:
-            raise sqlite3.OperationalError("disk I/O error")
-        return Page([], False, 0)
-
-    monkeypatch.setattr(database, "first_rows", held)
-    with Database(path) as opened:
-        opened.page("SELECT 1", ())
-        with pytest.raises(StudioError):
-            opened.page("SELECT 1", ())
-    assert seen == pytest.approx([page.SWITCH_SECONDS] * 2)
-    assert page.SWITCH_SECONDS < usual == pytest.approx(sys.getswitchinterval())
 
 
 def test_whoever_has_threads_switch_oftener_keeps_that() -> None:
