@@ -10,12 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from flywheel.config import Config
-from flywheel.daemon.judge_setup import exchange_of, judge_settings, rubric_of
+from flywheel.daemon.judge_setup import chain_of, exchange_of, judge_settings, rubric_of
 from flywheel.daemon.judged import FilterReport, Judged, Preview
 from flywheel.daemon.linked_event import LinkedEvent
 from flywheel.daemon.screening import Screened, Screening
 from flywheel.errors import FlywheelError, JudgeError
-from flywheel.filtering.chain import Chain, load_chain
 from flywheel.judge.alien import check_alien
 from flywheel.judge.budget import Budget
 from flywheel.judge.grader import Grader, Needed
@@ -53,7 +52,7 @@ class Filtering:
     def __init__(self, store: Store, config: Config, *, rubric: Rubric | None = None) -> None:
         self._store = store
         self._config = config
-        self._chain: Chain | None = load_chain(config.filter.chain) if config.filter.chain else None
+        self._chain = chain_of(config)
         for notice in self._chain.notices if self._chain else ():
             log.info("%s", notice)
         self.rubric = rubric or rubric_of(config, self._chain)

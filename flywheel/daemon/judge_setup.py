@@ -30,10 +30,15 @@ def exchange_of(line: dict[str, Any]) -> Exchange:
     )
 
 
+def chain_of(config: Config) -> Chain | None:
+    """The configured chain, if there is one. Raises ConfigError."""
+    return load_chain(config.filter.chain) if config.filter.chain is not None else None
+
+
 def rubric_of(config: Config, chain: Chain | None = None) -> Rubric:
     """The rubric that applies: AgentJet's text in the chain, else the configured file. Raises ConfigError."""
-    if chain is None and config.filter.chain is not None:
-        chain = load_chain(config.filter.chain)
+    if chain is None:
+        chain = chain_of(config)
     text = chain.judge.custom_rubrics if chain and chain.judge else None
     if chain is None or text is None:
         return load_rubric(config.filter.rubric)
@@ -43,7 +48,7 @@ def rubric_of(config: Config, chain: Chain | None = None) -> Rubric:
 
 
 def judge_settings(config: Config, chain: Chain | None) -> JudgeSettings:
-    """The judge as configured, with what the chain's `llm_evaluate` says of it."""
+    """The judge as configured, with what the chain's `llm_evaluate` says of it, if there is one."""
     said = chain.judge if chain else None
     if said is None:
         return config.judge

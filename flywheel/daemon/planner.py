@@ -12,9 +12,9 @@ import orjson
 from sqlalchemy import Connection, Row
 
 from flywheel.config import Config
-from flywheel.daemon.judge_setup import judge_settings
+from flywheel.daemon.judge_setup import chain_of, judge_settings
 from flywheel.errors import TrainError
-from flywheel.filtering.chain import influence_of, load_chain
+from flywheel.filtering.chain import influence_of
 from flywheel.filtering.influence import Candidate, within_shares
 from flywheel.round import RoundSpec, RoundTask
 from flywheel.rubric import Rubric
@@ -163,8 +163,7 @@ def debug_spec(conn: Connection, config: Config, rubric: Rubric) -> RoundSpec:
 
 def _settings(config: Config) -> dict[str, Any]:
     """The configuration with the judge as the chain has it: rollouts are graded as tasks are."""
-    chain = load_chain(config.filter.chain) if config.filter.chain is not None else None
-    return config.model_copy(update={"judge": judge_settings(config, chain)}).model_dump(mode="json")
+    return config.model_copy(update={"judge": judge_settings(config, chain_of(config))}).model_dump(mode="json")
 
 
 def _tasks(conn: Connection, ids: list[int]) -> list[RoundTask]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import chain
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -14,10 +14,6 @@ from flywheel.rubric import pattern
 def _checked(text: str) -> str:
     pattern.check(text)
     return text
-
-
-PATTERN_SECONDS: Final = 2.0
-"""What a pattern may take on one answer: the only thread that filters must not hang on it."""
 
 
 class Rules(BaseModel):
@@ -51,9 +47,9 @@ class Rules(BaseModel):
 
 def _is_found(wanted: str, answer: str) -> bool:
     try:
-        return pattern.search(wanted, answer, PATTERN_SECONDS)
+        return pattern.search(wanted, answer)
     except TimeoutError:
         raise TimeoutError(
-            f"the pattern {wanted} ran longer than {PATTERN_SECONDS:g} s on an answer of {len(answer)} characters. "
+            f"the pattern {wanted} ran longer than {pattern.SECONDS:g} s on an answer of {len(answer)} characters. "
             "Rewrite nested repetitions such as (a+)+ so that there is one way to match"
         ) from None

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from typing import Final
 
 import regex
+
+SECONDS: Final = 2.0
+"""What a pattern may take on one text. One that backtracks without end must not hold a thread for ever."""
 
 
 class PatternError(ValueError):
@@ -27,13 +31,13 @@ def check(pattern: str) -> None:
         raise ValueError(f"is no regular expression: {error}") from None
 
 
-def search(pattern: str, text: str, seconds: float, flags: int = 0) -> bool:
-    """Whether the pattern is found. Raises TimeoutError.
+def search(pattern: str, text: str, flags: int = 0) -> bool:
+    """Whether the pattern is found. Raises TimeoutError after SECONDS.
 
     Nested repetitions can take for ever, and the standard library's `re` would let no other thread run meanwhile.
     """
     # `concurrent` lets other threads run: the event loop is one of them.
-    return _compiled(pattern, flags).search(text, timeout=seconds, concurrent=True) is not None
+    return _compiled(pattern, flags).search(text, timeout=SECONDS, concurrent=True) is not None
 
 
 @lru_cache(maxsize=256)

@@ -11,11 +11,11 @@ import yaml
 
 from flywheel import content
 from flywheel.errors import ConfigError
-from flywheel.filtering import rules
 from flywheel.filtering.chain import Chain, LineFilter, Step, influence_of, load_chain
 from flywheel.filtering.influence import Influence
 from flywheel.filtering.llm_evaluate import LlmEvaluate
 from flywheel.filtering.python_file import load_function
+from flywheel.rubric import pattern
 from flywheel.states import Split
 from flywheel.task import Task
 from tests.samples import reply
@@ -141,7 +141,7 @@ def test_rules(tmp_path: Path, params: dict[str, Any], answer: str, kept: bool) 
 def test_a_rule_that_backtracks_without_end_costs_its_task_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rules, "PATTERN_SECONDS", 0.3)
+    monkeypatch.setattr(pattern, "SECONDS", 0.3)
     mine = chain(tmp_path, {"type": "rules", "params": {"max_answer_length": 50, "exclude": ["^(a|a|aa)+$"]}})
     decision = mine.apply(line(answer="a" * 40 + "!"))
     assert not decision.kept

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from flywheel.errors import CheckError
-from flywheel.judge.checks import ask_the_judge, check, check_all, maths, text
+from flywheel.judge.checks import ask_the_judge, check, check_all, maths
 from flywheel.judge.rubric_file import load_rubric, parse_rubric
-from flywheel.rubric import Criterion, Rubric
+from flywheel.rubric import Criterion, Rubric, pattern
 from flywheel.verdict import CriterionResult, Exchange
 
 
@@ -27,7 +27,7 @@ def passes(answer: str, kind: str, value: Any = "", **options: Any) -> bool:
 
 
 def test_a_pattern_that_backtracks_without_end_is_stopped_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text, "PATTERN_SECONDS", 0.3)
+    monkeypatch.setattr(pattern, "SECONDS", 0.3)
     ticks = 0
     done = threading.Event()
 

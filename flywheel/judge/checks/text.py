@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import regex
 
 from flywheel.errors import CheckError
@@ -11,18 +9,15 @@ from flywheel.judge.checks.found import Found, found
 from flywheel.rubric import Criterion, Rubric, pattern
 from flywheel.verdict import Exchange
 
-PATTERN_SECONDS: Final = 2.0
-"""What a pattern may take on one answer. One that backtracks without end must not hold a judging thread for ever."""
-
 
 def search(wanted: str, text: str, named: str) -> bool:
     """Whether the pattern is found. Raises CheckError when that takes too long; `named` is what asks."""
     try:
-        return pattern.search(wanted, text, PATTERN_SECONDS, regex.DOTALL)
+        return pattern.search(wanted, text, regex.DOTALL)
     except TimeoutError:
         raise CheckError(
             f"decide {named}",
-            f"its pattern ran longer than {PATTERN_SECONDS:g} s on an answer of {len(text)} characters",
+            f"its pattern ran longer than {pattern.SECONDS:g} s on an answer of {len(text)} characters",
             "Rewrite nested repetitions such as (a+)+ so that there is one way to match.",
         ) from None
 
