@@ -49,13 +49,11 @@ FATAL: Final = {
 REFUSED: Final = (
     "Check {section}.model, judge.temperature and judge.max_tokens, and that {section}.base_url is the API's root."
 )
-THIS_CALL: Final = re.compile(
-    r"context|too (long|large|many)|maximum|length|exceed|token|moderat|flagged|content.?(filter|polic|manag)", re.I
-)
-"""What endpoints say when it is this exchange that they do not take: its length, or what stands in it."""
-HEADERS: Final = {"accept": "application/json", "user-agent": "flywheel"}
 THIS_TEXT: Final = re.compile(r"moderat|flagged|content.?(filter|polic|manag)", re.I)
-"""What they say of a text that they do not want to see, also where they answer as to a wrong key."""
+"""What endpoints say of a text that they do not want to see, also where they answer as to a wrong key."""
+THIS_CALL: Final = re.compile(rf"context|too (long|large|many)|maximum|length|exceed|token|{THIS_TEXT.pattern}", re.I)
+"""What they say when it is this exchange that they do not take: its length, or what stands in it."""
+HEADERS: Final = {"accept": "application/json", "user-agent": "flywheel"}
 THE_LIMIT: Final = re.compile(r"\bmax_\w*tokens\b.{0,40}(large|most|less|between|exceed)(?!.*context)", re.I)
 """What they say of an answer's length that the model cannot have, whatever it is asked."""
 COMPLETION_GUESS: Final = 200.0
