@@ -60,7 +60,7 @@ class _Filter(Struct, frozen=True):
 
 def may_have(conn: Connection, bands: Sequence[int]) -> list[int]:
     """Those of the bands that the large table may have; it surely has none of the others."""
-    known = _stored(conn)
+    known = _stored(conn) if bands else None
     return known.may_have(bands) if known is not None else []
 
 
