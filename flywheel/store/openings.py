@@ -42,8 +42,9 @@ def enter(conn: Connection, rows: Sequence[tuple[object, ...]]) -> None:
     if not rows:
         return
     insert_many(conn, recent_openings, ("band", "key"), rows)
-    if int(conn.exec_driver_sql(_COUNT).scalar_one()) > RECENT:
+    count = int(conn.exec_driver_sql(_COUNT).scalar_one())
+    if count > RECENT:
         in_order = select(recent_openings.c.band, recent_openings.c.key).order_by(recent_openings.c.band)
         conn.execute(insert(openings).from_select(("band", "key"), in_order))
-        openings_filter.add(conn, conn.exec_driver_sql(_BANDS).scalars().all())
+        openings_filter.add(conn, openings_filter.bands_in(conn, _BANDS), count)
         conn.execute(delete(recent_openings))

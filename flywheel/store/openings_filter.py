@@ -7,7 +7,7 @@ anywhere in it; this says so for all but a few without a look.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from msgspec import Struct
@@ -27,6 +27,8 @@ _STAMP: Final = spelled(select(filters.c.stamp))
 _READ: Final = spelled(select(filters.c.stamp, filters.c.bands, filters.c.bits))
 _ENTERED: Final = spelled(select(func.count()).select_from(openings))
 _ALL: Final = spelled(select(openings.c.band))
+_PORTION: Final = 1_000
+"""Rows that are fetched at once, of two million."""
 _KEPT: Final = "flywheel.openings_filter"
 """What is remembered of the filter with a connection, so that it is read once."""
 _SECOND: Final = 32
@@ -36,7 +38,7 @@ _SECOND: Final = 32
 class _Filter(Struct, frozen=True):
     stamp: int
     bands: int
-    bits: bytes | bytearray
+    bits: bytearray
 
     def may_have(self, bands: Sequence[int]) -> list[int]:
         bits, mask = self.bits, 8 * len(self.bits) - 1
@@ -48,7 +50,8 @@ class _Filter(Struct, frozen=True):
         return found
 
     def with_more(self, bands: Iterable[int]) -> _Filter:
-        bits, mask = bytearray(self.bits), 8 * len(self.bits) - 1
+        """The filter for these bands too, in the same memory: a bit too many is no error."""
+        bits, mask = self.bits, 8 * len(self.bits) - 1
         count = self.bands
         for band in bands:
             low, high = band & mask, band >> _SECOND & mask
@@ -64,10 +67,10 @@ def may_have(conn: Connection, bands: Sequence[int]) -> list[int]:
     return known.may_have(bands) if known is not None else []
 
 
-def add(conn: Connection, bands: Sequence[int]) -> None:
+def add(conn: Connection, bands: Iterable[int], count: int) -> None:
     """Note that the large table has these bands too; to be called in the transaction that enters them."""
     known = _stored(conn)
-    if known is None or BITS * (known.bands + len(bands)) > 8 * len(known.bits):
+    if known is None or BITS * (known.bands + count) > 8 * len(known.bits):
         make(conn)
     else:
         _store(conn, known.with_more(bands))
@@ -81,8 +84,14 @@ def make(conn: Connection) -> None:
     size = SMALLEST
     while size < BITS * count:
         size *= GROWTH
-    portions = conn.exec_driver_sql(_ALL).partitions(10_000)
-    _store(conn, _Filter(0, 0, bytes(size // 8)).with_more(band for some in portions for (band,) in some))
+    _store(conn, _Filter(0, 0, bytearray(size // 8)).with_more(bands_in(conn, _ALL)))
+
+
+def bands_in(conn: Connection, query: str) -> Iterator[int]:
+    """The bands that a statement finds, a few at a time: there are millions."""
+    for some in conn.exec_driver_sql(query).partitions(_PORTION):
+        for (band,) in some:
+            yield band
 
 
 def _stored(conn: Connection) -> _Filter | None:
@@ -93,7 +102,8 @@ def _stored(conn: Connection) -> _Filter | None:
     kept = conn.info.get(_KEPT)
     if not isinstance(kept, _Filter) or kept.stamp != stamp:
         # Read for the first time, changed by another process, or a transaction that had changed it was undone.
-        kept = _Filter(*conn.exec_driver_sql(_READ).one())
+        stamp, bands, bits = conn.exec_driver_sql(_READ).one()
+        kept = _Filter(stamp, bands, bytearray(bits))
         conn.info[_KEPT] = kept
     return kept
 

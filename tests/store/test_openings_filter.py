@@ -23,7 +23,7 @@ def enter(conn: Connection, bands: list[int]) -> None:
     conn.execute(conversations.insert().prefix_with("OR IGNORE").values(key="c", split="train", like="c", words=b""))
     if bands:
         conn.execute(insert(openings), [{"band": band, "key": "c"} for band in bands])
-    openings_filter.add(conn, bands)
+    openings_filter.add(conn, bands, len(bands))
 
 
 @given(portions=st.lists(BANDS, max_size=6), absent=BANDS, smallest=st.sampled_from([8, 64, 1 << 20]))
