@@ -28,6 +28,8 @@ LAYERS: dict[str, int] = {
     "yaml_file": 1,
     "yaml_place": 1,
     "python_source": 1,
+    "transport": 1,
+    "deadline": 1,
     "config": 2,
     "studio": 3,
     "lines": 3,

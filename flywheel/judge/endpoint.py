@@ -32,7 +32,7 @@ from flywheel.judge.keys import Key, KeyPool
 from flywheel.judge.limiter import InFlight
 from flywheel.judge.pace import Pace
 from flywheel.judge.refusal import CallError, read_answer
-from flywheel.judge.transport import Answer, TooLargeError, Transport, TransportError
+from flywheel.transport import Answer, TooLargeError, Transport, TransportError
 
 log = logging.getLogger(__name__)
 

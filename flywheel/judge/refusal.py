@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from datetime import UTC
-from email.utils import parsedate_to_datetime
 from typing import Final
 
-import orjson
-
 from flywheel.judge.completion import Reply, reply_of
-from flywheel.judge.transport import Answer
+from flywheel.transport import Answer
 
 RETRIED: Final = frozenset({408, 409, 429})
 NOT_OURS: Final = frozenset({401, 402, 403, 404})
@@ -35,9 +30,9 @@ class CallError(Exception):
 
 def read_answer(answer: Answer) -> Reply:
     """The reply in an answer. Raises CallError for one that holds none."""
-    if not 200 <= answer.status < 300:
-        said = f"it answered {answer.status} ({_words(answer)})"
-        raise CallError(said, status=answer.status, retry_after=seconds(answer.headers.get("retry-after", "")))
+    if not answer.is_good:
+        said = f"it answered {answer.status} ({answer.words})"
+        raise CallError(said, status=answer.status, retry_after=answer.retry_after)
     try:
         reply = reply_of(answer.body)
     except ValueError as error:
@@ -48,27 +43,3 @@ def read_answer(answer: Answer) -> Reply:
     if told and not reply.prompt_tokens + reply.completion_tokens:
         raise failed
     return reply
-
-
-def _words(answer: Answer) -> str:
-    if location := answer.headers.get("location"):
-        return f"look at {location[:200]}"
-    try:
-        body = orjson.loads(answer.body)
-        error = body.get("error", body) if isinstance(body, dict) else body
-        text = error.get("message", error) if isinstance(error, dict) else error
-    except orjson.JSONDecodeError:
-        text = answer.body[:2000].decode("utf-8", "replace")
-    return " ".join(str(text).split())[:300]
-
-
-def seconds(asked: str) -> float | None:
-    """Seconds that the endpoint asked us to wait, if it did: as a number, or as the time to come back at."""
-    try:
-        if asked[:1].isdigit():
-            return max(0.0, float(asked))
-        at = parsedate_to_datetime(asked)
-        # HTTP's dates are UTC, also where they do not say so.
-        return max(0.0, (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() - time.time())
-    except (ValueError, OverflowError):
-        return None

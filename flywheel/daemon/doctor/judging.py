@@ -23,8 +23,8 @@ from flywheel.judge.client import JudgeClient, judge_of, judges
 from flywheel.judge.endpoint import KEY_REFUSED, Endpoint, Who
 from flywheel.judge.rubric_examples import contradictions
 from flywheel.judge.rubric_file import read_rubric
-from flywheel.judge.transport import Answer
 from flywheel.rubric import Rubric
+from flywheel.transport import Answer
 
 PATIENCE_SECONDS: Final = 10.0
 """Longest wait for an endpoint that only lists its models."""

@@ -13,8 +13,8 @@ import pytest
 from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge.grader import Grader
-from flywheel.judge.transport import MAX_BODY_BYTES, TooLargeError, Transport, TransportError
 from flywheel.rubric import Rubric
+from flywheel.transport import MAX_BODY_BYTES, TooLargeError, Transport, TransportError
 from flywheel.verdict import Exchange
 
 Play = Callable[[BaseHTTPRequestHandler], None]

@@ -1,26 +1,30 @@
-"""HTTP to the judge: one request, one whole answer, within a time and a size.
+"""HTTP to a model's endpoint: one request, one whole answer, within a time and a size.
 
 urllib3 and not httpx: its pool costs the same for 16 threads and for 256, where httpx's looks at every connection for
-every request. Knows nothing of completions, retries or keys.
+every request. Knows nothing of completions, embeddings, attempts or keys.
 """
 
 from __future__ import annotations
 
 import ssl
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC
+from email.utils import parsedate_to_datetime
 from typing import Final
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import certifi
+import orjson
 import urllib3
 from urllib3.exceptions import HTTPError
 
-from flywheel.judge.deadline import POOLS
+from flywheel.deadline import POOLS
 
 MAX_BODY_BYTES: Final = 4 << 20
-"""More than any verdict; what an endpoint sends beyond it is not read."""
+"""More than any verdict."""
 PIECE_BYTES: Final = 1 << 16
 
 
@@ -29,7 +33,7 @@ class TransportError(Exception):
 
 
 class TooLargeError(Exception):
-    """The answer is larger than any verdict."""
+    """The answer is larger than any that is wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +44,40 @@ class Answer:
     headers: Mapping[str, str]
     body: bytes
 
+    @property
+    def is_good(self) -> bool:
+        return 200 <= self.status < 300
+
+    @property
+    def words(self) -> str:
+        """What an answer that is not good says, in one line."""
+        if location := self.headers.get("location"):
+            return f"look at {location[:200]}"
+        try:
+            body = orjson.loads(self.body)
+            error = body.get("error", body) if isinstance(body, dict) else body
+            text = error.get("message", error) if isinstance(error, dict) else error
+        except orjson.JSONDecodeError:
+            text = self.body[:2000].decode("utf-8", "replace")
+        return " ".join(str(text).split())[:300]
+
+    @property
+    def retry_after(self) -> float | None:
+        """Seconds that the endpoint asked us to wait, if it did."""
+        return seconds(self.headers.get("retry-after", ""))
+
 
 class Transport:
     """Connections to one endpoint, kept open between calls. Thread-safe."""
 
-    def __init__(self, url: str, *, timeout_seconds: float, connections: int) -> None:
-        """Raises ValueError for a proxy in the environment that cannot be used."""
+    def __init__(
+        self, url: str, *, timeout_seconds: float, connections: int, most_bytes: int = MAX_BODY_BYTES
+    ) -> None:
+        """What an endpoint sends beyond `most_bytes` is not read.
+
+        Raises ValueError for a proxy in the environment that cannot be used.
+        """
+        self._most_bytes = most_bytes
         options: dict[str, object] = {
             "maxsize": connections,
             "timeout": urllib3.Timeout(total=timeout_seconds),
@@ -98,12 +130,24 @@ class Transport:
         while piece := response.read1(PIECE_BYTES):
             pieces.append(piece)
             size += len(piece)
-            if size > MAX_BODY_BYTES:
-                raise TooLargeError(f"the answer is larger than {MAX_BODY_BYTES >> 20} MiB")
+            if size > self._most_bytes:
+                raise TooLargeError(f"the answer is larger than {self._most_bytes >> 20} MiB")
         return b"".join(pieces)
 
     def close(self) -> None:
         self._pools.clear()
+
+
+def seconds(asked: str) -> float | None:
+    """A wait as HTTP has it: a number of seconds, or the time to come back at. None for what is neither."""
+    try:
+        if asked[:1].isdigit():
+            return max(0.0, float(asked))
+        at = parsedate_to_datetime(asked)
+        # HTTP's dates are UTC, also where they do not say so.
+        return max(0.0, (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return None
 
 
 def _authorities() -> ssl.SSLContext:
