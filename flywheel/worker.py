@@ -46,7 +46,7 @@ from flywheel.training.collector import Collector, Grade
 from flywheel.training.debug import roll_out_only
 from flywheel.training.directory import finished, read_spec, settings_of, start_over, write_error
 from flywheel.training.engine import Engine, EngineSettings
-from flywheel.training.held_out import answer
+from flywheel.training.held_out import answer, check_enough
 from flywheel.training.metrics import Metrics
 from flywheel.training.policy import check_base, check_parent, other_form, rank
 from flywheel.training.probe import make_probe
@@ -134,12 +134,16 @@ class Round:
         with self._timed("start"):
             self.start()
             prompts = self.prompts(self.spec.train)
+            held_out = [] if self.spec.debug else self.prompts(self.spec.held_out)
         if not prompts:
             raise TrainError(
                 f"train {self.spec.round_id}",
                 f"none of its {len(self.spec.train)} tasks leaves room for a completion in rollout.max_model_len",
                 "Raise rollout.max_model_len or lower rollout.max_completion_tokens.",
             )
+        if not self.spec.debug:
+            # Now, and not when hours were spent on a candidate that could only be rejected.
+            check_enough(held_out, self.spec, self.settings.gate.min_tasks)
         self.metrics.phase("training", prompts=len(prompts), left_out=len(self.spec.train) - len(prompts))
         if self.spec.debug:
             return self._debug(prompts)
@@ -157,7 +161,7 @@ class Round:
         path = self.directory / ADAPTER_DIR
         adapter = AdapterRef(name=self.spec.round_id, path=str(path), sha256=tree_sha256(path))
         with self._timed("evaluate"):
-            held_out = self.prompts(self.spec.held_out)[-self.settings.gate.max_tasks :]
+            held_out = held_out[-self.settings.gate.max_tasks :]
             self.metrics.phase("evaluating", prompts=len(held_out))
             # Numbers go on where the steps ended: an engine must never meet one twice.
             candidate = self._load(adapter, self.settings.training.steps + 1)
@@ -165,7 +169,7 @@ class Round:
             comparison = self._compare(held_out, candidate, deployed)
             probe = make_probe(
                 self.engines[0],
-                held_out or prompts,
+                held_out,
                 candidate,
                 max_model_len=self.settings.rollout.max_model_len,
             )

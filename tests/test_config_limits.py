@@ -38,6 +38,10 @@ def test_threads_without_end_are_refused(tmp_path: Path) -> None:
     [
         ({"training": {"lora": {"r": 128}}}, r"training\.lora\.r 128 is above serving\.max_lora_rank 64"),
         ({"rollout": {"max_completion_tokens": 4096}}, r"leaves no room for a prompt in max_model_len 4096"),
+        (
+            {"trigger": {"min_held_out": 4}},
+            r"trigger\.min_held_out 4 is below gate\.min_tasks 8: a round could start that can only be rejected",
+        ),
         ({"gate": {"max_tasks": 4}}, r"max_tasks 4 is below min_tasks 8: nothing could ever be promoted"),
         ({"training": {"steps": 5, "warmup_steps": 5}}, r"warmup_steps 5 is not below steps 5"),
         ({"training": {"lora": {"alpha": 0}}}, r"`training\.lora\.alpha`"),

@@ -66,6 +66,16 @@ class Config(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _waits_for_what_the_gate_needs(self) -> Self:
+        waited_for, needed = self.trigger.min_held_out, self.gate.min_tasks
+        if waited_for is not None and waited_for < needed:
+            raise ValueError(
+                f"trigger.min_held_out {waited_for} is below gate.min_tasks {needed}: a round could start that can"
+                " only be rejected"
+            )
+        return self
+
     @property
     def state_dir(self) -> Path:
         return self.state.dir or default_state_dir()

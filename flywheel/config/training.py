@@ -38,9 +38,9 @@ class TriggerSettings(Section):
     """A window (crontab, UTC) in which a round also starts, with at least `cron_min_samples`."""
     cron_min_samples: int = Field(default=8, gt=0)
     """Fewer samples than this never start a round."""
-    min_held_out: int = Field(default=8, gt=0)
-    """A round waits until this many held-out tasks exist: without them no gain could be shown. With fewer than
-    `gate.min_tasks` it can only be rejected."""
+    min_held_out: int | None = Field(default=None, gt=0)
+    """A round waits until this many held-out tasks are judged, for the gate to ask. Default: `gate.min_tasks`; fewer
+    are refused, because such a round can only be rejected."""
 
 
 class ModelSettings(Section):
@@ -155,7 +155,7 @@ class GateSettings(Section):
     max_tasks: int = Field(default=200, gt=0)
     """Held-out tasks that candidate and deployed adapter both answer, at most; the newest."""
     min_tasks: int = Field(default=8, gt=0)
-    """Fewer decided tasks than this are not enough evidence."""
+    """Fewer decided tasks than this are not enough evidence. No round starts before so many are there."""
     samples: int = Field(default=2, gt=0)
     """Answers per task and adapter."""
     temperature: float = Field(default=1.0, gt=0)

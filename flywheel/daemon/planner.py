@@ -48,8 +48,8 @@ def due(conn: Connection, config: Config, *, window: bool = False) -> Due:
         back = free - len(choice)
         why = f"{back} more wait, held back by the shares of a round that `influence` allows"
         return Due(False, f"{len(choice)} of {needed} samples may be taken; {why}")
-    if held_out < trigger.min_held_out:
-        return Due(False, f"{held_out} of {trigger.min_held_out} held-out tasks are judged")
+    if held_out < (wanted := trigger.min_held_out or config.gate.min_tasks):
+        return Due(False, f"{held_out} of {wanted} held-out tasks are judged")
     return Due(True, f"{'cron window' if window else 'min_samples'}: {free} samples are free")
 
 
@@ -99,6 +99,13 @@ def _check_base(conn: Connection, config: Config, attempted: str) -> None:
 def plan(conn: Connection, config: Config, rubric: Rubric, rounds_dir: Path, trigger: str) -> Row[Any]:
     """Reserve samples for a round and write it down. Raises TrainError when it cannot be."""
     _check_base(conn, config, "plan a round")
+    if (held_out := judging.count_held_out(conn)) < config.gate.min_tasks:
+        raise TrainError(
+            "plan a round",
+            f"{held_out} held-out tasks are judged, and gate.min_tasks is {config.gate.min_tasks}: it could only be"
+            " rejected",
+            "Collect and judge more traces first, or lower gate.min_tasks. `flywheel round --debug` needs none.",
+        )
     active = deployments.active(conn, config.model.alias)
     return rounds.plan(
         conn,

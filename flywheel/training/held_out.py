@@ -23,6 +23,18 @@ class Answers:
     usage: dict[str, int]
 
 
+def check_enough(prompts: Sequence[Prompt], spec: RoundSpec, needed: int) -> None:
+    """Raise TrainError when so few held-out tasks can be asked that the gate could only reject the candidate."""
+    if len(prompts) >= needed:
+        return
+    raise TrainError(
+        f"train {spec.round_id}",
+        f"of its {len(spec.held_out)} held-out tasks {len(prompts)} can be asked, and gate.min_tasks is {needed}: the"
+        " others leave no room for a completion, are refused by the chat template, or are the same again",
+        "Collect and judge more traces, raise rollout.max_model_len, or lower gate.min_tasks. The log counts them.",
+    )
+
+
 def answer(
     prompts: Sequence[Prompt],
     sides: tuple[LoadedAdapter | None, LoadedAdapter | None],

@@ -31,7 +31,11 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
 
 
 def made(tmp_path: Path, **sections: Any) -> Config:
-    base = {"state": {"dir": str(tmp_path / "state")}, "model": {"base": "/models/a", "alias": "agent"}}
+    base = {
+        "state": {"dir": str(tmp_path / "state")},
+        "model": {"base": "/models/a", "alias": "agent"},
+        "gate": {"min_tasks": 1},
+    }
     return parse({**base, "filter": {"rubric": str(RUBRIC)}, **sections}, "test", tmp_path)
 
 
@@ -144,3 +148,17 @@ async def test_an_adapter_of_another_base_model_is_not_gone_on_from(tmp_path: Pa
     with pytest.raises(TrainError, match=r"/models/b.*rollback --to base"):
         await planned(store, config)
     assert await store.read(rounds.live) is None
+
+
+async def test_a_round_that_the_gate_could_only_reject_is_not_planned_by_hand_either(
+    tmp_path: Path, store: Store
+) -> None:
+    """It would train for hours and consume its samples, for "not enough evidence"."""
+    await store.write(judged, 4, 3)
+    config = made(tmp_path, trigger={"min_samples": 2}, gate={"min_tasks": 4})
+    assert (await store.read(planner.due, config)).reason == "3 of 4 held-out tasks are judged"
+    with pytest.raises(TrainError, match=r"3 held-out tasks are judged, and gate\.min_tasks is 4"):
+        await planned(store, config)
+    assert await store.read(rounds.live) is None
+    books = await store.read(audit.balance)
+    assert "reserved" not in books.task_states

@@ -96,6 +96,7 @@ async def wheel(tmp_path: Path, server: tuple[FakeVllm, str]) -> AsyncIterator[W
             "model": {"base": BASE, "alias": "agent"},
             "serving": {"urls": [url], "drain_seconds": 0},
             "trigger": {"min_samples": 4, "min_held_out": 2, "cron_min_samples": 1},
+            "gate": {"min_tasks": 2},
             "daemon": {"round_attempts": 1},
         },
         "test",
@@ -302,6 +303,12 @@ async def test_the_trigger_counts_what_a_round_can_use(wheel: Wheel) -> None:
     assert (await wheel.store.read(due, with_trigger(min_samples=7), window=True)).start
     untested = await wheel.store.read(due, with_trigger(min_held_out=5))
     assert (untested.start, untested.reason) == (False, "4 of 5 held-out tasks are judged")
+    gate = wheel.config.gate.model_copy(update={"min_tasks": 5})
+    few_for_the_gate = wheel.config.model_copy(
+        update={"gate": gate, "trigger": wheel.config.trigger.model_copy(update={"min_held_out": None})}
+    )
+    unproven = await wheel.store.read(due, few_for_the_gate)
+    assert (unproven.start, unproven.reason) == (False, "4 of 5 held-out tasks are judged")
     await wheel.rounds.plan("test")
     assert "r0001 is planned" in (await wheel.store.read(due, wheel.config)).reason
     with pytest.raises(TrainError, match="r0001 is planned"):

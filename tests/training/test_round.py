@@ -306,6 +306,17 @@ def test_trainer_and_engine_agree_on_every_steps_adapter(trained: Done, continue
         assert step["logprob_gap"] < 1e-3
 
 
+def test_a_round_without_enough_held_out_prompts_fails_before_it_trains(judge_url: str, tmp_path: Path) -> None:
+    """The one task of three that is left is not enough for the gate: what is trained could only be rejected."""
+    some = tasks(questions()[30:31], "held-") + tasks(questions()[30:31], "same-")
+    too_long = RoundTask(task_id="t-long", query="?", answer="", prompt=[{"role": "user", "content": "word " * 500}])
+    done = run(tmp_path / "few", spec(judge_url, held_out=[*some, too_long]))
+    assert done.code == 1
+    assert "of its 3 held-out tasks 1 can be asked, and gate.min_tasks is 8" in done.stderr
+    assert not json.loads((done.directory / "error.json").read_text())["retryable"]
+    assert done.steps == []
+
+
 def test_both_sides_are_compared_on_the_newest_held_out_tasks(trained: Done) -> None:
     comparison = trained.result.comparison
     assert comparison is not None
