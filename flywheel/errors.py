@@ -6,6 +6,8 @@ code a command ends. Nothing here knows any of the parts.
 
 from __future__ import annotations
 
+from typing import Self
+
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_LOCKED = 75
@@ -81,7 +83,14 @@ class TrainError(FlywheelError):
 
 
 class ServeError(FlywheelError):
-    """The inference server refused or failed."""
+    """The inference server refused or failed. `condition` names the state it is in, in one or two words."""
+
+    condition = "failing"
+
+    def of_condition(self, condition: str) -> Self:
+        """This error, of a server that is in `condition`."""
+        self.condition = condition
+        return self
 
 
 class ConfigError(FlywheelError):

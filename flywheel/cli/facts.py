@@ -57,6 +57,31 @@ def source_text(source: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def replica_text(replica: Mapping[str, Any]) -> str:
+    """What `status` knows of an inference server: what it serves, since when it is so, what is wrong."""
+    if not replica["condition"]:
+        return f"{replica['url']}\nnot looked at yet: the daemon does"
+    moments = [f"{name} {_moment(replica[key])}" for name, key in _MOMENTS if replica[key]]
+    lines = [replica["url"], ", ".join((_served(replica), *moments)), replica["error"]]
+    return "\n".join(filter(None, lines))
+
+
+_MOMENTS: Final = (("since", "since"), ("looked at", "looked_at"))
+
+
+def replica_line(replica: Mapping[str, Any]) -> str:
+    """The same in one line."""
+    return f"{replica['url']}: {_served(replica) if replica['condition'] else 'not looked at yet'}"
+
+
+def _served(replica: Mapping[str, Any]) -> str:
+    return f"{replica['condition']}, answers with {replica['serves']}" if replica["serves"] else replica["condition"]
+
+
+def _moment(text: str) -> str:
+    return f"{text[:19].replace('T', ' ')} UTC"
+
+
 def grid(facts: Iterable[Fact]) -> Table:
     """For a terminal."""
     from rich.table import Table

@@ -1,7 +1,7 @@
 """The status for people: whole on a terminal or in a pipe, and as much of it as fits a screen that is watched.
 
-Nothing of it is cut in the middle. What a screen has no room for goes by kind: first what is known of each source
-beside its condition and counts, then the older rounds, then all rounds, then the sources one by one.
+Nothing of it is cut in the middle. What a screen has no room for goes by kind: first what is known of each source and
+server beside its condition and counts, then the older rounds, then all rounds, then sources and servers one by one.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-from flywheel.cli.facts import Fact, counted, grid, place, plain, source_text
+from flywheel.cli.facts import Fact, counted, grid, place, plain, replica_line, replica_text, source_text
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -24,6 +24,13 @@ ROUND_COLUMNS = ("round", "state", "reward", "held-out score", "why")
 WATCH_SECONDS = 1.0
 FEW_ROUNDS = 3
 """The newest, which stand first."""
+
+
+class _Parts(NamedTuple):
+    """What can be told in one line or in several, for each or for all of them."""
+
+    sources: list[Fact]
+    servers: list[Fact]
 
 
 def show(state: dict[str, Any]) -> None:
@@ -54,11 +61,17 @@ def watch(look: Callable[[], dict[str, Any]]) -> None:
 def _repeat(look: Callable[[], dict[str, Any]]) -> None:
     before = ""
     while True:
-        if (now := _plain(look())) != before:
-            typer.echo(f"\n{now}" if before else now)
+        state = look()
+        if (now := _plain(_without_looks(state))) != before:
+            typer.echo(f"\n{_plain(state)}" if before else _plain(state))
             sys.stdout.flush()
             before = now
         time.sleep(WATCH_SECONDS)
+
+
+def _without_looks(state: dict[str, Any]) -> dict[str, Any]:
+    """What may change. That the servers were looked at once more is no news."""
+    return {**state, "replicas": [{**each, "looked_at": None} for each in state["replicas"]]}
 
 
 def fitted(state: dict[str, Any], console: Console) -> RenderableType:
@@ -76,21 +89,35 @@ def _forms(state: dict[str, Any]) -> Iterator[RenderableType]:
     from rich.console import Group
 
     yield _whole(state)
-    short = [("source", _short(source)) for source in state["sources"]]
+    short = _Parts(
+        [("source", _short(source)) for source in state["sources"]],
+        [("server", replica_line(replica)) for replica in state["replicas"]],
+    )
     hint: Fact = ("", "(shortened to this screen: `flywheel status` shows all)")
     for most in (len(state["rounds"]), FEW_ROUNDS):
         yield Group(_table(_facts(state, short), state, most), grid([hint]))
     yield grid([*_facts(state, short), hint])
-    conditions = Counter(source["condition"] or "not read yet" for source in state["sources"])
-    together: Fact = ("sources", f"{len(state['sources'])}: {counted(conditions)}")
-    yield grid([*_facts(state, [together]), hint])
+    together = _Parts(
+        _counted("sources", state["sources"], "read"), _counted("servers", state["replicas"], "looked at")
+    )
+    yield grid([*_facts(state, together), hint])
     # A terminal of a few lines: what may need somebody comes first.
-    yield grid(list(reversed(_facts(state, [together]))))
+    yield grid(list(reversed(_facts(state, together))))
+
+
+def _counted(name: str, each: list[dict[str, Any]], done: str) -> list[Fact]:
+    conditions = Counter(one["condition"] or f"not {done} yet" for one in each)
+    return [(name, f"{len(each)}: {counted(conditions)}")]
 
 
 def _whole(state: dict[str, Any]) -> RenderableType:
-    return _table(
-        _facts(state, [("source", source_text(source)) for source in state["sources"]]), state, len(state["rounds"])
+    return _table(_facts(state, _in_full(state)), state, len(state["rounds"]))
+
+
+def _in_full(state: dict[str, Any]) -> _Parts:
+    return _Parts(
+        [("source", source_text(source)) for source in state["sources"]],
+        [("server", replica_text(replica)) for replica in state["replicas"]],
     )
 
 
@@ -108,7 +135,7 @@ def _table(facts: list[Fact], state: dict[str, Any], most: int) -> RenderableTyp
 
 
 def _plain(state: dict[str, Any]) -> str:
-    facts = _facts(state, [("source", source_text(source)) for source in state["sources"]])
+    facts = _facts(state, _in_full(state))
     rounds = (ROUND_COLUMNS, *_rounds(state)) if state["rounds"] else ()
     return "\n".join([plain(facts), *("\t".join(row) for row in rounds)])
 
@@ -118,24 +145,30 @@ def _short(source: dict[str, Any]) -> str:
     return f"{place(source['path'])}: {condition}, {source['replies']:,} replies, {source['tasks']:,} tasks"
 
 
-def _facts(state: dict[str, Any], sources: list[Fact]) -> list[Fact]:
+def _facts(state: dict[str, Any], parts: _Parts) -> list[Fact]:
     daemon = state["daemon"]["pid"]
     missing = state["no_state"]
     deployed = state["deployment"]
     return [
         ("daemon", f"running (process {daemon})" if daemon else "not running"),
         ("state", missing or place(state["state_dir"])),
-        *sources,
+        *parts.sources,
         ("replies", counted(state["replies"]) or "none yet"),
         ("skipped", counted(state["skipped"]) or "none"),
         ("tasks", counted(state["tasks"]) or "none yet"),
-        ("samples", f"{state['free_samples']} free of {state['min_samples']} needed, {state['held_out']} held out"),
+        ("samples", _samples(state)),
         ("judge", state["judge"]["error"] or f"{state['judge']['usage']['calls']} calls"),
         ("deployed", f"{deployed['alias']} → {deployed['adapter'] or 'the base model'}"),
+        *parts.servers,
         ("waiting", state["waiting_for"] or "–"),
         ("letters", f"{state['dead_letters']} open: `flywheel dead-letters`" if state["dead_letters"] else "none"),
         ("balance", "–" if missing else "right" if state["balanced"] else "WRONG: run `flywheel audit`"),
     ]
+
+
+def _samples(state: dict[str, Any]) -> str:
+    text = f"{state['free_samples']} free of {state['min_samples']} needed, {state['held_out']} held out"
+    return f"{text}; {left_out} more hold images" if (left_out := state["left_out"]) else text
 
 
 def _rounds(state: dict[str, Any]) -> Iterator[tuple[str, ...]]:

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Row
+from sqlalchemy import Connection, Row
 
 from flywheel.config import Config
 from flywheel.daemon.lock import swap_lock
 from flywheel.errors import FlywheelError, LockedError, ServeError
 from flywheel.files import tree_sha256
-from flywheel.round import Probe
+from flywheel.round import AdapterRef, Probe
 from flywheel.serving.client import Replica
 from flywheel.serving.key import key_of
-from flywheel.serving.swap import RollbackError, SwapReport, reconcile, retire, rollback, swap
+from flywheel.serving.report import RollbackError, SwapReport
+from flywheel.serving.retirement import retire
+from flywheel.serving.swap import look, reconcile, rollback, swap
 from flywheel.states import AdapterState, DeploymentState
-from flywheel.store import deployments, rounds
+from flywheel.store import deployments, replicas, rounds
 from flywheel.store.database import Store
 from flywheel.store.transitions import move
 
@@ -74,9 +77,8 @@ class Deployer:
                 "its round measured nothing that could prove it",
                 "Deploy another adapter.",
             )
-        path = row.path if row is not None else None
         probe = Probe.model_validate(row.probe) if row is not None else None
-        async with self._replicas(WAIT_SECONDS) as replicas:
+        async with self._replicas(WAIT_SECONDS) as servers:
             number = await self._request(adapter, reason)
 
             async def on_state(state: DeploymentState, report: SwapReport | None = None) -> None:
@@ -86,7 +88,7 @@ class Deployer:
                     await self._activate(number, report)
 
             try:
-                report = await swap(replicas, self._alias, adapter, path, probe, self._config.serving, on_state)
+                report = await swap(servers, self._alias, _ref(row), probe, self._config.serving, on_state)
             except BaseException as error:
                 await self._fail(number, error)
                 raise
@@ -98,9 +100,7 @@ class Deployer:
         return await self._store.write(deployments.request, self._alias, urls, adapter, reason)
 
     async def _activate(self, number: int, report: SwapReport) -> None:
-        writing = asyncio.ensure_future(
-            self._store.write(deployments.activate, number, self._alias, report.as_json())
-        )
+        writing = asyncio.ensure_future(self._store.write(_activated, number, report))
         try:
             await asyncio.shield(writing)
         except asyncio.CancelledError:
@@ -109,8 +109,7 @@ class Deployer:
             writing.result()
 
     async def _fail(self, number: int, error: BaseException) -> None:
-        why = str(error) if isinstance(error, FlywheelError) else f"stopped: {type(error).__name__}"
-        await asyncio.shield(self._store.write(deployments.fail, number, why))
+        await asyncio.shield(self._store.write(_failed, number, error))
 
     async def _checked(self, adapter: str | None, attempted: str) -> Row[Any] | None:
         """The adapter, whose files are those that were evaluated; None for the base model. Raises ServeError."""
@@ -139,7 +138,7 @@ class Deployer:
 
         Raises RollbackError when not every replica followed; what did stays there. Raises ServeError.
         """
-        async with self._replicas(WAIT_SECONDS) as replicas:
+        async with self._replicas(WAIT_SECONDS) as servers:
             # Not before: whoever held the lock may have deployed what is to be taken back.
             target = await self._way_back(to)
             attempted = f"roll {self._alias} back to {target}"
@@ -152,9 +151,8 @@ class Deployer:
                     f"`flywheel deploy {target}` proves first whether it can be served; `--to base` needs no proof.",
                 )
             number = await self._request(target, "rollback")
-            path = row.path if row is not None else None
             try:
-                report = await rollback(replicas, self._alias, target, path, self._config.serving)
+                report = await rollback(servers, self._alias, _ref(row), self._config.serving)
             except RollbackError as error:
                 # What went back stays there: once written down, reconciling takes the others along.
                 if any(not replica.error for replica in error.report.replicas):
@@ -190,28 +188,53 @@ class Deployer:
             )
         return to
 
-    async def reconcile(self) -> SwapReport | None:
+    async def reconcile(self) -> SwapReport:
         """Bring servers that forgot the active adapter (a restart) back to it, and unload versions long out of use.
 
-        Raises LockedError while somebody else moves the alias.
+        What was found on each is written down for `status`. Where nothing was ever deployed they are only looked at:
+        what they serve may be another state's. Raises LockedError while somebody else moves the alias.
         """
-        async with self._replicas(0) as replicas:
+        async with self._replicas(0) as servers:
             active = await self._store.read(deployments.active, self._alias)
             if active is None and not await self._store.read(deployments.history, self._alias, 1):
-                return None
+                report = await look(servers, self._alias)
+                await self._store.write(_noted, report)
+                return report
             # A first swap that died half done leaves nothing active and may have moved aliases: to the base model.
             adapter = active.adapter if active is not None else None
             row = await self._store.read(rounds.adapter, adapter) if adapter else None
-            path = row.path if row is not None else None
             probe = Probe.model_validate(row.probe) if row is not None and row.probe else None
-            report = await reconcile(replicas, self._alias, adapter, path, probe, self._config.serving)
+            check = functools.partial(self._checked, adapter, f"load adapter {adapter} again")
+            report = await reconcile(servers, self._alias, _ref(row), probe, self._config.serving, check)
+            await self._store.write(_noted, report)
             if not report.errors:
                 drain = self._config.serving.drain_seconds
                 keep = await self._store.read(deployments.in_use, self._alias, drain)
                 # Those that served until a moment ago are among `keep`: there is nothing to wait for here.
                 at_once = self._config.serving.model_copy(update={"drain_seconds": 0})
-                await retire(replicas, self._alias, keep, at_once)
+                await retire(servers, self._alias, keep, at_once)
             return report
+
+
+def _activated(conn: Connection, number: int, report: SwapReport) -> None:
+    deployments.activate(conn, number, report.alias, report.as_json())
+    _noted(conn, report)
+
+
+def _failed(conn: Connection, number: int, error: BaseException) -> None:
+    why = str(error) if isinstance(error, FlywheelError) else f"stopped: {type(error).__name__}"
+    deployments.fail(conn, number, why)
+    if isinstance(error, RollbackError):
+        _noted(conn, error.report)
+
+
+def _noted(conn: Connection, report: SwapReport) -> None:
+    found = [replicas.Sighting(each.url, each.condition, each.serves, each.error) for each in report.replicas]
+    replicas.note(conn, report.alias, found)
+
+
+def _ref(row: Row[Any] | None) -> AdapterRef | None:
+    return AdapterRef(name=row.name, path=row.path, sha256=row.sha256) if row is not None else None
 
 
 def _hash_of(path: Path) -> tuple[str, str]:

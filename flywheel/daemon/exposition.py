@@ -35,6 +35,7 @@ class _Snapshot(Collector):
         yield from _of_sources(self._state["sources"])
         yield from _of_judge(self._state["judge"])
         yield from _of_rounds(self._state)
+        yield from _of_replicas(self._state["replicas"])
 
 
 def _of_program(state: dict[str, Any]) -> Iterator[Metric]:
@@ -107,6 +108,17 @@ def _of_rounds(state: dict[str, Any]) -> Iterator[Metric]:
         ((entry["adapter"],), entry["acceptance"]) for entry in state["by_adapter"] if entry["acceptance"] is not None
     ]
     yield _gauge("adapter_acceptance_ratio", "Accepted of an adapter's judged answers, 0 to 1.", ("adapter",), shares)
+
+
+def _of_replicas(replicas: list[dict[str, Any]]) -> Iterator[Metric]:
+    conditions = [((each["url"], each["condition"] or "not looked at yet"), 1.0) for each in replicas]
+    yield _gauge(
+        "replica_condition", "The condition that an inference server is in; 1.", ("replica", "condition"), conditions
+    )
+    serving = [((each["url"], each["serves"]), 1.0) for each in replicas if each["serves"]]
+    yield _gauge("replica_serves", "The model that the alias stands for there; 1.", ("replica", "model"), serving)
+    looked = [((each["url"],), _seconds(each["looked_at"])) for each in replicas if each["looked_at"]]
+    yield _gauge("replica_looked_timestamp_seconds", "When a server was last looked at.", ("replica",), looked)
 
 
 def _gauge(name: str, text: str, labels: tuple[str, ...], values: Labelled) -> Metric:

@@ -22,7 +22,7 @@ from flywheel.daemon.notify import notify
 from flywheel.daemon.rounds import Rounds
 from flywheel.daemon.sources import Sources
 from flywheel.daemon.stage import Stage
-from flywheel.errors import FlywheelError, LockedError, TrainError
+from flywheel.errors import FlywheelError, LockedError, ServeError, TrainError
 from flywheel.states import RoundState
 from flywheel.store import judging
 from flywheel.store.database import Store
@@ -78,6 +78,10 @@ class Service:
             if judged.error is not None:
                 log.error("%s", judged.error)
                 error = judged.error
+            try:
+                await self._do_reconcile()
+            except ServeError as failure:
+                log.warning("%s", failure)
             state = await self._rounds.finish_live()
             rounds = 0
             while (
@@ -209,14 +213,14 @@ class Service:
             report = await self._deployer.reconcile()
         except LockedError:
             return  # a swap is under way
-        errors = report.errors if report else ()
+        errors = report.errors
         for error in errors:
             if error not in self._replica_errors:
                 log.warning("%s", error)
         if self._replica_errors and not errors:
             log.info("every replica is as it should be again")
         self._replica_errors = errors
-        if report and report.changed:
+        if report.changed:
             log.info("a server had forgotten what is deployed: %s", report.as_json())
 
 

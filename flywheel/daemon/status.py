@@ -13,7 +13,7 @@ from flywheel.config import Config
 from flywheel.daemon.lock import holder
 from flywheel.round import METRICS_FILE
 from flywheel.states import ReplyState, RoundState, TaskState
-from flywheel.store import deployments, funnel, judging, rounds
+from flywheel.store import deployments, funnel, judging, replicas, rounds
 from flywheel.store.audit import balance
 from flywheel.store.ledger import SourceCounts
 
@@ -27,6 +27,7 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
     shown = rounds.newest(conn, ROUNDS_SHOWN)
     live = rounds.live(conn)
     active = deployments.active(conn, config.model.alias)
+    seen = replicas.noted(conn, config.model.alias)
     return {
         "version": __version__,
         "state_dir": str(config.state_dir),
@@ -54,6 +55,7 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
             "previous": active.previous if active else None,
             "reason": active.reason if active else "",
         },
+        "replicas": [_replica(url, seen.get(url)) for url in config.serving.urls],
         "by_adapter": funnel.by_adapter(conn),
         "dead_letters": funnel.count_dead_letters(conn),
     }
@@ -72,6 +74,12 @@ def _source(row: dict[str, Any], counts: SourceCounts | None) -> dict[str, Any]:
         "skipped": dict(found.skipped),
         "dead": found.dead,
     }
+
+
+def _replica(url: str, seen: dict[str, Any] | None) -> dict[str, Any]:
+    """A server of the configuration as it was last found; its `condition` is empty while nobody has looked."""
+    unknown = {"condition": "", "serves": "", "error": "", "since": None, "looked_at": None}
+    return {"url": url, **(seen or unknown)}
 
 
 def _round(row: Row[Any]) -> dict[str, Any]:

@@ -20,10 +20,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What an alias stands for: a served model's name, and the adapter's directory unless it is the base model."""
+    """What an alias stands for: a served model's name and, unless it is the base model, the adapter's directory and
+    the hash of its files as they were proven."""
 
     name: str
     path: str | None = None
+    sha256: str | None = None
 
 
 class TargetMismatchError(Exception):
@@ -38,7 +40,10 @@ def read_aliases(file: Path) -> dict[str, Target]:
     """The saved aliases; none when the file is missing or damaged, with a warning in the latter case."""
     try:
         saved = json.loads(file.read_bytes())
-        return {alias: Target(str(entry["target"]), entry.get("path")) for alias, entry in saved.items()}
+        return {
+            alias: Target(str(entry["target"]), entry.get("path"), entry.get("sha256"))
+            for alias, entry in saved.items()
+        }
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -83,7 +88,7 @@ class AliasTable:
                 raise TargetMismatchError(current)
             changed = {**self._targets, alias: target}
             if self._file:
-                saved = {name: {"target": t.name, "path": t.path} for name, t in changed.items()}
+                saved = {name: {"target": t.name, "path": t.path, "sha256": t.sha256} for name, t in changed.items()}
                 await asyncio.to_thread(write_json, self._file, saved)
             self._targets = changed
             return current

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import httpx
 
@@ -17,15 +17,19 @@ CONNECT_SECONDS = 5.0
 QUICK_SECONDS = 15.0
 """How long what takes a server no time is waited for: a replica that hangs would hold up a rollback, too."""
 MEASURED_AT_ONCE = 16
+UNREACHABLE: Final = "unreachable"
+"""The condition of a replica that does not answer, or not in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """What an alias stands for on one replica: a model's name, and its directory unless it is the base model."""
+    """What an alias stands for on one replica: a model's name and, unless it is the base model, its directory and the
+    hash of its files. `sha256` is empty where none was written down, None where the server keeps none."""
 
     target: str
     path: str | None
     base_model: str
+    sha256: str | None = None
 
 
 class Replica:
@@ -74,7 +78,7 @@ class Replica:
         A name is never loaded again in place: vLLM would read it from disk on every request from then on.
         """
         attempted = f"load adapter {name} on {self.url}"
-        if await self._loaded(name, path, attempted):
+        if await self.has(name, path):
             return False
         response = await self._call(
             "POST", "/v1/load_lora_adapter", attempted, {"lora_name": name, "lora_path": path}, self._seconds
@@ -82,7 +86,7 @@ class Replica:
         if response.status_code == 200:
             return True
         # Another client may have loaded it since it was looked for.
-        if response.status_code == 400 and await self._loaded(name, path, attempted):
+        if response.status_code == 400 and await self.has(name, path):
             return False
         raise load_error(attempted, response, path, healthy=await self.ready())
 
@@ -104,16 +108,20 @@ class Replica:
             base = str(answer["base_model"])
             target = str(answer["aliases"].get(alias, base))
             path = answer["paths"].get(target)
+            # An older server, which has not been restarted yet, knows of no digests.
+            sha256 = answer["digests"].get(target, "") if "digests" in answer else None
         except (KeyError, TypeError, AttributeError):
             raise no_middleware(attempted) from None
         if not base:
             raise no_middleware(attempted, "its alias middleware does not know FLYWHEEL_BASE_MODEL")
-        return Alias(target, path, base)
+        return Alias(target, path, base, sha256)
 
-    async def flip(self, alias: str, target: str, expected: str, path: str | None = None) -> None:
+    async def flip(
+        self, alias: str, target: str, expected: str, path: str | None = None, sha256: str | None = None
+    ) -> None:
         """Let `alias` stand for `target`, if it stands for `expected` now; every later request gets it."""
         attempted = f"point {alias} at {target} on {self.url}"
-        wanted = {"alias": alias, "target": target, "expected": expected, "path": path}
+        wanted = {"alias": alias, "target": target, "expected": expected, "path": path, "sha256": sha256}
         response = await self._call("PUT", ADMIN_PATH, attempted, wanted)
         if response.status_code == 404:
             raise no_middleware(attempted)
@@ -164,11 +172,12 @@ class Replica:
         start = len(prompt_token_ids)
         return await asyncio.gather(*(measure(ids[:at], ids[at]) for at in range(start, len(ids))))
 
-    async def _loaded(self, name: str, path: str, attempted: str) -> bool:
+    async def has(self, name: str, path: str) -> bool:
+        """Whether the adapter is loaded. Raises ServeError when another one has its name."""
         root = (await self.models()).get(name)
         if root is not None and root != path:
             raise ServeError(
-                attempted,
+                f"load adapter {name} on {self.url}",
                 f"that name is taken by another adapter, from {root}",
                 "Restart the server with `flywheel serve`: a name must never change its weights.",
             )
@@ -191,7 +200,7 @@ class Replica:
                 f"no answer within its time ({type(error).__name__})",
                 "See whether the server is overloaded, or raise serving.load_timeout_seconds.",
                 retryable=True,
-            ) from error
+            ).of_condition(UNREACHABLE) from error
         except httpx.DecodingError:
             raise self._not_vllm(attempted) from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -200,7 +209,7 @@ class Replica:
                 f"it cannot be reached ({error or type(error).__name__})",
                 "Start it with `flywheel serve`, or correct serving.urls.",
                 retryable=True,
-            ) from error
+            ).of_condition(UNREACHABLE) from error
         if response.status_code in (401, 403):
             raise ServeError(
                 attempted,
@@ -213,7 +222,7 @@ class Replica:
                 f"it is not ready (HTTP {response.status_code})",
                 "Look at the server's log; restart it if its engine has died.",
                 retryable=True,
-            )
+            ).of_condition(UNREACHABLE)
         return response
 
     def _json(self, response: httpx.Response, attempted: str) -> dict[str, Any]:

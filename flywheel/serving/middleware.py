@@ -190,6 +190,7 @@ class AliasMiddleware:
                 {
                     "aliases": {alias: target.name for alias, target in targets.items()},
                     "paths": {target.name: target.path for target in targets.values() if target.path},
+                    "digests": {target.name: target.sha256 for target in targets.values() if target.sha256},
                     "base_model": self._aliases.base_model,
                 },
             )
@@ -199,16 +200,18 @@ class AliasMiddleware:
         try:
             wanted = json.loads(body or b"")
             alias, target = wanted["alias"], wanted["target"]
-            path, expected = wanted.get("path"), wanted.get("expected")
+            path, sha256, expected = (wanted.get(key) for key in ("path", "sha256", "expected"))
             texts = isinstance(alias, str) and isinstance(target, str)
-            if not (texts and isinstance(path, str | None) and isinstance(expected, str | None)):
+            if not (texts and all(isinstance(value, str | None) for value in (path, sha256, expected))):
                 raise TypeError
         except (ValueError, KeyError, TypeError, AttributeError):
-            return await _answer(send, 400, {"error": "expected {alias, target, path?, expected?}, all texts"})
+            return await _answer(
+                send, 400, {"error": "expected {alias, target, path?, sha256?, expected?}, all texts"}
+            )
         if not alias or not target or alias in (target, self._aliases.base_model):
             return await _answer(send, 400, {"error": "an alias must have a name of its own"})
         try:
-            previous = await self._aliases.point(alias, Target(target, path), expected)
+            previous = await self._aliases.point(alias, Target(target, path, sha256), expected)
         except TargetMismatchError as mismatch:
             return await _answer(send, 409, {"error": f"{alias} is {mismatch.current}", "target": mismatch.current})
         except OSError as error:

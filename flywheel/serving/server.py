@@ -17,6 +17,7 @@ from pathlib import Path
 
 from flywheel.config import Config, ServingSettings
 from flywheel.errors import ServeError
+from flywheel.files import tree_sha256
 from flywheel.serving.aliases import Target, read_aliases
 from flywheel.serving.key import key_of
 from flywheel.serving.middleware import (
@@ -64,9 +65,9 @@ def alias_file(config: Config) -> Path:
 def command(config: Config) -> tuple[list[str], dict[str, str]]:
     """How to start the server: its arguments, and what its environment needs beyond the present one.
 
-    Adapters that the aliases stood for when the server last ran are loaded from the start; one whose files are gone
-    or damaged, or that was trained on another base model, is left out, with a warning, and its alias answers with the
-    base model. Raises ServeError.
+    Adapters that the aliases stood for when the server last ran are loaded from the start; one whose files are gone,
+    damaged or not those that were proven, or that was trained on another base model, is left out, with a warning, and
+    its alias answers with the base model. Raises ServeError.
     """
     serving, base = config.serving, config.model.base
     name = base_name(base)
@@ -207,6 +208,9 @@ def _unservable(target: Target, config: Config) -> str | None:
         # Of the same shape it would load, and nobody would prove it: at a restart the alias stands for it already.
         if os.path.realpath(base) != os.path.realpath(config.model.base):
             return f"it was trained on {base}, and model.base is {config.model.base}"
+        # Others of the same shape would load as well.
+        if target.sha256 and tree_sha256(folder) != target.sha256:
+            return f"the files in {folder} are not those that were proven"
     except OSError as error:
         return f"{error.filename}: {error.strerror}"
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as error:

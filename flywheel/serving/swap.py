@@ -9,52 +9,23 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from flywheel.config import ServingSettings
 from flywheel.errors import FlywheelError, ServeError
-from flywheel.round import Probe
-from flywheel.serving.client import Replica
+from flywheel.round import AdapterRef, Probe
+from flywheel.serving.client import UNREACHABLE, Alias, Replica
 from flywheel.serving.probe import ProbeFigures, prove
+from flywheel.serving.report import ReplicaReport, RollbackError, SwapReport
 from flywheel.states import DeploymentState
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaReport:
-    """What was done on one replica. `previous` is what the alias stood for there, `error` why nothing was done."""
-
-    url: str
-    previous: str = ""
-    loaded: bool = False
-    flipped: bool = False
-    probe: ProbeFigures | None = None
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class SwapReport:
-    """What was done on all of them. `target` is the served name of the version, empty for the base model."""
-
-    alias: str
-    target: str
-    replicas: tuple[ReplicaReport, ...]
-
-    @property
-    def changed(self) -> bool:
-        return any(replica.loaded or replica.flipped for replica in self.replicas)
-
-    @property
-    def errors(self) -> tuple[str, ...]:
-        return tuple(replica.error for replica in self.replicas if replica.error)
-
-    def as_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+Check = Callable[[], Awaitable[object]]
+"""Raises ServeError when the files of the adapter must not be loaded."""
 
 
 class OnState(Protocol):
@@ -63,36 +34,31 @@ class OnState(Protocol):
     async def __call__(self, state: DeploymentState, report: SwapReport | None = None, /) -> None: ...
 
 
-class RollbackError(ServeError):
-    """Not every replica went back; `report` says which did."""
-
-    def __init__(self, report: SwapReport) -> None:
-        self.report = report
-        went = any(not replica.error for replica in report.replicas)
-        super().__init__(
-            f"roll {report.alias} back to {report.target or 'the base model'} on every replica",
-            " ".join(report.errors),
-            "The others have it. The daemon brings these there when they answer again; without it, roll back again."
-            if went
-            else "Nothing was changed. Mend this and roll back again.",
-            retryable=True,
-        )
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.report,))
-
-
 @dataclass(slots=True)
 class _Step:
     """How far the swap has come on one replica."""
 
     replica: Replica
-    previous: str
-    previous_path: str | None
+    before: Alias
     target: str
     loaded: bool
     probe: ProbeFigures | None = None
     flip_tried: bool = False
+
+    @property
+    def moves(self) -> bool:
+        """Whether the alias has to be pointed elsewhere than it was."""
+        return self.before.target != self.target
+
+    async def flip(self, alias: str, adapter: AdapterRef | None) -> None:
+        path, sha256 = (adapter.path, adapter.sha256) if adapter else (None, None)
+        await self.replica.flip(alias, self.target, self.before.target, path, sha256)
+
+    def report(self) -> ReplicaReport:
+        """That all was done."""
+        return ReplicaReport(
+            self.replica.url, self.before.target, self.loaded, self.moves, self.probe, serves=self.target
+        )
 
 
 def version_name(alias: str, adapter: str) -> str:
@@ -100,25 +66,28 @@ def version_name(alias: str, adapter: str) -> str:
     return f"{alias}@{adapter}"
 
 
+def _target(alias: str, adapter: AdapterRef | None) -> str:
+    return version_name(alias, adapter.name) if adapter else ""
+
+
 async def swap(
     replicas: Sequence[Replica],
     alias: str,
-    adapter_name: str | None,
-    path: str | None,
+    adapter: AdapterRef | None,
     probe: Probe | None,
     settings: ServingSettings,
     on_state: OnState,
 ) -> SwapReport:
-    """Let `alias` answer with `adapter_name` (`r0007`; None: the base model) on every replica, or on none.
+    """Let `alias` answer with `adapter` (None: the base model) on every replica, or on none.
 
     `on_state` is told of loading, probing, and active or failed. Raises ServeError, and whatever `on_state` raised,
     after everything was put back; the error names what could not be.
     """
-    target = version_name(alias, adapter_name) if adapter_name else ""
+    target = _target(alias, adapter)
     steps: list[_Step] = []
     try:
         await on_state(DeploymentState.LOADING)
-        await _every([_prepare(replica, alias, target, path, steps) for replica in replicas])
+        await _every([_prepare(replica, alias, adapter, steps) for replica in replicas])
         await on_state(DeploymentState.PROBING)
         if target and probe is not None:
             await _every([_prove(step, probe, settings.probe_tolerance) for step in steps])
@@ -126,11 +95,9 @@ async def swap(
             await _every([_still_there(step) for step in steps])
         for step in steps:
             step.flip_tried = True
-            await step.replica.flip(alias, step.target, step.previous, path)
+            await step.flip(alias, adapter)
         by_url = {step.replica.url: step for step in steps}
-        done = [by_url[replica.url] for replica in replicas]
-        reports = [ReplicaReport(s.replica.url, s.previous, s.loaded, s.previous != s.target, s.probe) for s in done]
-        report = SwapReport(alias, target, tuple(reports))
+        report = SwapReport(alias, target, tuple(by_url[replica.url].report() for replica in replicas))
         await on_state(DeploymentState.ACTIVE, report)
     except BaseException as error:
         # Shielded: a stop of the daemon in the middle must not leave the replicas with different versions.
@@ -143,15 +110,14 @@ async def swap(
 
 
 async def rollback(
-    replicas: Sequence[Replica], alias: str, adapter_name: str | None, path: str | None, settings: ServingSettings
+    replicas: Sequence[Replica], alias: str, adapter: AdapterRef | None, settings: ServingSettings
 ) -> SwapReport:
     """Go back to a version that has served before (None: the base model), at once, wherever that is possible.
 
     Unlike a swap it does not wait for the slowest: a replica that cannot be reached keeps none of the others from
     going back. Raises RollbackError, naming those, when it has done what it could or is stopped while it waits.
     """
-    target = version_name(alias, adapter_name) if adapter_name else ""
-    going = [asyncio.create_task(_restore(each, alias, target, path, None, settings)) for each in replicas]
+    going = [asyncio.create_task(_restore(each, alias, adapter, None, settings)) for each in replicas]
     stopped = None
     try:
         await asyncio.wait(going)
@@ -160,12 +126,10 @@ async def rollback(
         for task in going:
             task.cancel()
         await asyncio.wait(going)
-    unknown = "{}: stopped before it had answered."
     reports = [
-        ReplicaReport(each.url, error=unknown.format(each.url)) if task.cancelled() else task.result()
-        for each, task in zip(replicas, going, strict=True)
+        _unanswered(each) if task.cancelled() else task.result() for each, task in zip(replicas, going, strict=True)
     ]
-    report = SwapReport(alias, target, tuple(reports))
+    report = SwapReport(alias, _target(alias, adapter), tuple(reports))
     if stopped and len(report.errors) == len(replicas):
         raise stopped
     if report.errors:
@@ -176,78 +140,99 @@ async def rollback(
 async def reconcile(
     replicas: Sequence[Replica],
     alias: str,
-    adapter_name: str | None,
-    path: str | None,
+    adapter: AdapterRef | None,
     probe: Probe | None,
     settings: ServingSettings,
+    check: Check | None = None,
 ) -> SwapReport:
     """Bring replicas back to what is deployed: a restarted server has forgotten its adapters.
 
-    Raises nothing for a replica that cannot be brought back: its report says why. Not to be run during a swap.
+    `check` is asked before the adapter's files are loaded again. Raises nothing for a replica that cannot be brought
+    back: its report says why. Not to be run during a swap.
     """
-    target = version_name(alias, adapter_name) if adapter_name else ""
-    restored = [_restore(each, alias, target, path, probe, settings) for each in replicas]
-    return SwapReport(alias, target, tuple(await asyncio.gather(*restored)))
+
+    async def bring_back(replica: Replica) -> ReplicaReport:
+        return await _if_healthy(replica, await _restore(replica, alias, adapter, probe, settings, check))
+
+    reports = await asyncio.gather(*map(bring_back, replicas))
+    return SwapReport(alias, _target(alias, adapter), tuple(reports))
 
 
-async def retire(
-    replicas: Sequence[Replica], alias: str, keep: Collection[str], settings: ServingSettings
-) -> dict[str, list[str]]:
-    """Unload the versions of `alias` that nothing needs any more; which were, per replica.
+async def look(replicas: Sequence[Replica], alias: str) -> SwapReport:
+    """What replicas serve where nothing was ever deployed, so that nothing may be changed on them. Raises nothing."""
 
-    `keep` are adapters by name (the deployed one and those to roll back to). What serves is kept in any case, and a
-    version goes only after it has not served for `drain_seconds`: requests that were given it have long begun by
-    then. Not to be run during a swap.
-    """
-    kept = {version_name(alias, name) for name in keep}
-
-    async def idle(replica: Replica) -> set[str]:
-        serving = (await replica.alias(alias)).target
-        loaded = [name for name in await replica.models() if name.startswith(version_name(alias, ""))]
-        return {name for name in loaded if name not in kept and name != serving}
-
-    async def drain(replica: Replica) -> list[str]:
+    async def look_at(replica: Replica) -> ReplicaReport:
         try:
-            old = await idle(replica)
-            if old:
-                await asyncio.sleep(settings.drain_seconds)
-                old &= await idle(replica)
-            return [name for name in sorted(old) if await replica.unload(name)]
+            found = await replica.alias(alias)
         except ServeError as error:
-            # What stays loaded costs memory and nothing else; the next swap tries again.
-            log.warning("old versions stay loaded: %s", error)
-            return []
+            return ReplicaReport.failed(replica.url, error)
+        if found.target != found.base_model:
+            unknown = ServeError(
+                f"account for {found.target} on {replica.url}",
+                f"{alias} stands for it there, and by this state nothing was ever deployed",
+                "If another state deployed it, set state.dir to that one; else let the base model answer: "
+                "`flywheel deploy base`.",
+            )
+            return ReplicaReport.failed(replica.url, unknown, serves=found.target, wanted=found.base_model)
+        return await _if_healthy(replica, ReplicaReport(replica.url, found.target, serves=found.target))
 
-    return dict(zip([r.url for r in replicas], await asyncio.gather(*map(drain, replicas)), strict=True))
+    return SwapReport(alias, "", tuple(await asyncio.gather(*map(look_at, replicas))))
 
 
-async def _prepare(replica: Replica, alias: str, target: str, path: str | None, steps: list[_Step]) -> None:
+def _unanswered(replica: Replica) -> ReplicaReport:
+    error = f"{replica.url}: stopped before it had answered."
+    return ReplicaReport(replica.url, error=error, condition=UNREACHABLE)
+
+
+async def _if_healthy(replica: Replica, report: ReplicaReport) -> ReplicaReport:
+    """The report; of a replica that answers for itself while its engine does not, that."""
+    if report.error or await replica.ready():
+        return report
+    error = ServeError(f"use {replica.url}", "it is not healthy", "Look at its log; restart it if its engine died.")
+    return dataclasses.replace(report, error=str(error), condition=UNREACHABLE)
+
+
+async def _prepare(
+    replica: Replica, alias: str, adapter: AdapterRef | None, steps: list[_Step], check: Check | None = None
+) -> None:
     before = await replica.alias(alias)
-    step = _Step(replica, before.target, before.path, target or before.base_model, loaded=False)
+    step = _Step(replica, before, _target(alias, adapter) or before.base_model, loaded=False)
     steps.append(step)
-    if not target:
+    if adapter is None:
         return
-    if path is None:
-        raise ServeError(f"load adapter {target} on {replica.url}", "its directory is not known", "Name another one.")
-    step.loaded = await replica.load(target, path)
+    if check is not None and not await replica.has(step.target, adapter.path):
+        await check()
+    step.loaded = await replica.load(step.target, adapter.path)
 
 
 async def _restore(
-    replica: Replica, alias: str, target: str, path: str | None, probe: Probe | None, settings: ServingSettings
+    replica: Replica,
+    alias: str,
+    adapter: AdapterRef | None,
+    probe: Probe | None,
+    settings: ServingSettings,
+    check: Check | None = None,
 ) -> ReplicaReport:
     """Bring one replica to the version, whatever it serves; what cannot be done is in the report."""
     steps: list[_Step] = []
     try:
-        await _prepare(replica, alias, target, path, steps)
+        await _prepare(replica, alias, adapter, steps, check)
         step = steps[0]
         # Also when it was there already: it may be what failed its proof the last time.
-        if target and probe is not None and (step.loaded or step.previous != step.target):
+        if adapter is not None and probe is not None and (step.loaded or step.moves):
             await _prove(step, probe, settings.probe_tolerance)
-        if step.previous != step.target:
-            await replica.flip(alias, step.target, step.previous, path)
-        return ReplicaReport(replica.url, step.previous, step.loaded, step.previous != step.target, step.probe)
+        if step.moves or _lacks_digest(step.before, adapter):
+            await step.flip(alias, adapter)
+        return step.report()
     except ServeError as error:
-        return ReplicaReport(replica.url, steps[0].previous if steps else "", error=str(error))
+        wanted = steps[0].target if steps else ""
+        return ReplicaReport.failed(replica.url, error, serves=steps[0].before.target if steps else "", wanted=wanted)
+
+
+def _lacks_digest(before: Alias, adapter: AdapterRef | None) -> bool:
+    """Whether the server could not tell at its next start that the adapter's files are others: an earlier version
+    pointed the alias there."""
+    return adapter is not None and before.sha256 not in (None, adapter.sha256)
 
 
 async def _prove(step: _Step, probe: Probe, tolerance: float) -> None:
@@ -272,8 +257,9 @@ async def _undo(steps: list[_Step], alias: str) -> list[str]:
         try:
             if step.flip_tried:
                 # A flip whose answer was lost may have happened, so the server is asked.
-                if (await step.replica.alias(alias)).target == step.target != step.previous:
-                    await step.replica.flip(alias, step.previous, step.target, step.previous_path)
+                if step.moves and (await step.replica.alias(alias)).target == step.target:
+                    before = step.before
+                    await step.replica.flip(alias, before.target, step.target, before.path, before.sha256 or None)
             elif step.loaded:
                 # Never pointed at here, so nothing uses it. Elsewhere it stays until it is retired.
                 await step.replica.unload(step.target)

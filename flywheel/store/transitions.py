@@ -60,7 +60,7 @@ def move_all(conn: Connection, row_ids: Iterable[int], old: StrEnum, new: StrEnu
 
 
 def record(
-    conn: Connection, kind: str, subjects: Iterable[str], old: StrEnum | None, new: StrEnum | str, detail: str = ""
+    conn: Connection, kind: str, subjects: Iterable[str], old: str | None, new: str, detail: str = ""
 ) -> None:
     """Write the history of `subjects`; nothing is ever deleted from it."""
     now = utcnow()

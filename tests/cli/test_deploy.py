@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import pytest
+from prometheus_client.samples import Sample
 
 from flywheel.store.database import Store
 from tests.cli.conftest import Run
+from tests.cli.test_metrics import by, parsed
 from tests.daemon.test_deployer import PROBE, put_adapter
 from tests.serving.fake_vllm import BASE, FakeVllm, replica
 
@@ -82,3 +86,43 @@ def test_a_name_that_no_adapter_has_moves_nothing(flywheel: Run, config: Path, n
         assert any(why in ran.err for why in ("no such adapter", "no adapter is named", "no version of agent"))
         assert "\x1b" not in ran.err
     assert flywheel("status", "-c", config, "--json").json["deployment"]["adapter"] == "r0002"
+
+
+def test_status_says_what_each_server_serves_and_what_is_wrong(
+    flywheel: Run, config: Path, two_adapters: None, server: tuple[FakeVllm, str]
+) -> None:
+    url = server[1]
+    gone = "http://127.0.0.1:9"
+    config.write_text(config.read_text().replace(f"['{url}']", f"['{url}', '{gone}']"))
+    state = flywheel("status", "--json", "-c", config).json
+    unknown = {"condition": "", "serves": "", "error": "", "since": None, "looked_at": None}
+    assert state["replicas"] == [{"url": url, **unknown}, {"url": gone, **unknown}]
+    assert re.search(
+        rf"^server +{url}\n +not looked at yet: the daemon does$", flywheel("status", "-c", config).out, re.M
+    )
+    conditions = by(exposed(flywheel, config)["flywheel_replica_condition"], "replica", "condition")
+    assert conditions == {f"{url} not looked at yet": 1, f"{gone} not looked at yet": 1}
+
+    assert flywheel("run", "--once", "-c", config).code == 0
+    first, second = flywheel("status", "--json", "-c", config).json["replicas"]
+    assert (first["condition"], first["serves"], first["error"]) == ("ok", BASE, "")
+    assert (second["condition"], second["serves"]) == ("unreachable", "")
+    assert "flywheel serve" in second["error"]
+    text = flywheel("status", "-c", config).out
+    assert re.search(
+        rf"^server +{url}\n +ok, answers with {BASE}, since \S+ \S+ UTC, looked at \S+ \S+ UTC$", text, re.M
+    )
+    assert re.search(
+        rf"^server +{gone}\n +unreachable, since .* UTC\n +cannot ask {gone} .*`flywheel serve`", text, re.M
+    )
+    metrics = exposed(flywheel, config)
+    conditions = by(metrics["flywheel_replica_condition"], "replica", "condition")
+    assert conditions == {f"{url} ok": 1, f"{gone} unreachable": 1}
+    assert by(metrics["flywheel_replica_serves"], "replica", "model") == {f"{url} {BASE}": 1}
+    looked = by(metrics["flywheel_replica_looked_timestamp_seconds"], "replica")
+    assert looked[url] == datetime.fromisoformat(first["looked_at"]).timestamp()
+    assert set(looked) == {url, gone}
+
+
+def exposed(flywheel: Run, config: Path) -> dict[str, list[Sample]]:
+    return parsed(flywheel("status", "--metrics", "-c", config).out)

@@ -21,6 +21,7 @@ from typing import IO, Any
 import pytest
 from rich.console import Console
 
+from flywheel.cli import status_view
 from flywheel.cli.status_view import fitted
 from tests.cli.conftest import Run
 from tests.studio.writer import DATA
@@ -107,6 +108,26 @@ def test_a_terminal_shows_it_at_once(folder: Path) -> None:
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.decode())
     assert all(name in text for name in ("tasks", "waiting", "balance"))
     assert "…" not in text
+
+
+def test_that_a_server_was_looked_at_once_more_is_no_news(
+    capsys: pytest.CaptureFixture[str], flywheel: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = flywheel("status", "--json").json
+    found = {"condition": "ok", "serves": "tiny", "since": "2026-01-01T00:00:00.000+00:00"}
+    moments = iter(["2026-01-01T00:00:00.000+00:00", "2026-01-01T00:00:15.000+00:00", None])
+
+    def look() -> dict[str, Any]:
+        if (moment := next(moments)) is None:
+            raise KeyboardInterrupt
+        return {**state, "replicas": [{**state["replicas"][0], **found, "looked_at": moment}]}
+
+    monkeypatch.setattr(status_view, "WATCH_SECONDS", 0)
+    with pytest.raises(KeyboardInterrupt):
+        status_view.watch(look)
+    shown = capsys.readouterr().out
+    assert shown.count("ok, answers with tiny, since 2026-01-01 00:00:00 UTC, looked at 2026-01-01 00:00:00 UTC") == 1
+    assert shown.count("balance") == 1
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Connection, insert
+from sqlalchemy import Connection, insert, select
 
 from flywheel.config import Config, parse
 from flywheel.daemon.deployer import Deployer
@@ -21,7 +21,7 @@ from flywheel.files import tree_sha256
 from flywheel.round import Probe
 from flywheel.serving.client import Replica
 from flywheel.states import AdapterState, DeploymentState
-from flywheel.store import deployments, schema
+from flywheel.store import deployments, replicas, rounds, schema
 from flywheel.store.database import Store
 from flywheel.store.transitions import utcnow
 from tests.serving.fake_vllm import BASE, FakeVllm, replica
@@ -370,3 +370,132 @@ async def test_a_rollback_that_is_stopped_before_it_changed_anything(fleet: Flee
         await going_back
     assert await fleet.active() == ("r0002", "r0001")
     assert await fleet.targets() == [R2, R2]
+
+
+async def forget(fleet: Fleet, number: int, serves: str) -> None:
+    """As a server that has restarted without its aliases."""
+    fleet.apps[number].loaded.clear()
+    async with Replica(fleet.config.serving.urls[number]) as restarted:
+        await restarted.flip("agent", BASE, serves)
+
+
+async def sightings(fleet: Fleet) -> list[tuple[str, str]]:
+    found = await fleet.store.read(replicas.noted, "agent")
+    return [(found[url]["condition"], found[url]["serves"]) for url in fleet.config.serving.urls]
+
+
+async def test_files_that_were_changed_are_not_loaded_into_a_server_that_forgot_them(fleet: Fleet) -> None:
+    await fleet.deployer.deploy("r0001", "test")
+    (fleet.path("r0001") / "weights").write_text("others, that give the same figures")
+    await forget(fleet, 0, R1)
+    report = await fleet.deployer.reconcile()
+    assert f"the files in {fleet.path('r0001')} are not those that were evaluated" in report.errors[0]
+    assert "flywheel rollback --to base" in report.errors[0]
+    assert await fleet.targets() == [BASE, R1]
+    assert fleet.apps[0].loaded == {}
+    assert await sightings(fleet) == [("wrong adapter", BASE), ("ok", R1)]
+    assert (await fleet.store.read(rounds.adapter, "r0001")).state == "corrupt"  # type: ignore[union-attr]
+    assert ("ready", "corrupt", "files changed") in await fleet.store.read(events_of, "adapters")
+    (fleet.path("r0001") / "weights").write_text("1")
+    assert not (await fleet.deployer.reconcile()).errors
+    assert await fleet.targets() == [R1, R1]
+    assert ("corrupt", "ready", "its files are whole again") in await fleet.store.read(events_of, "adapters")
+
+
+def events_of(conn: Connection, kind: str) -> list[tuple[str, str, str]]:
+    events = schema.events
+    return [
+        (row.old, row.new, row.detail)
+        for row in conn.execute(select(events).where(events.c.kind == kind).order_by(events.c.id))
+    ]
+
+
+async def test_a_server_knows_the_hash_of_what_it_serves_wherever_a_swap_leads(fleet: Fleet) -> None:
+    hashes = {name: tree_sha256(fleet.path(name)) for name in ("r0001", "r0002")}
+
+    async def known() -> list[str | None]:
+        found = []
+        for url in fleet.config.serving.urls:
+            async with Replica(url) as each:
+                found.append((await each.alias("agent")).sha256)
+        return found
+
+    await fleet.deployer.deploy("r0001", "test")
+    assert await known() == [hashes["r0001"]] * 2
+    fleet.apps[1].weights[str(fleet.path("r0002"))] = PROBE.base_logprobs
+    with pytest.raises(ServeError, match="prove"):
+        await fleet.deployer.deploy("r0002", "test")
+    assert await known() == [hashes["r0001"]] * 2
+    fleet.apps[1].weights[str(fleet.path("r0002"))] = PROBE.adapter_logprobs
+    await fleet.deployer.deploy("r0002", "test")
+    assert await known() == [hashes["r0002"]] * 2
+    await fleet.deployer.rollback()
+    assert await known() == [hashes["r0001"]] * 2
+    # As an earlier version left it: the hash is not known there, until the daemon has looked.
+    async with Replica(fleet.config.serving.urls[0]) as each:
+        await each.flip("agent", R1, R1, str(fleet.path("r0001")))
+    assert await known() == ["", hashes["r0001"]]
+    assert not (await fleet.deployer.reconcile()).changed
+    assert await known() == [hashes["r0001"]] * 2
+
+
+async def test_what_was_found_on_each_replica_is_kept(fleet: Fleet) -> None:
+    url = fleet.config.serving.urls[0]
+    assert await fleet.store.read(replicas.noted, "agent") == {}
+    await fleet.deployer.deploy("r0001", "test")
+    assert await sightings(fleet) == [("ok", R1), ("ok", R1)]
+    first = (await fleet.store.read(replicas.noted, "agent"))[url]
+    assert first["since"] == first["looked_at"]
+
+    fleet.apps[0].faults["/v1/models"] = (503, "down")
+    await fleet.deployer.reconcile()
+    assert await sightings(fleet) == [("unreachable", R1), ("ok", R1)]
+    down = (await fleet.store.read(replicas.noted, "agent"))[url]
+    assert "HTTP 503" in down["error"]
+    await fleet.deployer.reconcile()
+    still = (await fleet.store.read(replicas.noted, "agent"))[url]
+    assert still["since"] == down["since"] < still["looked_at"]
+
+    fleet.apps[0].faults = {"/v1/models": (500, "broken")}
+    await fleet.deployer.reconcile()
+    assert await sightings(fleet) == [("failing", R1), ("ok", R1)]
+    fleet.apps[0].faults = {"/health": (503, "the engine is dead")}
+    await fleet.deployer.reconcile()
+    assert await sightings(fleet) == [("unreachable", R1), ("ok", R1)]
+    fleet.apps[0].faults = {}
+    fleet.apps[0].weights[str(fleet.path("r0001"))] = PROBE.base_logprobs
+    await forget(fleet, 0, R1)
+    await fleet.deployer.reconcile()
+    assert await sightings(fleet) == [("wrong weights", BASE), ("ok", R1)]
+    fleet.apps[0].weights[str(fleet.path("r0001"))] = PROBE.adapter_logprobs
+    await fleet.deployer.reconcile()
+    assert await sightings(fleet) == [("ok", R1), ("ok", R1)]
+    history = [(old, new) for old, new, _ in await fleet.store.read(events_of, "replicas")]
+    assert [new for _, new in history] == [
+        "ok", "ok", "unreachable", "failing", "unreachable", "wrong weights", "ok",
+    ]  # fmt: skip
+
+
+async def test_a_rollback_that_nobody_follows_says_what_each_replica_serves(fleet: Fleet) -> None:
+    await fleet.deployer.deploy("r0001", "test")
+    await fleet.deployer.deploy("r0002", "test")
+    for app in fleet.apps:
+        app.faults["/v1/models"] = (500, "broken")
+    with pytest.raises(ServeError, match="on every replica"):
+        await fleet.deployer.rollback()
+    assert await sightings(fleet) == [("wrong adapter", R2)] * 2
+
+
+async def test_where_nothing_was_deployed_servers_are_looked_at_and_left_alone(fleet: Fleet) -> None:
+    report = await fleet.deployer.reconcile()
+    assert not report.changed
+    assert await sightings(fleet) == [("ok", BASE), ("ok", BASE)]
+    async with Replica(fleet.config.serving.urls[1]) as each:
+        await each.load(R1, str(fleet.path("r0001")))
+        await each.flip("agent", R1, BASE)
+    report = await fleet.deployer.reconcile()
+    assert "by this state nothing was ever deployed" in report.errors[0]
+    assert await fleet.targets() == [BASE, R1]
+    assert await sightings(fleet) == [("ok", BASE), ("wrong adapter", R1)]
+    await fleet.deployer.deploy(None, "as the message says")
+    assert await fleet.targets() == [BASE, BASE]

@@ -109,7 +109,7 @@ def test_an_alias_without_a_target_is_the_base_model(url: str) -> None:
     answer = httpx.post(f"{url}/v1/chat/completions", json={"model": "agent", "messages": []})
     assert answer.json()["model"] == BASE
     shown = httpx.get(f"{url}/flywheel/alias").json()
-    assert shown == {"aliases": {"agent": BASE}, "paths": {}, "base_model": BASE}
+    assert shown == {"aliases": {"agent": BASE}, "paths": {}, "digests": {}, "base_model": BASE}
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v2/rerank", "/inference/v1/generate"])
@@ -242,8 +242,9 @@ def test_a_restart_answers_with_the_same_version(tmp_path: Path) -> None:
     file = tmp_path / "aliases.json"
     settings = {"FLYWHEEL_ALIAS_FILE": str(file)}
     with running(with_middleware(FakeVllm(), **settings)) as url:
-        flip(url, "agent@r0003", path="/adapters/r0003")
-    assert json.loads(file.read_text()) == {"agent": {"target": "agent@r0003", "path": "/adapters/r0003"}}
+        flip(url, "agent@r0003", path="/adapters/r0003", sha256="a hash")
+    saved = {"target": "agent@r0003", "path": "/adapters/r0003", "sha256": "a hash"}
+    assert json.loads(file.read_text()) == {"agent": saved}
     with running(with_middleware(FakeVllm(), FLYWHEEL_LOADED_ADAPTERS='["agent@r0003"]', **settings)) as url:
         shown = httpx.get(f"{url}/flywheel/alias").json()
         assert shown["aliases"] == {"agent": "agent@r0003"}

@@ -14,6 +14,7 @@ import pytest
 
 from flywheel.config import Config, parse
 from flywheel.errors import ServeError
+from flywheel.files import tree_sha256
 from flywheel.serving import server
 
 
@@ -196,6 +197,22 @@ def test_an_adapter_of_another_base_model_is_left_out_until_it_is_proven(
         arguments, _ = server.command(config)
         assert ("--lora-modules" in arguments) is fits
     assert f"it was trained on Qwen/Qwen3-4B, and model.base is {config.model.base}" in caplog.text
+
+
+def test_files_that_were_changed_since_they_were_proven_are_left_out_loudly(
+    make: Callable[..., Config], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make()
+    folder = adapter(tmp_path / "r0007")
+    save(config, {"agent": {"target": "agent@r0007", "path": str(folder), "sha256": tree_sha256(folder)}})
+    assert "--lora-modules" in server.command(config)[0]
+    weights = folder / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\1\2\3\4")
+    arguments, environment = server.command(config)
+    assert "--lora-modules" not in arguments
+    assert environment["FLYWHEEL_LOADED_ADAPTERS"] == "[]"
+    assert f"the files in {folder} are not those that were proven" in caplog.text
+    assert "agent ANSWERS WITH THE BASE MODEL" in caplog.text
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")

@@ -14,10 +14,12 @@ import pytest
 
 from flywheel.config import ServingSettings
 from flywheel.errors import ServeError, StoreError
-from flywheel.round import Probe
+from flywheel.round import AdapterRef, Probe
 from flywheel.serving.client import Replica
 from flywheel.serving.probe import compare
-from flywheel.serving.swap import SwapReport, reconcile, retire, rollback, swap
+from flywheel.serving.report import SwapReport
+from flywheel.serving.retirement import retire
+from flywheel.serving.swap import reconcile, rollback, swap
 from flywheel.states import DeploymentState, may_follow
 from tests.serving.fake_vllm import BASE, FakeVllm, replica, running, with_middleware
 
@@ -64,8 +66,10 @@ class Fleet:
         return [answer.json()["model"] for answer in asked]
 
     async def swap(self, name: str | None = "r0002", probe: Probe | None = PROBE) -> object:
-        path = self.paths[name] if name else None
-        return await swap(self.replicas, "agent", name, path, probe, SETTINGS, self.on_state)
+        return await swap(self.replicas, "agent", self.ref(name) if name else None, probe, SETTINGS, self.on_state)
+
+    def ref(self, name: str) -> AdapterRef:
+        return AdapterRef(name=name, path=self.paths[name], sha256=f"the hash of {name}")
 
 
 @pytest.fixture
@@ -85,7 +89,7 @@ OLD, NEW = "agent@r0001", "agent@r0002"
 
 
 async def test_a_swap(fleet: Fleet) -> None:
-    report = await swap(fleet.replicas, "agent", "r0002", fleet.paths["r0002"], PROBE, SETTINGS, fleet.on_state)
+    report = await swap(fleet.replicas, "agent", fleet.ref("r0002"), PROBE, SETTINGS, fleet.on_state)
     assert await fleet.answers() == [NEW, NEW]
     assert fleet.states[1:] == [DeploymentState.LOADING, DeploymentState.PROBING, DeploymentState.ACTIVE]
     assert report.changed
@@ -109,7 +113,7 @@ async def test_a_swap_to_the_base_model(fleet: Fleet) -> None:
 async def test_swapping_again_to_what_serves_changes_nothing(fleet: Fleet) -> None:
     await fleet.swap()
     fleet.states = [DeploymentState.REQUESTED]
-    report = await swap(fleet.replicas, "agent", "r0002", fleet.paths["r0002"], PROBE, SETTINGS, fleet.on_state)
+    report = await swap(fleet.replicas, "agent", fleet.ref("r0002"), PROBE, SETTINGS, fleet.on_state)
     assert not report.changed
     assert await fleet.answers() == [NEW, NEW]
 
@@ -199,7 +203,7 @@ async def test_the_store_fails_after_the_flips(fleet: Fleet) -> None:
             raise StoreError("write the deployment", "the disk is full")
 
     with pytest.raises(StoreError, match="disk is full"):
-        await swap(fleet.replicas, "agent", "r0002", fleet.paths["r0002"], PROBE, SETTINGS, on_state)
+        await swap(fleet.replicas, "agent", fleet.ref("r0002"), PROBE, SETTINGS, on_state)
     assert await fleet.answers() == [OLD, OLD]
 
 
@@ -211,9 +215,7 @@ async def test_a_stop_in_the_middle(fleet: Fleet) -> None:
             flipped.set()
             await asyncio.sleep(600)
 
-    swapping = asyncio.create_task(
-        swap(fleet.replicas, "agent", "r0002", fleet.paths["r0002"], PROBE, SETTINGS, on_state)
-    )
+    swapping = asyncio.create_task(swap(fleet.replicas, "agent", fleet.ref("r0002"), PROBE, SETTINGS, on_state))
     await asyncio.wait_for(flipped.wait(), 60)
     assert await fleet.answers() == [NEW, NEW]
     swapping.cancel()
@@ -225,10 +227,10 @@ async def test_a_stop_in_the_middle(fleet: Fleet) -> None:
 async def test_a_rollback_reloads_what_was_unloaded(fleet: Fleet) -> None:
     await fleet.swap()
     assert await retire(fleet.replicas, "agent", [], SETTINGS) == {r.url: [OLD] for r in fleet.replicas}
-    report = await rollback(fleet.replicas, "agent", "r0001", fleet.paths["r0001"], SETTINGS)
+    report = await rollback(fleet.replicas, "agent", fleet.ref("r0001"), SETTINGS)
     assert await fleet.answers() == [OLD, OLD]
     assert all(each.loaded and each.flipped for each in report.replicas)
-    await rollback(fleet.replicas, "agent", None, None, SETTINGS)
+    await rollback(fleet.replicas, "agent", None, SETTINGS)
     assert await fleet.answers() == [BASE, BASE]
 
 
@@ -236,7 +238,7 @@ async def test_a_dead_replica_does_not_keep_the_others_from_going_back(fleet: Fl
     await fleet.swap()
     async with Replica("http://127.0.0.1:9", timeout_seconds=5) as dead:
         with pytest.raises(ServeError, match=r"roll agent back to agent@r0001.*127\.0\.0\.1:9"):
-            await rollback([dead, *fleet.replicas], "agent", "r0001", fleet.paths["r0001"], SETTINGS)
+            await rollback([dead, *fleet.replicas], "agent", fleet.ref("r0001"), SETTINGS)
     assert await fleet.answers() == [OLD, OLD]
 
 
@@ -256,7 +258,7 @@ async def test_retire_spares_what_serves_again_after_the_drain(fleet: Fleet) -> 
     slow = ServingSettings(drain_seconds=0.5)
     retiring = asyncio.create_task(retire(fleet.replicas, "agent", [], slow))
     await asyncio.sleep(0.1)
-    await rollback(fleet.replicas, "agent", "r0001", fleet.paths["r0001"], SETTINGS)
+    await rollback(fleet.replicas, "agent", fleet.ref("r0001"), SETTINGS)
     await retiring
     assert await fleet.answers() == [OLD, OLD]
 
@@ -273,25 +275,25 @@ async def test_a_server_that_forgot_is_brought_back(fleet: Fleet) -> None:
     forgetful = fleet.replicas[0]
     fleet.apps[0].loaded.clear()
     await forgetful.flip("agent", BASE, NEW)
-    report = await reconcile(fleet.replicas, "agent", "r0002", fleet.paths["r0002"], PROBE, SETTINGS)
+    report = await reconcile(fleet.replicas, "agent", fleet.ref("r0002"), PROBE, SETTINGS)
     assert await fleet.answers() == [NEW, NEW]
     assert [(each.loaded, each.flipped) for each in report.replicas] == [(True, True), (False, False)]
     assert report.replicas[0].probe is not None
-    again = await reconcile(fleet.replicas, "agent", "r0002", fleet.paths["r0002"], PROBE, SETTINGS)
+    again = await reconcile(fleet.replicas, "agent", fleet.ref("r0002"), PROBE, SETTINGS)
     assert not again.changed
     assert not again.errors
 
 
 async def test_a_server_that_came_back_with_wrong_weights_is_not_pointed_at_them(fleet: Fleet) -> None:
     fleet.apps[0].weights[fleet.paths["r0002"]] = PROBE.base_logprobs
-    report = await reconcile(fleet.replicas, "agent", "r0002", fleet.paths["r0002"], PROBE, SETTINGS)
+    report = await reconcile(fleet.replicas, "agent", fleet.ref("r0002"), PROBE, SETTINGS)
     assert await fleet.answers() == [OLD, NEW]
     assert "prove agent@r0002" in report.errors[0]
 
 
 async def test_reconcile_reports_a_dead_server_and_goes_on(fleet: Fleet) -> None:
     async with Replica("http://127.0.0.1:9", timeout_seconds=5) as dead:
-        report = await reconcile([dead, *fleet.replicas], "agent", "r0002", fleet.paths["r0002"], None, SETTINGS)
+        report = await reconcile([dead, *fleet.replicas], "agent", fleet.ref("r0002"), None, SETTINGS)
     assert await fleet.answers() == [NEW, NEW]
     assert "cannot be reached" in report.replicas[0].error
 

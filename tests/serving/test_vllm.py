@@ -12,8 +12,12 @@ import httpx
 import pytest
 
 from flywheel.errors import ServeError
+from flywheel.files import tree_sha256
+from flywheel.round import AdapterRef
 from flywheel.serving.client import Replica
-from flywheel.serving.swap import SwapReport, retire, rollback, swap
+from flywheel.serving.report import SwapReport
+from flywheel.serving.retirement import retire
+from flywheel.serving.swap import rollback, swap
 from flywheel.states import DeploymentState
 from tests.conftest import MadeAdapter, VllmServer
 
@@ -40,7 +44,12 @@ async def put(
     async def ignore(_: DeploymentState, __: SwapReport | None = None) -> None: ...
 
     probe = probed.probe if probed else None
-    return await swap([replica], alias, version, path, probe, server.config.serving, ignore)
+    adapter = ref(version, path) if version else None
+    return await swap([replica], alias, adapter, probe, server.config.serving, ignore)
+
+
+def ref(version: str, path: str) -> AdapterRef:
+    return AdapterRef(name=version, path=path, sha256=tree_sha256(Path(path)))
 
 
 async def test_it_starts_with_what_was_deployed(vllm_server: VllmServer, replica: Replica) -> None:
@@ -65,9 +74,9 @@ async def test_a_version_is_proven_and_swapped_in_and_back(
     assert probe.to_adapter < 0.01  # float32 on both sides
     await put(replica, vllm_server, "swap-agent", "r0002", other.path, other)
     assert await answered_by(vllm_server, "swap-agent") == "swap-agent@r0002"
-    await rollback([replica], "swap-agent", "r0001", good.path, vllm_server.config.serving)
+    await rollback([replica], "swap-agent", ref("r0001", good.path), vllm_server.config.serving)
     assert await answered_by(vllm_server, "swap-agent") == "swap-agent@r0001"
-    await rollback([replica], "swap-agent", None, None, vllm_server.config.serving)
+    await rollback([replica], "swap-agent", None, vllm_server.config.serving)
     assert await answered_by(vllm_server, "swap-agent") == vllm_server.base_model
 
 
