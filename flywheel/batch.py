@@ -23,7 +23,8 @@ class Entry(Struct, frozen=True, gc=False):
     provisional: the ledger knows which side the conversation is on. `content` is a 63-bit hash of all that, to notice
     that a reply looks different when it is read again. `words` and `bands` say what the conversation begins like (see
     `opening`), where this is its first turn. A reply is `linked` when its own spans do not show the conversation
-    before it: the ledger then finds the earlier turns by conversation id and time.
+    before it: the ledger then finds the earlier turns by conversation id and time. `images` is whether its question
+    holds any.
     """
 
     span_id: str
@@ -38,6 +39,7 @@ class Entry(Struct, frozen=True, gc=False):
     words: tuple[int, ...] = ()
     bands: tuple[int, ...] = ()
     linked: bool = False
+    images: bool = False
     skip: SkipReason | None = None
     detail: str = ""
 
@@ -106,6 +108,7 @@ def _entry(reply: Reply, source: str, opening: Opening) -> Entry:
         words=opening[0],
         bands=opening[1],
         linked=not reply.history and not reply.model,
+        images=bool(reply.images),
         skip=skip,
         detail=storable(reply.skip_detail),
     )

@@ -162,6 +162,7 @@ def plain_entry(told: Reply, source: str) -> Entry:
         words=words,
         bands=bands,
         linked=not told.history and not told.model,
+        images=bool(told.images),
         skip=told.skip,
         detail=plain_text(told.skip_detail),
     )

@@ -100,9 +100,17 @@ class TrainingSettings(Section):
     min_spread_share: Share = 0.0
     """A round whose first two steps have no more than this share of groups with different rewards is refused: nothing
     can be learned from it."""
+    images: Literal["leave-out", "text-only"] = "leave-out"
+    """Tasks whose question holds an image, which no prompt of a round can show: `leave-out` of training and gate, or
+    take their text alone (`text-only`)."""
     seed: int = Field(default=42, ge=0, lt=2**31)
     """Seed of a round, together with its number."""
     lora: LoraSettings = LoraSettings()
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether tasks are taken whose question holds an image."""
+        return self.images == "text-only"
 
     @model_validator(mode="after")
     def _divides(self) -> Self:

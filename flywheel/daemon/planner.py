@@ -36,7 +36,9 @@ def due(conn: Connection, config: Config, *, window: bool = False) -> Due:
         return Due(False, f"{live.name} is {live.state}")
     if wait := _backoff(conn, config):
         return Due(False, wait)
-    free, held_out = judging.count_free(conn), judging.count_held_out(conn)
+    with_images = config.training.takes_images
+    free = judging.count_free(conn, with_images=with_images)
+    held_out = judging.count_held_out(conn, with_images=with_images)
     trigger = config.trigger
     needed = min(trigger.cron_min_samples, trigger.min_samples) if window else trigger.min_samples
     if free < needed:
@@ -68,7 +70,8 @@ def choose(conn: Connection, config: Config) -> list[int] | None:
     caps = influence_of(config.filter.chain)
     if caps is None:
         return None
-    free = [Candidate(row.id, row.conversation, row.user, row.template) for row in influence.candidates(conn)]
+    found = influence.candidates(conn, with_images=config.training.takes_images)
+    free = [Candidate(row.id, row.conversation, row.user, row.template) for row in found]
     return within_shares(free, caps, most_samples(config))
 
 
@@ -99,7 +102,8 @@ def _check_base(conn: Connection, config: Config, attempted: str) -> None:
 def plan(conn: Connection, config: Config, rubric: Rubric, rounds_dir: Path, trigger: str) -> Row[Any]:
     """Reserve samples for a round and write it down. Raises TrainError when it cannot be."""
     _check_base(conn, config, "plan a round")
-    if (held_out := judging.count_held_out(conn)) < config.gate.min_tasks:
+    with_images = config.training.takes_images
+    if (held_out := judging.count_held_out(conn, with_images=with_images)) < config.gate.min_tasks:
         raise TrainError(
             "plan a round",
             f"{held_out} held-out tasks are judged, and gate.min_tasks is {config.gate.min_tasks}: it could only be"
@@ -118,6 +122,7 @@ def plan(conn: Connection, config: Config, rubric: Rubric, rounds_dir: Path, tri
         config_hash=config_hash(config),
         rubric_hash=rubric.hash,
         choice=choose(conn, config),
+        with_images=with_images,
     )
 
 
@@ -149,7 +154,7 @@ def spec_of(conn: Connection, row: Row[Any], config: Config, rubric: Rubric) -> 
 
 def debug_spec(conn: Connection, config: Config, rubric: Rubric) -> RoundSpec:
     """A round that trains nothing and reserves nothing: it only shows rollouts and rewards."""
-    samples = rounds.free_samples(conn, config.training.prompts_per_step)
+    samples = rounds.free_samples(conn, config.training.prompts_per_step, with_images=config.training.takes_images)
     if not samples:
         raise TrainError("try a round", "no accepted sample is free", "Collect and judge more traces first.")
     _check_base(conn, config, "try a round")

@@ -26,6 +26,7 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
     counts = funnel.counts_by_source(conn)
     shown = rounds.newest(conn, ROUNDS_SHOWN)
     live = rounds.live(conn)
+    with_images = config.training.takes_images
     active = deployments.active(conn, config.model.alias)
     seen = replicas.noted(conn, config.model.alias)
     return {
@@ -38,9 +39,10 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
         "tasks": {state.value: books.task_states.get(state, 0) for state in TaskState},
         "balance": books.ends,
         "balanced": books.balanced,
-        "free_samples": judging.count_free(conn),
+        "free_samples": judging.count_free(conn, with_images=with_images),
         "min_samples": config.trigger.min_samples,
-        "held_out": judging.count_held_out(conn),
+        "held_out": judging.count_held_out(conn, with_images=with_images),
+        "left_out": 0 if with_images else judging.count_with_images(conn),
         "due": judging.count_due(conn),
         "judge": {"error": funnel.noted(conn, funnel.JUDGE_NOTE), "usage": funnel.judge_usage(conn)},
         "waiting_for": funnel.noted(conn, funnel.ROUND_NOTE),

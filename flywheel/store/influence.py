@@ -9,6 +9,7 @@ from sqlalchemy import Connection, Row, exists, func, insert, select, update
 
 from flywheel.states import Split, TaskState
 from flywheel.store.bulk import chunks
+from flywheel.store.rounds import allowed
 from flywheel.store.schema import fingerprints, influences, tasks
 from flywheel.store.transitions import move
 
@@ -66,7 +67,7 @@ def unknown(conn: Connection, limit: int) -> list[Row[Any]]:
     )
 
 
-def candidates(conn: Connection) -> list[Row[Any]]:
+def candidates(conn: Connection, *, with_images: bool = True) -> list[Row[Any]]:
     """Free samples (id, conversation, user, template), the oldest first; what is not known of one is empty."""
     return list(
         conn.execute(
@@ -78,6 +79,7 @@ def candidates(conn: Connection) -> list[Row[Any]]:
             )
             .outerjoin(influences, influences.c.task_id == tasks.c.id)
             .where(tasks.c.state == TaskState.ACCEPTED.value, tasks.c.split == Split.TRAIN.value)
+            .where(allowed(with_images=with_images))
             .order_by(tasks.c.id)
         )
     )

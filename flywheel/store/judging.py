@@ -274,14 +274,26 @@ def release_all(conn: Connection, why: str) -> int:
     return release(conn, ids, why)
 
 
-def count_free(conn: Connection) -> int:
+def count_free(conn: Connection, *, with_images: bool = True) -> int:
     """Samples that a round could take: accepted, on the training side."""
-    return _count(conn, tasks.c.state == TaskState.ACCEPTED.value, tasks.c.split == Split.TRAIN.value)
+    return _count_on(conn, Split.TRAIN, (TaskState.ACCEPTED,), with_images)
 
 
-def count_held_out(conn: Connection) -> int:
+def count_held_out(conn: Connection, *, with_images: bool = True) -> int:
     """Held-out tasks with a verdict, either way: what the gate can ask."""
-    return _count(conn, _in(DECIDED), tasks.c.split == Split.HELD_OUT.value)
+    return _count_on(conn, Split.HELD_OUT, DECIDED, with_images)
+
+
+def count_with_images(conn: Connection) -> int:
+    """Free samples and held-out tasks with a verdict whose questions hold images."""
+    sides = ((Split.TRAIN, (TaskState.ACCEPTED,)), (Split.HELD_OUT, DECIDED))
+    return sum(_count(conn, _in(states), tasks.c.split == side.value, tasks.c.images) for side, states in sides)
+
+
+def _count_on(conn: Connection, side: Split, states: Sequence[TaskState], with_images: bool) -> int:
+    where = (_in(states), tasks.c.split == side.value)
+    # Both by an index alone: a count that asked every task for its images would look at every row.
+    return _count(conn, *where) - (0 if with_images else _count(conn, *where, tasks.c.images))
 
 
 def _count(conn: Connection, *where: ColumnElement[bool]) -> int:

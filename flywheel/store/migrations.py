@@ -24,9 +24,12 @@ def _grow(conn: Connection, **columns: tuple[str, ...]) -> None:
             definition = CreateColumn(table.c[column]).compile(dialect=conn.dialect)
             conn.execute(text(f"ALTER TABLE {name} ADD COLUMN {definition}"))
     metadata.create_all(conn)
+    look = inspect(conn)
     for table in metadata.sorted_tables:
-        for index in table.indexes:
-            index.create(conn, checkfirst=True)
+        # A table that still lacks columns gets its indexes with the last of them.
+        if set(table.columns.keys()) <= {column["name"] for column in look.get_columns(table.name)}:
+            for index in table.indexes:
+                index.create(conn, checkfirst=True)
 
 
 def _to_2(conn: Connection) -> None:
@@ -65,7 +68,14 @@ def _to_5(conn: Connection) -> None:
     openings_filter.make(conn)
 
 
-MIGRATIONS: Mapping[int, Callable[[Connection], None]] = MappingProxyType({2: _to_2, 3: _to_3, 4: _to_4, 5: _to_5})
+def _to_6(conn: Connection) -> None:
+    _grow(conn, tasks=("images",))
+    conn.execute(text("UPDATE tasks SET images = 1 WHERE json_extract(payload, '$.metadata.images_json') <> '[]'"))
+
+
+MIGRATIONS: Mapping[int, Callable[[Connection], None]] = MappingProxyType(
+    {2: _to_2, 3: _to_3, 4: _to_4, 5: _to_5, 6: _to_6}
+)
 """What leads to each version from the one before; a new database is made in the present one."""
 
 

@@ -136,6 +136,7 @@ def renewed(conn: Connection, task: int | None, entry: Entry, line: Callable[[En
                 agent=entry.agent,
                 adapter=entry.adapter,
                 started_at=entry.started_at,
+                images=entry.images,
             )
         )
     return int(found.id)

@@ -4,15 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from sqlalchemy import Connection, Row, func, insert, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Row,
+    Text,
+    and_,
+    cast,
+    exists,
+    func,
+    insert,
+    or_,
+    select,
+    true,
+    update,
+)
 
 from flywheel.errors import TrainError
 from flywheel.round import AdapterRef, RoundResult
 from flywheel.states import AdapterState, RoundState, Split, TaskState
-from flywheel.store.schema import adapters, round_samples, rounds, tasks
+from flywheel.store.schema import adapters, events, round_samples, rounds, tasks
 from flywheel.store.transitions import move, move_all, record, utcnow
+
+LEFT_OUT: Final = "left out"
+"""What the history of a task says that no round takes."""
+WITH_IMAGE: Final = "its question holds an image, of which only a reference is kept (training.images)"
+_DECIDED: Final = (TaskState.ACCEPTED.value, TaskState.REJECTED.value)
 
 
 def live(conn: Connection) -> Row[Any] | None:
@@ -41,15 +60,19 @@ def plan(
     config_hash: str,
     rubric_hash: str,
     choice: Sequence[int] | None = None,
+    with_images: bool = True,
 ) -> Row[Any]:
     """Make a round and reserve its samples: the oldest free ones, and the newest held-out tasks for the gate.
 
-    `choice` are the samples it may take instead of the oldest; what of them is not free any more is left out.
+    `choice` are the samples it may take instead of the oldest; what of them is not free any more is left out. Tasks
+    with images that it may not take are told so in their history, once.
     Raises TrainError when another round is unfinished or no sample is free.
     """
     if (other := live(conn)) is not None:
         raise TrainError("plan a round", f"{other.name} is {other.state}", "Wait until it has finished.")
-    samples = free_samples(conn, max_samples) if choice is None else list(choice)[:max_samples]
+    samples = (
+        free_samples(conn, max_samples, with_images=with_images) if choice is None else list(choice)[:max_samples]
+    )
     if not samples:
         raise TrainError("plan a round", "no accepted sample is free", "Collect and judge more traces first.")
     number = int(conn.execute(select(func.coalesce(func.max(rounds.c.id), 0))).scalar_one()) + 1
@@ -73,33 +96,54 @@ def plan(
     reserved = move_all(conn, samples, TaskState.ACCEPTED, TaskState.RESERVED, name)
     rows = [{"round_id": number, "task_id": task, "split": Split.TRAIN.value} for task in reserved]
     rows += [
-        {"round_id": number, "task_id": task, "split": Split.HELD_OUT.value} for task in held_out(conn, max_held_out)
+        {"round_id": number, "task_id": task, "split": Split.HELD_OUT.value}
+        for task in held_out(conn, max_held_out, with_images=with_images)
     ]
     conn.execute(insert(round_samples), rows)
+    if not with_images:
+        _leave_out_images(conn, name)
     planned = by_name(conn, name)
     assert planned is not None
     return planned
 
 
-def free_samples(conn: Connection, limit: int) -> list[int]:
+def _leave_out_images(conn: Connection, name: str) -> None:
+    told = exists().where(
+        events.c.kind == tasks.name, events.c.subject == cast(tasks.c.id, Text), events.c.new == LEFT_OUT
+    )
+    free = and_(tasks.c.state == TaskState.ACCEPTED.value, tasks.c.split == Split.TRAIN.value)
+    decided = and_(tasks.c.state.in_(_DECIDED), tasks.c.split == Split.HELD_OUT.value)
+    rows = conn.execute(select(tasks.c.id, tasks.c.state).where(tasks.c.images, or_(free, decided), ~told)).all()
+    for state in _DECIDED:
+        left_out = [str(row.id) for row in rows if row.state == state]
+        record(conn, tasks.name, left_out, TaskState(state), LEFT_OUT, f"of {name}: {WITH_IMAGE}")
+
+
+def allowed(*, with_images: bool) -> ColumnElement[bool]:
+    """Which tasks rounds may take as far as images go."""
+    return true() if with_images else ~tasks.c.images
+
+
+def free_samples(conn: Connection, limit: int, *, with_images: bool = True) -> list[int]:
     """The oldest accepted tasks of the training side."""
     return list(
         conn.execute(
             select(tasks.c.id)
             .where(tasks.c.state == TaskState.ACCEPTED.value, tasks.c.split == Split.TRAIN.value)
+            .where(allowed(with_images=with_images))
             .order_by(tasks.c.id)
             .limit(limit)
         ).scalars()
     )
 
 
-def held_out(conn: Connection, limit: int) -> list[int]:
+def held_out(conn: Connection, limit: int, *, with_images: bool = True) -> list[int]:
     """The newest held-out tasks with a verdict. Both verdicts count: only the good ones would flatter the model."""
-    decided = [TaskState.ACCEPTED.value, TaskState.REJECTED.value]
     return list(
         conn.execute(
             select(tasks.c.id)
-            .where(tasks.c.state.in_(decided), tasks.c.split == Split.HELD_OUT.value)
+            .where(tasks.c.state.in_(_DECIDED), tasks.c.split == Split.HELD_OUT.value)
+            .where(allowed(with_images=with_images))
             .order_by(tasks.c.id.desc())
             .limit(limit)
         ).scalars()

@@ -127,12 +127,15 @@ tasks = Table(
     Column("started_at", Text, nullable=False),
     Column("split", Text, nullable=False),
     Column("state", Text, nullable=False),
+    Column("images", Boolean, nullable=False, server_default=text("0")),
     Column("payload", JSON, nullable=False),
     Column("retry_at", Text),
     Column("created_at", Text, nullable=False),
     Index("tasks_by_state", "state", "split"),
+    Index("tasks_with_images", "state", "split", "images", sqlite_where=text("images = 1")),
     Index("tasks_by_conversation", "conversation_id", "started_at"),
 )
+"""`images` is whether the question holds any, of which the payload has references alone."""
 
 verdicts = Table(
     "verdicts",
@@ -343,4 +346,4 @@ events = Table(
     Index("events_by_subject", "kind", "subject"),
 )
 
-SCHEMA_VERSION: Final = 5
+SCHEMA_VERSION: Final = 6

@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, insert
+from sqlalchemy import Connection, func, insert, select
 
 from flywheel import content
 from flywheel.config import Config, parse
 from flywheel.daemon import planner
 from flywheel.daemon.judge_setup import rubric_of
+from flywheel.daemon.status import snapshot
 from flywheel.errors import TrainError
 from flywheel.round import RoundSpec
 from flywheel.states import AdapterState, DeploymentState, RoundState, Split
-from flywheel.store import audit, judging, ledger, rounds, schema
+from flywheel.store import audit, judging, ledger, lineage, rounds, schema
 from flywheel.store.database import Store
 from tests.samples import accepted, batch, rejected, replies_on
 
@@ -162,3 +163,65 @@ async def test_a_round_that_the_gate_could_only_reject_is_not_planned_by_hand_ei
     assert await store.read(rounds.live) is None
     books = await store.read(audit.balance)
     assert "reserved" not in books.task_states
+
+
+IMAGE = ("https://example.org/cat.png",)
+
+
+def judged_with_images(conn: Connection, train: int, held_out: int) -> None:
+    """Tasks of which two on each side hold an image: the first ones of all."""
+    plain = replies_on(Split.TRAIN, train + 2)[2:] + replies_on(Split.HELD_OUT, held_out + 2)[2:]
+    shown = replies_on(Split.TRAIN, 2, images=IMAGE) + replies_on(Split.HELD_OUT, 2, images=IMAGE)
+    source = ledger.source_id(conn, "/a")
+    ledger.record_batch(conn, source, batch(*shown, *plain), train_ratio=0.7, split_seed=42)
+    for task in judging.claim(conn, 1000, "r", "j"):
+        judging.settle(conn, task.id, accepted(), "r", "j", 0.0)
+
+
+async def test_what_no_prompt_can_show_is_left_out_of_training_and_gate(tmp_path: Path, store: Store) -> None:
+    await store.write(judged_with_images, 3, 2)
+    config = made(tmp_path, trigger={"min_samples": 4}, gate={"min_tasks": 2})
+    assert (await store.read(planner.due, config)).reason == "3 of 4 samples are free"
+    told = await store.read(snapshot, config)
+    assert (told["free_samples"], told["held_out"], told["left_out"]) == (3, 2, 4)
+    debug = await store.read(planner.debug_spec, config, rubric_of(config))
+    assert len(debug.train) == 3
+    spec = await planned(store, config)
+    assert (len(spec.train), len(spec.held_out)) == (3, 2)
+    shown = await store.read(lambda conn: conn.execute(select(schema.tasks.c.key).where(schema.tasks.c.images)).all())
+    for (key,) in shown:
+        story = await store.read(lineage.why, key)
+        assert story is not None
+        last = story["replies"][0]["task"]["history"][-1]
+        assert (last["old"], last["new"]) == ("accepted", "left out")
+        assert last["detail"].startswith("of r0001: its question holds an image")
+    assert len(shown) == 4
+
+
+async def test_a_task_is_told_once_that_rounds_leave_it_out(tmp_path: Path, store: Store) -> None:
+    await store.write(judged_with_images, 3, 2)
+    config = made(tmp_path, training={"steps": 1, "prompts_per_step": 1, "group_size": 8})
+    for number in (1, 2):
+        await planned(store, config)
+        await store.write(rounds.finish, number, RoundState.PLANNED, RoundState.FAILED, "test")
+    times = await store.read(
+        lambda conn: conn.execute(
+            select(func.count()).select_from(schema.events).where(schema.events.c.new == "left out")
+        ).scalar_one()
+    )
+    assert times == 4
+
+
+async def test_the_choice_by_influence_leaves_images_out_too(tmp_path: Path, store: Store) -> None:
+    chain = tmp_path / "chain.yaml"
+    chain.write_text("id: c\nfilters: [{type: influence, params: {conversation: 1, user: 1, template: 1}}]\n")
+    await store.write(judged_with_images, 3, 2)
+    spec = await planned(store, made(tmp_path, filter={"rubric": str(RUBRIC), "chain": str(chain)}))
+    assert (len(spec.train), len(spec.held_out)) == (3, 2)
+
+
+async def test_questions_with_images_are_taken_as_text_where_that_is_wanted(tmp_path: Path, store: Store) -> None:
+    await store.write(judged_with_images, 3, 2)
+    config = made(tmp_path, training={"images": "text-only"})
+    spec = await planned(store, config)
+    assert (len(spec.train), len(spec.held_out)) == (5, 4)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sqlalchemy import Connection
+from sqlalchemy import Connection, event
 
 from flywheel.batch import Batch
 from flywheel.states import SkipReason, Split, TaskState
@@ -194,3 +195,19 @@ async def test_a_round_takes_the_oldest_training_samples_and_never_a_held_out_on
         return audit.balance(conn)
 
     assert any("held-out" in problem for problem in (await store.write(sneak)).problems)
+
+
+async def test_tasks_with_images_are_counted_without_a_look_at_the_others(store: Store) -> None:
+    """Counts are asked for every few seconds; held-out tasks grow for ever, and each line has kilobytes."""
+
+    def plans(conn: Connection) -> list[str]:
+        asked: list[tuple[str, Any]] = []
+        event.listen(conn, "before_cursor_execute", lambda *call: asked.append((call[2], call[3])))
+        assert judging.count_free(conn, with_images=False) == judging.count_held_out(conn, with_images=False) == 0
+        explained = [conn.exec_driver_sql(f"EXPLAIN QUERY PLAN {text}", values) for text, values in list(asked)]
+        return [str(row[3]) for rows in explained for row in rows]
+
+    found = await store.read(plans)
+    assert len(found) == 4
+    for plan in found:
+        assert "COVERING INDEX" in plan

@@ -12,7 +12,7 @@ from flywheel.daemon.ingestion import Ingestion
 from flywheel.store import audit, holdings, ledger
 from flywheel.store.database import Store
 from flywheel.store.export import TaskFile
-from flywheel.store.schema import SCHEMA_VERSION, conversations, metadata, sources
+from flywheel.store.schema import SCHEMA_VERSION, conversations, metadata, sources, tasks
 from flywheel.trace import Reply
 from tests.samples import batch, reply
 from tests.studio.writer import DATA
@@ -81,7 +81,7 @@ async def test_conversations_of_version_3_are_still_found(tmp_path: Path) -> Non
     database = sqlite3.connect(tmp_path / "state" / "state.db")
     database.executescript(
         "INSERT INTO openings SELECT band, key FROM recent_openings; DROP TABLE recent_openings;"
-        "DROP TABLE openings_filter;"
+        "DROP TABLE openings_filter; DROP INDEX tasks_with_images; ALTER TABLE tasks DROP COLUMN images;"
         'DROP INDEX conversations_joined; CREATE INDEX ix_conversations_like ON conversations ("like");'
         "UPDATE meta SET value = 3 WHERE key = 'schema_version'; UPDATE conversations SET split = 'held-out'"
     )
@@ -129,6 +129,24 @@ async def test_a_state_that_was_migrated_goes_on(tmp_path: Path) -> None:
     for new in (97, 0):
         (report,) = await ingestion.run(final=True)
         assert (report.error, report.counts.replies, report.new) == (None, 106, new)
-    assert SCHEMA_VERSION == 5
+    assert SCHEMA_VERSION == 6
     await ingestion.close()
     await store.close()
+
+
+async def test_tasks_of_version_5_whose_questions_hold_images_are_known(tmp_path: Path) -> None:
+    store = await Store.open(tmp_path / "state")
+    await store.write(put, reply(1), reply(2, images=("https://example.org/cat.png",)))
+    await store.close()
+    database = sqlite3.connect(tmp_path / "state" / "state.db")
+    database.executescript(
+        "DROP INDEX tasks_with_images; ALTER TABLE tasks DROP COLUMN images;"
+        "UPDATE meta SET value = 5 WHERE key = 'schema_version'"
+    )
+    database.close()
+    store = await Store.open(tmp_path / "state")
+    try:
+        found = await store.read(lambda conn: conn.execute(select(tasks.c.images).order_by(tasks.c.id)).all())
+        assert [tuple(row) for row in found] == [(False,), (True,)]
+    finally:
+        await store.close()
