@@ -67,6 +67,7 @@ def ingest(begin: Begin, path: Path, folder: Path) -> dict[str, Any]:
 
     With a `folder` that it has filled before, it is a second pass. Returns the source's report.
     """
+    from flywheel.allocation import economise
     from flywheel.config import parse
     from flywheel.daemon.ingestion import Ingestion
     from flywheel.store.database import Store
@@ -74,6 +75,7 @@ def ingest(begin: Begin, path: Path, folder: Path) -> dict[str, Any]:
     async def run() -> dict[str, Any]:
         config = parse({"state": {"dir": "state"}, "sources": [{"path": str(path)}]}, "the benchmark's", folder)
         begin()
+        economise()
         store = await Store.open(config.state_dir)
         ingestion = Ingestion(store, config)
         try:

@@ -30,6 +30,7 @@ LAYERS: dict[str, int] = {
     "python_source": 1,
     "transport": 1,
     "deadline": 1,
+    "allocation": 1,
     "config": 2,
     "studio": 3,
     "lines": 3,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from flywheel.allocation import economise
 from flywheel.cli import filter_json
 from flywheel.cli.app import (
     ConfigOption,
@@ -82,6 +83,7 @@ def filter_tasks(
         complain(f"no source is read without a configuration: -c FILE, $FLYWHEEL_CONFIG or ./flywheel.yaml{hint}")
     dry = dry_run or estimate or against is not None
     wanted = _Wanted(settings, find_config(config) is not None, dry, rubric, limit, rejudge, as_json)
+    economise()
     if estimate:
         shown, error = run_async(_estimate(wanted)), None
     elif against is not None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from flywheel.allocation import economise
 from flywheel.cli.app import ConfigOption, JsonOption, absolute, app, complain, load_config, print_json, run_async
 from flywheel.cli.facts import place, show, source_text
 from flywheel.cli.sources_progress import shown
@@ -39,6 +40,7 @@ def ingest(
                 f"{appended} is read by the source {read}; Flywheel does not write to what it reads",
                 param_hint="--out" if out else "--source",
             )
+    economise()
     report, errors = run_async(_ingest(settings, out, sweep))
     if as_json:
         print_json(report)

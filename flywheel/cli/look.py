@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flywheel.allocation import economise
 from flywheel.cli.app import (
     ConfigOption,
     JsonOption,
@@ -79,6 +80,7 @@ def audit(
         raise typer.BadParameter("it belongs to --deep", param_hint="--source")
     if source:
         settings = settings.model_copy(update={"sources": [StudioSource(path=absolute(path)) for path in source]})
+    economise()
     books, found = run_async(_audit(settings, deep=deep))
     problems = [*books.problems, *(found.problems if found else ())]
     missing = absence(settings)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from flywheel.allocation import economise
 from flywheel.cli.app import ConfigOption, app, load_config, run_async
 from flywheel.config import Config
 from flywheel.errors import EXIT_FAILED
@@ -19,6 +20,7 @@ def run(
     max_rounds: Annotated[int | None, typer.Option(min=1, help="Exit after this many finished rounds.")] = None,
 ) -> None:
     """Watch the sources, judge, train and swap, until it is stopped."""
+    economise()
     if not run_async(_run(load_config(config), once, max_rounds)):
         raise typer.Exit(EXIT_FAILED)
 

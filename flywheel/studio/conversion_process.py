@@ -19,6 +19,7 @@ from typing import IO, Final
 import msgspec
 from msgspec import Struct
 
+from flywheel.allocation import economise
 from flywheel.batch import Entry
 from flywheel.errors import StudioError
 from flywheel.studio.conversion import Told, convert
@@ -173,6 +174,7 @@ def _serve(decoder: msgspec.msgpack.Decoder[Question]) -> bool:
 
 def main() -> None:
     """The child: answer until the input ends."""
+    economise()
     decoder = msgspec.msgpack.Decoder(Question)
     while _serve(decoder):
         pass

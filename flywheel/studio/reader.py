@@ -10,7 +10,6 @@ over by its digest; one that was changed, or was missed, is handed out like a ne
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Generator, Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -20,6 +19,7 @@ from msgspec.structs import replace
 
 from flywheel.config import IngestSettings
 from flywheel.studio.database import BUSY_SECONDS, Database
+from flywheel.studio.fresh import FreshMarks
 from flywheel.studio.growing import Growing, looks_the_same
 from flywheel.studio.row import Row
 from flywheel.studio.scan import FAR_ROWS, FOREVER_NS, Scan
@@ -32,8 +32,6 @@ STEP_ROWS: Final = 500
 STEP_BYTES: Final = 4 * 1024 * 1024
 """Pages are put together to steps of about so much, twice as many where nearly all were told: handing one on costs as
 much for few traces as for many."""
-_FRESH: Final = 20_000
-"""Marks that were handed out and may not be stored yet: more than a trace for each row that is read ahead."""
 
 
 class StudioReader:
@@ -50,7 +48,7 @@ class StudioReader:
         self._token: object = None
         self.due_ns = FOREVER_NS
         """When a trace that is waited for is done if nothing more comes, nanoseconds since 1970."""
-        self._fresh: OrderedDict[str, Mark] = OrderedDict()
+        self._fresh = FreshMarks()
 
     @property
     def schema(self) -> str:
@@ -196,8 +194,9 @@ class StudioReader:
     def _recall(self, scan: Scan, memory: Memory) -> None:
         """What is remembered of the traces that this scan has just met, and their rows from before it."""
         new = scan.take_new()
-        asked = [trace for trace in new if trace not in self._fresh]
-        marks = {**(memory.marks(asked) if asked else {}), **{t: self._fresh[t] for t in new if t in self._fresh}}
+        marks = {trace: mark for trace in new if (mark := self._fresh.get(trace)) is not None}
+        if asked := [trace for trace in new if trace not in marks]:
+            marks |= memory.marks(asked)
         for trace, mark in marks.items():
             growing = new[trace]
             growing.known = mark
@@ -270,7 +269,7 @@ class StudioReader:
                 traces.append(RawTrace(growing.trace_id, rows, is_open))
             if mark != known:
                 marks.append(mark)
-                self._remember(mark)
+                self._fresh.add(mark)
             growing.known = mark
             if not is_open:
                 scan.drop(growing)
@@ -294,11 +293,5 @@ class StudioReader:
                 mark = Mark(growing.trace_id, rowids, known.digest if known else 0, self._cursor.generation, True)
                 growing.known = mark
                 marks.append(mark)
-                self._remember(mark)
+                self._fresh.add(mark)
         return tuple(marks)
-
-    def _remember(self, mark: Mark) -> None:
-        self._fresh.pop(mark.trace_id, None)
-        self._fresh[mark.trace_id] = mark
-        if len(self._fresh) > _FRESH:
-            self._fresh.popitem(last=False)
