@@ -8,8 +8,9 @@ from typing import Final
 from flywheel.trace import Mark
 
 MOST: Final = 8_000
-"""A mark is about 400 bytes. At most fourteen steps of 500 rows are read ahead, with a trace for each row. A look back at
-the newest rows finds their marks here too, and need not ask the ledger."""
+"""A mark is about 400 bytes. At most fourteen steps of 500 rows are read ahead, with a trace for each row.
+
+A look back at the newest rows finds their marks here too, and need not ask the ledger."""
 
 
 class FreshMarks:
