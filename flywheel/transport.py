@@ -138,6 +138,15 @@ class Transport:
         self._pools.clear()
 
 
+def is_address(url: str) -> bool:
+    """Whether something can be asked there at all."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        return False
+
+
 def seconds(asked: str) -> float | None:
     """A wait as HTTP has it: a number of seconds, or the time to come back at. None for what is neither."""
     try:

@@ -23,13 +23,19 @@ def by_words(text: str) -> list[float]:
 
 
 class EmbeddingServer:
-    """A context manager. `status` other than 200 is what it answers; `refused` are texts that it does not take."""
+    """A context manager. `status` other than 200 is what it answers; `refused` are texts that it does not take, each
+    with the status that says so. It takes no more than `most` texts at once, and drips bytes while it `drips`."""
 
-    def __init__(self, embed: Callable[[str], list[float]] = by_words) -> None:
+    def __init__(self, embed: Callable[[str], Any] = by_words) -> None:
         self.embed = embed
         self.status = 200
+        self.said = "this input is too long"
+        self.retry_after: str | None = None
         self.body: Any = None
-        self.refused: set[str] = set()
+        self.refused: dict[str, int] = {}
+        self.most = 1 << 20
+        self.drips = False
+        self.ended = threading.Event()
         self.failures: list[int] = []
         self.requests: list[list[str]] = []
         self.keys: list[str] = []
@@ -52,6 +58,7 @@ class EmbeddingServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
+        self.ended.set()
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
@@ -70,16 +77,25 @@ def _handler(server: EmbeddingServer) -> type[BaseHTTPRequestHandler]:
             server.requests.append(texts)
             server.keys.append(self.headers["Authorization"])
             status = server.failures.pop(0) if server.failures else server.status
-            if status == 200 and any(text in server.refused for text in texts):
+            if status == 200:
+                status = next((server.refused[text] for text in texts if text in server.refused), status)
+            if status == 200 and len(texts) > server.most:
                 status = 400
             data = [{"index": n, "embedding": server.embed(text)} for n, text in enumerate(texts)]
             good = {"object": "list", "model": request["model"], "data": data, "usage": {}}
-            bad = {"error": {"message": "this input is too long"}}
+            bad = {"error": {"message": server.said}}
             body = json.dumps(server.body or (good if status == 200 else bad)).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
+            if status != 200 and server.retry_after is not None:
+                self.send_header("Retry-After", server.retry_after)
             self.end_headers()
+            while server.drips and not server.ended.wait(0.05):
+                try:
+                    self.wfile.write(b" ")
+                except OSError:
+                    return
             self.wfile.write(body)
 
     return Handler

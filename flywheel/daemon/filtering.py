@@ -61,6 +61,7 @@ class Filtering:
         self.grader = Grader(self.rubric, self._judge)
         self._budget = Budget(self._judge.budget, lambda: self._ask(spending.tokens_today))
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._failed = False
         self._screening = Screening(self._chain, self._ask) if self._chain else None
 
     async def run(
@@ -77,6 +78,8 @@ class Filtering:
         is until its new verdict is there.
         """
         feed = _Feed(LinkedEvent(stop))
+        if self._screening is not None:
+            self._screening.stop = feed.stop
         report = FilterReport()
         self._loop = loop = asyncio.get_running_loop()
         thread = threading.Thread(target=self._work, args=(feed, loop, limit, rejudge), name="judging", daemon=True)
@@ -175,8 +178,10 @@ class Filtering:
                 judging.apply(conn, item.task.id, item.verdict, retry)
             else:
                 changed += judging.apply_again(conn, item.task.id, item.task.was, item.verdict)
-        # What repeats a task that is rejected now has nothing to repeat any more.
+        # What repeats a task that is rejected now has nothing to repeat any more, nor has what was found to repeat
+        # one that was rejected since.
         gone = [item.task.id for item in done if item.verdict is None or item.verdict.outcome is Outcome.REJECTED]
+        gone += duplicates.gone(conn, [item.repeats.task for item in done if item.repeats is not None])
         duplicates.free_repetitions(conn, gone)
         return changed
 
@@ -198,8 +203,10 @@ class Filtering:
                 earlier=lambda task: task.earlier,
             )
             for task, verdict in verdicts:
+                self._failed = False
                 put(self._behind_the_judge(Judged(task, verdict, self.rubric.hash)))
         except FlywheelError as error:
+            self._failed = True
             put(error)
         except Exception as error:
             log.exception("judging failed")
@@ -212,7 +219,9 @@ class Filtering:
         left = limit if limit is not None else 1 << 62
         after: int | None = None
         while left > 0 and not feed.stop.is_set():
-            size = min(left, 4 * self._judge.max_thread)
+            # After a run that failed, one at a time until a verdict comes: each claim is written down, and so is each
+            # task that is given back, at every try of an outage.
+            size = min(left, 1 if self._failed else 4 * self._judge.max_thread)
             hashes = self.rubric.hash, self.grader.judge_hash
             if after is None:
                 claimed = self._ask(judging.claim, size, *hashes)

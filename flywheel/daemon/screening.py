@@ -7,14 +7,17 @@ when the embedding model cannot be asked: then nothing is decided, and the tasks
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol, TypeVar
 
 from sqlalchemy import Connection
 
+from flywheel.errors import FilterError
 from flywheel.filtering.chain import Chain, LineFilter, Step
 from flywheel.filtering.deduplication import Deduplication, fingerprint
+from flywheel.filtering.embedder import Embedder
 from flywheel.filtering.influence import weigh
 from flywheel.likeness import NEAR
 from flywheel.store import duplicates, embeddings, influence, judging
@@ -54,9 +57,10 @@ class Screened:
 
 
 class Screening:
-    """What a chain does to tasks, before the judge and after it."""
+    """What a chain does to tasks, before the judge and after it. `stop` ends waits for the embedding model."""
 
     def __init__(self, chain: Chain, ask: Ask) -> None:
+        self.stop = threading.Event()
         self._chain = chain
         self._ask = ask
         self._deduplication = chain.deduplication
@@ -165,7 +169,10 @@ class Screening:
                 repeats = _by_text(others)
                 vector = vectors.get(entry.compared.text, b"")
                 if step.model and vector and (repeats is None or repeats.method != "exact"):
-                    repeats = embeddings.nearest(conn, entry, self._threshold, step.model, vector)
+                    # Words decide only where one of the two has no embedding.
+                    made = embeddings.of_texts(conn, step.model, [other.text for other in others])
+                    by_words = _by_text([other for other in others if not made.get(other.text)])
+                    repeats = embeddings.nearest(conn, entry, self._threshold, step.model, vector) or by_words
                 if repeats is not None:
                     found[entry.task] = repeats
                     continue
@@ -180,24 +187,54 @@ class Screening:
         return self._ask(compare)
 
     def _vectors(self, step: Deduplication, texts: dict[str, str]) -> dict[str, bytes]:
-        """The embeddings of these texts by their hashes; what is not stored is asked for once and stored for ever."""
+        """The embeddings of these texts by their hashes; what is not stored is asked for once and stored for ever.
+
+        When they have become longer or shorter, another model answers by the same name: then those of earlier tasks
+        are made anew, for nothing else can be compared with them. Raises FilterError.
+        """
         if step.model is None:
             return {}
-        known = self._ask(embeddings.of_texts, step.model, list(texts))
-        missing = [text for text in texts if text not in known]
-        if missing:
-            from flywheel.filtering.embedder import Embedder  # its client takes long to import, and few need it
+        for _ in range(2):
+            known, forgotten = self._made(step.model, step, texts)
+            if not forgotten:
+                return known
+            log.warning(
+                "the embedding model %s gives vectors of another length than before: %d questions are embedded anew",
+                step.model,
+                forgotten,
+            )
+            if self._embed_earlier(step.model, step):
+                break
+        raise FilterError(
+            f"embed questions with {step.model}",
+            "its vectors are now of one length and now of another: there is more than one model behind it",
+            "Let one model answer by this name; the tasks wait.",
+        )
 
-            embedder = Embedder(step)
+    def _made(self, model: str, step: Deduplication, texts: dict[str, str]) -> tuple[dict[str, bytes], int]:
+        """The embeddings of these texts, and how many stored ones turned out to be of another length."""
+        known = self._ask(embeddings.of_texts, model, list(texts))
+        missing = [text for text in texts if text not in known]
+        forgotten = 0
+        if missing:
+            embedder = Embedder(step, stop=self.stop)
             try:
                 for start in range(0, len(missing), step.batch_size):
                     some = missing[start : start + step.batch_size]
                     made = dict(zip(some, embedder.embed([texts[text] for text in some]), strict=True))
-                    self._ask(embeddings.store, step.model, made)
+                    forgotten += self._ask(embeddings.store, model, made)
                     known |= made
             finally:
                 embedder.close()
-        return known
+        return known, forgotten
+
+    def _embed_earlier(self, model: str, step: Deduplication) -> int:
+        """Embed the kept tasks that lack it; how many stored ones turned out to be of another length."""
+        while rows := self._ask(embeddings.lacking, model, TAKEN_IN):
+            _, forgotten = self._made(model, step, {row.text: row.payload["main_query"] for row in rows})
+            if forgotten:
+                return forgotten
+        return 0
 
     def _take_in(self) -> None:
         """Earlier tasks, from before the chain had its filters, are known from now on."""

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 import orjson
 from tenacity import (
@@ -32,7 +31,7 @@ from flywheel.judge.keys import Key, KeyPool
 from flywheel.judge.limiter import InFlight
 from flywheel.judge.pace import Pace
 from flywheel.judge.refusal import CallError, read_answer
-from flywheel.transport import Answer, TooLargeError, Transport, TransportError
+from flywheel.transport import Answer, TooLargeError, Transport, TransportError, is_address
 
 log = logging.getLogger(__name__)
 
@@ -243,12 +242,7 @@ class Endpoint:
         return self._keys, self._transport
 
     def _check_url(self) -> None:
-        try:
-            parts = urlsplit(self.who.base_url)
-            whole = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-        except ValueError:
-            whole = False
-        if not whole:
+        if not is_address(self.who.base_url):
             raise JudgeError(
                 f"ask the judge {self.who.model}",
                 f"its endpoint {self.who.base_url} is no URL",

@@ -58,10 +58,14 @@ class Repeats:
 
 @dataclass(frozen=True, slots=True)
 class Near:
-    """A question that was entered before and is near another one; `kept` is whether it stands in that one's way."""
+    """A question that was entered before and is near another one; `kept` is whether it stands in that one's way.
+
+    `text` names its embedding.
+    """
 
     task: int
     key: str
+    text: str
     like: int
     similarity: float
     is_exact: bool
@@ -94,7 +98,8 @@ def enter(conn: Connection, entries: Sequence[Entry], threshold: float) -> dict[
             share = _share(own, other.compared.scope, other.compared.words, other.compared.particulars)
             if other.task != entry.task and share >= threshold:
                 is_exact = own.exact == other.compared.exact
-                found.append(Near(other.task, other.key, like, round(share, 4), is_exact, kept=False))
+                near_one = Near(other.task, other.key, other.compared.text, like, round(share, 4), is_exact, False)
+                found.append(near_one)
         near[entry.task] = sorted(found, key=lambda each: (not each.is_exact, -each.similarity, each.task))
         same = before is not None and before.exact == own.exact and before.threshold == threshold
         like = before.like if same and before else near[entry.task][0].like if found else entry.task
@@ -165,7 +170,8 @@ def _near(conn: Connection, entry: Entry, threshold: float) -> list[Near]:
         share = _share(own, row.scope, unpacked(row.words), unpacked(row.particulars))
         if share >= threshold:
             kept = row.kept and TaskState(row.state) not in GONE
-            found.append(Near(row.task_id, row.key, row.like, round(share, 4), row.exact == own.exact, kept))
+            is_exact = row.exact == own.exact
+            found.append(Near(row.task_id, row.key, row.text, row.like, round(share, 4), is_exact, kept))
     return found
 
 
@@ -234,6 +240,15 @@ def free_repetitions(conn: Connection, originals: Sequence[int]) -> int:
             conn.execute(delete(duplicates).where(duplicates.c.task_id == task))
             freed += move(conn, task, TaskState.REJECTED, TaskState.PENDING, "what it repeated was rejected")
     return freed
+
+
+def gone(conn: Connection, ids: Sequence[int]) -> list[int]:
+    """Those of these tasks that stand in nobody's way any more."""
+    found: list[int] = []
+    for some in chunks(ids):
+        where = tasks.c.id.in_(some), tasks.c.state.in_([state.value for state in GONE])
+        found += conn.execute(select(tasks.c.id).where(*where)).scalars()
+    return found
 
 
 def unknown(conn: Connection, threshold: float, limit: int) -> list[Row[Any]]:

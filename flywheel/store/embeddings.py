@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Row, and_, exists, insert, select
+from sqlalchemy import Connection, Row, and_, delete, exists, func, insert, select
 
 from flywheel.store.bulk import chunks
 from flywheel.store.duplicates import GONE, Entry, Repeats, same_things, unpacked
@@ -75,8 +75,27 @@ def of_texts(conn: Connection, model: str, texts: Sequence[str]) -> dict[str, by
     return found
 
 
-def store(conn: Connection, model: str, made: Mapping[str, bytes]) -> None:
+def store(conn: Connection, model: str, made: Mapping[str, bytes]) -> int:
+    """Keep new embeddings. Those of another length are another model's by the same name: they are forgotten.
+
+    Gives how many these were.
+    """
     there = of_texts(conn, model, list(made))
-    rows = [{"model": model, "text": text, "vector": made[text]} for text in made if text not in there]
+    rows: list[dict[str, Any]] = [
+        {"model": model, "text": text, "vector": made[text]} for text in made if text not in there
+    ]
+    length = max((len(row["vector"]) for row in rows), default=0)
+    forgotten = _forget_others(conn, model, length) if length else 0
     if rows:
         conn.execute(insert(embeddings), rows)
+    return forgotten
+
+
+def _forget_others(conn: Connection, model: str, length: int) -> int:
+    size = func.length(embeddings.c.vector)
+    made = and_(embeddings.c.model == model, size > 0)
+    # One tells of all: there are never two lengths.
+    known = conn.execute(select(size).where(made).limit(1)).scalar_one_or_none()
+    if known in (None, length):
+        return 0
+    return conn.execute(delete(embeddings).where(made, size != length)).rowcount

@@ -3,102 +3,35 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from sqlalchemy import Connection, select
 
-from flywheel.config import Config, parse
 from flywheel.daemon import planner
-from flywheel.daemon.filtering import Filtering, FilterReport, Judged
+from flywheel.daemon.filtering import Filtering
 from flywheel.daemon.judge_setup import rubric_of
 from flywheel.states import Split, TaskState
 from flywheel.store import duplicates, judging, ledger, lineage, schema
 from flywheel.store.audit import balance
 from flywheel.store.database import Store
 from flywheel.store.transitions import move
-from flywheel.trace import Reply
+from tests.daemon.filter_bench import (
+    DEDUPLICATION,
+    INFLUENCE,
+    WORDY,
+    Make,
+    burst,
+    by_model,
+    questions,
+    run,
+    states,
+    tell,
+)
 from tests.embedding_server import EmbeddingServer
 from tests.judge_server import JudgeServer
-from tests.samples import START, batch, replies_on, reply
-
-Make = Callable[..., Config]
-RUBRIC = {"id": "r", "criteria": [{"id": "correct", "value": "The answer is right.", "required": True}]}
-WORDY = "Please explain to me in a few sentences how one adds {} to the number one and why that is right"
-
-
-@pytest.fixture
-def judge() -> Iterator[JudgeServer]:
-    with JudgeServer(lambda question, answer: "WRONG" not in answer) as server:
-        yield server
-
-
-@pytest.fixture
-def embeddings() -> Iterator[EmbeddingServer]:
-    with EmbeddingServer() as server:
-        yield server
-
-
-@pytest.fixture
-def make(tmp_path: Path, judge: JudgeServer, monkeypatch: pytest.MonkeyPatch) -> Make:
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
-    (tmp_path / "rubric.yaml").write_text(yaml.safe_dump(RUBRIC))
-
-    def config(*filters: dict[str, Any], rubric: bool = True, **values: Any) -> Config:
-        keys = {"keep_order"} & set(values)
-        chain = {"id": "c", "filters": list(filters), **{key: values.pop(key) for key in keys}}
-        (tmp_path / "chain.yaml").write_text(yaml.safe_dump(chain))
-        raw = {
-            "state": {"dir": "state"},
-            "filter": {"chain": "chain.yaml", **({"rubric": "rubric.yaml"} if rubric else {})},
-            "judge": {"base_url": judge.base_url, "model": "j", "max_attempts": 1, "retry_undecided_seconds": 0},
-            **values,
-        }
-        return parse(raw, "the test's configuration", tmp_path)
-
-    return config
-
-
-@pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[Store]:
-    opened = await Store.open(tmp_path / "state")
-    yield opened
-    await opened.close()
-
-
-async def tell(store: Store, *replies: Reply) -> None:
-    source = await store.write(ledger.source_id, "/a")
-    await store.write(ledger.record_batch, source, batch(*replies), train_ratio=0.7, split_seed=42)
-
-
-async def run(store: Store, config: Config, **values: Any) -> tuple[FilterReport, dict[str, Judged]]:
-    seen: dict[str, Judged] = {}
-    report = await Filtering(store, config, **values).run(
-        on_judged=lambda judged: seen.update({judged.task.line["metadata"]["span_id"]: judged})
-    )
-    return report, seen
-
-
-async def states(store: Store) -> list[str]:
-    """The states of all tasks, the oldest first."""
-    query = select(schema.tasks.c.state).order_by(schema.tasks.c.id)
-    return list(await store.read(lambda conn: conn.execute(query).scalars().all()))
-
-
-def questions(*queries: str, side: Split = Split.TRAIN, **values: Any) -> list[Reply]:
-    """One reply to each question, all on one side, in conversations of their own."""
-    return [
-        reply(int(each.span_id.removeprefix("span")), query=query, **values)
-        for each, query in zip(replies_on(side, len(queries)), queries, strict=True)
-    ]
-
-
-DEDUPLICATION = {"type": "deduplication"}
+from tests.samples import batch, replies_on, reply
 
 
 async def test_what_repeats_is_rejected_unpaid_and_told_what_it_repeats(
@@ -192,11 +125,6 @@ async def test_what_the_judge_rejects_stands_in_nobodys_way(store: Store, make: 
     assert (await store.read(balance)).problems == []
 
 
-def by_model(server: EmbeddingServer, **params: Any) -> dict[str, Any]:
-    given = {"model": "e", "base_url": server.base_url, "max_attempts": 1, "similarity_threshold": 0.8, **params}
-    return {"type": "deduplication", "params": given}
-
-
 @pytest.mark.parametrize("by_words", [True, False])
 async def test_other_names_part_questions_that_are_else_the_same(
     store: Store, make: Make, embeddings: EmbeddingServer, by_words: bool
@@ -258,7 +186,7 @@ async def test_tasks_wait_while_the_embedding_model_is_away(
 async def test_a_question_that_cannot_be_embedded_is_compared_by_its_words(
     store: Store, make: Make, embeddings: EmbeddingServer
 ) -> None:
-    embeddings.refused = {WORDY.format(3), f"please {WORDY.format(3)}"}
+    embeddings.refused = dict.fromkeys((WORDY.format(3), f"please {WORDY.format(3)}"), 400)
     await tell(store, *questions(WORDY.format(3), f"please {WORDY.format(3)}", "fine"))
     await run(store, make(by_model(embeddings)))
     assert await states(store) == ["accepted", "rejected", "accepted"]
@@ -347,23 +275,6 @@ async def test_agentjets_text_is_the_rubric_and_its_parameters_reach_the_judge(
     assert rubric_of(config).every[0].id == "custom_rubrics"
     assert "filter.rubric is not used" in caplog.text
     assert "accepted: " in caplog.text
-
-
-def burst(count: int, first: int = 100, seconds: float = 1.0, **values: Any) -> list[Reply]:
-    """Near-identical questions in conversations of their own."""
-    return [
-        reply(
-            first + n,
-            query=WORDY.format(7) + " " * n,
-            started_at=START + timedelta(seconds=seconds * n),
-            ended_at=START + timedelta(seconds=seconds * n + 1),
-            **values,
-        )
-        for n in range(count)
-    ]
-
-
-INFLUENCE = {"type": "influence", "params": {"burst": {"count": 5, "seconds": 60}}}
 
 
 async def test_a_burst_waits_for_a_person_also_what_had_been_accepted_before(

@@ -59,9 +59,10 @@ def test_what_may_pass_is_tried_again(server: EmbeddingServer, status: int) -> N
 def test_an_endpoint_that_stays_away_is_told_as_such(server: EmbeddingServer) -> None:
     server.status = 503
     with pytest.raises(FilterError, match="The tasks wait") as caught:
-        embed(server, ["a"], max_attempts=2)
+        embed(server, ["b"], max_attempts=2)
     assert caught.value.retryable
-    assert len(server.requests) == 2
+    # Two tries, and one of a text that every model takes.
+    assert server.requests == [["b"], ["b"], ["a"]]
 
 
 @pytest.mark.parametrize(("status", "hint"), [(401, "OPENAI_API_KEY"), (403, "access"), (404, "base_url")])
@@ -73,11 +74,81 @@ def test_a_refusal_names_the_setting_and_is_not_tried_again(server: EmbeddingSer
 
 
 def test_a_text_that_is_not_taken_costs_the_others_nothing(server: EmbeddingServer) -> None:
-    server.refused = {"bad"}
+    server.refused = {"bad": 400}
     good, bad, fine = embed(server, ["good", "bad", "fine"])
     assert good
     assert bad == b""
     assert fine
+
+
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_a_text_on_which_the_model_breaks_costs_the_others_nothing(server: EmbeddingServer, attempts: int) -> None:
+    server.refused = {"bad": 500}
+    texts = [*(f"word{n}" for n in range(9)), "bad", *(f"more{n}" for n in range(6))]
+    vectors = embed(server, texts, max_attempts=attempts)
+    assert [text for text, vector in zip(texts, vectors, strict=True) if not vector] == ["bad"]
+
+
+def test_a_failure_that_passes_while_a_plain_text_is_taken_costs_no_vector(server: EmbeddingServer) -> None:
+    server.failures = [500, 200]
+    assert all(embed(server, ["word"], max_attempts=1))
+
+
+@pytest.mark.parametrize("vector", [[0.0] * 64, [None] * 64, [float("nan")] * 64, [10**400] * 64, "AAAA", None])
+def test_a_text_without_a_vector_costs_the_others_nothing(server: EmbeddingServer, vector: object) -> None:
+    server.embed = lambda text: vector if text == "bad" else by_words(text)
+    good, bad, fine = embed(server, ["good", "bad", "fine"], max_attempts=1)
+    assert good
+    assert bad == b""
+    assert fine
+
+
+def test_vectors_of_several_lengths_are_of_several_models(server: EmbeddingServer) -> None:
+    server.embed = lambda text: [1.0] * len(text)
+    for size in (1, 2):
+        with pytest.raises(FilterError, match="more than one model"):
+            embed(server, ["one", "three"], batch_size=size)
+
+
+def test_a_batch_that_is_too_large_is_asked_in_halves(server: EmbeddingServer) -> None:
+    server.most = 10
+    assert all(embed(server, [f"word{n}" for n in range(64)]))
+    assert max(len(request) for request in server.requests if len(request) <= 10) == 8
+    server.most, server.status, server.said = 1 << 20, 429, "Request too large for m on tokens per min: limit 40000"
+    with pytest.raises(FilterError):
+        embed(server, ["c", "d"], max_attempts=3)
+    # It is not asked again as it is: that can never fit.
+    assert server.requests[-2:] == [["c", "d"], ["a"]]
+
+
+def test_an_endpoint_that_takes_no_text_at_all_gives_no_empty_vectors(server: EmbeddingServer) -> None:
+    server.status, server.said = 400, "encoding_format: extra fields not permitted"
+    with pytest.raises(FilterError, match="extra fields"):
+        embed(server, ["b", "c"])
+
+
+def test_it_is_asked_again_when_it_wants_to_be_unless_that_is_too_late(server: EmbeddingServer) -> None:
+    server.retry_after, server.failures = "0", [429] * 5
+    assert all(embed(server, ["b"], max_attempts=6))
+    server.retry_after, server.status = "3600", 429
+    asked = len(server.requests)
+    with pytest.raises(FilterError, match="429") as caught:
+        embed(server, ["b"], max_attempts=6)
+    assert caught.value.retryable
+    assert len(server.requests) == asked + 1
+
+
+def test_an_answer_that_drips_is_not_waited_for(server: EmbeddingServer) -> None:
+    server.drips = True
+    with pytest.raises(FilterError, match=r"not whole after 0\.5 s"):
+        embed(server, ["b"], max_attempts=1, timeout_seconds=0.5)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:9/v1", "ftp://127.0.0.1/v1", "http://"])
+def test_what_is_no_address_is_said_to_be_none(url: str) -> None:
+    with pytest.raises(FilterError, match="no URL") as caught:
+        Embedder(Deduplication(model="m", base_url=url))
+    assert not caught.value.retryable
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,56 @@
+"""A state, a judge, an embedding model and a configuration of them, for tests of filtering."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flywheel.config import Config, parse
+from flywheel.store.database import Store
+from tests.daemon.filter_bench import RUBRIC, Make
+from tests.embedding_server import EmbeddingServer
+from tests.judge_server import JudgeServer
+
+
+@pytest.fixture
+def judge() -> Iterator[JudgeServer]:
+    with JudgeServer(lambda question, answer: "WRONG" not in answer) as server:
+        yield server
+
+
+@pytest.fixture
+def embeddings() -> Iterator[EmbeddingServer]:
+    with EmbeddingServer() as server:
+        yield server
+
+
+@pytest.fixture
+def make(tmp_path: Path, judge: JudgeServer, monkeypatch: pytest.MonkeyPatch) -> Make:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    (tmp_path / "rubric.yaml").write_text(yaml.safe_dump(RUBRIC))
+
+    def config(*filters: dict[str, Any], rubric: bool = True, **values: Any) -> Config:
+        keys = {"keep_order"} & set(values)
+        chain = {"id": "c", "filters": list(filters), **{key: values.pop(key) for key in keys}}
+        (tmp_path / "chain.yaml").write_text(yaml.safe_dump(chain))
+        raw = {
+            "state": {"dir": "state"},
+            "filter": {"chain": "chain.yaml", **({"rubric": "rubric.yaml"} if rubric else {})},
+            "judge": {"base_url": judge.base_url, "model": "j", "max_attempts": 1, "retry_undecided_seconds": 0},
+            **values,
+        }
+        return parse(raw, "the test's configuration", tmp_path)
+
+    return config
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[Store]:
+    opened = await Store.open(tmp_path / "state")
+    yield opened
+    await opened.close()

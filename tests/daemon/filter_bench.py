@@ -1,0 +1,70 @@
+"""What tests of filtering have in common: replies that are told, runs over them, and where their tasks stand then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from sqlalchemy import select
+
+from flywheel.config import Config
+from flywheel.daemon.filtering import Filtering, FilterReport, Judged
+from flywheel.states import Split
+from flywheel.store import ledger, schema
+from flywheel.store.database import Store
+from flywheel.trace import Reply
+from tests.embedding_server import EmbeddingServer
+from tests.samples import START, batch, replies_on, reply
+
+Make = Callable[..., Config]
+RUBRIC = {"id": "r", "criteria": [{"id": "correct", "value": "The answer is right.", "required": True}]}
+WORDY = "Please explain to me in a few sentences how one adds {} to the number one and why that is right"
+DEDUPLICATION = {"type": "deduplication"}
+INFLUENCE = {"type": "influence", "params": {"burst": {"count": 5, "seconds": 60}}}
+
+
+async def tell(store: Store, *replies: Reply) -> None:
+    source = await store.write(ledger.source_id, "/a")
+    await store.write(ledger.record_batch, source, batch(*replies), train_ratio=0.7, split_seed=42)
+
+
+async def run(store: Store, config: Config, **values: Any) -> tuple[FilterReport, dict[str, Judged]]:
+    seen: dict[str, Judged] = {}
+    report = await Filtering(store, config, **values).run(
+        on_judged=lambda judged: seen.update({judged.task.line["metadata"]["span_id"]: judged})
+    )
+    return report, seen
+
+
+async def states(store: Store) -> list[str]:
+    """The states of all tasks, the oldest first."""
+    query = select(schema.tasks.c.state).order_by(schema.tasks.c.id)
+    return list(await store.read(lambda conn: conn.execute(query).scalars().all()))
+
+
+def questions(*queries: str, side: Split = Split.TRAIN, **values: Any) -> list[Reply]:
+    """One reply to each question, all on one side, in conversations of their own."""
+    return [
+        reply(int(each.span_id.removeprefix("span")), query=query, **values)
+        for each, query in zip(replies_on(side, len(queries)), queries, strict=True)
+    ]
+
+
+def by_model(server: EmbeddingServer, **params: Any) -> dict[str, Any]:
+    given = {"model": "e", "base_url": server.base_url, "max_attempts": 1, "similarity_threshold": 0.8, **params}
+    return {"type": "deduplication", "params": given}
+
+
+def burst(count: int, first: int = 100, seconds: float = 1.0, **values: Any) -> list[Reply]:
+    """Near-identical questions in conversations of their own."""
+    return [
+        reply(
+            first + n,
+            query=WORDY.format(7) + " " * n,
+            started_at=START + timedelta(seconds=seconds * n),
+            ended_at=START + timedelta(seconds=seconds * n + 1),
+            **values,
+        )
+        for n in range(count)
+    ]
