@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from flywheel.config import Config, parse
-from flywheel.daemon.doctor import machine
+from flywheel.daemon.doctor import gpus
 from flywheel.daemon.doctor.finding import Finding, Result, size
-from flywheel.daemon.doctor.machine import Gpu, Machine, file_system, is_network
+from flywheel.daemon.doctor.gpus import Gpu, Gpus
+from flywheel.daemon.doctor.machine import Machine, file_system, is_network
 from flywheel.daemon.doctor.model import Base
 from flywheel.daemon.doctor.packages import packages
 from flywheel.daemon.doctor.resources import resources
@@ -69,9 +70,12 @@ WELL = Machine(
     memory_free=60 * GIB,
     shared_memory=8 * GIB,
     open_files=65536,
-    gpus=(Gpu("H100", 80 * GIB),),
-    gpus_asked="nvidia-smi",
+    gpus=Gpus((Gpu("H100", 80 * GIB),), 1, "nvidia-smi"),
 )
+TWO = Gpus((Gpu("H100", 80 * GIB), Gpu("L4", 23 * GIB)), 2, "nvidia-smi")
+NONE = Gpus()
+MISMATCH = "nvidia-smi: Failed to initialize NVML: Driver/library version mismatch NVML library version: 535.161"
+UNIFIED = Gpus((Gpu("NVIDIA GB10", None),), 1, "nvidia-smi")
 HALF = {"serving": {"extra_args": ["--gpu-memory-utilization", "0.4"]}}
 
 
@@ -89,15 +93,26 @@ def test_a_machine_that_has_enough() -> None:
 @pytest.mark.parametrize(
     ("name", "result", "words", "found"),
     [
-        ("gpu", Result.FAILED, "and there is none", looked_at({"gpus": ()}, "gpu")),
+        ("gpu", Result.FAILED, "and there is none", looked_at({"gpus": NONE}, "gpu")),
+        ("gpu", Result.FAILED, "there is none: nvidia-smi: Fa", looked_at({"gpus": Gpus(trouble=MISMATCH)}, "gpu")),
+        ("gpu", Result.WARNING, "of the first", looked_at({"gpus": TWO}, "gpu")),
+        ("gpu", Result.OK, "L4", looked_at({"gpus": Gpus(TWO.seen[1:], 2, "nvidia-smi")}, "gpu")),
+        (
+            "gpu",
+            Result.WARNING,
+            "GPU 1: GPU is lost",
+            looked_at({"gpus": Gpus(TWO.seen[:1], 1, "nvidia-smi", "GPU 1: GPU is lost")}, "gpu", **HALF),
+        ),
+        ("gpu", Result.OK, "NVIDIA GB10, the system's memory", looked_at({"gpus": UNIFIED}, "gpu", **HALF)),
+        ("memory", Result.FAILED, "GiB", looked_at({"gpus": UNIFIED}, "gpu", 30 * GIB)),
         ("gpu", Result.WARNING, "build for CPUs", looked_at({}, "cpu")),
-        ("gpu", Result.OK, "use the CPU", looked_at({"gpus": ()}, "cpu")),
-        ("gpu", Result.WARNING, "more than all of it", looked_at({}, "gpu")),
+        ("gpu", Result.OK, "use the CPU", looked_at({"gpus": NONE}, "cpu")),
+        ("gpu", Result.WARNING, "more than there is", looked_at({}, "gpu")),
         ("gpu", Result.FAILED, "does not hold the model's", looked_at({}, "gpu", 40 * GIB, **HALF)),
         ("memory", Result.FAILED, "a round takes about", looked_at({"memory": GIB, "memory_free": GIB}, "gpu")),
         ("memory", Result.WARNING, "1.0 GiB are free", looked_at({"memory_free": GIB}, "gpu")),
         ("memory", Result.SKIPPED, "does not tell", looked_at({"memory": None}, "gpu")),
-        ("memory", Result.FAILED, "GiB", looked_at({"gpus": ()}, "cpu", 30 * GIB)),
+        ("memory", Result.FAILED, "GiB", looked_at({"gpus": NONE}, "cpu", 30 * GIB)),
         ("memory", Result.SKIPPED, "without vLLM", looked_at({}, "")),
         ("memory", Result.OK, "weights, of unknown size", looked_at({}, "gpu", 0)),
         ("shared memory", Result.WARNING, "64.0 MiB free", looked_at({"shared_memory": 64 << 20}, "gpu")),
@@ -126,26 +141,128 @@ def a_program(folder: Path, name: str, text: str) -> None:
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
-def test_gpus_by_their_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+def the_driver(folder: Path, monkeypatch: pytest.MonkeyPatch, rows: str, listed: str = "", code: int = 0) -> None:
+    """A driver's tool that says what real ones were seen to say; rows are index, UUID, MIG mode, name, memory."""
+    (folder / "rows").write_text(rows)
+    (folder / "listed").write_text(listed)
+    answer = f'case "$1" in -L) cat {folder}/listed;; *) cat {folder}/rows;; esac; exit {code}'
+    a_program(folder, "nvidia-smi", answer)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    a_program(tmp_path, "nvidia-smi", "echo 'NVIDIA H100 80GB HBM3, 81559'; echo 'NVIDIA L4, 23034'")
-    here = Machine.here(has_gpu_build=True)
-    assert here.gpus == (Gpu("NVIDIA H100 80GB HBM3", 81559 << 20), Gpu("NVIDIA L4", 23034 << 20))
-    assert here.gpus_asked == "nvidia-smi"
-    for chosen, names in (("1", ["NVIDIA L4"]), ("", []), ("-1", []), ("GPU-abc", ["NVIDIA H100 80GB HBM3"])):
+
+
+H100 = Gpu("NVIDIA H100 80GB HBM3", 81559 << 20, "GPU-5a7b9e3c-1f2d-0000-0000-000000000001")
+L4 = Gpu("NVIDIA L4", 23034 << 20, "GPU-11dd22ee-0000-0000-0000-000000000002")
+SEVERAL = f"0, {H100.uuid}, Disabled, {H100.name}, 81559\n1, {L4.uuid}, [N/A], {L4.name}, 23034\n"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "seen"),
+    [
+        (None, (H100, L4)),
+        ("1", (L4,)),
+        ("1,0", (L4, H100)),
+        ("", ()),
+        ("-1", ()),
+        # CUDA takes no notice of what comes after a device that there is not.
+        ("0,-1,1", (H100,)),
+        ("0,7,1", (H100,)),
+        ("GPU-11dd22ee", (L4,)),
+        ("GPU-absent", ()),
+    ],
+)
+def test_gpus_by_their_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str | None, seen: tuple[Gpu, ...]
+) -> None:
+    the_driver(tmp_path, monkeypatch, SEVERAL + "WARNING: infoROM is corrupted at gpu 0000:5E:00.0\n")
+    if chosen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-        assert [gpu.name for gpu in Machine.here(has_gpu_build=True).gpus] == names
+    here = Gpus.here(has_gpu_build=False)
+    assert (here.seen, here.all_told, here.asked) == (seen, 2, "nvidia-smi")
+    assert ("lets programs see none of 2" in here.trouble) == (not seen)
+
+
+CARD = "NVIDIA A100-SXM4-80GB"
+LISTED = f"""GPU 0: {CARD} (UUID: GPU-0000)
+  MIG 3g.40gb     Device  0: (UUID: MIG-aaaa)
+  MIG 1g.10gb+me  Device  1: (UUID: MIG-bbbb)
+  MIG 1c.2g.20gb  Device  2: (UUID: MIG-cccc)
+"""
+
+
+@pytest.mark.parametrize("memory", ["81920", "[Insufficient Permissions]"])
+def test_parts_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: str) -> None:
+    the_driver(tmp_path, monkeypatch, f"0, GPU-0000, Enabled, {CARD}, {memory}\n", LISTED)
+    for chosen, name, most in (
+        (None, "MIG 3g.40gb", 40192), ("0", "MIG 3g.40gb", 40192), ("MIG-bbbb", "MIG 1g.10gb+me", 9728),
+        ("MIG-cccc,MIG-aaaa", "MIG 1c.2g.20gb", 19968),
+    ):  # fmt: skip
+        if chosen is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+        gpu = Gpus.here(has_gpu_build=False).seen[0]
+        assert gpu.name == name
+        assert 0.9 * most <= (gpu.memory or 0) >> 20 <= most
+
+
+def test_a_gpu_whose_parts_are_still_to_be_made_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    the_driver(tmp_path, monkeypatch, f"0, GPU-0000, Enabled, {CARD}, 81920\n", f"GPU 0: {CARD} (UUID: GPU-0000)\n")
+    here = Gpus.here(has_gpu_build=False)
+    assert (here.seen, here.trouble) == ((), f"GPU 0, {CARD}: MIG is enabled, and it has no parts")
+
+
+@pytest.mark.parametrize("memory", ["[N/A]", "N/A", "[Not Supported]"])
+def test_a_gpu_that_shares_the_systems_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: str) -> None:
+    the_driver(tmp_path, monkeypatch, f"0, GPU-0000, [N/A], NVIDIA GB10, {memory}\n")
+    assert Gpus.here(has_gpu_build=False).seen == (Gpu("NVIDIA GB10", None, "GPU-0000"),)
+
+
+@pytest.mark.parametrize("word", ["[Unknown Error]", "[GPU is lost]", "[GPU requires reset]"])
+def test_a_gpu_in_trouble_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    the_driver(tmp_path, monkeypatch, SEVERAL.replace("23034", word))
+    here = Gpus.here(has_gpu_build=False)
+    assert here.seen == (H100,)
+    assert here.trouble == f"GPU 1, NVIDIA L4: {word[1:-1]}"
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "remedy"),
+    [
+        ("Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 535.1\n", 18, "Restart"),
+        (
+            "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. Make sure that the latest "
+            "NVIDIA driver is installed and running.\n\n",
+            9,
+            "modprobe",
+        ),
+        ("Failed to initialize NVML: Unknown Error\n", 255, "container"),
+        ("Failed to initialize NVML: Insufficient Permissions\n", 4, "/dev/nvidia"),
+        ("No devices were found\n", 6, "container"),
+        ("Unable to determine the device handle for GPU0000:65:00.0: GPU is lost.  Reboot the system to recover this "
+         "GPU\n", 15, "Restart"),
+        ("", 255, "nvidia-smi"),
+    ],
+)  # fmt: skip
+def test_a_driver_that_fails_is_quoted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, code: int, remedy: str
+) -> None:
+    the_driver(tmp_path, monkeypatch, said, code=code)
+    a_program(tmp_path, "python", "exit 0")
+    monkeypatch.setattr(gpus.sys, "executable", str(tmp_path / "python"))
+    here = Gpus.here(has_gpu_build=True)
+    assert here.seen == ()
+    assert " ".join(said.split()) in here.trouble
+    found = looked_at({"gpus": here}, "gpu")["gpu"]
+    assert found.result is Result.FAILED
+    assert here.trouble in found.found
+    assert remedy in found.remedy
 
 
 def test_a_driver_that_fails_leaves_it_to_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    a_program(tmp_path, "nvidia-smi", "echo 'NVIDIA-SMI has failed'; exit 9")
+    the_driver(tmp_path, monkeypatch, "NVIDIA-SMI has failed", code=9)
     a_program(tmp_path, "python", "printf 'MI300X\\t1024\\n'")
-    monkeypatch.setattr(machine.sys, "executable", str(tmp_path / "python"))
-    here = Machine.here(has_gpu_build=True)
-    assert (here.gpus, here.gpus_asked) == ((Gpu("MI300X", 1024),), "torch")
-    assert Machine.here(has_gpu_build=False).gpus == ()
+    monkeypatch.setattr(gpus.sys, "executable", str(tmp_path / "python"))
+    assert Gpus.here(has_gpu_build=True) == Gpus((Gpu("MI300X", 1024),), 1, "torch")
+    assert Gpus.here(has_gpu_build=False).seen == ()
 
 
 def test_file_systems(tmp_path: Path) -> None:

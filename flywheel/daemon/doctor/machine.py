@@ -7,33 +7,15 @@ import os
 import re
 import resource
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-ASK_SECONDS: Final = 20.0
-"""Longest wait for the driver."""
-IMPORT_SECONDS: Final = 120.0
-"""Longest wait for a process that imports torch."""
+from flywheel.daemon.doctor.gpus import Gpus
+
 NETWORK: Final = re.compile(
     r"nfs\d?|cifs|smb\d?|smbfs|9p|ceph|glusterfs|lustre|afs|fuse\.(sshfs|s3fs|glusterfs|rclone)"
 )
-_TORCH: Final = (
-    "import torch\nfor n in range(torch.cuda.device_count()):\n"
-    " p = torch.cuda.get_device_properties(n)\n print(p.name, p.total_memory, sep='\\t')"
-)
-_MIB: Final = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """One GPU; memory in bytes."""
-
-    name: str
-    memory: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +28,12 @@ class Machine:
     open_files: int | None = None
     processes: int | None = None
     address_space: int | None = None
-    gpus: tuple[Gpu, ...] = ()
-    gpus_asked: str = ""
-    """Who told of the GPUs; empty where nobody could."""
+    gpus: Gpus = field(default_factory=Gpus)
 
     @classmethod
     def here(cls, *, has_gpu_build: bool) -> Machine:
         """This one. With `has_gpu_build` a process of its own asks torch for GPUs, where the driver tells of none."""
         memory, free = _memory()
-        gpus, asked = _gpus(has_gpu_build=has_gpu_build)
         shared = None
         with contextlib.suppress(OSError):
             shared = shutil.disk_usage("/dev/shm").free
@@ -65,8 +44,7 @@ class Machine:
             _limit(resource.RLIMIT_NOFILE),
             _limit(resource.RLIMIT_NPROC),
             _limit(resource.RLIMIT_AS),
-            gpus,
-            asked,
+            Gpus.here(has_gpu_build=has_gpu_build),
         )
 
 
@@ -88,43 +66,6 @@ def _memory() -> tuple[int | None, int | None]:
             used = int(Path("/sys/fs/cgroup", used_file).read_text()) if used_file else 0
             total, free = min(total, limit), min(free, max(0, limit - used))
     return total, free
-
-
-def _gpus(*, has_gpu_build: bool) -> tuple[tuple[Gpu, ...], str]:
-    asking = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    if shutil.which("nvidia-smi") and (lines := _said(asking, ASK_SECONDS)) is not None:
-        gpus = [line.rpartition(",") for line in lines]
-        named = [Gpu(name.strip(), int(mib) * _MIB) for name, _, mib in gpus if mib.strip().isdigit()]
-        return tuple(_visible(named)), "nvidia-smi"
-    if not has_gpu_build:
-        return (), ""
-    # ROCm, or a container without nvidia-smi.
-    if (lines := _said([sys.executable, "-c", _TORCH], IMPORT_SECONDS)) is not None:
-        parts = [line.split("\t") for line in lines]
-        return tuple(Gpu(part[0], int(part[1])) for part in parts if len(part) == 2 and part[1].isdigit()), "torch"
-    return (), ""
-
-
-def _said(command: Sequence[str], seconds: float) -> list[str] | None:
-    """The lines that a program prints; None where it fails."""
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=seconds, check=True, stdin=subprocess.DEVNULL
-        )
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None
-    return [line for line in done.stdout.splitlines() if line.strip()]
-
-
-def _visible(gpus: Sequence[Gpu]) -> Iterable[Gpu]:
-    """Those that this environment lets programs see."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
-        return gpus
-    names = [name.strip() for name in chosen.split(",") if name.strip() and name.strip() != "-1"]
-    numbers = [int(name) for name in names if name.isdecimal()]
-    # By UUID: so many of them, whichever they are.
-    return gpus[: len(names)] if len(numbers) < len(names) else [gpus[n] for n in numbers if n < len(gpus)]
 
 
 def file_system(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:

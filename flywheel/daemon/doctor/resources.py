@@ -8,6 +8,7 @@ from typing import Final
 
 from flywheel.config import Config
 from flywheel.daemon.doctor.finding import Finding, Result, size
+from flywheel.daemon.doctor.gpus import Gpu, remedy_of
 from flywheel.daemon.doctor.machine import Machine
 from flywheel.daemon.doctor.model import Base
 from flywheel.daemon.doctor.servers import is_local
@@ -36,16 +37,14 @@ def resources(config: Config, machine: Machine, base: Base, *, build: str) -> It
 
 
 def _gpus(config: Config, machine: Machine, base: Base, build: str) -> Iterator[Finding]:
-    told = "; ".join(f"{gpu.name}, {size(gpu.memory)}" for gpu in machine.gpus)
-    figures = {"gpus": len(machine.gpus), "memory_bytes": min((gpu.memory for gpu in machine.gpus), default=0)}
-    if not machine.gpus:
+    gpus = machine.gpus.seen
+    told = "; ".join(f"{gpu.name}, {_memory_of(gpu)}" for gpu in gpus)
+    memory = min((gpu.memory or machine.memory or 0 for gpu in gpus), default=0)
+    figures = {"gpus": len(gpus), "memory_bytes": memory}
+    if not gpus:
         if build == "gpu":
-            remedy = (
-                "Install the driver, or pip install 'agentscope-flywheel[cpu]' after uninstalling vllm and torch."
-            )
-            yield Finding(
-                "gpu", Result.FAILED, "vLLM is the build for GPUs, and there is none", remedy, figures=figures
-            )
+            told, remedy = _none(machine.gpus.trouble)
+            yield Finding("gpu", Result.FAILED, told, remedy, figures=figures)
         else:
             yield Finding("gpu", Result.OK, "none: rounds and server use the CPU", figures=figures)
         return
@@ -54,21 +53,42 @@ def _gpus(config: Config, machine: Machine, base: Base, build: str) -> Iterator[
         yield Finding("gpu", Result.WARNING, f"{told}: unused, vLLM is the build for CPUs", remedy, figures=figures)
         return
     share = config.rollout.gpu_memory_utilization
-    room = int(share * figures["memory_bytes"])
+    room = int(share * memory)
     if base.weights and base.weights >= room:
         told = f"{told}: an engine's share, {size(room)}, does not hold the model's {size(base.weights)}"
         remedy = "Raise rollout.gpu_memory_utilization, or use a smaller model or a larger GPU."
         yield Finding("gpu", Result.FAILED, told, remedy, figures=figures)
         return
     server = _utilization(config.serving.extra_args)
-    if build and is_local(config) and len(machine.gpus) == 1 and server + share > 1:
+    # Of several GPUs both take the first, unless somebody has chosen for them.
+    is_shared = machine.gpus.all_told == 1 or len(gpus) == machine.gpus.all_told
+    if build and is_local(config) and is_shared and server + share > 1:
+        of = "it" if len(gpus) == 1 else "the first"
         told = (
-            f"{told}: the server takes {server:g} of it and a rollout engine {share:g}, which is more than all of it"
+            f"{told}: the server takes {server:g} of {of} and a rollout engine {share:g}, which is more than there is"
         )
-        remedy = 'Leave room: serving.extra_args: [--gpu-memory-utilization, "0.4"], or use another GPU for rounds.'
-        yield Finding("gpu", Result.WARNING, told, remedy, figures=figures)
+        remedy = 'Leave room: serving.extra_args: [--gpu-memory-utilization, "0.4"]'
+        if len(gpus) > 1:
+            remedy += ", or give `flywheel serve` and `flywheel run` each its own, by CUDA_VISIBLE_DEVICES"
+        yield Finding("gpu", Result.WARNING, told, f"{remedy}.", figures=figures)
         return
-    yield Finding("gpu", Result.OK, f"{told} (by {machine.gpus_asked})", figures=figures)
+    if machine.gpus.trouble:
+        remedy = remedy_of(machine.gpus.trouble)
+        yield Finding("gpu", Result.WARNING, f"{told}; {machine.gpus.trouble}", remedy, figures=figures)
+        return
+    yield Finding("gpu", Result.OK, f"{told} (by {machine.gpus.asked})", figures=figures)
+
+
+def _memory_of(gpu: Gpu) -> str:
+    return "the system's memory" if gpu.memory is None else size(gpu.memory)
+
+
+def _none(trouble: str) -> tuple[str, str]:
+    """That vLLM would find no GPU, and what to do."""
+    told = "vLLM is the build for GPUs, and there is none"
+    if trouble:
+        return f"{told}: {trouble}", remedy_of(trouble)
+    return told, "Install the driver, or pip install 'agentscope-flywheel[cpu]' after uninstalling vllm and torch."
 
 
 def _utilization(arguments: Sequence[str]) -> float:
@@ -82,13 +102,12 @@ def _memory(config: Config, machine: Machine, base: Base) -> Finding:
         return Finding("memory", Result.SKIPPED, "this system does not tell how much there is")
     engines = config.rollout.engines
     takes = (engines + 1) * PROCESS_BYTES
-    if not machine.gpus:
-        # Weights for the trainer and each engine; the engines' caches.
-        takes += (engines + 1) * base.weights + engines * (config.rollout.cpu_kv_cache_gib << 30)
+    # On a CPU, and on a GPU without memory of its own, weights for the trainer and each engine; the engines' caches.
+    weights = base.weights if all(gpu.memory is None for gpu in machine.gpus.seen) else 0
+    gib = 0 if machine.gpus.seen else 1 << 30
+    takes += (engines + 1) * weights + engines * config.rollout.cpu_kv_cache_gib * gib
     if is_local(config):
-        takes += PROCESS_BYTES
-        if not machine.gpus:
-            takes += base.weights + (config.serving.cpu_kv_cache_gib << 30)
+        takes += PROCESS_BYTES + weights + config.serving.cpu_kv_cache_gib * gib
     figures = {"memory_bytes": machine.memory, "free_bytes": machine.memory_free, "estimated_bytes": takes}
     told = f"{size(machine.memory)}, of which {size(machine.memory_free)} are free; a round takes about {size(takes)}"
     if is_local(config):
