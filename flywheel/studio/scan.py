@@ -87,14 +87,14 @@ class Scan:
         if not more:
             yield from list(self.growing.values())
             return
-        for growing in list(self._near.values()):
-            if growing.last_rowid <= self.at - NEAR_ROWS:
-                yield growing
-        for growing in list(self.growing.values()):
+        left = {name: growing for name, growing in self._near.items() if growing.last_rowid <= self.at - NEAR_ROWS}
+        yield from left.values()
+        for name, growing in list(self.growing.items()):
             # In the order they were met last: the first that is still near ends the look.
             if self.at - growing.last_rowid < FAR_ROWS:
                 break
-            yield growing
+            if name not in left:  # where numbers are missing a trace is left behind and far away at once
+                yield growing
 
     def wait(self, growing: Growing) -> None:
         """Not done: look again when it grows or at the end. Its rows are read again then: they can have changed."""

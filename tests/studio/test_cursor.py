@@ -384,3 +384,26 @@ def test_nothing_is_read_where_nothing_has_changed(tmp_path: Path) -> None:
     studio.write(agent("a3", trace="3", ended=9))
     assert [step.rows for step in ledger.pass_(reader, now=MUCH_LATER)] == [1]
     reader.close()
+
+
+def test_a_trace_before_a_gap_of_numbers_is_told_whole_when_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever deletes thousands of spans in Studio leaves such a gap."""
+    monkeypatch.setattr(page, "PAGE_ROWS", 2)
+    monkeypatch.setattr(reading, "STEP_ROWS", 2)
+    studio = Studio(tmp_path / "studio.sqlite")
+    given_ = [message("system", part("s")), message("user", part("q"))]
+    studio.write(chat("c1", given_, "a", parent="a1", trace="t1"), agent("a1", "q", "a", trace="t1"))
+    studio.write(*(agent(f"b{n}", trace=f"b{n}") for n in range(4)))
+    with sqlite3.connect(studio.path) as database:
+        database.execute("UPDATE span_table SET rowid = rowid + 100000 WHERE id LIKE 'b%'")
+    database.close()
+    reader, ledger = StudioReader(studio.path, QUICK), Ledger()
+    ledger.pass_(reader)
+    assert ledger.remembered["t1"].rowids == (1, 2)
+    studio.write(agent("a2", "q2", "more", trace="t1", began=2, ended=3))
+    ledger.pass_(reader)
+    assert [m["content"] for m in ledger.replies["a1"].history] == ["s"]
+    assert ledger.changes == []
+    reader.close()
