@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib
 import json
@@ -157,6 +156,8 @@ def load_config(path: Path | None) -> Config:
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
+    import asyncio
+
     with asyncio.Runner() as runner:
         # An event loop that is interrupted while it is made complains when it is taken away.
         runner.get_loop()

@@ -23,10 +23,10 @@ from flywheel.cli.app import (
     print_json,
     run_async,
 )
-from flywheel.config import Config
 from flywheel.errors import EXIT_USAGE, FlywheelError
 
 if TYPE_CHECKING:
+    from flywheel.config import Config
     from flywheel.daemon.estimate import Cost
     from flywheel.daemon.filtering import Filtering
     from flywheel.daemon.judged import Judged

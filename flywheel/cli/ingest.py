@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flywheel.allocation import economise
 from flywheel.cli.app import ConfigOption, JsonOption, absolute, app, complain, load_config, print_json, run_async
 from flywheel.cli.facts import place, show, source_text
-from flywheel.cli.sources_progress import shown
-from flywheel.config import Config, StudioSource, source_at
 from flywheel.disarmed import disarmed
 from flywheel.errors import EXIT_FAILED
+
+if TYPE_CHECKING:
+    from flywheel.config import Config
 
 
 @app.command()
@@ -29,6 +30,8 @@ def ingest(
     as_json: JsonOption = False,
 ) -> None:
     """Read new replies from the sources and make tasks of them."""
+    from flywheel.config import StudioSource, source_at
+
     settings = load_config(config)
     if source:
         settings = settings.model_copy(update={"sources": [StudioSource(path=absolute(path)) for path in source]})
@@ -53,6 +56,7 @@ def ingest(
 
 
 async def _ingest(config: Config, out: Path | None, sweep: bool) -> tuple[dict[str, Any], list[str]]:
+    from flywheel.cli.sources_progress import shown
     from flywheel.daemon.ingestion import Ingestion
     from flywheel.daemon.lock import InstanceLock
     from flywheel.store import funnel

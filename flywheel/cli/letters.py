@@ -13,13 +13,13 @@ import typer
 from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async
 from flywheel.cli.facts import UNBROKEN, stdout
 from flywheel.cli.state import absence, ask
-from flywheel.config import Config
 from flywheel.disarmed import disarmed
 
 if TYPE_CHECKING:
     from rich.console import Console
     from sqlalchemy import Connection
 
+    from flywheel.config import Config
     from flywheel.store.letters import Letter
 
 T = TypeVar("T")

@@ -19,11 +19,11 @@ from flywheel.cli.app import (
     run_async,
 )
 from flywheel.cli.state import absence, ask, look_at
-from flywheel.config import Config, StudioSource
 from flywheel.disarmed import disarmed
 from flywheel.errors import EXIT_FAILED, StoreError
 
 if TYPE_CHECKING:
+    from flywheel.config import Config
     from flywheel.daemon.deep_audit import DeepAudit
     from flywheel.store.audit import Balance
 
@@ -79,6 +79,8 @@ def audit(
     if source and not deep:
         raise typer.BadParameter("it belongs to --deep", param_hint="--source")
     if source:
+        from flywheel.config import StudioSource
+
         settings = settings.model_copy(update={"sources": [StudioSource(path=absolute(path)) for path in source]})
     economise()
     books, found = run_async(_audit(settings, deep=deep))

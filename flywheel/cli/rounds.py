@@ -10,13 +10,13 @@ import typer
 
 from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async
 from flywheel.cli.state import absence, look_at
-from flywheel.config import Config
 from flywheel.disarmed import disarmed
 from flywheel.errors import EXIT_FAILED, ServeError, StoreError, TrainError
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
+    from flywheel.config import Config
     from flywheel.daemon.deployer import Deployer
     from flywheel.daemon.rounds import Rounds
     from flywheel.store.database import Store

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flywheel.allocation import economise
 from flywheel.cli.app import ConfigOption, app, load_config, run_async
-from flywheel.config import Config
 from flywheel.errors import EXIT_FAILED
+
+if TYPE_CHECKING:
+    from flywheel.config import Config
 
 
 @app.command()

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 import typer
 
 from flywheel.cli.facts import place
-from flywheel.config import Config
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
+
+    from flywheel.config import Config
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -10,7 +10,6 @@ import typer
 
 from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async
 from flywheel.cli.state import look_at
-from flywheel.config import Config
 from flywheel.disarmed import disarmed
 from flywheel.errors import EXIT_USAGE, StoreError
 from flywheel.states import TaskState
@@ -19,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sqlalchemy import Connection
+
+    from flywheel.config import Config
 
 tasks_app = typer.Typer(
     help="Look at tasks by their state; release or reject those that are set aside.", rich_markup_mode=None
