@@ -64,10 +64,26 @@ class Score(Frozen):
     deployed: float
 
 
+class CriterionComparison(Frozen):
+    """One criterion on the same answers: its value in 0…1, turned where it takes away, so that more is better.
+
+    `tasks` are those where it was looked at on both sides: a failed required check leaves the judge unasked.
+    """
+
+    criterion: str
+    tasks: int
+    candidate_mean: float
+    deployed_mean: float
+    gain: float
+    lower: float
+    upper: float
+
+
 class Comparison(Frozen):
     """Candidate against deployed on the same held-out tasks.
 
-    `gain` is the mean of the paired differences, `lower` and `upper` bound its confidence interval at `confidence`.
+    `gain` is the mean of the paired differences, `lower` and `upper` bound its confidence interval at `confidence`;
+    those of the criteria are in the order of the rubric.
     """
 
     tasks: int
@@ -81,6 +97,7 @@ class Comparison(Frozen):
     confidence: float
     method: str
     scores: list[Score]
+    criteria: list[CriterionComparison] = []
 
 
 class Probe(Frozen):

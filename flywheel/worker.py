@@ -28,7 +28,7 @@ import ray
 from flywheel import log as logs
 from flywheel.config import Config
 from flywheel.errors import EXIT_FAILED, FlywheelError, LockedError, TrainError
-from flywheel.evaluation.compare import Paired, compare
+from flywheel.evaluation.compare import Paired, compare, compare_criterion
 from flywheel.files import tree_sha256, write_atomic
 from flywheel.round import (
     ADAPTER_DIR,
@@ -40,13 +40,14 @@ from flywheel.round import (
     RoundSpec,
     RoundTask,
 )
+from flywheel.rubric import Rubric
 from flywheel.training import cluster
 from flywheel.training.chat import served_format
 from flywheel.training.collector import Collector, Grade
 from flywheel.training.debug import roll_out_only
 from flywheel.training.directory import finished, read_spec, settings_of, start_over, write_error
 from flywheel.training.engine import Engine, EngineSettings
-from flywheel.training.held_out import answer, check_enough
+from flywheel.training.held_out import Pairs, answer, check_enough
 from flywheel.training.metrics import Metrics
 from flywheel.training.policy import check_base, check_parent, other_form, rank
 from flywheel.training.probe import make_probe
@@ -60,14 +61,19 @@ log = logging.getLogger("flywheel.worker")
 MakeGrade = Callable[[RoundSpec], Grade]
 
 
+def rubric_of(spec: RoundSpec) -> Rubric:
+    """The round's rubric. Raises ConfigError."""
+    from flywheel.judge.rubric_file import parse_rubric
+
+    return parse_rubric(spec.rubric, f"the rubric of {spec.round_id}")
+
+
 def build_grade(spec: RoundSpec) -> Grade:
     """The round's rubric as a callable. Raises ConfigError for a rubric or a judge that cannot work."""
     from flywheel.judge.grader import Grader
-    from flywheel.judge.rubric_file import parse_rubric
 
     settings = Config.model_validate(spec.settings)
-    grader = Grader(parse_rubric(spec.rubric, f"the rubric of {spec.round_id}"), settings.judge)
-    return grader.grade
+    return Grader(rubric_of(spec), settings.judge).grade
 
 
 class Round:
@@ -210,8 +216,25 @@ class Round:
         with self._collector() as collector:
             answers = answer(prompts, (candidate, deployed), self.spec, self.settings, collector)
         self.usage = add_usage(self.usage, answers.usage)
-        pairs = [Paired(prompt.task.task_id, *sides) for prompt, sides in zip(prompts, answers.rewards, strict=True)]
-        return compare(pairs, samples=gate.samples, confidence=gate.confidence, seed=self.spec.seed)
+
+        def paired(pairs: Pairs) -> list[Paired]:
+            return [Paired(prompt.task.task_id, *sides) for prompt, sides in zip(prompts, pairs, strict=True)]
+
+        whole = compare(
+            paired(answers.rewards), samples=gate.samples, confidence=gate.confidence, seed=self.spec.seed
+        )
+        criteria = [
+            compare_criterion(
+                criterion.id,
+                paired(answers.values[criterion.id]),
+                takes_away=criterion.weight < 0,
+                confidence=gate.confidence,
+                seed=self.spec.seed,
+            )
+            for criterion in rubric_of(self.spec).every
+            if criterion.id in answers.values
+        ]
+        return whole.model_copy(update={"criteria": criteria})
 
     def _collector(self) -> Collector:
         return Collector(

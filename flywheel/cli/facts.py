@@ -40,6 +40,15 @@ def counted(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{number:,} {name}" for name, number in ranked if number)
 
 
+def criterion_lines(comparison: Mapping[str, Any]) -> list[str]:
+    """How candidate and deployed fared in each criterion. Rounds of an earlier Flywheel did not look."""
+    return [
+        f"  {each['criterion']}: {each['deployed_mean']:.3f} → {each['candidate_mean']:.3f} on {each['tasks']} tasks,"
+        f" gain {each['gain']:+.3f} ({each['lower']:+.3f} … {each['upper']:+.3f})"
+        for each in comparison.get("criteria", [])
+    ]
+
+
 def source_text(source: Mapping[str, Any]) -> str:
     """What `status` or `ingest` knows of a source: its path, condition, what came of it, how it is read."""
     new = f" ({source['new']:,} new)" if "new" in source else ""

@@ -18,6 +18,7 @@ from flywheel.cli.app import (
     print_json,
     run_async,
 )
+from flywheel.cli.facts import criterion_lines
 from flywheel.cli.state import absence, ask, look_at
 from flywheel.disarmed import disarmed
 from flywheel.errors import EXIT_FAILED, StoreError
@@ -165,6 +166,8 @@ def _print_round(story: dict[str, Any]) -> None:
         means = f"{comparison['deployed_mean']:.3f} → {comparison['candidate_mean']:.3f}"
         gain = f"{comparison['gain']:+.3f} ({comparison['lower']:+.3f} … {comparison['upper']:+.3f})"
         typer.echo(f"held-out: {means} on {comparison['tasks']} tasks, gain {gain}")
+        for line in criterion_lines(comparison):
+            typer.echo(line)
     for entry in story["deployments"]:
         typer.echo(f"deployed as {entry['alias']}: {entry['state']} since {entry['activated_at'] or '–'}")
     typer.echo(f"made of {len(story['samples'])} samples from {len(story['conversations'])} conversations:")

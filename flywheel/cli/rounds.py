@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async
+from flywheel.cli.facts import criterion_lines
 from flywheel.cli.state import absence, look_at
 from flywheel.disarmed import disarmed
 from flywheel.errors import EXIT_FAILED, ServeError, StoreError, TrainError
@@ -131,6 +132,8 @@ def _print(report: dict[str, Any]) -> None:
             f"held-out score {comparison['deployed_mean']:.3f} → {comparison['candidate_mean']:.3f} on "
             f"{comparison['tasks']} tasks (gain {comparison['lower']:+.3f} … {comparison['upper']:+.3f})"
         )
+        for line in criterion_lines(comparison):
+            typer.echo(line)
     for step in report.get("metrics", []):
         mean, deviation = step["reward_mean"], step["reward_std"]
         reward = "no reward" if mean is None else f"reward {mean:.3f} ± {deviation:.3f}"

@@ -172,6 +172,9 @@ class GateSettings(Section):
     """Confidence of the interval of the gain. A candidate is promoted when its lower bound is above min_gain."""
     min_gain: float = Field(default=0.0, ge=0)
     """What the lower bound must exceed."""
+    non_inferiority_margins: dict[str, Annotated[float, Field(gt=0, le=1)]] = {}
+    """Criteria that must not be traded for others, and what each may lose at most (0…1): a candidate is promoted only
+    when the lower bound of each one's gain is above minus its margin. Default: none; the rubric's weights decide."""
 
     @model_validator(mode="after")
     def _can_be_passed(self) -> Self:

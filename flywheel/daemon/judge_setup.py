@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 from flywheel.config import Config, JudgeSettings
+from flywheel.errors import ConfigError
 from flywheel.filtering.chain import Chain, load_chain
 from flywheel.filtering.llm_evaluate import AGENTJET_TEMPERATURE
 from flywheel.judge.rubric_file import load_rubric, parse_rubric
@@ -37,8 +38,19 @@ def chain_of(config: Config) -> Chain | None:
 
 def rubric_of(config: Config, chain: Chain | None = None) -> Rubric:
     """The rubric that applies: AgentJet's text in the chain, else the configured file. Raises ConfigError."""
-    if chain is None:
-        chain = chain_of(config)
+    rubric = _rubric_of(config, chain or chain_of(config))
+    ids = [criterion.id for criterion in rubric.every]
+    for criterion in config.gate.non_inferiority_margins:
+        if criterion not in ids:
+            raise ConfigError(
+                "use gate.non_inferiority_margins",
+                f"the rubric {rubric.id} has no criterion {criterion}",
+                f"Its criteria are {', '.join(ids)}.",
+            )
+    return rubric
+
+
+def _rubric_of(config: Config, chain: Chain | None) -> Rubric:
     text = chain.judge.custom_rubrics if chain and chain.judge else None
     if chain is None or text is None:
         return load_rubric(config.filter.rubric)

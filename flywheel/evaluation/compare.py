@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 from scipy import stats
 
-from flywheel.round import Comparison, Score
+from flywheel.round import Comparison, CriterionComparison, Score
 
 RESAMPLES: Final = 9999
 EXACT: Final = 13
@@ -56,11 +56,40 @@ def compare(tasks: Sequence[Paired], *, samples: int, confidence: float, seed: i
     )
 
 
-def _score(task: Paired) -> Score | None:
+def compare_criterion(
+    criterion: str, tasks: Sequence[Paired], *, takes_away: bool, confidence: float, seed: int
+) -> CriterionComparison:
+    """The same for one criterion's values; those of one that `takes_away` are turned, so that more is better.
+
+    Answers where it was not looked at are left out, and tasks without any on a side. The interval is that of the
+    tasks and of two more, one as much better and one as much worse as can be (after Agresti and Min 2005, who add
+    half of each). Without them, of candidates that were worse by 0.05 in what deployed always gets right, 37 % of
+    intervals for 8 tasks and 12 % of those for 20 lay above -0.05: where no difference was seen, they have no width.
+    """
+    scores = [score for task in tasks if (score := _score(task, whole=False)) is not None]
+    if takes_away:
+        scores = [
+            each.model_copy(update={"candidate": 1 - each.candidate, "deployed": 1 - each.deployed})
+            for each in scores
+        ]
+    gains = [score.candidate - score.deployed for score in scores]
+    lower, upper, _ = _interval(np.array([*gains, -1.0, 1.0]), confidence, seed)
+    return CriterionComparison(
+        criterion=criterion,
+        tasks=len(scores),
+        candidate_mean=_mean([score.candidate for score in scores]),
+        deployed_mean=_mean([score.deployed for score in scores]),
+        gain=_mean(gains),
+        lower=lower,
+        upper=upper,
+    )
+
+
+def _score(task: Paired, *, whole: bool = True) -> Score | None:
     candidate = [reward for reward in task.candidate if reward is not None]
     deployed = [reward for reward in task.deployed if reward is not None]
-    complete = len(candidate) == len(task.candidate) and len(deployed) == len(task.deployed)
-    if not complete or not candidate or not deployed:
+    lacking = len(candidate) < len(task.candidate) or len(deployed) < len(task.deployed)
+    if not candidate or not deployed or (whole and lacking):
         return None
     return Score(task_id=task.task_id, candidate=_mean(candidate), deployed=_mean(deployed))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flywheel.config import GateSettings
-from flywheel.round import Comparison
+from flywheel.round import Comparison, CriterionComparison
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,10 @@ class Decision:
 
 
 def decide(comparison: Comparison, gate: GateSettings) -> Decision:
-    """Promote only what is shown to be better: the lower bound of the gain's interval lies above `min_gain`."""
+    """Promote only what is shown to be better: the lower bound of the gain's interval lies above `min_gain`.
+
+    A criterion with a margin must besides be shown to be worse by less than that.
+    """
     figures = (
         f"gain {comparison.gain:+.3f}, {comparison.confidence:.0%} interval {comparison.lower:+.3f} to"
         f" {comparison.upper:+.3f}; candidate {comparison.candidate_mean:.3f}, deployed"
@@ -25,10 +28,30 @@ def decide(comparison: Comparison, gate: GateSettings) -> Decision:
         figures += f", {comparison.undecided} more undecided"
     if comparison.tasks < gate.min_tasks:
         return Decision(False, f"not enough evidence: fewer than {_count(gate.min_tasks)} decided ({figures})")
-    if comparison.lower > gate.min_gain:
-        return Decision(True, f"better: {figures}")
-    needed = "0" if gate.min_gain == 0 else f"{gate.min_gain:g}"
-    return Decision(False, f"not shown to be better: the lower bound is not above {needed} ({figures})")
+    if worse := [each for each in comparison.criteria if each.upper < 0]:
+        figures += f"; worse in {', '.join(_of_criterion(each) for each in worse)}"
+    if comparison.lower <= gate.min_gain:
+        needed = "0" if gate.min_gain == 0 else f"{gate.min_gain:g}"
+        return Decision(False, f"not shown to be better: the lower bound is not above {needed} ({figures})")
+    for criterion, margin in gate.non_inferiority_margins.items():
+        if objection := _objection(comparison, criterion, margin, gate.min_tasks):
+            return Decision(False, f"{objection} ({figures})")
+    return Decision(True, f"better: {figures}")
+
+
+def _objection(comparison: Comparison, criterion: str, margin: float, min_tasks: int) -> str:
+    """Why a criterion is not shown to be no worse by more than its margin; empty when it is."""
+    found = next((each for each in comparison.criteria if each.criterion == criterion), None)
+    tasks = found.tasks if found is not None else 0
+    if found is None or tasks < min_tasks:
+        return f"not enough evidence on {criterion}: it was looked at on {_count(tasks)}, fewer than {min_tasks}"
+    if found.lower > -margin:
+        return ""
+    return f"not shown to be no worse in {_of_criterion(found)}: the lower bound is not above {-margin:g}"
+
+
+def _of_criterion(found: CriterionComparison) -> str:
+    return f"{found.criterion} ({found.gain:+.3f}, {found.lower:+.3f} to {found.upper:+.3f})"
 
 
 def _count(tasks: int) -> str:

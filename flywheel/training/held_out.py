@@ -13,13 +13,16 @@ from flywheel.training.prompts import Prompt, seed_of
 from flywheel.training.rollout import Batch, LoadedAdapter, RolloutRequest
 
 Rewards = tuple[float | None, ...]
+Pairs = list[tuple[Rewards, Rewards]]
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """For each prompt the rewards of both sides, one per seed; None where there is no verdict."""
+    """For each prompt the rewards of both sides, one per seed; None where there is no verdict. `values` are those of
+    each criterion, None where it was not looked at."""
 
-    rewards: list[tuple[Rewards, Rewards]]
+    rewards: Pairs
+    values: dict[str, Pairs]
     usage: dict[str, int]
 
 
@@ -56,11 +59,7 @@ def answer(
     rollouts = [rollout for batch in batches for rollout in batch.rollouts]
     whole = Batch(tuple(rollouts))
     whole.refuse_undecided(settings.training.max_undecided_share)
-    rewards = [rollout.reward for rollout in rollouts]
-    pairs: list[tuple[Rewards, Rewards]] = []
-    for start in range(0, len(rewards), 2 * gate.samples):
-        middle = start + gate.samples
-        pairs.append((tuple(rewards[start:middle]), tuple(rewards[middle : middle + gate.samples])))
+    pairs = _paired([rollout.reward for rollout in rollouts], gate.samples)
     decided = sum(None not in (*candidate, *deployed) for candidate, deployed in pairs)
     if decided < gate.min_tasks <= len(prompts):
         raise TrainError(
@@ -70,7 +69,18 @@ def answer(
             "Check the judge's endpoint and the worker's log; the round can be started again.",
             retryable=True,
         )
-    return Answers(pairs, whole.usage())
+    looked_at = [rollout.values for rollout in rollouts]
+    values = {
+        criterion: _paired([values.get(criterion) for values in looked_at], gate.samples)
+        for criterion in {criterion for values in looked_at for criterion in values}
+    }
+    return Answers(pairs, values, whole.usage())
+
+
+def _paired(values: Sequence[float | None], samples: int) -> Pairs:
+    """What was asked prompt by prompt, side by side."""
+    sides = [tuple(values[start : start + samples]) for start in range(0, len(values), samples)]
+    return list(zip(sides[::2], sides[1::2], strict=True))
 
 
 def requests(

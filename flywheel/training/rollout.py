@@ -65,6 +65,13 @@ class Rollout:
         return None if self.verdict is None else self.verdict.score
 
     @property
+    def values(self) -> dict[str, float]:
+        """Each criterion's value, as far as a verdict has looked at it."""
+        if self.verdict is None or self.reward is None:
+            return {}
+        return {result.criterion: result.value for result in self.verdict.results}
+
+    @property
     def failure(self) -> str:
         """Why there is no reward; empty when there is one."""
         if self.completion.error:

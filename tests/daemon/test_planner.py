@@ -14,7 +14,7 @@ from flywheel.config import Config, parse
 from flywheel.daemon import planner
 from flywheel.daemon.judge_setup import rubric_of
 from flywheel.daemon.status import snapshot
-from flywheel.errors import TrainError
+from flywheel.errors import ConfigError, TrainError
 from flywheel.round import RoundSpec
 from flywheel.states import AdapterState, DeploymentState, RoundState, Split
 from flywheel.store import audit, judging, ledger, lineage, rounds, schema
@@ -225,3 +225,10 @@ async def test_questions_with_images_are_taken_as_text_where_that_is_wanted(tmp_
     config = made(tmp_path, training={"images": "text-only"})
     spec = await planned(store, config)
     assert (len(spec.train), len(spec.held_out)) == (5, 4)
+
+
+async def test_a_margin_for_a_criterion_that_the_rubric_does_not_have_is_refused(tmp_path: Path) -> None:
+    """A guard by a misspelled name would guard nothing, or stop every promotion hours later."""
+    assert rubric_of(made(tmp_path, gate={"non_inferiority_margins": {"correct": 0.1}})).id == "math-boxed"
+    with pytest.raises(ConfigError, match=r"math-boxed has no criterion corect\. Its criteria are boxed, correct"):
+        rubric_of(made(tmp_path, gate={"non_inferiority_margins": {"corect": 0.1}}))

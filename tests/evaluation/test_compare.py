@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from flywheel.evaluation.compare import Paired, compare
-from flywheel.round import Comparison
+from flywheel.evaluation.compare import Paired, compare, compare_criterion
+from flywheel.round import Comparison, CriterionComparison
 
 
 def made(*pairs: tuple[tuple[float | None, ...], tuple[float | None, ...]]) -> list[Paired]:
@@ -118,3 +118,37 @@ def test_any_rewards_give_an_interval_around_the_gain_that_can_be(
     assert -1 - 1e-9 <= result.lower <= result.upper <= 1 + 1e-9
     # BCa shifts the interval, but never so far that it misses the mean of what was resampled.
     assert result.lower - 1e-9 <= result.gain <= result.upper + 1e-9
+
+
+def looked(tasks: list[Paired], *, takes_away: bool = False) -> CriterionComparison:
+    return compare_criterion("safe", tasks, takes_away=takes_away, confidence=0.95, seed=1)
+
+
+def test_a_criterion_is_compared_where_it_was_looked_at() -> None:
+    found = looked(made(((1, None), (0, 1)), ((None, None), (1, 1)), ((0, 0), (1, 1)), ((1, 1), (1, 1))))
+    assert found.tasks == 3
+    assert (found.candidate_mean, found.deployed_mean) == (pytest.approx(2 / 3), pytest.approx(2.5 / 3))
+    assert found.gain == pytest.approx(-0.5 / 3)
+    assert found.lower < found.gain < found.upper
+
+
+def test_more_of_what_takes_away_is_worse() -> None:
+    tasks = made(*([((1, 0), (0, 0))] * 20))
+    found = looked(tasks, takes_away=True)
+    assert (found.candidate_mean, found.deployed_mean, found.gain) == (0.5, 1, -0.5)
+    assert found.upper < 0
+    assert looked(tasks).lower > 0
+
+
+def test_that_no_difference_was_seen_on_a_few_tasks_does_not_show_that_there_is_none() -> None:
+    """A candidate that fails one time in twenty gets eight tasks right two times in three."""
+    same = ((1.0, 1.0), (1.0, 1.0))
+    assert looked(made(*[same] * 8)).lower < -0.2
+    assert looked(made(*[same] * 50)).lower > -0.1
+    assert looked(made(*[same] * 200)).lower > -0.02
+
+
+def test_a_criterion_that_was_never_looked_at_is_known_in_nothing() -> None:
+    found = looked(made(((None,), (1,))))
+    assert (found.tasks, found.gain) == (0, 0)
+    assert (found.lower, found.upper) == (-1, 1)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flywheel.config import GateSettings
 from flywheel.evaluation.gate import decide
-from flywheel.round import Comparison
+from flywheel.round import Comparison, CriterionComparison
 
 GATE = GateSettings(min_tasks=8, min_gain=0.0)
 
@@ -67,3 +67,55 @@ def test_the_gate_needs_no_science_library() -> None:
         "import sys, flywheel.evaluation.gate; print(sorted({'scipy', 'numpy', 'torch', 'ray'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def criterion(name: str = "safe", *, gain: float = 0.0, lower: float = -0.04, tasks: int = 50) -> CriterionComparison:
+    return CriterionComparison(
+        criterion=name,
+        tasks=tasks,
+        candidate_mean=0.9 + gain,
+        deployed_mean=0.9,
+        gain=gain,
+        lower=lower,
+        upper=gain + (gain - lower),
+    )
+
+
+def with_criteria(*criteria: CriterionComparison, **values: float) -> Comparison:
+    return comparison(**values).model_copy(update={"criteria": list(criteria)})  # type: ignore[arg-type]
+
+
+GUARDED = GateSettings(non_inferiority_margins={"safe": 0.05})
+
+
+def test_a_criterion_that_gets_worse_stops_what_is_better_as_a_whole() -> None:
+    worse = with_criteria(criterion(gain=-0.1, lower=-0.16))
+    assert decide(worse, GATE).promote, "without a margin the rubric's weights decide"
+    decision = decide(worse, GUARDED)
+    assert not decision.promote
+    assert decision.reason.startswith(
+        "not shown to be no worse in safe (-0.100, -0.160 to -0.040): the lower bound is not above -0.05 (gain +0.200"
+    )
+
+
+def test_a_criterion_that_is_no_worse_by_its_margin_stops_nothing() -> None:
+    assert decide(with_criteria(criterion(lower=-0.049)), GUARDED).promote
+    assert not decide(with_criteria(criterion(lower=-0.05)), GUARDED).promote
+
+
+def test_a_criterion_of_which_too_little_was_seen_is_not_shown_to_be_no_worse() -> None:
+    for seen, times in ((with_criteria(criterion(tasks=7)), "7 held-out tasks"), (comparison(), "0 held-out tasks")):
+        decision = decide(seen, GUARDED)
+        assert not decision.promote
+        assert decision.reason.startswith(f"not enough evidence on safe: it was looked at on {times}, fewer than 8")
+
+
+def test_what_got_worse_is_told_whatever_is_decided() -> None:
+    seen = with_criteria(criterion("clear", gain=-0.2, lower=-0.3), criterion("safe"))
+    assert "; worse in clear (-0.200, -0.300 to -0.100)" in decide(seen, GATE).reason
+    assert "worse" not in decide(with_criteria(criterion()), GATE).reason
+
+
+def test_no_margin_makes_up_for_a_total_that_is_not_better() -> None:
+    seen = with_criteria(criterion(lower=-0.01), lower=-0.1)
+    assert decide(seen, GUARDED).reason.startswith("not shown to be better")

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -20,7 +21,7 @@ from flywheel.training.collector import Collector, Grade
 from flywheel.training.held_out import answer
 from flywheel.training.prompts import seed_of
 from flywheel.training.rollout import Batch, Completion, RolloutRequest
-from flywheel.verdict import Exchange, Verdict
+from flywheel.verdict import CriterionResult, Exchange, Verdict
 from tests.training.rollouts import prompt, request, verdict
 from tests.training.test_directory import spec
 
@@ -167,6 +168,25 @@ def test_a_judge_that_leaves_too_few_tasks_for_the_gate_rejects_no_candidate(eng
     with pytest.raises(TrainError, match=r"of 4 held-out tasks only 1 have all their verdicts") as caught:
         run(3)
     assert caught.value.retryable
+
+
+def test_each_criterions_values_come_side_by_side(engine: Any) -> None:
+    settings = Config.model_validate({"gate": {"samples": 2, "min_tasks": 1}})
+    prompts, round_spec = [prompt("t-0"), prompt("t-1")], spec()
+    first = str(seed_of(round_spec.seed, "held-out", "t-0", 0))
+
+    def grade(shown: Exchange) -> Verdict:
+        if shown.answer == first:
+            return replace(verdict(0.0), results=(CriterionResult("boxed", "no", 0.0, False),))
+        results = (CriterionResult("boxed", "yes", 1.0, True), CriterionResult("safe", "fair", 0.5, True))
+        return replace(verdict(1.0), results=results)
+
+    with Collector([engine], grade, max_thread=4, timeout_seconds=60) as collector:
+        values = answer(prompts, (None, None), round_spec, settings, collector).values
+    assert values == {
+        "boxed": [((0.0, 1.0), (0.0, 1.0)), ((1.0, 1.0), (1.0, 1.0))],
+        "safe": [((None, 0.5), (None, 0.5)), ((0.5, 0.5), (0.5, 0.5))],
+    }
 
 
 def test_an_actors_own_words_come_out_as_they_were_raised() -> None:

@@ -326,6 +326,10 @@ def test_both_sides_are_compared_on_the_newest_held_out_tasks(trained: Done) -> 
     assert [score.task_id for score in comparison.scores] == different[-HELD_OUT:]
     assert comparison.gain == pytest.approx(comparison.candidate_mean - comparison.deployed_mean)
     assert comparison.lower <= comparison.gain <= comparison.upper
+    boxed, correct = comparison.criteria
+    assert (boxed.criterion, boxed.tasks, correct.criterion) == ("boxed", HELD_OUT, "correct")
+    assert boxed.gain == pytest.approx(boxed.candidate_mean - boxed.deployed_mean)
+    assert 0 < correct.tasks <= HELD_OUT, "the judge is asked only about what is boxed"
     usage = trained.result.usage
     assert usage["rollouts"] == STEPS * PROMPTS * GROUP + 2 * SAMPLES * HELD_OUT
     assert 0 < usage["judge_calls"] < usage["rollouts"]
