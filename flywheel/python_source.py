@@ -20,8 +20,6 @@ def load_function(source: bytes | str, path: Path, name: str, attempted: str) ->
     digest = hashlib.sha256(str(path.absolute()).encode() + text).hexdigest()[:16]
     module = types.ModuleType(f"flywheel_file_{digest}")
     module.__file__ = str(path)
-    # What it prints must not stand in what our commands say on stdout.
-    module.__dict__["print"] = _print_aside
     sys.modules[module.__name__] = module
     try:
         exec(compile(text, str(path), "exec", dont_inherit=True), module.__dict__)
@@ -31,9 +29,3 @@ def load_function(source: bytes | str, path: Path, name: str, attempted: str) ->
     if not callable(function):
         raise ConfigError(attempted, f"it has no function {name}", "Name one that is in the file.")
     return function  # type: ignore[no-any-return]
-
-
-def _print_aside(*values: object, file: Any = None, **how: Any) -> None:
-    """`print`, to stderr unless it is told where."""
-    if (file := file or sys.stderr) is not None:
-        print(*values, file=file, **how)

@@ -28,6 +28,7 @@ LAYERS: dict[str, int] = {
     "yaml_file": 1,
     "yaml_place": 1,
     "python_source": 1,
+    "python_process": 1,
     "transport": 1,
     "deadline": 1,
     "allocation": 1,

@@ -24,14 +24,15 @@ from typing import Any, Final, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flywheel.config.agentjet import filters_in
-from flywheel.errors import ConfigError
+from flywheel.errors import ConfigError, FlywheelError
 from flywheel.files import expanded
 from flywheel.filtering.deduplication import Deduplication
 from flywheel.filtering.influence import Influence
 from flywheel.filtering.llm_evaluate import LlmEvaluate
 from flywheel.filtering.pii import Pii, Redactor
-from flywheel.filtering.python_file import load_function
+from flywheel.filtering.python_file import PythonFile, load_function
 from flywheel.filtering.rules import Rules
+from flywheel.python_process import FunctionError
 from flywheel.yaml_file import explain, read_yaml
 
 REMEDY: Final = "Correct the file; see docs/filters.md."
@@ -87,7 +88,12 @@ class LineFilter:
         try:
             # A copy: what one filter does to the line must not reach the next one, the judge or the task file.
             kept, reason = self.keep(copy.deepcopy(line))
-        except (Exception, SystemExit) as error:
+        except FlywheelError:
+            # No matter of this task: the filter cannot be asked at all.
+            raise
+        except FunctionError as error:
+            return FilterDecision(False, self.name, error=f"filter {self.name}: {error}")
+        except Exception as error:
             return FilterDecision(False, self.name, error=f"filter {self.name}: {type(error).__name__}: {error}")
         return FilterDecision(True) if kept else FilterDecision(False, self.name, reason)
 
@@ -203,7 +209,7 @@ class _Reading:
         if entry.type == "rules":
             return LineFilter("rules", self._checked(Rules, entry, key).keep)
         if entry.type == "python":
-            return self._python(entry.params, key)
+            return self._python(self._checked(PythonFile, entry, key), key)
         if entry.type == "pii":
             pii = self._checked(Pii, entry, key)
             pii.check_engine()
@@ -226,17 +232,13 @@ class _Reading:
         except ValidationError as error:
             raise ConfigError(self._attempted, f"`{key}`: {explain(error, kind)}", REMEDY) from None
 
-    def _python(self, params: dict[str, Any], key: str) -> LineFilter:
-        if set(params) - {"path", "function"} or not isinstance(params.get("path"), str):
-            raise ConfigError(
-                self._attempted, f"`{key}` takes `path` (a Python file) and `function` (default: keep)", REMEDY
-            )
+    def _python(self, wanted: PythonFile, key: str) -> LineFilter:
         try:
-            file = expanded(Path(params["path"]))
+            file = expanded(Path(wanted.path))
         except ValueError as error:
             raise ConfigError(self._attempted, f"`{key}.path`: {error}", REMEDY) from None
         file = file if file.is_absolute() else self._path.parent / file
-        function = load_function(file, str(params.get("function", "keep")))
+        function = load_function(file, wanted.function, wanted.timeout_seconds)
         self._digest.update(file.read_bytes())
         return LineFilter("python", function)
 

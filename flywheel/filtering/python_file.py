@@ -10,11 +10,26 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from flywheel import python_source
+from pydantic import BaseModel, ConfigDict, Field
+
 from flywheel.errors import ConfigError
+from flywheel.python_process import FunctionError, function_of
 
 
-def load_function(path: Path, name: str) -> Callable[[Mapping[str, Any]], tuple[bool, str]]:
+class PythonFile(BaseModel):
+    """Parameters of `python`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    path: str = Field(min_length=1)
+    """A Python file, relative to the chain."""
+    function: str = "keep"
+    """The function in it."""
+    timeout_seconds: float = Field(default=30.0, gt=0, allow_inf_nan=False)
+    """Longest wait for what it says of one task."""
+
+
+def load_function(path: Path, name: str, seconds: float) -> Callable[[Mapping[str, Any]], tuple[bool, str]]:
     """The function as a filter. Raises ConfigError when the file or the function is not there, or does not load."""
     attempted = f"load filter {path}:{name}"
     if not path.is_file():
@@ -23,14 +38,12 @@ def load_function(path: Path, name: str) -> Callable[[Mapping[str, Any]], tuple[
         source = path.read_bytes()
     except OSError as error:
         raise ConfigError(attempted, error.strerror or str(error), "Check its permissions.") from error
-    function = python_source.load_function(source, path, name, attempted)
+    function = function_of(source, path, name, attempted=attempted, seconds=seconds)
 
     def keep(line: Mapping[str, Any]) -> tuple[bool, str]:
         said = function(line)
-        if isinstance(said, bool):
-            return said, f"{name} said no"
-        if isinstance(said, tuple) and len(said) == 2 and isinstance(said[0], bool):
-            return said[0], str(said[1])
-        raise TypeError(f"{name} must return a bool or (bool, reason), not {said!r}")
+        if not isinstance(said.value, bool):
+            raise FunctionError(f"{name} must return a bool or (bool, reason), not {said.shown}")
+        return said.value, f"{name} said no" if said.reason is None else said.reason
 
     return keep

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from sqlalchemy import Connection, select
 
 from flywheel.daemon import planner
@@ -20,6 +21,7 @@ from flywheel.store.transitions import move
 from tests.daemon.filter_bench import (
     DEDUPLICATION,
     INFLUENCE,
+    RUBRIC,
     WORDY,
     Make,
     burst,
@@ -371,3 +373,47 @@ async def test_a_task_that_breaks_the_grading_is_a_dead_letter_and_stops_no_othe
     errors = select(schema.dead_letters.c.error)
     assert "AttributeError: odd" in await store.read(lambda conn: conn.execute(errors).scalar_one())
     assert (await store.read(balance)).balanced
+
+
+HANGS = """
+def keep(task):
+    while "hang" in task["main_query"]:
+        pass
+    return True
+"""
+
+
+async def test_a_filter_that_hangs_costs_its_own_task(tmp_path: Path, store: Store, make: Make) -> None:
+    (tmp_path / "mine.py").write_text(HANGS)
+    await tell(store, *questions("one", "hang", "two", "hang again", "three"))
+    config = make({"type": "python", "params": {"path": "mine.py", "timeout_seconds": 0.5}})
+    report, seen = await run(store, config)
+    assert (report.accepted, report.dead, report.error) == (3, 2, None)
+    assert await states(store) == ["accepted", "dead", "accepted", "dead", "accepted"]
+    assert all("ran longer than 0.5 s" in each.error for each in seen.values() if each.error)
+
+
+async def test_a_filter_whose_file_does_not_load_again_costs_no_task(
+    tmp_path: Path, store: Store, make: Make
+) -> None:
+    once = tmp_path / "once"
+    text = f"import pathlib\npathlib.Path({str(once)!r}).touch(exist_ok=False)\nimport os\n"
+    (tmp_path / "mine.py").write_text(f"{text}def keep(task):\n    os._exit(1)\n")
+    await tell(store, *questions("one", "two", "three"))
+    report, _ = await run(store, make({"type": "python", "params": {"path": "mine.py"}}))
+    assert "FileExistsError" in str(report.error)
+    assert await states(store) == ["pending"] * 3
+    once.unlink()
+
+
+async def test_a_criterion_that_hangs_leaves_its_task_undecided(
+    tmp_path: Path, store: Store, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flywheel.judge.checks.function.SECONDS", 0.5)
+    config = make()
+    (tmp_path / "mine.py").write_text(HANGS)
+    criteria = [*RUBRIC["criteria"], {"id": "ours", "type": "python", "value": "mine.py:keep"}]  # type: ignore[misc]
+    (tmp_path / "rubric.yaml").write_text(yaml.safe_dump({"id": "r", "criteria": criteria}))
+    await tell(store, *questions("one", "hang", "two"))
+    report, _ = await run(store, config)
+    assert (report.accepted, report.undecided, report.error) == (2, 1, None)

@@ -159,7 +159,7 @@ def test_a_rule_that_backtracks_without_end_costs_its_task_only(
         ),
         ({"type": "rules", "params": {"min_answer": 1}}, "unknown key `min_answer`"),
         ({"type": "rules", "params": {"exclude": ["("]}}, "no regular expression"),
-        ({"type": "python", "params": {}}, r"`filters\.0\.params` takes `path`"),
+        ({"type": "python", "params": {}}, r"`filters\.0\.params`: `path`: field required"),
         ({"type": "python", "params": {"path": "none.py"}}, "no such file"),
         ({"type": "python", "params": {"path": "mine.py", "function": "nope"}}, "no function nope"),
         ({"type": "llm_evaluate", "params": {"x": 1}}, r"`filters\.0\.params`: unknown key `x`"),
@@ -203,7 +203,7 @@ def test_every_shipped_chain_loads_with_all_its_filters_on(path: Path, tmp_path:
 
 def test_the_shipped_python_filter_drops_greetings() -> None:
     shipped = content.folder() / "filters" / "example_filter.py"
-    keep = load_function(shipped, "keep")
+    keep = load_function(shipped, "keep", 30)
     assert keep(line("Hello!")) == (False, "only a greeting")
     assert keep(line())[0]
 

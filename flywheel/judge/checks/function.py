@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import orjson
 
 from flywheel.errors import CheckError, ConfigError
 from flywheel.judge.checks.found import Found
-from flywheel.python_source import load_function
+from flywheel.python_process import FunctionError, PythonProcess, Said, function_of
 from flywheel.rubric import Criterion, Rubric, UsedFile
 from flywheel.verdict import Exchange
+
+SECONDS: Final = 30.0
+"""What a function may take on one task."""
+MOST: Final = 8
+"""Processes of one function: those that wait for something else need not wait for each other."""
 
 
 def says_yes(criterion: Criterion, exchange: Exchange, rubric: Rubric | None) -> Found:
@@ -24,28 +28,27 @@ def says_yes(criterion: Criterion, exchange: Exchange, rubric: Rubric | None) ->
     if rubric is None or criterion.file not in rubric.files:
         raise CheckError(attempted, "its file was not read", "Read the rubric from a file.")
     try:
-        function = load(rubric.files[criterion.file], name)
+        return _read(load(rubric.files[criterion.file], name)(line_of(exchange)), name)
     except ConfigError as error:
         raise CheckError(attempted, error.why, error.hint) from error
-    try:
-        # A copy: what it does to the line must not reach the other criteria, the judge or the task file.
-        return _read(function(copy.deepcopy(line_of(exchange))), name)
-    except (Exception, SystemExit) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise CheckError(attempted, why, "Correct the function; the task is judged again later.") from error
+    except FunctionError as error:
+        raise CheckError(attempted, str(error), "Correct the function; the task is judged again later.") from error
 
 
-@lru_cache(maxsize=64)
-def load(used: UsedFile, name: str) -> Callable[[Mapping[str, Any]], Any]:
+@lru_cache(maxsize=16)
+def load(used: UsedFile, name: str) -> PythonProcess:
     """The function of a file that a rubric uses. Raises ConfigError."""
-    return load_function(used.text, Path(used.path), name, f"load {used.path}:{name}")
+    attempted = f"load {used.path}:{name}"
+    return function_of(used.text, Path(used.path), name, attempted=attempted, seconds=SECONDS, most=MOST)
 
 
-def _read(said: Any, name: str) -> Found:
-    value, reason = said if isinstance(said, tuple) and len(said) == 2 else (said, f"{name} said {said!r}")
-    if isinstance(value, bool | int | float) and not math.isnan(value) and 0 <= value <= 1:
-        return Found(float(value), str(reason))
-    raise TypeError(f"{name} must return a bool, a number in 0…1, or one of them and a reason, not {said!r}")
+def _read(said: Said, name: str) -> Found:
+    value = said.value
+    if value is None or math.isnan(value) or not 0 <= value <= 1:
+        raise FunctionError(
+            f"{name} must return a bool, a number in 0…1, or one of them and a reason, not {said.shown}"
+        )
+    return Found(float(value), f"{name} said {said.shown}" if said.reason is None else said.reason)
 
 
 def line_of(exchange: Exchange) -> Mapping[str, Any]:

@@ -11,12 +11,12 @@ import contextlib
 import json
 import logging
 import resource
-import select
 import subprocess
 import sys
 import threading
-import time
 from typing import Final
+
+from flywheel.python_process import command, has_come
 
 MEMORY: Final = 4 << 30
 """Bytes of address space that the child may have."""
@@ -47,7 +47,7 @@ class MathsProcess:
 
     def _start(self) -> subprocess.Popen[str] | None:
         self._child = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import main; main()"],
+            command(__name__),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -77,11 +77,7 @@ class MathsProcess:
 def _line(child: subprocess.Popen[str], seconds: float) -> str | None:
     """The next line of the child, which writes whole ones; None when it takes too long or has ended."""
     assert child.stdout is not None
-    deadline = time.monotonic() + seconds
-    while (left := deadline - time.monotonic()) > 0:
-        if select.select([child.stdout], [], [], left)[0]:
-            return child.stdout.readline() or None
-    return None
+    return child.stdout.readline() or None if has_come(child.stdout, seconds) else None
 
 
 def main() -> None:
