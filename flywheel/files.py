@@ -65,6 +65,14 @@ def expanded(path: Path) -> Path:
     return path
 
 
+def tidied(path: Path) -> Path:
+    """An absolute path without `..`, if it leads to the same place without them: behind a link it need not."""
+    if ".." not in path.parts:
+        return path
+    plain = Path(os.path.normpath(path))
+    return plain if os.path.realpath(plain) == os.path.realpath(path) else path
+
+
 def sync_directory(path: Path) -> None:
     """Make a rename or a new name in `path` durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -211,3 +211,18 @@ def test_no_line_is_told_of_what_was_translated(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         load(path)
     assert "line" not in raised.value.why
+
+
+def test_paths_beside_the_file_s_folder_have_no_detour(tmp_path: Path) -> None:
+    configs = tmp_path / "configs"
+    raw = {
+        "state": {"dir": "../state"},
+        "sources": [{"path": "../studio.sqlite"}, {"type": "jsonl", "path": "../lines"}],
+        "ingest": {"output": "../out.jsonl"},
+        "filter": {"rubric": "../rubrics/mine.yaml", "chain": "../filters/mine.yaml"},
+    }
+    config = parse(raw, "x", configs)
+    assert [source.path for source in config.sources] == [tmp_path / "studio.sqlite", tmp_path / "lines"]  # type: ignore[union-attr]
+    assert (config.state_dir, config.task_file) == (tmp_path / "state", tmp_path / "out.jsonl")
+    assert config.filter.rubric == tmp_path / "rubrics" / "mine.yaml"
+    assert config.filter.chain == tmp_path / "filters" / "mine.yaml"

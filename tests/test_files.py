@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flywheel import files
-from flywheel.files import append_jsonl, cut_torn_line, expanded, json_line, tree_sha256, write_atomic
+from flywheel.files import append_jsonl, cut_torn_line, expanded, json_line, tidied, tree_sha256, write_atomic
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3), max_leaves=8
@@ -132,3 +132,13 @@ def test_a_link_stays_and_the_file_behind_it_is_replaced(tmp_path: Path) -> None
 def test_a_path_that_no_file_can_have_is_refused(path: str) -> None:
     with pytest.raises(ValueError, match=r"home directory|NUL|too long"):
         expanded(Path(path))
+
+
+def test_a_path_is_tidied_where_it_leads_to_the_same_place(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "far" / "away"
+    elsewhere.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(elsewhere)
+    assert tidied(tmp_path / "configs" / ".." / "db") == tmp_path / "db"
+    assert tidied(tmp_path / "db") == tmp_path / "db"
+    behind_a_link = tmp_path / "link" / ".." / "db"
+    assert tidied(behind_a_link) == behind_a_link

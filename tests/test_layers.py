@@ -24,6 +24,7 @@ LAYERS: dict[str, int] = {
     "nested": 1,
     "log": 1,
     "disarmed": 1,
+    "quantity": 1,
     "content": 1,
     "yaml_file": 1,
     "yaml_place": 1,

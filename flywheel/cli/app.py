@@ -19,7 +19,7 @@ from flywheel import __version__, log
 from flywheel.cli import EXIT_INTERRUPTED, heed_interrupts
 from flywheel.disarmed import disarmed
 from flywheel.errors import EXIT_FAILED, ConfigError, ExportError, FlywheelError
-from flywheel.files import expanded
+from flywheel.files import expanded, tidied
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
@@ -71,14 +71,18 @@ class _Stdout(FileIO):
             raise _UnwrittenError(error.errno, error.strerror) from error
 
 
-class _Commands(TyperGroup):
-    """All commands; with `--json`, an error that ends one is an object on stdout too."""
+class Group(TyperGroup):
+    """Commands under one name, each told in `--help` with the whole sentence that says what it does."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Each with the whole sentence that says what it does, where Click would cut it."""
+        """As Click does it, which would cut the sentences."""
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
             formatter.write_dl([(name, each.get_short_help_str(_WHOLE)) for name, each in commands if each])
+
+
+class _Commands(Group):
+    """All commands; with `--json`, an error that ends one is an object on stdout too."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -131,7 +135,9 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
-    log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.", envvar="FLYWHEEL_LOG")] = "INFO",
+    log_level: Annotated[
+        str, typer.Option(metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR.", envvar="FLYWHEEL_LOG")
+    ] = "INFO",
 ) -> None:
     levels = ("DEBUG", "INFO", "WARNING", "ERROR")
     if log_level.upper() not in levels:
@@ -185,7 +191,7 @@ def binary_stdout() -> BinaryIO:
 def absolute(path: Path) -> Path:
     """A path of the command line as it is seen from everywhere. Raises ConfigError."""
     try:
-        return expanded(path).absolute()
+        return tidied(expanded(path).absolute())
     except ValueError as error:
         raise ConfigError("use a path", str(error), "Name another.") from None
     except OSError as error:

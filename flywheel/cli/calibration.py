@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from flywheel.disarmed import disarmed
 from flywheel.errors import FlywheelError, JudgeError
+from flywheel.quantity import quantity
 
 if TYPE_CHECKING:
     from flywheel.config import Config
@@ -186,8 +187,10 @@ def show(report: dict[str, Any]) -> None:
 
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     report = disarmed(report)
-    left_out = f", {report['left_out']} lines without an answer or a verdict left out" if report["left_out"] else ""
-    console.print(f"rubric {report['rubric']} judged by {report['judge']}: {report['judged']} replies{left_out}")
+    told = quantity(report["judged"], "reply", "replies")
+    if report["left_out"]:
+        told += f", {quantity(report['left_out'], 'line')} without an answer or a verdict left out"
+    console.print(f"rubric {report['rubric']} judged by {report['judge']}: {told}")
     table = Table("", "judge accepts", "judge rejects")
     for label, row in report["confusion"].items():
         table.add_row(f"people {label}", str(row["accepted"]), str(row["rejected"]))
@@ -220,7 +223,8 @@ def show(report: dict[str, Any]) -> None:
         console.print(f"   question: {_short(each['query'])}\n   answer:   {_short(each['answer'])}")
         console.print(f"   judge:    {_short(each['reason'])}")
     usage = report["usage"]
-    console.print(f"\n{usage['calls']} calls, {usage['prompt_tokens'] + usage['completion_tokens']} tokens")
+    tokens = usage["prompt_tokens"] + usage["completion_tokens"]
+    console.print(f"\n{quantity(usage['calls'], 'call')}, {quantity(tokens, 'token')}")
     if report["shortfall"]:
         console.print(report["shortfall"])
 

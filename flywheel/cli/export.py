@@ -20,6 +20,7 @@ from flywheel.errors import ExportError
 from flywheel.files import whole_file
 from flywheel.formats import FORMATS, Format, FormatName, LeftOut, Sample, traits
 from flywheel.formats.format import Record, Sink
+from flywheel.quantity import quantity
 from flywheel.states import Split, TaskState
 
 if TYPE_CHECKING:
@@ -96,7 +97,8 @@ def export(
     ] = None,
     split: Annotated[Side, typer.Option(help="Which side of the split.")] = Side.TRAIN,
     margin: Annotated[
-        float | None, typer.Option(min=0, max=1, help="trl-dpo: how far the scores of a pair are apart at least.")
+        float | None,
+        typer.Option(min=0, max=1, metavar="M", help="trl-dpo: how far a pair's scores are apart at least."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -131,9 +133,9 @@ def export(
 
 def _print(report: dict[str, Any], say: Callable[[str], None]) -> None:
     target = "stdout" if report["out"] == "-" else report["out"]
-    say(f"{report['lines']} lines in {target} ({report['format']}, {report['state']}, {report['split']})")
+    say(f"{quantity(report['lines'], 'line')} in {target} ({report['format']}, {report['state']}, {report['split']})")
     for reason, number in report["left_out"].items():
-        say(f"left out {number}: {reason}")
+        say(f"left out {number:,}: {reason}")
 
 
 async def _export(state_dir: Path, form: Format, out: str, wanted: Wanted, split: Side, margin: float) -> Survey:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
+from flywheel.quantity import quantity
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -43,8 +45,8 @@ def counted(counts: Mapping[str, int]) -> str:
 def criterion_lines(comparison: Mapping[str, Any]) -> list[str]:
     """How candidate and deployed fared in each criterion. Rounds of an earlier Flywheel did not look."""
     return [
-        f"  {each['criterion']}: {each['deployed_mean']:.3f} → {each['candidate_mean']:.3f} on {each['tasks']} tasks,"
-        f" gain {each['gain']:+.3f} ({each['lower']:+.3f} … {each['upper']:+.3f})"
+        f"  {each['criterion']}: {each['deployed_mean']:.3f} → {each['candidate_mean']:.3f} on"
+        f" {quantity(each['tasks'], 'task')}, gain {each['gain']:+.3f} ({each['lower']:+.3f} … {each['upper']:+.3f})"
         for each in comparison.get("criteria", [])
     ]
 
@@ -53,15 +55,15 @@ def source_text(source: Mapping[str, Any]) -> str:
     """What `status` or `ingest` knows of a source: its path, condition, what came of it, how it is read."""
     new = f" ({source['new']:,} new)" if "new" in source else ""
     skipped = sum(source["skipped"].values())
-    ends = [f"{source['tasks']:,} tasks{new}", f"{skipped:,} skipped", f"{source['dead']:,} dead"]
+    ends = [f"{quantity(source['tasks'], 'task')}{new}", f"{skipped:,} skipped", f"{source['dead']:,} dead"]
     lines = [
         place(source["path"]),
         f"{source['condition'] or 'not read yet'}, {source['schema'] or source.get('type') or 'schema not known'}",
-        f"{source['replies']:,} replies = {' + '.join(ends)}",
+        f"{quantity(source['replies'], 'reply', 'replies')} = {' + '.join(ends)}",
     ]
     if skipped:
         lines.append(f"skipped: {counted(source['skipped'])}")
-    lines.append(f"{source['open_traces']:,} open traces, longest read {source['longest_read_ms']:,.1f} ms")
+    lines.append(f"{quantity(source['open_traces'], 'open trace')}, longest read {source['longest_read_ms']:,.1f} ms")
     lines += [text for key in ("error", "warning") if (text := source.get(key))]
     return "\n".join(lines)
 

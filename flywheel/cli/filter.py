@@ -55,7 +55,7 @@ def filter_tasks(
     config: ConfigOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Ask the judge, but write nothing anywhere.")] = False,
     rubric: Annotated[Path | None, typer.Option(metavar="FILE", help="Use this rubric.", readable=False)] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Judge this many tasks at most.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Judge this many tasks at most.")] = None,
     rejudge: Annotated[
         bool, typer.Option("--rejudge", help="Also judge again what another rubric or judge accepted or rejected.")
     ] = False,

@@ -14,6 +14,7 @@ from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_j
 from flywheel.cli.facts import UNBROKEN, stdout
 from flywheel.cli.state import absence, ask
 from flywheel.disarmed import disarmed
+from flywheel.quantity import quantity
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -143,7 +144,8 @@ def _print_table(letters: list[dict[str, Any]], counts: dict[str, int], every: b
         (_print_wide if console.width >= WIDE else _print_narrow)(console, rows)
     closed = ", ".join(f"{counts[state]} {state}" for state in ("retried", "dropped") if counts[state])
     hint = f" ({closed}: see --all)" if closed and not every else ""
-    console.print(f"{counts['open'] or 'no'} open dead letters{hint}")
+    open_ones = quantity(counts["open"], "open dead letter") if counts["open"] else "no open dead letters"
+    console.print(f"{open_ones}{hint}")
 
 
 def _row(letter: dict[str, Any]) -> tuple[str, ...]:
@@ -179,7 +181,9 @@ def _print_narrow(console: Console, rows: list[tuple[str, ...]]) -> None:
 def _print_whole(letter: dict[str, Any]) -> None:
     typer.echo(f"dead letter {letter['id']}: {letter['kind']} {letter['subject']}")
     typer.echo(f"  source:   {letter['source'] or '–'}")
-    typer.echo(f"  state:    {letter['state']}, failed {letter['attempts']} times, first {letter['created_at']}")
+    typer.echo(
+        f"  state:    {letter['state']}, failed {quantity(letter['attempts'], 'time')}, first {letter['created_at']}"
+    )
     typer.echo(f"  error:    {letter['error']}")
     for entry in letter["history"]:
         typer.echo(f"  {entry['at']}  {entry['state']}  {entry['detail']}".rstrip())

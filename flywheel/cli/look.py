@@ -22,6 +22,7 @@ from flywheel.cli.facts import criterion_lines
 from flywheel.cli.state import absence, ask, look_at
 from flywheel.disarmed import disarmed
 from flywheel.errors import EXIT_FAILED, StoreError
+from flywheel.quantity import quantity
 
 if TYPE_CHECKING:
     from flywheel.config import Config
@@ -102,13 +103,16 @@ def audit(
         print_json(report)
     else:
         typer.echo(
-            f"{books.replies} replies = " + " + ".join(f"{number} {end}" for end, number in books.ends.items())
+            f"{quantity(books.replies, 'reply', 'replies')} = "
+            + " + ".join(f"{number:,} {end}" for end, number in books.ends.items())
         )
         for line in found.lines if found else ():
             typer.echo(disarmed(line, one_line=True))
         for problem in problems:
             typer.echo(f"wrong: {disarmed(problem, one_line=True)}")
-        typer.echo(missing or ("balanced" if books.balanced else "NOT balanced"))
+        beyond = len(problems) - len(books.problems)
+        told = "balanced, but for what is wrong beyond the ledger" if beyond else "balanced"
+        typer.echo(missing or (told if books.balanced else "NOT balanced"))
     if problems:
         raise typer.Exit(EXIT_FAILED)
 
@@ -165,12 +169,13 @@ def _print_round(story: dict[str, Any]) -> None:
     if comparison := story["comparison"]:
         means = f"{comparison['deployed_mean']:.3f} → {comparison['candidate_mean']:.3f}"
         gain = f"{comparison['gain']:+.3f} ({comparison['lower']:+.3f} … {comparison['upper']:+.3f})"
-        typer.echo(f"held-out: {means} on {comparison['tasks']} tasks, gain {gain}")
+        typer.echo(f"held-out: {means} on {quantity(comparison['tasks'], 'task')}, gain {gain}")
         for line in criterion_lines(comparison):
             typer.echo(line)
     for entry in story["deployments"]:
         typer.echo(f"deployed as {entry['alias']}: {entry['state']} since {entry['activated_at'] or '–'}")
-    typer.echo(f"made of {len(story['samples'])} samples from {len(story['conversations'])} conversations:")
+    conversations = quantity(len(story["conversations"]), "conversation")
+    typer.echo(f"made of {quantity(len(story['samples']), 'sample')} from {conversations}:")
     for sample in story["samples"]:
         typer.echo(f"  {sample['task_id']}  {sample['conversation_id']}  {sample['agent']}")
 

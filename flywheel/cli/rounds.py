@@ -13,6 +13,7 @@ from flywheel.cli.facts import criterion_lines
 from flywheel.cli.state import absence, look_at
 from flywheel.disarmed import disarmed
 from flywheel.errors import EXIT_FAILED, ServeError, StoreError, TrainError
+from flywheel.quantity import quantity
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -130,7 +131,7 @@ def _print(report: dict[str, Any]) -> None:
     if comparison:
         typer.echo(
             f"held-out score {comparison['deployed_mean']:.3f} → {comparison['candidate_mean']:.3f} on "
-            f"{comparison['tasks']} tasks (gain {comparison['lower']:+.3f} … {comparison['upper']:+.3f})"
+            f"{quantity(comparison['tasks'], 'task')} (gain {comparison['lower']:+.3f} … {comparison['upper']:+.3f})"
         )
         for line in criterion_lines(comparison):
             typer.echo(line)
@@ -143,7 +144,9 @@ def _print(report: dict[str, Any]) -> None:
 
 @app.command()
 def deploy(
-    adapter: Annotated[str, typer.Argument(help="An adapter (r0007), or `base` for the base model.")],
+    adapter: Annotated[
+        str, typer.Argument(metavar="ADAPTER", help="An adapter (`r0007`), or `base`, the base model.")
+    ],
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -157,7 +160,7 @@ def deploy(
 
 @app.command()
 def rollback(
-    to: Annotated[str | None, typer.Option(metavar="ADAPTER", help="Not to the previous one but to this.")] = None,
+    to: Annotated[str | None, typer.Option(metavar="ADAPTER", help="To this one, or to `base`.")] = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:

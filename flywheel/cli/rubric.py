@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async
+from flywheel.cli.app import ConfigOption, Group, JsonOption, app, load_config, print_json, run_async
 from flywheel.disarmed import disarmed
 from flywheel.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError
 from flywheel.files import write_atomic
 
-rubric = typer.Typer(help="Work on rubric files.", no_args_is_help=True)
+rubric = typer.Typer(cls=Group, help="Work on rubric files.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(rubric, name="rubric")
 
 LabelsOption = Annotated[
@@ -23,7 +23,7 @@ LabelsOption = Annotated[
 
 @rubric.command()
 def check(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE…", help="Rubrics in YAML.", readable=False)],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Rubrics in YAML.", readable=False)],
 ) -> None:
     """Say everything that is wrong with rubrics, as FILE:LINE:COL: …, or that nothing is; exit 78 if something is."""
     from flywheel.judge.rubric_examples import contradictions
@@ -59,7 +59,7 @@ def calibrate(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A rubric in YAML.", readable=False)],
     labels: LabelsOption,
     config: ConfigOption = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Judge every label this often.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Judge every label this often.")] = 1,
     as_json: JsonOption = False,
 ) -> None:
     """Judge labelled replies, say how far the judge agrees with the labels, and store that with the state.

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 def run(
     config: ConfigOption = None,
     once: Annotated[bool, typer.Option("--once", help="Do what is due now, then exit.")] = False,
-    max_rounds: Annotated[int | None, typer.Option(min=1, help="Exit after this many finished rounds.")] = None,
+    max_rounds: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Exit after this many finished rounds.")
+    ] = None,
 ) -> None:
     """Watch the sources, judge, train and swap, until it is stopped."""
     economise()

@@ -12,6 +12,7 @@ import typer
 from flywheel import content
 from flywheel.cli.app import ConfigOption, app, load_config
 from flywheel.errors import ConfigError
+from flywheel.quantity import quantity
 
 
 @app.command()
@@ -41,5 +42,5 @@ def init(directory: Annotated[Path, typer.Argument(metavar="DIR")] = Path()) -> 
             f"set up {directory}", error.strerror or str(error), "Choose a directory that you may write."
         ) from error
     config = directory / "configs" / "flywheel.yaml"
-    typer.echo(f"{written} files. Edit {config}, and have it found by every command:")
+    typer.echo(f"{quantity(written, 'file')}. Edit {config}, and have it found by every command:")
     typer.echo(f"export FLYWHEEL_CONFIG={shlex.quote(str(config.absolute()))}")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import typer
 
 from flywheel.cli.facts import Fact, counted, grid, place, plain, replica_line, replica_text, source_text
+from flywheel.quantity import quantity
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -142,7 +143,8 @@ def _plain(state: dict[str, Any]) -> str:
 
 def _short(source: dict[str, Any]) -> str:
     condition = source["condition"] or "not read yet"
-    return f"{place(source['path'])}: {condition}, {source['replies']:,} replies, {source['tasks']:,} tasks"
+    counts = f"{quantity(source['replies'], 'reply', 'replies')}, {quantity(source['tasks'], 'task')}"
+    return f"{place(source['path'])}: {condition}, {counts}"
 
 
 def _facts(state: dict[str, Any], parts: _Parts) -> list[Fact]:
@@ -157,7 +159,7 @@ def _facts(state: dict[str, Any], parts: _Parts) -> list[Fact]:
         ("skipped", counted(state["skipped"]) or "none"),
         ("tasks", counted(state["tasks"]) or "none yet"),
         ("samples", _samples(state)),
-        ("judge", state["judge"]["error"] or f"{state['judge']['usage']['calls']} calls"),
+        ("judge", state["judge"]["error"] or quantity(state["judge"]["usage"]["calls"], "call")),
         ("deployed", f"{deployed['alias']} → {deployed['adapter'] or 'the base model'}"),
         *parts.servers,
         ("waiting", state["waiting_for"] or "–"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async
+from flywheel.cli.app import ConfigOption, Group, JsonOption, app, load_config, print_json, run_async
 from flywheel.cli.state import look_at
 from flywheel.disarmed import disarmed
 from flywheel.errors import EXIT_USAGE, StoreError
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from flywheel.config import Config
 
 tasks_app = typer.Typer(
-    help="Look at tasks by their state; release or reject those that are set aside.", rich_markup_mode=None
+    cls=Group, help="Look at tasks by their state; release or reject those that are set aside.", rich_markup_mode=None
 )
 app.add_typer(tasks_app, name="tasks")
 
-IdsArgument = Annotated[list[str] | None, typer.Argument(metavar="ID…", help="Ids of held tasks.")]
+IdsArgument = Annotated[list[str] | None, typer.Argument(metavar="ID", help="Ids of held tasks.")]
 AllOption = Annotated[bool, typer.Option("--all", help="All that are held.")]
 QUERY_SHOWN = 100
 
@@ -44,7 +44,9 @@ def show(
     context: typer.Context,
     config: ConfigOption = None,
     state: Annotated[TaskState, typer.Option(help="The state.")] = TaskState.HELD,
-    limit: Annotated[int | None, typer.Option(min=1, help="Show this many at most, the oldest first.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Show this many at most, the oldest first.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """List tasks of a state, or `release` or `reject` those that are held."""

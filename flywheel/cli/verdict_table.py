@@ -15,6 +15,7 @@ from rich.text import Text
 
 from flywheel.cli.facts import UNBROKEN
 from flywheel.disarmed import disarmed
+from flywheel.quantity import quantity
 
 COLOURS: Final = {
     "accepted": "green",
@@ -26,6 +27,8 @@ COLOURS: Final = {
 WIDE: Final = 110
 """From so many columns on, a reason has room beside its verdict; else it stands below."""
 EXCERPT: Final = 240
+LEAST: Final = 0.0001
+"""Less money than this is not told apart."""
 FLIPS_SHOWN: Final = 10
 
 
@@ -94,22 +97,22 @@ def totals(report: Mapping[str, Any]) -> Text:
 
 def spent(usage: Mapping[str, Any], reused: int, cost: Mapping[str, Any] | None) -> str:
     """What it took."""
-    parts = [f"{usage['calls']:,} calls"]
+    parts = [quantity(usage["calls"], "call")]
     if usage["calls"]:
-        parts.append(f"{usage['prompt_tokens']:,} tokens sent, {usage['completion_tokens']:,} received")
+        parts.append(f"{quantity(usage['prompt_tokens'], 'token')} sent, {usage['completion_tokens']:,} received")
         if cost is not None:
             parts.append(money(cost))
     if reused:
-        parts.append(f"{reused:,} verdicts from what is stored")
+        parts.append(f"{quantity(reused, 'verdict')} from what is stored")
     return "; ".join(parts)
 
 
 def money(cost: Mapping[str, Any]) -> str:
     """About so much."""
     amount = cost["amount"]
-    figures = (
-        "0" if amount == 0 else f"{amount:,.2f}" if amount >= 1 else f"{amount:.2g}" if amount >= 1e-4 else "< 0.0001"
-    )
+    if 0 < amount < LEAST:
+        return f"less than {LEAST} {cost['currency']}"
+    figures = "0" if amount == 0 else f"{amount:,.2f}" if amount >= 1 else f"{amount:.2g}"
     return f"about {figures} {cost['currency']}"
 
 
@@ -119,18 +122,20 @@ def estimated(estimate: Mapping[str, Any]) -> str:
         return "no call"
     sent, received = estimate["prompt_tokens"], estimate["completion_tokens"]
     priced = f", {money(estimate['cost'])}" if estimate["cost"] is not None else ""
-    return f"{estimate['calls']:,} calls, about {sent:,} tokens sent, {received:,} received{priced}"
+    return (
+        f"{quantity(estimate['calls'], 'call')}, about {quantity(sent, 'token')} sent, {received:,} received{priced}"
+    )
 
 
 def foretold(tasks: int, free: int) -> str:
     """Of how many tasks the judge has to be asked."""
-    return f"{tasks:,} tasks" + (f", {free:,} of them without a call" if free else "")
+    return quantity(tasks, "task") + (f", {free:,} of them without a call" if free else "")
 
 
 def learned(estimate: Mapping[str, Any]) -> str:
     """How good an estimate is."""
     if estimate["learned_from"]:
-        return f"tokens as this judge's last {estimate['learned_from']:,} calls took them"
+        return f"tokens as this judge's last {quantity(estimate['learned_from'], 'call')} took them"
     return "tokens by rule of thumb: this judge has not been asked yet"
 
 
@@ -181,7 +186,7 @@ def _costs(console: Console, rows: Mapping[str, Mapping[str, Any]]) -> None:
     for name, row in rows.items():
         priced_at = f", {money(row['cost'])}" if row["cost"] is not None else ""
         sent, received = f"{row['prompt_tokens']:,} sent", f"{row['completion_tokens']:,} received"
-        console.print(Text(f"{name}: {row['calls']:,} calls, {sent}, {received}{priced_at}"))
+        console.print(Text(f"{name}: {quantity(row['calls'], 'call')}, {sent}, {received}{priced_at}"))
 
 
 def _flip(console: Console, flip: Mapping[str, Any]) -> None:

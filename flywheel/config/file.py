@@ -26,7 +26,7 @@ from flywheel.config.training import (
     TriggerSettings,
 )
 from flywheel.errors import ConfigError
-from flywheel.files import expanded
+from flywheel.files import expanded, tidied
 from flywheel.yaml_file import explain, read_yaml
 from flywheel.yaml_place import Places
 
@@ -177,11 +177,12 @@ def _refuse_a_task_file_that_is_read(config: Config, attempted: str) -> None:
 
 def _anchored(config: Config, folder: Path) -> Config:
     def anchor(path: Path) -> Path:
-        return path if path.is_absolute() else folder / path
+        return tidied(folder / path)
 
     base = config.model.base
     if base.startswith(("./", "../")):
-        base = str(anchor(Path(base)))
+        # As it is written: adapters are held against the name of the model that they were trained on.
+        base = str(folder / base)
     chain, output, state = config.filter.chain, config.ingest.output, config.state.dir
     return config.model_copy(
         update={

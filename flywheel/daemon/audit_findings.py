@@ -6,8 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from flywheel.quantity import quantity
+
 SHOWN: Final = 5
 """Names that a message lists, at most."""
+_REMEDY: Final = "Put the file back from a backup, or move it away: the next task begins another."
 
 
 @dataclass(slots=True)
@@ -38,12 +41,13 @@ class Compared:
         found = [self.error] if self.error else []
         if self.missing:
             found.append(
-                f"{len(self.missing)} agent spans of {self.path} are not in the ledger: {first_few(self.missing)}"
+                f"{quantity(len(self.missing), 'agent span')} of {self.path} not in the ledger: "
+                f"{first_few(self.missing)}"
             )
         if self.changed:
             found.append(
-                f"{len(self.changed)} replies of {self.path} read otherwise now than they were told: "
-                f"{first_few(self.changed)}. `flywheel ingest --sweep` looks at all of them again."
+                f"{quantity(len(self.changed), 'reply', 'replies')} of {self.path} with rows that say something else "
+                f"now: {first_few(self.changed)}. `flywheel ingest --sweep` looks at all of them again."
             )
         return found
 
@@ -51,7 +55,8 @@ class Compared:
     def line(self) -> str:
         """What was found in words."""
         return _counted(
-            f"{self.path} ({self.condition}): {self.agent_spans} agent spans, {self.in_ledger} of them in the ledger",
+            f"{self.path} ({self.condition}): {quantity(self.agent_spans, 'agent span')}, "
+            f"{self.in_ledger:,} in the ledger",
             (len(self.missing), "missing"),
             (len(self.changed), "changed"),
             (self.not_read_yet, "not read yet"),
@@ -97,25 +102,27 @@ class TaskFile:
     @property
     def problems(self) -> list[str]:
         found = [self.error] if self.error else []
+        wrong = []
         if self.twice:
-            found.append(f"{len(self.twice)} tasks stand more than once in {self.path}: {first_few(self.twice)}")
+            tasks = quantity(len(self.twice), "task")
+            wrong.append(f"{tasks} more than once in {self.path}: {first_few(self.twice)}")
         if self.lost:
-            found.append(
-                f"{len(self.lost)} exported tasks are missing between others in {self.path}: {first_few(self.lost)}"
-            )
+            tasks = quantity(len(self.lost), "exported task")
+            wrong.append(f"{tasks} missing between others in {self.path}: {first_few(self.lost)}")
         if self.torn:
             numbers = first_few([str(number) for number in self.torn])
-            found.append(f"{len(self.torn)} lines of {self.path} are torn or no tasks: line {numbers}")
+            wrong.append(f"{quantity(len(self.torn), 'line')} of {self.path} torn or no task: line {numbers}")
+        found += [f"{each}. {_REMEDY}" for each in wrong]
         return found
 
     @property
     def line(self) -> str:
         """What was found in words."""
         return _counted(
-            f"{self.path}: {self.lines} lines, {self.exported} tasks exported",
+            f"{self.path}: {quantity(self.lines, 'line')}, {quantity(self.exported, 'task')} exported",
             (len(self.twice), "more than once"),
             (len(self.lost), "missing"),
-            (len(self.torn), "torn lines"),
+            (len(self.torn), "torn"),
             (self.moved_away, "moved away with an earlier file"),
             (self.waiting, "still to be written"),
             (self.unknown, "that the state does not know"),
@@ -142,4 +149,4 @@ def first_few(names: list[str]) -> str:
 
 
 def _counted(found: str, *numbers: tuple[int, str]) -> str:
-    return "; ".join([found, *(f"{number} {what}" for number, what in numbers if number)])
+    return "; ".join([found, *(f"{number:,} {what}" for number, what in numbers if number)])

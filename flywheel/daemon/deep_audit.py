@@ -25,7 +25,7 @@ from flywheel.lines.file import is_listed
 from flywheel.lines.names import Names
 from flywheel.lines.reader import LinesReader
 from flywheel.states import ReplyState
-from flywheel.store import holdings
+from flywheel.store import holdings, ledger
 from flywheel.store.database import Store
 from flywheel.store.holdings import Holdings
 from flywheel.studio.census import Census, Group, WholeTrace
@@ -91,7 +91,7 @@ class _Spans:
         self._met: set[int] = set()
 
     async def compare(self) -> None:
-        source = await self._store.read(holdings.known_source, str(self._found.path))
+        source = await self._store.read(ledger.known_source, str(self._found.path))
         before = await self._store.read(holdings.numbers_of, source) if source is not None else set()
         with await asyncio.to_thread(Census, self._found.path) as census:
             await asyncio.to_thread(census.list_rows)
@@ -203,7 +203,7 @@ class _Lines:
         found = self._found
         if await asyncio.to_thread(is_listed, found.path):
             return
-        source = await self._store.read(holdings.known_source, str(found.path))
+        source = await self._store.read(ledger.known_source, str(found.path))
         before = await self._store.read(holdings.numbers_of, source) if source is not None else set()
         lines, renamed = await self._lines(source, Cursor())
         if source is None:

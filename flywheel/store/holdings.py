@@ -12,7 +12,7 @@ from flywheel.store.bulk import chunks
 from flywheel.store.export import exported_to
 from flywheel.store.ledger import cursor_of
 from flywheel.store.marks import marks_of
-from flywheel.store.schema import replies, sources, tasks
+from flywheel.store.schema import replies, tasks
 from flywheel.trace import Cursor, Mark
 
 
@@ -32,12 +32,6 @@ class Holdings:
     cursor: Cursor
     marks: Mapping[str, Mark]
     replies: Mapping[str, Held]
-
-
-def known_source(conn: Connection, path: str) -> int | None:
-    """The number of a source, if it was ever read."""
-    found = conn.execute(select(sources.c.id).where(sources.c.path == path)).scalar_one_or_none()
-    return None if found is None else int(found)
 
 
 def holdings(conn: Connection, source: int, trace_ids: Sequence[str], spans: Sequence[str]) -> Holdings:

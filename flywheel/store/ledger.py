@@ -10,11 +10,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
-from sqlalchemy import Connection, bindparam, func, insert, select, update
+from sqlalchemy import Connection, Row, bindparam, func, insert, select, update
 
 from flywheel.batch import Batch, Entry, storable
+from flywheel.files import tidied
 from flywheel.states import ReplyState, SkipReason, Split, TaskState
 from flywheel.store import turns
 from flywheel.store.bulk import Lookup, first_free, insert_many
@@ -72,10 +74,27 @@ class Recorded:
 
 def source_id(conn: Connection, path: str, kind: str = "studio") -> int:
     """The number of a source, given to it when it is first seen."""
-    found = conn.execute(select(sources.c.id).where(sources.c.path == path)).scalar_one_or_none()
+    found = _source(conn, path)
     if found is None:
-        found = conn.execute(insert(sources).values(path=path, type=kind).returning(sources.c.id)).scalar_one()
-    return int(found)
+        return int(conn.execute(insert(sources).values(path=path, type=kind).returning(sources.c.id)).scalar_one())
+    if found.path != path:
+        note_source(conn, found.id, path=path)
+    return int(found.id)
+
+
+def known_source(conn: Connection, path: str) -> int | None:
+    """The number of a source, if it was ever read."""
+    found = _source(conn, path)
+    return None if found is None else int(found.id)
+
+
+def _source(conn: Connection, path: str) -> Row[Any, Any] | None:
+    """Its number and path: this one, or one that was noted with `..` and leads there."""
+    wanted = select(sources.c.id, sources.c.path)
+    if (found := conn.execute(wanted.where(sources.c.path == path)).one_or_none()) is not None:
+        return found
+    detours = conn.execute(wanted.where(sources.c.path.contains("/../")))
+    return next((row for row in detours if str(tidied(Path(row.path))) == path), None)
 
 
 def cursor_of(conn: Connection, source: int) -> Cursor:

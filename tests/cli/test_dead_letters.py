@@ -63,7 +63,7 @@ def test_a_row_that_cannot_be_read_is_shown(flywheel: Run, studio: Studio, monke
     assert all(text in table for text in ("row", "bad", "studio.sqlite", "attributes is not JSON", "1 open"))
     assert succeeded(flywheel("dead-letters", "show")).out == table
     whole = succeeded(flywheel("dead-letters", "show", "1")).out
-    assert all(text in whole for text in ("dead letter 1: row bad", str(studio.path), "failed 1 times", "{broken"))
+    assert all(text in whole for text in ("dead letter 1: row bad", str(studio.path), "failed 1 time,", "{broken"))
     [letter] = letters(flywheel, "show", "1")["letters"]
     assert (letter["subject"], letter["state"], letter["attempts"], letter["excerpt"]) == (
         "bad",

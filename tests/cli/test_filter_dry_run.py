@@ -58,7 +58,7 @@ def test_a_dry_run_foretells_its_calls_on_stderr(bench: Bench) -> None:
     bench.lines(UNBOXED)
     bench.rubric(threshold=0.9)
     ran = bench("filter", "--dry-run", "--rejudge")
-    assert "3 tasks, 2 of them without a call: 1 calls" in ran.err
+    assert "3 tasks, 2 of them without a call: 1 call" in ran.err
     assert bench("filter", "--dry-run", "--json").err == ""
 
 

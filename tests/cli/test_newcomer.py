@@ -94,3 +94,5 @@ def test_help_tells_whole_sentences_in_the_order_of_use(flywheel: Run, monkeypat
     commands = re.findall(r"^  ([a-z-]+)  ", told, re.MULTILINE)
     assert commands[:4] == ["run", "ingest", "filter", "round"]
     assert all(len(line) <= 80 for line in told.splitlines())
+    for group in ("tasks", "rubric"):
+        assert "..." not in flywheel(group, "--help").out.split("Commands:")[1]

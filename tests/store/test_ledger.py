@@ -11,7 +11,7 @@ from sqlalchemy import Connection, event
 
 from flywheel.batch import Batch
 from flywheel.states import SkipReason, Split, TaskState
-from flywheel.store import audit, judging, ledger, rounds
+from flywheel.store import audit, funnel, judging, ledger, rounds
 from flywheel.store.database import Store
 from flywheel.store.ledger import Recorded
 from flywheel.trace import DeadRow
@@ -39,6 +39,15 @@ async def test_the_same_reply_through_two_sources_is_one_task(store: Store) -> N
     books = await store.read(audit.balance)
     assert books.balanced
     assert books.task_states == {"pending": 1}
+
+
+async def test_a_source_that_was_known_by_a_detour_stays_the_same(store: Store) -> None:
+    await store.write(put, "/etc/../a", batch(reply(1)))
+    assert await store.read(ledger.known_source, "/a") == 1
+    assert (await store.write(put, "/a", batch(reply(1)))).new_replies == 0
+    assert [row["path"] for row in await store.read(funnel.all_sources)] == ["/a"]
+    await store.write(put, "/b", batch(reply(2)))
+    assert [row["path"] for row in await store.read(funnel.all_sources)] == ["/a", "/b"]
 
 
 async def test_an_agent_span_that_arrives_after_it_was_given_up_becomes_a_task(store: Store) -> None:
