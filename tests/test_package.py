@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -51,12 +52,44 @@ def test_the_wheel_carries_what_users_edit(tmp_path: Path) -> None:
     assert not [name for name in inside if name.startswith(("tests/", "demo/", "benchmarks/"))]
 
 
-@pytest.mark.parametrize("unit", ["flywheel.service", "flywheel-serve.service"])
-def test_the_units_start_commands_that_exist_and_know_the_exit_codes(unit: str) -> None:
+def service_of(unit: str) -> configparser.SectionProxy:
     parsed = configparser.RawConfigParser(strict=False)
     parsed.optionxform = str  # type: ignore[assignment,method-assign]
     parsed.read(ROOT / "systemd" / unit)
-    service = parsed["Service"]
+    return parsed["Service"]
+
+
+@pytest.mark.parametrize("name", ["flywheel", "flywheel-serve"])
+def test_a_template_is_the_unit_with_places_of_its_own(name: str) -> None:
+    plain, template = (
+        (ROOT / "systemd" / unit).read_text().partition("[Service]")[2]
+        for unit in (f"{name}.service", f"{name}@.service")
+    )
+    assert template != plain
+    assert template.replace("/%i", "") == plain
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
+@pytest.mark.parametrize("unit", [path.name for path in sorted((ROOT / "systemd").iterdir())])
+def test_systemd_finds_nothing_wrong_with_the_units(tmp_path: Path, unit: str) -> None:
+    text = (ROOT / "systemd" / unit).read_text()
+    (tmp_path / unit).write_text(text.replace("/opt/flywheel/.venv/bin/flywheel", "/bin/true"))
+    done = subprocess.run(
+        ["systemd-analyze", "verify", tmp_path / unit], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert unit not in done.stdout + done.stderr
+    assert "Unknown" not in done.stdout + done.stderr
+
+
+def test_a_workers_end_is_not_the_daemons_end() -> None:
+    """By default systemd stops a service of which any process was killed for want of memory: its round would be
+    started again and again, without an attempt."""
+    assert service_of("flywheel.service")["OOMPolicy"] == "continue"
+
+
+@pytest.mark.parametrize("unit", ["flywheel.service", "flywheel-serve.service"])
+def test_the_units_start_commands_that_exist_and_know_the_exit_codes(unit: str) -> None:
+    service = service_of(unit)
     words = service["ExecStart"].split()
     assert Path(words[0]).name == "flywheel"
     done = subprocess.run(

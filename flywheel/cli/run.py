@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import gc
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,8 +27,15 @@ def run(
 ) -> None:
     """Watch the sources, judge, train and swap, until it is stopped."""
     economise()
+    _tell_stacks()
     if not run_async(_run(load_config(config), once, max_rounds)):
         raise typer.Exit(EXIT_FAILED)
+
+
+def _tell_stacks() -> None:
+    """A crash in somebody's library, or a service manager that ends what hangs, leaves all stacks on stderr."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # there is none
+        faulthandler.enable()
 
 
 async def _run(config: Config, once: bool, max_rounds: int | None) -> bool:

@@ -18,11 +18,13 @@ from flywheel.config import Config
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.filtering import Filtering
 from flywheel.daemon.ingestion import Ingestion
-from flywheel.daemon.notify import notify
+from flywheel.daemon.notify import beat, notify
 from flywheel.daemon.rounds import Rounds
 from flywheel.daemon.sources import Sources
 from flywheel.daemon.stage import Stage
+from flywheel.daemon.worker_process import STOP_SECONDS
 from flywheel.errors import FlywheelError, LockedError, ServeError, TrainError
+from flywheel.serving.client import QUICK_SECONDS
 from flywheel.states import RoundState
 from flywheel.store import judging
 from flywheel.store.database import Store
@@ -32,6 +34,8 @@ log = logging.getLogger(__name__)
 RETRY_SECONDS = 15.0
 """How often a stage that has nothing to wake it looks again: undecided tasks, a judge or server that was away."""
 PRUNE_SECONDS = 6 * 3600.0
+SPARE_SECONDS = 15.0
+"""What the last steps of a stop take beside what is waited for."""
 
 
 class Service:
@@ -110,20 +114,28 @@ class Service:
             loop.add_signal_handler(number, self._signalled)
         await self.recover()
         scheduler = self._schedule()
+        beating = asyncio.create_task(beat(), name="watchdog")
         running = [asyncio.create_task(stage.run(self._stopping), name=stage.name) for stage in self._stages]
         try:
             await self._sources.start()
             scheduler.start()
             for stage in (self._judge, self._round):
                 stage.wake.set()
-            notify("READY=1")
+            notify(f"READY=1\nSTATUS=watching {len(self._config.sources)} sources")
             log.info("watching %d sources; state in %s", len(self._config.sources), self._config.state_dir)
             await self._stopping.wait()
         finally:
-            notify("STOPPING=1")
+            microseconds = round(self._longest_end_seconds() * 1e6)
+            notify(f"STOPPING=1\nSTATUS=ending what is under way\nEXTEND_TIMEOUT_USEC={microseconds}")
             if scheduler.running:  # not when a source could not begin
                 scheduler.shutdown(wait=False)
             await self._end(running)
+            beating.cancel()
+
+    def _longest_end_seconds(self) -> float:
+        """What a stop may take: calls of the judge, a worker that has to be killed, a swap that is taken back."""
+        undo = 2 * QUICK_SECONDS * len(self._config.serving.urls)
+        return self._config.daemon.drain_seconds + STOP_SECONDS + undo + SPARE_SECONDS
 
     async def halt(self) -> None:
         """End `once`: passes and judging stop, a worker is ended and its round planned again."""

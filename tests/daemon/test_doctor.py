@@ -279,6 +279,7 @@ def test_file_systems(tmp_path: Path) -> None:
     assert file_system(Path("/"), tmp_path / "none") == ""
 
 
+ROOT = Path(__file__).parents[2]
 UNIT = "[Service]\nEnvironment=FLYWHEEL_HOME=/var/lib/flywheel\nExecStart={program} run -c {config}\n"
 
 
@@ -306,6 +307,42 @@ def test_a_unit(tmp_path: Path) -> None:
     assert (told.result, f"doctor -c {config}" in told.remedy) == (Result.WARNING, True)
     told = found(UNIT.format(program=sys.executable, config=config), settings=parse({}, "a test", tmp_path))
     assert (told.result, "keeps the state in /var/lib/flywheel" in told.found) == (Result.WARNING, True)
+
+
+def test_a_unit_with_what_was_added_to_it(tmp_path: Path) -> None:
+    config = tmp_path / "flywheel.yaml"
+    config.write_text("")
+    settings = parse({"state": {"dir": str(tmp_path)}}, "a test", tmp_path)
+    (tmp_path / "flywheel.service").write_text(UNIT.format(program="/no/flywheel", config="/no.yaml"))
+    assert unit(settings, config, [tmp_path]).result is Result.FAILED
+    added = tmp_path / "flywheel.service.d"
+    added.mkdir()
+    (added / "override.conf").write_text(f"[Service]\nExecStart=\nExecStart={sys.executable} run -c {config}\n")
+    assert unit(settings, config, [tmp_path]).result is Result.OK
+
+
+def test_the_unit_that_is_laid_out_keeps_its_state_where_it_says(tmp_path: Path) -> None:
+    text = (ROOT / "systemd" / "flywheel.service").read_text()
+    program = "/opt/flywheel/.venv/bin/flywheel run -c /etc/flywheel/configs/flywheel.yaml"
+    config = tmp_path / "flywheel.yaml"
+    config.write_text("")
+    (tmp_path / "flywheel.service").write_text(text.replace(program, f"{sys.executable} run -c {config}"))
+    told = unit(parse({}, "a test", tmp_path), config, [tmp_path])
+    assert "keeps the state in /var/lib/flywheel" in told.found
+    there = parse({"state": {"dir": "/var/lib/flywheel"}}, "a test", tmp_path)
+    assert unit(there, config, [tmp_path]).result is Result.OK
+
+
+def test_an_instance_of_a_template(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "flywheel.yaml").write_text("")
+    text = UNIT.format(program=sys.executable, config=tmp_path / "%i" / "flywheel.yaml")
+    (tmp_path / "flywheel@.service").write_text(text.replace("lib/flywheel", "lib/flywheel/%i"))
+    told = unit(parse({}, "a test", tmp_path), tmp_path / "two" / "flywheel.yaml", [tmp_path])
+    assert "keeps the state in /var/lib/flywheel/two" in told.found
+    told = unit(parse({}, "a test", tmp_path), tmp_path / "flywheel.yaml", [tmp_path])
+    assert (told.result, "no instance of" in told.found) == (Result.SKIPPED, True)
 
 
 def test_a_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,18 +18,26 @@ FOLDERS: Final = tuple(
                                 "/usr/lib/systemd/system")
 )  # fmt: skip
 NAME: Final = "flywheel.service"
+TEMPLATE: Final = "flywheel@.service"
 _NONE: Final = "no flywheel.service is installed: `flywheel init` lays one out in systemd/"
+_SPECIFIERS: Final = {"%S": "/var/lib", "%C": "/var/cache", "%L": "/var/log", "%t": "/run", "%E": "/etc"}
 
 
 def unit(config: Config | None, path: Path | None, folders: Sequence[Path] = FOLDERS) -> Finding:
     """The unit against the configuration at `path`."""
-    file = next((folder / NAME for folder in folders if (folder / NAME).is_file()), None)
+    places = [folder / name for name in (NAME, TEMPLATE) for folder in folders]
+    file = next((place for place in places if place.is_file()), None)
     if file is None:
         return Finding("service", Result.SKIPPED, _NONE)
     try:
-        text = re.sub(r"\\\n", " ", file.read_text(errors="replace"))
+        text = _text(file, folders)
     except OSError as error:
-        return Finding("service", Result.SKIPPED, f"{file}: {error.strerror}")
+        return Finding("service", Result.SKIPPED, f"{error.filename or file}: {error.strerror}")
+    if file.name == TEMPLATE:
+        if (instance := _instance(text, path)) is None:
+            told = f"no instance of {file} goes by this configuration"
+            return Finding("service", Result.SKIPPED, told)
+        text = re.sub("%[iI]", instance, text)
     words = _command(text)
     if not words:
         return Finding("service", Result.FAILED, f"{file} has no ExecStart", "Lay it out again: flywheel init.")
@@ -51,8 +59,31 @@ def unit(config: Config | None, path: Path | None, folders: Sequence[Path] = FOL
     return Finding("service", Result.OK, f"{file}{running}")
 
 
+def _text(file: Path, folders: Sequence[Path]) -> str:
+    """The unit with what `systemctl edit` adds to it."""
+    more = sorted((each for folder in folders for each in (folder / f"{file.name}.d").glob("*.conf")), key=_name_of)
+    text = re.sub(r"\\\n", " ", "\n".join(each.read_text(errors="replace") for each in (file, *more)))
+    for specifier, place in _SPECIFIERS.items():
+        text = text.replace(specifier, place)
+    return text
+
+
+def _name_of(file: Path) -> str:
+    return file.name
+
+
+def _instance(text: str, path: Path | None) -> str | None:
+    """Of which instance `path` is the configuration."""
+    named = _config_of(_command(text))
+    if named is None or path is None:
+        return None
+    pattern = "([^/]+)".join(map(re.escape, re.split("%[iI]", str(named))[:2]))
+    found = re.fullmatch(pattern, str(path.absolute()))
+    return found[1] if found and found.groups() else None
+
+
 def _command(text: str) -> list[str]:
-    found = re.findall(r"^\s*ExecStart\s*=\s*(.+)$", text, re.MULTILINE)
+    found = re.findall(r"^[ \t]*ExecStart[ \t]*=[ \t]*(\S.*)$", text, re.MULTILINE)
     try:
         return shlex.split(found[-1]) if found else []
     except ValueError:

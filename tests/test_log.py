@@ -1,0 +1,55 @@
+"""What a line of the log looks like, on a terminal or in a file and to the journal."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LOGS = """
+import logging
+from flywheel import log
+log.setup()
+log = logging.getLogger("flywheel.test")
+log.info("all is well")
+log.warning("one line\\nand another")
+log.error("\x1b[2J is told")
+"""
+
+
+@pytest.mark.parametrize("is_journal", [True, False])
+def test_the_journal_gets_levels_and_a_file_gets_times(tmp_path: Path, is_journal: bool) -> None:
+    """Whatever a service starts inherits the variable, and may write elsewhere."""
+    with (tmp_path / "log").open("wb") as stderr, (tmp_path / "other").open("wb") as other:
+        found = os.fstat((stderr if is_journal else other).fileno())
+        stream = f"{found.st_dev}:{found.st_ino}"
+        subprocess.run(
+            [sys.executable, "-c", LOGS],
+            env={**os.environ, "JOURNAL_STREAM": stream},
+            stderr=stderr,
+            check=True,
+            timeout=120,
+        )
+    lines = (tmp_path / "log").read_text().splitlines()
+    if is_journal:
+        assert lines == [
+            "<6>INFO    flywheel.test: all is well",
+            "<4>WARNING flywheel.test: one line",
+            "<4>and another",
+            "<3>ERROR   flywheel.test: ␛[2J is told",
+        ]
+    else:
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO    flywheel.test: all is well", lines[0])
+
+
+def test_without_a_stderr_nothing_breaks() -> None:
+    subprocess.run(
+        [sys.executable, "-c", "import sys; sys.stderr = None\n" + LOGS],
+        check=True,
+        timeout=120,
+        stderr=subprocess.PIPE,
+    )
