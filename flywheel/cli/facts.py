@@ -51,6 +51,12 @@ def criterion_lines(comparison: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def condition(source: Mapping[str, Any]) -> str:
+    """That of a source, as it was last read."""
+    told = source["condition"] or "not read yet"
+    return told if source.get("configured", True) else f"{told}, not in the configuration"
+
+
 def source_text(source: Mapping[str, Any]) -> str:
     """What `status` or `ingest` knows of a source: its path, condition, what came of it, how it is read."""
     new = f" ({source['new']:,} new)" if "new" in source else ""
@@ -58,7 +64,7 @@ def source_text(source: Mapping[str, Any]) -> str:
     ends = [f"{quantity(source['tasks'], 'task')}{new}", f"{skipped:,} skipped", f"{source['dead']:,} dead"]
     lines = [
         place(source["path"]),
-        f"{source['condition'] or 'not read yet'}, {source['schema'] or source.get('type') or 'schema not known'}",
+        f"{condition(source)}, {source['schema'] or source.get('type') or 'schema not known'}",
         f"{quantity(source['replies'], 'reply', 'replies')} = {' + '.join(ends)}",
     ]
     if skipped:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-from flywheel.cli.facts import Fact, counted, grid, place, plain, replica_line, replica_text, source_text
+from flywheel.cli.facts import Fact, condition, counted, grid, place, plain, replica_line, replica_text, source_text
 from flywheel.quantity import quantity
 
 if TYPE_CHECKING:
@@ -107,7 +107,10 @@ def _forms(state: dict[str, Any]) -> Iterator[RenderableType]:
 
 
 def _counted(name: str, each: list[dict[str, Any]], done: str) -> list[Fact]:
-    conditions = Counter(one["condition"] or f"not {done} yet" for one in each)
+    conditions = Counter(
+        (one["condition"] or f"not {done} yet") if one.get("configured", True) else "not in the configuration"
+        for one in each
+    )
     return [(name, f"{len(each)}: {counted(conditions)}")]
 
 
@@ -142,9 +145,8 @@ def _plain(state: dict[str, Any]) -> str:
 
 
 def _short(source: dict[str, Any]) -> str:
-    condition = source["condition"] or "not read yet"
     counts = f"{quantity(source['replies'], 'reply', 'replies')}, {quantity(source['tasks'], 'task')}"
-    return f"{place(source['path'])}: {condition}, {counts}"
+    return f"{place(source['path'])}: {condition(source)}, {counts}"
 
 
 def _facts(state: dict[str, Any], parts: _Parts) -> list[Fact]:

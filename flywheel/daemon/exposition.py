@@ -60,7 +60,10 @@ def _of_sources(sources: list[dict[str, Any]]) -> Iterator[Metric]:
         values = [((source["path"],), float(source[value])) for source in sources]
         return _gauge(f"source_{name}", text, ("source",), values)
 
-    conditions = [((source["path"], source["condition"] or "not read yet"), 1.0) for source in sources]
+    # What is read no more is in no condition: nobody could put it right.
+    conditions = [
+        ((source["path"], source["condition"] or "not read yet"), 1.0) for source in sources if source["configured"]
+    ]
     yield _gauge("source_condition", "The condition that a source is in; 1.", ("source", "condition"), conditions)
     read = [((source["path"],), _seconds(source["read_at"])) for source in sources if source["read_at"]]
     yield _gauge(

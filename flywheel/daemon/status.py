@@ -9,7 +9,7 @@ import orjson
 from sqlalchemy import Connection, Row
 
 from flywheel import __version__
-from flywheel.config import Config
+from flywheel.config import Config, JsonlSource, OtlpSource
 from flywheel.daemon.lock import holder
 from flywheel.round import METRICS_FILE
 from flywheel.states import ReplyState, RoundState, TaskState
@@ -23,7 +23,6 @@ ROUNDS_SHOWN = 20
 def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
     """Every count, the sources, the rounds and what is deployed, as one JSON object."""
     books = balance(conn)
-    counts = funnel.counts_by_source(conn)
     shown = rounds.newest(conn, ROUNDS_SHOWN)
     live = rounds.live(conn)
     with_images = config.training.takes_images
@@ -33,7 +32,7 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
         "version": __version__,
         "state_dir": str(config.state_dir),
         "daemon": {"pid": holder(config.state_dir)},
-        "sources": [_source(row, counts.get(row["id"])) for row in funnel.all_sources(conn)],
+        "sources": _sources(conn, config),
         "replies": {state.value: books.reply_states.get(state, 0) for state in ReplyState},
         "skipped": books.skipped,
         "tasks": {state.value: books.task_states.get(state, 0) for state in TaskState},
@@ -61,6 +60,31 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
         "by_adapter": funnel.by_adapter(conn),
         "dead_letters": funnel.count_dead_letters(conn),
     }
+
+
+def _sources(conn: Connection, config: Config) -> list[dict[str, Any]]:
+    """Those of the configuration, and of the others those that something came of: a mistyped path is not kept up."""
+    counts = funnel.counts_by_source(conn)
+    found = [
+        _source(row, counts.get(row["id"])) | {"configured": _is_configured(config, Path(row["path"]))}
+        for row in funnel.all_sources(conn)
+    ]
+    return [source for source in found if source["configured"] or source["replies"]]
+
+
+def _is_configured(config: Config, path: Path) -> bool:
+    """Whether a source is in the configuration, or a file in a directory that is."""
+    for source in config.sources:
+        if isinstance(source, OtlpSource):
+            # Not above: whoever receives nothing need not wait for a web server.
+            from flywheel.otlp.inbox import inbox_path
+
+            name = inbox_path(config.state_dir, source.listen)
+        else:
+            name = source.path.absolute()
+        if path == name or (isinstance(source, JsonlSource) and path.parent == name):
+            return True
+    return False
 
 
 def _source(row: dict[str, Any], counts: SourceCounts | None) -> dict[str, Any]:

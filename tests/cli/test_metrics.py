@@ -10,6 +10,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from flywheel.otlp import inbox_path
 from tests.cli.conftest import Run
 from tests.studio.writer import DATA
 
@@ -70,6 +71,45 @@ def test_it_says_what_the_json_says(flywheel: Run, tmp_path: Path) -> None:
         source["path"]: source["longest_read_ms"] for source in state["sources"]
     }
     assert seconds[str(odd)] > 0
+
+
+def test_a_source_that_is_read_no_more_has_no_condition_that_could_raise_an_alert(
+    flywheel: Run, tmp_path: Path
+) -> None:
+    kept, left = (Path(shutil.copy(DATA / f"{name}.sqlite", tmp_path)) for name in ("new_v2", "old"))
+    config = tmp_path / "flywheel.yaml"
+    config.write_text(json.dumps({"state": {"dir": "home"}, "sources": [{"path": str(kept)}, {"path": str(left)}]}))
+    assert flywheel("ingest").code == 0
+    mistyped = tmp_path / "databse.sqlite"
+    assert flywheel("ingest", "--source", mistyped).code == 1
+    config.write_text(json.dumps({"state": {"dir": "home"}, "sources": [{"path": str(kept)}]}))
+    left.unlink()
+
+    metrics = parsed(flywheel("status", "--metrics").out)
+    assert by(metrics["flywheel_source_condition"], "source", "condition") == {f"{kept} ok": 1}
+    assert set(by(metrics["flywheel_source_tasks"], "source")) == {str(kept), str(left)}
+    told = flywheel("status").out
+    assert f"{left}\n          ok, not in the configuration, generation 1" in told
+    assert str(mistyped) not in told
+    assert {each["path"]: each["configured"] for each in flywheel("status", "--json").json["sources"]} == {
+        str(kept): True,
+        str(left): False,
+    }
+
+
+def test_files_of_a_directory_and_inboxes_are_in_the_configuration(flywheel: Run, tmp_path: Path) -> None:
+    lines = tmp_path / "lines"
+    lines.mkdir()
+    (lines / "a.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
+    inbox = Path(shutil.copy(DATA / "new_v2.sqlite", tmp_path / "inbox.sqlite"))
+    at = inbox_path(tmp_path / "home", "127.0.0.1:4318")
+    at.parent.mkdir(parents=True)
+    inbox.rename(at)
+    sources = [{"type": "jsonl", "path": str(lines)}, {"type": "otlp"}]
+    (tmp_path / "flywheel.yaml").write_text(json.dumps({"state": {"dir": "home"}, "sources": sources}))
+    assert flywheel("ingest").code == 0
+    found = flywheel("status", "--json").json["sources"]
+    assert {each["path"]: each["configured"] for each in found} == {str(lines / "a.jsonl"): True, str(at): True}
 
 
 def test_every_metric_is_on_the_page_and_no_other(flywheel: Run) -> None:
