@@ -144,7 +144,6 @@ async def _filter(wanted: _Wanted) -> tuple[dict[str, Any], FlywheelError | None
     from flywheel.daemon.estimate import Estimator, cost_of
     from flywheel.daemon.interruption import Interruption
     from flywheel.daemon.judge_setup import exchange_of
-    from flywheel.store import judging
 
     stop = threading.Event()
     interruption = Interruption(wanted.config.daemon.drain_seconds)
@@ -158,7 +157,6 @@ async def _filter(wanted: _Wanted) -> tuple[dict[str, Any], FlywheelError | None
         prices = wanted.config.judge.prices
         if wanted.dry_run and not wanted.quiet and 0 < total <= FORETOLD:
             preview = await filtering.preview(limit=wanted.limit, rejudge=wanted.rejudge)
-            await store.write(judging.release_all, "looked at")
             estimator = await Estimator.of(store, filtering.grader.judge_hash, prices)
             _foretell(preview.tasks, preview.free, estimator.cost(preview))
         found: dict[int, dict[str, Any]] = {}
@@ -213,7 +211,7 @@ async def _compare(wanted: _Wanted, against: Path) -> tuple[dict[str, Any], Flyw
         old = Filtering(store, wanted.config, rubric=earlier)
         total = await store.read(judging.count_triable)
         total = total if wanted.limit is None else min(total, wanted.limit)
-        diff = RubricDiff(store, old.grader, new.grader, wanted.config.judge)
+        diff = RubricDiff(store, old.grader, new.grader, new.judge, new.redact)
         estimator = await Estimator.of(store, new.grader.judge_hash, prices)
         if not wanted.quiet and 0 < total <= FORETOLD:
             preview = await diff.preview(wanted.limit)

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from sqlalchemy import Connection
+
 from flywheel.config import Config
 from flywheel.daemon.judge_setup import chain_of, exchange_of, judge_settings, rubric_of
 from flywheel.daemon.judged import FilterReport, Judged, Preview
 from flywheel.daemon.linked_event import LinkedEvent
-from flywheel.daemon.screening import Screened, Screening
+from flywheel.daemon.screening import Ask, Screened, Screening, without_embeddings
 from flywheel.errors import FlywheelError, JudgeError
 from flywheel.judge.alien import check_alien
 from flywheel.judge.budget import Budget
@@ -46,20 +48,22 @@ class _Feed:
 class Filtering:
     """Judges what is due. Raises ConfigError at once for a wrong rubric, chain or judge.
 
-    `rubric` takes the place of the one that the configuration and the chain name.
+    `rubric` takes the place of the one that the configuration and the chain name. `judge` is the judge as both have
+    it, and `redact` what takes personal data out of a task before it, if there is any.
     """
 
     def __init__(self, store: Store, config: Config, *, rubric: Rubric | None = None) -> None:
         self._store = store
         self._config = config
         self._chain = chain_of(config)
+        self.redact = self._chain.redact if self._chain else None
         for notice in self._chain.notices if self._chain else ():
             log.info("%s", notice)
         self.rubric = rubric or rubric_of(config, self._chain)
         check_alien(config, self.rubric)
-        self._judge = judge_settings(config, self._chain)
-        self.grader = Grader(self.rubric, self._judge)
-        self._budget = Budget(self._judge.budget, lambda: self._ask(spending.tokens_today))
+        self.judge = judge_settings(config, self._chain)
+        self.grader = Grader(self.rubric, self.judge)
+        self._budget = Budget(self.judge.budget, lambda: self._ask(spending.tokens_today))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failed = False
         self._screening = Screening(self._chain, self._ask) if self._chain else None
@@ -113,19 +117,20 @@ class Filtering:
         return total if limit is None else min(total, limit)
 
     async def preview(self, *, limit: int | None = None, rejudge: bool = False) -> Preview:
-        """What `run` would take, without a call to anybody. It takes tasks as `run` does: for a copy of the state.
+        """What `run` would take, without a call to anybody. Tasks are taken as `run` does, and that is undone.
 
-        A chain that compares by embeddings would have to ask for them: what it stops is counted as if it went on.
+        Embeddings would have to be asked for: what a chain stops by them is counted as if it went on.
         """
-        self._loop = asyncio.get_running_loop()
-        return await asyncio.to_thread(self._preview, limit, rejudge)
+        return await self._store.trial(self._preview, limit, rejudge)
 
-    def _preview(self, limit: int | None, rejudge: bool) -> Preview:
+    def _preview(self, conn: Connection, limit: int | None, rejudge: bool) -> Preview:
+        def ask(function: Callable[..., T], *args: Any) -> T:
+            return function(conn, *args)
+
         total = Preview()
-        step = self._chain.deduplication if self._chain else None
-        may_screen = step is None or step.model is None
-        for batch in self._batches(_Feed(LinkedEvent(None)), limit, rejudge=rejudge):
-            for each in self._screened(batch) if may_screen else [Screened(task) for task in batch]:
+        screening = Screening(without_embeddings(self._chain), ask) if self._chain else None
+        for batch in self._batches(ask, _Feed(LinkedEvent(None)), limit, rejudge=rejudge):
+            for each in self._screened(screening, batch):
                 needed = Needed()
                 if each.goes_on and each.task.stored is None:
                     needed = self.grader.needs(exchange_of(each.task.line), each.task.earlier)
@@ -192,11 +197,13 @@ class Filtering:
             loop.call_soon_threadsafe(feed.queue.put_nowait, item)
 
         try:
-            items = self._to_grade(feed, self._batches(feed, limit, rejudge=rejudge), put)
+            if self._screening is not None:
+                self._screening.weigh_earlier()
+            items = self._to_grade(feed, self._batches(self._ask, feed, limit, rejudge=rejudge), put)
             verdicts = grade_all(
                 self.grader,
                 items,
-                self._judge.max_thread,
+                self.judge.max_thread,
                 feed.stop,
                 budget=self._budget,
                 drain_seconds=self._config.daemon.drain_seconds,
@@ -214,20 +221,20 @@ class Filtering:
         finally:
             put(None)
 
-    def _batches(self, feed: _Feed, limit: int | None, *, rejudge: bool) -> Iterator[list[Claimed]]:
+    def _batches(self, ask: Ask, feed: _Feed, limit: int | None, *, rejudge: bool) -> Iterator[list[Claimed]]:
         """Claimed tasks, then those that are to be judged again."""
         left = limit if limit is not None else 1 << 62
         after: int | None = None
         while left > 0 and not feed.stop.is_set():
             # After a run that failed, one at a time until a verdict comes: each claim is written down, and so is each
             # task that is given back, at every try of an outage.
-            size = min(left, 1 if self._failed else 4 * self._judge.max_thread)
+            size = min(left, 1 if self._failed else 4 * self.judge.max_thread)
             hashes = self.rubric.hash, self.grader.judge_hash
             if after is None:
-                claimed = self._ask(judging.claim, size, *hashes)
+                claimed = ask(judging.claim, size, *hashes)
                 feed.claimed.update({task.id: task for task in claimed})
             else:
-                claimed = self._ask(judging.decided, size, after, *hashes)
+                claimed = ask(judging.decided, size, after, *hashes)
             if claimed:
                 after = None if after is None else claimed[-1].id
                 left -= len(claimed)
@@ -242,7 +249,7 @@ class Filtering:
     ) -> Iterator[tuple[Claimed, Exchange]]:
         """Tasks that need a call. Those that stored verdicts or the chain decide are put at once."""
         for batch in batches:
-            for each in self._screened(batch):
+            for each in self._screened(self._screening, batch):
                 task = each.task
                 if not each.goes_on:
                     put(self._stopped(each))
@@ -258,16 +265,18 @@ class Filtering:
                     reused = verdict is task.stored or bool(verdict.judgements)
                     put(self._behind_the_judge(Judged(task, verdict, self.rubric.hash, reused=reused)))
 
-    def _screened(self, tasks: list[Claimed]) -> list[Screened]:
+    @staticmethod
+    def _screened(screening: Screening | None, tasks: list[Claimed]) -> list[Screened]:
         """The tasks through what comes before the judge, except those that have been through it."""
-        if self._screening is None:
+        if screening is None:
             return [Screened(task) for task in tasks]
         through: list[Claimed] = []
         fresh: list[Claimed] = []
         for task in tasks:
             is_through = task.was is TaskState.ACCEPTED or (task.was is TaskState.JUDGING and task.stored is not None)
             (through if is_through else fresh).append(task)
-        return [*[Screened(task) for task in through], *self._screening.before(fresh)]
+        # They may have been through another chain: no judge sees what this one takes out.
+        return [*[Screened(task) for task in screening.redacted(through)], *screening.before(fresh)]
 
     def _behind_the_judge(self, judged: Judged) -> Judged:
         """What the judge accepted can still be stopped by the filters that a chain keeps behind it."""

@@ -15,7 +15,7 @@ from flywheel.config import Config
 from flywheel.daemon.judge_setup import chain_of, judge_settings
 from flywheel.errors import TrainError
 from flywheel.filtering.chain import influence_of
-from flywheel.filtering.influence import Candidate, within_shares
+from flywheel.filtering.influence import Candidate, weigh, within_shares
 from flywheel.round import RoundSpec, RoundTask
 from flywheel.rubric import Rubric
 from flywheel.states import RoundState, Split
@@ -71,7 +71,12 @@ def choose(conn: Connection, config: Config) -> list[int] | None:
     if caps is None:
         return None
     found = influence.candidates(conn, with_images=config.training.takes_images)
-    free = [Candidate(row.id, row.conversation, row.user, row.template) for row in found]
+    # Those that no filter run has weighed yet have shares as well.
+    unknown = {row.id: weigh(row.payload) for row in influence.unknown(conn, None)}
+    free = []
+    for row in found:
+        of = unknown.get(row.id, row)
+        free.append(Candidate(row.id, of.conversation, of.user, of.template))
     return within_shares(free, caps, most_samples(config))
 
 

@@ -1,7 +1,7 @@
 """The rubric diff: which verdicts another rubric would flip, and what it would take to judge everything by it.
 
 Works on a copy of the state. Both sides use what is stored where that holds; what both have to know is asked once.
-Filter chains are no part of it.
+Filter chains are no part of it, but for what they take out of a task.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from flywheel.daemon.interruption import aside
 from flywheel.daemon.judge_setup import exchange_of
 from flywheel.daemon.judged import Preview
 from flywheel.errors import FlywheelError, JudgeError
+from flywheel.filtering.pii import Redactor
 from flywheel.judge.budget import Budget
 from flywheel.judge.grader import Asking, Grader, Needed
 from flywheel.store import judging, spending
@@ -69,8 +70,12 @@ class _Pair:
 class RubricDiff:
     """Two graders with the same settings, on every task that a rubric can be tried on."""
 
-    def __init__(self, store: Store, old: Grader, new: Grader, settings: JudgeSettings) -> None:
+    def __init__(
+        self, store: Store, old: Grader, new: Grader, settings: JudgeSettings, redact: Redactor | None = None
+    ) -> None:
+        """`redact` takes out of a task what no judge is to see."""
         self._store = store
+        self._redact = redact
         self._old = old
         self._new = new
         self._settings = settings
@@ -156,7 +161,8 @@ class RubricDiff:
             after = new[-1].id
             left -= len(new)
             for by_new, by_old in zip(new, old, strict=True):
-                yield _Pair(by_new, by_old, exchange_of(by_new.line))
+                line = self._redact(by_new.line) if self._redact else by_new.line
+                yield _Pair(by_new, by_old, exchange_of(line))
 
     def _compare(self, pair: _Pair, budget: Budget) -> Compared:
         paid: list[Verdict] = []

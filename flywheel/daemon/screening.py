@@ -66,13 +66,21 @@ class Screening:
         self._deduplication = chain.deduplication
         self._threshold = self._deduplication.similarity_threshold if self._deduplication else NEAR
         self._taken_in = False
+        self._weighed = chain.influence is None
+
+    def weigh_earlier(self) -> None:
+        """Samples from before the chain had `influence` have shares of a round from now on."""
+        if not self._weighed:
+            while rows := self._ask(influence.unknown, TAKEN_IN):
+                self._ask(influence.enter, {row.id: weigh(row.payload) for row in rows})
+            self._weighed = True
 
     def before(self, tasks: Sequence[Claimed]) -> list[Screened]:
         """The tasks after what comes before the judge, in their order."""
         if not self._taken_in:
             self._take_in()
             self._taken_in = True
-        tasks = self._redacted(tasks)
+        tasks = self.redacted(tasks)
         prints = self._prints(tasks)
         near, held = self._entered(tasks, prints)
         screened = {task.id: Screened(task, held=task.id in held) for task in tasks}
@@ -86,7 +94,7 @@ class Screening:
         near = self._ask(duplicates.enter, list(prints.values()), self._threshold) if prints else {}
         return self._through(self._chain.after, {task.id: Screened(task)}, prints, near)[0]
 
-    def _redacted(self, tasks: Sequence[Claimed]) -> Sequence[Claimed]:
+    def redacted(self, tasks: Sequence[Claimed]) -> Sequence[Claimed]:
         """Tasks that were stored before their chain had a `pii` filter lose their personal data now."""
         redact = self._chain.redact
         if redact is None:
@@ -237,16 +245,24 @@ class Screening:
         return 0
 
     def _take_in(self) -> None:
-        """Earlier tasks, from before the chain had its filters, are known from now on."""
+        """Questions from before the chain had `deduplication`, or its model, are known from now on."""
         if (step := self._deduplication) is not None:
             while rows := self._ask(duplicates.unknown, self._threshold, TAKEN_IN):
                 known = [duplicates.Entry(row.id, row.key, fingerprint(row.payload, self._threshold)) for row in rows]
                 self._ask(duplicates.take_in, known, self._threshold)
             while step.model is not None and (rows := self._ask(embeddings.lacking, step.model, TAKEN_IN)):
                 self._vectors(step, {row.text: row.payload["main_query"] for row in rows})
-        if self._chain.influence is not None:
-            while rows := self._ask(influence.unknown, TAKEN_IN):
-                self._ask(influence.enter, {row.id: weigh(row.payload) for row in rows})
+
+
+def without_embeddings(chain: Chain) -> Chain:
+    """The chain without the filter that asks an embedding model, if it has such a one."""
+
+    def asks_nobody(step: Step) -> bool:
+        return not isinstance(step, Deduplication) or step.model is None
+
+    return replace(
+        chain, before=tuple(filter(asks_nobody, chain.before)), after=tuple(filter(asks_nobody, chain.after))
+    )
 
 
 def _by_text(others: Sequence[Near]) -> Repeats | None:

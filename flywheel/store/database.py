@@ -162,6 +162,18 @@ class Store:
     async def read(self, function: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._run(self._reading, function, args, kwargs)
 
+    async def trial(self, function: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What a function returns in a transaction that is undone: nothing of what it writes is kept."""
+
+        def undone(connection: Connection) -> T:
+            savepoint = connection.begin_nested()
+            try:
+                return function(connection, *args, **kwargs)
+            finally:
+                savepoint.rollback()
+
+        return await self._run(self._writing, undone, (), {})
+
     async def _run(self, line: _Line, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         try:
             return await line.run(function, args, kwargs)

@@ -17,6 +17,10 @@ NOT_YET_USED: Final = (TaskState.PENDING, TaskState.JUDGING, TaskState.UNDECIDED
 """A task of a burst in one of these can still be set aside."""
 
 
+FREE: Final = (TaskState.ACCEPTED.value, TaskState.RESERVED.value)
+"""What a round has reserved may come back."""
+
+
 class Weighed(Protocol):
     """What this module stores of a task, see `flywheel.filtering.influence.Weight`."""
 
@@ -54,13 +58,13 @@ def enter(conn: Connection, weights: Mapping[int, Weighed]) -> None:
         conn.execute(insert(influences), rows)
 
 
-def unknown(conn: Connection, limit: int) -> list[Row[Any]]:
-    """Free samples (id, payload) that are not weighed: the filter came later."""
+def unknown(conn: Connection, limit: int | None) -> list[Row[Any]]:
+    """Samples (id, payload) that a round may take, or give back, and that are not weighed: the filter came later."""
     weighed = exists().where(influences.c.task_id == tasks.c.id)
     return list(
         conn.execute(
             select(tasks.c.id, tasks.c.payload)
-            .where(tasks.c.state == TaskState.ACCEPTED.value, tasks.c.split == Split.TRAIN.value, ~weighed)
+            .where(tasks.c.state.in_(FREE), tasks.c.split == Split.TRAIN.value, ~weighed)
             .order_by(tasks.c.id)
             .limit(limit)
         )

@@ -96,7 +96,7 @@ def test_an_estimate_asks_no_embedding_model_and_counts_what_rules_stop(bench: B
     bench.chain = [{"type": "rules", "params": {"min_answer_length": 5}}, {"type": "llm_evaluate"}]
     assert bench.filter("--estimate")["estimate"]["calls"] == 2
     bench.chain.insert(1, {"type": "deduplication", "params": {"model": "e", "base_url": "http://127.0.0.1:9/v1"}})
-    assert bench.filter("--estimate")["estimate"]["calls"] == 3
+    assert bench.filter("--estimate")["estimate"]["calls"] == 2
 
 
 def test_a_rubric_diff_says_what_flips_and_why_with_stored_verdicts_on_both_sides(bench: Bench) -> None:
