@@ -74,6 +74,8 @@ class AdapterState(StrEnum):
     READY = "ready"
     RETIRED = "retired"
     CORRUPT = "corrupt"
+    REMOVED = "removed"
+    """its files went, or are going: nothing needed them any more"""
 
 
 class DeploymentState(StrEnum):
@@ -134,10 +136,11 @@ TRANSITIONS: Final[Mapping[type[StrEnum], _Table]] = {
     },
     AdapterState: {
         _A.STAGED: frozenset({_A.READY, _A.CORRUPT}),
-        _A.READY: frozenset({_A.RETIRED, _A.CORRUPT}),
-        _A.RETIRED: frozenset({_A.READY, _A.CORRUPT}),
+        _A.READY: frozenset({_A.RETIRED, _A.CORRUPT, _A.REMOVED}),
+        _A.RETIRED: frozenset({_A.READY, _A.CORRUPT, _A.REMOVED}),
         # Files that were put back from a backup are what was evaluated again.
-        _A.CORRUPT: frozenset({_A.READY}),
+        _A.CORRUPT: frozenset({_A.READY, _A.REMOVED}),
+        _A.REMOVED: frozenset({_A.READY}),
     },
     DeploymentState: {
         _D.REQUESTED: frozenset({_D.LOADING, _D.FAILED}),

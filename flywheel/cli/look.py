@@ -165,7 +165,8 @@ def _print_round(story: dict[str, Any]) -> None:
     typer.echo(f"started because: {story['trigger']}; attempt {story['attempt']}, seed {story['seed']}")
     typer.echo(f"continues: {story['parent'] or 'the base model'}")
     if story["adapter"]:
-        typer.echo(f"adapter: {story['adapter']['path']} (sha256 {story['adapter']['sha256'][:12]}…)")
+        removed = ", its files were removed" if story["adapter"]["state"] == "removed" else ""
+        typer.echo(f"adapter: {story['adapter']['path']} (sha256 {story['adapter']['sha256'][:12]}…{removed})")
     if comparison := story["comparison"]:
         means = f"{comparison['deployed_mean']:.3f} → {comparison['candidate_mean']:.3f}"
         gain = f"{comparison['gain']:+.3f} ({comparison['lower']:+.3f} … {comparison['upper']:+.3f})"

@@ -10,6 +10,7 @@ from flywheel.config.ingest import (
     StudioSource,
 )
 from flywheel.config.judge import BackupJudge, FilterSettings, JudgeBudget, JudgePrices, JudgeSettings
+from flywheel.config.retention import RetentionSettings
 from flywheel.config.serving import DaemonSettings, ServingSettings
 from flywheel.config.training import (
     GateSettings,
@@ -37,6 +38,7 @@ __all__ = [
     "ModelSettings",
     "OtlpSource",
     "RaySettings",
+    "RetentionSettings",
     "RolloutSettings",
     "ServingSettings",
     "SourceSettings",

@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError, model_validator
 from flywheel.config.agentjet import translated
 from flywheel.config.ingest import IngestSettings, JsonlSource, OtlpSource, SourceSettings, StudioSource
 from flywheel.config.judge import FilterSettings, JudgeSettings
+from flywheel.config.retention import RetentionSettings
 from flywheel.config.section import Section, UserPath
 from flywheel.config.serving import DaemonSettings, ServingSettings
 from flywheel.config.training import (
@@ -55,6 +56,7 @@ class Config(Section):
     gate: GateSettings = GateSettings()
     serving: ServingSettings = ServingSettings()
     ray: RaySettings = RaySettings()
+    retention: RetentionSettings = RetentionSettings()
     daemon: DaemonSettings = DaemonSettings()
 
     @model_validator(mode="after")

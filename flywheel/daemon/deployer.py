@@ -121,15 +121,17 @@ class Deployer:
         found, why = await asyncio.to_thread(_hash_of, Path(row.path))
         state = AdapterState(row.state)
         if found != row.sha256:
-            if found and state is not AdapterState.CORRUPT:
+            if found and state not in (AdapterState.CORRUPT, AdapterState.REMOVED):
                 await self._store.write(move, row.id, state, AdapterState.CORRUPT, "files changed")
+            if state is AdapterState.REMOVED:
+                why = f"the files in {row.path} were removed: nothing needed them any more (retention)"
             raise ServeError(
                 attempted,
                 why or f"the files in {row.path} are not those that were evaluated",
                 "Restore them from a backup, or deploy another adapter. "
                 "`flywheel rollback --to base` lets the base model answer.",
             )
-        if state is AdapterState.CORRUPT:
+        if state in (AdapterState.CORRUPT, AdapterState.REMOVED):
             await self._store.write(move, row.id, state, AdapterState.READY, "its files are whole again")
         return row
 

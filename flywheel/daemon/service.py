@@ -19,6 +19,7 @@ from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.filtering import Filtering
 from flywheel.daemon.ingestion import Ingestion
 from flywheel.daemon.notify import beat, notify
+from flywheel.daemon.retention import Retention
 from flywheel.daemon.rounds import Rounds
 from flywheel.daemon.sources import Sources
 from flywheel.daemon.stage import Stage
@@ -60,7 +61,9 @@ class Service:
         self._sources = Sources(store, config, self._ingestion, self._stopping, self._judge.wake.set)
         self._reconcile = Stage("reconcile", self._do_reconcile)
         self._prune = Stage("prune", self._sources.prune)
-        self._stages = (self._judge, self._round, self._reconcile, self._prune)
+        self._retention = Retention(store, config)
+        self._remove = Stage("retention", self._retention.prune)
+        self._stages = (self._judge, self._round, self._reconcile, self._prune, self._remove)
 
     async def recover(self) -> None:
         """Put right what a process that died left half done. Safe because of the instance lock."""
@@ -98,6 +101,7 @@ class Service:
                 rounds += 1
             if state is RoundState.FAILED:
                 error = TrainError("finish the round", "it failed", "`flywheel status` says why.")
+            await self._retention.prune()
         except FlywheelError as failure:
             log.error("%s", failure)
             error = failure
@@ -119,7 +123,7 @@ class Service:
         try:
             await self._sources.start()
             scheduler.start()
-            for stage in (self._judge, self._round):
+            for stage in (self._judge, self._round, self._remove):
                 stage.wake.set()
             notify(f"READY=1\nSTATUS=watching {len(self._config.sources)} sources")
             log.info("watching %d sources; state in %s", len(self._config.sources), self._config.state_dir)
@@ -187,6 +191,7 @@ class Service:
         every(RETRY_SECONDS, "rounds", self._round.wake.set)
         every(RETRY_SECONDS, "sources", self._sources.refresh)
         every(PRUNE_SECONDS, "prune", self._prune.wake.set)
+        every(PRUNE_SECONDS, "retention", self._remove.wake.set)
         every(self._config.daemon.reconcile_seconds, "reconcile", self._reconcile.wake.set)
         if self._config.trigger.cron:
             window = CronTrigger.from_crontab(self._config.trigger.cron, timezone="UTC")

@@ -1,0 +1,187 @@
+"""Retention: the large files of old rounds go, when nothing needs them any more.
+
+What a round was told and what it measured stays. Servers are asked first: an adapter that one still lists may be read
+again at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from flywheel.config import Config
+from flywheel.daemon.lock import swap_lock
+from flywheel.errors import LockedError, ServeError, StoreError
+from flywheel.round import ADAPTER_DIR, ERROR_FILE, METRICS_FILE, RESULT_FILE, SPEC_FILE
+from flywheel.serving.client import Replica
+from flywheel.serving.key import key_of
+from flywheel.store import retention
+from flywheel.store.database import Store
+from flywheel.store.retention import Old
+
+log = logging.getLogger(__name__)
+
+STAYS: Final = frozenset({SPEC_FILE, METRICS_FILE, RESULT_FILE, ERROR_FILE})
+"""What a round was told, what it measured, and how it ended."""
+ASIDE: Final = f".{ADAPTER_DIR}.removed"
+"""An adapter on its way out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """What went, or would go, and what is old enough and stays; `size` of each round in bytes."""
+
+    removed: tuple[tuple[Old, int], ...] = ()
+    kept: tuple[Old, ...] = ()
+
+    @property
+    def size(self) -> int:
+        return sum(size for _, size in self.removed)
+
+
+class Retention:
+    """Removes files of old rounds. Several processes may: the swap lock and the database order what they do."""
+
+    def __init__(self, store: Store, config: Config) -> None:
+        self._store = store
+        self._config = config
+
+    async def prune(self) -> None:
+        """What the daemon does now and then. Raises StoreError."""
+        days = self._config.retention.keep_days
+        try:
+            done = await self.remove(days, f"retention.keep_days is {days:g}") if days is not None else Removal()
+        except LockedError:
+            return  # a swap is under way
+        if done.removed:
+            names = ", ".join(each.name for each, _ in done.removed)
+            log.info("the files of %s were removed: %d bytes", names, done.size)
+
+    async def look(self, keep_days: float) -> Removal:
+        """What `remove` would do."""
+        may_go, kept = await self._judged(keep_days)
+        sizes = [(each, await asyncio.to_thread(_size, Path(each.dir))) for each in may_go]
+        return Removal(tuple(sizes), kept)
+
+    async def remove(self, keep_days: float, why: str, *, wait_seconds: float = 0.0) -> Removal:
+        """Remove what nothing needs of rounds that ended more than `keep_days` ago, and finish earlier removals.
+
+        Raises LockedError while the alias is moved, and StoreError where a file cannot be removed; that holds up no
+        other round.
+        """
+        keep_served = self._config.retention.keep_served
+        async with swap_lock(self._config.state_dir, wait_seconds):
+            may_go, kept = await self._judged(keep_days)
+            names = [each.name for each in may_go]
+            await self._store.write(retention.begin, names, keep_days, keep_served, why)
+            going = await self._store.read(retention.begun)
+            trouble = [error for each in going if (error := await asyncio.to_thread(_set_aside, Path(each.dir)))]
+        # Adapters are out of every swap's way now: whoever waits for the lock need not wait for a slow disk.
+        removed = []
+        for each in going:
+            try:
+                size = await asyncio.to_thread(_remove, Path(each.dir))
+            except StoreError as error:
+                trouble.append(error)
+                continue
+            await self._store.write(retention.end, each.id, each.state, size)
+            removed.append((each, size))
+        if trouble:
+            raise trouble[-1]
+        return Removal(tuple(removed), kept)
+
+    async def _judged(self, keep_days: float) -> tuple[list[Old], tuple[Old, ...]]:
+        """The old rounds whose files may go, and those whose files stay. Rounds without any are none of both."""
+        found = await self._store.read(retention.old, keep_days, self._config.retention.keep_served)
+        found = [each for each in found if await asyncio.to_thread(_has_files, Path(each.dir))]
+        if any(each.requested and not each.needed for each in found):
+            found = await self._as_servers_say(found)
+        return [each for each in found if not each.needed], tuple(each for each in found if each.needed)
+
+    async def _as_servers_say(self, found: Sequence[Old]) -> list[Old]:
+        listed: dict[str, str] = {}
+        trouble = ""
+        serving = self._config.serving
+        for url in serving.urls:
+            try:
+                async with Replica(url, key_of(serving, f"ask {url}")) as replica:
+                    listed |= dict.fromkeys((await replica.models()).values(), f"{url} still lists it")
+            except ServeError as error:
+                trouble = f"{url} cannot be asked whether it still lists it: {error.why}"
+        return [
+            replace(each, needed=each.needed or listed.get(each.adapter, trouble)) if each.requested else each
+            for each in found
+        ]
+
+
+def _leftovers(directory: Path) -> list[Path]:
+    try:
+        return [path for path in directory.iterdir() if path.name not in STAYS]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise _refused(directory, error) from error
+
+
+def _has_files(directory: Path) -> bool:
+    return bool(_leftovers(directory))
+
+
+def _size(directory: Path) -> int:
+    return sum(_size_of(path) for path in _leftovers(directory))
+
+
+def _size_of(path: Path) -> int:
+    """Bytes in a file or below a directory; what a link leads to is somebody else's."""
+    with contextlib.suppress(OSError):
+        if path.is_symlink() or not path.is_dir():
+            return path.lstat().st_size
+        return sum(_size_of(Path(entry.path)) for entry in os.scandir(path))
+    return 0
+
+
+def _set_aside(directory: Path) -> StoreError | None:
+    """Take the adapter away under its name, at once; why that cannot be."""
+    aside = directory / ASIDE
+    try:
+        adapter = directory / ADAPTER_DIR
+        if adapter.exists() and aside.is_dir():
+            shutil.rmtree(aside)  # of an earlier removal, which was killed
+        adapter.rename(aside)
+    except FileNotFoundError:
+        pass  # the round has left none
+    except OSError as error:
+        return _refused(directory, error)
+    return None
+
+
+def _remove(directory: Path) -> int:
+    """Remove what does not stay; how many bytes that were."""
+    size = _size(directory)
+    for path in _leftovers(directory):
+        try:
+            if path.is_symlink() or not path.is_dir():
+                path.unlink(missing_ok=True)
+            else:
+                shutil.rmtree(path)
+        except FileNotFoundError:
+            continue  # another process is at it as well
+        except OSError as error:
+            raise _refused(directory, error) from error
+    return size
+
+
+def _refused(directory: Path, error: OSError) -> StoreError:
+    return StoreError(
+        f"remove old files from {directory}",
+        f"{error.filename or directory}: {error.strerror or error}",
+        "Let this user write there; what is left is removed the next time.",
+        retryable=True,
+    )

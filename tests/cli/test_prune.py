@@ -1,0 +1,73 @@
+"""`flywheel prune` at a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from flywheel.store.database import Store
+from tests.cli.conftest import Run
+from tests.daemon.test_retention import LONG_AGO, lay_out, put
+from tests.serving.fake_vllm import FakeVllm
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """Of a state with two rounds of long ago that were never deployed."""
+
+    async def fill() -> None:
+        store = await Store.open(tmp_path / "state")
+        for number in (1, 2):
+            directory = tmp_path / "state" / "rounds" / f"r{number:04d}"
+            lay_out(directory, FakeVllm(), adapter=True)
+            await store.write(put, directory, number, adapter=True, finished_at=LONG_AGO)
+        await store.close()
+
+    asyncio.run(fill())
+    path = tmp_path / "flywheel.yaml"
+    path.write_text("state: {dir: state}\nsources: []\n")
+    return path
+
+
+def test_a_dry_run_says_what_would_go_and_removes_nothing(flywheel: Run, config: Path, tmp_path: Path) -> None:
+    ran = flywheel("prune", "--dry-run", "-c", config)
+    assert ran.code == 0
+    first, _, last = ran.out.splitlines()
+    assert first == f"r0001  rejected  {LONG_AGO[:10]}  205 bytes  {tmp_path}/state/rounds/r0001"
+    assert last == "2 rounds, 410 bytes: dry run, nothing was removed"
+    assert (tmp_path / "state/rounds/r0001/adapter/weights").exists()
+    assert flywheel("prune", "--dry-run", "--json", "-c", config).json["bytes"] == 410
+
+
+def test_what_was_removed_is_told_and_stays_told(flywheel: Run, config: Path, tmp_path: Path) -> None:
+    ran = flywheel("prune", "--json", "-c", config)
+    assert ran.json == {
+        "removed": [
+            {"round": name, "state": "rejected", "finished_at": LONG_AGO, "bytes": 205} for name in ("r0001", "r0002")
+        ],
+        "kept": [],
+        "bytes": 410,
+        "dry_run": False,
+    }
+    assert not (tmp_path / "state/rounds/r0001/adapter").exists()
+    assert flywheel("prune", "-c", config).out == "nothing to remove\n"
+    assert "its files were removed" in flywheel("why", "r0001", "-c", config).out
+
+
+def test_days_on_the_command_line_come_before_the_settings(flywheel: Run, config: Path) -> None:
+    assert flywheel("prune", "--keep-days", "1000", "-c", config).out == "nothing to remove\n"
+    config.write_text(config.read_text() + "retention: {keep_days: null}\n")
+    ran = flywheel("prune", "-c", config)
+    assert ran.code == 78
+    assert "Say with --keep-days how many days they stay" in ran.err
+    assert "2 rounds, 410 bytes removed" in flywheel("prune", "--keep-days", "0", "-c", config).out
+
+
+def test_a_state_that_is_not_there_is_not_made(flywheel: Run, config: Path, tmp_path: Path) -> None:
+    config.write_text("state: {dir: elsewhere}\nsources: []\n")
+    ran = flywheel("prune", "-c", config)
+    assert ran.code == 1
+    assert "there is no state at" in ran.err
+    assert not (tmp_path / "elsewhere").exists()
