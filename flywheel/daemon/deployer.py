@@ -21,7 +21,7 @@ from flywheel.serving.client import Replica
 from flywheel.serving.key import key_of
 from flywheel.serving.report import RollbackError, SwapReport
 from flywheel.serving.retirement import retire
-from flywheel.serving.swap import look, reconcile, rollback, swap
+from flywheel.serving.swap import ask, look, reconcile, rollback, swap
 from flywheel.states import AdapterState, DeploymentState
 from flywheel.store import deployments, replicas, rounds
 from flywheel.store.database import Store
@@ -79,6 +79,8 @@ class Deployer:
             )
         probe = Probe.model_validate(row.probe) if row is not None else None
         async with self._replicas(WAIT_SECONDS) as servers:
+            # Before it is written down: a server that is away all night leaves no row for each time it was tried.
+            await ask(servers, self._alias)
             number = await self._request(adapter, reason)
 
             async def on_state(state: DeploymentState, report: SwapReport | None = None) -> None:

@@ -26,6 +26,7 @@ from flywheel.files import tree_sha256
 from flywheel.judge.grader import Grader
 from flywheel.round import RoundResult
 from flywheel.rubric import Rubric
+from flywheel.serving.condition import Condition
 from flywheel.states import RoundState
 from flywheel.store import calibrations, deployments, funnel, rounds
 from flywheel.store.database import Store
@@ -77,8 +78,8 @@ class Rounds:
     async def finish_live(self) -> RoundState | None:
         """Take the live round as far as it goes; its last state, or None without a live round.
 
-        Raises ServeError (retryable) when the candidate is better but no server can take it yet: the round stays in
-        `evaluating`, and the next call tries the swap again.
+        Raises ServeError when the candidate is better but the servers cannot take it yet, because one is away or none
+        could: the round stays in `evaluating`, and the next call tries the swap again.
         """
         while not self._stopping.is_set() and (row := await self._store.read(rounds.live)) is not None:
             state = RoundState(row.state)
@@ -183,7 +184,8 @@ class Rounds:
             try:
                 await self._deployer.deploy(adapter, f"{row.name}: {reason}")
             except ServeError as error:
-                if error.retryable:
+                # What is wrong with a server is no fault of the candidate, whose training may have taken hours.
+                if error.retryable or error.condition == Condition.MISCONFIGURED:
                     await self._note(f"{row.name} is better, but {error}")
                     raise
                 await self._fail(row, RoundState.EVALUATING, f"better ({reason}), but not deployed: {error}")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Self
 
 import httpx
 
 from flywheel.errors import ServeError
+from flywheel.serving.condition import Condition
 from flywheel.serving.middleware import ADMIN_PATH, OWNER
 from flywheel.serving.refusals import load_error, message_of, no_middleware, refused
 
@@ -17,8 +18,6 @@ CONNECT_SECONDS = 5.0
 QUICK_SECONDS = 15.0
 """How long what takes a server no time is waited for: a replica that hangs would hold up a rollback, too."""
 MEASURED_AT_ONCE = 16
-UNREACHABLE: Final = "unreachable"
-"""The condition of a replica that does not answer, or not in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +179,7 @@ class Replica:
                 f"load adapter {name} on {self.url}",
                 f"that name is taken by another adapter, from {root}",
                 "Restart the server with `flywheel serve`: a name must never change its weights.",
-            )
+            ).of_condition(Condition.MISCONFIGURED)
         return root is not None
 
     @property
@@ -200,7 +199,7 @@ class Replica:
                 f"no answer within its time ({type(error).__name__})",
                 "See whether the server is overloaded, or raise serving.load_timeout_seconds.",
                 retryable=True,
-            ).of_condition(UNREACHABLE) from error
+            ).of_condition(Condition.UNREACHABLE) from error
         except httpx.DecodingError:
             raise self._not_vllm(attempted) from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -209,20 +208,20 @@ class Replica:
                 f"it cannot be reached ({error or type(error).__name__})",
                 "Start it with `flywheel serve`, or correct serving.urls.",
                 retryable=True,
-            ).of_condition(UNREACHABLE) from error
+            ).of_condition(Condition.UNREACHABLE) from error
         if response.status_code in (401, 403):
             raise ServeError(
                 attempted,
                 "it refuses the key",
                 "Name the environment variable with the server's key in serving.api_key_env.",
-            )
+            ).of_condition(Condition.MISCONFIGURED)
         if response.status_code in (502, 503, 504):
             raise ServeError(
                 attempted,
                 f"it is not ready (HTTP {response.status_code})",
                 "Look at the server's log; restart it if its engine has died.",
                 retryable=True,
-            ).of_condition(UNREACHABLE)
+            ).of_condition(Condition.UNREACHABLE)
         return response
 
     def _json(self, response: httpx.Response, attempted: str) -> dict[str, Any]:
@@ -241,4 +240,4 @@ class Replica:
     def _not_vllm(self, attempted: str) -> ServeError:
         return ServeError(
             attempted, "its answer is not what vLLM answers", f"See whether {self.url} is the inference server."
-        )
+        ).of_condition(Condition.MISCONFIGURED)

@@ -6,6 +6,7 @@ import os
 
 from flywheel.config import ServingSettings
 from flywheel.errors import ServeError
+from flywheel.serving.condition import Condition
 
 
 def key_of(serving: ServingSettings, attempted: str) -> str | None:
@@ -17,12 +18,12 @@ def key_of(serving: ServingSettings, attempted: str) -> str | None:
     if not key:
         raise ServeError(
             attempted, f"serving.api_key_env names {name}, which is not set", f"Set {name} in its environment."
-        )
+        ).of_condition(Condition.MISCONFIGURED)
     # Found out here and not by the HTTP library, which shows the header that it refuses.
     if key != key.strip() or not (key.isascii() and key.isprintable()):
         raise ServeError(
             attempted,
             f"the key in {name} cannot be sent: it holds a line end, a space at its edge or a character beyond ASCII",
             f"Set {name} to the key alone.",
-        )
+        ).of_condition(Condition.MISCONFIGURED)
     return key

@@ -7,16 +7,14 @@ the adapter's figures. What follows from a failed proof is decided elsewhere.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 from flywheel.errors import ServeError
 from flywheel.round import Probe
 from flywheel.serving.client import Replica
+from flywheel.serving.condition import Condition
 
 PRACTICALLY_EQUAL_NATS = 0.01
 """An adapter that differs less from its base than this cannot be told from it by another numeric precision."""
-WRONG_WEIGHTS: Final = "wrong weights"
-"""The condition of a replica whose adapter gives other log-probabilities than the round measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,7 @@ async def prove(replica: Replica, model: str, probe: Probe, tolerance: float) ->
             f"its log-probabilities are {figures.to_adapter:.3f} nats from the adapter's and {figures.to_base:.3f} "
             f"from the base model's (allowed: {tolerance:g}, and nearer to the adapter)",
             "See that the server has the round's base model, precision and adapter folder.",
-        ).of_condition(WRONG_WEIGHTS)
+        ).of_condition(Condition.WRONG_WEIGHTS)
     return figures
 
 

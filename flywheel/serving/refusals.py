@@ -7,6 +7,7 @@ import re
 import httpx
 
 from flywheel.errors import ServeError
+from flywheel.serving.condition import Condition
 
 
 def load_error(attempted: str, response: httpx.Response, path: str, *, healthy: bool) -> ServeError:
@@ -17,13 +18,13 @@ def load_error(attempted: str, response: httpx.Response, path: str, *, healthy: 
             attempted,
             "it does not load adapters at run time",
             "Start it with `flywheel serve`, or with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True.",
-        )
+        ).of_condition(Condition.MISCONFIGURED)
     if response.status_code == 404:
         return ServeError(
             attempted,
             f"the server finds no adapter in {path}",
             "The directory must exist on the server's own disk, under the same path.",
-        )
+        ).of_condition(Condition.MISCONFIGURED)
     # vLLM: "LoRA rank 64 is greater than max_lora_rank 16."
     if rank := re.search(r"rank (\d+) is greater than max_lora_rank (\d+)", message):
         wanted, most = rank.groups()
@@ -33,7 +34,8 @@ def load_error(attempted: str, response: httpx.Response, path: str, *, healthy: 
             f"Restart the server with serving.max_lora_rank {wanted}, or train with a smaller training.lora.r.",
         )
     if "not enabled" in message:
-        return ServeError(attempted, "LoRA is not enabled on it", "Start it with `flywheel serve`.")
+        error = ServeError(attempted, "LoRA is not enabled on it", "Start it with `flywheel serve`.")
+        return error.of_condition(Condition.MISCONFIGURED)
     # vLLM answers 500 as well to what it will never serve. An engine that lives has looked at the adapter.
     if response.status_code == 500 and healthy:
         return ServeError(
@@ -50,13 +52,16 @@ def no_middleware(attempted: str, why: str = "it has no alias middleware") -> Se
         why,
         "Start it with `flywheel serve`, or with --middleware flywheel.serving.middleware.AliasMiddleware and "
         "FLYWHEEL_ALIAS, FLYWHEEL_BASE_MODEL (its served name) and FLYWHEEL_ALIAS_FILE in its environment.",
-    )
+    ).of_condition(Condition.MISCONFIGURED)
 
 
 def refused(attempted: str, response: httpx.Response) -> ServeError:
     why = f"it answers HTTP {response.status_code}: {message_of(response)}"
     retryable = response.status_code >= 500 or response.status_code in (408, 429)
-    return ServeError(attempted, why, "Look at the server's log.", retryable=retryable)
+    error = ServeError(attempted, why, "Look at the server's log.", retryable=retryable)
+    # Redirections, and places that are not there: something else answers in the server's place.
+    is_elsewhere = response.status_code < 400 or response.status_code in (404, 405, 407)
+    return error.of_condition(Condition.MISCONFIGURED) if is_elsewhere else error
 
 
 def message_of(response: httpx.Response) -> str:

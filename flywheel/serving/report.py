@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from flywheel.errors import ServeError
+from flywheel.serving.condition import Condition
 from flywheel.serving.probe import ProbeFigures
-
-OK: Final = "ok"
-WRONG_ADAPTER: Final = "wrong adapter"
-"""The condition of a replica that answers with another adapter than the deployed one, and cannot be brought to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +26,13 @@ class ReplicaReport:
     probe: ProbeFigures | None = None
     error: str = ""
     serves: str = ""
-    condition: str = OK
+    condition: str = Condition.OK
 
     @classmethod
     def failed(cls, url: str, error: ServeError, *, serves: str = "", wanted: str = "") -> ReplicaReport:
         """Nothing was done, and the replica still `serves` that, instead of what is `wanted`."""
-        is_told = error.condition != ServeError.condition
-        condition = WRONG_ADAPTER if serves != wanted and not is_told else error.condition
+        is_told = error.condition != Condition.FAILING
+        condition = Condition.WRONG_ADAPTER if serves != wanted and not is_told else error.condition
         return cls(url, serves, error=str(error), serves=serves, condition=condition)
 
 

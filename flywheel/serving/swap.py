@@ -16,7 +16,8 @@ from typing import Any, Protocol, TypeVar
 from flywheel.config import ServingSettings
 from flywheel.errors import FlywheelError, ServeError
 from flywheel.round import AdapterRef, Probe
-from flywheel.serving.client import UNREACHABLE, Alias, Replica
+from flywheel.serving.client import Alias, Replica
+from flywheel.serving.condition import Condition
 from flywheel.serving.probe import ProbeFigures, prove
 from flywheel.serving.report import ReplicaReport, RollbackError, SwapReport
 from flywheel.states import DeploymentState
@@ -109,6 +110,11 @@ async def swap(
     return report
 
 
+async def ask(replicas: Sequence[Replica], alias: str) -> None:
+    """Raise ServeError when one of them cannot be asked what it serves."""
+    await _every([replica.alias(alias) for replica in replicas])
+
+
 async def rollback(
     replicas: Sequence[Replica], alias: str, adapter: AdapterRef | None, settings: ServingSettings
 ) -> SwapReport:
@@ -181,7 +187,7 @@ async def look(replicas: Sequence[Replica], alias: str) -> SwapReport:
 
 def _unanswered(replica: Replica) -> ReplicaReport:
     error = f"{replica.url}: stopped before it had answered."
-    return ReplicaReport(replica.url, error=error, condition=UNREACHABLE)
+    return ReplicaReport(replica.url, error=error, condition=Condition.UNREACHABLE)
 
 
 async def _if_healthy(replica: Replica, report: ReplicaReport) -> ReplicaReport:
@@ -189,7 +195,7 @@ async def _if_healthy(replica: Replica, report: ReplicaReport) -> ReplicaReport:
     if report.error or await replica.ready():
         return report
     error = ServeError(f"use {replica.url}", "it is not healthy", "Look at its log; restart it if its engine died.")
-    return dataclasses.replace(report, error=str(error), condition=UNREACHABLE)
+    return dataclasses.replace(report, error=str(error), condition=Condition.UNREACHABLE)
 
 
 async def _prepare(

@@ -217,6 +217,51 @@ async def test_a_server_that_is_away_delays_the_swap_and_loses_nothing(wheel: Wh
     await wheel.books()
 
 
+@pytest.mark.parametrize(
+    ("path", "status", "why"),
+    [
+        ("/v1/models", 401, "refuses the key"),
+        ("/v1/models", 302, "HTTP 302"),
+        ("/v1/load_lora_adapter", 404, "does not load adapters at run time"),
+        ("/v1/load_lora_adapter", 400, "LoRA is not enabled"),
+    ],
+)
+async def test_a_server_that_can_serve_no_adapter_delays_the_swap_until_it_is_mended(
+    wheel: Wheel, path: str, status: int, why: str
+) -> None:
+    leave_result(wheel, await wheel.started())
+    wheel.server.faults[path] = (status, "LoRA is not enabled" if status == 400 else "no such place")
+    for _ in range(2):
+        with pytest.raises(ServeError, match=why):
+            await wheel.rounds.finish_live()
+        assert await wheel.state() == "evaluating"
+    wheel.server.faults.clear()
+    assert await wheel.rounds.finish_live() is RoundState.PROMOTED
+    await wheel.books()
+
+
+async def test_a_key_that_is_not_set_delays_the_swap(wheel: Wheel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MY_KEY", raising=False)
+    leave_result(wheel, await wheel.started())
+    serving = wheel.config.serving.model_copy(update={"api_key_env": "MY_KEY"})
+    keyed = Deployer(wheel.store, wheel.config.model_copy(update={"serving": serving}))
+    with pytest.raises(ServeError, match="MY_KEY, which is not set"):
+        await Rounds(wheel.store, wheel.config, wheel.rounds._rubric, keyed).finish_live()
+    assert await wheel.state() == "evaluating"
+    assert await wheel.rounds.finish_live() is RoundState.PROMOTED
+
+
+async def test_a_server_that_is_away_for_long_leaves_no_deployment_for_each_try(wheel: Wheel) -> None:
+    leave_result(wheel, await wheel.started())
+    serving = wheel.config.serving.model_copy(update={"urls": ["http://127.0.0.1:9"]})
+    away = Deployer(wheel.store, wheel.config.model_copy(update={"serving": serving}))
+    for _ in range(3):
+        with pytest.raises(ServeError, match="cannot be reached"):
+            await Rounds(wheel.store, wheel.config, wheel.rounds._rubric, away).finish_live()
+    assert list(await wheel.store.read(deployments.history, "agent", 9)) == []
+    assert await wheel.rounds.finish_live() is RoundState.PROMOTED
+
+
 async def test_a_candidate_is_not_promoted_over_what_it_was_not_compared_with(wheel: Wheel) -> None:
     leave_result(wheel, await wheel.started(), lower=-0.1)
     assert await wheel.rounds.finish_live() is RoundState.REJECTED
