@@ -1,0 +1,104 @@
+"""Commands in the documentation can be typed as they stand there."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.core import TyperGroup
+
+from flywheel.cli.app import MODULES, app
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+OF_ALL = {"--help", "--config", "-c"}
+
+
+@pytest.fixture(scope="module")
+def root() -> TyperGroup:
+    for name in MODULES:
+        importlib.import_module(f"flywheel.cli.{name}")
+    found = typer.main.get_command(app)
+    assert isinstance(found, TyperGroup)
+    return found
+
+
+def pieces(text: str) -> Iterator[str]:
+    """Everything that is set as code: lines of blocks, and spans."""
+    block = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+    for found in block.findall(text):
+        yield from found.split("\n")[1:-1]
+    rest = block.sub("", text)
+    yield from re.findall(r"^ {4}(\S.*)$", rest, re.MULTILINE)
+    for span in re.findall(r"`([^`]+)`", rest):
+        yield " ".join(span.split())
+
+
+def command_lines(text: str) -> Iterator[str]:
+    """What follows `flywheel` where that is the command, up to a comment or to two blanks and words about it."""
+    for piece in pieces(text):
+        if found := re.match(r"(?:\$ )?flywheel ([a-z].*)$", piece):
+            yield re.split(r"\s+#|\s{2,}|\s[&>|]", found[1])[0]
+
+
+def options(command: Any) -> set[str]:
+    return {name for parameter in command.params for name in parameter.opts if name.startswith("-")}
+
+
+def target(root: TyperGroup, words: list[str]) -> tuple[Any, list[str]]:
+    """The command that is meant, and the words behind its name."""
+    command: Any = root
+    while isinstance(command, TyperGroup) and words and words[0] in command.commands:
+        command, words = command.commands[words[0]], words[1:]
+    return command, words
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_command_that_a_page_shows_can_be_typed(root: TyperGroup, page: Path) -> None:
+    for line in command_lines(page.read_text()):
+        words = shlex.split(re.sub(r"[\[\]…]|\\?\|", " ", line))
+        command, rest = target(root, words)
+        assert command is not root, f"{page.name}: there is no `flywheel {line}`"
+        unknown = {word for word in rest if word.startswith("-") and word != "-"} - options(command) - OF_ALL
+        assert not unknown, f"{page.name}: `flywheel {line}` has no {unknown}"
+
+
+def test_the_table_of_commands_has_every_option(root: TyperGroup) -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    table = page.split("## Command line")[1].split("`ingest --json`")[0]
+    told: dict[int, set[str]] = defaultdict(set)
+    for row in re.findall(r"^\| (`(?:flywheel )?[a-z].*?) \| ", table, re.MULTILINE):
+        for span in re.findall(r"`(?:flywheel )?([^`]+)`", row):
+            command, rest = target(root, shlex.split(re.sub(r"[\[\]…]|\\\|", " ", span)))
+            told[id(command)].update(word for word in rest if word.startswith("--"))
+    every = [
+        each for command in root.commands.values() for each in getattr(command, "commands", {"": command}).values()
+    ]
+    for command in every:
+        assert told[id(command)] - OF_ALL == options(command) - OF_ALL, f"`flywheel … {command.name}`"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_to_headings_that_are_there(page: Path) -> None:
+    for name, anchor in re.findall(r"\]\(([^)#:\s]*)#([^)]+)\)", page.read_text()):
+        text = (page.parent / name).read_text() if name else page.read_text()
+        headings = [
+            re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in re.findall(r"^#+ (.*)$", text, re.M)
+        ]
+        assert anchor in headings, f"{page.relative_to(ROOT)} links to {name}#{anchor}"
+
+
+def test_every_file_in_the_table_of_promises_is_there() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    table = page.split("## Promises")[1].split("\n## ")[0]
+    named = re.findall(r"`([\w./]+(?:\.py|/))`", table)
+    assert len(named) > 15
+    for name in named:
+        assert (ROOT / name).exists() or (ROOT / "flywheel" / name).exists(), name
