@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from flywheel.batch import Batch, joined
 from flywheel.config import Config
+from flywheel.daemon.ahead import Ahead
 from flywheel.daemon.ledger_memory import LedgerMemory
 from flywheel.store.database import Store
 from flywheel.studio.conversion import Told, convert
@@ -38,6 +39,8 @@ LONG_ROWS: Final = 4_000
 """A pass that has so many rows ahead of it goes on with a process that converts."""
 AHEAD: Final = 6
 """Steps that are read ahead of what is stored."""
+AHEAD_BYTES: Final = 12 * 1024 * 1024
+"""Of their rows, or of their lines where these are made already: usual ones have two thirds of that."""
 TOGETHER: Final = 6
 """Steps that are stored in one transaction: it changes most pages of the indexes once, however long it is."""
 TOGETHER_BYTES: Final = 8 * 1024 * 1024
@@ -69,10 +72,11 @@ class Progress:
 
 @dataclass(slots=True)
 class _Portion:
-    """A step without its traces, and what they are told as by and by."""
+    """A step without its traces, what they are told as by and by, and how many bytes that are about."""
 
     step: Step
     told: Future[Told]
+    size: int
 
 
 class StudioFeed:
@@ -137,14 +141,14 @@ class StudioFeed:
 
     async def _batches(self, steps: Generator[Step]) -> AsyncGenerator[Batch]:
         """Steps are read and converted ahead while batches are stored: a short queue between the three."""
-        queue: asyncio.Queue[_Portion | None] = asyncio.Queue(AHEAD)
+        ahead: Ahead[_Portion] = Ahead(AHEAD, AHEAD_BYTES)
 
         async def produce() -> None:
             try:
                 while (portion := await self.in_thread(lambda: self._next(steps))) is not None:
-                    await queue.put(portion)
+                    await ahead.put(portion, portion.size)
             finally:
-                await queue.put(None)
+                ahead.end()
 
         producer = asyncio.create_task(produce())
         try:
@@ -153,7 +157,7 @@ class StudioFeed:
                 some: list[Batch] = []
                 size = 0
                 while more and len(some) < TOGETHER and size < TOGETHER_BYTES:
-                    portion = await queue.get()
+                    portion = await ahead.take()
                     if more := portion is not None:
                         some.append(self._batch(portion.step, await asyncio.wrap_future(portion.told)))
                         size += sum(len(entry.line) for entry in some[-1].entries)
@@ -167,8 +171,6 @@ class StudioFeed:
             if self._process is not None:
                 # The reader's thread may be waiting for it.
                 self._process.kill()
-            while not queue.empty():
-                queue.get_nowait()
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await producer
             await self.in_thread(steps.close)
@@ -191,11 +193,14 @@ class StudioFeed:
                 self._process = ConversionProcess()
         traces = [(trace.rows, trace.is_open) for trace in step.traces]
         if not traces or self._process is None or (self._process.waiting >= ENOUGH and not self._is_storing):
+            done = convert(self.schema, traces, self._selection, str(self.path))
             told: Future[Told] = Future()
-            told.set_result(convert(self.schema, traces, self._selection, str(self.path)))
+            told.set_result(done)
+            size = sum(len(entry.line) for entry in done.entries)
         else:
             told = self._process.convert(self.schema, traces, self._selection, str(self.path))
-        return _Portion(replace(step, traces=()), told)
+            size = sum(len(row) for rows, _ in traces for row in rows.values())
+        return _Portion(replace(step, traces=()), told, size)
 
     def _batch(self, step: Step, told: Told) -> Batch:
         self.kinds += told.kinds

@@ -30,7 +30,7 @@ from flywheel.store.schema import replies, tasks
 _TASKS: Final = select(tasks.c.id, tasks.c.key, cast(tasks.c.payload, LargeBinary)).order_by(tasks.c.id)
 _UNMARKED: Final = spelled(_TASKS.where(tasks.c.id > bindparam("done")).limit(bindparam("most")))
 _MARK: Final = "exported_to"
-PAGE_BYTES: Final = 16 * 1024 * 1024
+PAGE_BYTES: Final = 4 * 1024 * 1024
 """Of lines that are written at once; a longer one alone."""
 _KEY: Final = b'{"task_id":"'
 _BEGINNING: Final = re.compile(re.escape(_KEY) + rb'(?:[^"\\]|\\.|\\\Z)*+(?P<rest>.*)', re.DOTALL)

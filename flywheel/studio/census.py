@@ -110,5 +110,5 @@ class Census:
                 found[row[2]][row[0]] = packed(row)
         return tuple(WholeTrace(trace_id.decode(), rows) for trace_id, rows in found.items())
 
-    def _rows(self, rowids: Iterable[int]) -> list[Row]:
+    def _rows(self, rowids: Iterable[int]) -> Iterator[Row]:
         return self._database.rows(self._schema, rowids)

@@ -14,7 +14,7 @@ import sqlite3
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
@@ -102,16 +102,14 @@ class Database:
             if first := self._held(lambda connection: first_row(connection, sql, values)):
                 return Page(first, True, 0)
 
-    def rows(self, schema: Schema, rowids: Iterable[int]) -> list[Row]:
+    def rows(self, schema: Schema, rowids: Iterable[int]) -> Iterator[Row]:
         """Rows by number, as far as they are there, in short reads however many. Raises StudioError."""
         wanted = sorted(rowids)
-        found: list[Row] = []
         while wanted:
             some = wanted[:_LOOKUP]
             rows, cut, _ = self.page(schema.rows_sql(len(some)), some)
-            found += rows
+            yield from rows
             wanted = [rowid for rowid in wanted if rowid > rows[-1][0]] if cut else wanted[_LOOKUP:]
-        return found
 
     def id_at(self, rowid: int) -> str | None:
         """The id of the row of that number; None if there is none. Raises StudioError."""

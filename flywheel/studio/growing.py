@@ -20,15 +20,17 @@ hash_of: Final = xxhash.xxh3_64_intdigest
 
 
 class Growing(Struct):
-    """`ids` has id and parent of each row by its number, `raw` the packed rows that were read in this pass and
-    `hashes` the sum of their hashes, `ends` when those ended whose end was not looked at yet; `known` is what the
-    ledger remembers of the trace."""
+    """`ids` has id and parent of each row by its number, `raw` the packed rows that were read in this pass, `held`
+    their bytes and `hashes` the sum of their hashes, `size` the bytes of all rows, `ends` when those ended whose end
+    was not looked at yet; `known` is what the ledger remembers of the trace."""
 
     trace_id: str
     seen_ns: int
     last_rowid: int = 0
     ids: dict[int, tuple[object, object]] = {}
     raw: dict[int, bytes] = {}
+    held: int = 0
+    size: int = 0
     hashes: int = 0
     ends: list[object] = []
     end_ns: int = 0
@@ -40,19 +42,23 @@ class Growing(Struct):
 
     def add(self, rows: Iterable[Row]) -> None:
         """Take in rows in their order."""
-        rowid = 0
+        rowid = size = 0
         for row in rows:
             rowid = row[0]
             self.ids[rowid] = (row[1], row[3])
             self.ends.append(row[4])
             self.raw[rowid] = data = packed(row)
             self.hashes += hash_of(data)
+            size += len(data)
+        self.held += size
+        self.size += size
         self.last_rowid = max(self.last_rowid, rowid)
 
     def add_again(self, row: Row) -> None:
         """Take in a row whose contents were let go of."""
         self.raw[row[0]] = data = packed(row)
         self.hashes += hash_of(data)
+        self.held += len(data)
 
     @property
     def digest(self) -> int:
@@ -61,6 +67,7 @@ class Growing(Struct):
     def let_go(self) -> None:
         """Keep no contents: they can have changed when they are needed."""
         self.raw = {}
+        self.held = 0
         self.hashes = 0
 
     def is_whole(self) -> bool:
@@ -92,6 +99,7 @@ class Growing(Struct):
     def merge(self, other: Growing) -> None:
         """Take over what another scan has found of the same trace."""
         self.ids |= other.ids
+        self.size += other.size
         self.ends += other.ends
         self.end_ns = max(self.end_ns, other.end_ns)
 

@@ -10,7 +10,7 @@ over by its digest; one that was changed, or was missed, is handed out like a ne
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Final
@@ -32,6 +32,8 @@ STEP_ROWS: Final = 500
 STEP_BYTES: Final = 4 * 1024 * 1024
 """Pages are put together to steps of about so much, twice as many where nearly all were told: handing one on costs as
 much for few traces as for many."""
+TOLD_BYTES: Final = 2 * STEP_BYTES
+"""Of the traces in one step, a larger one alone: where many end together, steps follow without reading more."""
 
 
 class StudioReader:
@@ -101,7 +103,7 @@ class StudioReader:
                 if more:
                     dead, read, more = self._pages(scan, now_ns)
                 self._recall(scan, memory)
-                yield self._step(scan, dead, read, now_ns, more=more, final=final)
+                yield from self._steps(scan, dead, read, now_ns, more=more, final=final)
                 if not more:
                     break
             scan.rest()
@@ -130,7 +132,7 @@ class StudioReader:
             while more and self._tail is tail:
                 _, read, more = self._pages(scan, now_ns, last=tail.at)
                 self._recall(scan, memory)
-                yield self._swept(scan, tail, read, now_ns, more=more)
+                yield from self._swept(scan, tail, read, now_ns, more=more)
             stored = True
         finally:
             self._database.rest()
@@ -185,11 +187,11 @@ class StudioReader:
                 self._join(scan, growing, mark)
                 growing.seen_ns = growing.ended_ns(scan.schema)
 
-    def _fetch(self, rowids: Iterable[int], traces: set[str]) -> list[Row]:
+    def _fetch(self, rowids: Iterable[int], traces: set[str]) -> Iterator[Row]:
         """Rows by number, those of other traces left out."""
         assert self._schema is not None
         names = {trace.encode() for trace in traces}
-        return [row for row in self._database.rows(self._schema, rowids) if row[2] in names]
+        return (row for row in self._database.rows(self._schema, rowids) if row[2] in names)
 
     def _recall(self, scan: Scan, memory: Memory) -> None:
         """What is remembered of the traces that this scan has just met, and their rows from before it."""
@@ -208,9 +210,13 @@ class StudioReader:
         behind = [rowid for rowid in mark.rowids if rowid <= scan.at and rowid not in growing.ids]
         scan.join(growing, self._fetch(behind, {mark.trace_id}))
 
-    def _step(self, scan: Scan, dead: list[DeadRow], rows: int, now_ns: int, *, more: bool, final: bool) -> Step:
+    def _steps(
+        self, scan: Scan, dead: Sequence[DeadRow], rows: int, now_ns: int, *, more: bool, final: bool
+    ) -> Iterator[Step]:
+        """What is done by now. What a step has no room for is marked as waited for, until the next one tells it."""
         done: list[Growing] = []
         partial: list[Growing] = []
+        size = 0
         settle_ns = 0 if final else self._settle_ns
         for growing in scan.candidates(more=more):
             if more and growing.awaits(scan.at, self._cursor.generation):
@@ -222,17 +228,35 @@ class StudioReader:
                 is_done = far and growing.quiet_ns(scan.schema, now_ns) >= self._abandon_ns
                 if not is_done and final and not more:
                     partial.append(growing)
+                    size += growing.size
             if is_done:
                 done.append(growing)
+                size += growing.size
             else:
                 scan.wait(growing)
+            if size >= TOLD_BYTES:
+                yield self._step(scan, done, partial, dead, rows, more=True)
+                done, partial, dead, rows, size = [], [], (), 0, 0
+        yield self._step(scan, done, partial, dead, rows, more=more)
+
+    def _step(
+        self,
+        scan: Scan,
+        done: Sequence[Growing],
+        partial: Sequence[Growing],
+        dead: Sequence[DeadRow],
+        rows: int,
+        *,
+        more: bool,
+    ) -> Step:
         traces, marks = self._tell(scan, done, partial)
         waiting = self._newly_open(scan)
         self._cursor = replace(self._cursor, rowid=scan.at, anchor=scan.anchor)
         return Step(self._cursor, traces, (*marks, *waiting), tuple(dead), len(scan.growing), rows, more)
 
-    def _swept(self, scan: Scan, tail: Scan, rows: int, now_ns: int, *, more: bool) -> Step:
+    def _swept(self, scan: Scan, tail: Scan, rows: int, now_ns: int, *, more: bool) -> Iterator[Step]:
         done: list[Growing] = []
+        size = 0
         for growing in scan.candidates(more=more):
             if more and growing.awaits(scan.at, self._cursor.generation):
                 continue
@@ -243,8 +267,13 @@ class StudioReader:
                 scan.drop(growing)
             else:
                 done.append(growing)
+                size += growing.size
+            if size >= TOLD_BYTES:
+                traces, marks = self._tell(scan, done, ())
+                yield Step(self._cursor, traces, marks, (), len(tail.growing), rows, True)
+                done, rows, size = [], 0, 0
         traces, marks = self._tell(scan, done, ())
-        return Step(self._cursor, traces, marks, (), len(tail.growing), rows, more)
+        yield Step(self._cursor, traces, marks, (), len(tail.growing), rows, more)
 
     def _is_told(self, scan: Scan, growing: Growing, now_ns: int) -> bool:
         return (

@@ -20,6 +20,8 @@ NEAR_ROWS: Final = 100
 """While more rows follow, a trace with one so close to the end may go on there."""
 FAR_ROWS: Final = 5_000
 """While more rows follow, a trace is not given up within so many rows of its last one."""
+HELD_BYTES: Final = 16 * 1024 * 1024
+"""Of rows that are kept until their traces are done. Beyond it those of the largest are read again then."""
 
 
 class Scan:
@@ -33,6 +35,7 @@ class Scan:
         self._near: dict[str, Growing] = {}
         self._new: dict[str, Growing] = {}
         self._grown: dict[str, Growing] = {}
+        self._held = 0
 
     def add(self, rows: Sequence[Row], now_ns: int) -> list[DeadRow]:
         """Take in a page; rows whose ids cannot be read are dead at once."""
@@ -55,7 +58,7 @@ class Scan:
             # What is wrong with anything else costs the row when its trace is told.
             growing.add(found)
             growing.seen_ns = now_ns
-            self._near[trace] = self._grown[trace] = growing
+            self._hold(growing)
         return dead
 
     def take_new(self) -> dict[str, Growing]:
@@ -72,7 +75,7 @@ class Scan:
         """Add rows of an earlier part of the table, which are its, to a trace of this scan."""
         if found := [row for row in rows if is_name(row[1])]:
             growing.add(found)
-            self._near[growing.trace_id] = self._grown[growing.trace_id] = growing
+            self._hold(growing)
 
     def adopt(self, growing: Growing) -> None:
         """Take over a trace that another scan met."""
@@ -81,6 +84,19 @@ class Scan:
             mine.merge(growing)
         mine.let_go()
         self._near[mine.trace_id] = self._grown[mine.trace_id] = mine
+
+    def _hold(self, growing: Growing) -> None:
+        """A trace has grown: keep what was read of it as long as there is room for it."""
+        self._near[growing.trace_id] = self._grown[growing.trace_id] = growing
+        self._held += growing.held
+        if self._held > HELD_BYTES:
+            # About so much: what was let go of since, and what has grown more than once, is counted still.
+            held = sorted(self._near.values(), key=lambda one: one.held)
+            self._held = sum(one.held for one in held)
+            while self._held > HELD_BYTES // 2:
+                largest = held.pop()
+                self._held -= largest.held
+                largest.let_go()
 
     def candidates(self, *, more: bool) -> Iterator[Growing]:
         """The traces that may be done: all of them at the end, else those that the scan has just left behind."""

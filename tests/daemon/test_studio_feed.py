@@ -20,7 +20,7 @@ from flywheel.daemon.studio_feed import StudioFeed
 from flywheel.errors import StudioError
 from flywheel.store import marks
 from flywheel.store.database import Store
-from flywheel.studio import conversion_process, page, scan
+from flywheel.studio import conversion_process, fresh, page, scan
 from flywheel.studio import reader as reading
 from flywheel.trace import Cursor
 from tests.studio.writer import DATA, Studio, agent, chat, message, part
@@ -167,7 +167,7 @@ async def test_a_trace_that_is_met_again_in_a_first_pass_is_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its mark was stored in this very pass, long enough ago that only the ledger remembers it."""
-    monkeypatch.setattr(reading, "_FRESH", 1)
+    monkeypatch.setattr(fresh, "MOST", 1)
     asked = [message("system", part("s")), message("user", part("q"))]
     studio = Studio(tmp_path / "studio.sqlite")
     studio.write(
@@ -185,3 +185,30 @@ async def test_a_trace_that_is_met_again_in_a_first_pass_is_remembered(
     assert (remembered["again"].rowids, remembered["again"].is_open) == ((1, 202), False)
     await ingestion.close()
     await store.close()
+
+
+async def test_large_rows_are_not_read_far_ahead(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many steps as of small rows would be a hundred times the memory."""
+    monkeypatch.setattr(studio_feed, "LONG_ROWS", 10**9)
+    monkeypatch.setattr(studio_feed, "AHEAD_BYTES", 50_000)
+    monkeypatch.setattr(page, "PAGE_ROWS", 1)
+    monkeypatch.setattr(reading, "STEP_ROWS", 1)
+    monkeypatch.setattr(scan, "NEAR_ROWS", 1)
+    studio = Studio(tmp_path / "studio.sqlite")
+    studio.write(*(agent(f"a{number}", "q", "x" * 10_000, trace=f"t{number}") for number in range(30)))
+    feed = StudioFeed(studio.path, config_of(studio.path, tmp_path), store)
+    batches = feed.read(1, Cursor(), final=True)
+    told = 0
+    async for batch in batches:
+        told += len(batch.entries)
+        # Until the reader waits.
+        read = -1
+        while read < feed.progress.read:
+            read = feed.progress.read
+            await feed.in_thread(lambda: None)
+            await asyncio.sleep(0)
+        assert read - told <= 5, "a line is longer than 10,000 bytes"
+    assert told == 30
+    await feed.close()

@@ -17,7 +17,7 @@ from flywheel.states import SkipReason
 from flywheel.studio import page, scan
 from flywheel.studio import reader as reading
 from flywheel.studio.reader import StudioReader
-from flywheel.trace import Reply
+from flywheel.trace import Cursor, Reply
 from tests.studio.reading import MUCH_LATER, NOW, Ledger, by_id, read_all
 from tests.studio.writer import DATA, NAMES, Studio, agent, chat, empty_like, insert, message, part, rows, span
 
@@ -73,24 +73,29 @@ def test_commits_passes_and_crashes_in_any_order(
     with sqlite3.connect(path) as database:
         database.execute("DELETE FROM span_table")
     database.close()
-    reader, ledger, at = StudioReader(path, QUICK), Ledger(), 0
-    while at < len(spans):
-        size = data.draw(st.integers(1, 40))
-        insert(path, spans[at : at + size])
-        at += size
-        kept = data.draw(st.integers(0, 3))
-        final = data.draw(st.booleans())
-        steps = reader.read(ledger.cursor, ledger, now=NOW, final=final)
-        for number, step in enumerate(steps):
-            if number == kept:
-                break
-            ledger.store(step, reader.schema)
-        steps.close()
+    with pytest.MonkeyPatch.context() as patch:
         if data.draw(st.booleans()):
-            reader.close()
-            reader = StudioReader(path, QUICK)
-    ledger.pass_(reader, final=True)
-    reader.close()
+            # As if rows were large: what is read is let go of, and what ends together is told bit by bit.
+            patch.setattr(scan, "HELD_BYTES", 20_000)
+            patch.setattr(reading, "TOLD_BYTES", data.draw(st.sampled_from([1, 30_000])))
+        reader, ledger, at = StudioReader(path, QUICK), Ledger(), 0
+        while at < len(spans):
+            size = data.draw(st.integers(1, 40))
+            insert(path, spans[at : at + size])
+            at += size
+            kept = data.draw(st.integers(0, 3))
+            final = data.draw(st.booleans())
+            steps = reader.read(ledger.cursor, ledger, now=NOW, final=final)
+            for number, step in enumerate(steps):
+                if number == kept:
+                    break
+                ledger.store(step, reader.schema)
+            steps.close()
+            if data.draw(st.booleans()):
+                reader.close()
+                reader = StudioReader(path, QUICK)
+        ledger.pass_(reader, final=True)
+        reader.close()
     assert ledger.replies == expected
 
 
@@ -406,4 +411,35 @@ def test_a_trace_before_a_gap_of_numbers_is_told_whole_when_it_goes_on(
     ledger.pass_(reader)
     assert [m["content"] for m in ledger.replies["a1"].history] == ["s"]
     assert ledger.changes == []
+    reader.close()
+
+
+def test_large_rows_are_held_and_told_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All traces end at once, at the end of the table; a look at all of them finds them in the same bounds."""
+    monkeypatch.setattr(page, "PAGE_ROWS", 4)
+    monkeypatch.setattr(reading, "STEP_BYTES", 100_000)
+    monkeypatch.setattr(reading, "TOLD_BYTES", 200_000)
+    monkeypatch.setattr(scan, "HELD_BYTES", 300_000)
+    studio = Studio(tmp_path / "studio.sqlite")
+    given_ = [message("user", part("q"))]
+    studio.write(*(chat(f"c{n}", given_, "x" * 20_000, parent=f"a{n}", trace=f"t{n}") for n in range(40)))
+    studio.write(*(agent(f"a{n}", "q", "x" * 20_000, trace=f"t{n}") for n in range(40)))
+    reader, ledger = StudioReader(studio.path, QUICK), Ledger()
+    told: list[int] = []
+    for step in reader.read(Cursor(), ledger, now=NOW, final=True):
+        assert reader._tail is not None
+        assert sum(growing.held for growing in reader._tail.growing.values()) <= 300_000
+        told.append(sum(len(row) for trace in step.traces for row in trace.rows.values()))
+        ledger.store(step, reader.schema)
+    assert sorted(ledger.replies) == sorted(f"a{n}" for n in range(40))
+    assert ledger.tellings == 40
+    assert max(told) < 300_000 < sum(told)
+    assert ledger.open_marks() == []
+    with sqlite3.connect(studio.path) as database:
+        database.execute("UPDATE span_table SET attributes = replace(attributes, 'xx', 'yy')")
+    database.close()
+    ledger.pass_(reader)
+    swept = ledger.sweep(reader)
+    assert len(ledger.changes) == 40
+    assert max(sum(len(row) for trace in step.traces for row in trace.rows.values()) for step in swept) < 300_000
     reader.close()

@@ -1,0 +1,44 @@
+"""What is made ahead is bounded by number and by bytes, arrives in order, and ends."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from flywheel.daemon.ahead import Ahead
+
+
+async def settled() -> None:
+    """Let every task do what it can."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(("sizes", "fit"), [([1] * 9, 4), ([30] * 9, 3), ([500, 1, 1], 1), ([1, 500, 1], 1)])
+async def test_so_many_and_so_much_at_most(sizes: list[int], fit: int) -> None:
+    ahead: Ahead[int] = Ahead(4, 100)
+    put: list[int] = []
+
+    async def produce() -> None:
+        for number, size in enumerate(sizes):
+            await ahead.put(number, size)
+            put.append(number)
+        ahead.end()
+
+    producer = asyncio.create_task(produce())
+    await settled()
+    assert len(put) == fit
+    taken = []
+    while (item := await asyncio.wait_for(ahead.take(), 10)) is not None:
+        taken.append(item)
+    assert taken == list(range(len(sizes)))
+    await producer
+
+
+async def test_who_waits_is_told_of_the_end() -> None:
+    ahead: Ahead[int] = Ahead(4, 100)
+    taker = asyncio.create_task(ahead.take())
+    await settled()
+    ahead.end()
+    assert await asyncio.wait_for(taker, 10) is None
