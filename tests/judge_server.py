@@ -229,6 +229,13 @@ def _handler(judge: JudgeServer) -> type[BaseHTTPRequestHandler]:
                 self.send(400, {"error": {"message": "Unrecognized request argument supplied: max_tokens"}})
             elif behaviour == "no system message" and request["messages"][0]["role"] == "system":
                 self.send(400, {"error": {"message": "System role not supported"}})
+            elif behaviour == "breaks on a system message" and request["messages"][0]["role"] == "system":
+                said = "System role not supported at row 1, column 46:\n{{ raise_exception('System role') }}"
+                self.send(500, {"error": {"code": 500, "message": said, "type": "server_error"}})
+            elif behaviour == "breaks on schema and tools" and "response_format" in request:
+                self.send(500, {"error": {"code": 500, "message": "failed to parse grammar"}})
+            elif behaviour == "breaks on schema and tools" and "tools" in request:
+                self.send(500, {"error": {"code": 500, "message": "tools param requires --jinja flag"}})
             elif behaviour == "short answers only":
                 said = "max_tokens is too large: 2048. This model supports at most 1024 completion tokens."
                 self.send(400, {"error": {"message": said}})

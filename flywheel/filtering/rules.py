@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from flywheel.rubric import pattern
+from flywheel.rubric.length import seen, trimmed
 
 
 def _checked(text: str) -> str:
@@ -17,7 +18,10 @@ def _checked(text: str) -> str:
 
 
 class Rules(BaseModel):
-    """What a task must satisfy; lengths are in characters."""
+    """What a task must satisfy; lengths are in characters, white space at the ends not counted.
+
+    Nor is what shows nothing (zero-width characters) where there have to be so many.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -26,7 +30,7 @@ class Rules(BaseModel):
     max_query_length: int | None = Field(default=None, gt=0)
     """Longest question."""
     min_answer_length: int = Field(default=0, ge=0)
-    """Shortest answer, white space at its ends not counted."""
+    """Shortest answer."""
     max_answer_length: int | None = Field(default=None, gt=0)
     """Longest answer."""
     exclude: list[Annotated[str, AfterValidator(_checked)]] = []
@@ -35,19 +39,27 @@ class Rules(BaseModel):
     def keep(self, line: Mapping[str, Any]) -> tuple[bool, str]:
         query, answer = str(line["main_query"]), str(line["answer"])
         checks = (
-            (len(query) < self.min_query_length, "the question is too short"),
-            (self.max_query_length is not None and len(query) > self.max_query_length, "the question is too long"),
-            (len(answer.strip()) < self.min_answer_length, "the answer is too short"),
-            (self.max_answer_length is not None and len(answer) > self.max_answer_length, "the answer is too long"),
+            (_is_short(query, self.min_query_length), "the question is too short"),
+            (_is_long(query, self.max_query_length), "the question is too long"),
+            (_is_short(answer, self.min_answer_length), "the answer is too short"),
+            (_is_long(answer, self.max_answer_length), "the answer is too long"),
         )
         # One by one: patterns are not searched for in what is too long.
         matches = ((_is_found(each, answer), f"the answer matches {each}") for each in self.exclude)
         return next(((False, reason) for failed, reason in chain(checks, matches) if failed), (True, ""))
 
 
+def _is_short(text: str, fewest: int) -> bool:
+    return fewest > 0 and len(seen(text)) < fewest
+
+
+def _is_long(text: str, most: int | None) -> bool:
+    return most is not None and len(trimmed(text)) > most
+
+
 def _is_found(wanted: str, answer: str) -> bool:
     try:
-        return pattern.search(wanted, answer)
+        return any(pattern.search(wanted, form) for form in pattern.forms(answer))
     except TimeoutError:
         raise TimeoutError(
             f"the pattern {wanted} ran longer than {pattern.SECONDS:g} s on an answer of {len(answer)} characters. "

@@ -14,7 +14,7 @@ from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge.completion import TOOL_NAME, Reply
 from flywheel.judge.endpoint import OPENAI_URL, THIS_CALL, Endpoint, Who
-from flywheel.judge.means import MAX_TOKENS, SEED, SYSTEM, TEMPERATURE, Learned, Means, names
+from flywheel.judge.means import MAX_TOKENS, SEED, SYSTEM, TEMPERATURE, Learned, Means, in_request, names
 from flywheel.judge.refusal import CallError
 from flywheel.rubric import ALIEN, Rubric
 from flywheel.trace import ChatMessage
@@ -122,7 +122,7 @@ class JudgeClient:
             try:
                 reply = self._call(endpoint, {**wanted, **_form(means, response_format)}, stop)
             except CallError as error:
-                named = error.status in NOT_TAKEN and names(error.said, means)
+                named = _is_refusal(error.status, NOT_TAKEN) and names(error.said, means, error.status)
                 about_us = named or (error.status in UNTOLD and not THIS_CALL.search(error.said))
                 if means is Means.TEXT or not about_us:
                     return endpoint.refused(error)
@@ -142,8 +142,9 @@ class JudgeClient:
             try:
                 return endpoint.call(sent, stop)
             except CallError as error:
-                unknown = next((each for each in _PARAMETERS if _has(sent, each) and names(error.said, each)), None)
-                if error.status not in UNTOLD or unknown is None:
+                known = (each for each in in_request(sent) if each in _PARAMETERS)
+                unknown = next((each for each in known if names(error.said, each, error.status)), None)
+                if unknown is None or not _is_refusal(error.status, UNTOLD):
                     raise
                 self._note(endpoint, unknown, "takes no")
 
@@ -178,10 +179,8 @@ _NAMES: Final = {
 }
 
 
-def _has(sent: dict[str, Any], parameter: str) -> bool:
-    if parameter == SYSTEM:
-        return any(message["role"] == SYSTEM for message in sent["messages"])
-    return parameter in sent
+def _is_refusal(status: int, statuses: frozenset[int]) -> bool:
+    return status in statuses or status >= 500
 
 
 def _without_system(messages: list[ChatMessage]) -> list[ChatMessage]:

@@ -29,6 +29,7 @@ from flywheel.errors import JudgeError
 from flywheel.judge.completion import Reply
 from flywheel.judge.keys import Key, KeyPool
 from flywheel.judge.limiter import InFlight
+from flywheel.judge.means import in_request, names
 from flywheel.judge.pace import Pace
 from flywheel.judge.refusal import CallError, read_answer
 from flywheel.transport import Answer, TooLargeError, Transport, TransportError, is_address
@@ -102,11 +103,11 @@ class Endpoint:
             try:
                 return self._once(body, stop)
             except CallError as error:
-                if not error.can_pass:
+                if not error.can_pass or _names_a_part(error, wanted):
                     raise
                 return self._again(error, body, stop)
         except CallError as error:
-            if error.status and not error.can_pass:
+            if error.status and (not error.can_pass or _names_a_part(error, wanted)):
                 raise
             raise self._unreachable(error.said) from error
 
@@ -278,6 +279,11 @@ class Endpoint:
     def close(self) -> None:
         if self._transport is not None:
             self._transport.close()
+
+
+def _names_a_part(error: CallError, sent: Mapping[str, Any]) -> bool:
+    """Whether a server broke on a part of the request, and says so: it would again, and not without that part."""
+    return error.status >= 500 and any(names(error.said, part, error.status) for part in in_request(sent))
 
 
 def _retry_after(state: RetryCallState) -> float | None:

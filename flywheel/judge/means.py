@@ -10,9 +10,9 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final
 
 MONTH_SECONDS: Final = 30 * 86_400.0
 
@@ -57,9 +57,28 @@ _NAMED: Final = {
 }
 
 
-def names(said: str, what: str) -> bool:
+_NAMED_IN_A_FAILURE: Final = {
+    Means.SCHEMA.value: re.compile(r"response_?format|json_?schema|grammar", re.I),
+    Means.TOOL.value: re.compile(r"\btools? param|tool_choice", re.I),
+    TEMPERATURE: _NAMED[TEMPERATURE],
+    MAX_TOKENS: _NAMED[MAX_TOKENS],
+    SYSTEM: _NAMED[SYSTEM],
+}
+"""Servers that break where others refuse (llama.cpp, when a template raises) speak of much else that breaks."""
+
+
+def names(said: str, what: str, status: int = 400) -> bool:
     """Whether a refusal is about this: a means, or a parameter."""
-    return what in _NAMED and _NAMED[what].search(said) is not None
+    pattern = (_NAMED_IN_A_FAILURE if status >= 500 else _NAMED).get(what)
+    return pattern is not None and pattern.search(said) is not None
+
+
+def in_request(sent: Mapping[str, Any]) -> list[str]:
+    """The means and the parameters that a request has."""
+    found = [parameter for parameter in (SEED, TEMPERATURE, MAX_TOKENS) if parameter in sent]
+    found += [SYSTEM] if any(message["role"] == SYSTEM for message in sent["messages"]) else []
+    found += [Means.SCHEMA] if "response_format" in sent else []
+    return found + ([Means.TOOL] if "tools" in sent else [])
 
 
 class Learned:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import unicodedata
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Final
 
@@ -29,6 +31,17 @@ def check(pattern: str) -> None:
         raise PatternError(f"is no regular expression: {error}", error.pos) from None
     except (RecursionError, OverflowError) as error:
         raise ValueError(f"is no regular expression: {error}") from None
+
+
+def forms(text: str) -> Iterator[str]:
+    """The forms of a text in which something is looked for: as it is, and with composed characters and line feeds.
+
+    An é can be one character or two, and so can the end of a line; nobody sees which, and a pattern means both.
+    """
+    yield text
+    composed = unicodedata.normalize("NFC", text).replace("\r\n", "\n")
+    if composed != text:
+        yield composed
 
 
 def search(pattern: str, text: str, flags: int = 0) -> bool:

@@ -75,6 +75,25 @@ def test_the_first_filter_that_says_no_is_named(tmp_path: Path) -> None:
     assert (decision.filter, decision.reason) == ("python", "it is bad")
 
 
+@pytest.mark.parametrize(
+    ("params", "query", "answer", "kept"),
+    [
+        ({"min_answer_length": 1}, "q", "\u200b\ufeff \n", False),
+        ({"min_query_length": 1}, " \u200b", "a", False),
+        ({"min_query_length": 2}, " q ", "a", False),
+        ({"max_query_length": 3}, "  abc\n", "a", True),
+        ({"max_answer_length": 3}, "q", "\n\nabc\n", True),
+        ({"max_answer_length": 3}, "q", "abc\u200b", False),
+        ({"exclude": ["caf\u00e9"]}, "q", "cafe\u0301", False),
+        ({"exclude": ["(?m)^sorry$"]}, "q", "sorry\r\nbut", False),
+    ],
+)
+def test_rules_count_what_a_reader_sees(
+    tmp_path: Path, params: dict[str, Any], query: str, answer: str, kept: bool
+) -> None:
+    assert chain(tmp_path, {"type": "rules", "params": params}).apply(line(query, answer)).kept is kept
+
+
 def test_a_disabled_filter_has_no_effect(tmp_path: Path) -> None:
     off = chain(
         tmp_path,

@@ -146,7 +146,9 @@ def test_parameters_that_are_not_known_are_left_out_from_then_on(
     assert "takes no max_tokens" in caplog.text
 
 
-@pytest.mark.parametrize("behaviour", ["no temperature", "no max_tokens", "no system message"])
+@pytest.mark.parametrize(
+    "behaviour", ["no temperature", "no max_tokens", "no system message", "breaks on a system message"]
+)
 def test_a_judge_that_refuses_a_parameter_is_asked_without(make: Make, behaviour: str) -> None:
     with JudgeServer(behaviour=behaviour) as judge:
         grader = make(judge)
@@ -157,9 +159,24 @@ def test_a_judge_that_refuses_a_parameter_is_asked_without(make: Make, behaviour
     assert ("temperature" in last) is (behaviour != "no temperature")
     assert ("max_tokens" in last) is (behaviour != "no max_tokens")
     assert [each["role"] for each in last["messages"]] == (
-        ["user"] if behaviour == "no system message" else ["system", "user"]
+        ["user"] if "system message" in behaviour else ["system", "user"]
     )
     assert "response_format" in last, "that was not refused"
+
+
+def test_a_server_that_breaks_where_others_refuse_is_asked_by_other_means(make: Make) -> None:
+    with JudgeServer(behaviour="breaks on schema and tools") as judge:
+        grader = make(judge)
+        for _ in range(2):
+            assert grader.grade(GOOD).outcome is Outcome.ACCEPTED
+    assert judge.calls == 4, "one each for schema and tools, and the two that were answered"
+
+
+def test_a_failure_that_names_nothing_that_was_sent_is_a_failure(make: Make) -> None:
+    with JudgeServer(behaviour=["500", "breaks on a system message", "500", "good"]) as judge:
+        verdict = make(judge, max_attempts=4).grade(GOOD)
+    assert verdict.outcome is Outcome.ACCEPTED
+    assert judge.requests[-1]["messages"][0]["role"] == "system"
 
 
 @pytest.mark.parametrize(

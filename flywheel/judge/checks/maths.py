@@ -9,6 +9,7 @@ from flywheel.errors import CheckError
 from flywheel.judge.checks.found import Found, found
 from flywheel.judge.checks.maths_process import MathsProcess
 from flywheel.rubric import Criterion, Rubric
+from flywheel.rubric.length import seen
 from flywheel.verdict import Exchange
 
 SECONDS: Final = 10.0
@@ -17,6 +18,8 @@ LONGEST: Final = 2000
 """Characters of a result that is compared: what is longer is no result."""
 _BOXED: Final = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _GROUPED: Final = re.compile(r"(?<=\d)(?:[ \u00a0\u2009\u202f]|\\[,; ]|~|\{,\})(?=\d{3}(?!\d))")
+_NARROW: Final = {wide: wide - 0xFEE0 for wide in range(0xFF01, 0xFF5F)}
+"""Digits and signs as wide as a Chinese character, for those that are not."""
 _process = MathsProcess()
 
 
@@ -40,6 +43,7 @@ def equals_reference(criterion: Criterion, exchange: Exchange, _rubric: Rubric |
     given = boxed(exchange.answer)
     if given is None:
         return found(False, "the answer has no \\boxed{…}")
+    given, wanted = (seen(text).translate(_NARROW) for text in (given, wanted))
     if not given or len(given) > LONGEST:
         return found(False, "the answer's \\boxed{…} holds no result")
     holds = _plain(given) == _plain(wanted) or _process.equal(

@@ -7,6 +7,7 @@ import regex
 from flywheel.errors import CheckError
 from flywheel.judge.checks.found import Found, found
 from flywheel.rubric import Criterion, Rubric, pattern
+from flywheel.rubric.length import seen, trimmed
 from flywheel.verdict import Exchange
 
 
@@ -23,7 +24,9 @@ def search(wanted: str, text: str, named: str) -> bool:
 
 
 def _is_found(criterion: Criterion, exchange: Exchange) -> bool:
-    return search(str(criterion.value), exchange.answer, f"criterion {criterion.id}")
+    return any(
+        search(str(criterion.value), text, f"criterion {criterion.id}") for text in pattern.forms(exchange.answer)
+    )
 
 
 def regex_is_found(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> Found:
@@ -37,15 +40,16 @@ def regex_is_not_found(criterion: Criterion, exchange: Exchange, _rubric: Rubric
 
 
 def contains(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> Found:
-    holds = str(criterion.value) in exchange.answer
+    wanted = str(criterion.value)
+    holds = any(form in text for text in pattern.forms(exchange.answer) for form in pattern.forms(wanted))
     return found(holds, f"the text is {'found' if holds else 'not found'}")
 
 
 def is_long_enough(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> Found:
-    length = len(exchange.answer)
+    length = len(seen(exchange.answer))
     return found(length >= int(str(criterion.value)), f"{length} characters")
 
 
 def is_short_enough(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> Found:
-    length = len(exchange.answer)
+    length = len(trimmed(exchange.answer))
     return found(length <= int(str(criterion.value)), f"{length} characters")
