@@ -19,7 +19,7 @@ from flywheel.filtering.influence import Candidate, weigh, within_shares
 from flywheel.round import RoundSpec, RoundTask
 from flywheel.rubric import Rubric
 from flywheel.states import RoundState, Split
-from flywheel.store import deployments, influence, judging, rounds
+from flywheel.store import deployments, influence, rounds, samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,10 @@ def due(conn: Connection, config: Config, *, window: bool = False) -> Due:
     if wait := _backoff(conn, config):
         return Due(False, wait)
     with_images = config.training.takes_images
-    free = judging.count_free(conn, with_images=with_images)
-    held_out = judging.count_held_out(conn, with_images=with_images)
+    free = samples.count_free(conn, with_images=with_images)
     trigger = config.trigger
+    wanted = trigger.min_held_out or config.gate.min_tasks
+    held_out = samples.count_held_out(conn, with_images=with_images, most=wanted)
     needed = min(trigger.cron_min_samples, trigger.min_samples) if window else trigger.min_samples
     if free < needed:
         return Due(False, f"{free} of {needed} samples are free")
@@ -50,7 +51,7 @@ def due(conn: Connection, config: Config, *, window: bool = False) -> Due:
         back = free - len(choice)
         why = f"{back} more wait, held back by the shares of a round that `influence` allows"
         return Due(False, f"{len(choice)} of {needed} samples may be taken; {why}")
-    if held_out < (wanted := trigger.min_held_out or config.gate.min_tasks):
+    if held_out < wanted:
         return Due(False, f"{held_out} of {wanted} held-out tasks are judged")
     return Due(True, f"{'cron window' if window else 'min_samples'}: {free} samples are free")
 
@@ -107,12 +108,11 @@ def _check_base(conn: Connection, config: Config, attempted: str) -> None:
 def plan(conn: Connection, config: Config, rubric: Rubric, rounds_dir: Path, trigger: str) -> Row[Any]:
     """Reserve samples for a round and write it down. Raises TrainError when it cannot be."""
     _check_base(conn, config, "plan a round")
-    with_images = config.training.takes_images
-    if (held_out := judging.count_held_out(conn, with_images=with_images)) < config.gate.min_tasks:
+    with_images, needed = config.training.takes_images, config.gate.min_tasks
+    if (held_out := samples.count_held_out(conn, with_images=with_images, most=needed)) < needed:
         raise TrainError(
             "plan a round",
-            f"{held_out} held-out tasks are judged, and gate.min_tasks is {config.gate.min_tasks}: it could only be"
-            " rejected",
+            f"{held_out} held-out tasks are judged, and gate.min_tasks is {needed}: it could only be rejected",
             "Collect and judge more traces first, or lower gate.min_tasks. `flywheel round --debug` needs none.",
         )
     active = deployments.active(conn, config.model.alias)
@@ -159,8 +159,8 @@ def spec_of(conn: Connection, row: Row[Any], config: Config, rubric: Rubric) -> 
 
 def debug_spec(conn: Connection, config: Config, rubric: Rubric) -> RoundSpec:
     """A round that trains nothing and reserves nothing: it only shows rollouts and rewards."""
-    samples = rounds.free_samples(conn, config.training.prompts_per_step, with_images=config.training.takes_images)
-    if not samples:
+    free = samples.free_samples(conn, config.training.prompts_per_step, with_images=config.training.takes_images)
+    if not free:
         raise TrainError("try a round", "no accepted sample is free", "Collect and judge more traces first.")
     _check_base(conn, config, "try a round")
     active = deployments.active(conn, config.model.alias)
@@ -171,7 +171,7 @@ def debug_spec(conn: Connection, config: Config, rubric: Rubric) -> RoundSpec:
         debug=True,
         base_model=config.model.base,
         parent=rounds.adapter_ref(conn, active.adapter if active else None),
-        train=_tasks(conn, samples),
+        train=_tasks(conn, free),
         held_out=[],
         rubric=rubric.model_dump(mode="json"),
         settings=_settings(config),

@@ -13,7 +13,7 @@ from flywheel.config import Config, JsonlSource, OtlpSource
 from flywheel.daemon.lock import holder
 from flywheel.round import METRICS_FILE
 from flywheel.states import ReplyState, RoundState, TaskState
-from flywheel.store import deployments, funnel, judging, replicas, rounds
+from flywheel.store import deployments, funnel, judging, replicas, rounds, samples
 from flywheel.store.audit import balance
 from flywheel.store.ledger import SourceCounts
 
@@ -38,10 +38,10 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
         "tasks": {state.value: books.task_states.get(state, 0) for state in TaskState},
         "balance": books.ends,
         "balanced": books.balanced,
-        "free_samples": judging.count_free(conn, with_images=with_images),
+        "free_samples": samples.count_free(conn, with_images=with_images),
         "min_samples": config.trigger.min_samples,
-        "held_out": judging.count_held_out(conn, with_images=with_images),
-        "left_out": 0 if with_images else judging.count_with_images(conn),
+        "held_out": samples.count_held_out(conn, with_images=with_images),
+        "left_out": 0 if with_images else samples.count_with_images(conn),
         "due": judging.count_due(conn),
         "judge": {"error": funnel.noted(conn, funnel.JUDGE_NOTE), "usage": funnel.judge_usage(conn)},
         "waiting_for": funnel.noted(conn, funnel.ROUND_NOTE),

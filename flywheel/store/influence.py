@@ -9,7 +9,7 @@ from sqlalchemy import Connection, Row, exists, func, insert, select, update
 
 from flywheel.states import Split, TaskState
 from flywheel.store.bulk import chunks
-from flywheel.store.rounds import allowed
+from flywheel.store.samples import allowed
 from flywheel.store.schema import fingerprints, influences, tasks
 from flywheel.store.transitions import move
 

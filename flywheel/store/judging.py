@@ -7,7 +7,19 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Connection, Text, and_, exists, func, insert, or_, select, type_coerce, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Text,
+    and_,
+    exists,
+    func,
+    insert,
+    or_,
+    select,
+    type_coerce,
+    update,
+)
 
 from flywheel.batch import line_bytes, storable
 from flywheel.states import Split, TaskState
@@ -27,7 +39,7 @@ TRIABLE: Final = (TaskState.PENDING, TaskState.UNDECIDED, *DECIDED, TaskState.RE
 """Where tasks stand whose verdicts by two rubrics can be compared."""
 
 
-_NOT_OF_THE_JUDGE: Final = or_(verdicts.c.rubric_hash.startswith(CHAIN), verdicts.c.rubric_hash == PERSON)
+NOT_OF_THE_JUDGE: Final = or_(verdicts.c.rubric_hash.startswith(CHAIN), verdicts.c.rubric_hash == PERSON)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +72,7 @@ def count_decided(conn: Connection, rubric_hash: str, judge_hash: str) -> int:
 
 
 def count_triable(conn: Connection) -> int:
-    return _count(conn, _in(TRIABLE), ~_decided_by_others())
+    return _count(conn, _in(TRIABLE), ~decided_by_others())
 
 
 def claim(conn: Connection, limit: int, rubric_hash: str, judge_hash: str) -> list[Claimed]:
@@ -99,7 +111,7 @@ def decided(conn: Connection, limit: int, after: int, rubric_hash: str, judge_ha
 
 def triable(conn: Connection, limit: int, after: int, rubric_hash: str, judge_hash: str) -> list[Claimed]:
     """Tasks behind `after` that a rubric can be tried on, wherever they stand, the oldest first; nothing is moved."""
-    return _where_they_stand(conn, limit, after, TRIABLE, ~_decided_by_others(), rubric_hash, judge_hash)
+    return _where_they_stand(conn, limit, after, TRIABLE, ~decided_by_others(), rubric_hash, judge_hash)
 
 
 def _where_they_stand(
@@ -131,18 +143,18 @@ def _decided_otherwise(rubric_hash: str, judge_hash: str) -> ColumnElement[bool]
         verdicts.c.judge_hash == judge_hash,
         verdicts.c.outcome == tasks.c.state,
     )
-    return and_(~same, ~_decided_by_others())
+    return and_(~same, ~decided_by_others())
 
 
 def _in(states: Sequence[TaskState]) -> ColumnElement[bool]:
     return tasks.c.state.in_([state.value for state in states])
 
 
-def _decided_by_others() -> ColumnElement[bool]:
+def decided_by_others() -> ColumnElement[bool]:
     """A filter's or a person's verdict is the newest one."""
     times = select(func.max(verdicts.c.created_at)).where(verdicts.c.task_id == tasks.c.id)
-    others = times.where(_NOT_OF_THE_JUDGE).scalar_subquery()
-    judges = times.where(~_NOT_OF_THE_JUDGE).scalar_subquery()
+    others = times.where(NOT_OF_THE_JUDGE).scalar_subquery()
+    judges = times.where(~NOT_OF_THE_JUDGE).scalar_subquery()
     # A filter behind the judge has its say in the same moment.
     return and_(others.is_not(None), others >= func.coalesce(judges, ""))
 
@@ -212,7 +224,7 @@ def store_verdict(conn: Connection, task: int, verdict: Verdict, rubric_hash: st
     # person said before, which cost nothing.
     replaced = conn.execute(
         update(verdicts)
-        .where(same, or_(verdicts.c.outcome == Outcome.UNDECIDED.value, _NOT_OF_THE_JUDGE))
+        .where(same, or_(verdicts.c.outcome == Outcome.UNDECIDED.value, NOT_OF_THE_JUDGE))
         .values(
             calls=verdicts.c.calls + verdict.calls,
             prompt_tokens=verdicts.c.prompt_tokens + verdict.prompt_tokens,
@@ -272,28 +284,6 @@ def release_all(conn: Connection, why: str) -> int:
     """Give back what a process that died had claimed. Only the holder of the instance lock may call this."""
     ids = conn.execute(select(tasks.c.id).where(tasks.c.state == TaskState.JUDGING.value)).scalars().all()
     return release(conn, ids, why)
-
-
-def count_free(conn: Connection, *, with_images: bool = True) -> int:
-    """Samples that a round could take: accepted, on the training side."""
-    return _count_on(conn, Split.TRAIN, (TaskState.ACCEPTED,), with_images)
-
-
-def count_held_out(conn: Connection, *, with_images: bool = True) -> int:
-    """Held-out tasks with a verdict, either way: what the gate can ask."""
-    return _count_on(conn, Split.HELD_OUT, DECIDED, with_images)
-
-
-def count_with_images(conn: Connection) -> int:
-    """Free samples and held-out tasks with a verdict whose questions hold images."""
-    sides = ((Split.TRAIN, (TaskState.ACCEPTED,)), (Split.HELD_OUT, DECIDED))
-    return sum(_count(conn, _in(states), tasks.c.split == side.value, tasks.c.images) for side, states in sides)
-
-
-def _count_on(conn: Connection, side: Split, states: Sequence[TaskState], with_images: bool) -> int:
-    where = (_in(states), tasks.c.split == side.value)
-    # Both by an index alone: a count that asked every task for its images would look at every row.
-    return _count(conn, *where) - (0 if with_images else _count(conn, *where, tasks.c.images))
 
 
 def _count(conn: Connection, *where: ColumnElement[bool]) -> int:

@@ -4,34 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from sqlalchemy import (
-    ColumnElement,
     Connection,
     Row,
-    Text,
-    and_,
-    cast,
-    exists,
     func,
     insert,
-    or_,
     select,
-    true,
     update,
 )
 
 from flywheel.errors import TrainError
 from flywheel.round import AdapterRef, RoundResult
 from flywheel.states import AdapterState, RoundState, Split, TaskState
-from flywheel.store.schema import adapters, events, round_samples, rounds, tasks
+from flywheel.store.samples import free_samples, held_out, leave_out_images
+from flywheel.store.schema import adapters, round_samples, rounds, tasks
 from flywheel.store.transitions import move, move_all, record, utcnow
-
-LEFT_OUT: Final = "left out"
-"""What the history of a task says that no round takes."""
-WITH_IMAGE: Final = "its question holds an image, of which only a reference is kept (training.images)"
-_DECIDED: Final = (TaskState.ACCEPTED.value, TaskState.REJECTED.value)
 
 
 def live(conn: Connection) -> Row[Any] | None:
@@ -101,53 +90,10 @@ def plan(
     ]
     conn.execute(insert(round_samples), rows)
     if not with_images:
-        _leave_out_images(conn, name)
+        leave_out_images(conn, name)
     planned = by_name(conn, name)
     assert planned is not None
     return planned
-
-
-def _leave_out_images(conn: Connection, name: str) -> None:
-    told = exists().where(
-        events.c.kind == tasks.name, events.c.subject == cast(tasks.c.id, Text), events.c.new == LEFT_OUT
-    )
-    free = and_(tasks.c.state == TaskState.ACCEPTED.value, tasks.c.split == Split.TRAIN.value)
-    decided = and_(tasks.c.state.in_(_DECIDED), tasks.c.split == Split.HELD_OUT.value)
-    rows = conn.execute(select(tasks.c.id, tasks.c.state).where(tasks.c.images, or_(free, decided), ~told)).all()
-    for state in _DECIDED:
-        left_out = [str(row.id) for row in rows if row.state == state]
-        record(conn, tasks.name, left_out, TaskState(state), LEFT_OUT, f"of {name}: {WITH_IMAGE}")
-
-
-def allowed(*, with_images: bool) -> ColumnElement[bool]:
-    """Which tasks rounds may take as far as images go."""
-    return true() if with_images else ~tasks.c.images
-
-
-def free_samples(conn: Connection, limit: int, *, with_images: bool = True) -> list[int]:
-    """The oldest accepted tasks of the training side."""
-    return list(
-        conn.execute(
-            select(tasks.c.id)
-            .where(tasks.c.state == TaskState.ACCEPTED.value, tasks.c.split == Split.TRAIN.value)
-            .where(allowed(with_images=with_images))
-            .order_by(tasks.c.id)
-            .limit(limit)
-        ).scalars()
-    )
-
-
-def held_out(conn: Connection, limit: int, *, with_images: bool = True) -> list[int]:
-    """The newest held-out tasks with a verdict. Both verdicts count: only the good ones would flatter the model."""
-    return list(
-        conn.execute(
-            select(tasks.c.id)
-            .where(tasks.c.state.in_(_DECIDED), tasks.c.split == Split.HELD_OUT.value)
-            .where(allowed(with_images=with_images))
-            .order_by(tasks.c.id.desc())
-            .limit(limit)
-        ).scalars()
-    )
 
 
 def payloads(conn: Connection, ids: Sequence[int]) -> list[dict[str, Any]]:

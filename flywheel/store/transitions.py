@@ -59,9 +59,7 @@ def move_all(conn: Connection, row_ids: Iterable[int], old: StrEnum, new: StrEnu
     return [row_id for row_id in row_ids if move(conn, row_id, old, new, why)]
 
 
-def record(
-    conn: Connection, kind: str, subjects: Iterable[str], old: str | None, new: str, detail: str = ""
-) -> None:
+def record(conn: Connection, kind: str, subjects: Iterable[str], old: str | None, new: str, detail: str = "") -> None:
     """Write the history of `subjects`; nothing is ever deleted from it."""
     now = utcnow()
     # Plain strings: the driver asks any other kind how it wants to be stored, each time.

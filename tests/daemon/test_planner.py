@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, func, insert, select
+from sqlalchemy import Connection, func, insert, select, update
 
 from flywheel import content
 from flywheel.config import Config, parse
@@ -17,8 +17,9 @@ from flywheel.daemon.status import snapshot
 from flywheel.errors import ConfigError, TrainError
 from flywheel.round import RoundSpec
 from flywheel.states import AdapterState, DeploymentState, RoundState, Split
-from flywheel.store import audit, judging, ledger, lineage, rounds, schema
+from flywheel.store import audit, judging, ledger, lineage, rounds, samples, schema
 from flywheel.store.database import Store
+from flywheel.verdict import Outcome, Verdict
 from tests.samples import accepted, batch, rejected, replies_on
 
 RUBRIC = content.folder() / "rubrics" / "math-boxed.yaml"
@@ -232,3 +233,28 @@ async def test_a_margin_for_a_criterion_that_the_rubric_does_not_have_is_refused
     assert rubric_of(made(tmp_path, gate={"non_inferiority_margins": {"correct": 0.1}})).id == "math-boxed"
     with pytest.raises(ConfigError, match=r"math-boxed has no criterion corect\. Its criteria are boxed, correct"):
         rubric_of(made(tmp_path, gate={"non_inferiority_margins": {"corect": 0.1}}))
+
+
+async def test_what_a_filter_or_a_person_put_aside_is_not_asked_by_the_gate(tmp_path: Path, store: Store) -> None:
+    """A repeated question is no evidence of its own, and what a filter keeps from the judge is kept from it here."""
+
+    def put_aside(conn: Connection) -> None:
+        source = ledger.source_id(conn, "/a")
+        replies = replies_on(Split.TRAIN, 2) + replies_on(Split.HELD_OUT, 5)
+        ledger.record_batch(conn, source, batch(*replies), train_ratio=0.7, split_seed=42)
+        stopped = Verdict(Outcome.REJECTED, 0.0, reason="pii: an email address")
+        for number, task in enumerate(judging.claim(conn, 1000, "r", "j")):
+            # Two are stopped before the judge; one of them is judged after all, as what repeats a rejected one is.
+            hashes = ["r"] if number < 5 else ["chain:c"] if number == 5 else ["chain:c", "r"]
+            for place, rubric_hash in enumerate(hashes):
+                verdict = stopped if rubric_hash == "chain:c" else rejected() if number > 2 else accepted()
+                judging.store_verdict(conn, task.id, verdict, rubric_hash, "j")
+                where = (schema.verdicts.c.task_id == task.id, schema.verdicts.c.rubric_hash == rubric_hash)
+                conn.execute(update(schema.verdicts).where(*where).values(created_at=f"2026-01-01T00:00:0{place}"))
+            judging.apply(conn, task.id, verdict, 0.0)
+
+    await store.write(put_aside)
+    keys = {task.task_id for task in (await planned(store, made(tmp_path, gate={"min_tasks": 4}))).held_out}
+    states = await store.read(lambda conn: conn.execute(select(schema.tasks.c.key).order_by(schema.tasks.c.id)).all())
+    assert keys == {key for place, (key,) in enumerate(states) if place in (2, 3, 4, 6)}
+    assert await store.read(samples.count_held_out) == 4
