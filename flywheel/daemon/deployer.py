@@ -18,10 +18,11 @@ from flywheel.errors import FlywheelError, LockedError, ServeError
 from flywheel.files import tree_sha256
 from flywheel.round import AdapterRef, Probe
 from flywheel.serving.client import Replica
+from flywheel.serving.inspection import ask, look
 from flywheel.serving.key import key_of
 from flywheel.serving.report import RollbackError, SwapReport
 from flywheel.serving.retirement import retire
-from flywheel.serving.swap import ask, look, reconcile, rollback, swap
+from flywheel.serving.swap import Proven, reconcile, rollback, swap
 from flywheel.states import AdapterState, DeploymentState
 from flywheel.store import deployments, replicas, rounds
 from flywheel.store.database import Store
@@ -40,6 +41,7 @@ class Deployer:
         self._store = store
         self._config = config
         self._alias = config.model.alias
+        self._proven: dict[str, Proven] = {}
 
     @contextlib.asynccontextmanager
     async def _replicas(self, wait_seconds: float) -> AsyncIterator[list[Replica]]:
@@ -209,7 +211,8 @@ class Deployer:
             row = await self._store.read(rounds.adapter, adapter) if adapter else None
             probe = Probe.model_validate(row.probe) if row is not None and row.probe else None
             check = functools.partial(self._checked, adapter, f"load adapter {adapter} again")
-            report = await reconcile(servers, self._alias, _ref(row), probe, self._config.serving, check)
+            serving = self._config.serving
+            report = await reconcile(servers, self._alias, _ref(row), probe, serving, check, self._proven)
             await self._store.write(_noted, report)
             if not report.errors:
                 drain = self._config.serving.drain_seconds

@@ -23,12 +23,14 @@ MEASURED_AT_ONCE = 16
 @dataclass(frozen=True, slots=True)
 class Alias:
     """What an alias stands for on one replica: a model's name and, unless it is the base model, its directory and the
-    hash of its files. `sha256` is empty where none was written down, None where the server keeps none."""
+    hash of its files. `sha256` is empty where none was written down, None where the server keeps none. `instance` is
+    another after each start of the server, empty where it does not tell."""
 
     target: str
     path: str | None
     base_model: str
     sha256: str | None = None
+    instance: str = ""
 
 
 class Replica:
@@ -113,7 +115,7 @@ class Replica:
             raise no_middleware(attempted) from None
         if not base:
             raise no_middleware(attempted, "its alias middleware does not know FLYWHEEL_BASE_MODEL")
-        return Alias(target, path, base, sha256)
+        return Alias(target, path, base, sha256, str(answer.get("instance", "")))
 
     async def flip(
         self, alias: str, target: str, expected: str, path: str | None = None, sha256: str | None = None

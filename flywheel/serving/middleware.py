@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import json
 import os
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from json.decoder import JSONDecodeError
@@ -113,6 +114,8 @@ class AliasMiddleware:
         key = os.environ.get(KEY_VARIABLE)
         self._key = _digest(key.encode()) if key else None
         self._started = int(time.time())
+        # By it a client knows that the server was started anew.
+        self._instance = secrets.token_hex(8)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -192,6 +195,7 @@ class AliasMiddleware:
                     "paths": {target.name: target.path for target in targets.values() if target.path},
                     "digests": {target.name: target.sha256 for target in targets.values() if target.sha256},
                     "base_model": self._aliases.base_model,
+                    "instance": self._instance,
                 },
             )
         if scope["method"] != "PUT":

@@ -7,17 +7,17 @@ deployed is the caller's to remember; adapters' directories are never touched.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from flywheel.config import ServingSettings
 from flywheel.errors import FlywheelError, ServeError
 from flywheel.round import AdapterRef, Probe
-from flywheel.serving.client import Alias, Replica
+from flywheel.serving.client import QUICK_SECONDS, Alias, Replica
 from flywheel.serving.condition import Condition
+from flywheel.serving.inspection import if_healthy
 from flywheel.serving.probe import ProbeFigures, prove
 from flywheel.serving.report import ReplicaReport, RollbackError, SwapReport
 from flywheel.states import DeploymentState
@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Check = Callable[[], Awaitable[object]]
 """Raises ServeError when the files of the adapter must not be loaded."""
+Proven = tuple[str, str]
+"""What a replica was shown to answer with, and which start of its server that was."""
 
 
 class OnState(Protocol):
@@ -110,11 +112,6 @@ async def swap(
     return report
 
 
-async def ask(replicas: Sequence[Replica], alias: str) -> None:
-    """Raise ServeError when one of them cannot be asked what it serves."""
-    await _every([replica.alias(alias) for replica in replicas])
-
-
 async def rollback(
     replicas: Sequence[Replica], alias: str, adapter: AdapterRef | None, settings: ServingSettings
 ) -> SwapReport:
@@ -150,52 +147,25 @@ async def reconcile(
     probe: Probe | None,
     settings: ServingSettings,
     check: Check | None = None,
+    proven: MutableMapping[str, Proven] | None = None,
 ) -> SwapReport:
     """Bring replicas back to what is deployed: a restarted server has forgotten its adapters.
 
-    `check` is asked before the adapter's files are loaded again. Raises nothing for a replica that cannot be brought
-    back: its report says why. Not to be run during a swap.
+    `check` is asked before the adapter's files are loaded again. `proven` is what was proven last, by URL, kept
+    as it changes: what a server has served since its start, with whatever base model and precision, is proven once.
+    Raises nothing for a replica that cannot be brought back: its report says why. Not to be run during a swap.
     """
 
     async def bring_back(replica: Replica) -> ReplicaReport:
-        return await _if_healthy(replica, await _restore(replica, alias, adapter, probe, settings, check))
+        return await if_healthy(replica, await _restore(replica, alias, adapter, probe, settings, check, proven))
 
     reports = await asyncio.gather(*map(bring_back, replicas))
     return SwapReport(alias, _target(alias, adapter), tuple(reports))
 
 
-async def look(replicas: Sequence[Replica], alias: str) -> SwapReport:
-    """What replicas serve where nothing was ever deployed, so that nothing may be changed on them. Raises nothing."""
-
-    async def look_at(replica: Replica) -> ReplicaReport:
-        try:
-            found = await replica.alias(alias)
-        except ServeError as error:
-            return ReplicaReport.failed(replica.url, error)
-        if found.target != found.base_model:
-            unknown = ServeError(
-                f"account for {found.target} on {replica.url}",
-                f"{alias} stands for it there, and by this state nothing was ever deployed",
-                "If another state deployed it, set state.dir to that one; else let the base model answer: "
-                "`flywheel deploy base`.",
-            )
-            return ReplicaReport.failed(replica.url, unknown, serves=found.target, wanted=found.base_model)
-        return await _if_healthy(replica, ReplicaReport(replica.url, found.target, serves=found.target))
-
-    return SwapReport(alias, "", tuple(await asyncio.gather(*map(look_at, replicas))))
-
-
 def _unanswered(replica: Replica) -> ReplicaReport:
     error = f"{replica.url}: stopped before it had answered."
     return ReplicaReport(replica.url, error=error, condition=Condition.UNREACHABLE)
-
-
-async def _if_healthy(replica: Replica, report: ReplicaReport) -> ReplicaReport:
-    """The report; of a replica that answers for itself while its engine does not, that."""
-    if report.error or await replica.ready():
-        return report
-    error = ServeError(f"use {replica.url}", "it is not healthy", "Look at its log; restart it if its engine died.")
-    return dataclasses.replace(report, error=str(error), condition=Condition.UNREACHABLE)
 
 
 async def _prepare(
@@ -218,15 +188,22 @@ async def _restore(
     probe: Probe | None,
     settings: ServingSettings,
     check: Check | None = None,
+    proven: MutableMapping[str, Proven] | None = None,
 ) -> ReplicaReport:
     """Bring one replica to the version, whatever it serves; what cannot be done is in the report."""
     steps: list[_Step] = []
     try:
         await _prepare(replica, alias, adapter, steps, check)
         step = steps[0]
-        # Also when it was there already: it may be what failed its proof the last time.
-        if adapter is not None and probe is not None and (step.loaded or step.moves):
-            await _prove(step, probe, settings.probe_tolerance)
+        state = (step.target, step.before.instance)
+        if adapter is not None and probe is not None:
+            # Also when it was there already: it may be what failed its proof the last time.
+            if step.loaded or step.moves:
+                await _prove(step, probe, settings.probe_tolerance)
+            elif proven is not None and step.before.instance and proven.get(replica.url) != state:
+                await _prove_soon(step, probe, settings.probe_tolerance)
+        if proven is not None:
+            proven[replica.url] = state
         if step.moves or _lacks_digest(step.before, adapter):
             await step.flip(alias, adapter)
         return step.report()
@@ -243,6 +220,20 @@ def _lacks_digest(before: Alias, adapter: AdapterRef | None) -> bool:
 
 async def _prove(step: _Step, probe: Probe, tolerance: float) -> None:
     step.probe = await prove(step.replica, step.target, probe, tolerance)
+
+
+async def _prove_soon(step: _Step, probe: Probe, tolerance: float) -> None:
+    """The same of what serves already: while that takes, nothing else can be done with the servers."""
+    try:
+        async with asyncio.timeout(QUICK_SECONDS):
+            await _prove(step, probe, tolerance)
+    except TimeoutError:
+        raise ServeError(
+            f"prove {step.target} on {step.replica.url}",
+            f"its engine gave no answer within {QUICK_SECONDS:g} s",
+            "See whether the server is overloaded or hangs; it is asked again.",
+            retryable=True,
+        ).of_condition(Condition.UNREACHABLE) from None
 
 
 async def _still_there(step: _Step) -> None:

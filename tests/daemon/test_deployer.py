@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import shutil
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import Connection, insert, select
@@ -24,7 +26,7 @@ from flywheel.states import AdapterState, DeploymentState
 from flywheel.store import deployments, replicas, rounds, schema
 from flywheel.store.database import Store
 from flywheel.store.transitions import utcnow
-from tests.serving.fake_vllm import BASE, FakeVllm, replica
+from tests.serving.fake_vllm import BASE, FakeVllm, replica, running, with_middleware
 
 PROBE = Probe(prompt_token_ids=[1, 2, 3], token_ids=[4, 5], adapter_logprobs=[-0.5, -0.2], base_logprobs=[-3.0, -4.0])
 
@@ -499,3 +501,67 @@ async def test_where_nothing_was_deployed_servers_are_looked_at_and_left_alone(f
     assert await sightings(fleet) == [("ok", BASE), ("wrong adapter", R1)]
     await fleet.deployer.deploy(None, "as the message says")
     assert await fleet.targets() == [BASE, BASE]
+
+
+async def test_a_server_that_was_started_anew_with_its_adapter_is_proven_again_once(tmp_path: Path) -> None:
+    """By somebody who started it in another precision, say: the alias stands for the adapter from the start."""
+    app = FakeVllm({BASE: PROBE.base_logprobs})
+    started = Restarts(app, tmp_path / "aliases.json")
+    with running(started) as url:
+        config = parse(
+            {
+                "state": {"dir": str(tmp_path / "state")},
+                "sources": [],
+                "model": {"base": BASE, "alias": "agent"},
+                "serving": {"urls": [url], "drain_seconds": 0},
+            },
+            "test",
+            tmp_path,
+        )
+        store = await Store.open(config.state_dir)
+        path = tmp_path / "r0001"
+        path.mkdir()
+        (path / "weights").write_text("1")
+        app.weights[str(path)] = PROBE.adapter_logprobs
+        await store.write(put_adapter, 1, path)
+        daemon = Deployer(store, config)
+        await daemon.deploy("r0001", "test")
+
+        async def condition() -> str:
+            await daemon.reconcile()
+            return str((await store.read(replicas.noted, "agent"))[url]["condition"])
+
+        def proofs() -> int:
+            return app.calls.count("POST /v1/completions")
+
+        assert await condition() == "ok"
+        before = proofs()
+        assert await condition() == "ok"
+        assert proofs() == before, "what is proven is not measured again"
+        started.anew()
+        app.weights[str(path)] = PROBE.base_logprobs
+        for _ in range(2):
+            assert await condition() == "wrong weights"
+        app.weights[str(path)] = PROBE.adapter_logprobs
+        assert await condition() == "ok"
+        before = proofs()
+        assert await condition() == "ok"
+        assert proofs() == before
+        await store.close()
+
+
+class Restarts:
+    """A server behind the middleware, which can be made anew as a restart of both makes it."""
+
+    def __init__(self, app: FakeVllm, aliases: Path) -> None:
+        self.app, self.aliases = app, aliases
+        self.anew()
+
+    def anew(self) -> None:
+        names = json.dumps(list(self.app.loaded))
+        self.serving = with_middleware(
+            self.app, FLYWHEEL_ALIAS_FILE=str(self.aliases), FLYWHEEL_LOADED_ADAPTERS=names
+        )
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self.serving(scope, receive, send)

@@ -33,10 +33,11 @@ async def test_load_flip_unload(client: Replica, tmp_path: Path) -> None:
     assert await client.load("agent@r0001", path) is True
     assert await client.load("agent@r0001", path) is False
     assert await client.models() == {BASE: "/models/tiny", "agent@r0001": path}
-    assert await client.alias("agent") == Alias(BASE, None, BASE, "")
+    instance = (await client.alias("agent")).instance
+    assert await client.alias("agent") == Alias(BASE, None, BASE, "", instance)
     await client.flip("agent", "agent@r0001", BASE, path, "a hash")
-    assert await client.alias("agent") == Alias("agent@r0001", path, BASE, "a hash")
-    assert await client.alias("never-set") == Alias(BASE, None, BASE, "")
+    assert await client.alias("agent") == Alias("agent@r0001", path, BASE, "a hash", instance)
+    assert await client.alias("never-set") == Alias(BASE, None, BASE, "", instance)
     assert await client.unload("agent@r0001") is True
     assert await client.unload("agent@r0001") is False
 

@@ -1,0 +1,49 @@
+"""Inspection: what replicas serve and whether they are well, without changing anything on them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+
+from flywheel.errors import ServeError
+from flywheel.serving.client import Replica
+from flywheel.serving.condition import Condition
+from flywheel.serving.report import ReplicaReport, SwapReport
+
+
+async def ask(replicas: Sequence[Replica], alias: str) -> None:
+    """Raise ServeError when one of them cannot be asked what it serves."""
+    asked = await asyncio.gather(*(replica.alias(alias) for replica in replicas), return_exceptions=True)
+    for answer in asked:
+        if isinstance(answer, BaseException):
+            raise answer
+
+
+async def look(replicas: Sequence[Replica], alias: str) -> SwapReport:
+    """What replicas serve where nothing was ever deployed, so that nothing may be changed on them. Raises nothing."""
+
+    async def look_at(replica: Replica) -> ReplicaReport:
+        try:
+            found = await replica.alias(alias)
+        except ServeError as error:
+            return ReplicaReport.failed(replica.url, error)
+        if found.target != found.base_model:
+            unknown = ServeError(
+                f"account for {found.target} on {replica.url}",
+                f"{alias} stands for it there, and by this state nothing was ever deployed",
+                "If another state deployed it, set state.dir to that one; else let the base model answer: "
+                "`flywheel deploy base`.",
+            )
+            return ReplicaReport.failed(replica.url, unknown, serves=found.target, wanted=found.base_model)
+        return await if_healthy(replica, ReplicaReport(replica.url, found.target, serves=found.target))
+
+    return SwapReport(alias, "", tuple(await asyncio.gather(*map(look_at, replicas))))
+
+
+async def if_healthy(replica: Replica, report: ReplicaReport) -> ReplicaReport:
+    """The report; of a replica that answers for itself while its engine does not, that."""
+    if report.error or await replica.ready():
+        return report
+    error = ServeError(f"use {replica.url}", "it is not healthy", "Look at its log; restart it if its engine died.")
+    return dataclasses.replace(report, error=str(error), condition=Condition.UNREACHABLE)
