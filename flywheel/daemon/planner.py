@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -14,7 +15,7 @@ from sqlalchemy import Connection, Row
 from flywheel.config import Config
 from flywheel.daemon.judge_setup import chain_of, judge_settings
 from flywheel.errors import TrainError
-from flywheel.filtering.chain import influence_of
+from flywheel.filtering.chain import influence_of, redactor_of
 from flywheel.filtering.influence import Candidate, weigh, within_shares
 from flywheel.round import RoundSpec, RoundTask
 from flywheel.rubric import Rubric
@@ -150,8 +151,8 @@ def spec_of(conn: Connection, row: Row[Any], config: Config, rubric: Rubric) -> 
         debug=False,
         base_model=config.model.base,
         parent=rounds.adapter_ref(conn, row.parent),
-        train=_tasks(conn, rounds.samples_of(conn, row.id, Split.TRAIN)),
-        held_out=_tasks(conn, rounds.samples_of(conn, row.id, Split.HELD_OUT)),
+        train=_tasks(conn, rounds.samples_of(conn, row.id, Split.TRAIN), config),
+        held_out=_tasks(conn, rounds.samples_of(conn, row.id, Split.HELD_OUT), config),
         rubric=rubric.model_dump(mode="json"),
         settings=_settings(config),
     )
@@ -171,7 +172,7 @@ def debug_spec(conn: Connection, config: Config, rubric: Rubric) -> RoundSpec:
         debug=True,
         base_model=config.model.base,
         parent=rounds.adapter_ref(conn, active.adapter if active else None),
-        train=_tasks(conn, free),
+        train=_tasks(conn, free, config),
         held_out=[],
         rubric=rubric.model_dump(mode="json"),
         settings=_settings(config),
@@ -183,8 +184,12 @@ def _settings(config: Config) -> dict[str, Any]:
     return config.model_copy(update={"judge": judge_settings(config, chain_of(config))}).model_dump(mode="json")
 
 
-def _tasks(conn: Connection, ids: list[int]) -> list[RoundTask]:
+def _tasks(conn: Connection, ids: list[int], config: Config) -> list[RoundTask]:
     rejected = rounds.rejected(conn, ids)
+    lines: Iterable[dict[str, Any]] = rounds.payloads(conn, ids)
+    if (redact := redactor_of(config.filter.chain)) is not None:
+        # They may have been stored and judged before the chain had the filter.
+        lines = map(redact, lines)
     return [
         RoundTask(
             task_id=line["task_id"],
@@ -195,7 +200,7 @@ def _tasks(conn: Connection, ids: list[int]) -> list[RoundTask]:
             tools=orjson.loads(line["metadata"]["tools_json"]),
             reference=line["metadata"].get("reference", ""),
         )
-        for line in rounds.payloads(conn, ids)
+        for line in lines
     ]
 
 

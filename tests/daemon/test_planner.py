@@ -258,3 +258,24 @@ async def test_what_a_filter_or_a_person_put_aside_is_not_asked_by_the_gate(tmp_
     states = await store.read(lambda conn: conn.execute(select(schema.tasks.c.key).order_by(schema.tasks.c.id)).all())
     assert keys == {key for place, (key,) in enumerate(states) if place in (2, 3, 4, 6)}
     assert await store.read(samples.count_held_out) == 4
+
+
+async def test_samples_of_before_the_chain_had_pii_lose_their_personal_data(tmp_path: Path, store: Store) -> None:
+    """They would be learned by the policy, and shown to the judge with every rollout."""
+
+    def with_address(conn: Connection) -> None:
+        source = ledger.source_id(conn, "/a")
+        replies = replies_on(Split.TRAIN, 1, query="Write to jo@example.com.", answer="jo@example.com it is")
+        replies += replies_on(Split.HELD_OUT, 1, query="Who reads the letters that jo@example.com is sent?")
+        ledger.record_batch(conn, source, batch(*replies), train_ratio=0.7, split_seed=42)
+        for task in judging.claim(conn, 1000, "r", "j"):
+            judging.settle(conn, task.id, accepted(), "r", "j", 0.0)
+
+    await store.write(with_address)
+    chain = tmp_path / "chain.yaml"
+    chain.write_text("id: c\nfilters: [{type: pii}]\n")
+    config = made(tmp_path, filter={"rubric": str(RUBRIC), "chain": str(chain)})
+    debug = await store.read(planner.debug_spec, config, rubric_of(config))
+    for spec in (debug, await planned(store, config)):
+        assert "[EMAIL_1]" in spec.train[0].query
+        assert "jo@example.com" not in spec.model_dump_json()
