@@ -25,6 +25,8 @@ ROUND_COLUMNS = ("round", "state", "reward", "held-out score", "why")
 WATCH_SECONDS = 1.0
 FEW_ROUNDS = 3
 """The newest, which stand first."""
+WIDE = 100
+"""From so many columns on, a table of rounds has room for its last column."""
 
 
 class _Parts(NamedTuple):
@@ -40,7 +42,7 @@ def show(state: dict[str, Any]) -> None:
 
     console = Console()
     if console.is_terminal:
-        console.print(_whole(state))
+        console.print(_whole(state, console.width))
     else:
         typer.echo(_plain(state))
 
@@ -77,7 +79,7 @@ def _without_looks(state: dict[str, Any]) -> dict[str, Any]:
 
 def fitted(state: dict[str, Any], console: Console) -> RenderableType:
     """As much of it as the terminal has lines for."""
-    *richer, poorest = _forms(state)
+    *richer, poorest = _forms(state, console.width)
     return next((form for form in richer if _lines(form, console) < console.height), poorest)
 
 
@@ -85,18 +87,18 @@ def _lines(form: RenderableType, console: Console) -> int:
     return len(console.render_lines(form, pad=False))
 
 
-def _forms(state: dict[str, Any]) -> Iterator[RenderableType]:
+def _forms(state: dict[str, Any], width: int) -> Iterator[RenderableType]:
     """The richest first."""
     from rich.console import Group
 
-    yield _whole(state)
+    yield _whole(state, width)
     short = _Parts(
         [("source", _short(source)) for source in state["sources"]],
         [("server", replica_line(replica)) for replica in state["replicas"]],
     )
     hint: Fact = ("", "(shortened to this screen: `flywheel status` shows all)")
     for most in (len(state["rounds"]), FEW_ROUNDS):
-        yield Group(_table(_facts(state, short), state, most), grid([hint]))
+        yield Group(_with_rounds(_facts(state, short), state, most, width), grid([hint]))
     yield grid([*_facts(state, short), hint])
     together = _Parts(
         _counted("sources", state["sources"], "read"), _counted("servers", state["replicas"], "looked at")
@@ -114,8 +116,8 @@ def _counted(name: str, each: list[dict[str, Any]], done: str) -> list[Fact]:
     return [(name, f"{len(each)}: {counted(conditions)}")]
 
 
-def _whole(state: dict[str, Any]) -> RenderableType:
-    return _table(_facts(state, _in_full(state)), state, len(state["rounds"]))
+def _whole(state: dict[str, Any], width: int) -> RenderableType:
+    return _with_rounds(_facts(state, _in_full(state)), state, len(state["rounds"]), width)
 
 
 def _in_full(state: dict[str, Any]) -> _Parts:
@@ -125,17 +127,26 @@ def _in_full(state: dict[str, Any]) -> _Parts:
     )
 
 
-def _table(facts: list[Fact], state: dict[str, Any], most: int) -> RenderableType:
+def _with_rounds(facts: list[Fact], state: dict[str, Any], most: int, width: int) -> RenderableType:
+    """The facts, and the newest rounds: in a table, or where that would be all folds, as facts too."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     if not state["rounds"]:
         return grid(facts)
+    if width < WIDE:
+        return grid([*facts, *(_round_fact(row) for row in islice(_rounds(state), most))])
     rounds = Table(*ROUND_COLUMNS)
     for row in islice(_rounds(state), most):
         rounds.add_row(*(Text(value, overflow="fold") for value in row))
     return Group(grid(facts), rounds)
+
+
+def _round_fact(row: tuple[str, ...]) -> Fact:
+    name, stands, *figures, why = row
+    told = [f"{column} {figure}" for column, figure in zip(ROUND_COLUMNS[2:], figures, strict=False) if figure != "–"]
+    return name, "\n".join(filter(None, (", ".join([stands, *told]), why)))
 
 
 def _plain(state: dict[str, Any]) -> str:

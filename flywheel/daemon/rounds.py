@@ -65,6 +65,7 @@ class Rounds:
         directory = self._config.state_dir / "rounds"
         row = await self._store.write(planner.plan, self._config, self._rubric, directory, trigger)
         log.info("%s is planned: %s", row.name, trigger)
+        await self._note("")
         return str(row.name)
 
     def _shortfall(self, conn: Connection) -> str | None:

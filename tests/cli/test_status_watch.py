@@ -41,8 +41,8 @@ def folder(tmp_path: Path, flywheel: Run, monkeypatch: pytest.MonkeyPatch) -> Pa
     return tmp_path
 
 
-def shown(state: dict[str, Any], lines: int) -> list[str]:
-    console = Console(width=80, height=lines, record=True, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115, PTH123
+def shown(state: dict[str, Any], lines: int, columns: int = 80) -> list[str]:
+    console = Console(width=columns, height=lines, record=True, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115, PTH123
     with console.file:
         console.print(fitted(state, console))
     return console.export_text().splitlines()
@@ -76,6 +76,27 @@ def test_what_fits_is_whole(flywheel: Run, folder: Path, lines: int, rounds: int
     if lines >= 60 and not rounds:
         assert text.count("longest read") == SOURCES
     assert ("r0020" in text) == (rounds > 0 and lines >= 30)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 99, 100, 160])
+def test_a_round_is_told_in_few_lines_on_any_terminal(flywheel: Run, folder: Path, columns: int) -> None:
+    state = flywheel("status", "--json").json
+    state["rounds"] = [
+        {
+            "round": "r0001",
+            "state": "promoted",
+            "comparison": {"deployed_mean": 0.29, "candidate_mean": 0.54},
+            "reward_first": 0.42,
+            "reward_last": 0.53,
+            "reason": "better: gain +0.250, 95% interval +0.179 to +0.321; candidate 0.542, deployed 0.292",
+            "trigger": "by hand",
+        }
+    ]
+    found = shown(state, 60, columns)
+    assert all(len(line) <= columns for line in found)
+    [first] = [place for place, line in enumerate(found) if "r0001" in line]
+    told = " ".join(" ".join(found[first : first + 4]).split())
+    assert all(part in told for part in ("0.42 → 0.53", "0.29 → 0.54", "deployed 0.292"))
 
 
 def test_a_terminal_shows_it_at_once(folder: Path) -> None:

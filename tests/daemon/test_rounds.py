@@ -22,7 +22,7 @@ from flywheel.files import tree_sha256, write_json
 from flywheel.judge.rubric_file import load_rubric
 from flywheel.round import AdapterRef, Comparison, Probe, RoundResult, Score
 from flywheel.states import RoundState, Split
-from flywheel.store import audit, deployments, judging, ledger, lineage, rounds
+from flywheel.store import audit, deployments, funnel, judging, ledger, lineage, rounds
 from flywheel.store.database import Store
 from flywheel.store.transitions import move
 from tests.samples import accepted, batch, rejected, replies_on
@@ -153,6 +153,12 @@ async def test_a_candidate_that_is_not_shown_to_be_better_changes_nothing_on_the
     assert row is not None
     assert "not shown to be better" in row.reason
     assert (await wheel.books())["consumed"] == 6
+
+
+async def test_nothing_is_waited_for_once_a_round_is_planned(wheel: Wheel) -> None:
+    await wheel.store.write(funnel.note, funnel.ROUND_NOTE, "3 of 4 samples are free")
+    assert await wheel.rounds.start_due()
+    assert not await wheel.store.read(funnel.noted, funnel.ROUND_NOTE)
 
 
 async def test_a_refused_round_says_why(wheel: Wheel) -> None:
