@@ -132,14 +132,21 @@ def plan(conn: Connection, config: Config, rubric: Rubric, rounds_dir: Path, tri
     )
 
 
-def begin(conn: Connection, row: Row[Any], config: Config) -> Row[Any]:
-    """A planned round that is about to start: it goes on from what serves now, whatever did when it was planned.
+def begin(conn: Connection, row: Row[Any], config: Config, rubric: Rubric) -> Row[Any]:
+    """A planned round that is about to start: it goes on from what serves now, by the settings and the rubric of now,
+    whatever they were when it was planned.
 
     Raises TrainError when that belongs to another base model.
     """
     _check_base(conn, config, f"start {row.name}")
     active = deployments.active(conn, config.model.alias)
-    return rounds.go_on_from(conn, row.name, active.adapter if active else None)
+    return rounds.go_on_from(
+        conn,
+        row.name,
+        active.adapter if active else None,
+        config_hash=config_hash(config),
+        rubric_hash=rubric.hash,
+    )
 
 
 def spec_of(conn: Connection, row: Row[Any], config: Config, rubric: Rubric) -> RoundSpec:

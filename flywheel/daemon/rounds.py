@@ -101,8 +101,11 @@ class Rounds:
 
     async def _start(self, row: Row[Any]) -> bool:
         try:
-            row = await self._store.write(planner.begin, row, self._config)
+            row = await self._store.write(planner.begin, row, self._config, self._rubric)
             spec = await self._store.read(planner.spec_of, row, self._config, self._rubric)
+            for stray in await asyncio.to_thread(WorkerProcess.strays, Path(row.dir)):
+                log.warning("%s: a worker (process %d) that nobody watches is stopped", row.name, stray.pid)
+                await stray.stop()
             self._worker = await WorkerProcess.start(Path(row.dir), spec)
         except TrainError as error:
             await self._fail(row, RoundState.PLANNED, str(error))

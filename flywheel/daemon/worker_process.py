@@ -63,6 +63,12 @@ class WorkerProcess:
             return None
         return cls(round_dir, pid, None)
 
+    @classmethod
+    def strays(cls, round_dir: Path) -> list[WorkerProcess]:
+        """Workers of a round that has none: their daemon was killed before it could write down what it started."""
+        pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+        return [cls(round_dir, pid, None) for pid in pids if _is_worker(pid, round_dir)]
+
     async def wait(self) -> None:
         """Until it has ended, however it did."""
         if self._process is not None:

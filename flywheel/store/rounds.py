@@ -117,9 +117,10 @@ def samples_of(conn: Connection, round_id: int, split: Split) -> list[int]:
     )
 
 
-def go_on_from(conn: Connection, name: str, parent: str | None) -> Row[Any]:
+def go_on_from(conn: Connection, name: str, parent: str | None, *, config_hash: str, rubric_hash: str) -> Row[Any]:
     """The round, which is trained from that adapter and compared with it; None is the base model."""
-    conn.execute(update(rounds).where(rounds.c.name == name).values(parent=parent))
+    now = {"parent": parent, "config_hash": config_hash, "rubric_hash": rubric_hash}
+    conn.execute(update(rounds).where(rounds.c.name == name).values(**now))
     row = by_name(conn, name)
     assert row is not None
     return row

@@ -131,7 +131,7 @@ async def test_a_round_goes_on_from_what_serves_when_it_starts(tmp_path: Path, s
     row = await store.write(planner.plan, config, rubric, config.state_dir / "rounds", "test")
     assert row.parent is None
     await store.write(deployed, "/models/a", 7)
-    row = await store.write(planner.begin, row, config)
+    row = await store.write(planner.begin, row, config, rubric)
     spec = await store.read(planner.spec_of, row, config, rubric)
     assert spec.parent is not None
     live = await store.read(rounds.live)
@@ -279,3 +279,17 @@ async def test_samples_of_before_the_chain_had_pii_lose_their_personal_data(tmp_
     for spec in (debug, await planned(store, config)):
         assert "[EMAIL_1]" in spec.train[0].query
         assert "jo@example.com" not in spec.model_dump_json()
+
+
+async def test_a_round_is_recorded_with_the_rubric_that_it_is_graded_by(tmp_path: Path, store: Store) -> None:
+    """The daemon can be started again with another one while a round is planned."""
+    await store.write(judged, 2, 1)
+    config = made(tmp_path)
+    earlier = rubric_of(config)
+    row = await store.write(planner.plan, config, earlier, config.state_dir / "rounds", "test")
+    other = made(tmp_path, filter={"rubric": str(RUBRIC.with_name("qa-quality.yaml"))})
+    rubric = rubric_of(other)
+    assert rubric.hash != earlier.hash
+    row = await store.write(planner.begin, row, other, rubric)
+    assert (await store.read(planner.spec_of, row, other, rubric)).rubric["id"] == "qa-quality"
+    assert (row.rubric_hash, row.config_hash) == (rubric.hash, planner.config_hash(other))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -405,3 +407,26 @@ async def test_a_stop_at_any_moment_leaves_a_planned_round_and_no_worker(
     assert (await wheel.books())["reserved"] == 6
     pids = (tmp_path / "pids").read_text().split() if (tmp_path / "pids").exists() else []
     assert [pid for pid in pids if Path("/proc", pid).exists()] == []
+
+
+async def test_a_worker_that_a_killed_daemon_had_just_started_is_stopped(
+    wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The round is still planned: nobody knows of it, and its lock would make every other worker fail."""
+    name = await wheel.rounds.plan("test")
+    directory = wheel.config.state_dir / "rounds" / name
+    code = "import time; print('up', flush=True); time.sleep(600)"
+    command = [sys.executable, "-c", code, "flywheel.worker", str(directory)]
+    worker = tmp_path / "worker"
+    refused = '{"round_id": "r0001", "outcome": "refused", "reason": "no spread"}'
+    worker.write_text(f"#!/bin/sh\necho '{refused}' > \"$3/result.json\"\n")
+    worker.chmod(0o755)
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as stray:
+        assert stray.stdout is not None
+        assert stray.stdout.readline() == b"up\n"
+        monkeypatch.setattr(sys, "executable", str(worker))
+        try:
+            assert await wheel.rounds.finish_live() is RoundState.REJECTED
+            assert stray.wait(30) == -signal.SIGTERM
+        finally:
+            stray.kill()
