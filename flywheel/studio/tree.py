@@ -9,7 +9,7 @@ span.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from typing import Final
 
@@ -65,24 +65,23 @@ class Tree:
         """The missing parents that must be agents."""
         self._placements: dict[str, Placement] | None = None
 
-    def ancestors(self, span: Span) -> Iterator[Span]:
-        """From the parent up to the root."""
-        seen = {span.span_id}
-        parent = self.spans.get(span.parent_id)
-        while parent is not None and parent.span_id not in seen:
-            yield parent
-            seen.add(parent.span_id)
-            parent = self.spans.get(parent.parent_id)
-
     def cyclic(self) -> list[Span]:
         """The spans that are their own ancestors."""
         if self._is_plain:
             return []
-        return [span for span in self.spans.values() if self._reaches_itself(span)]
-
-    def _reaches_itself(self, span: Span) -> bool:
-        *_, top = (span, *self.ancestors(span))
-        return top.parent_id == span.span_id
+        seen: set[str] = set()
+        circles: set[str] = set()
+        for span in self.spans.values():
+            line: dict[str, None] = {}
+            above: Span | None = span
+            while above is not None and above.span_id not in seen:
+                seen.add(above.span_id)
+                line[above.span_id] = None
+                above = self.spans.get(above.parent_id)
+            if above is not None and above.span_id in line:
+                way = list(line)
+                circles.update(way[way.index(above.span_id) :])
+        return [span for span in self.spans.values() if span.span_id in circles]
 
     def own(self, agent_id: str) -> list[Span]:
         """The spans of one agent in the order they began, without those of agents it called as tools.
@@ -121,16 +120,33 @@ class Tree:
     def _placed(self) -> dict[str, Placement]:
         placed: dict[str, Placement] = {}
         beside: dict[str, list[Span]] = {}
+        known: dict[str, tuple[Span, bool]] = {}
         for agent in self.agents:
-            line = list(self.ancestors(agent))
-            top = line[-1] if line else agent
-            if any(span.kind is SpanKind.AGENT for span in line) or self._below_missing_agent(top, agent):
+            top, is_below_agent = self._above(agent, known)
+            if is_below_agent or self._below_missing_agent(top, agent):
                 placed[agent.span_id] = Placement(Role.NESTED, agent)
             else:
                 beside.setdefault(top.parent_id or top.span_id, []).append(agent)
         for agents in beside.values():
             placed |= _pipeline(agents)
         return placed
+
+    def _above(self, span: Span, known: dict[str, tuple[Span, bool]]) -> tuple[Span, bool]:
+        """The span at the top of the ancestors, and whether one of them is an agent; `known` has some already."""
+        line: list[Span] = []
+        here = span
+        while here.span_id not in known:
+            parent = self.spans.get(here.parent_id)
+            if parent is None:
+                known[here.span_id] = (here, False)
+                break
+            line.append(here)
+            here = parent
+        for below in reversed(line):
+            top, is_below_agent = known[here.span_id]
+            known[below.span_id] = (top, is_below_agent or here.kind is SpanKind.AGENT)
+            here = below
+        return known[span.span_id]
 
     def _below_missing_agent(self, top: Span, agent: Span) -> bool:
         """Whether the trace ends above `agent` where an agent must have been that never arrived."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 from flywheel.studio import attributes as at
@@ -36,6 +38,7 @@ class Work:
         while self._aside and self._aside[-1] == last:
             self._aside.pop()
             last -= 1
+        self._results = _Results(self.models)
 
     def of_models(self) -> dict[str, Any]:
         """What the model calls say together, by the names of a reply's fields."""
@@ -99,7 +102,7 @@ class Work:
                     tool = _taken(unused, one["id"], name, until)
                     if name in FINISH_FUNCTIONS:
                         continue
-                    result = tool.result if tool is not None else self._returned(one["id"], place + 1)
+                    result = tool.result if tool is not None else self._results.after(place, one["id"])
                     if result is not None:
                         steps.append(_tool_step(one["id"], name, result))
         for tool in unused:
@@ -109,15 +112,6 @@ class Work:
                 if (result := tool.result) is not None:
                     steps.append(_tool_step(tool.id or tool.span.span_id, tool.name, result))
         return tuple(without_finish(steps)) if steps else ()
-
-    def _returned(self, call_id: str, start: int) -> str | None:
-        """What a call without a span of its own returned: from what the next model calls were given."""
-        for span in self.models[start:]:
-            # The last of that id: some models number their calls from 0 in every answer.
-            for message in reversed(at.conversation(span)):
-                if message["role"] == "tool" and message["tool_call_id"] == call_id:
-                    return str(message["content"])
-        return None
 
     def errors(self, steps: Sequence[ChatMessage]) -> tuple[str, ...]:
         """The model and tool calls that failed, with the reason; a failed call may have been made again since."""
@@ -157,6 +151,43 @@ class Work:
     def texts(self) -> list[str]:
         """The text of each answer of a model."""
         return [text_of(message) for message in self.said if message]
+
+
+class _Results:
+    """What calls without a span of their own returned: from what the next model calls were given.
+
+    Each of these is looked at once, and only when it is needed: there may be thousands, each repeating the last.
+    """
+
+    def __init__(self, models: Sequence[Span]) -> None:
+        self._models = models
+        self._read = 0
+        self._runs: dict[str, list[tuple[int, str]]] = {}
+        """By the id of a call: the last of the model calls that were given one result, and that result."""
+
+    def after(self, place: int, call_id: str) -> str | None:
+        """What the first model call behind `place` that was given a result of that call was given. To be asked for
+        places that do not go down."""
+        self._read = max(self._read, place + 1)
+        while (found := self._known(place, call_id)) is None and self._read < len(self._models):
+            # The last of each id: some models number their calls from 0 in every answer.
+            given = {
+                message["tool_call_id"]: str(message["content"])
+                for message in at.conversation(self._models[self._read])
+                if message["role"] == "tool"
+            }
+            for one, result in given.items():
+                runs = self._runs.setdefault(one, [])
+                if runs and runs[-1][1] == result:
+                    runs.pop()
+                runs.append((self._read, result))
+            self._read += 1
+        return found
+
+    def _known(self, place: int, call_id: str) -> str | None:
+        runs = self._runs.get(call_id, ())
+        behind = bisect_right(runs, place, key=itemgetter(0))
+        return runs[behind][1] if behind < len(runs) else None
 
 
 def _taken(tools: list[at.ToolUse], call_id: str, name: str, until_ns: int | None) -> at.ToolUse | None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from flywheel.studio import attributes as at
+from flywheel.studio.span import Span
 from flywheel.trace import ChatMessage, Reply
 from tests.studio.reading import by_id, read_all
 from tests.studio.writer import Studio, agent, chat, message, part, tool
@@ -142,3 +144,30 @@ def test_results_in_the_genai_form_have_text_id_and_name(tmp_path: Path) -> None
         ("c1", "add", "3"),
         ("c2", "look", '{"found": true}'),
     ]
+
+
+def test_what_a_model_call_was_given_is_looked_through_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many calls there are without a span of their own, and without a result."""
+    looked: list[str] = []
+    conversation = at.conversation
+
+    def counted(span: Span) -> list[ChatMessage]:
+        looked.append(span.span_id)
+        return conversation(span)
+
+    monkeypatch.setattr(at, "conversation", counted)
+    spans = [agent("a", "q", "fine", began=0, ended=100)]
+    given = list(ASKED)
+    for place in range(10):
+        calls = [call(f"c{place}-{number}") for number in range(20)]
+        spans.append(chat(f"m{place}", given, said(*calls), parent="a", began=place, ended=place + 0.5))
+        given = [
+            *given,
+            *said(*calls),
+            *(returned(f"c{place}-{number}", f"R{place}-{number}") for number in range(5)),
+        ]
+    spans.append(chat("last", given, said(part("fine")), parent="a", began=50, ended=51))
+    reply = told(tmp_path, *spans)
+    results = [text for name, text in steps(reply.trajectory) if text.startswith("R")]
+    assert results == [f"R{place}-{number}" for place in range(10) for number in range(5)]
+    assert len(looked) <= 2 * 11, looked
