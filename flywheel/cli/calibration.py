@@ -1,4 +1,4 @@
-"""The work behind `flywheel rubric calibrate` and `suggest`, and how a calibration is shown."""
+"""The work behind `flywheel rubric calibrate` and `suggest`."""
 
 from __future__ import annotations
 
@@ -9,57 +9,79 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from flywheel.disarmed import disarmed
+from flywheel.cli import filter_json
+from flywheel.cli.calibration_view import told
 from flywheel.errors import FlywheelError, JudgeError
 from flywheel.quantity import quantity
 
 if TYPE_CHECKING:
     from flywheel.config import Config
-    from flywheel.judge.calibration import Calibration, Disagreement
+    from flywheel.daemon.estimate import Cost
+    from flywheel.daemon.judged import Preview
+    from flywheel.judge.budget import Budget
+    from flywheel.judge.grader import Grader
     from flywheel.judge.labels import Labels
-    from flywheel.rubric import Rubric
     from flywheel.store.database import Store
+    from flywheel.verdict import Verdict
 
 T = TypeVar("T")
-
-SHOWN = 300
-"""Characters of a text that are shown of a disagreement."""
 
 
 async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: bool) -> dict[str, Any]:
     """Judge the labels, store the outcome, and report it as one JSON object."""
+    from flywheel.daemon.estimate import Estimator, cost_of
+    from flywheel.daemon.judge_setup import chain_of, judge_settings
     from flywheel.judge.alien import check_alien
+    from flywheel.judge.budget import Budget, BudgetSpentError
     from flywheel.judge.calibration import calibrate
     from flywheel.judge.client import judge_of
     from flywheel.judge.grader import Grader
     from flywheel.judge.rubric_file import load_rubric
-    from flywheel.store import calibrations
+    from flywheel.store import calibrations, spending
     from flywheel.store.database import Store
 
     rubric = load_rubric(file, "Name a rubric in YAML.")
     check_alien(config, rubric)
-    # Opened before the judge is paid. A running daemon is not in the way: one row is added.
+    # As tasks are judged: by the chain's `llm_evaluate`, too.
+    settings = judge_settings(config, chain_of(config))
+    # Opened before the judge is paid. A running daemon is not in the way: a row is added, and what was spent.
     store = await Store.open(config.state_dir)
-    grader = Grader(rubric, config.judge)
+    grader = Grader(rubric, settings)
+    loop = asyncio.get_running_loop()
     try:
         given = await _labels(labels, store)
+        spent = await store.read(spending.tokens_today)
+        budget = Budget(settings.budget, lambda: spent)
+        estimator = await Estimator.of(store, grader.judge_hash, settings.prices)
+        cost = estimator.cost(await asyncio.to_thread(_preview, grader, given, repeats))
+        _foretell(len(given.labels), repeats, cost, f"calibrate {file}", budget, quiet=quiet)
         with _Progress(len(given.labels) * repeats, quiet=quiet) as progress:
+
+            def on_verdict(verdict: Verdict) -> None:
+                # At once: what was spent is spent, whatever becomes of the calibration.
+                asyncio.run_coroutine_threadsafe(store.write(spending.add, verdict), loop).result()
+                progress.step()
+
             judging = partial(
                 calibrate,
                 grader,
                 given.labels,
-                config.judge.max_thread,
+                settings.max_thread,
                 repeats=repeats,
-                on_verdict=progress.step,
+                on_verdict=on_verdict,
+                budget=budget,
             )
-            outcome = await _unless_stopped(judging, config, f"calibrate {file}")
+            try:
+                outcome = await _unless_stopped(judging, config, f"calibrate {file}")
+            except BudgetSpentError as error:
+                raise _beyond(f"calibrate {file}", error.why) from error
         if not outcome.n:
             raise JudgeError(
                 f"calibrate {file}",
                 f"none of the {len(given.labels)} replies was decided: {outcome.undecided[0][1]}",
                 "Nothing is stored.",
             )
-        judge = judge_of(rubric, config.judge).model
+        judge = judge_of(rubric, settings).model
         await store.write(
             calibrations.record,
             rubric_id=rubric.id,
@@ -73,12 +95,48 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
             low=outcome.kappa.low,
             high=outcome.kappa.high,
         )
-        bar = config.judge.min_kappa
+        bar = settings.min_kappa
         shortfall = await store.read(calibrations.shortfall, rubric.hash, grader.judge_hash, bar)
     finally:
         grader.close()
         await store.close()
-    return _report(file, rubric, judge, given, outcome, shortfall)
+    paid = cost_of(outcome.calls, outcome.prompt_tokens, outcome.completion_tokens, settings.prices)
+    return {**told(file, rubric, judge, given, outcome, shortfall), "cost": filter_json.money(paid)}
+
+
+def _preview(grader: Grader, given: Labels, repeats: int) -> Preview:
+    """What judging the labels would take, as far as that is known before."""
+    from flywheel.daemon.judged import Preview
+
+    total = Preview()
+    for label in given.labels:
+        needed = grader.needs(label.exchange)
+        for _ in range(repeats):
+            total.add(needed)
+    return total
+
+
+def _foretell(replies: int, repeats: int, cost: Cost, attempted: str, budget: Budget, *, quiet: bool) -> None:
+    """Say what it will take. Raises JudgeError, before anything is paid, if the budget has not so much left."""
+    from rich.console import Console
+
+    from flywheel.cli.verdict_table import estimated
+
+    estimate = estimated(filter_json.estimated(cost))
+    if not quiet:
+        times = f", {repeats} times each" if repeats > 1 else ""
+        console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+        console.print(f"{quantity(replies, 'reply', 'replies')}{times}: {estimate}", style="dim")
+    left = budget.left()
+    if left is not None and cost.prompt_tokens + cost.completion_tokens > left:
+        raise _beyond(attempted, f"it would take {estimate}, and the budget has {max(0, left):,} tokens left")
+
+
+def _beyond(attempted: str, why: str) -> JudgeError:
+    hint = (
+        "Give it fewer labels or repeats, wait until midnight UTC, or raise judge.budget. No calibration is stored."
+    )
+    return JudgeError(attempted, why, hint, retryable=True)
 
 
 async def suggest(config: Config, labels: Path, name: str) -> str:
@@ -130,108 +188,6 @@ async def _labels(path: Path, store: Store) -> Labels:
         return asyncio.run_coroutine_threadsafe(store.read(calibrations.lines_of, keys), loop).result()
 
     return await asyncio.to_thread(read_labels, path, lookup)
-
-
-def _report(
-    file: Path, rubric: Rubric, judge: str, given: Labels, outcome: Calibration, shortfall: str | None
-) -> dict[str, Any]:
-    table, kappa = outcome.confusion, outcome.kappa
-    return {
-        "rubric": rubric.id,
-        "file": str(file),
-        "rubric_hash": rubric.hash,
-        "judge": judge,
-        "labels": len(given.labels),
-        "left_out": given.left_out,
-        "judged": outcome.n,
-        "undecided": [{"name": label.name, "error": error} for label, error in outcome.undecided],
-        "confusion": {
-            "accept": {"accepted": table.accept_accept, "rejected": table.accept_reject},
-            "reject": {"accepted": table.reject_accept, "rejected": table.reject_reject},
-        },
-        "agreement": table.agreement,
-        "base_rate": table.base_rate,
-        "judge_rate": table.judge_rate,
-        "kappa": {"value": kappa.value, "low": kappa.low, "high": kappa.high},
-        "repeats": outcome.repeats,
-        "consistency": {"pairs": outcome.consistency, "unanimous": outcome.unanimous},
-        "worst": [_disagreement(each) for each in outcome.worst],
-        "usage": {
-            "calls": outcome.calls,
-            "prompt_tokens": outcome.prompt_tokens,
-            "completion_tokens": outcome.completion_tokens,
-        },
-        "shortfall": shortfall,
-    }
-
-
-def _disagreement(each: Disagreement) -> dict[str, Any]:
-    return {
-        "name": each.label.name,
-        "query": each.label.exchange.query,
-        "answer": each.label.exchange.answer,
-        "label": "accept" if each.label.accept else "reject",
-        "label_reason": each.label.reason,
-        "verdict": each.verdict.outcome.value,
-        "score": each.verdict.score,
-        "failed": list(each.verdict.failed),
-        "reason": each.verdict.reason,
-        "margin": each.margin,
-    }
-
-
-def show(report: dict[str, Any]) -> None:
-    """The report for a person."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
-    report = disarmed(report)
-    told = quantity(report["judged"], "reply", "replies")
-    if report["left_out"]:
-        told += f", {quantity(report['left_out'], 'line')} without an answer or a verdict left out"
-    console.print(f"rubric {report['rubric']} judged by {report['judge']}: {told}")
-    table = Table("", "judge accepts", "judge rejects")
-    for label, row in report["confusion"].items():
-        table.add_row(f"people {label}", str(row["accepted"]), str(row["rejected"]))
-    console.print(table)
-    kappa = report["kappa"]
-    if kappa["value"] is None:
-        console.print("Cohen's kappa is not defined: labels and verdicts are all alike")
-    else:
-        interval = "" if kappa["low"] is None else f" (95 % interval {kappa['low']:.2f} to {kappa['high']:.2f})"
-        console.print(f"Cohen's kappa {kappa['value']:.2f}{interval}")
-    base = report["base_rate"]
-    console.print(
-        f"agreement {report['agreement']:.0%}; people accept {base:.0%}, the judge {report['judge_rate']:.0%};"
-        f" always saying the same would agree on {max(base, 1 - base):.0%}"
-    )
-    if (pairs := report["consistency"]["pairs"]) is not None:
-        unanimous = report["consistency"]["unanimous"]
-        console.print(
-            f"over {report['repeats']} repeats the judge agrees with itself on {pairs:.0%} of pairs,"
-            f" and on {unanimous:.0%} of replies every time"
-        )
-    for each in report["undecided"]:
-        console.print(f"undecided: {each['name']}: {each['error']}")
-    if report["worst"]:
-        console.print(f"\nthe worst disagreements ({len(report['worst'])}):")
-    for number, each in enumerate(report["worst"], 1):
-        reason = f" ({each['label_reason']})" if each["label_reason"] else ""
-        console.print(f"\n{number}. {each['name']}: people {each['label']}{reason}; judge: {each['verdict']}", end="")
-        console.print("" if each["score"] is None else f", score {each['score']:.2f}")
-        console.print(f"   question: {_short(each['query'])}\n   answer:   {_short(each['answer'])}")
-        console.print(f"   judge:    {_short(each['reason'])}")
-    usage = report["usage"]
-    tokens = usage["prompt_tokens"] + usage["completion_tokens"]
-    console.print(f"\n{quantity(usage['calls'], 'call')}, {quantity(tokens, 'token')}")
-    if report["shortfall"]:
-        console.print(report["shortfall"])
-
-
-def _short(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= SHOWN else f"{line[: SHOWN - 1]}…"
 
 
 class _Progress:

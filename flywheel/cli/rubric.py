@@ -64,16 +64,16 @@ def calibrate(
 ) -> None:
     """Judge labelled replies, say how far the judge agrees with the labels, and store that with the state.
 
-    Exit 1 when judge.min_kappa is set and not reached.
+    What it will take is said first, and counts in judge.budget. Exit 1 when judge.min_kappa is set and not reached.
     """
-    from flywheel.cli import calibration
+    from flywheel.cli import calibration, calibration_view
 
     settings = load_config(config)
     report = run_async(calibration.run(settings, file, labels, repeats, quiet=as_json))
     if as_json:
         print_json(report)
     else:
-        calibration.show(report)
+        calibration_view.show(report)
     if report["shortfall"]:
         raise typer.Exit(EXIT_FAILED)
 

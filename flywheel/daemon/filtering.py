@@ -199,6 +199,8 @@ class Filtering:
         try:
             if self._screening is not None:
                 self._screening.weigh_earlier()
+            # A calibration beside the daemon has its part of the day's budget.
+            self._budget.look_again()
             items = self._to_grade(feed, self._batches(self._ask, feed, limit, rejudge=rejudge), put)
             verdicts = grade_all(
                 self.grader,

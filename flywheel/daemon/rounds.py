@@ -19,6 +19,7 @@ from sqlalchemy import Connection, Row
 from flywheel.config import Config
 from flywheel.daemon import planner
 from flywheel.daemon.deployer import Deployer
+from flywheel.daemon.judge_setup import chain_of, judge_settings
 from flywheel.daemon.worker_process import WorkerProcess, result_of
 from flywheel.errors import ServeError, TrainError
 from flywheel.evaluation.gate import decide
@@ -70,11 +71,11 @@ class Rounds:
 
     def _shortfall(self, conn: Connection) -> str | None:
         """Why the rubric is not to be trained on."""
-        judge = self._config.judge
-        if judge.min_kappa is None:
+        bar = self._config.judge.min_kappa
+        if bar is None:
             return None
-        with closing(Grader(self._rubric, judge)) as grader:
-            return calibrations.shortfall(conn, self._rubric.hash, grader.judge_hash, judge.min_kappa)
+        with closing(Grader(self._rubric, judge_settings(self._config, chain_of(self._config)))) as grader:
+            return calibrations.shortfall(conn, self._rubric.hash, grader.judge_hash, bar)
 
     async def finish_live(self) -> RoundState | None:
         """Take the live round as far as it goes; its last state, or None without a live round.

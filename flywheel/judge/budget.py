@@ -41,7 +41,7 @@ class Budget:
         spent_today: Callable[[], int] = _nothing,
         now: Callable[[], datetime] = _now,
     ) -> None:
-        """`spent_today` tells what was used since midnight before this run; it is asked once."""
+        """`spent_today` tells what was used since midnight before this run; it is asked once, unless told again."""
         self._settings = settings
         self._spent_today = spent_today
         self._now = now
@@ -53,6 +53,17 @@ class Budget:
     @property
     def limits(self) -> bool:
         return self._settings.tokens_per_day is not None or self._settings.tokens_per_run is not None
+
+    def look_again(self) -> None:
+        """What others have spent today counts as well: it is asked anew. For when nothing is in flight."""
+        with self._changed:
+            self._day = None
+
+    def left(self) -> int | None:
+        """Tokens that may still be used, None without a limit."""
+        with self._changed:
+            self._roll_over()
+            return min((limit - used for used, limit, _, _ in self._rows()), default=None)
 
     def check(self) -> None:
         """Raises BudgetSpentError if nothing is left."""

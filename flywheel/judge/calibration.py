@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flywheel.judge.agreement import Confusion, Kappa, confusion, consistency, kappa_of
+from flywheel.judge.budget import Budget
 from flywheel.judge.grader import Grader
 from flywheel.judge.labels import Label
 from flywheel.judge.pool import grade_all
@@ -50,20 +51,22 @@ def calibrate(
     max_thread: int,
     *,
     repeats: int = 1,
-    on_verdict: Callable[[], None] | None = None,
+    on_verdict: Callable[[Verdict], None] | None = None,
     stop: threading.Event | None = None,
+    budget: Budget | None = None,
 ) -> Calibration | None:
     """Judge every label `repeats` times; the majority of what was decided is the judge's word.
 
-    None if `stop` was set meanwhile, which begins no other call. Raises JudgeError when the judge cannot be asked.
+    None if `stop` was set meanwhile, which begins no other call. Raises JudgeError when the judge cannot be asked,
+    and BudgetSpentError when the budget does not suffice after all.
     """
     verdicts: list[list[Verdict]] = [[] for _ in labels]
     # Repeats of one reply are not neighbours: a server that answers twins alike would look consistent.
     items = ((place, label.exchange) for _ in range(repeats) for place, label in enumerate(labels))
-    for place, verdict in grade_all(grader, items, max_thread, stop):
+    for place, verdict in grade_all(grader, items, max_thread, stop, budget=budget):
         verdicts[place].append(verdict)
         if on_verdict is not None:
-            on_verdict()
+            on_verdict(verdict)
     if stop is not None and stop.is_set():
         return None
     return _summary(labels, verdicts, grader.rubric.threshold, repeats)

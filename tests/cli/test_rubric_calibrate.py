@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +107,62 @@ def test_a_judge_that_changes_its_mind_is_shown(
     said = flywheel("rubric", "calibrate", "r.yaml", "--labels", labels, "-c", config, "--repeats", 3, "--json").json
     assert said["consistency"] == {"pairs": pytest.approx(1 / 3), "unanimous": 0.0}
     assert said["confusion"]["reject"] == {"accepted": 2, "rejected": 0}
+
+
+def spent(tmp_path: Path) -> list[tuple[int, int]]:
+    """Calls and tokens of today."""
+    with closing(sqlite3.connect(tmp_path / "state" / "state.db")) as database:
+        return database.execute("SELECT calls, prompt_tokens + completion_tokens FROM judge_days").fetchall()
+
+
+def test_it_says_first_what_it_will_take_and_counts_in_the_days_budget(
+    flywheel: Run, config: Path, tmp_path: Path, judge: JudgeServer
+) -> None:
+    prices = "prices: {input_per_million: 1000, output_per_million: 5000, currency: EUR}"
+    config.write_text(config.read_text().replace("max_thread", f"{prices}, max_thread"))
+    labels = write_labels(tmp_path, *LABELS)
+    wanted = ("rubric", "calibrate", "r.yaml", "--labels", labels, "-c", config)
+    ran = flywheel(*wanted, "--repeats", 2)
+    # One of the replies is too short for its check, which is no required one: the judge is asked of all.
+    told = re.match(r"13 replies, 2 times each: 26 calls, about (\S+) tokens sent, (\S+) received, about ", ran.err)
+    assert told is not None
+    assert "26 calls, 3,120 tokens, about 5.20 EUR" in ran.out
+    assert spent(tmp_path) == [(26, 26 * 120)]
+    once = sum(int(number.replace(",", "")) for number in told.groups()) // 2
+    budget = f"budget: {{tokens_per_day: {26 * 120 + once}}}, max_thread"
+    config.write_text(config.read_text().replace("max_thread", budget))
+    assert flywheel(*wanted, "--json").json["cost"] == {"amount": pytest.approx(2.6), "currency": "EUR"}
+    # Then there is no room for another one, and nobody is asked.
+    calls = judge.calls
+    ran = flywheel(*wanted)
+    assert ran.code == 1
+    assert f"and the budget has {once - 13 * 120:,} tokens left. Give it fewer labels" in ran.err
+    assert judge.calls == calls
+
+
+def test_a_budget_that_does_not_suffice_after_all_ends_it_and_what_was_spent_is_known(
+    flywheel: Run, config: Path, tmp_path: Path, judge: JudgeServer
+) -> None:
+    judge.behave("costly")
+    config.write_text(config.read_text().replace("max_thread", "budget: {tokens_per_run: 30000}, max_thread"))
+    labels = write_labels(tmp_path, *LABELS)
+    ran = flywheel("rubric", "calibrate", "r.yaml", "--labels", labels, "-c", config, "--json")
+    assert ran.code == 1
+    assert "the budget of 30,000 tokens a run is spent" in ran.json["error"]
+    assert judge.calls < 13
+    assert spent(tmp_path) == [(judge.calls, judge.calls * 8000)]
+
+
+def test_it_is_judged_as_tasks_are(flywheel: Run, config: Path, tmp_path: Path, judge: JudgeServer) -> None:
+    (tmp_path / "chain.yaml").write_text("id: c\nfilters: [{type: llm_evaluate, params: {temperature: 0.3}}]")
+    config.write_text(f"{config.read_text()}filter: {{chain: chain.yaml, rubric: r.yaml}}\n")
+    config.write_text(config.read_text().replace("max_thread", "min_kappa: 0.5, max_thread"))
+    ran = flywheel("rubric", "calibrate", "r.yaml", "--labels", write_labels(tmp_path, *LABELS), "-c", config)
+    assert ran.code == 0
+    assert {request["temperature"] for request in judge.requests} == {0.3}
+    # It is the calibration that a round asks for: another reason is left why there is none.
+    ran = flywheel("round", "-c", config)
+    assert "min_kappa" not in ran.err + ran.out
 
 
 def test_every_form_of_a_label(flywheel: Run, config: Path, tmp_path: Path) -> None:

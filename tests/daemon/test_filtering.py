@@ -14,10 +14,11 @@ from flywheel.daemon import planner
 from flywheel.daemon.filtering import Filtering
 from flywheel.daemon.judge_setup import rubric_of
 from flywheel.states import Split, TaskState
-from flywheel.store import duplicates, judging, ledger, lineage, schema
+from flywheel.store import duplicates, judging, ledger, lineage, schema, spending
 from flywheel.store.audit import balance
 from flywheel.store.database import Store
 from flywheel.store.transitions import move
+from flywheel.verdict import Outcome, Verdict
 from tests.daemon.filter_bench import (
     DEDUPLICATION,
     INFLUENCE,
@@ -417,3 +418,17 @@ async def test_a_criterion_that_hangs_leaves_its_task_undecided(
     await tell(store, *questions("one", "hang", "two"))
     report, _ = await run(store, config)
     assert (report.accepted, report.undecided, report.error) == (2, 1, None)
+
+
+async def test_what_others_spend_beside_the_daemon_counts_in_its_budget(
+    store: Store, make: Make, judge: JudgeServer
+) -> None:
+    settings = {"base_url": judge.base_url, "model": "j", "budget": {"tokens_per_day": 1000}}
+    filtering = Filtering(store, make(judge=settings))
+    await tell(store, *questions("one"))
+    assert (await filtering.run()).accepted == 1
+    await store.write(spending.add, Verdict(Outcome.ACCEPTED, 1.0, calls=1, prompt_tokens=900))
+    await tell(store, *questions("x", "two")[1:])
+    report = await filtering.run()
+    assert "the budget of 1,000 tokens a day is spent (1,020 were used)" in str(report.error)
+    assert judge.calls == 1
