@@ -12,6 +12,8 @@ from flywheel.cli.app import MODULES, app
 from flywheel.config import parse
 from flywheel.filtering.chain import load_chain
 from flywheel.judge.rubric_file import parse_rubric
+from flywheel.states import SkipReason, TaskState
+from flywheel.store.schema import SCHEMA_VERSION, metadata
 from scripts.configuration_page import PAGE, page
 
 ROOT = Path(__file__).parent.parent
@@ -53,6 +55,33 @@ def test_every_rubric_and_chain_in_the_pages_is_valid(tmp_path: Path) -> None:
                 chains += 1
     assert rubrics >= 2
     assert chains >= 1
+
+
+def test_every_state_of_a_task_and_every_reason_to_skip_a_reply_is_on_the_operations_page() -> None:
+    page_text = (ROOT / "docs" / "operations.md").read_text()
+    for head, values in (("| a task is | when |", TaskState), ("| reason | what it was |", SkipReason)):
+        table = page_text.split(head)[1].split("\n\n")[0]
+        told = re.findall(r"`([\w-]+)`", "\n".join(re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)))
+        assert set(told) == {value.value for value in values}
+
+
+def test_every_variable_of_the_environment_that_is_ours_is_on_the_operations_page() -> None:
+    code = "\n".join(path.read_text() for path in (ROOT / "flywheel").rglob("*.py"))
+    read = re.findall(r"""(?:environ(?:\.get\(|\[)|envvar=|_VARIABLE(?:: Final)? = )"(FLYWHEEL_\w+)\"""", code)
+    page_text = (ROOT / "docs" / "operations.md").read_text()
+    internal = {name for name in read if f'_VARIABLE: Final = "{name}"' in code or f'_VARIABLE = "{name}"' in code}
+    assert set(read) - internal == set(re.findall(r"^\| `(FLYWHEEL_\w+)` \|", page_text, re.MULTILINE))
+
+
+def test_every_table_of_the_state_is_on_the_architecture_page() -> None:
+    page_text = (ROOT / "docs" / "architecture.md").read_text()
+    table = page_text.split("| table | what matters |")[1].split("\n\n")[0]
+    rows = re.findall(r"^\| ([a-z_, ]+) \|", table, re.MULTILINE)
+    assert {name for row in rows for name in row.split(", ")} == set(metadata.tables)
+
+
+def test_the_changelog_names_the_schema_of_the_state() -> None:
+    assert f"schema version {SCHEMA_VERSION}" in " ".join((ROOT / "CHANGELOG.md").read_text().split())
 
 
 def test_every_command_in_the_architecture_page_exists_and_none_is_left_out() -> None:

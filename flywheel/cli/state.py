@@ -22,8 +22,11 @@ def absence(config: Config) -> str:
     """That there is no state where it is looked for, and what that can mean; empty where there is one."""
     path = config.state_dir / "state.db"
     try:
-        if path.exists():
+        # One without a byte is what an interrupted copy leaves, or a disk that was full at the first step.
+        if path.stat().st_size:
             return ""
+    except FileNotFoundError:
+        pass
     except OSError:
         return ""  # who looks is told why that may not be known
     return (

@@ -249,7 +249,7 @@ def _explain(name: str, error: DBAPIError) -> StoreError:
         "locked": ("Another program holds it; wait, or find it with `fuser`.", True),
         "readonly": ("Make the file and its directory writable for this user.", False),
         "unable to open": ("Make its directory readable and writable for this user.", False),
-        "not a database": ("Move that file away: it is not Flywheel's.", False),
+        "not a database": ("Restore it from a backup, or move it away to start over.", False),
         "malformed": ("Restore it from a backup, or move it away to start over.", False),
         "disk i/o": ("Check the disk and the system log.", True),
     }

@@ -80,6 +80,17 @@ def test_a_state_that_is_not_there_is_not_right(flywheel: Run, tmp_path: Path, c
         assert flywheel(*command, "--json", "-c", config).json["no_state"] == ""
 
 
+def test_a_state_without_a_byte_is_none(flywheel: Run, tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "state.db").touch()
+    config = tmp_path / "elsewhere.yaml"
+    config.write_text("state: {dir: state}\nsources: []\n")
+    for command in ("status", "audit"):
+        assert "there is no state" in flywheel(command, "-c", config).out
+    assert flywheel("ingest", "-c", config).code == 0
+    assert "there is no state" not in flywheel("status", "-c", config).out
+
+
 @pytest.mark.parametrize("command", [["why", "r0001"], ["round", "--debug"]])
 def test_a_question_to_a_state_that_is_not_there(flywheel: Run, command: list[str]) -> None:
     ran = flywheel(*command)

@@ -97,7 +97,7 @@ async def test_a_view_of_no_state_is_empty_and_makes_none(tmp_path: Path) -> Non
 
 async def test_a_file_that_is_no_database_is_named_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "state.db").write_bytes(b"this is not a database, really" * 100)
-    with pytest.raises(StoreError, match=r"state\.db.*not a database.*Move that file away"):
+    with pytest.raises(StoreError, match=r"state\.db.*not a database.*Restore it from a backup"):
         await Store.open(tmp_path)
 
 
