@@ -20,7 +20,7 @@ from flywheel.round import AdapterRef, Probe
 from flywheel.serving.client import Replica
 from flywheel.serving.inspection import ask, look
 from flywheel.serving.key import key_of
-from flywheel.serving.report import RollbackError, SwapReport
+from flywheel.serving.report import ReplicaReport, RollbackError, SwapReport
 from flywheel.serving.retirement import retire
 from flywheel.serving.swap import Proven, reconcile, rollback, swap
 from flywheel.states import AdapterState, DeploymentState
@@ -198,8 +198,18 @@ class Deployer:
         """Bring servers that forgot the active adapter (a restart) back to it, and unload versions long out of use.
 
         What was found on each is written down for `status`. Where nothing was ever deployed they are only looked at:
-        what they serve may be another state's. Raises LockedError while somebody else moves the alias.
+        what they serve may be another state's. Raises LockedError while somebody else moves the alias, and ServeError
+        when they cannot be asked at all.
         """
+        try:
+            return await self._reconcile()
+        except ServeError as error:  # the key is not set, or cannot be one
+            urls = self._config.serving.urls
+            report = SwapReport(self._alias, "", tuple(ReplicaReport.failed(url, error) for url in urls))
+            await self._store.write(_noted, report)
+            raise
+
+    async def _reconcile(self) -> SwapReport:
         async with self._replicas(0) as servers:
             active = await self._store.read(deployments.active, self._alias)
             if active is None and not await self._store.read(deployments.history, self._alias, 1):

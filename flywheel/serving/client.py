@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
+import ssl
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -33,6 +35,12 @@ class Alias:
     instance: str = ""
 
 
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    # Also those that $SSL_CERT_FILE names: an authority of one's own.
+    return httpx.create_ssl_context()
+
+
 class Replica:
     """A vLLM server with the alias middleware. Every method raises ServeError."""
 
@@ -40,9 +48,13 @@ class Replica:
         self.url = url.rstrip("/")
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx.Timeout(timeout_seconds, connect=CONNECT_SECONDS)
-        # A proxy that the environment names for the internet is not asked for one's own servers.
         self._seconds = timeout_seconds
-        self._http = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=timeout, trust_env=False)
+        # Certificates are for https alone: to load them takes longer than all that a healthy server is asked.
+        verify = _certificates() if self.url.lower().startswith("https:") else False
+        # A proxy that the environment names for the internet is not asked for one's own servers.
+        self._http = httpx.AsyncClient(
+            base_url=self.url, headers=headers, timeout=timeout, trust_env=False, verify=verify
+        )
 
     async def __aenter__(self) -> Self:
         return self
@@ -55,11 +67,19 @@ class Replica:
 
     async def ready(self) -> bool:
         """Whether the server answers and its engine lives."""
+        return await self._health() == 200
+
+    async def is_down(self) -> bool:
+        """Whether it says that its engine is dead, or says nothing. A proxy that lets nobody ask says neither."""
+        status = await self._health()
+        return status is None or status >= 500
+
+    async def _health(self) -> int | None:
         try:
             async with asyncio.timeout(self._quick_seconds):
-                return (await self._http.get("/health")).status_code == 200
+                return (await self._http.get("/health")).status_code
         except (httpx.HTTPError, TimeoutError):
-            return False
+            return None
 
     async def models(self) -> dict[str, str]:
         """The models that are loaded, name → where from; aliases are not among them."""
@@ -205,6 +225,10 @@ class Replica:
         except httpx.DecodingError:
             raise self._not_vllm(attempted) from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
+            if "CERTIFICATE_VERIFY_FAILED" in str(error):
+                hint = "Name the file of the authority that signed it in SSL_CERT_FILE, or correct serving.urls."
+                why = f"its certificate is not trusted ({error})"
+                raise ServeError(attempted, why, hint).of_condition(Condition.MISCONFIGURED) from error
             raise ServeError(
                 attempted,
                 f"it cannot be reached ({error or type(error).__name__})",

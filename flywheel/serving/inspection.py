@@ -43,7 +43,7 @@ async def look(replicas: Sequence[Replica], alias: str) -> SwapReport:
 
 async def if_healthy(replica: Replica, report: ReplicaReport) -> ReplicaReport:
     """The report; of a replica that answers for itself while its engine does not, that."""
-    if report.error or await replica.ready():
+    if report.error or not await replica.is_down():
         return report
     error = ServeError(f"use {replica.url}", "it is not healthy", "Look at its log; restart it if its engine died.")
     return dataclasses.replace(report, error=str(error), condition=Condition.UNREACHABLE)

@@ -478,6 +478,27 @@ async def test_what_was_found_on_each_replica_is_kept(fleet: Fleet) -> None:
     ]  # fmt: skip
 
 
+async def test_a_key_that_is_not_set_is_seen_in_the_status(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    await fleet.deployer.deploy("r0001", "test")
+    monkeypatch.delenv("MY_KEY", raising=False)
+    serving = fleet.config.serving.model_copy(update={"api_key_env": "MY_KEY"})
+    with pytest.raises(ServeError, match="MY_KEY"):
+        await Deployer(fleet.store, fleet.config.model_copy(update={"serving": serving})).reconcile()
+    assert await sightings(fleet) == [("misconfigured", ""), ("misconfigured", "")]
+    await fleet.deployer.reconcile()
+    assert await sightings(fleet) == [("ok", R1), ("ok", R1)]
+
+
+@pytest.mark.parametrize(("status", "condition"), [(404, "ok"), (403, "ok"), (500, "unreachable")])
+async def test_a_proxy_that_lets_nobody_ask_for_health_is_no_dead_engine(
+    fleet: Fleet, status: int, condition: str
+) -> None:
+    await fleet.deployer.deploy("r0001", "test")
+    fleet.apps[0].faults["/health"] = (status, "says the proxy")
+    await fleet.deployer.reconcile()
+    assert await sightings(fleet) == [(condition, R1), ("ok", R1)]
+
+
 async def test_a_rollback_that_nobody_follows_says_what_each_replica_serves(fleet: Fleet) -> None:
     await fleet.deployer.deploy("r0001", "test")
     await fleet.deployer.deploy("r0002", "test")

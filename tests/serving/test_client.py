@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import socket
+import ssl
+import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -206,3 +210,38 @@ async def test_something_else_listens_there(body: bytes, encoding: bytes | None)
                 await client.models()
             with pytest.raises(ServeError, match=r"not what vLLM answers|no alias middleware"):
                 await client.alias("agent")
+
+
+async def test_certificates_are_loaded_for_https_alone_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon looks at every server again and again, and nothing else goes on while they are loaded."""
+    loaded: list[object] = []
+    real = ssl.SSLContext.load_verify_locations
+
+    def load(self: ssl.SSLContext, *args: Any, **kwargs: Any) -> None:
+        loaded.append(args or kwargs)
+        real(self, *args, **kwargs)
+
+    monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", load)
+    for _ in range(3):
+        async with Replica("http://127.0.0.1:9"):
+            pass
+    assert loaded == []
+    for _ in range(3):
+        async with Replica("https://127.0.0.1:9"):
+            pass
+    assert len(loaded) <= 1
+
+
+async def test_who_answers_https_with_a_certificate_of_nobody_is_not_believed(tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    making = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl here")
+    subprocess.run([*making, "-keyout", key, "-out", certificate], check=True, capture_output=True, timeout=120)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0, ssl=context)
+    async with server, Replica(f"https://localhost:{server.sockets[0].getsockname()[1]}") as client:
+        with pytest.raises(ServeError, match="its certificate is not trusted") as refused:
+            await client.models()
+    assert "SSL_CERT_FILE" in refused.value.hint
