@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
+import msgspec
 import orjson
-from sqlalchemy import Connection, select
+from msgspec import Struct
+from sqlalchemy import Connection, LargeBinary, cast, select
 
 from flywheel.batch import Entry, line_bytes
 from flywheel.states import Split, TaskState
@@ -20,12 +22,22 @@ _HELD_OUT: Final = b'"split":"held-out"}}'
 """How lines end, since a task's split is the last of its metadata and they are the last of the task."""
 
 
+class _Turn(Struct):
+    """What a later turn is shown of a line; the rest, its own history above all, is passed over."""
+
+    main_query: str
+    answer: str
+
+
+_TURN: Final = msgspec.json.Decoder(_Turn)
+
+
 def before(conn: Connection, entry: Entry) -> list[tuple[str, str]]:
     """Question and answer of the same agent's earlier turns in the conversation, oldest first."""
     if entry.conversation_id in NO_CONVERSATION:
         return []
     rows = conn.execute(
-        select(tasks.c.payload)
+        select(cast(tasks.c.payload, LargeBinary))
         .where(
             tasks.c.conversation_id == entry.conversation_id,
             tasks.c.agent == entry.agent,
@@ -36,7 +48,8 @@ def before(conn: Connection, entry: Entry) -> list[tuple[str, str]]:
         .order_by(tasks.c.started_at.desc(), tasks.c.id.desc())
         .limit(MOST)
     ).scalars()
-    return [(payload["main_query"], payload["answer"]) for payload in rows][::-1]
+    turns = [_TURN.decode(line) for line in rows]
+    return [(turn.main_query, turn.answer) for turn in reversed(turns)]
 
 
 def line(entry: Entry, side: Split, earlier: list[tuple[str, str]]) -> bytes:
