@@ -77,7 +77,9 @@ def command(config: Config) -> tuple[list[str], dict[str, str]]:
         )
     _check_arguments(serving)
     key = _key(serving)
-    adapters = _deployed(config)
+    adapters, lost = deployed(config)
+    for trouble in lost:
+        log.error("%s", trouble)
     arguments = [sys.executable, "-m", MODULE]
     arguments += ["--model", base, "--served-model-name", name]
     arguments += ["--host", serving.host, "--port", str(serving.port)]
@@ -174,18 +176,19 @@ def _key(serving: ServingSettings) -> str | None:
     return key
 
 
-def _deployed(config: Config) -> dict[str, str]:
-    """The adapters that the saved aliases stand for and that can be served, name → directory."""
-    found = {}
+def deployed(config: Config) -> tuple[dict[str, str], list[str]]:
+    """The adapters that the saved aliases stand for: name → directory of those that can be served, and what is wrong
+    with the others."""
+    found, lost = {}, []
     for alias, target in read_aliases(alias_file(config)).items():
         if target.name == base_name(config.model.base):
             continue
         trouble = _unservable(target, config)
         if trouble:
-            log.error("%s cannot be served again: %s. %s ANSWERS WITH THE BASE MODEL", target.name, trouble, alias)
+            lost.append(f"{target.name} cannot be served again: {trouble}. {alias} ANSWERS WITH THE BASE MODEL")
         elif target.path:
             found[target.name] = target.path
-    return found
+    return found, lost
 
 
 def _unservable(target: Target, config: Config) -> str | None:

@@ -344,6 +344,15 @@ def test_a_server_of_another_model_and_one_with_a_key(bench: Bench) -> None:
     assert_failed(bench(serving={"api_key_env": "NO_SUCH_KEY"})["server"], "NO_SUCH_KEY, which is not set")
 
 
+def test_an_adapter_that_a_restart_would_lose(bench: Bench) -> None:
+    assert bench()["serve"]["result"] == "ok"
+    file = bench.folder / "state" / "serving" / "aliases-8000.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    saved = {"target": "agent@r0007", "path": str(bench.folder / "gone"), "sha256": "a hash"}
+    file.write_text(json.dumps({"agent": saved}))
+    assert_failed(bench()["serve"], "agent@r0007 cannot be served again", "from a backup", result="warning")
+
+
 def test_settings_that_serve_refuses(bench: Bench) -> None:
     assert_failed(bench(serving={"extra_args": ["--port", "1"]})["serve"], "serving.port")
 

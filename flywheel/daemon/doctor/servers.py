@@ -13,7 +13,7 @@ from flywheel.daemon.doctor.finding import Finding, Result
 from flywheel.errors import FlywheelError, ServeError
 from flywheel.serving.client import Alias, Replica
 from flywheel.serving.key import key_of
-from flywheel.serving.server import base_name, command, is_loopback
+from flywheel.serving.server import base_name, command, deployed, is_loopback
 
 PATIENCE_SECONDS: Final = 10.0
 
@@ -28,9 +28,14 @@ def serve(config: Config) -> Finding:
     if not is_local(config):
         return Finding("serve", Result.SKIPPED, "the servers are on other machines")
     try:
+        _, lost = deployed(config)
         command(config)
     except FlywheelError as error:
         return Finding.of("serve", error)
+    if lost:
+        told = f"once it is started anew: {' '.join(lost)}"
+        remedy = "Put the adapter's files back from a backup, or deploy another: flywheel deploy, flywheel rollback."
+        return Finding("serve", Result.WARNING, told, remedy)
     told = f"{config.serving.max_loras} adapters of rank {config.serving.max_lora_rank} or less"
     return Finding("serve", Result.OK, f"settings can be used: {told}")
 
