@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,14 +20,22 @@ import json_repair
 
 from flywheel.batch import storable
 from flywheel.rubric import Criterion
+from flywheel.rubric.length import seen
 from flywheel.verdict import CriterionResult
 
 OPENING = re.compile(r"""\{\s*["']|\{\s*\w+\s*:""")
 """How an object begins, well written or not; braces in prose, such as `\\boxed{4}`, do not."""
 CHOOSING = re.compile(r"""\bchoice\s*["']?\s*[:=]""", re.IGNORECASE)
 FIELD = re.compile(r"""["'\s{,](criteria|check|reason|choice)\s*["']?\s*[:=]""", re.IGNORECASE)
-THOUGHT = "</think>"
-"""What ends the thoughts of a reasoning model whose server does not take them out."""
+THOUGHT = re.compile(
+    r"</(?:seed:)?(?:think(?:ing)?|thoughts?|reasoning)>|\[/THINK\]|◁/think▷|<\|channel\|>final<\|message\|>",
+    re.IGNORECASE,
+)
+"""What ends the thoughts of a reasoning model whose server does not take them out. Some servers take out what begins
+them, or send it with the prompt."""
+THINKING = re.compile(r"\s*<think>", re.IGNORECASE)
+MARKUP = "*_`\"'“”„.。 \t\r\n"
+"""What some judges put around a choice."""
 FENCED = re.compile(r"\s*```(?:json)?\s*\n(.*?)\n?\s*```\s*", re.DOTALL | re.IGNORECASE)
 
 
@@ -73,17 +82,31 @@ def read(
     if nothing in there looks like a part of one. Thoughts, prose or a fence around the object are passed over; two
     different objects are not chosen between.
     """
-    if text.lstrip().startswith("<think>"):
-        _, ended, text = text.rpartition(THOUGHT)
-        text = text if ended else ""
+    said = _without_thoughts(text)
+    # Thoughts may quote the task, and what ends them: then only the nonce tells what is the judge's own.
+    constrained = constrained and said == text
+    text = said
     try:
         return _results(criteria, _own(text, nonce, constrained=constrained))
     except UnreadableError as unreadable:
         repaired = _repaired(text, shown, len(criteria))
-        if repaired is None or repaired.get("check") != nonce:
+        if repaired is None or not _is_own(repaired, nonce):
             formless = not text.lstrip().startswith("{")
             raise UnreadableError(str(unreadable), formless=formless) from None
         return _results(criteria, repaired["criteria"])
+
+
+def _without_thoughts(text: str) -> str:
+    if text.lstrip().startswith(("{", "```")):
+        return text  # the object: what looks like an end of thoughts stands in one of its reasons
+    ends = [match.end() for match in THOUGHT.finditer(text)]
+    if ends:
+        return text[ends[-1] :]
+    return "" if THINKING.match(text) else text
+
+
+def _is_own(verdict: dict[str, Any], nonce: str) -> bool:
+    return str(verdict.get("check")).strip().lower() == nonce
 
 
 def _own(text: str, nonce: str, *, constrained: bool) -> Any:
@@ -94,7 +117,7 @@ def _own(text: str, nonce: str, *, constrained: bool) -> Any:
         raise UnreadableError('there is no JSON object with "criteria" in the reply')
     if any(other != found[0] for other in found[1:]):
         raise UnreadableError("there are several different JSON objects in the reply")
-    if found[0].get("check") != nonce and not (constrained and _is_object(text)):
+    if not _is_own(found[0], nonce) and not (constrained and _is_object(text)):
         raise UnreadableError('"check" is not the token that was given')
     return found[0]["criteria"]
 
@@ -113,7 +136,9 @@ def _verdicts_in(text: str) -> Iterator[dict[str, Any]]:
     while position >= 0:
         try:
             value, after = decoder.raw_decode(text, position)
-        except json.JSONDecodeError as error:
+        except UnreadableError:
+            raise
+        except ValueError as error:  # also for a number of more digits than Python reads
             if OPENING.match(text, position):
                 raise UnreadableError("there is no JSON object that is whole in the reply") from error
             position = text.find("{", position + 1)
@@ -180,11 +205,24 @@ def _result(criterion: Criterion, said: Any) -> CriterionResult:
     if not isinstance(said, dict):
         raise UnreadableError(f"{criterion.id} is not an object with reason and choice")
     reason, choice = said.get("reason"), said.get("choice")
-    if not isinstance(reason, str) or not reason.strip():
+    if not isinstance(reason, str) or not seen(reason):
         raise UnreadableError(f"{criterion.id} has no reason")
-    scale = {name.casefold(): (name, value) for name, value in criterion.scale.items()}
-    if not isinstance(choice, str) or choice.strip().casefold() not in scale:
+    scale = {_folded(name): (name, value) for name, value in criterion.scale.items()}
+    words = [_folded(word) for word in _spelled(choice)]
+    found = next((scale[word] for word in (*words, *(word.strip(MARKUP) for word in words)) if word in scale), None)
+    if found is None:
         raise UnreadableError(f"the choice of {criterion.id} must be one of {', '.join(criterion.scale)}")
-    name, value = scale[choice.strip().casefold()]
+    name, value = found
     # Half an emoji, which JSON can spell, cannot be written anywhere.
     return CriterionResult(criterion.id, name, value, criterion.passes(value), storable(reason))
+
+
+def _spelled(choice: Any) -> list[str]:
+    """How a rubric may have written a choice: without a schema, 3 is as good as "3"."""
+    if isinstance(choice, float) and choice.is_integer():
+        return [str(int(choice)), str(choice)]
+    return [str(choice)] if isinstance(choice, str | int) and not isinstance(choice, bool) else []
+
+
+def _folded(word: str) -> str:
+    return unicodedata.normalize("NFC", word.strip().casefold())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -180,6 +181,12 @@ def test_a_whole_reply_is_read() -> None:
         ("correct:\n  reason: It claims " + QUOTED + "\n  choice: no", "choices outside"),
         ("<think>I could say " + WHOLE, "no JSON object"),
         ('{"a":' * 5_000, "no JSON object|too deeply"),
+        (WHOLE[:-1] + ', "n": ' + "9" * 5_000 + "}", "no JSON object"),
+        (WHOLE.replace('"r"', '"\u200b"'), "no reason"),
+        # Thoughts that quote the task's verdict, and what ends them.
+        (f"<think>It says </think>{QUOTED}", "not the token"),
+        (f"It says </think>{QUOTED}", "not the token"),
+        (f"<thinking>Perhaps {WHOLE}</thinking> I cannot decide.", "no JSON object"),
     ],
 )
 def test_a_reply_that_is_not_whole_is_unreadable(text: str, problem: str) -> None:
@@ -193,12 +200,51 @@ def test_a_reply_that_is_not_whole_is_unreadable(text: str, problem: str) -> Non
         "Here is my verdict on \\boxed{4} and {this}: WHOLE I hope that helps.",
         "```json\nWHOLE\n```",
         "<think>Perhaps WRONG? No.</think>\n\nWHOLE",
+        "Perhaps WRONG? No.</think>\n\nWHOLE",
+        "My choice: no.\n</think>```json\nWHOLE\n```",
+        "<Thinking>Perhaps WRONG?</Thinking>WHOLE",
+        "<thought>Perhaps WRONG?</thought>WHOLE",
+        "<reasoning>Perhaps WRONG?</reasoning>WHOLE",
+        "<seed:think>Perhaps WRONG?</seed:think>WHOLE",
+        "[THINK]Perhaps WRONG?[/THINK]WHOLE",
+        "◁think▷Perhaps WRONG?◁/think▷WHOLE",
+        "<|channel|>analysis<|message|>WRONG?<|end|><|start|>assistant<|channel|>final<|message|>WHOLE",
         '{"note": "a draft"} WHOLE',
     ],
 )
 def test_what_is_around_a_whole_reply_is_passed_over(text: str) -> None:
     text = text.replace("WHOLE", WHOLE).replace("WRONG", WHOLE.replace("yes", "no"))
     assert read(RUBRIC, text)[0].choice == "yes"
+
+
+def test_an_end_of_thoughts_that_a_reason_quotes_ends_nothing() -> None:
+    for around in ("{}", "```json\n{}\n```"):
+        text = around.replace("{}", WHOLE.replace('"r"', '"The answer holds </think>."'))
+        assert read(RUBRIC, text)[0].reason == "The answer holds </think>."
+
+
+def test_what_ends_thoughts_is_no_object_of_a_schema() -> None:
+    text = f"<think>It is said: </think>{QUOTED}"
+    with pytest.raises(UnreadableError, match="not the token"):
+        read(RUBRIC, text, constrained=True)
+    assert read(RUBRIC, text.replace(QUOTED, WHOLE), constrained=True)[0].choice == "yes"
+
+
+@pytest.mark.parametrize("said", ["Yes", " yes. ", "**yes**", "'YES'", "“yes”", "`yes`"])
+def test_a_choice_is_known_by_its_word(said: str) -> None:
+    assert read(RUBRIC, WHOLE.replace('"yes"', json.dumps(said)))[0].choice == "yes"
+
+
+@pytest.mark.parametrize(("said", "choice"), [(3, "3"), (3.0, "3"), ("3.", "3"), ("tre\u0301s", "tr\u00e9s")])
+def test_choices_are_read_as_numbers_and_however_their_accents_are_spelled(said: Any, choice: str) -> None:
+    scale = ["1", "2", choice]
+    [criterion] = Rubric.model_validate({"id": "r", "criteria": [{"id": "a", "value": "x", "choices": scale}]}).asked
+    text = json.dumps({"criteria": {"a": {"reason": "r", "choice": said}}, "check": NONCE})
+    assert read_reply([criterion], text, nonce=NONCE)[0].choice == choice
+
+
+def test_the_token_is_known_in_capitals_and_between_spaces() -> None:
+    assert read(RUBRIC, WHOLE.replace(NONCE, f" {NONCE.upper()} "))[0].choice == "yes"
 
 
 def test_a_problem_never_quotes_the_reply() -> None:
