@@ -113,7 +113,8 @@ class Probe(Frozen):
 
 
 class RoundResult(Frozen):
-    """The worker's last word, written atomically. `adapter` is absent after a debug run or a refusal."""
+    """The worker's last word, written atomically. `adapter` is absent after a debug run or a refusal; `left_out` says
+    of tasks that were to be trained on, by their ids, why they were not."""
 
     round_id: str
     outcome: Literal["trained", "refused", "debug"]
@@ -121,6 +122,7 @@ class RoundResult(Frozen):
     adapter: AdapterRef | None = None
     comparison: Comparison | None = None
     probe: Probe | None = None
+    left_out: dict[str, str] = {}
     steps: int = 0
     reward_first: float | None = None
     reward_last: float | None = None

@@ -52,7 +52,7 @@ from flywheel.training.metrics import Metrics
 from flywheel.training.policy import check_base, check_parent, other_form, rank
 from flywheel.training.probe import make_probe
 from flywheel.training.process import Stopped, alone_in, catch_signals, output_to
-from flywheel.training.prompts import Prompt, distinct, fitting
+from flywheel.training.prompts import Asked, Prompt, asked
 from flywheel.training.rollout import LoadedAdapter, add_usage
 from flywheel.training.trainer import Trainer
 
@@ -89,6 +89,7 @@ class Round:
         self.seconds: dict[str, float] = {}
         self.usage: dict[str, int] = {}
         self.about: dict[str, Any] = {}
+        self.left_out: dict[str, str] = {}
 
     def start(self) -> None:
         """Start engines and trainer side by side."""
@@ -111,36 +112,30 @@ class Round:
             started.append(self.trainer.start.remote())
         self.about = cluster.wait(started)[0]
 
-    def prompts(self, tasks: Sequence[RoundTask]) -> list[Prompt]:
+    def asked(self, tasks: Sequence[RoundTask]) -> Asked:
         """The tasks that the model can be asked: rendered by its template, short enough, and none twice."""
         rollout = self.settings.rollout
         [(prompts, refused)] = cluster.wait([self.engines[0].encode.remote(list(tasks))])
-        fit = fitting(
-            prompts, max_model_len=rollout.max_model_len, max_completion_tokens=rollout.max_completion_tokens
+        found = asked(
+            prompts, refused, max_model_len=rollout.max_model_len, max_completion_tokens=rollout.max_completion_tokens
         )
-        if len(fit) < len(tasks):
-            log.warning(
-                "of %d tasks, %d are too long and %d are refused by the chat template%s",
-                len(tasks),
-                len(prompts) - len(fit),
-                len(refused),
-                f" ({refused[0]})" if refused else "",
-            )
+        for task, why in found.left_out.items():
+            log.warning("%s is left out: %s", task, why)
         if tasks and len(refused) == len(tasks):
+            first = next(f"{task}: {why}" for task, why in refused.items())
             raise TrainError(
                 f"render the prompts of {self.spec.round_id}",
-                f"the chat template refuses all {len(tasks)} tasks; the first: {refused[0]}",
+                f"the chat template refuses all {len(tasks)} tasks; the first: {first}",
                 "Check the base model's chat template, and the one in serving.extra_args if there is one.",
             )
-        if len(different := distinct(fit)) < len(fit):
-            log.info("%d of %d prompts are asked once only: others are the same", len(different), len(fit))
-        return different
+        return found
 
     def run(self) -> RoundResult:
         with self._timed("start"):
             self.start()
-            prompts = self.prompts(self.spec.train)
-            held_out = [] if self.spec.debug else self.prompts(self.spec.held_out)
+            train = self.asked(self.spec.train)
+            held_out = [] if self.spec.debug else self.asked(self.spec.held_out).prompts
+        prompts, self.left_out = train.prompts, train.left_out
         if not prompts:
             raise TrainError(
                 f"train {self.spec.round_id}",
@@ -150,7 +145,7 @@ class Round:
         if not self.spec.debug:
             # Now, and not when hours were spent on a candidate that could only be rejected.
             check_enough(held_out, self.spec, self.settings.gate.min_tasks)
-        self.metrics.phase("training", prompts=len(prompts), left_out=len(self.spec.train) - len(prompts))
+        self.metrics.phase("training", prompts=len(prompts), left_out=len(self.left_out))
         if self.spec.debug:
             return self._debug(prompts)
         with self._timed("train"):
@@ -254,6 +249,7 @@ class Round:
         return RoundResult(
             round_id=self.spec.round_id,
             outcome=outcome,
+            left_out=self.left_out,
             seconds=self.seconds,
             usage=self.usage,
             versions=self.about["versions"],

@@ -42,6 +42,8 @@ def test_threads_without_end_are_refused(tmp_path: Path) -> None:
             {"trigger": {"min_held_out": 4}},
             r"trigger\.min_held_out 4 is below gate\.min_tasks 8: a round could start that can only be rejected",
         ),
+        ({"retention": {"keep_days": 1e12}}, r"`retention\.keep_days`: .*36500"),
+        ({"gate": {"non_inferiority_margins": {"safe": 0}}}, r"`gate\.non_inferiority_margins\.safe`"),
         ({"gate": {"max_tasks": 4}}, r"max_tasks 4 is below min_tasks 8: nothing could ever be promoted"),
         ({"training": {"steps": 5, "warmup_steps": 5}}, r"warmup_steps 5 is not below steps 5"),
         ({"training": {"lora": {"alpha": 0}}}, r"`training\.lora\.alpha`"),

@@ -179,6 +179,8 @@ def _print_round(story: dict[str, Any]) -> None:
     typer.echo(f"made of {quantity(len(story['samples']), 'sample')} from {conversations}:")
     for sample in story["samples"]:
         typer.echo(f"  {sample['task_id']}  {sample['conversation_id']}  {sample['agent']}")
+    for task, reason in story["left_out"].items():
+        typer.echo(f"left out {task}: {reason}")
 
 
 def _print_reply(reply: dict[str, Any]) -> None:

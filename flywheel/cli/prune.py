@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,13 +24,15 @@ WAIT_SECONDS = 120.0
 def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     keep_days: Annotated[
-        float | None, typer.Option(min=0, metavar="N", help="Instead of retention.keep_days.")
+        float | None, typer.Option(min=0, max=36_500, metavar="N", help="Instead of retention.keep_days.")
     ] = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Remove the adapters, rollouts and logs of old rounds that nothing needs any more."""
     settings = load_config(config)
+    if keep_days is not None and math.isnan(keep_days):
+        raise typer.BadParameter("it must be a number", param_hint="--keep-days")
     days = settings.retention.keep_days if keep_days is None else keep_days
     if days is None:
         raise ConfigError(

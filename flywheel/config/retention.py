@@ -10,7 +10,7 @@ from flywheel.config.section import Section
 class RetentionSettings(Section):
     model_config = ConfigDict(allow_inf_nan=False)
 
-    keep_days: float | None = Field(default=90.0, ge=0)
+    keep_days: float | None = Field(default=90.0, ge=0, le=36_500)
     """How long the adapter, rollouts and log of a round stay after it has ended. What it was told and what it
     measured stays for ever; so do, whatever their age, what serves, what a rollback goes back to and what the round
     under way goes on from. `null` keeps everything."""

@@ -58,7 +58,8 @@ def _round_story(conn: Connection, row: RowMapping) -> dict[str, Any]:
         .where(round_samples.c.round_id == row["id"])
         .order_by(tasks.c.id)
     ).all()
-    train = [sample for sample in samples if sample.split == Split.TRAIN]
+    left_out = (row["result"] or {}).get("left_out", {})
+    train = [sample for sample in samples if sample.split == Split.TRAIN and sample.key not in left_out]
     served = conn.execute(
         select(deployments).where(deployments.c.adapter == row["name"]).order_by(deployments.c.id)
     ).mappings()
@@ -84,7 +85,8 @@ def _round_story(conn: Connection, row: RowMapping) -> dict[str, Any]:
             for s in train
         ],
         "conversations": sorted({s.conversation_id for s in train}),
-        "held_out": len(samples) - len(train),
+        "left_out": left_out,
+        "held_out": sum(sample.split == Split.HELD_OUT for sample in samples),
         "deployments": [
             {key: d[key] for key in ("alias", "state", "reason", "previous", "activated_at", "retired_at", "error")}
             for d in served

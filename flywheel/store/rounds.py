@@ -18,7 +18,7 @@ from sqlalchemy import (
 from flywheel.errors import TrainError
 from flywheel.round import AdapterRef, RoundResult
 from flywheel.states import AdapterState, RoundState, Split, TaskState
-from flywheel.store.samples import free_samples, held_out, leave_out_images
+from flywheel.store.samples import LEFT_OUT, free_samples, held_out, leave_out_images
 from flywheel.store.schema import adapters, round_samples, rounds, tasks
 from flywheel.store.transitions import move, move_all, record, utcnow
 
@@ -141,7 +141,11 @@ def finish(conn: Connection, round_id: int, old: RoundState, new: RoundState, wh
 
 
 def store_result(conn: Connection, round_id: int, result: RoundResult) -> None:
+    """Keep what the worker came to; of what it left out, the tasks' own histories say why."""
     conn.execute(update(rounds).where(rounds.c.id == round_id).values(result=result.model_dump(mode="json")))
+    for key, why in result.left_out.items():
+        ids = conn.execute(select(tasks.c.id).where(tasks.c.key == key)).scalars().all()
+        record(conn, tasks.name, map(str, ids), TaskState.RESERVED, LEFT_OUT, f"of {result.round_id}: {why}")
 
 
 def add_adapter(conn: Connection, round_row: Row[Any], result: RoundResult, base_model: str) -> None:

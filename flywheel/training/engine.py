@@ -106,8 +106,8 @@ class Engine:
             ) from error
         return {"device": torch.cuda.get_device_name() if gpu else "cpu", "versions": versions()}
 
-    async def encode(self, tasks: Sequence[RoundTask]) -> tuple[list[Prompt], list[str]]:
-        """Prompts as the server makes them of chat requests, and why each other task cannot be one.
+    async def encode(self, tasks: Sequence[RoundTask]) -> tuple[list[Prompt], dict[str, str]]:
+        """Prompts as the server makes them of chat requests, and why each other task, by its id, cannot be one.
 
         Raises TrainError without a chat template.
         """
@@ -119,14 +119,15 @@ class Engine:
                 "its tokenizer has no chat template",
                 "Use an instruction-tuned model, or add a chat template to its directory.",
             )
-        prompts, refused = [], []
+        prompts: list[Prompt] = []
+        refused: dict[str, str] = {}
         for task in tasks:
             try:
                 ids = await token_ids(self._llm.renderer, task.prompt, task.tools, chat, template)
             except Exception as error:
                 # Templates refuse, for example, two user messages in a row, and some break on what they did not
                 # expect; such a task cannot be asked again, and costs itself alone.
-                refused.append(f"{task.task_id}: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+                refused[task.task_id] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 continue
             prompts.append(Prompt(task, ids))
         return prompts, refused

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flywheel.round import RoundTask
@@ -21,16 +21,32 @@ class Prompt:
     token_ids: tuple[int, ...]
 
 
-def fitting(prompts: Sequence[Prompt], *, max_model_len: int, max_completion_tokens: int) -> list[Prompt]:
-    """The prompts that leave room for a whole completion."""
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The prompts that a round asks, and why it leaves out each other task, by its id."""
+
+    prompts: list[Prompt]
+    left_out: dict[str, str]
+
+
+def asked(
+    prompts: Sequence[Prompt], refused: Mapping[str, str], *, max_model_len: int, max_completion_tokens: int
+) -> Asked:
+    """The prompts that leave room for a whole completion, each once, where it came last: the same one again is no
+    evidence of its own. `refused` are tasks of which the chat template makes none."""
     room = max_model_len - max_completion_tokens
-    return [prompt for prompt in prompts if len(prompt.token_ids) <= room]
-
-
-def distinct(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Each prompt once, where it was asked last: the same one again is no evidence of its own."""
-    newest = {prompt.token_ids: place for place, prompt in enumerate(prompts)}
-    return [prompts[place] for place in sorted(newest.values())]
+    newest = {prompt.token_ids: prompt for prompt in prompts}
+    kept: list[Prompt] = []
+    left_out = {task: f"the chat template refuses it ({why})" for task, why in refused.items()}
+    for prompt in prompts:
+        task, length, last = prompt.task.task_id, len(prompt.token_ids), newest[prompt.token_ids]
+        if length > room:
+            left_out[task] = f"its prompt has {length} tokens, and rollout.max_model_len leaves room for {room}"
+        elif last is not prompt:
+            left_out[task] = f"its prompt is that of {last.task.task_id}"
+        else:
+            kept.append(prompt)
+    return Asked(kept, left_out)
 
 
 def schedule(count: int, *, per_step: int, steps: int, seed: int) -> list[list[int]]:

@@ -65,6 +65,13 @@ def test_days_on_the_command_line_come_before_the_settings(flywheel: Run, config
     assert "2 rounds, 410 bytes removed" in flywheel("prune", "--keep-days", "0", "-c", config).out
 
 
+@pytest.mark.parametrize("days", ["-1", "nan", "inf", "1e12", "soon"])
+def test_days_that_are_none_are_wrong_usage(flywheel: Run, config: Path, days: str) -> None:
+    ran = flywheel("prune", "--keep-days", days, "-c", config)
+    assert ran.code == 2
+    assert "--keep-days" in ran.err
+
+
 def test_a_state_that_is_not_there_is_not_made(flywheel: Run, config: Path, tmp_path: Path) -> None:
     config.write_text("state: {dir: elsewhere}\nsources: []\n")
     ran = flywheel("prune", "-c", config)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection
+from sqlalchemy import Connection, select
 
 from flywheel import content
 from flywheel.config import Config, parse
@@ -24,7 +24,7 @@ from flywheel.files import tree_sha256, write_json
 from flywheel.judge.rubric_file import load_rubric
 from flywheel.round import AdapterRef, Comparison, Probe, RoundResult, Score
 from flywheel.states import RoundState, Split
-from flywheel.store import audit, deployments, funnel, judging, ledger, lineage, rounds
+from flywheel.store import audit, deployments, funnel, judging, ledger, lineage, rounds, schema
 from flywheel.store.database import Store
 from flywheel.store.transitions import move
 from tests.samples import accepted, batch, rejected, replies_on
@@ -430,3 +430,21 @@ async def test_a_worker_that_a_killed_daemon_had_just_started_is_stopped(
             assert stray.wait(30) == -signal.SIGTERM
         finally:
             stray.kill()
+
+
+async def test_a_sample_that_could_not_be_asked_has_made_no_adapter_and_is_told_why(wheel: Wheel) -> None:
+    directory = await wheel.started()
+    trained = select(schema.tasks.c.key).where(schema.tasks.c.state == "reserved")
+    first, *_ = await wheel.store.read(lambda conn: conn.execute(trained).scalars().all())
+    leave_result(wheel, directory, left_out={first: "its prompt has 9000 tokens"})
+    assert await wheel.rounds.finish_live() is RoundState.PROMOTED
+    story = await wheel.store.read(lineage.why, "r0001")
+    assert story is not None
+    assert first not in [sample["task_id"] for sample in story["samples"]]
+    assert (len(story["samples"]), story["held_out"]) == (5, 4)
+    assert story["left_out"] == {first: "its prompt has 9000 tokens"}
+    task = await wheel.store.read(lineage.why, first)
+    assert task is not None
+    told = [(step["new"], step["detail"]) for step in task["replies"][0]["task"]["history"]]
+    assert ("left out", "of r0001: its prompt has 9000 tokens") in told
+    await wheel.books()

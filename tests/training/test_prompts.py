@@ -8,20 +8,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.training.prompts import distinct, fitting, schedule, seed_of
+from flywheel.training.prompts import asked, schedule, seed_of
 from tests.training.rollouts import prompt
 
 
 def test_a_prompt_that_leaves_no_room_for_a_completion_is_left_out() -> None:
     prompts = [prompt(f"t-{length}", range(length)) for length in (1, 59, 60, 61, 200)]
-    kept = fitting(prompts, max_model_len=100, max_completion_tokens=40)
-    assert [p.task.task_id for p in kept] == ["t-1", "t-59", "t-60"]
+    found = asked(prompts, {}, max_model_len=100, max_completion_tokens=40)
+    assert [p.task.task_id for p in found.prompts] == ["t-1", "t-59", "t-60"]
+    assert found.left_out == {
+        "t-61": "its prompt has 61 tokens, and rollout.max_model_len leaves room for 60",
+        "t-200": "its prompt has 200 tokens, and rollout.max_model_len leaves room for 60",
+    }
 
 
 def test_a_prompt_that_comes_again_is_asked_once_where_it_came_last() -> None:
     prompts = [prompt("t-1", (1, 2)), prompt("t-2", (3,)), prompt("t-3", (1, 2)), prompt("t-4", (1, 2, 3))]
-    assert [p.task.task_id for p in distinct(prompts)] == ["t-2", "t-3", "t-4"]
-    assert distinct([]) == []
+    found = asked(prompts, {"t-5": "two users in a row"}, max_model_len=100, max_completion_tokens=40)
+    assert [p.task.task_id for p in found.prompts] == ["t-2", "t-3", "t-4"]
+    assert found.left_out == {
+        "t-5": "the chat template refuses it (two users in a row)",
+        "t-1": "its prompt is that of t-3",
+    }
 
 
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 20), st.integers(0, 5))

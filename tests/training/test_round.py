@@ -288,6 +288,8 @@ def test_metrics_tell_phases_and_steps_while_it_runs(trained: Done) -> None:
     assert phases == ["starting", "training", "evaluating"]
     training = next(line for line in trained.metrics if line.get("phase") == "training")
     assert (training["prompts"], training["left_out"]) == (30, 1)
+    assert list(trained.result.left_out) == ["t-long"]
+    assert "leaves room for 112" in trained.result.left_out["t-long"]
     assert [(step["step"], step["steps"]) for step in trained.steps] == [(1, 3), (2, 3), (3, 3)]
     for step in trained.steps:
         rewards = [line["reward"] for line in trained.rollouts if line["step"] == step["step"]]

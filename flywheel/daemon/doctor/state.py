@@ -101,7 +101,13 @@ def _disk(existing: Path) -> Finding:
     told = f"{size(free)} free at {existing}"
     if free < LOW_FREE:
         result = Result.FAILED if free < MIN_FREE else Result.WARNING
-        return Finding("disk", result, told, "Free space: rounds leave adapters and logs there.", figures=figures)
+        return Finding(
+            "disk",
+            result,
+            told,
+            "Free space: `flywheel prune --dry-run` tells what old rounds take of it.",
+            figures=figures,
+        )
     return Finding("disk", Result.OK, told, figures=figures)
 
 
