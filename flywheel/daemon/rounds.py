@@ -180,6 +180,10 @@ class Rounds:
     async def _promote(self, row: Row[Any], adapter: str, reason: str) -> None:
         active = await self._store.read(deployments.active, self._config.model.alias)
         serves = active.adapter if active is not None else None
+        if serves != adapter and await self._store.read(deployments.has_served, self._config.model.alias, adapter):
+            # It was swapped in and could not be written down; whoever went back since then knows why.
+            await self._promoted(row, f"{reason}; taken back since")
+            return
         if serves not in (adapter, row.parent):
             compared, now = (name or "the base model" for name in (row.parent, serves))
             why = f"{reason}; but it was compared with {compared}, and {now} serves now"
@@ -195,6 +199,9 @@ class Rounds:
                     raise
                 await self._fail(row, RoundState.EVALUATING, f"better ({reason}), but not deployed: {error}")
                 return
+        await self._promoted(row, reason)
+
+    async def _promoted(self, row: Row[Any], reason: str) -> None:
         await self._note("")
         await self._store.write(rounds.finish, row.id, RoundState.EVALUATING, RoundState.PROMOTED, reason)
         log.info("%s is promoted: %s", row.name, reason)

@@ -19,7 +19,7 @@ from flywheel.config import Config, parse
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.planner import due, spec_of
 from flywheel.daemon.rounds import Rounds
-from flywheel.errors import ServeError, TrainError
+from flywheel.errors import ServeError, StoreError, TrainError
 from flywheel.files import tree_sha256, write_json
 from flywheel.judge.rubric_file import load_rubric
 from flywheel.round import AdapterRef, Comparison, Probe, RoundResult, Score
@@ -268,6 +268,30 @@ async def test_a_server_that_is_away_for_long_leaves_no_deployment_for_each_try(
             await Rounds(wheel.store, wheel.config, wheel.rounds._rubric, away).finish_live()
     assert list(await wheel.store.read(deployments.history, "agent", 9)) == []
     assert await wheel.rounds.finish_live() is RoundState.PROMOTED
+
+
+async def test_a_rollback_before_the_promotion_was_written_down_is_not_undone(
+    wheel: Wheel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_result(wheel, await wheel.started())
+
+    def full(*_: object) -> None:
+        raise StoreError("use the state database", "the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rounds, "finish", full)
+        with pytest.raises(StoreError):
+            await wheel.rounds.finish_live()
+    assert await wheel.state() == "evaluating"
+    assert (await wheel.deployer.rollback())[0] is None
+    assert await wheel.rounds.finish_live() is RoundState.PROMOTED
+    active = await wheel.store.read(deployments.active, "agent")
+    assert active is not None
+    assert active.adapter is None, "who took it back knows why"
+    row = await wheel.store.read(rounds.by_name, "r0001")
+    assert row is not None
+    assert "taken back" in row.reason
+    assert (await wheel.books())["consumed"] == 6
 
 
 async def test_a_candidate_is_not_promoted_over_what_it_was_not_compared_with(wheel: Wheel) -> None:
