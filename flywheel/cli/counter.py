@@ -67,8 +67,9 @@ class Counter:
         elif not self._quiet and (now := time.monotonic()) - self._told >= LINE_SECONDS:
             self._told = now
             speed = self._done / (now - self._began)
-            left = max(0, self._total - self._done) / speed
-            line = f"{self._what}: {self._done:,} of {self._total:,}, {_rate(speed)}, {_duration(left)} left"
+            total = max(self._total, self._done)
+            left = (total - self._done) / speed
+            line = f"{self._what}: {self._done:,} of {total:,}, {_rate(speed)}, {_duration(left)} left"
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

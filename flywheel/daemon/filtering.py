@@ -43,6 +43,8 @@ class _Feed:
     stop: LinkedEvent
     queue: asyncio.Queue[Judged | FlywheelError | None] = field(default_factory=asyncio.Queue)
     claimed: dict[int, Claimed] = field(default_factory=dict)
+    taken: int = 0
+    freed: int = 0
 
 
 class Filtering:
@@ -86,19 +88,20 @@ class Filtering:
             self._screening.stop = feed.stop
         report = FilterReport()
         self._loop = loop = asyncio.get_running_loop()
-        thread = threading.Thread(target=self._work, args=(feed, loop, limit, rejudge), name="judging", daemon=True)
         learned = self.grader.client.learned
         learned.restore(await self._store.read(funnel.noted, MEANS_NOTE))
         known = learned.snapshot()
-        thread.start()
         try:
-            ended = False
-            while not ended:
-                ready = [await feed.queue.get()]
-                while not feed.queue.empty():
-                    ready.append(feed.queue.get_nowait())
-                ended = None in ready
-                await self._settle(feed, [item for item in ready if item is not None], report, on_judged)
+            while True:
+                feed.freed = 0
+                threading.Thread(
+                    target=self._work, args=(feed, loop, limit, rejudge), name="judging", daemon=True
+                ).start()
+                await self._settle_all(feed, report, on_judged)
+                if not feed.freed or report.error is not None or feed.stop.is_set():
+                    break
+                # The last verdicts rejected what others had been put aside for: those are due now.
+                rejudge = False
         finally:
             feed.stop.set()
             left = list(feed.claimed)
@@ -137,6 +140,18 @@ class Filtering:
                 total.add(needed)
         return total
 
+    async def _settle_all(
+        self, feed: _Feed, report: FilterReport, on_judged: Callable[[Judged], None] | None
+    ) -> None:
+        """Everything that the judging thread puts, to its end."""
+        ended = False
+        while not ended:
+            ready = [await feed.queue.get()]
+            while not feed.queue.empty():
+                ready.append(feed.queue.get_nowait())
+            ended = None in ready
+            await self._settle(feed, [item for item in ready if item is not None], report, on_judged)
+
     async def _settle(
         self,
         feed: _Feed,
@@ -145,7 +160,9 @@ class Filtering:
         on_judged: Callable[[Judged], None] | None,
     ) -> None:
         done = [item for item in items if isinstance(item, Judged)]
-        report.changed += await self._store.write(self._store_all, done)
+        changed, freed = await self._store.write(self._store_all, done)
+        report.changed += changed
+        feed.freed += freed
         for item in items:
             if isinstance(item, FlywheelError):
                 report.error = item
@@ -163,8 +180,8 @@ class Filtering:
             if on_judged is not None:
                 on_judged(item)
 
-    def _store_all(self, conn: Any, done: list[Judged]) -> int:
-        """How many are decided the other way now."""
+    def _store_all(self, conn: Any, done: list[Judged]) -> tuple[int, int]:
+        """How many are decided the other way now, and how many others are due again."""
         changed = 0
         retry = self._config.judge.retry_undecided_seconds
         for item in done:
@@ -187,8 +204,7 @@ class Filtering:
         # one that was rejected since.
         gone = [item.task.id for item in done if item.verdict is None or item.verdict.outcome is Outcome.REJECTED]
         gone += duplicates.gone(conn, [item.repeats.task for item in done if item.repeats is not None])
-        duplicates.free_repetitions(conn, gone)
-        return changed
+        return changed, duplicates.free_repetitions(conn, gone)
 
     def _work(self, feed: _Feed, loop: asyncio.AbstractEventLoop, limit: int | None, rejudge: bool) -> None:
         """The judging thread: claims, filters and grades, and hands everything to the loop."""
@@ -225,7 +241,7 @@ class Filtering:
 
     def _batches(self, ask: Ask, feed: _Feed, limit: int | None, *, rejudge: bool) -> Iterator[list[Claimed]]:
         """Claimed tasks, then those that are to be judged again."""
-        left = limit if limit is not None else 1 << 62
+        left = (limit if limit is not None else 1 << 62) - feed.taken
         after: int | None = None
         while left > 0 and not feed.stop.is_set():
             # After a run that failed, one at a time until a verdict comes: each claim is written down, and so is each
@@ -240,6 +256,7 @@ class Filtering:
             if claimed:
                 after = None if after is None else claimed[-1].id
                 left -= len(claimed)
+                feed.taken += len(claimed)
                 yield claimed
             elif rejudge and after is None:
                 after = 0

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from msgspec.structs import replace
 from sqlalchemy import Connection, select
 
 from flywheel.daemon import planner
@@ -57,6 +58,26 @@ async def test_what_repeats_is_rejected_unpaid_and_told_what_it_repeats(
     assert told["repeats"]["similarity"] == exact.repeats.similarity
     assert told["repeats"]["task_id"] in told["verdicts"][0]["reason"]
     assert (await store.read(balance)).problems == []
+
+
+async def test_what_is_due_again_when_its_original_is_rejected_is_judged_in_the_same_run(
+    store: Store, make: Make, judge: JudgeServer
+) -> None:
+    first, second, other = questions(WORDY.format(3), WORDY.format(3) + "!", WORDY.format(4), answer="WRONG")
+    await tell(store, first, replace(second, answer="right"), other)
+    report, seen = await run(store, make(DEDUPLICATION))
+    assert await states(store) == ["rejected", "accepted", "rejected"]
+    assert judge.calls == report.calls == 3
+    assert report.judged == 4
+    assert seen[second.span_id].repeats is None
+
+
+async def test_a_limit_holds_for_what_is_due_again_too(store: Store, make: Make, judge: JudgeServer) -> None:
+    await tell(store, *questions(WORDY.format(3), WORDY.format(3) + "!", answer="WRONG"))
+    report = await Filtering(store, make(DEDUPLICATION)).run(limit=2)
+    assert report.judged == 2
+    assert await states(store) == ["rejected", "pending"]
+    assert judge.calls == 1
 
 
 async def test_earlier_rounds_count_after_a_restart_and_before_the_chain_had_the_filter(
