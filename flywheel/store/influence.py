@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from sqlalchemy import Connection, Row, exists, func, insert, select, update
@@ -96,13 +97,9 @@ def hold_bursts(conn: Connection, asked: Sequence[int], count: int, seconds: flo
     them already. Gives the tasks that are held now. What a person released is neither counted nor held again.
     """
     held: list[int] = []
-    seen: set[int] = set()
-    for task in asked:
-        if task in seen:
-            continue
-        times = _alike(conn, task, seconds)
-        burst = _window(times, task, count, seconds)
-        seen |= burst
+    for group in _groups(conn, asked):
+        times = _alike(conn, group, seconds)
+        burst = _bursts(times, group.asked, count, seconds)
         for row in times:
             if row.task_id in burst and TaskState(row.state) in NOT_YET_USED:
                 why = f"one of {len(burst)} near-identical questions within {seconds:g} s"
@@ -111,40 +108,66 @@ def hold_bursts(conn: Connection, asked: Sequence[int], count: int, seconds: flo
     return held
 
 
-def _alike(conn: Connection, task: int, seconds: float) -> list[Row[Any]]:
-    own = conn.execute(
-        select(influences.c.origin, influences.c.at, influences.c.released, fingerprints.c.like)
-        .join(fingerprints, fingerprints.c.task_id == influences.c.task_id)
-        .where(influences.c.task_id == task)
-    ).one_or_none()
-    if own is None or own.released:
-        return []
+@dataclass(slots=True)
+class _Group:
+    """Near-identical questions of one origin, and when they were asked, from first to last."""
+
+    origin: str
+    like: int
+    first: float
+    last: float
+    asked: set[int] = field(default_factory=set)
+
+
+def _groups(conn: Connection, asked: Sequence[int]) -> list[_Group]:
+    groups: dict[tuple[str, int], _Group] = {}
+    for some in chunks(asked):
+        rows = conn.execute(
+            select(influences.c.task_id, influences.c.origin, influences.c.at, fingerprints.c.like)
+            .join(fingerprints, fingerprints.c.task_id == influences.c.task_id)
+            .where(influences.c.task_id.in_(some), influences.c.released.is_(False))
+            .order_by(influences.c.task_id)
+        )
+        for row in rows:
+            group = groups.setdefault((row.origin, row.like), _Group(row.origin, row.like, row.at, row.at))
+            group.first, group.last = min(group.first, row.at), max(group.last, row.at)
+            group.asked.add(row.task_id)
+    return list(groups.values())
+
+
+def _alike(conn: Connection, group: _Group, seconds: float) -> list[Row[Any]]:
+    """All that can share a window with one of the group, in the order in which they were asked."""
     return list(
         conn.execute(
             select(influences.c.task_id, influences.c.at, tasks.c.state)
             .join(fingerprints, fingerprints.c.task_id == influences.c.task_id)
             .join(tasks, tasks.c.id == influences.c.task_id)
             .where(
-                influences.c.origin == own.origin,
-                influences.c.at.between(own.at - seconds, own.at + seconds),
+                influences.c.origin == group.origin,
+                influences.c.at.between(group.first - seconds, group.last + seconds),
                 influences.c.released.is_(False),
-                fingerprints.c.like == own.like,
+                fingerprints.c.like == group.like,
             )
             .order_by(influences.c.at, influences.c.task_id)
         )
     )
 
 
-def _window(times: Sequence[Row[Any]], task: int, count: int, seconds: float) -> set[int]:
-    """The tasks of all windows of `seconds` that hold `count` or more; empty if the task itself is in none."""
+def _bursts(times: Sequence[Row[Any]], asked: Set[int], count: int, seconds: float) -> set[int]:
+    """The tasks of all windows of `seconds` that hold `count` or more, one of them asked."""
     burst: set[int] = set()
     start = 0
+    newest = -1  # the last place of one that is asked
+    done = 0  # all before are looked at
     for end, row in enumerate(times):
+        if row.task_id in asked:
+            newest = end
         while row.at - times[start].at > seconds:
             start += 1
-        if end - start + 1 >= count:
-            burst |= {each.task_id for each in times[start : end + 1]}
-    return burst if task in burst else set()
+        if end - start + 1 >= count and newest >= start:
+            burst |= {each.task_id for each in times[max(start, done) : end + 1]}
+            done = end + 1
+    return burst
 
 
 def of_state(conn: Connection, state: TaskState, limit: int | None) -> list[Row[Any]]:
