@@ -173,6 +173,11 @@ def _print_round(story: dict[str, Any]) -> None:
         typer.echo(f"held-out: {means} on {quantity(comparison['tasks'], 'task')}, gain {gain}")
         for line in criterion_lines(comparison):
             typer.echo(line)
+    if usage := story["usage"]:
+        typer.echo(
+            f"judged: {usage['judge_calls']:,} calls for {usage['rollouts']:,} rollouts,"
+            f" {usage['judge_prompt_tokens']:,} tokens sent, {usage['judge_completion_tokens']:,} received"
+        )
     for entry in story["deployments"]:
         typer.echo(f"deployed as {entry['alias']}: {entry['state']} since {entry['activated_at'] or '–'}")
     conversations = quantity(len(story["conversations"]), "conversation")

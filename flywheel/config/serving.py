@@ -77,7 +77,8 @@ class DaemonSettings(Section):
     round_attempts: int = Field(default=2, gt=0)
     """How often a round is started before it has failed."""
     failed_round_wait_seconds: float = Field(default=1800.0, ge=0)
-    """How long after a failed round the next one may start by itself."""
+    """How long after a failed round the next one may start by itself; for each further one that fails in a row twice
+    as long as before, at most sixteen times."""
     round_timeout_seconds: float = Field(default=6 * 3600.0, gt=0)
     """A worker that runs longer is stopped and its round abandoned."""
     reconcile_seconds: float = Field(default=15.0, gt=0)

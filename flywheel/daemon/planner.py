@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import orjson
 from sqlalchemy import Connection, Row
@@ -21,6 +22,9 @@ from flywheel.round import RoundSpec, RoundTask
 from flywheel.rubric import Rubric
 from flywheel.states import RoundState, Split
 from flywheel.store import deployments, influence, rounds, samples
+
+MOST_DOUBLINGS: Final = 4
+"""How often the wait after a failed round is doubled, at most, when more of them fail in a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +62,15 @@ def due(conn: Connection, config: Config, *, window: bool = False) -> Due:
 
 
 def _backoff(conn: Connection, config: Config) -> str:
-    last = rounds.newest(conn, 1)
-    if not last or last[0].state != RoundState.FAILED:
+    newest = reversed(rounds.newest(conn, 1 + MOST_DOUBLINGS))
+    failed = list(itertools.takewhile(lambda row: row.state == RoundState.FAILED, newest))
+    if not failed:
         return ""
-    until = datetime.fromisoformat(last[0].finished_at) + timedelta(seconds=config.daemon.failed_round_wait_seconds)
+    seconds = config.daemon.failed_round_wait_seconds * 2 ** (len(failed) - 1)
+    until = datetime.fromisoformat(failed[0].finished_at) + timedelta(seconds=seconds)
     if datetime.now(UTC) >= until:
         return ""
-    return f"{last[0].name} failed; the next try is at {until.isoformat(timespec='seconds')}"
+    return f"{failed[0].name} failed; the next try is at {until.isoformat(timespec='seconds')}"
 
 
 def choose(conn: Connection, config: Config) -> list[int] | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import shutil
@@ -19,6 +20,7 @@ from typing import Final
 from flywheel.config import Config
 from flywheel.daemon.lock import swap_lock
 from flywheel.errors import LockedError, ServeError, StoreError
+from flywheel.files import write_json
 from flywheel.round import ADAPTER_DIR, ERROR_FILE, METRICS_FILE, RESULT_FILE, SPEC_FILE
 from flywheel.serving.client import Replica
 from flywheel.serving.key import key_of
@@ -29,7 +31,7 @@ from flywheel.store.retention import Old
 log = logging.getLogger(__name__)
 
 STAYS: Final = frozenset({SPEC_FILE, METRICS_FILE, RESULT_FILE, ERROR_FILE})
-"""What a round was told, what it measured, and how it ended."""
+"""What a round was told (but for the tasks, which the state has), what it measured, and how it ended."""
 ASIDE: Final = f".{ADAPTER_DIR}.removed"
 """An adapter on its way out."""
 
@@ -165,6 +167,7 @@ def _set_aside(directory: Path) -> StoreError | None:
 def _remove(directory: Path) -> int:
     """Remove what does not stay; how many bytes that were."""
     size = _size(directory)
+    _forget_tasks(directory / SPEC_FILE)
     for path in _leftovers(directory):
         try:
             if path.is_symlink() or not path.is_dir():
@@ -176,6 +179,19 @@ def _remove(directory: Path) -> int:
         except OSError as error:
             raise _refused(directory, error) from error
     return size
+
+
+def _forget_tasks(spec: Path) -> None:
+    """Take the tasks out of a specification, which are nearly all of it: the state has them."""
+    try:
+        told = json.loads(spec.read_bytes())
+        write_json(spec, {**told, "train": [], "held_out": []})
+    except FileNotFoundError:
+        return
+    except (ValueError, TypeError):
+        return  # nobody reads it as one either
+    except OSError as error:
+        raise _refused(spec.parent, error) from error
 
 
 def _refused(directory: Path, error: OSError) -> StoreError:

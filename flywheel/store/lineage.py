@@ -80,6 +80,7 @@ def _round_story(conn: Connection, row: RowMapping) -> dict[str, Any]:
         "adapter": adapter and {key: adapter[key] for key in ("name", "path", "sha256", "state", "base_model")},
         "comparison": _without_scores(adapter["comparison"] if adapter else result.get("comparison")),
         "versions": result.get("versions", {}),
+        "usage": result.get("usage", {}),
         "samples": [
             {"task_id": s.key, "conversation_id": s.conversation_id, "agent": s.agent, "served_by": s.adapter}
             for s in train

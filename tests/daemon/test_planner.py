@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -293,3 +294,29 @@ async def test_a_round_is_recorded_with_the_rubric_that_it_is_graded_by(tmp_path
     row = await store.write(planner.begin, row, other, rubric)
     assert (await store.read(planner.spec_of, row, other, rubric)).rubric["id"] == "qa-quality"
     assert (row.rubric_hash, row.config_hash) == (rubric.hash, planner.config_hash(other))
+
+
+async def test_rounds_that_fail_again_and_again_wait_longer_each_time(tmp_path: Path, store: Store) -> None:
+    """What makes each of them fail after an hour of training would have the GPU for itself."""
+
+    def ended(conn: Connection, number: int, state: RoundState, ago: timedelta) -> None:
+        conn.execute(
+            insert(schema.rounds).values(
+                id=number, name=f"r{number:04d}", state=state.value, trigger="test", config_hash="c", rubric_hash="r",
+                seed=1, dir="/rounds", created_at="2026-01-01T00:00:00+00:00",
+                finished_at=(datetime.now(UTC) - ago).isoformat(),
+            )
+        )  # fmt: skip
+
+    await store.write(judged, 2, 1)
+    config = made(tmp_path, trigger={"min_samples": 2}, daemon={"failed_round_wait_seconds": 600})
+    times = timedelta(seconds=600)
+    await store.write(ended, 1, RoundState.FAILED, 1.5 * times)
+    assert (await store.read(planner.due, config)).start
+    await store.write(ended, 2, RoundState.FAILED, 1.5 * times)
+    assert "r0002 failed; the next try is at" in (await store.read(planner.due, config)).reason
+    await store.write(ended, 3, RoundState.REJECTED, 1.5 * times)
+    assert (await store.read(planner.due, config)).start, "one that did not fail begins the count anew"
+    for number in range(4, 12):
+        await store.write(ended, number, RoundState.FAILED, 17 * times)
+    assert (await store.read(planner.due, config)).start, "it is doubled four times at most"

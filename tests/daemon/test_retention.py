@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.lock import InstanceLock
 from flywheel.daemon.retention import STAYS, Removal, Retention
 from flywheel.errors import LockedError, ServeError, StoreError
-from flywheel.files import tree_sha256
+from flywheel.files import tree_sha256, write_json
 from flywheel.round import Probe
 from flywheel.states import AdapterState, RoundState
 from flywheel.store import audit, deployments, lineage, rounds, schema
@@ -87,6 +88,7 @@ def lay_out(directory: Path, server: FakeVllm, *, adapter: bool) -> None:
     directory.mkdir(parents=True)
     for name in (*STAYS, "rollouts.jsonl", "worker.log"):
         (directory / name).write_text("x" * 100)
+    write_json(directory / "spec.json", {"round_id": directory.name, "train": [{"query": "?"}], "held_out": [1]})
     if adapter:
         (directory / "adapter").mkdir()
         (directory / "adapter" / "weights").write_text(directory.name)
@@ -142,6 +144,8 @@ async def test_what_a_round_was_told_and_measured_stays_and_the_rest_goes(state:
     for number in range(1, 6):
         assert {path.name for path in state.directory(f"r{number:04d}").iterdir()} == STAYS
         assert await history(state.store, number) == ["removing files", "files removed"]
+    spec = json.loads((state.directory("r0001") / "spec.json").read_text())
+    assert spec == {"round_id": "r0001", "train": [], "held_out": []}, "the state has the tasks"
     assert await adapter_state(state.store, "r0001") == "removed"
     story = await state.store.read(lineage.why, "r0001")
     assert story is not None
@@ -324,3 +328,11 @@ async def test_the_daemon_removes_by_its_settings(state: Old) -> None:
     assert len(state.whole()) == 5
     await state.with_retention().prune()
     assert state.whole() == []
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{half"])
+async def test_a_specification_that_is_none_holds_nothing_up(state: Old, text: str) -> None:
+    (state.directory("r0001") / "spec.json").write_text(text)
+    (state.directory("r0002") / "spec.json").unlink()
+    assert len((await state.remove()).removed) == 5
+    assert (state.directory("r0001") / "spec.json").read_text() == text
