@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -49,6 +50,26 @@ def test_the_readme_leads_from_nothing_to_verdicts(
     assert flywheel("ingest").code == 0
     assert "there is no state" not in flywheel("status").out
     assert flywheel("audit").out.endswith("balanced\n")
+
+
+def test_the_readme_shows_a_dry_run_as_it_is(flywheel: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readme = (ROOT / "README.md").read_text()
+    [(command, shown)] = re.findall(r"^\$ flywheel (filter [^\n]*)\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    monkeypatch.setenv("COLUMNS", "110")
+    with JudgeServer(lambda question, answer: True) as judge:
+        settings = {
+            "sources": [{"path": shutil.copy(STUDIO / "new_v1.sqlite", tmp_path)}],
+            "judge": {
+                "base_url": judge.base_url,
+                "model": "judge",
+                "prices": {"input_per_million": 0.15, "output_per_million": 0.6},
+            },
+            "filter": {"rubric": str(ROOT / "rubrics" / "math-boxed.yaml")},
+        }
+        (tmp_path / "flywheel.yaml").write_text(json.dumps(settings))
+        ran = flywheel(*command.split())
+    told = [line.rstrip() for line in (ran.err + ran.out).splitlines()]
+    assert told == shown.splitlines()
 
 
 def test_a_filter_without_a_configuration_says_what_it_lacks(flywheel: Run, home: Path) -> None:
