@@ -81,7 +81,8 @@ class Rounds:
         """Take the live round as far as it goes; its last state, or None without a live round.
 
         Raises ServeError when the candidate is better but the servers cannot take it yet, because one is away or none
-        could: the round stays in `evaluating`, and the next call tries the swap again.
+        could: the round stays in `evaluating`, and the next call tries the swap again. So does TrainError when the
+        adapter's files cannot be read just now.
         """
         while not self._stopping.is_set() and (row := await self._store.read(rounds.live)) is not None:
             state = RoundState(row.state)
@@ -163,7 +164,13 @@ class Rounds:
             log.warning("%s is rejected: %s", row.name, reason)
             await self._store.write(rounds.finish, row.id, RoundState.EVALUATING, RoundState.REJECTED, reason)
             return
-        found = await asyncio.to_thread(tree_sha256, Path(result.adapter.path))
+        try:
+            found = await asyncio.to_thread(tree_sha256, Path(result.adapter.path))
+        except OSError as error:
+            why = f"{error.filename or result.adapter.path}: {error.strerror or error}"
+            await self._note(f"{row.name} cannot be decided: {why}")
+            attempted, hint = f"read the adapter of {row.name}", "Mend that; it is tried again."
+            raise TrainError(attempted, why, hint, retryable=True) from error
         if found != result.adapter.sha256:
             await self._fail(row, RoundState.EVALUATING, f"the files in {result.adapter.path} have changed")
             return

@@ -123,7 +123,7 @@ class Service:
         try:
             await self._sources.start()
             scheduler.start()
-            for stage in (self._judge, self._round, self._remove):
+            for stage in (self._judge, self._round, self._reconcile, self._remove):
                 stage.wake.set()
             notify(f"READY=1\nSTATUS=watching {len(self._config.sources)} sources")
             log.info("watching %d sources; state in %s", len(self._config.sources), self._config.state_dir)

@@ -586,3 +586,22 @@ class Restarts:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await self.serving(scope, receive, send)
+
+
+async def test_a_daemon_that_starts_puts_a_killed_swap_right_at_once(fleet: Fleet) -> None:
+    await fleet.deployer.deploy("r0001", "test")
+    await fleet.store.write(deployments.request, "agent", [], "r0002", "killed -9 in it")
+    async with Replica(fleet.config.serving.urls[0]) as each:
+        await each.load(R2, str(fleet.path("r0002")))
+        await each.flip("agent", R2, R1)
+    daemon = fleet.config.daemon.model_copy(update={"reconcile_seconds": 3600.0})
+    service = Service(fleet.config.model_copy(update={"daemon": daemon}), fleet.store)
+    running_service = asyncio.create_task(service.run())
+
+    async def right() -> None:
+        while await fleet.targets() != [R1, R1]:
+            await asyncio.sleep(0.05)
+
+    await asyncio.wait_for(right(), 60)
+    service.stop()
+    await running_service

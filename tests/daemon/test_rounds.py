@@ -16,6 +16,7 @@ from sqlalchemy import Connection, select
 
 from flywheel import content
 from flywheel.config import Config, parse
+from flywheel.daemon import rounds as rounds_module
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.planner import due, spec_of
 from flywheel.daemon.rounds import Rounds
@@ -211,6 +212,25 @@ async def test_files_that_changed_after_the_evaluation_are_not_deployed(wheel: W
     (directory / "adapter" / "weights").write_text("tampered")
     assert await wheel.rounds.finish_live() is RoundState.FAILED
     assert wheel.server.loaded == {}
+
+
+async def test_files_that_cannot_be_read_just_now_delay_the_decision(
+    wheel: Wheel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_result(wheel, await wheel.started())
+
+    def denied(_: Path) -> str:
+        raise OSError(5, "Input/output error", "weights")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rounds_module, "tree_sha256", denied)
+        with pytest.raises(TrainError, match=r"weights: Input/output error") as caught:
+            await wheel.rounds.finish_live()
+    assert caught.value.retryable
+    assert await wheel.state() == "evaluating"
+    assert "Input/output error" in await wheel.store.read(funnel.noted, funnel.ROUND_NOTE)
+    assert await wheel.rounds.finish_live() is RoundState.PROMOTED
+    assert await wheel.store.read(funnel.noted, funnel.ROUND_NOTE) == ""
 
 
 async def test_a_server_that_is_away_delays_the_swap_and_loses_nothing(wheel: Wheel) -> None:
