@@ -102,4 +102,5 @@ def estimated(cost: Cost) -> dict[str, Any]:
         "completion_tokens": cost.completion_tokens,
         "cost": money(cost),
         "learned_from": cost.learned_from,
+        "more_calls_if_close": cost.more,
     }

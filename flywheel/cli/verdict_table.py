@@ -122,9 +122,11 @@ def estimated(estimate: Mapping[str, Any]) -> str:
         return "no call"
     sent, received = estimate["prompt_tokens"], estimate["completion_tokens"]
     priced = f", {money(estimate['cost'])}" if estimate["cost"] is not None else ""
-    return (
+    told = (
         f"{quantity(estimate['calls'], 'call')}, about {quantity(sent, 'token')} sent, {received:,} received{priced}"
     )
+    more = estimate["more_calls_if_close"]
+    return f"{told}; up to {quantity(more, 'more call', 'more calls')} where scores are close" if more else told
 
 
 def foretold(tasks: int, free: int) -> str:

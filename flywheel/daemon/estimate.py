@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from flywheel.config import JudgePrices
@@ -16,7 +16,7 @@ CRITERION_TOKENS: Final = 45
 
 
 class Asked(Protocol):
-    """So many calls on so many criteria, with prompts that are four bytes a token long."""
+    """So many calls on so many criteria, with prompts of four bytes a token; `more` where scores are close."""
 
     @property
     def calls(self) -> int: ...
@@ -24,11 +24,16 @@ class Asked(Protocol):
     def criteria(self) -> int: ...
     @property
     def prompt_tokens(self) -> int: ...
+    @property
+    def more(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """`money` is None where `judge.prices` is not set; `learned_from` is of how many calls an estimate knew."""
+    """`money` is None where `judge.prices` is not set; `learned_from` is of how many calls an estimate knew.
+
+    Close scores can take so many calls `more`, which are not in it.
+    """
 
     calls: int
     prompt_tokens: int
@@ -36,6 +41,7 @@ class Cost:
     money: float | None
     currency: str
     learned_from: int = 0
+    more: int = 0
 
 
 def cost_of(calls: int, prompt_tokens: int, completion_tokens: int, prices: JudgePrices | None) -> Cost:
@@ -67,4 +73,4 @@ class Estimator:
             sent *= known.prompt_tokens / known.estimated_tokens
             received = asked.calls * known.completion_tokens / known.calls
         cost = cost_of(asked.calls, round(sent), round(received), self._prices)
-        return Cost(asked.calls, cost.prompt_tokens, cost.completion_tokens, cost.money, cost.currency, known.calls)
+        return replace(cost, learned_from=known.calls, more=asked.more)

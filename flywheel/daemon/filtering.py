@@ -124,15 +124,23 @@ class Filtering:
 
         Embeddings would have to be asked for: what a chain stops by them is counted as if it went on.
         """
-        return await self._store.trial(self._preview, limit, rejudge)
+        stop = threading.Event()
+        looking = asyncio.create_task(self._store.trial(self._preview, stop, limit, rejudge))
+        try:
+            return await asyncio.shield(looking)
+        except asyncio.CancelledError:
+            # A transaction is never broken off: it ends with the tasks that it has taken.
+            stop.set()
+            await looking
+            raise
 
-    def _preview(self, conn: Connection, limit: int | None, rejudge: bool) -> Preview:
+    def _preview(self, conn: Connection, stop: threading.Event, limit: int | None, rejudge: bool) -> Preview:
         def ask(function: Callable[..., T], *args: Any) -> T:
             return function(conn, *args)
 
         total = Preview()
         screening = Screening(without_embeddings(self._chain), ask) if self._chain else None
-        for batch in self._batches(ask, _Feed(LinkedEvent(None)), limit, rejudge=rejudge):
+        for batch in self._batches(ask, _Feed(LinkedEvent(stop)), limit, rejudge=rejudge):
             for each in self._screened(screening, batch):
                 needed = Needed()
                 if each.goes_on and each.task.stored is None:

@@ -64,13 +64,14 @@ class Judged:
 
 @dataclass(slots=True)
 class Preview:
-    """What judging would take: of `tasks`, so many `free` ones need no call."""
+    """What judging would take: of `tasks`, so many `free` ones need no call. Close scores can take `more`."""
 
     tasks: int = 0
     free: int = 0
     calls: int = 0
     criteria: int = 0
     prompt_tokens: int = 0
+    more: int = 0
 
     def add(self, *needed: Needed) -> None:
         """One more task, and what it needs."""
@@ -79,3 +80,4 @@ class Preview:
         self.calls += sum(each.calls for each in needed)
         self.criteria += sum(each.criteria for each in needed)
         self.prompt_tokens += sum(each.prompt_tokens for each in needed)
+        self.more += sum(each.more for each in needed)

@@ -27,12 +27,14 @@ FIRST, AGAIN = "first", "again"
 class Needed:
     """What a verdict would take: calls, the criteria they ask about, and about how many prompt tokens they send.
 
-    A close score is asked for again, and so is a reply that cannot be read: neither is known before.
+    A close score is asked for again, which takes so many calls `more`, and so is a reply that cannot be read: neither
+    is known before.
     """
 
     calls: int = 0
     criteria: int = 0
     prompt_tokens: int = 0
+    more: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,20 +128,23 @@ class Grader:
         if earlier and self.recall(exchange, earlier) is not None:
             return Needed()
         recall = Recall(self.rubric, self.hashes, earlier)
-        settings, stage = self.rubric.judge, FIRST
+        settings = self.rubric.judge
         missing = [
             [each for each in self._missing(recall.of(FIRST, place)) if self.hashes[each.id] not in asked]
             for place in range(settings.repeats)
         ]
-        if not any(missing) and not asked and settings.escalate:
+        close: list[list[Criterion]] = []
+        if settings.escalate:
+            close = [self._missing(recall.of(AGAIN, place)) for place in range(settings.escalate.repeats)]
+        if not any(missing) and not asked and close:
             # Then it is the second look that is not known yet.
-            stage = AGAIN
-            missing = [self._missing(recall.of(stage, place)) for place in range(settings.escalate.repeats)]
+            missing, close = close, []
         sets = [criteria for criteria in missing if criteria]
         return Needed(
             sum(len(self._inquiry.calls(criteria)) for criteria in sets),
             sum(map(len, sets)),
             sum(self._inquiry.estimate_tokens(exchange, criteria) for criteria in sets),
+            sum(len(self._inquiry.calls(criteria)) for criteria in close if criteria),
         )
 
     def _missing(self, known: Mapping[str, CriterionResult]) -> list[Criterion]:

@@ -91,6 +91,21 @@ def test_an_estimate_makes_no_call_and_writes_nothing(bench: Bench) -> None:
     assert bench.judge.calls == 2
 
 
+def test_an_estimate_tells_what_close_scores_can_add(bench: Bench) -> None:
+    bench.lines(GOOD, BAD, GOOD)
+    judge = {"repeats": 2, "escalate": {"band": [0.8, 1.0], "repeats": 3}}
+    bench.rubric(judge=judge)
+    foretold = bench.filter("--estimate")["estimate"]
+    assert (foretold["calls"], foretold["more_calls_if_close"]) == (6, 9)
+    assert "; up to 9 more calls where scores are close" in bench("filter", "--estimate").out
+    assert bench.filter()["usage"]["calls"] == 6 + 2 * 3
+    # With a wider band the second look at the third is what is left.
+    bench.rubric(judge={**judge, "escalate": {"band": [0.0, 1.0], "repeats": 3}})
+    again = bench.filter("--estimate", "--rejudge")["estimate"]
+    assert (again["calls"], again["more_calls_if_close"]) == (3, 0)
+    assert bench.filter("--rejudge")["usage"]["calls"] == 3
+
+
 def test_an_estimate_asks_no_embedding_model_and_counts_what_rules_stop(bench: Bench) -> None:
     bench.lines(GOOD, "no", GOOD)
     bench.chain = [{"type": "rules", "params": {"min_answer_length": 5}}, {"type": "llm_evaluate"}]

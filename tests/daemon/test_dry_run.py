@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,14 @@ from flywheel.daemon import planner
 from flywheel.daemon.filtering import Filtering
 from flywheel.daemon.judged import FilterReport, Judged, Preview
 from flywheel.daemon.rubric_diff import RubricDiff
+from flywheel.judge.grader import Needed
 from flywheel.judge.rubric_file import load_rubric
 from flywheel.rubric.kinds import KINDS
 from flywheel.states import Split, TaskState
 from flywheel.store import influence, schema
 from flywheel.store.database import Store
 from flywheel.store.transitions import move
-from tests.daemon.filter_bench import WORDY, Make, burst, by_model, questions, run, tell
+from tests.daemon.filter_bench import WORDY, Make, burst, by_model, questions, run, states, tell
 from tests.embedding_server import EmbeddingServer
 from tests.judge_server import JudgeServer
 from tests.samples import replies_on, reply
@@ -225,3 +228,30 @@ async def test_shares_hold_for_samples_from_before_there_were_any(store: Store, 
     await run(store, config)
     assert await store.read(unknown) == 0
     assert (await store.read(planner.due, config)).reason.startswith("3 of 4 samples may be taken")
+
+
+async def test_an_estimate_that_is_cancelled_ends_with_the_tasks_that_it_has_taken(
+    store: Store, make: Make, judge: JudgeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await tell(store, *questions(*(f"{name}?" for name in "abcdefghijkl")))
+    filtering = Filtering(store, make(judge={"base_url": judge.base_url, "model": "j", "max_thread": 1}))
+    begun, go_on = threading.Event(), threading.Event()
+    seen: list[Any] = []
+
+    def needs(exchange: Any, *_: Any) -> Needed:
+        seen.append(exchange)
+        begun.set()
+        go_on.wait(60)
+        return Needed()
+
+    monkeypatch.setattr(filtering.grader, "needs", needs)
+    estimate = asyncio.create_task(filtering.preview())
+    await asyncio.to_thread(begun.wait, 60)
+    estimate.cancel()
+    for _ in range(10):  # until it has heard of it
+        await asyncio.sleep(0)
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await estimate
+    assert len(seen) == 4
+    assert await states(store) == ["pending"] * 12
