@@ -18,7 +18,7 @@ from flywheel.cli.app import MODULES, app
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-OF_ALL = {"--help", "--config", "-c"}
+OF_ALL = {"-h", "--help", "--config", "-c"}
 
 
 @pytest.fixture(scope="module")

@@ -78,7 +78,8 @@ def show(
         return
     for task in disarmed(shown, one_line=True):
         query = " ".join(task["query"].split())
-        typer.echo(f"{task['task_id']}  {task['started_at']}  {task['origin'] or '–'}  {query[:QUERY_SHOWN]}")
+        when = task["started_at"][:19].replace("T", " ")
+        typer.echo(f"{task['task_id']}  {when}  {task['origin'] or '–'}  {query[:QUERY_SHOWN]}")
     typer.echo(f"{len(shown)} {state.value}")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from rich import box
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console, Group
 from rich.measure import Measurement
 from rich.padding import Padding
@@ -46,12 +47,12 @@ def verdict_table(console: Console, verdicts: Sequence[Mapping[str, Any]]) -> No
         console.print(table)
         return
     # Each reason stands below its line, from edge to edge.
-    keys = max((len(verdict["task_id"]) for verdict in verdicts), default=0)
+    keys = max((cell_len(verdict["task_id"]) for verdict in verdicts), default=0)
     outcomes = max(len("verdict"), *(len(verdict["outcome"]) for verdict in verdicts))
     console.print(Text(f"{'task':{keys}}  {'verdict':{outcomes}}  score  failed", style="dim"))
     for verdict in verdicts:
         key, outcome, score, failed = _cells(verdict)
-        line = Text(f"{key:{keys}}  ", style="bold")
+        line = Text(f"{set_cell_size(key, keys)}  ", style="bold")
         line.append(f"{outcome.plain:{outcomes}}", style=outcome.style)
         line.append(f"  {score:>5}  {failed}")
         console.print(line)

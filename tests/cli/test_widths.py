@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
+from rich.console import Console
 
+from flywheel.cli.verdict_table import verdict_table
 from tests.cli.conftest import Run
 from tests.cli.filter_bench import Bench, says
 from tests.cli.terminal import in_terminal
@@ -146,3 +149,20 @@ def test_columns_that_are_no_number_leave_a_terminal_as_wide_as_it_is(
 
 def _without_times(line: str) -> str:
     return re.sub(r"\d+\.\d ms", "ms", line)
+
+
+def test_wide_characters_keep_the_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    verdict = {"outcome": "accepted", "score": 1.0, "failed": [], "criteria": [], "reason": ""}
+    verdict_table(
+        Console(width=60), [{**verdict, "task_id": name} for name in ("中文任务", "t-0123456789abcdef0123")]
+    )
+    head, *lines = capsys.readouterr().out.splitlines()
+    places = [cell_len(line.partition("accepted")[0]) for line in lines]
+    assert places == [head.index("verdict")] * 2
+
+
+@pytest.mark.parametrize("arguments", [["-h"], ["tasks", "release", "-h"]])
+def test_help_is_asked_for_in_short_too(flywheel: Run, arguments: list[str]) -> None:
+    ran = flywheel(*arguments)
+    assert ran.code == 0
+    assert "-h, --help" in ran.out
