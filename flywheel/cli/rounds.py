@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import AsyncIterator, Coroutine
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from flywheel.daemon.deployer import Deployer
     from flywheel.daemon.rounds import Rounds
     from flywheel.store.database import Store
+
+T = TypeVar("T")
 
 
 @app.command(name="round")
@@ -202,14 +204,27 @@ async def _deployer(config: Config, attempted: str) -> AsyncIterator[Deployer]:
 
 async def _deploy(config: Config, adapter: str | None, attempted: str) -> dict[str, Any]:
     async with _deployer(config, attempted) as deployer:
-        report = await deployer.deploy(adapter, "by hand")
+        report = await _undisturbed(deployer.deploy(adapter, "by hand"), attempted)
     return {"alias": config.model.alias, "adapter": adapter, "report": report.as_json()}
 
 
 async def _rollback(config: Config, to: str | None, attempted: str) -> dict[str, Any]:
     async with _deployer(config, attempted) as deployer:
-        adapter, report = await deployer.rollback(to)
+        adapter, report = await _undisturbed(deployer.rollback(to), attempted)
     return {"alias": config.model.alias, "adapter": adapter, "report": report.as_json()}
+
+
+async def _undisturbed(swap: Coroutine[Any, Any, T], attempted: str) -> T:
+    """What `swap` returns. A signal has it taken back, which no second one breaks off. Raises StoppedError."""
+    from flywheel.daemon.interruption import Interruption
+
+    async def nothing_more() -> None: ...
+
+    interruption = Interruption(drain_seconds=0)
+    result = await interruption.during(swap, nothing_more)
+    if result is None:
+        raise interruption.error(attempted, "What served before still does; `flywheel status` shows it.")
+    return result
 
 
 def _print_swap(report: dict[str, Any], as_json: bool) -> None:

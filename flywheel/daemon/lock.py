@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import struct
 from collections.abc import AsyncIterator
@@ -15,10 +16,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_fixed
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from flywheel.errors import LockedError, StoreError
 
+log = logging.getLogger(__name__)
+
+TELL_AT: Final = 10
+"""At which try, ten a second, it is said that one waits."""
 FLOCK: Final = "hhqqi4x"
 """C's struct flock: type, whence, start, length (0: all), process."""
 
@@ -86,6 +91,13 @@ def holder(state_dir: Path) -> int | None:
         os.close(fd)
 
 
+def _tell(state: RetryCallState) -> None:
+    """What is waited for, once it has taken a second."""
+    failed = state.outcome.exception() if state.outcome is not None else None
+    if state.attempt_number == TELL_AT and isinstance(failed, LockedError):
+        log.info("waiting for a swap that is under way: %s", failed.why)
+
+
 @contextlib.asynccontextmanager
 async def swap_lock(state_dir: Path, wait_seconds: float) -> AsyncIterator[None]:
     """Hold `swap.lock`; LockedError when another process does not let go of it in time."""
@@ -94,6 +106,7 @@ async def swap_lock(state_dir: Path, wait_seconds: float) -> AsyncIterator[None]
         retry=retry_if_exception_type(LockedError),
         stop=stop_after_delay(wait_seconds),
         wait=wait_fixed(0.1),
+        before_sleep=_tell,
         reraise=True,
     )
     async for attempt in waiting:

@@ -108,6 +108,8 @@ async def swap(
         await on_state(DeploymentState.FAILED)
         if left and isinstance(error, FlywheelError):
             raise ServeError(error.attempted, f"{error.why}; moreover, {'; '.join(left)}", error.hint) from error
+        for what in left:
+            log.error("after a swap that was stopped: %s", what)
         raise
     return report
 

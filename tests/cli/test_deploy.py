@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -11,11 +15,14 @@ from pathlib import Path
 import pytest
 from prometheus_client.samples import Sample
 
+from flywheel.daemon.lock import InstanceLock
+from flywheel.store import deployments
 from flywheel.store.database import Store
 from tests.cli.conftest import Run
 from tests.cli.test_metrics import by, parsed
 from tests.daemon.test_deployer import PROBE, put_adapter
 from tests.serving.fake_vllm import BASE, FakeVllm, replica
+from tests.waiting import wait_for
 
 
 @pytest.fixture
@@ -126,3 +133,51 @@ def test_status_says_what_each_server_serves_and_what_is_wrong(
 
 def exposed(flywheel: Run, config: Path) -> dict[str, list[Sample]]:
     return parsed(flywheel("status", "--metrics", "-c", config).out)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_deploy_that_is_stopped_takes_back_what_it_did(
+    config: Path, two_adapters: None, server: tuple[FakeVllm, str], number: signal.Signals, code: int
+) -> None:
+    app, _ = server
+    app.slow_paths.add("/v1/completions")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flywheel", "deploy", "r0001", "-c", config], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        wait_for(lambda: "POST /v1/completions" in app.calls or process.poll() is not None, "the proof", seconds=120)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == code
+    assert f"{number.name} stopped it" in err
+    assert "Traceback" not in err
+    assert app.loaded == {}, "what was loaded is unloaded"
+
+    async def states() -> list[str]:
+        store = await Store.open(config.parent / "state")
+        found = await store.read(deployments.history, "agent", 9)
+        await store.close()
+        return [row.state for row in found]
+
+    assert asyncio.run(states()) == ["failed"]
+
+
+def test_who_waits_for_another_swap_is_told_so(flywheel: Run, config: Path, two_adapters: None) -> None:
+    lock = InstanceLock(config.parent / "state", "swap.lock")
+    lock.__enter__()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flywheel", "deploy", "r0001", "-c", config], stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    try:
+        said = next(line for line in process.stderr if "waiting" in line)
+        lock.__exit__(None, None, None)
+        assert process.wait(120) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+    assert f"process {os.getpid()}" in said
