@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -139,6 +138,12 @@ class Deployer:
             await self._store.write(move, row.id, state, AdapterState.READY, "its files are whole again")
         return row
 
+    def _check_base(self, row: Row[Any] | None, attempted: str, hint: str) -> None:
+        base = self._config.model.base
+        if row is not None and row.base_model != base:
+            why = f"it was trained on {row.base_model}, and model.base is {base}"
+            raise ServeError(attempted, why, hint)
+
     async def rollback(self, to: str | None = None) -> tuple[str | None, SwapReport]:
         """Go back at once: to the adapter that served before, or to `to` ("base": the base model).
 
@@ -149,13 +154,8 @@ class Deployer:
             target = await self._way_back(to)
             attempted = f"roll {self._alias} back to {target}"
             row = await self._checked(target, attempted)
-            base = self._config.model.base
-            if row is not None and row.base_model != base:
-                raise ServeError(
-                    attempted,
-                    f"it was trained on {row.base_model}, and model.base is {base}",
-                    f"`flywheel deploy {target}` proves first whether it can be served; `--to base` needs no proof.",
-                )
+            hint = f"`flywheel deploy {target}` proves first whether it can be served; `--to base` needs no proof."
+            self._check_base(row, attempted, hint)
             number = await self._request(target, "rollback")
             try:
                 report = await rollback(servers, self._alias, _ref(row), self._config.serving)
@@ -220,7 +220,12 @@ class Deployer:
             adapter = active.adapter if active is not None else None
             row = await self._store.read(rounds.adapter, adapter) if adapter else None
             probe = Probe.model_validate(row.probe) if row is not None and row.probe else None
-            check = functools.partial(self._checked, adapter, f"load adapter {adapter} again")
+
+            async def check() -> None:
+                attempted = f"load adapter {adapter} again"
+                hint = "Serve that one again, or let this one answer: `flywheel deploy base`."
+                self._check_base(await self._checked(adapter, attempted), attempted, hint)
+
             serving = self._config.serving
             report = await reconcile(servers, self._alias, _ref(row), probe, serving, check, self._proven)
             await self._store.write(_noted, report)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import signal
 import threading
 from collections.abc import Awaitable, Callable
+from typing import Final
 
 from apscheduler.schedulers.asyncio import AsyncIOScheduler
 from apscheduler.triggers.cron import CronTrigger
@@ -35,6 +37,7 @@ log = logging.getLogger(__name__)
 RETRY_SECONDS = 15.0
 """How often a stage that has nothing to wake it looks again: undecided tasks, a judge or server that was away."""
 PRUNE_SECONDS = 6 * 3600.0
+FIGURE: Final = re.compile(r"-?\d+\.\d+\b")
 SPARE_SECONDS = 15.0
 """What the last steps of a stop take beside what is waited for."""
 
@@ -52,7 +55,7 @@ class Service:
         self._window = False
         self._max_rounds: int | None = None
         self._finished_rounds = 0
-        self._replica_errors: tuple[str, ...] = ()
+        self._replica_troubles: frozenset[tuple[str, str]] = frozenset()
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
         self._stop_judging = threading.Event()
@@ -230,13 +233,14 @@ class Service:
             report = await self._deployer.reconcile()
         except LockedError:
             return  # a swap is under way
-        errors = report.errors
-        for error in errors:
-            if error not in self._replica_errors:
+        # What was measured differs a little each time, and is the same trouble.
+        errors = {(each.url, FIGURE.sub("…", each.error)): each.error for each in report.replicas if each.error}
+        for trouble, error in errors.items():
+            if trouble not in self._replica_troubles:
                 log.warning("%s", error)
-        if self._replica_errors and not errors:
+        if self._replica_troubles and not errors:
             log.info("every replica is as it should be again")
-        self._replica_errors = errors
+        self._replica_troubles = frozenset(errors)
         if report.changed:
             log.info("a server had forgotten what is deployed: %s", report.as_json())
 

@@ -315,6 +315,19 @@ async def test_an_adapter_of_another_base_model_is_nothing_to_roll_back_to(fleet
     assert await fleet.targets() == [R2, R2]
 
 
+async def test_an_adapter_of_another_base_model_is_not_loaded_again(fleet: Fleet) -> None:
+    await fleet.deployer.deploy("r0001", "test")
+    await forget(fleet, 0, R1)
+    model = fleet.config.model.model_copy(update={"base": "another/model"})
+    changed = Deployer(fleet.store, fleet.config.model_copy(update={"model": model}))
+    report = await changed.reconcile()
+    assert "it was trained on tiny, and model.base is another/model" in report.errors[0]
+    assert "flywheel deploy base" in report.errors[0]
+    assert fleet.apps[0].loaded == {}
+    await changed.deploy(None, "as the message says")
+    assert not (await changed.reconcile()).errors
+
+
 @pytest.mark.parametrize("key", ["s3cret\n", "s3crét", "s3\tcret"])
 async def test_a_key_that_no_request_can_carry_is_not_shown(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, key: str
@@ -605,3 +618,29 @@ async def test_a_daemon_that_starts_puts_a_killed_swap_right_at_once(fleet: Flee
     await asyncio.wait_for(right(), 60)
     service.stop()
     await running_service
+
+
+async def test_a_trouble_whose_figures_vary_is_logged_once(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "flywheel")
+    await fleet.deployer.deploy("r0001", "test")
+    service = Service(fleet.config, fleet.store)
+    path = str(fleet.path("r0001"))
+    await forget(fleet, 0, R1)
+    for figures in ([-3.0, -4.0], [-3.01, -4.02], [-3.3, -4.1]):
+        fleet.apps[0].weights[path] = figures
+        await service._do_reconcile()
+    assert len([line for line in caplog.messages if "prove agent@r0001" in line]) == 1
+    fleet.apps[0].faults["/v1/models"] = (500, "broken")
+    await service._do_reconcile()
+    assert "broken" in caplog.messages[-1]
+    fleet.apps[0].faults.clear()
+    fleet.apps[0].weights[path] = PROBE.adapter_logprobs
+    await service._do_reconcile()
+    assert "every replica is as it should be again" in caplog.messages
+
+
+async def test_each_server_in_trouble_is_logged(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+    urls = ["http://127.1.0.1:9", "http://127.1.0.2:9"]
+    serving = fleet.config.serving.model_copy(update={"urls": urls})
+    await Service(fleet.config.model_copy(update={"serving": serving}), fleet.store)._do_reconcile()
+    assert all(any(url in line for line in caplog.messages) for url in urls)
