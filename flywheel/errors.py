@@ -75,7 +75,7 @@ class StoreError(FlywheelError):
 
 
 class ExportError(FlywheelError):
-    """A file for another program could not be written, or nothing can go into it."""
+    """A file for another program, or for people to edit, could not be written, or nothing can go into it."""
 
 
 class TrainError(FlywheelError):

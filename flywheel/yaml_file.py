@@ -45,9 +45,7 @@ def read_yaml(path: Path, attempted: str, if_missing: str, *, keys_once: bool = 
         raise ConfigError(attempted, "it is not UTF-8 text", "Name a YAML file.") from error
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         # ValueError: a date or number that looks like one and is none.
-        raise ConfigError(
-            attempted, f"it is not YAML: {' '.join(str(error).split())}", "Correct the file."
-        ) from error
+        raise ConfigError(attempted, f"it is not YAML: {_problem(error)}", "Correct the file.") from error
     if twice:
         told = (
             f"`{'.'.join(map(str, key))}` is written twice, on line {first.line} and on line {again.line}"
@@ -55,6 +53,15 @@ def read_yaml(path: Path, attempted: str, if_missing: str, *, keys_once: bool = 
         )
         raise ConfigError(attempted, "; ".join(told), "Keep one of them, with what both say.")
     return found
+
+
+def _problem(error: Exception) -> str:
+    """What is wrong and where, without the parser's picture of the line, for which a message has no room."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        told = f"{error.context}, {error.problem}" if error.context else error.problem
+        return f"line {mark.line + 1}, column {mark.column + 1}: {told}"
+    return " ".join(str(error).split())
 
 
 def explain(error: ValidationError, model: type[BaseModel], places: Places | None = None) -> str:

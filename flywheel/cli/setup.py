@@ -11,7 +11,7 @@ import typer
 
 from flywheel import content
 from flywheel.cli.app import ConfigOption, app, load_config
-from flywheel.errors import ConfigError
+from flywheel.errors import ExportError
 from flywheel.quantity import quantity
 
 
@@ -38,7 +38,7 @@ def init(directory: Annotated[Path, typer.Argument(metavar="DIR")] = Path()) -> 
                 typer.echo(f"wrote {target}")
                 written += 1
     except OSError as error:
-        raise ConfigError(
+        raise ExportError(
             f"set up {directory}", error.strerror or str(error), "Choose a directory that you may write."
         ) from error
     config = directory / "configs" / "flywheel.yaml"

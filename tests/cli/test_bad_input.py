@@ -72,7 +72,7 @@ def test_a_locked_source_says_so_and_is_read_later(flywheel: Run, studio: Path) 
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("sources: [", "not YAML"),
+        ("sources: [", "not YAML: line 1, column 11: while parsing a flow node, expected the node content"),
         ("sourcs: []", "did you mean `sources`"),
         ("judge: {max_threads: 4}", "did you mean `max_thread`"),
         ("filter: {rubric: none.yaml}", "none.yaml"),
@@ -88,6 +88,13 @@ def test_a_judge_that_is_the_trained_model_is_refused(flywheel: Run, tmp_path: P
     ran = flywheel("filter", "-c", config(tmp_path, "sources: []\njudge: {model: my-agent}"))
     assert ran.code == 78
     assert "judge.allow_self" in ran.err
+
+
+def test_a_directory_that_cannot_be_set_up_is_a_failure(flywheel: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    ran = flywheel("init", tmp_path / "file")
+    assert ran.code == 1
+    assert "Choose a directory that you may write." in ran.err
 
 
 def test_usage_errors_end_with_2(flywheel: Run) -> None:
