@@ -6,12 +6,22 @@ import importlib
 import re
 from pathlib import Path
 
+import pytest
 import yaml
+from pydantic import BaseModel
 
 from flywheel.cli.app import MODULES, app
 from flywheel.config import parse
-from flywheel.filtering.chain import load_chain
+from flywheel.filtering.chain import RANK, load_chain
+from flywheel.filtering.deduplication import Deduplication
+from flywheel.filtering.influence import Influence
+from flywheel.filtering.llm_evaluate import LlmEvaluate
+from flywheel.filtering.pii import Pii
+from flywheel.filtering.rules import Rules
+from flywheel.formats import FORMATS
 from flywheel.judge.rubric_file import parse_rubric
+from flywheel.rubric.kinds import KINDS
+from flywheel.serving.condition import Condition
 from flywheel.states import SkipReason, TaskState
 from flywheel.store.schema import SCHEMA_VERSION, metadata
 from scripts.configuration_page import PAGE, page
@@ -60,9 +70,47 @@ def test_every_rubric_and_chain_in_the_pages_is_valid(tmp_path: Path) -> None:
 def test_every_state_of_a_task_and_every_reason_to_skip_a_reply_is_on_the_operations_page() -> None:
     page_text = (ROOT / "docs" / "operations.md").read_text()
     for head, values in (("| a task is | when |", TaskState), ("| reason | what it was |", SkipReason)):
-        table = page_text.split(head)[1].split("\n\n")[0]
-        told = re.findall(r"`([\w-]+)`", "\n".join(re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)))
-        assert set(told) == {value.value for value in values}
+        assert first_cells(page_text, head) == {value.value for value in values}
+
+
+def first_cells(page_text: str, head: str) -> set[str]:
+    """The names in the first column of the table that begins so."""
+    table = page_text.split(head)[1].split("\n\n", maxsplit=1)[0]
+    return set(re.findall(r"`([^`]+)`", "\n".join(re.findall(r"^\| (`.*?) \|", table, re.MULTILINE))))
+
+
+def test_the_tables_of_criteria_formats_and_conditions_of_servers_are_whole() -> None:
+    docs = {path.stem: path.read_text() for path in (ROOT / "docs").glob("*.md")}
+    assert first_cells(docs["rubrics"], "| type | is met when | `value` |") == set(KINDS)
+    assert first_cells(docs["export"], "| format | file | read by | columns |") == set(FORMATS)
+    servers = docs["operations"].split("## Conditions of servers")[1]
+    assert first_cells(servers, "| condition |") == {condition.value for condition in Condition} | {
+        "not looked at yet"
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("rules", Rules), ("deduplication", Deduplication), ("pii", Pii), ("influence", Influence),
+        ("llm_evaluate", LlmEvaluate),
+    ],
+)  # fmt: skip
+def test_the_page_of_filters_has_every_parameter_and_its_default(name: str, settings: type[BaseModel]) -> None:
+    section = (ROOT / "docs" / "filters.md").read_text().split(f"\n## {name}\n")[1].split("\n## ")[0]
+    named = set(re.findall(r"`(\w+)`", section))
+    assert set(settings.model_fields) <= named
+    for names, default in re.findall(r"^\| (`.*?) \| (.*?) \|", section, re.MULTILINE):
+        fields = [settings.model_fields[field] for field in re.findall(r"`(\w+)`", names)]
+        told = default.split(", ") if len(fields) > 1 else [default]
+        for field, text in zip(fields, told, strict=True):
+            if re.fullmatch(r"[\d.]+", text):
+                assert field.default == float(text)
+
+
+def test_every_type_of_filter_has_its_section() -> None:
+    text = (ROOT / "docs" / "filters.md").read_text()
+    assert set(re.findall(r"^## (\w+)$", text, re.MULTILINE)) == set(RANK)
 
 
 def test_every_variable_of_the_environment_that_is_ours_is_on_the_operations_page() -> None:
