@@ -236,7 +236,6 @@ class Filtering:
                 earlier=lambda task: task.earlier,
             )
             for task, verdict in verdicts:
-                self._failed = False
                 put(self._behind_the_judge(Judged(task, verdict, self.rubric.hash)))
         except FlywheelError as error:
             self._failed = True
@@ -251,10 +250,12 @@ class Filtering:
         """Claimed tasks, then those that are to be judged again."""
         left = (limit if limit is not None else 1 << 62) - feed.taken
         after: int | None = None
+        # After a run that failed, one first: each claim is written down, and so is each task that is given back, at
+        # every try of an outage.
+        most, self._failed = 1 if self._failed else 4 * self.judge.max_thread, False
         while left > 0 and not feed.stop.is_set():
-            # After a run that failed, one at a time until a verdict comes: each claim is written down, and so is each
-            # task that is given back, at every try of an outage.
-            size = min(left, 1 if self._failed else 4 * self.judge.max_thread)
+            size = min(left, most)
+            most = min(2 * most, 4 * self.judge.max_thread)
             hashes = self.rubric.hash, self.grader.judge_hash
             if after is None:
                 claimed = ask(judging.claim, size, *hashes)
