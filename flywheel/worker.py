@@ -45,7 +45,7 @@ from flywheel.training import cluster
 from flywheel.training.chat import served_format
 from flywheel.training.collector import Collector, Grade
 from flywheel.training.debug import roll_out_only
-from flywheel.training.directory import finished, read_spec, settings_of, start_over, write_error
+from flywheel.training.directory import clear, finished, read_spec, settings_of, start_over, write_error
 from flywheel.training.engine import Engine, EngineSettings
 from flywheel.training.held_out import Pairs, answer, check_enough
 from flywheel.training.metrics import Metrics
@@ -289,7 +289,9 @@ def run_round(spec: RoundSpec, directory: Path, make_grade: MakeGrade) -> RoundR
 
 
 def as_flywheel_error(error: Exception, spec: RoundSpec) -> FlywheelError:
-    hint = "Free space." if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+    # Libraries that write by themselves have errors of their own, with the system's words.
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    hint = "Free space." if full or os.strerror(errno.ENOSPC) in str(error) else ""
     return TrainError(
         f"run {spec.round_id}",
         f"{type(error).__name__}: {' '.join(str(error).split())[:500]}",
@@ -322,6 +324,8 @@ def _work(directory: Path, spec: RoundSpec, make_grade: MakeGrade) -> None:
             except Exception as error:
                 log.exception("%s failed", spec.round_id)
                 raise as_flywheel_error(error, spec) from error
+            finally:
+                clear(directory)
         write_atomic(directory / RESULT_FILE, result.model_dump_json(indent=1).encode())
 
 

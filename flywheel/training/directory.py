@@ -27,7 +27,9 @@ SYNC_DIR = "sync"
 """Adapters of single steps, on their way to the engines."""
 TRL_DIR = "trl"
 """TRL's output directory, which stays empty."""
-PARTS = (METRICS_FILE, ROLLOUTS_FILE, RESULT_FILE, ERROR_FILE, ADAPTER_DIR, f".{ADAPTER_DIR}.new", SYNC_DIR, TRL_DIR)
+SCRATCH = (SYNC_DIR, TRL_DIR, f".{ADAPTER_DIR}.new")
+"""What is of use only while the worker runs."""
+PARTS = (METRICS_FILE, ROLLOUTS_FILE, RESULT_FILE, ERROR_FILE, ADAPTER_DIR, *SCRATCH)
 
 
 def read_spec(directory: Path) -> RoundSpec:
@@ -72,6 +74,12 @@ def start_over(directory: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+
+
+def clear(directory: Path) -> None:
+    """Remove what only a running worker needs: an adapter for each of two steps is much on a disk that is full."""
+    for name in SCRATCH:
+        shutil.rmtree(directory / name, ignore_errors=True)
 
 
 def write_error(directory: Path, error: FlywheelError) -> None:

@@ -110,6 +110,26 @@ def test_a_full_disk_at_the_very_end_is_said(tmp_path: Path, monkeypatch: pytest
         worker.work(tmp_path, worker.build_grade)
 
 
+def test_a_disk_that_fills_up_during_a_step_is_said_and_what_only_steps_need_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """safetensors has an error of its own for it, and the adapters of steps would stay on the full disk."""
+    from flywheel import worker
+
+    def fill(_: RoundSpec, directory: Path, *__: Any) -> RoundResult:
+        for name in ("sync/step-1", "trl", ".adapter.new"):
+            (directory / name).mkdir(parents=True)
+        (directory / "rollouts.jsonl").write_text("{}\n")
+        raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    (tmp_path / "spec.json").write_text(spec().model_dump_json())
+    monkeypatch.setattr(worker, "run_round", fill)
+    with pytest.raises(TrainError, match=r"cannot run r0001: RuntimeError: .*\(os error 28\)\. Free space\."):
+        worker.work(tmp_path, worker.build_grade)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"spec.json", "rollouts.jsonl", "worker.log", "worker.lock"}
+
+
 def test_a_changed_parent_is_noticed(tmp_path: Path) -> None:
     adapter = tmp_path / "parent"
     adapter.mkdir()
