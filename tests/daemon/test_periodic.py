@@ -15,7 +15,7 @@ from flywheel.config import Config
 from flywheel.daemon import service
 from flywheel.daemon.service import Service
 from flywheel.errors import ServeError
-from flywheel.serving.swap import ReplicaReport, SwapReport
+from flywheel.serving.report import ReplicaReport, SwapReport
 from flywheel.store.database import Store
 from tests.daemon.following import configuration, exported, until
 
@@ -70,7 +70,13 @@ async def test_every_periodic_job_runs_in_the_event_loop_and_late_rather_than_ne
     scheduler = daemon._schedule()
     scheduler.start(paused=True)
     jobs = {job.id: job for job in scheduler.get_jobs()}
-    stages = {"judge": daemon._judge, "rounds": daemon._round, "prune": daemon._prune, "reconcile": daemon._reconcile}
+    stages = {
+        "judge": daemon._judge,
+        "rounds": daemon._round,
+        "prune": daemon._prune,
+        "reconcile": daemon._reconcile,
+        "retention": daemon._remove,
+    }
     assert set(jobs) == {"poll", "sources", "cron", *stages}
     for name, job in jobs.items():
         # The scheduler takes every other function into a thread, where an asyncio.Event must not be set.
@@ -94,7 +100,7 @@ async def test_what_a_periodic_job_cannot_do_is_told_once_and_one_under_way_is_e
     tries = 0
     ended = False
 
-    async def reconcile() -> SwapReport | None:
+    async def reconcile() -> SwapReport:
         nonlocal tries, ended
         tries += 1
         if tries < 3:
@@ -105,7 +111,7 @@ async def test_what_a_periodic_job_cannot_do_is_told_once_and_one_under_way_is_e
             await asyncio.sleep(0.1)
             ended = True
             raise
-        return None
+        raise AssertionError
 
     async with running(config) as daemon:
         daemon._deployer.reconcile = reconcile  # type: ignore[method-assign]
@@ -126,7 +132,7 @@ async def test_a_replica_in_trouble_is_told_once_and_when_it_is_well(
     looks = [("a is away",), ("a is away",), ("a is away", "b is away"), (), (), ("a is away",)]
     done = 0
 
-    async def reconcile() -> SwapReport | None:
+    async def reconcile() -> SwapReport:
         nonlocal done
         errors = looks[min(done, len(looks) - 1)]
         done += 1
