@@ -16,7 +16,7 @@ from flywheel.daemon.judge_setup import chain_of, exchange_of, judge_settings, r
 from flywheel.daemon.judged import FilterReport, Judged, Preview
 from flywheel.daemon.linked_event import LinkedEvent
 from flywheel.daemon.screening import Ask, Screened, Screening, without_embeddings
-from flywheel.errors import FlywheelError, JudgeError
+from flywheel.errors import FilterError, FlywheelError, JudgeError
 from flywheel.judge.alien import check_alien
 from flywheel.judge.budget import Budget
 from flywheel.judge.grader import Grader, Needed
@@ -239,7 +239,8 @@ class Filtering:
                 put(self._behind_the_judge(Judged(task, verdict, self.rubric.hash)))
         except FlywheelError as error:
             self._failed = True
-            put(error)
+            if not (feed.stop.is_set() and isinstance(error, FilterError)):  # of the stop itself
+                put(error)
         except Exception as error:
             log.exception("judging failed")
             put(JudgeError("judge tasks", f"{type(error).__name__}: {error}", "This is a defect; please report it."))

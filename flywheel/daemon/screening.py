@@ -57,7 +57,10 @@ class Screened:
 
 
 class Screening:
-    """What a chain does to tasks, before the judge and after it. `stop` ends waits for the embedding model."""
+    """What a chain does to tasks, before the judge and after it.
+
+    `stop` ends waits for the embedding model, and screening with the task that is being looked at, by FilterError.
+    """
 
     def __init__(self, chain: Chain, ask: Ask) -> None:
         self.stop = threading.Event()
@@ -148,6 +151,8 @@ class Screening:
             left = [each.task for each in screened.values() if each.goes_on]
             if isinstance(step, LineFilter):
                 for task in left:
+                    if self.stop.is_set():
+                        raise FilterError("screen tasks", "judging stops", "The tasks wait.", retryable=True)
                     decision = step.decide(task.line)
                     reason = f"filter {decision.filter}: {decision.reason}"
                     if not decision.kept:

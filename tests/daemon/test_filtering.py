@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -453,3 +455,36 @@ async def test_what_others_spend_beside_the_daemon_counts_in_its_budget(
     report = await filtering.run()
     assert "the budget of 1,000 tokens a day is spent (1,020 were used)" in str(report.error)
     assert judge.calls == 1
+
+
+SLOW = """
+import time
+from pathlib import Path
+
+def keep(task):
+    folder = Path(__file__).parent
+    with (folder / "log").open("a") as log:
+        log.write(task["main_query"] + "\\n")
+    while not (folder / "go").exists():
+        time.sleep(0.01)
+    return True
+"""
+
+
+async def test_a_stop_waits_for_the_task_that_a_filter_looks_at_and_for_no_other(
+    tmp_path: Path, store: Store, make: Make, judge: JudgeServer
+) -> None:
+    (tmp_path / "mine.py").write_text(SLOW)
+    await tell(store, *questions("one", "two", "three"))
+    stop = threading.Event()
+    filtering = Filtering(store, make({"type": "python", "params": {"path": "mine.py"}}))
+    running = asyncio.create_task(filtering.run(stop=stop))
+    while not (tmp_path / "log").exists():
+        await asyncio.sleep(0.01)
+    stop.set()
+    (tmp_path / "go").touch()
+    report = await running
+    assert (report.judged, report.error) == (0, None)
+    assert (tmp_path / "log").read_text() == "one\n"
+    assert await states(store) == ["pending"] * 3
+    assert judge.calls == 0
