@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -40,12 +41,28 @@ def test_every_link_between_pages_leads_somewhere() -> None:
 
 
 def test_every_configuration_in_the_pages_is_valid() -> None:
-    found = 0
+    found = []
     for document in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        for block in re.findall(r"```yaml\n# flywheel\.yaml\n(.*?)```", document.read_text(), re.S):
-            parse(yaml.safe_load(block), str(document), ROOT)
+        for block in re.findall(r"```yaml\n(.*?)```", document.read_text(), re.S):
+            raw = yaml.safe_load(block)
+            if not {"criteria", "filters"} & raw.keys():
+                parse(raw, str(document), ROOT / "configs")
+                found.append(document.name)
+    assert {"README.md", "dry-run.md", "otlp.md", "sources.md"} <= set(found)
+
+
+def test_every_function_in_the_pages_can_be_defined() -> None:
+    found = 0
+    for document in sorted((ROOT / "docs").rglob("*.md")):
+        for block in re.findall(r"```python\n(.*?)```", document.read_text(), re.S):
+            defined: dict[str, Any] = {}
+            exec(block, defined)
+            [function] = [value for name, value in defined.items() if not name.startswith("__")]
+            kept, reason = function({"answer": "See example.org."})
+            assert isinstance(kept, bool)
+            assert reason
             found += 1
-    assert found > 0
+    assert found == 2
 
 
 def test_every_rubric_and_chain_in_the_pages_is_valid(tmp_path: Path) -> None:
