@@ -10,7 +10,7 @@ from pathlib import Path
 from flywheel.config import Config, JsonlSource, OtlpSource, StudioSource
 from flywheel.daemon.intake import Intake, SourceReport
 from flywheel.daemon.lines_feed import LinesFeed
-from flywheel.daemon.studio_feed import StudioFeed
+from flywheel.daemon.studio_feed import Shares, StudioFeed
 from flywheel.errors import SourceError, StoreError
 from flywheel.filtering.chain import redactor_of
 from flywheel.lines.file import files_of
@@ -33,6 +33,7 @@ class Ingestion:
         self._export = export_tasks
         self._task_file = TaskFile(config.task_file)
         self._redact = redactor_of(config.filter.chain)
+        self._shares = Shares()
         self._intakes: dict[Path, Intake] = {}
 
     def intakes(self) -> list[Intake]:
@@ -52,7 +53,11 @@ class Ingestion:
 
     def _add(self, path: Path, kind: str) -> None:
         if path not in self._intakes:
-            feed = LinesFeed(path) if kind == "jsonl" else StudioFeed(path, self._config, self._store, kind=kind)
+            feed = (
+                LinesFeed(path)
+                if kind == "jsonl"
+                else StudioFeed(path, self._config, self._store, kind=kind, shares=self._shares)
+            )
             self._intakes[path] = Intake(self._store, feed, self._config.ingest, redact=self._redact)
 
     async def run(

@@ -109,13 +109,11 @@ class Intake:
                 number = await self._source()
                 cursor = await self._store.read(ledger.cursor_of, number)
                 async with aclosing(self.feed.read(number, cursor, final=final)) as batches:
-                    async for batch in batches:
+                    while (batch := await _next(batches, stop)) is not None:
                         if _says_something(batch, cursor):
                             await self._record(batch, done)
                             moved = moved or (batch.cursor is not None and batch.cursor.rowid != cursor.rowid)
                             cursor = batch.cursor or cursor
-                        if stop is not None and stop.is_set():
-                            break
             except (SourceError, StoreError) as failure:
                 self.feed.forget()
                 error = failure
@@ -232,6 +230,27 @@ class Intake:
             f"{self.path} holds {self.feed.kinds.total()} spans and not one of them is an agent's ({found}): "
             "only agents' replies become tasks. Trace the agent itself, with AgentScope's own tracing.",
         )
+
+
+async def _next(batches: AsyncGenerator[Batch], stop: asyncio.Event | None) -> Batch | None:
+    """The next batch; None at the end, or when `stop` comes first: many long histories wait for each other."""
+    if stop is None:
+        return await anext(batches, None)
+    if stop.is_set():
+        return None
+    coming = asyncio.ensure_future(_of(batches))
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((coming, stopped), return_when=asyncio.FIRST_COMPLETED)
+        return coming.result() if coming.done() else None
+    finally:
+        for task in (coming, stopped):
+            task.cancel()
+        await asyncio.gather(coming, stopped, return_exceptions=True)
+
+
+async def _of(batches: AsyncGenerator[Batch]) -> Batch | None:
+    return await anext(batches, None)
 
 
 def _condition(error: FlywheelError | None) -> str:

@@ -17,13 +17,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from threading import BoundedSemaphore
 from typing import Final, TypeVar
 
 from msgspec.structs import replace
 
 from flywheel.batch import Batch, joined
 from flywheel.config import Config
-from flywheel.daemon.ahead import Ahead
+from flywheel.daemon.ahead import Ahead, Room
 from flywheel.daemon.ledger_memory import LedgerMemory
 from flywheel.store.database import Store
 from flywheel.studio.conversion import Told, convert
@@ -41,6 +42,9 @@ AHEAD: Final = 6
 """Steps that are read ahead of what is stored."""
 AHEAD_BYTES: Final = 12 * 1024 * 1024
 """Of their rows, or of their lines where these are made already: usual ones have two thirds of that."""
+GATHER_SECONDS: Final = 1.0
+"""How long another step is waited for that is to be stored together with those before it."""
+TURN_STEPS: Final = 8
 TOGETHER: Final = 6
 """Steps that are stored in one transaction: it changes most pages of the indexes once, however long it is."""
 TOGETHER_BYTES: Final = 8 * 1024 * 1024
@@ -70,6 +74,17 @@ class Progress:
         return max(self.in_all - self.read, 0) / self.rate if self.in_all and self.read else None
 
 
+class Shares:
+    """What long histories have in common: a daemon may begin with fifty of them. They take turns, TURN_STEPS long,
+    so that each gets on, and few have much in memory."""
+
+    def __init__(self) -> None:
+        self.room = Room(4 * AHEAD_BYTES)
+        self.converters = BoundedSemaphore(2)
+        """Processes: two keep up with the one thread that stores."""
+        self.turns = asyncio.Semaphore(4)
+
+
 @dataclass(slots=True)
 class _Portion:
     """A step without its traces, what they are told as by and by, and how many bytes that are about."""
@@ -82,17 +97,21 @@ class _Portion:
 class StudioFeed:
     """The reader of one database with its thread and, while it is needed, its converting process."""
 
-    def __init__(self, path: Path, config: Config, store: Store, *, kind: str = "studio") -> None:
+    def __init__(
+        self, path: Path, config: Config, store: Store, *, kind: str = "studio", shares: Shares | None = None
+    ) -> None:
         self.type = kind
         self.path = path
         self.progress = Progress()
         self.kinds: Counter[str] = Counter()
         self._store = store
+        self._shares = shares or Shares()
         self.reader = StudioReader(path, config.ingest)
         agents = config.ingest.agents
         self._selection = Selection(frozenset(agents.include), frozenset(agents.exclude))
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="studio")
         self._process: ConversionProcess | None = None
+        self._is_long = False
         self._is_storing = False
 
     @property
@@ -112,6 +131,7 @@ class StudioFeed:
         """One pass, batch by batch; each must be stored before the next is asked for."""
         memory = LedgerMemory(self._store, number, first=not cursor.rowid)
         self.progress = Progress()
+        self._is_long = False
         steps = self.reader.read(cursor, memory, now=datetime.now(UTC), final=final)
         # Whoever leaves early leaves both: the inner one ends the process.
         async with contextlib.aclosing(self._batches(steps)) as batches:
@@ -141,12 +161,22 @@ class StudioFeed:
 
     async def _batches(self, steps: Generator[Step]) -> AsyncGenerator[Batch]:
         """Steps are read and converted ahead while batches are stored: a short queue between the three."""
-        ahead: Ahead[_Portion] = Ahead(AHEAD, AHEAD_BYTES)
+        ahead: Ahead[_Portion] = Ahead(AHEAD, AHEAD_BYTES, self._shares.room)
 
         async def produce() -> None:
             try:
+                # What is soon done waits for no long history.
                 while (portion := await self.in_thread(lambda: self._next(steps))) is not None:
                     await ahead.put(portion, portion.size)
+                    if self._is_long:
+                        break
+                while portion is not None:
+                    async with self._shares.turns:
+                        for _ in range(TURN_STEPS):
+                            portion = await self.in_thread(lambda: self._next(steps))
+                            if portion is None:
+                                break
+                            await ahead.put(portion, portion.size)
             finally:
                 ahead.end()
 
@@ -157,7 +187,10 @@ class StudioFeed:
                 some: list[Batch] = []
                 size = 0
                 while more and len(some) < TOGETHER and size < TOGETHER_BYTES:
-                    portion = await ahead.take()
+                    try:
+                        portion = await ahead.take(GATHER_SECONDS if some else None)
+                    except TimeoutError:
+                        break
                     if more := portion is not None:
                         some.append(self._batch(portion.step, await asyncio.wrap_future(portion.told)))
                         size += sum(len(entry.line) for entry in some[-1].entries)
@@ -173,6 +206,7 @@ class StudioFeed:
                 self._process.kill()
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await producer
+            ahead.clear()
             await self.in_thread(steps.close)
             await self.in_thread(self.reader.forget)
             raise
@@ -189,8 +223,13 @@ class StudioFeed:
         if step.more and not self.progress.in_all:
             left = max(0, self.reader.rows_in_all() - step.cursor.rowid)
             self.progress.in_all = self.progress.read + left
-            if left >= LONG_ROWS:
+            self._is_long = left >= LONG_ROWS
+        if self._is_long and step.more and self._process is None and self._shares.converters.acquire(blocking=False):
+            try:
                 self._process = ConversionProcess()
+            except BaseException:
+                self._shares.converters.release()
+                raise
         traces = [(trace.rows, trace.is_open) for trace in step.traces]
         if not traces or self._process is None or (self._process.waiting >= ENOUGH and not self._is_storing):
             done = convert(self.schema, traces, self._selection, str(self.path))
@@ -213,9 +252,12 @@ class StudioFeed:
         )
 
     def _end_process(self) -> None:
-        if self._process is not None:
-            self._process.close()
-            self._process = None
+        process, self._process = self._process, None
+        if process is not None:
+            try:
+                process.close()
+            finally:
+                self._shares.converters.release()
 
     def convert(self, step: Step) -> Batch:
         """A step in the ledger's form."""

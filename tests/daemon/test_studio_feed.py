@@ -23,7 +23,7 @@ from flywheel.store.database import Store
 from flywheel.studio import conversion_process, fresh, page, scan
 from flywheel.studio import reader as reading
 from flywheel.trace import Cursor
-from tests.studio.writer import DATA, Studio, agent, chat, message, part
+from tests.studio.writer import DATA, Studio, agent, chat, empty_like, insert, message, part, renamed
 
 
 @pytest.fixture(autouse=True)
@@ -212,3 +212,63 @@ async def test_large_rows_are_not_read_far_ahead(
         assert read - told <= 5, "a line is longer than 10,000 bytes"
     assert told == 30
     await feed.close()
+
+
+async def test_many_long_histories_have_few_processes_and_all_of_them_end(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon may begin with fifty of them."""
+    made: list[int] = []
+    at_once: list[int] = []
+
+    class Counted(conversion_process.ConversionProcess):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self.pid)
+            at_once.append(len(made))
+
+        def close(self) -> None:
+            super().close()
+            made.remove(self.pid)
+
+    monkeypatch.setattr(studio_feed, "ConversionProcess", Counted)
+    paths = [tmp_path / f"{number}.sqlite" for number in range(6)]
+    for number, path in enumerate(paths):
+        empty_like("new_v2", path)
+        insert(path, renamed("new_v2", number))
+    config = parse({"state": {"dir": "state"}, "sources": [{"path": str(path)} for path in paths]}, "t", tmp_path)
+    ingestion = Ingestion(store, config)
+    reports = await asyncio.gather(*(intake.read(final=True) for intake in ingestion.intakes()))
+    await ingestion.close()
+    assert [(report.counts.replies, report.error) for report in reports] == [(105, None)] * 6
+    assert 1 <= max(at_once) <= 2
+    assert made == []
+    assert ingestion._shares.room.taken == 0
+
+
+async def test_long_histories_take_turns_and_a_short_pass_waits_for_none(store: Store, tmp_path: Path) -> None:
+    """A pass that waits for its turn ends when everything is to end, and goes on with the next one."""
+    short = Studio(tmp_path / "short.sqlite")
+    short.write(agent("a1", "q", "a"))
+    sources = [{"path": str(DATA / "new_v2.sqlite")}, {"path": str(short.path)}]
+    ingestion = Ingestion(store, parse({"state": {"dir": "state"}, "sources": sources}, "the test's", tmp_path))
+    long, quick = ingestion.intakes()
+    turns = ingestion._shares.turns
+    for _ in range(4):
+        await turns.acquire()
+    stop = asyncio.Event()
+    reading = asyncio.create_task(long.read(final=True, stop=stop))
+    report = await asyncio.wait_for(quick.read(final=True, stop=stop), 60)
+    assert (report.counts.replies, report.error) == (1, None)
+    while long.feed.progress.read < 20:
+        await asyncio.sleep(0)
+    stop.set()
+    report = await asyncio.wait_for(reading, 60)
+    assert report.error is None
+    assert report.counts.replies < 105
+    for _ in range(4):
+        turns.release()
+    report = await asyncio.wait_for(long.read(final=True), 60)
+    assert (report.counts.replies, report.error) == (105, None)
+    assert ingestion._shares.room.taken == 0
+    await ingestion.close()
