@@ -29,11 +29,10 @@ def reference_of(metadata: Mapping[str, Any]) -> str:
     return str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
 
 
-def conversation_of(metadata: Mapping[str, Any]) -> str:
-    value = metadata.get("conversation_id")
-    return (
-        str(value) if isinstance(value, int) and not isinstance(value, bool) else text_of(metadata, "conversation_id")
-    )
+def id_of(metadata: Mapping[str, Any], key: str) -> str:
+    """An id, which many number."""
+    value = metadata.get(key)
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else text_of(metadata, key)
 
 
 def count_of(metadata: Mapping[str, Any], key: str) -> int:

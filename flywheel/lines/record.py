@@ -23,8 +23,8 @@ from flywheel.batch import Entry, entry_of, line_bytes
 from flywheel.files import json_line
 from flywheel.lines.description import (
     MAX_DEPTH,
-    conversation_of,
     count_of,
+    id_of,
     json_in,
     reference_of,
     steps_of,
@@ -93,7 +93,7 @@ def entry_of_line(text: bytes, source: Path, now: datetime) -> LineEntry:
     skip, detail = _skip(asked)
     otherwise = _id({"line": xxhash.xxh3_128_hexdigest(text.strip())} if skip else _identifying(asked))
     key = _own_id(line) or otherwise
-    conversation = conversation_of(metadata)
+    conversation = id_of(metadata, "conversation_id")
     # Several answers to one question are on one side of the split.
     trace = text_of(metadata, "trace_id") or _id([asked.query, asked.history])
     started, ended = times_of(metadata, now)
@@ -101,6 +101,7 @@ def entry_of_line(text: bytes, source: Path, now: datetime) -> LineEntry:
         span_id=key,
         trace_id=trace,
         conversation_id=conversation,
+        user=id_of(metadata, "user_id"),
         agent=text_of(metadata, "agent_name"),
         query=asked.query,
         answer=asked.answer,

@@ -138,6 +138,7 @@ def test_what_flywheel_exports_comes_back_as_it_was() -> None:
         images=("https://x/y.png",),
         structured={"a": [1]},
         conversation_id="unknown",
+        user="user-7",
     )
     for told in (first, second, reply(3, history=(SYSTEM, USER, ASSISTANT))):
         key = task_id(told.trace_id, told.span_id)
@@ -209,11 +210,12 @@ def test_the_environment_and_the_tools_of_a_line_are_kept() -> None:
 
 
 def test_a_description_of_another_type_is_left_out() -> None:
-    odd = {"model": {}, "turn": -3, "started_at": 7, "input_tokens": "many", "tools_json": "[", "conversation_id": 9}
+    odd = {"model": {}, "turn": -3, "started_at": 7, "input_tokens": "many", "tools_json": "["}
+    odd |= {"conversation_id": 9, "user_id": 7}
     metadata = task({"question": "q", "answer": "a", "metadata": odd})["metadata"]
     assert (metadata["model"], metadata["turn"], metadata["input_tokens"]) == ("", 0, 0)
     assert metadata["started_at"] == NOW.isoformat()
-    assert metadata["conversation_id"] == "9"
+    assert (metadata["conversation_id"], metadata["user_id"]) == ("9", "7")
 
 
 json_values = st.recursive(
