@@ -33,14 +33,14 @@ def note(conn: Connection, alias: str, sightings: Sequence[Sighting]) -> None:
     found: dict[str, dict[str, str]] = {}
     for each in sightings:
         last = before.get(each.url, {})
-        has_changed = last.get("condition") != each.condition
-        if has_changed:
+        if last.get("condition") != each.condition:
             record(conn, KIND, [each.url], last.get("condition"), each.condition, each.error)
+        is_as_before = (last.get("condition"), last.get("serves")) == (each.condition, each.serves)
         found[each.url] = {
             "condition": each.condition,
             "serves": each.serves,
             "error": each.error,
-            "since": now if has_changed else last["since"],
+            "since": last["since"] if is_as_before else now,
             "looked_at": now,
         }
     funnel.note(conn, _key(alias), json.dumps(found))

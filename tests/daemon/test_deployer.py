@@ -461,6 +461,10 @@ async def test_what_was_found_on_each_replica_is_kept(fleet: Fleet) -> None:
     assert await sightings(fleet) == [("ok", R1), ("ok", R1)]
     first = (await fleet.store.read(replicas.noted, "agent"))[url]
     assert first["since"] == first["looked_at"]
+    await fleet.deployer.deploy("r0002", "test")
+    second = (await fleet.store.read(replicas.noted, "agent"))[url]
+    assert second["since"] == second["looked_at"] > first["looked_at"], "since then it answers with that"
+    await fleet.deployer.rollback()
 
     fleet.apps[0].faults["/v1/models"] = (503, "down")
     await fleet.deployer.reconcile()
