@@ -189,7 +189,8 @@ def _print_round(story: dict[str, Any]) -> None:
 
 
 def _print_reply(reply: dict[str, Any]) -> None:
-    typer.echo(f"span {reply['span_id']} of trace {reply['trace_id']} ({reply['agent']}, {reply['source']})")
+    whose = ", ".join(filter(None, (reply["agent"], reply["source"])))
+    typer.echo(f"span {reply['span_id']} of trace {reply['trace_id']} ({whose})")
     task = reply["task"]
     if task is None:
         typer.echo(f"  {reply['state']}: {reply['skip_reason'] or ''} {reply['detail']}".rstrip())

@@ -29,6 +29,8 @@ def test_the_lines_of_task_files_are_all_the_same_task(flywheel: Run, tmp_path: 
     [task] = flywheel("tasks", "--state", "pending", "--json").json["tasks"]
     assert (task["query"], task["answer"]) == ("What is 1 plus 1?", "2")
     assert len(written.splitlines()) == 5
+    # No agent is named on any of them.
+    assert f"({tmp_path / 'tasks.jsonl'})" in flywheel("why", task["task_id"]).out
 
 
 def test_the_lines_of_labels_are_labels(tmp_path: Path) -> None:
