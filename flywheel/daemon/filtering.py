@@ -305,7 +305,7 @@ class Filtering:
             is_through = task.was is TaskState.ACCEPTED or (task.was is TaskState.JUDGING and task.stored is not None)
             (through if is_through else fresh).append(task)
         # They may have been through another chain: no judge sees what this one takes out.
-        return [*[Screened(task) for task in screening.redacted(through)], *screening.before(fresh)]
+        return [*screening.redacted(through), *screening.before(fresh)]
 
     def _behind_the_judge(self, judged: Judged) -> Judged:
         """What the judge accepted can still be stopped by the filters that a chain keeps behind it."""

@@ -83,10 +83,11 @@ class Screening:
         if not self._taken_in:
             self._take_in()
             self._taken_in = True
-        tasks = self.redacted(tasks)
-        prints = self._prints(tasks)
-        near, held = self._entered(tasks, prints)
-        screened = {task.id: Screened(task, held=task.id in held) for task in tasks}
+        redacted = {each.task.id: each for each in self.redacted(tasks)}
+        sound = [each.task for each in redacted.values() if each.goes_on]
+        prints = self._prints(sound)
+        near, held = self._entered(sound, prints)
+        screened = {number: replace(each, held=number in held) for number, each in redacted.items()}
         return self._through(self._chain.before, screened, prints, near)
 
     def after(self, task: Claimed) -> Screened:
@@ -97,16 +98,26 @@ class Screening:
         near = self._ask(duplicates.enter, list(prints.values()), self._threshold) if prints else {}
         return self._through(self._chain.after, {task.id: Screened(task)}, prints, near)[0]
 
-    def redacted(self, tasks: Sequence[Claimed]) -> Sequence[Claimed]:
+    def redacted(self, tasks: Sequence[Claimed]) -> list[Screened]:
         """Tasks that were stored before their chain had a `pii` filter lose their personal data now."""
         redact = self._chain.redact
         if redact is None:
-            return tasks
-        lines = {task.id: redact(task.line) for task in tasks}
-        changed = {task.id: lines[task.id] for task in tasks if lines[task.id] != task.line}
+            return [Screened(task) for task in tasks]
+        found: list[Screened] = []
+        changed: dict[int, dict[str, Any]] = {}
+        for task in tasks:
+            try:
+                line = redact(task.line)
+            except Exception as error:
+                # What is in it cannot be told: no judge sees it, and the others go on.
+                found.append(Screened(task, error=f"filter pii: {type(error).__name__}: {error}"))
+                continue
+            found.append(Screened(replace(task, line=line)))
+            if line != task.line:
+                changed[task.id] = line
         if changed:
             self._ask(judging.rewrite, changed)
-        return [replace(task, line=lines[task.id]) for task in tasks]
+        return found
 
     def _prints(self, tasks: Sequence[Claimed]) -> Prints:
         if self._deduplication is None and self._chain.influence is None:

@@ -16,6 +16,7 @@ from sqlalchemy import Connection, select
 from flywheel.daemon import planner
 from flywheel.daemon.filtering import Filtering
 from flywheel.daemon.judge_setup import rubric_of
+from flywheel.filtering.pii import Pii, Redactor
 from flywheel.states import Split, TaskState
 from flywheel.store import duplicates, judging, ledger, lineage, schema, spending
 from flywheel.store.audit import balance
@@ -488,3 +489,22 @@ async def test_a_stop_waits_for_the_task_that_a_filter_looks_at_and_for_no_other
     assert (tmp_path / "log").read_text() == "one\n"
     assert await states(store) == ["pending"] * 3
     assert judge.calls == 0
+
+
+async def test_a_task_that_cannot_be_redacted_is_shown_to_no_judge_and_stops_no_other(
+    store: Store, make: Make, judge: JudgeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def redactor(_: Pii) -> Redactor:
+        def redact(line: dict[str, Any]) -> dict[str, Any]:
+            if line["main_query"] == "poison":
+                raise RecursionError("too deep")
+            return line
+
+        return redact
+
+    monkeypatch.setattr(Pii, "redactor", redactor)
+    await tell(store, *questions("one", "poison", "two"))
+    report, _ = await run(store, make({"type": "pii"}, DEDUPLICATION))
+    assert (report.accepted, report.dead, report.error) == (2, 1, None)
+    assert await states(store) == ["accepted", "dead", "accepted"]
+    assert "poison" not in str(judge.requests)
