@@ -232,16 +232,34 @@ async def test_certificates_are_loaded_for_https_alone_and_once(monkeypatch: pyt
     assert len(loaded) <= 1
 
 
-async def test_who_answers_https_with_a_certificate_of_nobody_is_not_believed(tmp_path: Path) -> None:
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here")
+async def test_a_certificate_is_believed_when_its_authority_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     making = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl here")
-    subprocess.run([*making, "-keyout", key, "-out", certificate], check=True, capture_output=True, timeout=120)
+    making += ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(making, check=True, capture_output=True, timeout=120)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
-    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0, ssl=context)
-    async with server, Replica(f"https://localhost:{server.sockets[0].getsockname()[1]}") as client:
-        with pytest.raises(ServeError, match="its certificate is not trusted") as refused:
-            await client.models()
-    assert "SSL_CERT_FILE" in refused.value.hint
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b'HTTP/1.1 200 OK\r\ncontent-length: 12\r\n\r\n{"data": []}')
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
+    url = f"https://localhost:{server.sockets[0].getsockname()[1]}"
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    client_module._certificates.cache_clear()
+    async with server:
+        async with Replica(url) as client:
+            with pytest.raises(ServeError, match="its certificate is not trusted") as refused:
+                await client.models()
+        assert "SSL_CERT_FILE" in refused.value.hint
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        client_module._certificates.cache_clear()
+        async with Replica(url) as client:
+            assert await client.models() == {}
+    client_module._certificates.cache_clear()
