@@ -23,6 +23,16 @@ MAX_LINE: Final = 16 << 20
 _PIECE: Final = 1 << 20
 _MARKED: Final = 4096
 """As much of a line is enough to know it again."""
+_OTHERWISE: Final = {
+    b"\x1f\x8b": ("packed with gzip", "Unpack it, under a name that ends in .jsonl."),
+    b"\x28\xb5\x2f\xfd": ("packed with zstd", "Unpack it, under a name that ends in .jsonl."),
+    b"\xfd7zXZ\x00": ("packed with xz", "Unpack it, under a name that ends in .jsonl."),
+    b"BZh91AY&SY": ("packed with bzip2", "Unpack it, under a name that ends in .jsonl."),
+    b"PK\x03\x04": ("a zip archive", "Unpack it, under a name that ends in .jsonl."),
+    b"\xff\xfe": ("text in UTF-16", "Write it in UTF-8."),
+    b"\xfe\xff": ("text in UTF-16", "Write it in UTF-8."),
+}
+"""What files begin with that hold no lines in UTF-8; thousands of dead letters would not say it better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +131,15 @@ class LineFile:
 
     def close(self) -> None:
         os.close(self._fd)
+
+    def refuse_other_formats(self) -> None:
+        """Raises SourceError if it begins as no file of lines does."""
+        beginning = self._take(0, max(map(len, _OTHERWISE)))
+        for mark, (what, hint) in _OTHERWISE.items():
+            if beginning.startswith(mark):
+                error = SourceError(f"read {self._path}", f"it is {what}, not lines of JSON in UTF-8", hint)
+                error.condition = "not lines"
+                raise error
 
     def is_at(self, path: Path) -> bool:
         """Whether `path` still leads to this file. Raises SourceError if it leads nowhere."""

@@ -73,6 +73,8 @@ class LinesReader:
         file = self._file = self._file or LineFile(self.path)
         self._identity = file.identity
         begin, state = _resumed(file, cursor), file.state
+        if not begin.rowid:
+            file.refuse_other_formats()
         if self._still == (begin, state):
             yield Batch(begin, warnings=self._warnings(file))
             return

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import lzma
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -401,3 +404,28 @@ def test_every_complete_line_comes_exactly_once(
     assert len(found) == len(tasks)
     assert len(set(found)) == len(tasks)
     assert [b"bad" in row.excerpt.encode() for row in stored.dead] == [True] * kinds.count("bad")
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (gzip.compress(b'{"question": "q", "answer": "a"}\n' * 50), "gzip"),
+        (bz2.compress(b'{"question": "q", "answer": "a"}\n' * 50), "bzip2"),
+        (lzma.compress(b'{"question": "q", "answer": "a"}\n' * 50), "xz"),
+        ('{"question": "q", "answer": "a"}\n'.encode("utf-16"), "UTF-16"),
+    ],
+)
+def test_a_file_in_another_format_is_one_error_and_read_once_it_is_lines(
+    path: Path, content: bytes, what: str
+) -> None:
+    path.write_bytes(content)
+    stored = Stored(path)
+    reader = LinesReader(path)
+    for _ in range(2):
+        with pytest.raises(SourceError, match=what) as refused:
+            stored.read(reader)
+    assert refused.value.condition == "not lines"
+    assert (stored.entries, stored.dead) == ([], [])
+    path.write_text('{"question": "q", "answer": "a"}\n')
+    assert stored.read(reader) == ["q"]
+    reader.close()
