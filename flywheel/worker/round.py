@@ -1,23 +1,9 @@
-"""The round worker: `python -m flywheel.worker ROUND_DIR`.
-
-Reads `spec.json`, composes engines, trainer, judge and comparison into one round, reports in `metrics.jsonl`, and
-ends with `result.json` as its last word. When it fails, `error.json` has the error, the remedy and whether a retry
-helps.
-
-A round has no checkpoints: a worker that is started again on the same directory removes what an earlier one left
-unfinished and starts over. A directory with a whole result is left as it is.
-
-Exit codes: 0 done (also when the round was refused), 1 failed, 75 another worker is at it, 143 and 130 stopped.
-"""
+"""One round on a running Ray session: engines and trainer started, trained, compared, proven."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import errno
 import logging
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,33 +11,21 @@ from typing import Any, overload
 
 import ray
 
-from flywheel import log as logs
 from flywheel.config import Config
-from flywheel.errors import EXIT_FAILED, FlywheelError, LockedError, TrainError
+from flywheel.errors import TrainError
 from flywheel.evaluation.compare import Paired, compare, compare_criterion
-from flywheel.files import tree_sha256, write_atomic
-from flywheel.round import (
-    ADAPTER_DIR,
-    LOG_FILE,
-    RESULT_FILE,
-    AdapterRef,
-    Comparison,
-    RoundResult,
-    RoundSpec,
-    RoundTask,
-)
+from flywheel.files import tree_sha256
+from flywheel.round import ADAPTER_DIR, AdapterRef, Comparison, RoundResult, RoundSpec, RoundTask
 from flywheel.rubric import Rubric
 from flywheel.training import cluster
 from flywheel.training.chat import served_format
 from flywheel.training.collector import Collector, Grade
 from flywheel.training.debug import roll_out_only
-from flywheel.training.directory import clear, finished, read_spec, settings_of, start_over, write_error
 from flywheel.training.engine import Engine, EngineSettings
 from flywheel.training.held_out import Pairs, answer, check_enough
 from flywheel.training.metrics import Metrics
-from flywheel.training.policy import check_base, check_parent, other_form, rank
+from flywheel.training.policy import rank
 from flywheel.training.probe import make_probe
-from flywheel.training.process import Stopped, alone_in, catch_signals, output_to
 from flywheel.training.prompts import Asked, Prompt, asked
 from flywheel.training.rollout import LoadedAdapter, add_usage
 from flywheel.training.trainer import Trainer
@@ -256,105 +230,3 @@ class Round:
             device=self.about["device"],
             **fields,
         )
-
-
-def run_round(spec: RoundSpec, directory: Path, make_grade: MakeGrade) -> RoundResult:
-    """The whole round, with nothing of it left running. Raises FlywheelError."""
-    started = time.monotonic()
-    settings = settings_of(spec)
-    if not spec.train:
-        raise TrainError(f"train {spec.round_id}", "it has no task", "Collect and judge more traces first.")
-    check_base(spec.base_model)
-    check_parent(spec.parent)
-    if spec.parent and (form := other_form(spec.parent, settings.training.lora)):
-        log.warning(
-            "training.lora is not used: %s, which this round goes on from, has %s. For a new form, go back to the"
-            " base model first (`flywheel rollback --to base`)",
-            spec.parent.name,
-            form,
-        )
-    # Before anything is started: a rubric or a judge that cannot work shows itself here.
-    whole = Round(spec, directory, settings, make_grade)
-    whole.metrics.phase("starting")
-    with cluster.session(settings):
-        # Ray has just installed handlers of its own.
-        catch_signals()
-        try:
-            result = whole.run()
-        finally:
-            if not isinstance(sys.exception(), Stopped):
-                cluster.stop(whole.engines)
-    total = round(time.monotonic() - started, 3)
-    return result.model_copy(update={"seconds": {**result.seconds, "total": total}})
-
-
-def as_flywheel_error(error: Exception, spec: RoundSpec) -> FlywheelError:
-    # Libraries that write by themselves have errors of their own, with the system's words.
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    hint = "Free space." if full or os.strerror(errno.ENOSPC) in str(error) else ""
-    return TrainError(
-        f"run {spec.round_id}",
-        f"{type(error).__name__}: {' '.join(str(error).split())[:500]}",
-        hint or f"The traceback is in the round's {LOG_FILE}.",
-        retryable=True,
-    )
-
-
-def work(directory: Path, make_grade: MakeGrade) -> None:
-    """Run the round of this directory. Raises FlywheelError and Stopped."""
-    spec = read_spec(directory)
-    try:
-        _work(directory, spec, make_grade)
-    except OSError as error:
-        raise as_flywheel_error(error, spec) from error
-
-
-def _work(directory: Path, spec: RoundSpec, make_grade: MakeGrade) -> None:
-    with alone_in(directory):
-        if finished(directory, spec):
-            return
-        start_over(directory)
-        with output_to(directory / LOG_FILE):
-            logs.setup()
-            try:
-                result = run_round(spec, directory, make_grade)
-            except FlywheelError as error:
-                log.error("%s", error)
-                raise
-            except Exception as error:
-                log.exception("%s failed", spec.round_id)
-                raise as_flywheel_error(error, spec) from error
-            finally:
-                clear(directory)
-        write_atomic(directory / RESULT_FILE, result.model_dump_json(indent=1).encode())
-
-
-def main(argv: Sequence[str] | None = None, make_grade: MakeGrade = build_grade) -> int:
-    parser = argparse.ArgumentParser(prog="python -m flywheel.worker", description="Run one training round.")
-    parser.add_argument("directory", type=Path, metavar="ROUND_DIR", help="holds spec.json; the results go there too")
-    directory = parser.parse_args(argv).directory.absolute()
-    catch_signals()
-    cluster.adopt_orphans()
-    try:
-        work(directory, make_grade)
-    except Stopped as stopped:
-        return _end(stopped, stopped.exit_code)
-    except LockedError as error:
-        return _end(error, error.exit_code)
-    except FlywheelError as error:
-        write_error(directory, error)
-        return _end(error, EXIT_FAILED)
-    return 0
-
-
-def _end(reason: BaseException, code: int) -> int:
-    print(f"flywheel.worker: {reason}", file=sys.stderr, flush=True)
-    return code
-
-
-if __name__ == "__main__":
-    # Under its own name, so that actors find `build_grade` where it is.
-    from flywheel import worker  # noqa: PLW0406 - as a script this module has no importable name
-
-    # Threads that still wait for a judge's answer would hold an ordinary exit back.
-    os._exit(worker.main())
