@@ -16,6 +16,7 @@ from flywheel.daemon.judge_setup import chain_of, exchange_of, judge_settings, r
 from flywheel.daemon.judged import FilterReport, Judged, Preview
 from flywheel.daemon.linked_event import LinkedEvent
 from flywheel.daemon.screening import Ask, Screened, Screening, without_embeddings
+from flywheel.daemon.taking import Taking
 from flywheel.errors import FilterError, FlywheelError, JudgeError
 from flywheel.judge.alien import check_alien
 from flywheel.judge.budget import Budget
@@ -41,9 +42,8 @@ class _Feed:
     """What the judging thread and the event loop say to each other."""
 
     stop: LinkedEvent
+    taking: Taking
     queue: asyncio.Queue[Judged | FlywheelError | None] = field(default_factory=asyncio.Queue)
-    claimed: dict[int, Claimed] = field(default_factory=dict)
-    taken: int = 0
     freed: int = 0
 
 
@@ -83,9 +83,10 @@ class Filtering:
         With `rejudge`, accepted and rejected tasks follow that another rubric or judge decided; each stays where it
         is until its new verdict is there.
         """
-        feed = _Feed(LinkedEvent(stop))
+        linked = LinkedEvent(stop)
+        feed = _Feed(linked, self._taking(self._ask, linked, limit))
         if self._screening is not None:
-            self._screening.stop = feed.stop
+            self._screening.stop = linked
         report = FilterReport()
         self._loop = loop = asyncio.get_running_loop()
         learned = self.grader.client.learned
@@ -94,9 +95,7 @@ class Filtering:
         try:
             while True:
                 feed.freed = 0
-                threading.Thread(
-                    target=self._work, args=(feed, loop, limit, rejudge), name="judging", daemon=True
-                ).start()
+                threading.Thread(target=self._work, args=(feed, loop, rejudge), name="judging", daemon=True).start()
                 await self._settle_all(feed, report, on_judged)
                 if not feed.freed or report.error is not None or feed.stop.is_set():
                     break
@@ -104,7 +103,7 @@ class Filtering:
                 rejudge = False
         finally:
             feed.stop.set()
-            left = list(feed.claimed)
+            left = list(feed.taking.claimed)
             if left:
                 await asyncio.shield(self._store.write(judging.release, left, "not judged"))
         await self._store.write(funnel.note, funnel.JUDGE_NOTE, str(report.error or ""))
@@ -140,8 +139,8 @@ class Filtering:
 
         total = Preview()
         screening = Screening(without_embeddings(self._chain), ask) if self._chain else None
-        for batch in self._batches(ask, _Feed(LinkedEvent(stop)), limit, rejudge=rejudge):
-            for each in self._screened(screening, batch):
+        for batch in self._taking(ask, stop, limit).batches(rejudge=rejudge):
+            for each in screening.through(batch) if screening else map(Screened, batch):
                 needed = Needed()
                 if each.goes_on and each.task.stored is None:
                     needed = self.grader.needs(exchange_of(each.task.line), each.task.earlier)
@@ -175,7 +174,7 @@ class Filtering:
             if isinstance(item, FlywheelError):
                 report.error = item
                 continue
-            feed.claimed.pop(item.task.id, None)
+            feed.taking.claimed.pop(item.task.id, None)
             if item.held:
                 report.held += 1
             elif item.verdict is None:
@@ -214,7 +213,7 @@ class Filtering:
         gone += duplicates.gone(conn, [item.repeats.task for item in done if item.repeats is not None])
         return changed, duplicates.free_repetitions(conn, gone)
 
-    def _work(self, feed: _Feed, loop: asyncio.AbstractEventLoop, limit: int | None, rejudge: bool) -> None:
+    def _work(self, feed: _Feed, loop: asyncio.AbstractEventLoop, rejudge: bool) -> None:
         """The judging thread: claims, filters and grades, and hands everything to the loop."""
 
         def put(item: Judged | FlywheelError | None) -> None:
@@ -225,7 +224,11 @@ class Filtering:
                 self._screening.weigh_earlier()
             # A calibration beside the daemon has its part of the day's budget.
             self._budget.look_again()
-            items = self._to_grade(feed, self._batches(self._ask, feed, limit, rejudge=rejudge), put)
+            # After a run that failed, one first: each claim is written down, and so is each task that is given back,
+            # at every try of an outage.
+            batches = feed.taking.batches(rejudge=rejudge, first=1 if self._failed else None)
+            self._failed = False
+            items = self._to_grade(batches, put)
             verdicts = grade_all(
                 self.grader,
                 items,
@@ -247,38 +250,15 @@ class Filtering:
         finally:
             put(None)
 
-    def _batches(self, ask: Ask, feed: _Feed, limit: int | None, *, rejudge: bool) -> Iterator[list[Claimed]]:
-        """Claimed tasks, then those that are to be judged again."""
-        left = (limit if limit is not None else 1 << 62) - feed.taken
-        after: int | None = None
-        # After a run that failed, one first: each claim is written down, and so is each task that is given back, at
-        # every try of an outage.
-        most, self._failed = 1 if self._failed else 4 * self.judge.max_thread, False
-        while left > 0 and not feed.stop.is_set():
-            size = min(left, most)
-            most = min(2 * most, 4 * self.judge.max_thread)
-            hashes = self.rubric.hash, self.grader.judge_hash
-            if after is None:
-                claimed = ask(judging.claim, size, *hashes)
-                feed.claimed.update({task.id: task for task in claimed})
-            else:
-                claimed = ask(judging.decided, size, after, *hashes)
-            if claimed:
-                after = None if after is None else claimed[-1].id
-                left -= len(claimed)
-                feed.taken += len(claimed)
-                yield claimed
-            elif rejudge and after is None:
-                after = 0
-            else:
-                return
+    def _taking(self, ask: Ask, stop: threading.Event, limit: int | None) -> Taking:
+        return Taking(ask, self.rubric.hash, self.grader.judge_hash, stop, 4 * self.judge.max_thread, limit)
 
     def _to_grade(
-        self, feed: _Feed, batches: Iterator[list[Claimed]], put: Callable[[Judged], None]
+        self, batches: Iterator[list[Claimed]], put: Callable[[Judged], None]
     ) -> Iterator[tuple[Claimed, Exchange]]:
         """Tasks that need a call. Those that stored verdicts or the chain decide are put at once."""
         for batch in batches:
-            for each in self._screened(self._screening, batch):
+            for each in self._screening.through(batch) if self._screening else map(Screened, batch):
                 task = each.task
                 if not each.goes_on:
                     put(self._stopped(each))
@@ -293,19 +273,6 @@ class Filtering:
                 else:
                     reused = verdict is task.stored or bool(verdict.judgements)
                     put(self._behind_the_judge(Judged(task, verdict, self.rubric.hash, reused=reused)))
-
-    @staticmethod
-    def _screened(screening: Screening | None, tasks: list[Claimed]) -> list[Screened]:
-        """The tasks through what comes before the judge, except those that have been through it."""
-        if screening is None:
-            return [Screened(task) for task in tasks]
-        through: list[Claimed] = []
-        fresh: list[Claimed] = []
-        for task in tasks:
-            is_through = task.was is TaskState.ACCEPTED or (task.was is TaskState.JUDGING and task.stored is not None)
-            (through if is_through else fresh).append(task)
-        # They may have been through another chain: no judge sees what this one takes out.
-        return [*screening.redacted(through), *screening.before(fresh)]
 
     def _behind_the_judge(self, judged: Judged) -> Judged:
         """What the judge accepted can still be stopped by the filters that a chain keeps behind it."""

@@ -20,6 +20,7 @@ from flywheel.filtering.deduplication import Deduplication, fingerprint
 from flywheel.filtering.embedder import Embedder
 from flywheel.filtering.influence import weigh
 from flywheel.likeness import NEAR
+from flywheel.states import TaskState
 from flywheel.store import duplicates, embeddings, influence, judging
 from flywheel.store.duplicates import Near, Repeats
 from flywheel.store.judging import Claimed
@@ -77,6 +78,12 @@ class Screening:
             while rows := self._ask(influence.unknown, TAKEN_IN):
                 self._ask(influence.enter, {row.id: weigh(row.payload) for row in rows})
             self._weighed = True
+
+    def through(self, tasks: Sequence[Claimed]) -> list[Screened]:
+        """The tasks after what comes before the judge; those that have been through it before are only redacted."""
+        known = [task for task in tasks if _was_through(task)]
+        # They may have been through another chain: no judge sees what this one takes out.
+        return [*self.redacted(known), *self.before([task for task in tasks if not _was_through(task)])]
 
     def before(self, tasks: Sequence[Claimed]) -> list[Screened]:
         """The tasks after what comes before the judge, in their order."""
@@ -279,6 +286,10 @@ def without_embeddings(chain: Chain) -> Chain:
     return replace(
         chain, before=tuple(filter(asks_nobody, chain.before)), after=tuple(filter(asks_nobody, chain.after))
     )
+
+
+def _was_through(task: Claimed) -> bool:
+    return task.was is TaskState.ACCEPTED or (task.was is TaskState.JUDGING and task.stored is not None)
 
 
 def _by_text(others: Sequence[Near]) -> Repeats | None:
