@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import resource
 import secrets
 import stat
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,6 +15,8 @@ from typing import Any, BinaryIO, Final
 
 NAME_BYTES: Final = 255
 PATH_BYTES: Final = 4096
+OPEN_FILES: Final = 65_536
+"""More than a shell or systemd gives by itself, which is often 1,024."""
 
 
 @contextlib.contextmanager
@@ -175,3 +178,16 @@ def tree_sha256(directory: Path) -> str:
             while block := file.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()
+
+
+def allow_open_files() -> int:
+    """Up to OPEN_FILES open files, as far as the system lets this process have them; how many it may have then.
+
+    A directory of lines may hold more, and each of its files stays open: it is read to its end if it is moved away.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and wanted > soft:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

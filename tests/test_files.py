@@ -6,6 +6,8 @@ import io
 import json
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -142,3 +144,13 @@ def test_a_path_is_tidied_where_it_leads_to_the_same_place(tmp_path: Path) -> No
     assert tidied(tmp_path / "db") == tmp_path / "db"
     behind_a_link = tmp_path / "link" / ".." / "db"
     assert tidied(behind_a_link) == behind_a_link
+
+
+def test_as_many_open_files_as_the_system_allows() -> None:
+    script = (
+        "import resource; from flywheel.files import allow_open_files as allow; "
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 1024)); print(allow(), allow()); "
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["1024 1024", "(1024, 1024)"]

@@ -12,6 +12,7 @@ from flywheel.cli.app import ConfigOption, JsonOption, absolute, app, complain, 
 from flywheel.cli.facts import place, show, source_text
 from flywheel.disarmed import disarmed
 from flywheel.errors import EXIT_FAILED
+from flywheel.files import allow_open_files
 
 if TYPE_CHECKING:
     from flywheel.config import Config
@@ -44,6 +45,7 @@ def ingest(
                 param_hint="--out" if out else "--source",
             )
     economise()
+    allow_open_files()
     report, errors = run_async(_ingest(settings, out, sweep))
     if as_json:
         print_json(report)

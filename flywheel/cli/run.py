@@ -12,6 +12,7 @@ import typer
 from flywheel.allocation import economise
 from flywheel.cli.app import ConfigOption, app, load_config, run_async
 from flywheel.errors import EXIT_FAILED
+from flywheel.files import allow_open_files
 
 if TYPE_CHECKING:
     from flywheel.config import Config
@@ -27,6 +28,7 @@ def run(
 ) -> None:
     """Watch the sources, judge, train and swap, until it is stopped."""
     economise()
+    allow_open_files()
     _tell_stacks()
     if not run_async(_run(load_config(config), once, max_rounds)):
         raise typer.Exit(EXIT_FAILED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from flywheel.store.database import Store
 from flywheel.store.export import TaskFile
 
 AT_ONCE = 8
-"""Sources that are read at the same time by a single pass over all of them."""
+"""Sources that are read at the same time by a single pass over all of them, and files of lines at any time."""
 FOLLOW_SECONDS = 1.0
 """How often the task file follows while a pass goes on: at the end of a long history little is left to write."""
 
@@ -34,6 +35,7 @@ class Ingestion:
         self._task_file = TaskFile(config.task_file)
         self._redact = redactor_of(config.filter.chain)
         self._shares = Shares()
+        self._line_threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="lines")
         self._intakes: dict[Path, Intake] = {}
 
     def intakes(self) -> list[Intake]:
@@ -54,7 +56,7 @@ class Ingestion:
     def _add(self, path: Path, kind: str) -> None:
         if path not in self._intakes:
             feed = (
-                LinesFeed(path)
+                LinesFeed(path, self._line_threads)
                 if kind == "jsonl"
                 else StudioFeed(path, self._config, self._store, kind=kind, shares=self._shares)
             )
@@ -110,6 +112,7 @@ class Ingestion:
     async def close(self) -> None:
         for intake in self._intakes.values():
             await intake.close()
+        self._line_threads.shutdown()
 
 
 def _files(path: Path) -> list[Path]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 from sqlalchemy import Connection
@@ -43,17 +44,22 @@ def named(conn: Connection, source: int, names: Names, entries: tuple[Entry, ...
     return names.given(entries, known, partial(tellers.line_of, conn))
 
 
+T = TypeVar("T")
+
+
 class LinesFeed:
-    """The reader of one file with its thread."""
+    """The reader of one file. It runs in a few `threads` for all files, since a directory may hold thousands; what is
+    done with one file is done in order."""
 
     type = "jsonl"
     due_at: float | None = None
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, threads: Executor) -> None:
         self.path = path
         self.progress = Progress()
         self._reader = LinesReader(path)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lines")
+        self._threads = threads
+        self._last: asyncio.Future[Any] | None = None
 
     @property
     def schema(self) -> str:
@@ -65,18 +71,28 @@ class LinesFeed:
 
     async def read(self, number: int, cursor: Cursor, *, final: bool) -> AsyncGenerator[Batch]:
         """One pass, batch by batch; each must be stored before the next is asked for."""
-        loop = asyncio.get_running_loop()
-        if await loop.run_in_executor(self._thread, is_listed, self.path):
+        if await self._in_thread(partial(is_listed, self.path)):
             return
         self.progress = Progress()
         batches = self._reader.read(cursor, final=final)
-        while (batch := await loop.run_in_executor(self._thread, next, batches, None)) is not None:
+        while (batch := await self._in_thread(lambda: next(batches, None))) is not None:
             self.progress.read += len(batch.entries) + len(batch.dead)
             yield batch
+        if final:
+            # Nobody waits for what comes, so it need not stay open.
+            await self._in_thread(self._reader.close)
 
     def forget(self) -> None:
         """Nothing is remembered beside the cursor."""
 
     async def close(self) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._reader.close)
-        self._thread.shutdown()
+        await self._in_thread(self._reader.close)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """Run something with the reader, after what was given up before it ended."""
+        if self._last is not None:
+            await asyncio.wait((self._last,))
+        running = self._last = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        # What went wrong in something that was given up is nobody's matter.
+        running.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(running)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from sqlalchemy import select, update
 
@@ -330,3 +333,22 @@ async def test_what_differs_in_redacted_data_alone_is_one_task_wherever_it_stand
     assert (report.new, report.counts.replies) == (1 + between, 1 + between)
     assert (before.not_read_yet, before.problems) == (1 + between, [])
     assert (after.in_ledger, after.not_read_yet, after.problems, after.gone) == (1 + between, 0, [], 0)
+
+
+async def test_a_directory_of_many_files_takes_few_threads(tmp_path: Path) -> None:
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for number in range(60):
+        (folder / f"{number}.jsonl").write_text(
+            f'{{"question": "What is {number} plus 1?", "answer": "{number + 1}"}}\n'
+        )
+    settings = config(tmp_path, folder)
+    store = await Store.open(settings.state_dir)
+    ingestion = Ingestion(store, settings)
+    before, opened = threading.active_count(), psutil.Process().num_fds()
+    reports = await asyncio.gather(*(intake.read(final=True) for intake in ingestion.intakes()))
+    assert threading.active_count() - before <= 20
+    assert psutil.Process().num_fds() - opened <= 20
+    assert [(report.counts.tasks, report.error) for report in reports] == [(1, None)] * 60
+    await ingestion.close()
+    await store.close()
