@@ -29,7 +29,7 @@ from flywheel.training import cluster
 from flywheel.training.directory import clear, finished, read_spec, settings_of, start_over, write_error
 from flywheel.training.policy import check_base, check_parent, other_form
 from flywheel.training.process import Stopped, alone_in, catch_signals, output_to
-from flywheel.worker.round import MakeGrade, Round, build_grade
+from flywheel.worker.training_round import MakeGrade, Round, build_grade
 
 log = logging.getLogger("flywheel.worker")
 
