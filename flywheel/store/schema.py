@@ -204,8 +204,8 @@ embeddings = Table(
     Column("text", Text, primary_key=True),
     Column("vector", LargeBinary, nullable=False),
 )
-"""One float32 vector of length 1 per text and model, those of a model with as many numbers; `text` is a hash. An empty
-vector is one that the endpoint did not make."""
+"""One float32 vector of length 1 per text and model, those of a model with as many numbers; `text` is a hash. An
+empty vector is one that the endpoint did not make."""
 
 duplicates = Table(
     "duplicates",
