@@ -25,6 +25,9 @@ _IDS_SQL: Final = (
     "WHERE rowid > ? ORDER BY rowid"
 )
 _ROWS_AT_ONCE: Final = 1_000
+_FIRST_ROWS: Final = 50
+_BYTES_AT_ONCE: Final = 8 * 1024 * 1024
+"""Of rows as large as those of the last group were: how large the next ones are is not known before they are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +89,14 @@ class Census:
         """Every listed trace once, in the order they began, a few at a time. Raises StudioError."""
         some: list[bytes] = []
         size = 0
+        most = _FIRST_ROWS
         for trace_id, rowids in self._traces.items():
-            if some and size + len(rowids) > _ROWS_AT_ONCE:
-                yield Group(self._whole(some))
+            if some and size + len(rowids) > most:
+                group = Group(self._whole(some))
+                read = sum(len(row) for trace in group.traces for row in trace.rows.values())
+                yield group
+                del group
+                most = max(1, min(2 * most, _ROWS_AT_ONCE, _BYTES_AT_ONCE * size // max(read, 1)))
                 some, size = [], 0
             some.append(trace_id)
             size += len(rowids)
