@@ -39,7 +39,7 @@ class _UntilIO(io.RawIOBase):
             self._sock.settimeout(left)
             return self._received.readinto(buffer)
         except TimeoutError:
-            raise TimeoutError(f"the answer was not whole after {self._seconds:.3g} s") from None
+            raise TimeoutError(f"the answer was not whole after {round(self._seconds, 1):g} s") from None
 
     def close(self) -> None:
         self._received.close()

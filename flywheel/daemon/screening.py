@@ -17,7 +17,6 @@ from sqlalchemy import Connection
 from flywheel.errors import FilterError
 from flywheel.filtering.chain import Chain, LineFilter, Step
 from flywheel.filtering.deduplication import Deduplication, fingerprint
-from flywheel.filtering.embedder import Embedder
 from flywheel.filtering.influence import weigh
 from flywheel.likeness import NEAR
 from flywheel.states import TaskState
@@ -248,6 +247,8 @@ class Screening:
         missing = [text for text in texts if text not in known]
         forgotten = 0
         if missing:
+            from flywheel.filtering.embedder import Embedder  # its client takes long to import, and few need it
+
             embedder = Embedder(step, stop=self.stop)
             try:
                 for start in range(0, len(missing), step.batch_size):

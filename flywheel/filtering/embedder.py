@@ -11,9 +11,11 @@ import os
 import threading
 from array import array
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
-import orjson
+import httpx2
+import openai
+from openai.types import CreateEmbeddingResponse
 from tenacity import (
     RetryCallState,
     Retrying,
@@ -26,7 +28,7 @@ from tenacity import (
 
 from flywheel.errors import FilterError
 from flywheel.filtering.deduplication import Deduplication
-from flywheel.transport import TooLargeError, Transport, TransportError, is_address
+from flywheel.transport import Answer, TooLargeError, Transport, TransportError, is_address
 
 OPENAI_URL: Final = "https://api.openai.com/v1"
 LONGEST: Final = 8000
@@ -85,12 +87,6 @@ class Embedder:
         self._settings = settings
         self._url = (settings.base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI_URL).rstrip("/")
         key = settings.api_key or os.environ.get("OPENAI_API_KEY") or "none"
-        self._headers = {
-            "accept": "application/json",
-            "authorization": f"Bearer {key.strip()}",
-            "content-type": "application/json",
-            "user-agent": "flywheel",
-        }
         if not is_address(self._url):
             raise self._failure(
                 "its endpoint is no URL", "Set deduplication's base_url to one such as http://host/v1."
@@ -104,6 +100,13 @@ class Embedder:
             )
         except ValueError as error:
             raise self._failure(str(error), "Correct HTTPS_PROXY and HTTP_PROXY, or unset them.") from error
+        self._client = openai.OpenAI(
+            # An endpoint without keys takes any; the client insists on one.
+            api_key=key.strip(),
+            base_url=self._url,
+            max_retries=0,
+            http_client=httpx2.Client(transport=_Bounded(self._transport)),
+        )
         self._backoff = wait_random_exponential(multiplier=0.5, max=longest_wait)
         attempts = stop_after_attempt(settings.max_attempts)
         self._retrying = Retrying(
@@ -124,7 +127,7 @@ class Embedder:
         return found
 
     def close(self) -> None:
-        self._transport.close()
+        self._client.close()
 
     def _some(self, texts: Sequence[str]) -> list[bytes]:
         try:
@@ -149,19 +152,18 @@ class Embedder:
 
     def _ask(self, texts: Sequence[str]) -> list[bytes]:
         sent = [text[:LONGEST].encode("utf-8", "replace").decode() or " " for text in texts]
-        body = orjson.dumps({"model": self.model, "input": sent, "encoding_format": "float"})
         try:
-            answer = self._transport.post(f"{self._url}/embeddings", self._headers, body)
-        except TransportError as error:
-            raise _AnswerError(str(error)) from error
-        except TooLargeError as error:
-            raise _AnswerError(str(error), is_odd=True) from error
-        if not answer.is_good:
+            reply = self._client.embeddings.create(model=self.model, input=sent, encoding_format="float")
+            return _vectors(reply, len(texts))
+        except openai.APIStatusError as error:
+            response = error.response
+            answer = Answer(response.status_code, response.headers, response.content)
             said = f"it answered {answer.status} ({answer.words})"
-            raise _AnswerError(said, status=answer.status, retry_after=answer.retry_after)
-        try:
-            return _vectors(orjson.loads(answer.body), len(texts))
-        except (ValueError, TypeError, LookupError, ArithmeticError) as error:
+            raise _AnswerError(said, status=answer.status, retry_after=answer.retry_after) from error
+        except openai.APIConnectionError as error:
+            cause = error.__cause__ or error
+            raise _AnswerError(str(cause), is_odd=isinstance(cause.__cause__, TooLargeError)) from error
+        except (openai.OpenAIError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
             said = f"the reply is none of an embedding model: {error}"
             raise _AnswerError(said, is_odd=True) from error
 
@@ -182,12 +184,15 @@ class Embedder:
         )
 
 
-def _vectors(reply: Any, count: int) -> list[bytes]:
-    """The vectors of a reply in the order of their texts. Raises what a reply of another form leads to."""
-    data = reply.get("data") if isinstance(reply, dict) else None
+def _vectors(reply: CreateEmbeddingResponse, count: int) -> list[bytes]:
+    """The vectors of a reply in the order of their texts. Raises what a reply of another form leads to.
+
+    The client takes any JSON for a reply, and what is none for a text.
+    """
+    data = getattr(reply, "data", None)
     if not isinstance(data, list):
-        raise ValueError(str(reply.get("error") or reply if isinstance(reply, dict) else reply)[:300])
-    found = {item["index"]: item["embedding"] for item in data}
+        raise ValueError(str(getattr(reply, "error", None) or reply)[:300])
+    found = {item.index: item.embedding for item in data}
     if sorted(found) != list(range(count)):
         raise ValueError(f"{len(data)} vectors came for {count} texts")
     return [_unit(found[place]) for place in range(count)]
@@ -203,3 +208,22 @@ def _unit(vector: Sequence[float]) -> bytes:
 def _retry_after(state: RetryCallState) -> float | None:
     error = state.outcome.exception() if state.outcome else None
     return error.retry_after if isinstance(error, _AnswerError) else None
+
+
+class _Bounded(httpx2.BaseTransport):
+    """Lets the client ask by way of ours: its own bounds neither how long an answer drips nor how large it is."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        # What the client would add by itself is not wanted by us: a body that is unpacked here.
+        headers = {name: value for name, value in request.headers.items() if name != "accept-encoding"}
+        try:
+            answer = self._transport.post(str(request.url), headers, request.read())
+        except (TransportError, TooLargeError) as error:
+            raise httpx2.ReadError(str(error), request=request) from error
+        return httpx2.Response(answer.status, headers=dict(answer.headers), content=answer.body, request=request)
+
+    def close(self) -> None:
+        self._transport.close()
