@@ -20,12 +20,13 @@ from msgspec.structs import replace
 from flywheel.config import IngestSettings
 from flywheel.studio.database import BUSY_SECONDS, Database
 from flywheel.studio.fresh import FreshMarks
-from flywheel.studio.growing import Growing, looks_the_same
+from flywheel.studio.growing import Growing
 from flywheel.studio.row import Row
 from flywheel.studio.scan import FAR_ROWS, FOREVER_NS, Scan
 from flywheel.studio.schema import Schema
-from flywheel.studio.step import Memory, RawTrace, Step
+from flywheel.studio.step import Memory, Step
 from flywheel.studio.table import schema_of
+from flywheel.studio.teller import Teller
 from flywheel.trace import Cursor, DeadRow, Mark
 
 STEP_ROWS: Final = 500
@@ -51,6 +52,7 @@ class StudioReader:
         self.due_ns = FOREVER_NS
         """When a trace that is waited for is done if nothing more comes, nanoseconds since 1970."""
         self._fresh = FreshMarks()
+        self._teller = Teller(self._fetch, self._fresh)
 
     @property
     def schema(self) -> str:
@@ -249,8 +251,8 @@ class StudioReader:
         *,
         more: bool,
     ) -> Step:
-        traces, marks = self._tell(scan, done, partial)
-        waiting = self._newly_open(scan)
+        traces, marks = self._teller.tell(scan, done, partial, self._cursor.generation)
+        waiting = self._teller.newly_open(scan, self._cursor.generation)
         self._cursor = replace(self._cursor, rowid=scan.at, anchor=scan.anchor)
         return Step(self._cursor, traces, (*marks, *waiting), tuple(dead), len(scan.growing), rows, more)
 
@@ -269,10 +271,10 @@ class StudioReader:
                 done.append(growing)
                 size += growing.size
             if size >= TOLD_BYTES:
-                traces, marks = self._tell(scan, done, ())
+                traces, marks = self._teller.tell(scan, done, (), self._cursor.generation)
                 yield Step(self._cursor, traces, marks, (), len(tail.growing), rows, True)
                 done, rows, size = [], 0, 0
-        traces, marks = self._tell(scan, done, ())
+        traces, marks = self._teller.tell(scan, done, (), self._cursor.generation)
         yield Step(self._cursor, traces, marks, (), len(tail.growing), rows, more)
 
     def _is_told(self, scan: Scan, growing: Growing, now_ns: int) -> bool:
@@ -281,46 +283,3 @@ class StudioReader:
             or growing.is_whole()
             or growing.quiet_ns(scan.schema, now_ns) >= self._abandon_ns
         )
-
-    def _tell(
-        self, scan: Scan, done: Sequence[Growing], partial: Sequence[Growing]
-    ) -> tuple[tuple[RawTrace, ...], tuple[Mark, ...]]:
-        """The rows of traces that are done, or told as far as they are there, and their marks."""
-        self._fetch_lacking([*done, *partial])
-        traces: list[RawTrace] = []
-        marks: list[Mark] = []
-        for growing, is_open in [*((g, False) for g in done), *((g, True) for g in partial)]:
-            known = growing.known
-            rows, digest = growing.raw, growing.digest
-            growing.let_go()
-            mark = Mark(growing.trace_id, tuple(sorted(rows)), digest, self._cursor.generation, is_open)
-            if rows and (known is None or not looks_the_same(mark, known)):
-                traces.append(RawTrace(growing.trace_id, rows, is_open))
-            if mark != known:
-                marks.append(mark)
-                self._fresh.add(mark)
-            growing.known = mark
-            if not is_open:
-                scan.drop(growing)
-        return tuple(traces), tuple(marks)
-
-    def _fetch_lacking(self, traces: Sequence[Growing]) -> None:
-        """Read again the rows of these traces that were let go of."""
-        behind = [growing for growing in traces if len(growing.raw) < len(growing.ids)]
-        if behind:
-            lacking = {rowid for growing in behind for rowid in growing.ids.keys() - growing.raw.keys()}
-            by_trace = {growing.trace_id.encode(): growing for growing in behind}
-            for row in self._fetch(lacking, {growing.trace_id for growing in behind}):
-                by_trace[row[2]].add_again(row)
-
-    def _newly_open(self, scan: Scan) -> tuple[Mark, ...]:
-        """Marks of the traces that are waited for from now on, or have grown."""
-        marks = []
-        for growing in scan.take_grown():
-            rowids, known = growing.rowids, growing.known
-            if known is None or not known.is_open or known.rowids != rowids:
-                mark = Mark(growing.trace_id, rowids, known.digest if known else 0, self._cursor.generation, True)
-                growing.known = mark
-                marks.append(mark)
-                self._fresh.add(mark)
-        return tuple(marks)
