@@ -78,7 +78,7 @@ def replica_text(replica: Mapping[str, Any]) -> str:
     """What `status` knows of an inference server: what it serves, since when it is so, what is wrong."""
     if not replica["condition"]:
         return f"{replica['url']}\nnot looked at yet: the daemon does"
-    moments = [f"{name} {_moment(replica[key])}" for name, key in _MOMENTS if replica[key]]
+    moments = [f"{name} {moment(replica[key])} UTC" for name, key in _MOMENTS if replica[key]]
     lines = [replica["url"], ", ".join((_served(replica), *moments)), replica["error"]]
     return "\n".join(filter(None, lines))
 
@@ -95,8 +95,9 @@ def _served(replica: Mapping[str, Any]) -> str:
     return f"{replica['condition']}, answers with {replica['serves']}" if replica["serves"] else replica["condition"]
 
 
-def _moment(text: str) -> str:
-    return f"{text[:19].replace('T', ' ')} UTC"
+def moment(text: str) -> str:
+    """A stored time as people read it, to the second; UTC."""
+    return text[:19].replace("T", " ")
 
 
 def grid(facts: Iterable[Fact]) -> Table:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async
-from flywheel.cli.facts import UNBROKEN, stdout
+from flywheel.cli.facts import UNBROKEN, moment, stdout
 from flywheel.cli.state import absence, ask
 from flywheel.disarmed import disarmed
 from flywheel.quantity import quantity
@@ -150,7 +150,7 @@ def _print_table(letters: list[dict[str, Any]], counts: dict[str, int], every: b
 
 def _row(letter: dict[str, Any]) -> tuple[str, ...]:
     state = letter["state"] if letter["attempts"] == 1 else f"{letter['state']}, {letter['attempts']} times"
-    when = letter["created_at"][:19].replace("T", " ")
+    when = moment(letter["created_at"])
     source = Path(letter["source"]).name or "–"
     return str(letter["id"]), letter["kind"], source, letter["subject"], when, state, letter["error"]
 

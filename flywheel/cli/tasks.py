@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flywheel.cli.app import ConfigOption, Group, JsonOption, app, load_config, print_json, run_async
+from flywheel.cli.facts import moment
 from flywheel.cli.state import look_at
 from flywheel.disarmed import disarmed
 from flywheel.errors import EXIT_USAGE, StoreError
@@ -78,7 +79,7 @@ def show(
         return
     for task in disarmed(shown, one_line=True):
         query = " ".join(task["query"].split())
-        when = task["started_at"][:19].replace("T", " ")
+        when = moment(task["started_at"])
         typer.echo(f"{task['task_id']}  {when}  {task['origin'] or '–'}  {query[:QUERY_SHOWN]}")
     typer.echo(f"{len(shown)} {state.value}")
 

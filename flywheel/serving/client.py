@@ -6,8 +6,9 @@ import asyncio
 import functools
 import json
 import ssl
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import httpx
 
@@ -15,6 +16,8 @@ from flywheel.errors import ServeError
 from flywheel.serving.condition import Condition
 from flywheel.serving.middleware import ADMIN_PATH, OWNER
 from flywheel.serving.refusals import load_error, message_of, no_middleware, refused
+
+T = TypeVar("T")
 
 CONNECT_SECONDS = 5.0
 QUICK_SECONDS = 15.0
@@ -267,3 +270,12 @@ class Replica:
         return ServeError(
             attempted, "its answer is not what vLLM answers", f"See whether {self.url} is the inference server."
         ).of_condition(Condition.MISCONFIGURED)
+
+
+async def every(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """What was called on several replicas: all results, or the first error once every call has ended."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]

@@ -7,17 +7,14 @@ import dataclasses
 from collections.abc import Sequence
 
 from flywheel.errors import ServeError
-from flywheel.serving.client import Replica
+from flywheel.serving.client import Replica, every
 from flywheel.serving.condition import Condition
 from flywheel.serving.report import ReplicaReport, SwapReport
 
 
 async def ask(replicas: Sequence[Replica], alias: str) -> None:
     """Raise ServeError when one of them cannot be asked what it serves."""
-    asked = await asyncio.gather(*(replica.alias(alias) for replica in replicas), return_exceptions=True)
-    for answer in asked:
-        if isinstance(answer, BaseException):
-            raise answer
+    await every([replica.alias(alias) for replica in replicas])
 
 
 async def look(replicas: Sequence[Replica], alias: str) -> SwapReport:

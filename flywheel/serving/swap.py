@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 from flywheel.config import ServingSettings
 from flywheel.errors import FlywheelError, ServeError
 from flywheel.round import AdapterRef, Probe
-from flywheel.serving.client import QUICK_SECONDS, Alias, Replica
+from flywheel.serving.client import QUICK_SECONDS, Alias, Replica, every
 from flywheel.serving.condition import Condition
 from flywheel.serving.inspection import if_healthy
 from flywheel.serving.probe import ProbeFigures, prove
@@ -24,7 +24,6 @@ from flywheel.states import DeploymentState
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Check = Callable[[], Awaitable[object]]
 """Raises ServeError when the files of the adapter must not be loaded."""
 Proven = tuple[str, str]
@@ -90,12 +89,12 @@ async def swap(
     steps: list[_Step] = []
     try:
         await on_state(DeploymentState.LOADING)
-        await _every([_prepare(replica, alias, adapter, steps) for replica in replicas])
+        await every([_prepare(replica, alias, adapter, steps) for replica in replicas])
         await on_state(DeploymentState.PROBING)
         if target and probe is not None:
-            await _every([_prove(step, probe, settings.probe_tolerance) for step in steps])
+            await every([_prove(step, probe, settings.probe_tolerance) for step in steps])
         if target:
-            await _every([_still_there(step) for step in steps])
+            await every([_still_there(step) for step in steps])
         for step in steps:
             step.flip_tried = True
             await step.flip(alias, adapter)
@@ -268,12 +267,3 @@ async def _undo(steps: list[_Step], alias: str) -> list[str]:
             else:
                 log.warning("after a swap that failed: %s", error)
     return left
-
-
-async def _every(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results, or the first error once every call has ended."""
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return [result for result in results if not isinstance(result, BaseException)]

@@ -10,7 +10,7 @@ from sqlalchemy import Connection, Row, exists, func, insert, select, update
 
 from flywheel.states import Split, TaskState
 from flywheel.store.bulk import chunks
-from flywheel.store.samples import allowed
+from flywheel.store.samples import allowed, free
 from flywheel.store.schema import fingerprints, influences, tasks
 from flywheel.store.transitions import move
 
@@ -83,8 +83,7 @@ def candidates(conn: Connection, *, with_images: bool = True) -> list[Row[Any]]:
                 func.coalesce(influences.c.template, 0).label("template"),
             )
             .outerjoin(influences, influences.c.task_id == tasks.c.id)
-            .where(tasks.c.state == TaskState.ACCEPTED.value, tasks.c.split == Split.TRAIN.value)
-            .where(allowed(with_images=with_images))
+            .where(free(), allowed(with_images=with_images))
             .order_by(tasks.c.id)
         )
     )

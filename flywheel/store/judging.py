@@ -7,19 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from sqlalchemy import (
-    ColumnElement,
-    Connection,
-    Text,
-    and_,
-    exists,
-    func,
-    insert,
-    or_,
-    select,
-    type_coerce,
-    update,
-)
+from sqlalchemy import ColumnElement, Connection, Text, and_, exists, func, insert, or_, select, type_coerce, update
 
 from flywheel.batch import line_bytes, storable
 from flywheel.states import Split, TaskState
@@ -68,11 +56,11 @@ def count_due(conn: Connection) -> int:
 
 
 def count_decided(conn: Connection, rubric_hash: str, judge_hash: str) -> int:
-    return _count(conn, _in(DECIDED), _decided_otherwise(rubric_hash, judge_hash))
+    return count(conn, _in(DECIDED), _decided_otherwise(rubric_hash, judge_hash))
 
 
 def count_triable(conn: Connection) -> int:
-    return _count(conn, _in(TRIABLE), ~decided_by_others())
+    return count(conn, _in(TRIABLE), ~decided_by_others())
 
 
 def claim(conn: Connection, limit: int, rubric_hash: str, judge_hash: str) -> list[Claimed]:
@@ -286,5 +274,6 @@ def release_all(conn: Connection, why: str) -> int:
     return release(conn, ids, why)
 
 
-def _count(conn: Connection, *where: ColumnElement[bool]) -> int:
+def count(conn: Connection, *where: ColumnElement[bool]) -> int:
+    """How many tasks there are of which all of this is so."""
     return int(conn.execute(select(func.count()).select_from(tasks).where(*where)).scalar_one())

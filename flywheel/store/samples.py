@@ -7,7 +7,7 @@ from typing import Final
 from sqlalchemy import ColumnElement, Connection, Text, and_, cast, exists, func, or_, select, true
 
 from flywheel.states import Split, TaskState
-from flywheel.store.judging import DECIDED, NOT_OF_THE_JUDGE, decided_by_others
+from flywheel.store.judging import DECIDED, NOT_OF_THE_JUDGE, count, decided_by_others
 from flywheel.store.schema import events, tasks, verdicts
 from flywheel.store.transitions import record
 
@@ -65,7 +65,7 @@ def count_held_out(conn: Connection, *, with_images: bool = True, most: int | No
 
 def count_with_images(conn: Connection) -> int:
     """How many samples and tasks for the gate there are whose questions hold images."""
-    return _count(conn, free(), tasks.c.images) + _count(conn, of_the_gate(), tasks.c.images)
+    return count(conn, free(), tasks.c.images) + count(conn, of_the_gate(), tasks.c.images)
 
 
 def leave_out_images(conn: Connection, round_name: str) -> None:
@@ -83,8 +83,4 @@ def leave_out_images(conn: Connection, round_name: str) -> None:
 
 def _count_allowed(conn: Connection, which: ColumnElement[bool], with_images: bool) -> int:
     # Both by an index alone: a count that asked every task for its images would look at every row.
-    return _count(conn, which) - (0 if with_images else _count(conn, which, tasks.c.images))
-
-
-def _count(conn: Connection, *where: ColumnElement[bool]) -> int:
-    return int(conn.execute(select(func.count()).select_from(tasks).where(*where)).scalar_one())
+    return count(conn, which) - (0 if with_images else count(conn, which, tasks.c.images))
