@@ -20,8 +20,8 @@ from flywheel.store import deployments
 from flywheel.store.database import Store
 from tests.cli.conftest import Run
 from tests.cli.test_metrics import by, parsed
-from tests.daemon.test_deployer import PROBE, put_adapter
-from tests.serving.fake_vllm import BASE, FakeVllm, replica
+from tests.daemon.test_deployer import put_adapter
+from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, replica
 from tests.waiting import wait_for
 
 

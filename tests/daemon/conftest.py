@@ -1,4 +1,4 @@
-"""A state, a judge, an embedding model and a configuration of them, for tests of filtering."""
+"""A state, a judge, an embedding model and a configuration of them, for tests of filtering; a server for rounds."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from flywheel.store.database import Store
 from tests.daemon.filter_bench import RUBRIC, Make
 from tests.embedding_server import EmbeddingServer
 from tests.judge_server import JudgeServer
+from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, replica
 
 
 @pytest.fixture
@@ -54,3 +55,10 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
     opened = await Store.open(tmp_path / "state")
     yield opened
     await opened.close()
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[FakeVllm, str]]:
+    app = FakeVllm({BASE: PROBE.base_logprobs})
+    with replica(app) as url:
+        yield app, url

@@ -20,15 +20,12 @@ from flywheel.daemon.lock import InstanceLock
 from flywheel.daemon.service import Service
 from flywheel.errors import ServeError, StoreError
 from flywheel.files import tree_sha256
-from flywheel.round import Probe
 from flywheel.serving.client import Replica
 from flywheel.states import AdapterState, DeploymentState
 from flywheel.store import deployments, replicas, rounds, schema
 from flywheel.store.database import Store
 from flywheel.store.transitions import utcnow
-from tests.serving.fake_vllm import BASE, FakeVllm, replica, running, with_middleware
-
-PROBE = Probe(prompt_token_ids=[1, 2, 3], token_ids=[4, 5], adapter_logprobs=[-0.5, -0.2], base_logprobs=[-3.0, -4.0])
+from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, replica, running, with_middleware
 
 
 def put_adapter(conn: Connection, number: int, path: Path, base: str = BASE) -> None:
@@ -142,13 +139,18 @@ async def test_a_rollback_that_one_replica_does_not_follow_is_not_taken_back(fle
     assert await fleet.targets() == [R1, R1], "what could not follow follows when it can"
 
 
-async def test_a_rollback_that_no_replica_follows_changes_nothing(fleet: Fleet) -> None:
+async def roll_back_in_vain(fleet: Fleet) -> None:
+    """From r0002 to r0001, where no replica follows."""
     await fleet.deployer.deploy("r0001", "test")
     await fleet.deployer.deploy("r0002", "test")
     for app in fleet.apps:
         app.faults["/v1/models"] = (500, "broken")
     with pytest.raises(ServeError, match="on every replica"):
         await fleet.deployer.rollback()
+
+
+async def test_a_rollback_that_no_replica_follows_changes_nothing(fleet: Fleet) -> None:
+    await roll_back_in_vain(fleet)
     assert await fleet.active() == ("r0002", "r0001")
     assert (await fleet.states())[0] == "failed"
 
@@ -517,12 +519,7 @@ async def test_a_proxy_that_lets_nobody_ask_for_health_is_no_dead_engine(
 
 
 async def test_a_rollback_that_nobody_follows_says_what_each_replica_serves(fleet: Fleet) -> None:
-    await fleet.deployer.deploy("r0001", "test")
-    await fleet.deployer.deploy("r0002", "test")
-    for app in fleet.apps:
-        app.faults["/v1/models"] = (500, "broken")
-    with pytest.raises(ServeError, match="on every replica"):
-        await fleet.deployer.rollback()
+    await roll_back_in_vain(fleet)
     assert await sightings(fleet) == [("wrong adapter", R2)] * 2
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -21,15 +21,13 @@ from flywheel.daemon.lock import InstanceLock
 from flywheel.daemon.retention import STAYS, Removal, Retention
 from flywheel.errors import LockedError, ServeError, StoreError
 from flywheel.files import tree_sha256, write_json
-from flywheel.round import Probe
 from flywheel.states import AdapterState, RoundState
 from flywheel.store import audit, deployments, lineage, rounds, schema
 from flywheel.store import retention as records
 from flywheel.store.database import Store
 from flywheel.store.transitions import utcnow
-from tests.serving.fake_vllm import BASE, FakeVllm, replica
+from tests.serving.fake_vllm import BASE, PROBE, FakeVllm
 
-PROBE = Probe(prompt_token_ids=[1, 2, 3], token_ids=[4, 5], adapter_logprobs=[-0.5, -0.2], base_logprobs=[-3.0, -4.0])
 LONG_AGO = (datetime.now(UTC) - timedelta(days=400)).isoformat(timespec="milliseconds")
 
 
@@ -93,13 +91,6 @@ def lay_out(directory: Path, server: FakeVllm, *, adapter: bool) -> None:
         (directory / "adapter").mkdir()
         (directory / "adapter" / "weights").write_text(directory.name)
         server.weights[str(directory / "adapter")] = PROBE.adapter_logprobs
-
-
-@pytest.fixture
-def server() -> Iterator[tuple[FakeVllm, str]]:
-    app = FakeVllm({BASE: PROBE.base_logprobs})
-    with replica(app) as url:
-        yield app, url
 
 
 @pytest.fixture

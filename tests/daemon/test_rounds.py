@@ -6,7 +6,7 @@ import asyncio
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,15 +23,13 @@ from flywheel.daemon.rounds import Rounds
 from flywheel.errors import ServeError, StoreError, TrainError
 from flywheel.files import tree_sha256, write_json
 from flywheel.judge.rubric_file import load_rubric
-from flywheel.round import AdapterRef, Comparison, Probe, RoundResult, Score
+from flywheel.round import AdapterRef, Comparison, RoundResult, Score
 from flywheel.states import RoundState, Split
 from flywheel.store import audit, deployments, funnel, judging, ledger, lineage, rounds, schema
 from flywheel.store.database import Store
 from flywheel.store.transitions import move
 from tests.samples import accepted, batch, rejected, replies_on
-from tests.serving.fake_vllm import BASE, FakeVllm, replica
-
-PROBE = Probe(prompt_token_ids=[1, 2, 3], token_ids=[4, 5], adapter_logprobs=[-0.5, -0.2], base_logprobs=[-3.0, -4.0])
+from tests.serving.fake_vllm import BASE, PROBE, FakeVllm
 
 
 @dataclass
@@ -81,13 +79,6 @@ def put_more_tasks(conn: Connection, train: int) -> None:
     ledger.record_batch(conn, source, batch(*replies, rowid=2), train_ratio=0.7, split_seed=42)
     for task in judging.claim(conn, 1000, "r", "j"):
         judging.settle(conn, task.id, accepted(), "r", "j", 0.0)
-
-
-@pytest.fixture
-def server() -> Iterator[tuple[FakeVllm, str]]:
-    app = FakeVllm({BASE: PROBE.base_logprobs})
-    with replica(app) as url:
-        yield app, url
 
 
 @pytest.fixture

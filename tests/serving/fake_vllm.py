@@ -20,9 +20,12 @@ from unittest import mock
 
 import uvicorn
 
+from flywheel.round import Probe
 from flywheel.serving.middleware import AliasMiddleware
 
 BASE = "tiny"
+PROBE = Probe(prompt_token_ids=[1, 2, 3], token_ids=[4, 5], adapter_logprobs=[-0.5, -0.2], base_logprobs=[-3.0, -4.0])
+"""What a round measured for its adapter."""
 PROMPT_TOKENS = 3
 """How long the prompts are whose continuation is measured."""
 
