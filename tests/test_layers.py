@@ -19,6 +19,7 @@ LAYERS: dict[str, int] = {
     "opening": 1,
     "rubric": 1,
     "verdict": 1,
+    "request_id": 1,
     "round": 1,
     "files": 1,
     "nested": 1,
