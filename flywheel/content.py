@@ -1,4 +1,4 @@
-"""The files that users edit, as they were shipped: `rubrics/`, `filters/`, `configs/` and `systemd/`."""
+"""The files that come with Flywheel: what users edit (`configs/`, `filters/`, `rubrics/`, `systemd/`) and `docs/`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Final
 
 FOLDERS: Final = ("configs", "filters", "rubrics", "systemd")
+"""What `flywheel init` lays out copies of."""
 
 
 def folder() -> Path:
@@ -13,3 +14,8 @@ def folder() -> Path:
     package = Path(__file__).parent
     installed = package / "shipped"
     return installed if installed.is_dir() else package.parent
+
+
+def pages() -> dict[str, Path]:
+    """The pages of the documentation by name, as `flywheel docs` takes them."""
+    return {path.stem: path for path in sorted((folder() / "docs").glob("*.md"))}

@@ -78,9 +78,10 @@ def filter_tasks(
         raise typer.Exit(EXIT_USAGE)
     settings = load_config(config)
     if find_config(config) is None:
-        here = Path("configs", "flywheel.yaml")
-        hint = f"; there is {here}" if here.exists() else ""
-        complain(f"no source is read without a configuration: -c FILE, $FLYWHEEL_CONFIG or ./flywheel.yaml{hint}")
+        complain(
+            "no source is read without a configuration (-c FILE, $FLYWHEEL_CONFIG or ./flywheel.yaml);"
+            " `flywheel init` lays one out"
+        )
     dry = dry_run or estimate or against is not None
     wanted = _Wanted(settings, find_config(config) is not None, dry, rubric, limit, rejudge, as_json)
     economise()

@@ -1,11 +1,11 @@
-"""`flywheel serve` and `init`: setting up."""
+"""`flywheel serve`, `init` and `docs`: setting up."""
 
 from __future__ import annotations
 
 import shlex
-import shutil
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +13,9 @@ from flywheel import content
 from flywheel.cli.app import ConfigOption, app, load_config
 from flywheel.errors import ExportError
 from flywheel.quantity import quantity
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @app.command()
@@ -24,23 +27,63 @@ def serve(config: ConfigOption = None) -> None:
 
 
 @app.command()
-def init(directory: Annotated[Path, typer.Argument(metavar="DIR")] = Path()) -> None:
-    """Lay out configuration, rubrics, filters and systemd units to edit. Existing files are left alone."""
+def init(
+    directory: Annotated[Path, typer.Argument(metavar="DIR")] = Path(),
+    systemd: Annotated[bool, typer.Option("--systemd", help="Lay out systemd units as well.")] = False,
+) -> None:
+    """Lay out flywheel.yaml, rubrics and filters to edit. Existing files are left alone."""
     written = 0
     try:
-        for name in content.FOLDERS:
-            for source in sorted((content.folder() / name).iterdir()):
-                target = directory / name / source.name
-                if source.is_dir() or source.name.startswith("__") or target.exists():
-                    continue
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(source, target)
-                typer.echo(f"wrote {target}")
-                written += 1
+        for target, text in _laid_out(systemd=systemd):
+            file = directory / target
+            if file.exists():
+                continue
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+            typer.echo(f"wrote {file}")
+            written += 1
     except OSError as error:
         raise ExportError(
             f"set up {directory}", error.strerror or str(error), "Choose a directory that you may write."
         ) from error
-    config = directory / "configs" / "flywheel.yaml"
-    typer.echo(f"{quantity(written, 'file')}. Edit {config}, and have it found by every command:")
-    typer.echo(f"export FLYWHEEL_CONFIG={shlex.quote(str(config.absolute()))}")
+    config = directory / "flywheel.yaml"
+    typer.echo(f"{quantity(written, 'file')}. Edit {config}, then run `flywheel doctor`.")
+    if config.resolve() != Path("flywheel.yaml").resolve():
+        typer.echo("Have it found by every command:")
+        typer.echo(f"export FLYWHEEL_CONFIG={shlex.quote(str(config.absolute()))}")
+
+
+def _laid_out(*, systemd: bool) -> Iterator[tuple[Path, str]]:
+    """Each file to write, by its path below the directory, and its text."""
+    shipped = content.folder()
+    # Commands look for the configuration in the current directory; its paths are relative to where it lies.
+    yield Path("flywheel.yaml"), (shipped / "configs" / "flywheel.yaml").read_text().replace("../", "")
+    for name in ("filters", "rubrics", *(("systemd",) if systemd else ())):
+        for source in sorted((shipped / name).iterdir()):
+            if source.is_file() and not source.name.startswith("__"):
+                yield Path(name, source.name), source.read_text()
+
+
+@app.command()
+def docs(
+    page: Annotated[str | None, typer.Argument(metavar="PAGE", help="A page's name; without it, list them.")] = None,
+) -> None:
+    """Show a page of the documentation."""
+    pages = content.pages()
+    if page is None:
+        for name, path in pages.items():
+            title = path.read_text().partition("\n")[0].lstrip("# ")
+            typer.echo(f"{name:<16}{title}")
+        return
+    if page not in pages:
+        raise typer.BadParameter(f"{page!r} is none of {', '.join(pages)}", param_hint="PAGE")
+    text = pages[page].read_text()
+    if not sys.stdout.isatty():
+        typer.echo(text, nl=False)
+        return
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    console = Console()
+    with console.pager(styles=True):
+        console.print(Markdown(text))

@@ -1,7 +1,7 @@
 """The whole configuration: one YAML file, strict, with units in the names.
 
-Each field's docstring is its documentation (`docs/configuration.md` is generated from it). An unknown key is an error
-that names the key's path. Secrets are never in the file: it names environment variables.
+Each field's docstring is its documentation (`scripts/configuration_page.py` makes the page). An unknown key is an
+error that names the key's path. Secrets are never in the file: it names environment variables.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def parse(raw: Any, name: str, folder: Path, *, file: Path | None = None) -> Con
         # What was translated stands elsewhere in the file, under other names.
         places = Places(file.read_text(encoding="utf-8")) if file is not None and own is raw else None
         why = explain(error, Config, places)
-        raise ConfigError(attempted, why, "Correct the file; see docs/configuration.md.") from None
+        raise ConfigError(attempted, why, "Correct the file; see `flywheel docs configuration`.") from None
     config = _anchored(config, folder.absolute())
     _refuse_a_task_file_that_is_read(config, attempted)
     return config

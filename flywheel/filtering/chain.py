@@ -35,7 +35,7 @@ from flywheel.filtering.rules import Rules
 from flywheel.python_process import FunctionError
 from flywheel.yaml_file import explain, read_yaml
 
-REMEDY: Final = "Correct the file; see docs/filters.md."
+REMEDY: Final = "Correct the file; see `flywheel docs filters`."
 Line = Mapping[str, Any]
 M = TypeVar("M", bound=BaseModel)
 

@@ -71,7 +71,7 @@ def read_labels(path: Path, lookup: Lookup | None = None) -> Labels:
             labels.append(label)
     if problems:
         more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise ConfigError(attempted, "; ".join(problems[:_SHOWN]) + more, "See docs/rubrics.md for its lines.")
+        raise ConfigError(attempted, "; ".join(problems[:_SHOWN]) + more, "See `flywheel docs rubrics`.")
     if not labels:
         raise ConfigError(attempted, "it holds no label", "Each line needs a question, an answer and a verdict.")
     return Labels(tuple(labels), len(lines) - len(labels))

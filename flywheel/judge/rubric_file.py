@@ -23,7 +23,7 @@ from flywheel.rubric import Rubric, UsedFile
 from flywheel.yaml_file import explain, explain_one, read_yaml
 from flywheel.yaml_place import START, Place, Places
 
-REMEDY: Final = "Correct the file; see docs/rubrics.md."
+REMEDY: Final = "Correct the file; see `flywheel docs rubrics`."
 _PASSES: Final = 50
 """How often a file is looked at again without what was wrong so far."""
 _RIGHT_EXAMPLE: Final = {"query": "mended", "answer": "mended", "verdict": "accept"}

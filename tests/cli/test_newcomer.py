@@ -32,14 +32,13 @@ def test_the_readme_leads_from_nothing_to_verdicts(
     monkeypatch.delenv("FLYWHEEL_HOME")
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     readme = (ROOT / "README.md").read_text()
-    said = flywheel("init", ".").out.splitlines()[-1]
-    assert "\nflywheel init . " in readme
-    # The README says it for any directory, `init` for this one.
-    [line] = re.findall(r"^export FLYWHEEL_CONFIG=(\S+)", readme, re.MULTILINE)
-    assert said == f"export FLYWHEEL_CONFIG={shlex.quote(line.replace('$PWD', str(home)))}"
-    monkeypatch.setenv("FLYWHEEL_CONFIG", said.partition("=")[2])
+    [line] = re.findall(r"^flywheel init ~/(\S+) && cd ~/\1 ", readme, re.MULTILINE)
+    said = flywheel("init", home / line).out.splitlines()[-1]
+    assert said == f"export FLYWHEEL_CONFIG={shlex.quote(str(home / line / 'flywheel.yaml'))}"
+    monkeypatch.chdir(home / line)
+    assert sorted(path.name for path in Path().iterdir()) == ["filters", "flywheel.yaml", "rubrics"]
     with JudgeServer() as judge:
-        config = home / "configs" / "flywheel.yaml"
+        config = Path("flywheel.yaml")
         config.write_text(config.read_text().replace("https://api.openai.com/v1", judge.base_url))
         [command] = re.findall(r"^\$ flywheel (filter .*)$", readme, re.MULTILINE)
         ran = flywheel(*command.split())
@@ -75,9 +74,9 @@ def test_the_readme_shows_a_dry_run_as_it_is(flywheel: Run, tmp_path: Path, monk
 def test_a_filter_without_a_configuration_says_what_it_lacks(flywheel: Run, home: Path) -> None:
     ran = flywheel("filter", "--dry-run")
     assert "no source is read without a configuration" in ran.err
-    assert "configs/flywheel.yaml" not in ran.err
-    flywheel("init", ".")
-    assert "there is configs/flywheel.yaml" in flywheel("filter", "--dry-run").err
+    assert "`flywheel init` lays one out" in ran.err
+    assert "FLYWHEEL_CONFIG" not in flywheel("init", ".").out, "commands find it in the current directory"
+    assert "without a configuration" not in flywheel("filter", "--dry-run", "--limit", "1").err
 
 
 @pytest.mark.parametrize("command", [["status"], ["audit"], ["audit", "--deep"], ["tasks"], ["dead-letters"]])
@@ -128,3 +127,12 @@ def test_help_tells_whole_sentences_in_the_order_of_use(flywheel: Run, monkeypat
     assert all(len(line) <= 80 for line in told.splitlines())
     for group in ("tasks", "rubric"):
         assert "..." not in flywheel(group, "--help").out.split("Commands:")[1]
+
+
+def test_docs_lists_the_pages_and_shows_one(flywheel: Run) -> None:
+    pages = {line.split()[0] for line in flywheel("docs").out.splitlines()}
+    assert {"configuration", "filters", "rubrics", "operations"} <= pages
+    assert flywheel("docs", "filters").out == (ROOT / "docs" / "filters.md").read_text()
+    ran = flywheel("docs", "nothing")
+    assert ran.code == 2
+    assert "filters" in ran.err

@@ -215,9 +215,9 @@ def test_status_audit_and_why_agree(flywheel: Run, config: Path) -> None:
 def test_init_lays_out_files_that_load_and_leaves_existing_ones_alone(flywheel: Run, tmp_path: Path) -> None:
     (tmp_path / "mine" / "rubrics").mkdir(parents=True)
     (tmp_path / "mine" / "rubrics" / "math-boxed.yaml").write_text("mine")
-    assert flywheel("init", "mine").code == 0
+    assert flywheel("init", "mine", "--systemd").code == 0
     assert (tmp_path / "mine" / "rubrics" / "math-boxed.yaml").read_text() == "mine"
     assert flywheel("rubric", "check", tmp_path / "mine" / "rubrics" / "qa-quality.yaml").code == 0
-    assert flywheel("status", "-c", tmp_path / "mine" / "configs" / "flywheel.yaml").code == 0
+    assert flywheel("status", "-c", tmp_path / "mine" / "flywheel.yaml").code == 0
     assert (tmp_path / "mine" / "systemd" / "flywheel.service").exists()
     assert flywheel("rubric", "check", tmp_path / "mine" / "rubrics" / "math-boxed.yaml").code == 78

@@ -323,7 +323,7 @@ def test_a_unit_with_what_was_added_to_it(tmp_path: Path) -> None:
 
 def test_the_unit_that_is_laid_out_keeps_its_state_where_it_says(tmp_path: Path) -> None:
     text = (ROOT / "systemd" / "flywheel.service").read_text()
-    program = "/opt/flywheel/.venv/bin/flywheel run -c /etc/flywheel/configs/flywheel.yaml"
+    program = "/opt/flywheel/.venv/bin/flywheel run -c /etc/flywheel/flywheel.yaml"
     config = tmp_path / "flywheel.yaml"
     config.write_text("")
     (tmp_path / "flywheel.service").write_text(text.replace(program, f"{sys.executable} run -c {config}"))
