@@ -17,7 +17,7 @@ from flywheel.config import Config
 from flywheel.daemon.judge_setup import chain_of, judge_settings
 from flywheel.errors import TrainError
 from flywheel.filtering.chain import influence_of, redactor_of
-from flywheel.filtering.influence import Candidate, weigh, within_shares
+from flywheel.filtering.influence import Candidate, Influence, weigh, within_shares
 from flywheel.round import RoundSpec, RoundTask
 from flywheel.rubric import Rubric
 from flywheel.states import RoundState, Split
@@ -35,8 +35,33 @@ class Due:
     reason: str
 
 
-def due(conn: Connection, config: Config, *, window: bool = False) -> Due:
-    """Look at the counts. `window` is true while a cron window has just opened."""
+class Choices:
+    """Which samples a round may take by the chain's `influence`, for one configuration.
+
+    The chain is read once, and the samples again only when other ones are free.
+    """
+
+    def __init__(self, config: Config) -> None:
+        """Raises ConfigError for a wrong chain."""
+        self._config = config
+        self._caps = influence_of(config.filter.chain)
+        self._known: tuple[object, list[int]] | None = None
+
+    def now(self, conn: Connection) -> list[int] | None:
+        """The samples, the oldest first; None when all may be taken."""
+        if self._caps is None:
+            return None
+        which = samples.marks_of_free(conn, with_images=self._config.training.takes_images)
+        if self._known is None or self._known[0] != which:
+            self._known = which, _within(conn, self._config, self._caps)
+        return self._known[1]
+
+
+def due(conn: Connection, config: Config, choices: Choices | None = None, *, window: bool = False) -> Due:
+    """Look at the counts. `window` is true while a cron window has just opened.
+
+    `choices` remembers, for who asks often, which samples may be taken.
+    """
     if (live := rounds.live(conn)) is not None:
         return Due(False, f"{live.name} is {live.state}")
     if wait := _backoff(conn, config):
@@ -51,7 +76,7 @@ def due(conn: Connection, config: Config, *, window: bool = False) -> Due:
         return Due(False, f"{free} of {needed} samples are free")
     if other := _other_base(conn, config):
         return Due(False, other)
-    choice = choose(conn, config)
+    choice = (choices or Choices(config)).now(conn)
     if choice is not None and len(choice) < min(needed, most_samples(config)):
         back = free - len(choice)
         why = f"{back} more wait, held back by the shares of a round that `influence` allows"
@@ -73,11 +98,7 @@ def _backoff(conn: Connection, config: Config) -> str:
     return f"{failed[0].name} failed; the next try is at {until.isoformat(timespec='seconds')}"
 
 
-def choose(conn: Connection, config: Config) -> list[int] | None:
-    """The samples that a round may take by the chain's `influence`, the oldest first; None when all may be."""
-    caps = influence_of(config.filter.chain)
-    if caps is None:
-        return None
+def _within(conn: Connection, config: Config, caps: Influence) -> list[int]:
     found = influence.candidates(conn, with_images=config.training.takes_images)
     # Those that no filter run has weighed yet have shares as well.
     unknown = {row.id: weigh(row.payload) for row in influence.unknown(conn, None)}
@@ -133,7 +154,7 @@ def plan(conn: Connection, config: Config, rubric: Rubric, rounds_dir: Path, tri
         parent=active.adapter if active else None,
         config_hash=config_hash(config),
         rubric_hash=rubric.hash,
-        choice=choose(conn, config),
+        choice=Choices(config).now(conn),
         with_images=with_images,
     )
 

@@ -44,13 +44,14 @@ class Rounds:
         self._config = config
         self._rubric = rubric
         self._deployer = deployer
+        self._choices = planner.Choices(config)
         self._worker: WorkerProcess | None = None
         self._stopping = asyncio.Event()
         self._with_worker = asyncio.Lock()
 
     async def start_due(self, *, window: bool = False) -> bool:
         """Plan a round if one is due."""
-        due = await self._store.read(planner.due, self._config, window=window)
+        due = await self._store.read(planner.due, self._config, self._choices, window=window)
         if due.start and (shortfall := await self._store.read(self._shortfall)):
             due = planner.Due(False, shortfall)
         if due.start:

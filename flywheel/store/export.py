@@ -11,21 +11,25 @@ number of the last one: a mark at each task would write every page of the state 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple, ParamSpec, TypeVar
 
 import orjson
 from sqlalchemy import Connection, CursorResult, LargeBinary, bindparam, cast, select
 
 from flywheel.errors import StoreError
 from flywheel.files import append_lines, cut_torn_line, last_lines, torn_line
-from flywheel.store.bulk import CHUNK, spelled
+from flywheel.store.bulk import CHUNK, chunks, spelled
 from flywheel.store.database import Store
 from flywheel.store.funnel import note, noted
 from flywheel.store.schema import replies, tasks
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _TASKS: Final = select(tasks.c.id, tasks.c.key, cast(tasks.c.payload, LargeBinary)).order_by(tasks.c.id)
 _UNMARKED: Final = spelled(_TASKS.where(tasks.c.id > bindparam("done")).limit(bindparam("most")))
@@ -59,11 +63,11 @@ class TaskFile:
         there: set[str] = set()
         if self._left is None or self._left != _state(self.path):
             # Somebody else wrote, or nobody knows how the last append ended.
-            there = _mended(self.path, _last)
+            there = await _to_its_end(_mended, self.path, _last)
         self._left = None
         written = 0
         while page:
-            written += _append(self.path, [row.line + b"\n" for row in page if row.key not in there])
+            written += await _to_its_end(_append, self.path, page, there)
             page = await store.write(_mark, page)
         self._left = _state(self.path)
         return written
@@ -71,19 +75,33 @@ class TaskFile:
 
 async def export_sources(store: Store, path: Path, sources: Sequence[int]) -> int:
     """Append to a file of the user's choice the tasks of `sources` that it does not hold yet."""
-    there = _mended(path, _every)
+    there = await _to_its_end(_mended, path, _every)
     ids = await store.read(_of_sources, sources)
     written = 0
     while ids:
         rows = await store.read(_rows, ids[:CHUNK])
-        written += _append(path, [row.line + b"\n" for row in rows if row.key not in there])
+        written += await _to_its_end(_append, path, rows, there)
         ids = ids[len(rows) :]
     return written
 
 
-def _append(path: Path, lines: list[bytes]) -> int:
+async def _to_its_end(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run in a thread: a scan or an fsync can take seconds.
+
+    A caller that is cancelled waits for its end. Two that write the file at once would write lines twice.
+    """
+    running = asyncio.create_task(asyncio.to_thread(function, *args, **kwargs))
     try:
-        return append_lines(path, lines)
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
+
+
+def _append(path: Path, rows: Sequence[_Row], there: Set[str]) -> int:
+    """Append the rows whose tasks are not there yet."""
+    try:
+        return append_lines(path, [row.line + b"\n" for row in rows if row.key not in there])
     except OSError as error:
         raise _unwritable(path, error) from error
 
@@ -210,8 +228,11 @@ def _mark(conn: Connection, rows: Sequence[_Row]) -> list[_Row]:
 
 
 def _of_sources(conn: Connection, sources: Sequence[int]) -> list[int]:
-    wanted = select(replies.c.task_id).where(replies.c.source_id.in_(sources), replies.c.task_id.is_not(None))
-    return list(conn.execute(select(tasks.c.id).where(tasks.c.id.in_(wanted)).order_by(tasks.c.id)).scalars())
+    found: set[int] = set()
+    for some in chunks(sources):
+        of_these = replies.c.source_id.in_(some), replies.c.task_id.is_not(None)
+        found.update(conn.execute(select(replies.c.task_id).where(*of_these)).scalars())
+    return sorted(found)
 
 
 def _rows(conn: Connection, ids: Sequence[int]) -> list[_Row]:

@@ -16,6 +16,7 @@ from sqlalchemy import ColumnElement, Connection, func, insert, select, update
 from flywheel.batch import storable
 from flywheel.errors import StoreError
 from flywheel.states import LetterState, ReplyState, TaskState
+from flywheel.store.bulk import chunks
 from flywheel.store.marks import reopen
 from flywheel.store.schema import dead_letters, events, replies, sources, tasks
 from flywheel.store.transitions import move, record, utcnow
@@ -107,7 +108,7 @@ def letters_in(conn: Connection, states: Collection[LetterState]) -> list[Letter
 
 def letters_of(conn: Connection, ids: Sequence[int]) -> list[Letter]:
     """These letters. Raises StoreError if one does not exist."""
-    found = _letters(conn, dead_letters.c.id.in_(ids))
+    found = [letter for some in chunks(sorted(set(ids))) for letter in _letters(conn, dead_letters.c.id.in_(some))]
     if unknown := sorted({*ids} - {letter.id for letter in found}):
         numbers = ", ".join(map(str, unknown))
         raise StoreError(

@@ -18,6 +18,7 @@ from sqlalchemy import (
 from flywheel.errors import TrainError
 from flywheel.round import AdapterRef, RoundResult
 from flywheel.states import AdapterState, RoundState, Split, TaskState
+from flywheel.store.bulk import chunks
 from flywheel.store.samples import LEFT_OUT, free_samples, held_out, leave_out_images
 from flywheel.store.schema import adapters, round_samples, rounds, tasks
 from flywheel.store.transitions import move, move_all, record, utcnow
@@ -97,14 +98,23 @@ def plan(
 
 
 def payloads(conn: Connection, ids: Sequence[int]) -> list[dict[str, Any]]:
-    rows = conn.execute(select(tasks.c.id, tasks.c.payload).where(tasks.c.id.in_(ids)).order_by(tasks.c.id))
-    return [dict(row.payload) for row in rows]
+    """The lines of these tasks, in the order of their numbers."""
+    return [
+        dict(payload)
+        for some in chunks(sorted(ids))
+        for payload in conn.execute(
+            select(tasks.c.payload).where(tasks.c.id.in_(some)).order_by(tasks.c.id)
+        ).scalars()
+    ]
 
 
 def rejected(conn: Connection, ids: Sequence[int]) -> set[str]:
     """Those of these tasks whose traced answer was rejected, by their keys."""
-    where = (tasks.c.id.in_(ids), tasks.c.state == TaskState.REJECTED.value)
-    return set(conn.execute(select(tasks.c.key).where(*where)).scalars())
+    found: set[str] = set()
+    for some in chunks(ids):
+        where = tasks.c.id.in_(some), tasks.c.state == TaskState.REJECTED.value
+        found.update(conn.execute(select(tasks.c.key).where(*where)).scalars())
+    return found
 
 
 def samples_of(conn: Connection, round_id: int, split: Split) -> list[int]:

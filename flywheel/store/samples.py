@@ -55,6 +55,12 @@ def count_free(conn: Connection, *, with_images: bool = True) -> int:
     return _count_allowed(conn, free(), with_images)
 
 
+def marks_of_free(conn: Connection, *, with_images: bool = True) -> tuple[int, ...]:
+    """Numbers that change when other samples are free than before; cheap, for an index has them."""
+    numbers = func.count(), func.coalesce(func.max(tasks.c.id), 0), func.coalesce(func.sum(tasks.c.id), 0)
+    return tuple(conn.execute(select(*numbers).where(free(), allowed(with_images=with_images))).one())
+
+
 def count_held_out(conn: Connection, *, with_images: bool = True, most: int | None = None) -> int:
     """How many tasks the gate could ask; it is not counted on beyond `most`."""
     if most is None:

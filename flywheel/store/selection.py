@@ -9,6 +9,7 @@ from typing import Any, Final
 from sqlalchemy import ColumnElement, Connection, case, func, select
 
 from flywheel.states import Split, TaskState
+from flywheel.store.bulk import chunks
 from flywheel.store.schema import tasks, verdicts
 from flywheel.verdict import Outcome
 
@@ -60,11 +61,10 @@ def read(conn: Connection, ids: Sequence[int]) -> list[Selected]:
         .correlate(tasks)
         .scalar_subquery()
     )
-    rows = conn.execute(
-        select(tasks.c.id, tasks.c.payload, tasks.c.state, verdicts.c.outcome, verdicts.c.score)
-        .outerjoin(verdicts, verdicts.c.id == newest)
-        .where(tasks.c.id.in_(set(ids)))
+    query = select(tasks.c.id, tasks.c.payload, tasks.c.state, verdicts.c.outcome, verdicts.c.score).outerjoin(
+        verdicts, verdicts.c.id == newest
     )
+    rows = (row for some in chunks(list(set(ids))) for row in conn.execute(query.where(tasks.c.id.in_(some))))
     found = {
         row.id: Selected(
             row.id,

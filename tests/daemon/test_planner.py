@@ -13,13 +13,16 @@ from sqlalchemy import Connection, func, insert, select, update
 from flywheel import content
 from flywheel.config import Config, parse
 from flywheel.daemon import planner
+from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.judge_setup import rubric_of
+from flywheel.daemon.rounds import Rounds
 from flywheel.daemon.status import snapshot
 from flywheel.errors import ConfigError, TrainError
 from flywheel.round import RoundSpec
-from flywheel.states import AdapterState, DeploymentState, RoundState, Split
-from flywheel.store import audit, judging, ledger, lineage, rounds, samples, schema
+from flywheel.states import AdapterState, DeploymentState, RoundState, Split, TaskState
+from flywheel.store import audit, influence, judging, ledger, lineage, rounds, samples, schema
 from flywheel.store.database import Store
+from flywheel.store.transitions import move_all
 from flywheel.verdict import Outcome, Verdict
 from tests.samples import accepted, batch, rejected, replies_on
 
@@ -320,3 +323,35 @@ async def test_rounds_that_fail_again_and_again_wait_longer_each_time(tmp_path: 
     for number in range(4, 12):
         await store.write(ended, number, RoundState.FAILED, 17 * times)
     assert (await store.read(planner.due, config)).start, "it is doubled four times at most"
+
+
+async def test_samples_that_influence_allows_are_looked_up_once_while_the_same_are_free(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trigger looks every few seconds; a large backlog must not be loaded, nor the chain read, each time."""
+    chain = tmp_path / "chain.yaml"
+    chain.write_text("id: c\nfilters: [{type: influence, params: {conversation: 1, user: 1, template: 1}}]\n")
+    config = made(
+        tmp_path,
+        filter={"rubric": str(RUBRIC), "chain": str(chain)},
+        trigger={"min_samples": 2},
+        training={"steps": 5, "prompts_per_step": 2},
+    )
+    await store.write(judged, 3, 1)
+    rounds_ = Rounds(store, config, rubric_of(config), Deployer(store, config))
+    loaded: list[int] = []
+    candidates = influence.candidates
+
+    def counted(conn: Connection, **how: bool) -> list[Any]:
+        loaded.append(1)
+        return candidates(conn, **how)
+
+    monkeypatch.setattr(influence, "candidates", counted)
+    chain.unlink()
+    due = [await store.read(planner.due, config, rounds_._choices) for _ in range(3)]
+    assert [each.start for each in due] == [True] * 3
+    assert len(loaded) == 1
+    await store.write(lambda conn: move_all(conn, [1], TaskState.ACCEPTED, TaskState.RESERVED))
+    assert not (await store.read(planner.due, made(tmp_path, trigger={"min_samples": 3}), rounds_._choices)).start
+    await store.read(planner.due, config, rounds_._choices)
+    assert len(loaded) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -178,3 +179,52 @@ async def test_a_marked_task_whose_line_lost_its_end_is_kept(store: Store, tmp_p
     await store.write(put, 2, 1)
     await TaskFile(path).follow(store)
     assert written(path) == await store.read(keys)
+
+
+@pytest.mark.parametrize("slow", ["append_lines", "last_lines"])
+async def test_the_loop_goes_on_while_the_disk_is_slow(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str
+) -> None:
+    """Else a scan or an fsync on a busy disk stops the receiver, the watchdog and every other source."""
+    asked, go_on = threading.Event(), threading.Event()
+    real = getattr(export, slow)
+
+    def slowly(*given: Any) -> Any:
+        asked.set()
+        assert go_on.wait(10), "the event loop waits for the disk"
+        return real(*given)
+
+    monkeypatch.setattr(export, slow, slowly)
+    (tmp_path / "tasks.jsonl").touch()
+    await store.write(put, 0, 3)
+    following = asyncio.create_task(TaskFile(tmp_path / "tasks.jsonl").follow(store))
+    while not asked.is_set():
+        await asyncio.sleep(0.01)
+    go_on.set()
+    assert await following == 3
+
+
+async def test_an_append_has_ended_when_its_caller_is_cancelled(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, go_on = threading.Event(), threading.Event()
+    append = export.append_lines
+
+    def slowly(path: Path, lines: list[bytes]) -> int:
+        asked.set()
+        go_on.wait(60)
+        return append(path, lines)
+
+    monkeypatch.setattr(export, "append_lines", slowly)
+    await store.write(put, 0, 3)
+    file = TaskFile(tmp_path / "tasks.jsonl")
+    following = asyncio.create_task(file.follow(store))
+    while not asked.is_set():
+        await asyncio.sleep(0.01)
+    following.cancel()
+    await asyncio.sleep(0.05)
+    assert not following.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await following
+    assert len(written(file.path)) == 3
