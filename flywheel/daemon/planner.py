@@ -19,7 +19,7 @@ from flywheel.errors import TrainError
 from flywheel.filtering.chain import influence_of, redactor_of
 from flywheel.filtering.influence import Candidate, Influence, weigh, within_shares
 from flywheel.round import RoundSpec, RoundTask
-from flywheel.rubric import Rubric
+from flywheel.rubric import FIT_FOR_ROLLOUTS, Rubric
 from flywheel.states import RoundState, Split
 from flywheel.store import deployments, influence, rounds, samples
 
@@ -114,6 +114,12 @@ def most_samples(config: Config) -> int:
     return min(config.trigger.max_samples, config.training.steps * config.training.prompts_per_step)
 
 
+def check_rubric(rubric: Rubric, attempted: str) -> None:
+    """Raise TrainError for a rubric that no rollout can be graded by."""
+    if why := rubric.unfit_for_rollouts:
+        raise TrainError(attempted, why, FIT_FOR_ROLLOUTS)
+
+
 def _other_base(conn: Connection, config: Config) -> str:
     """Why no round can go on from what serves: it belongs to another base model."""
     active = deployments.active(conn, config.model.alias)
@@ -135,6 +141,7 @@ def _check_base(conn: Connection, config: Config, attempted: str) -> None:
 
 def plan(conn: Connection, config: Config, rubric: Rubric, rounds_dir: Path, trigger: str) -> Row[Any]:
     """Reserve samples for a round and write it down. Raises TrainError when it cannot be."""
+    check_rubric(rubric, "plan a round")
     _check_base(conn, config, "plan a round")
     with_images, needed = config.training.takes_images, config.gate.min_tasks
     if (held_out := samples.count_held_out(conn, with_images=with_images, most=needed)) < needed:
@@ -163,8 +170,9 @@ def begin(conn: Connection, row: Row[Any], config: Config, rubric: Rubric) -> Ro
     """A planned round that is about to start: it goes on from what serves now, by the settings and the rubric of now,
     whatever they were when it was planned.
 
-    Raises TrainError when that belongs to another base model.
+    Raises TrainError when that belongs to another base model, or the rubric fits no rollout.
     """
+    check_rubric(rubric, f"start {row.name}")
     _check_base(conn, config, f"start {row.name}")
     active = deployments.active(conn, config.model.alias)
     return rounds.go_on_from(
@@ -193,7 +201,8 @@ def spec_of(conn: Connection, row: Row[Any], config: Config, rubric: Rubric) -> 
 
 
 def debug_spec(conn: Connection, config: Config, rubric: Rubric) -> RoundSpec:
-    """A round that trains nothing and reserves nothing: it only shows rollouts and rewards."""
+    """A round that trains nothing and reserves nothing: it only shows rollouts and rewards. Raises TrainError."""
+    check_rubric(rubric, "try a round")
     free = samples.free_samples(conn, config.training.prompts_per_step, with_images=config.training.takes_images)
     if not free:
         raise TrainError("try a round", "no accepted sample is free", "Collect and judge more traces first.")

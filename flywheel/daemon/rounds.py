@@ -52,7 +52,9 @@ class Rounds:
     async def start_due(self, *, window: bool = False) -> bool:
         """Plan a round if one is due."""
         due = await self._store.read(planner.due, self._config, self._choices, window=window)
-        if due.start and (shortfall := await self._store.read(self._shortfall)):
+        if unfit := self._rubric.unfit_for_rollouts:
+            due = planner.Due(False, f"another rubric: {unfit}")
+        elif due.start and (shortfall := await self._store.read(self._shortfall)):
             due = planner.Due(False, shortfall)
         if due.start:
             await self.plan(due.reason)

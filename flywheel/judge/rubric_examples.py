@@ -7,12 +7,9 @@ import json
 from flywheel.errors import CheckError
 from flywheel.judge.checks import check
 from flywheel.judge.rubric_file import Problem
-from flywheel.rubric import Criterion, Example, Rubric
+from flywheel.rubric import KINDS, Criterion, Example, Rubric
 from flywheel.verdict import CriterionResult, Exchange
 from flywheel.yaml_place import Places
-
-STEPS = frozenset({"tool-called", "tool-sequence", "no-error-span"})
-"""What cannot be told of an example without a trajectory."""
 
 
 def contradictions(rubric: Rubric, places: Places) -> list[Problem]:
@@ -73,7 +70,7 @@ def exchange_of(example: Example) -> Exchange:
 
 
 def _cannot_be_told(criterion: Criterion, example: Example) -> bool:
-    if criterion.type in STEPS:
+    if KINDS[criterion.type].looks_at_steps:
         return example.trajectory is None
     return criterion.type == "math-equal" and not (criterion.right_answer or example.reference)
 

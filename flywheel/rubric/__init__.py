@@ -6,6 +6,7 @@ from flywheel.rubric.criterion import Criterion, CriterionType
 from flywheel.rubric.kinds import KINDS, MODEL_TYPE, Kind
 from flywheel.rubric.rubric import (
     ALIEN,
+    FIT_FOR_ROLLOUTS,
     FLAT_CHOICES,
     FLAT_ID,
     Escalation,
@@ -18,6 +19,7 @@ from flywheel.rubric.schema import json_schema
 
 __all__ = [
     "ALIEN",
+    "FIT_FOR_ROLLOUTS",
     "FLAT_CHOICES",
     "FLAT_ID",
     "KINDS",

@@ -31,6 +31,8 @@ class Kind:
     options: frozenset[str] = frozenset()
     can_take_away: bool = True
     """Whether a negative weight makes sense: not where a good answer is what is found."""
+    looks_at_steps: bool = False
+    """Whether it looks at the calls of a reply, of which a rollout of one message has none."""
 
 
 def _text(value: Any) -> None:
@@ -122,14 +124,22 @@ KINDS: Final[Mapping[str, Kind]] = MappingProxyType(
             _names,
             _NAMES,
             options=frozenset({"min", "max"}),
+            looks_at_steps=True,
         ),
-        "tool-sequence": Kind("The tools were called in this order.", _names, _NAMES, options=frozenset({"match"})),
+        "tool-sequence": Kind(
+            "The tools were called in this order.",
+            _names,
+            _NAMES,
+            options=frozenset({"match"}),
+            looks_at_steps=True,
+        ),
         "no-error-span": Kind(
             "No tool call and no model call failed on the way.",
             _nothing,
             None,
             needs_value=False,
             can_take_away=False,
+            looks_at_steps=True,
         ),
         "degenerate": Kind(
             "The answer is not degenerate: no loop, no malformed tool call, no broken encoding.",

@@ -10,10 +10,16 @@ from pydantic import Field, field_validator, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from flywheel.rubric.criterion import Criterion, Part, no_truth_value, wrong
+from flywheel.rubric.kinds import KINDS
 
 FLAT_ID: Final = "custom_rubrics"
 FLAT_CHOICES: Final = ("BAD", "GOOD")
 """AgentJet's flat text is one criterion with this id and these choices."""
+FIT_FOR_ROLLOUTS: Final = (
+    "Take those criteria out of the rubric, or give filter.rubric one without them; `flywheel export` hands accepted"
+    " replies with tool calls to other trainers."
+)
+"""What to do about a rubric that is unfit for rollouts."""
 ALIEN: Final = "alien"
 """The judge of the configuration: a model that is not the trained one."""
 
@@ -135,6 +141,16 @@ class Rubric(Part):
     def asked(self) -> tuple[Criterion, ...]:
         """The criteria that the judge decides."""
         return tuple(criterion for criterion in self.every if criterion.asks_the_judge)
+
+    @property
+    def unfit_for_rollouts(self) -> str:
+        """Why no round can be graded by it; empty when rounds can. A rollout is one message: no tool runs in it, so a
+        check of the steps would fail or pass whatever the policy does."""
+        of_steps = [f"{each.id} ({each.type})" for each in self.every if KINDS[each.type].looks_at_steps]
+        if not of_steps:
+            return ""
+        looks = "looks" if len(of_steps) == 1 else "look"
+        return f"{' and '.join(of_steps)} of the rubric {self.id} {looks} at tool calls, and a rollout is one message"
 
     @property
     def hash(self) -> str:

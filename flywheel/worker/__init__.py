@@ -25,11 +25,12 @@ from flywheel import log as logs
 from flywheel.errors import EXIT_FAILED, FlywheelError, LockedError, TrainError
 from flywheel.files import write_atomic
 from flywheel.round import LOG_FILE, RESULT_FILE, RoundResult, RoundSpec
+from flywheel.rubric import FIT_FOR_ROLLOUTS
 from flywheel.training import cluster
 from flywheel.training.directory import clear, finished, read_spec, settings_of, start_over, write_error
 from flywheel.training.policy import check_base, check_parent, other_form
 from flywheel.training.process import Stopped, alone_in, catch_signals, output_to
-from flywheel.worker.training_round import MakeGrade, Round, build_grade
+from flywheel.worker.training_round import MakeGrade, Round, build_grade, rubric_of
 
 log = logging.getLogger("flywheel.worker")
 
@@ -40,6 +41,8 @@ def run_round(spec: RoundSpec, directory: Path, make_grade: MakeGrade) -> RoundR
     settings = settings_of(spec)
     if not spec.train:
         raise TrainError(f"train {spec.round_id}", "it has no task", "Collect and judge more traces first.")
+    if unfit := rubric_of(spec).unfit_for_rollouts:
+        raise TrainError(f"train {spec.round_id}", unfit, FIT_FOR_ROLLOUTS)
     check_base(spec.base_model)
     check_parent(spec.parent)
     if spec.parent and (form := other_form(spec.parent, settings.training.lora)):

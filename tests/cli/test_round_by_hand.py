@@ -75,3 +75,18 @@ def test_a_debug_round_whose_rollouts_are_all_undecided_is_shown(flywheel: Run, 
     ran = flywheel("round", "--debug", "-c", config)
     assert ran.code == 0, ran.err
     assert "no reward, 8 undecided\nreward 0.500 ± 0.250, 1 undecided\n" in ran.out
+
+
+@pytest.mark.parametrize("arguments", [("--force",), ("--debug",), ()])
+def test_a_rubric_that_looks_at_tool_calls_starts_no_round(
+    flywheel: Run, config: Path, tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    (tmp_path / "rubric.yaml").write_text(
+        "version: 1\nid: mine\ncriteria:\n  - {id: order, type: tool-sequence, value: [search, read]}\n"
+    )
+    config.write_text(config.read_text() + "filter: {rubric: rubric.yaml}\n")
+    ran = flywheel("round", *arguments, "-c", config)
+    assert ran.code == 1
+    assert "order (tool-sequence) of the rubric mine looks at tool calls" in ran.err
+    assert "Take those criteria out of the rubric" in ran.err
+    assert not (tmp_path / "state" / "rounds").exists()

@@ -23,7 +23,7 @@ from flywheel.judge.client import JudgeClient, judge_of, judges
 from flywheel.judge.endpoint import KEY_REFUSED, Endpoint, Who
 from flywheel.judge.rubric_examples import contradictions
 from flywheel.judge.rubric_file import read_rubric
-from flywheel.rubric import Rubric
+from flywheel.rubric import FIT_FOR_ROLLOUTS, Rubric
 from flywheel.transport import Answer
 
 PATIENCE_SECONDS: Final = 10.0
@@ -96,6 +96,8 @@ class Judging:
             if wrong:
                 remedy = f"flywheel rubric check {self.config.filter.rubric}"
                 return Finding("rubric", Result.WARNING, f"{told}; {'; '.join(map(str, wrong))}", remedy)
+        if unfit := rubric.unfit_for_rollouts:
+            return Finding("rubric", Result.WARNING, f"{told}; no round can be graded by it: {unfit}", FIT_FOR_ROLLOUTS)
         return Finding("rubric", Result.OK, told)
 
     def _judge(self, who: Who, settings: JudgeSettings) -> Finding:
