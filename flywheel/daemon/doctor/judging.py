@@ -97,7 +97,9 @@ class Judging:
                 remedy = f"flywheel rubric check {self.config.filter.rubric}"
                 return Finding("rubric", Result.WARNING, f"{told}; {'; '.join(map(str, wrong))}", remedy)
         if unfit := rubric.unfit_for_rollouts:
-            return Finding("rubric", Result.WARNING, f"{told}; no round can be graded by it: {unfit}", FIT_FOR_ROLLOUTS)
+            return Finding(
+                "rubric", Result.WARNING, f"{told}; no round can be graded by it: {unfit}", FIT_FOR_ROLLOUTS
+            )
         return Finding("rubric", Result.OK, told)
 
     def _judge(self, who: Who, settings: JudgeSettings) -> Finding:
