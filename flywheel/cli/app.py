@@ -215,7 +215,8 @@ def tell(text: str) -> None:
 
 
 MODULES: Final = (
-    "run", "ingest", "filter", "rounds", "prune", "look", "letters", "tasks", "rubric", "export", "setup", "doctor",
+    "run", "ingest", "filter", "rounds", "prune", "look", "letters", "tasks", "show", "rubric", "export", "setup",
+    "doctor",
 )  # fmt: skip
 """Each adds its commands to `app` when it is imported; the order is that of `--help`."""
 

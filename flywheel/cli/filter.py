@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -23,7 +23,7 @@ from flywheel.cli.app import (
     print_json,
     run_async,
 )
-from flywheel.errors import EXIT_USAGE, FlywheelError
+from flywheel.errors import EXIT_FAILED, EXIT_USAGE, FlywheelError
 
 if TYPE_CHECKING:
     from flywheel.config import Config
@@ -48,6 +48,8 @@ class _Wanted:
     limit: int | None
     rejudge: bool
     quiet: bool
+    failures: list[FlywheelError] = field(default_factory=list)
+    """Of sources that could not be read; the others are judged all the same."""
 
 
 @app.command(name="filter")
@@ -92,12 +94,16 @@ def filter_tasks(
     else:
         shown, error = run_async(_filter(wanted))
     if as_json:
+        if error is None and wanted.failures:
+            shown["error"] = str(wanted.failures[0])
         print_json(shown)
     else:
         _print(shown, has_prices=settings.judge.prices is not None)
     if error is not None:
         complain(error)
         raise typer.Exit(error.exit_code)
+    if wanted.failures:
+        raise typer.Exit(EXIT_FAILED)
 
 
 @asynccontextmanager
@@ -117,6 +123,7 @@ async def _state(wanted: _Wanted) -> AsyncIterator[Store]:
             for source in await ingestion.run(final=True):
                 if source.error is not None:
                     complain(source.error)
+                    wanted.failures.append(source.error)
         finally:
             await ingestion.close()
 
@@ -145,6 +152,7 @@ async def _filter(wanted: _Wanted) -> tuple[dict[str, Any], FlywheelError | None
     from flywheel.daemon.estimate import Estimator, cost_of
     from flywheel.daemon.interruption import Interruption
     from flywheel.daemon.judge_setup import exchange_of
+    from flywheel.store import funnel
 
     stop = threading.Event()
     interruption = Interruption(wanted.config.daemon.drain_seconds)
@@ -171,6 +179,8 @@ async def _filter(wanted: _Wanted) -> tuple[dict[str, Any], FlywheelError | None
 
             judging_all = filtering.run(limit=wanted.limit, stop=stop, on_judged=on_judged, rejudge=wanted.rejudge)
             report = await interruption.during(judging_all, halt)
+        if warning := await store.read(funnel.none_accepted, wanted.config.filter.warn_window):
+            complain(f"warning: {warning}")
     if interruption.by is not None:
         left = "Nothing was written." if wanted.dry_run else "Verdicts are stored; the other tasks stay as they were."
         stopped = interruption.error("judge all that is due", left)
@@ -210,8 +220,8 @@ async def _compare(wanted: _Wanted, against: Path) -> tuple[dict[str, Any], Flyw
     async with _state(wanted) as store:
         new = _filtering(store, wanted)
         old = Filtering(store, wanted.config, rubric=earlier)
-        total = await store.read(judging.count_triable)
-        total = total if wanted.limit is None else min(total, wanted.limit)
+        tasks, triable = await store.read(judging.count), await store.read(judging.count_triable)
+        total = triable if wanted.limit is None else min(triable, wanted.limit)
         diff = RubricDiff(store, old.grader, new.grader, new.judge, new.redact)
         estimator = await Estimator.of(store, new.grader.judge_hash, prices)
         if not wanted.quiet and 0 < total <= FORETOLD:
@@ -239,6 +249,9 @@ async def _compare(wanted: _Wanted, against: Path) -> tuple[dict[str, Any], Flyw
         "old": {"name": names[1], "id": earlier.id, "hash": earlier.hash},
         "new": {"name": names[0], "id": new.rubric.id, "hash": new.rubric.hash},
         "changes": [{"criterion": each.criterion, "what": each.what} for each in changes(earlier, new.rubric)],
+        "tasks": tasks,
+        "left_aside": tasks - triable,
+        "not_reached": triable - len(report.compared),
         "compared": len(report.compared),
         "same": sum(each.is_decided and not each.flips for each in report.compared),
         "undecided": sum(not each.is_decided for each in report.compared),

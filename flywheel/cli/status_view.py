@@ -165,12 +165,14 @@ def _facts(state: dict[str, Any], parts: _Parts) -> list[Fact]:
     missing = state["no_state"]
     deployed = state["deployment"]
     return [
+        *(("WARNING", text) for text in state["warnings"]),
         ("daemon", f"running (process {daemon})" if daemon else "not running"),
         ("state", missing or place(state["state_dir"])),
         *parts.sources,
         ("replies", counted(state["replies"]) or "none yet"),
         ("skipped", counted(state["skipped"]) or "none"),
         ("tasks", counted(state["tasks"]) or "none yet"),
+        *(("verdicts", text) for text in _verdicts(state["recent_verdicts"])),
         ("samples", _samples(state)),
         ("judge", state["judge"]["error"] or quantity(state["judge"]["usage"]["calls"], "call")),
         ("deployed", f"{deployed['alias']} → {deployed['adapter'] or 'the base model'}"),
@@ -179,6 +181,14 @@ def _facts(state: dict[str, Any], parts: _Parts) -> list[Fact]:
         ("letters", f"{state['dead_letters']} open: `flywheel dead-letters`" if state["dead_letters"] else "none"),
         ("balance", "–" if missing else "right" if state["balanced"] else "WRONG: run `flywheel audit`"),
     ]
+
+
+def _verdicts(recent: dict[str, Any]) -> Iterator[str]:
+    if not recent["judged"]:
+        return
+    yield f"last {recent['judged']:,}: {recent['accepted']:,} accepted"
+    if recent["rejected_by"]:
+        yield f"rejected by {counted(recent['rejected_by'])}"
 
 
 def _samples(state: dict[str, Any]) -> str:

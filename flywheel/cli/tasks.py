@@ -1,15 +1,15 @@
-"""`flywheel tasks`: look at tasks by their state, and decide about those that are set aside for a person."""
+"""`flywheel tasks`: list tasks with their verdicts, and decide about those that are set aside for a person."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flywheel.cli.app import ConfigOption, Group, JsonOption, app, load_config, print_json, run_async
-from flywheel.cli.facts import moment
+from flywheel.cli.facts import moment, stdout
 from flywheel.cli.state import look_at
 from flywheel.disarmed import disarmed
 from flywheel.errors import EXIT_USAGE, StoreError
@@ -18,18 +18,23 @@ from flywheel.states import TaskState
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sqlalchemy import Connection
+    from rich.table import Table
+    from sqlalchemy import Connection, Row
 
     from flywheel.config import Config
 
 tasks_app = typer.Typer(
-    cls=Group, help="Look at tasks by their state; release or reject those that are set aside.", rich_markup_mode=None
+    cls=Group,
+    help="List tasks with their verdicts; release or reject those that are set aside.",
+    rich_markup_mode=None,
 )
 app.add_typer(tasks_app, name="tasks")
 
 IdsArgument = Annotated[list[str] | None, typer.Argument(metavar="ID", help="Ids of held tasks.")]
 AllOption = Annotated[bool, typer.Option("--all", help="All that are held.")]
-QUERY_SHOWN = 100
+EXCERPT = 60
+"""Characters of a question and of an answer."""
+SHOWN = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,44 +49,88 @@ class _Before:
 def show(
     context: typer.Context,
     config: ConfigOption = None,
-    state: Annotated[TaskState, typer.Option(help="The state.")] = TaskState.HELD,
+    state: Annotated[TaskState | None, typer.Option(help="Of this state.")] = None,
+    adapter: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Answered by this adapter; `base` is the base model.")
+    ] = None,
+    criterion: Annotated[str | None, typer.Option(metavar="ID", help="Did not meet this criterion.")] = None,
+    text: Annotated[str | None, typer.Option(metavar="TEXT", help="Question or answer contains this.")] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Show this many at most, the oldest first.")
+        int | None, typer.Option(min=1, metavar="N", help=f"At most this many. Default: {SHOWN}; with --json all.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List tasks of a state, or `release` or `reject` those that are held."""
+    """List tasks with their verdicts, the newest first; or `release` or `reject` those that are held."""
     if (verb := context.invoked_subcommand) is not None:
-        if state is not TaskState.HELD or limit is not None:
-            name = "--state" if limit is None else "--limit"
-            raise typer.BadParameter(f"it is for listing: give {verb} ids, or --all", param_hint=name)
+        given = {"--state": state, "--adapter": adapter, "--criterion": criterion, "--text": text, "--limit": limit}
+        for name, value in given.items():
+            if value is not None:
+                raise typer.BadParameter(f"it is for listing: give {verb} ids, or --all", param_hint=name)
         context.obj = _Before(config, as_json)
         return
-    from flywheel.store.influence import of_state
+    from flywheel.store import task_list
 
-    found = run_async(look_at(load_config(config), lambda conn: of_state(conn, state, limit)))
-    shown = [
-        {
-            "task_id": row.key,
-            "state": row.state,
-            "split": row.split,
-            "query": row.payload["main_query"],
-            "answer": row.payload["answer"],
-            "conversation_id": row.payload["metadata"]["conversation_id"],
-            "started_at": row.payload["metadata"]["started_at"],
-            "origin": row.origin,
-            "like": row.like,
-        }
-        for row in found
-    ]
+    wanted = task_list.conditions(state, adapter, criterion, text)
+    most = limit if as_json else limit or SHOWN
+    found, total = run_async(
+        look_at(
+            load_config(config),
+            lambda conn: (task_list.listed(conn, wanted, most), task_list.count(conn, wanted)),
+        )
+    )
+    shown = [_task(row) for row in found]
     if as_json:
-        print_json({"state": state.value, "tasks": shown})
+        print_json({"total": total, "tasks": shown})
         return
-    for task in disarmed(shown, one_line=True):
-        query = " ".join(task["query"].split())
-        when = moment(task["started_at"])
-        typer.echo(f"{task['task_id']}  {when}  {task['origin'] or '–'}  {query[:QUERY_SHOWN]}")
-    typer.echo(f"{len(shown)} {state.value}")
+    if shown:
+        stdout().print(_table(disarmed(shown, one_line=True)))
+    kind = f" {state.value}" if state is not None else ""
+    shortened = f"{len(shown):,} of {total:,}{kind}; --limit N shows more"
+    typer.echo(f"{total:,}{kind}" if len(shown) == total else shortened)
+
+
+def _task(row: Row[Any]) -> dict[str, Any]:
+    return {
+        "task_id": row.key,
+        "state": row.state,
+        "split": row.split,
+        "score": row.score,
+        "failed": [result["criterion"] for result in row.results or () if not result["passed"]],
+        "reason": row.reason or row.error or "",
+        "agent": row.agent,
+        "adapter": row.adapter,
+        "query": row.payload["main_query"],
+        "answer": row.payload["answer"],
+        "conversation_id": row.payload["metadata"]["conversation_id"],
+        "started_at": row.payload["metadata"]["started_at"],
+        "origin": row.origin,
+        "like": row.like,
+    }
+
+
+def _table(shown: list[dict[str, Any]]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    # Held tasks have no verdict; what matters of them is where they come from.
+    held = all(task["state"] == TaskState.HELD for task in shown)
+    columns = ("task", "asked at", "origin") if held else ("task", "asked at", "state", "score", "failed")
+    for name in columns:
+        table.add_column(name, no_wrap=name != "failed", justify="right" if name == "score" else "left")
+    table.add_column("question → answer", overflow="fold")
+    for task in shown:
+        score = "–" if task["score"] is None else f"{task['score']:.2f}"
+        failed = ", ".join(task["failed"]) or "–"
+        cells = (task["origin"] or "–",) if held else (task["state"], score, failed)
+        about = f"{_excerpt(task['query'])} → {_excerpt(task['answer'])}"
+        table.add_row(*(Text(cell) for cell in (task["task_id"], moment(task["started_at"]), *cells, about)))
+    return table
+
+
+def _excerpt(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= EXCERPT else f"{line[: EXCERPT - 1]}…"
 
 
 @tasks_app.command()
@@ -128,10 +177,10 @@ def _decide(
     if bool(keys) == everything:
         typer.echo(f"flywheel: name the tasks to {verb}, or --all", err=True)
         raise typer.Exit(EXIT_USAGE)
-    from flywheel.store.influence import of_state
+    from flywheel.store import task_list
 
     def settle(conn: Connection) -> list[str]:
-        held = {row.key: row.id for row in of_state(conn, TaskState.HELD, None)}
+        held = {row.key: row.id for row in reversed(task_list.listed(conn, task_list.conditions(TaskState.HELD)))}
         if unknown := [key for key in keys if key not in held]:
             raise StoreError(
                 f"{verb} {', '.join(unknown[:5])}",

@@ -31,11 +31,12 @@ EXCERPT: Final = 240
 LEAST: Final = 0.0001
 """Less money than this is not told apart."""
 FLIPS_SHOWN: Final = 10
+NO_VERDICT: Final = ("undecided", "dead")
 
 
 def verdict_table(console: Console, verdicts: Sequence[Mapping[str, Any]]) -> None:
     """Key, verdict, score, failed criteria and the judge's reasons for each task."""
-    verdicts = disarmed(verdicts)
+    verdicts = _errors_once(disarmed(verdicts))
     if WIDE <= console.width < UNBROKEN:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True, show_edge=False)
         for name in ("task", "verdict", "score"):
@@ -58,6 +59,22 @@ def verdict_table(console: Console, verdicts: Sequence[Mapping[str, Any]]) -> No
         console.print(line)
         for reason in _reasons(verdict):
             console.print(Padding(reason, (0, 0, 0, 2), expand=False))
+
+
+def _errors_once(verdicts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """What kept several tasks from a verdict is told at the first of them, with their number."""
+    times = Counter(verdict["reason"] for verdict in verdicts if verdict["outcome"] in NO_VERDICT)
+    seen: set[str] = set()
+
+    def told(verdict: Mapping[str, Any]) -> Mapping[str, Any]:
+        reason = verdict["reason"]
+        if verdict["outcome"] not in NO_VERDICT or times[reason] == 1:
+            return verdict
+        repeated = "" if reason in seen else f"({quantity(times[reason], 'task')}) {reason}"
+        seen.add(reason)
+        return {**verdict, "reason": repeated}
+
+    return [told(verdict) for verdict in verdicts]
 
 
 def _cells(verdict: Mapping[str, Any]) -> tuple[str, Text, str, str]:
@@ -159,6 +176,13 @@ def rubric_diff(console: Console, diff: Mapping[str, Any]) -> None:
     if diff["undecided"]:
         line.append(f", {diff['undecided']:,} undecided")
     console.print(line)
+    others = {
+        "a filter or a person decided them, they are held or dead": diff["left_aside"],
+        "--limit or a stop came first": diff["not_reached"],
+    }
+    for why, number in others.items():
+        if number:
+            console.print(f"{number:,} of {quantity(diff['tasks'], 'task')} not compared: {why}", highlight=False)
     for flip in diff["flips"][:FLIPS_SHOWN]:
         _flip(console, flip)
     if (more := len(diff["flips"]) - FLIPS_SHOWN) > 0:

@@ -80,3 +80,6 @@ class FilterSettings(Section):
     """The rubric: what a good reply is. Relative to the configuration file. Default: the shipped `qa-quality`."""
     chain: UserPath | None = None
     """A filter chain (`filters/*.yaml`) that runs before the rubric's model criteria are paid for."""
+    warn_window: int = Field(default=50, gt=0)
+    """Warn when none of the newest verdicts, so many, accepted a reply: then rubric or judge are more likely wrong
+    than every reply."""

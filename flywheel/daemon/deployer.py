@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,6 @@ from flywheel.store.transitions import move
 
 WAIT_SECONDS = 120.0
 """How long a swap waits for another one to end."""
-
-log = logging.getLogger(__name__)
 
 
 class Deployer:
@@ -95,7 +92,6 @@ class Deployer:
             except BaseException as error:
                 await self._fail(number, error)
                 raise
-        log.info("%s is now answered by %s (%s)", self._alias, adapter or "the base model", reason)
         return report
 
     async def _request(self, adapter: str | None, reason: str) -> int:
@@ -170,7 +166,6 @@ class Deployer:
                 await self._fail(number, error)
                 raise
             await self._activate(number, report)
-        log.info("%s is now answered by %s (rollback)", self._alias, target or "the base model")
         return target, report
 
     async def _way_back(self, to: str | None) -> str | None:

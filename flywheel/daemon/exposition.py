@@ -34,6 +34,12 @@ class _Snapshot(Collector):
         yield from _of_funnel(self._state)
         yield from _of_sources(self._state["sources"])
         yield from _of_judge(self._state["judge"])
+        yield _by(
+            "recent_rejections",
+            "The newest verdicts that did not accept, by the criterion that was not met.",
+            "criterion",
+            self._state["recent_verdicts"]["rejected_by"],
+        )
         yield from _of_rounds(self._state)
         yield from _of_replicas(self._state["replicas"])
 

@@ -29,7 +29,7 @@ from flywheel.daemon.worker_process import STOP_SECONDS
 from flywheel.errors import FlywheelError, LockedError, ServeError, TrainError
 from flywheel.serving.client import QUICK_SECONDS
 from flywheel.states import RoundState
-from flywheel.store import judging
+from flywheel.store import funnel, judging
 from flywheel.store.database import Store
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,9 @@ class Service:
         self._stop_judging = threading.Event()
         self._judge = Stage("judge", self._do_judge)
         self._round = Stage("rounds", self._do_round)
-        self._sources = Sources(store, config, self._ingestion, self._stopping, self._judge.wake.set)
+        self._new_tasks = 0
+        self._rejects_all = False
+        self._sources = Sources(store, config, self._ingestion, self._stopping, self._judge_new)
         self._reconcile = Stage("reconcile", self._do_reconcile)
         self._prune = Stage("prune", self._sources.prune)
         self._retention = Retention(store, config)
@@ -201,18 +203,32 @@ class Service:
             scheduler.add_job(_in_loop(self._open_window), window, id="cron")
         return scheduler
 
+    def _judge_new(self, new: int) -> None:
+        self._new_tasks += new
+        self._judge.wake.set()
+
     def _open_window(self) -> None:
         self._window = True
         self._round.wake.set()
 
     async def _do_judge(self) -> None:
+        new, self._new_tasks = self._new_tasks, 0
         report = await self._filtering.run(stop=self._stop_judging)
+        if new or report.judged:
+            log.info("%d new tasks; judged %d: %d accepted, %d rejected, %d undecided", new, report.judged,
+                     report.accepted, report.rejected, report.undecided)  # fmt: skip
         if report.judged:
-            log.info("judged %d: %d accepted, %d rejected, %d undecided", report.judged, report.accepted,
-                     report.rejected, report.undecided)  # fmt: skip
             self._round.wake.set()
+            await self._warn_of_rejections()
         if report.error is not None:
             raise report.error
+
+    async def _warn_of_rejections(self) -> None:
+        warning = await self._store.read(funnel.none_accepted, self._config.filter.warn_window)
+        # Once for each time that it begins.
+        if warning and not self._rejects_all:
+            log.warning("%s", warning)
+        self._rejects_all = bool(warning)
 
     async def _do_round(self) -> None:
         if await self._rounds.finish_live() is not None:

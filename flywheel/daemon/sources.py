@@ -30,7 +30,7 @@ GATHER_SECONDS = 0.01
 
 
 class Sources:
-    """Starts and stops what reads the sources; `on_tasks` is called when there are new tasks."""
+    """Starts and stops what reads the sources; `on_tasks` is called with the number of new tasks."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Sources:
         config: Config,
         ingestion: Ingestion,
         stopping: asyncio.Event,
-        on_tasks: Callable[[], object],
+        on_tasks: Callable[[int], object],
     ) -> None:
         self._store = store
         self._config = config
@@ -105,8 +105,8 @@ class Sources:
         await asyncio.sleep(GATHER_SECONDS)
         report = await intake.read(stop=self._stopping)
         if report.new:
-            log.info("%s: %d new tasks", report.path, report.new)
-            self._tell()
+            log.debug("%s: %d new tasks", report.path, report.new)
+            self._tell(report.new)
         if report.error is not None:
             raise report.error
         if intake.is_recheck_due:
@@ -141,11 +141,11 @@ class Sources:
                 found.new_replies,
                 found.retold,
             )
-            self._tell()
+            self._tell(found.new_tasks)
 
-    def _tell(self) -> None:
+    def _tell(self, new: int) -> None:
         self._export.wake.set()
-        self._on_tasks()
+        self._on_tasks(new)
 
     async def prune(self) -> None:
         """Delete received spans that are older than they have to be kept."""

@@ -18,6 +18,8 @@ from flywheel.store.audit import balance
 from flywheel.store.ledger import SourceCounts
 
 ROUNDS_SHOWN = 20
+VERDICTS_SHOWN = 500
+"""The newest, of which `status` tells by what replies were rejected."""
 
 
 def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
@@ -44,6 +46,8 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
         "left_out": 0 if with_images else samples.count_with_images(conn),
         "due": judging.count_due(conn),
         "judge": {"error": funnel.noted(conn, funnel.JUDGE_NOTE), "usage": funnel.judge_usage(conn)},
+        "recent_verdicts": funnel.recent_verdicts(conn, VERDICTS_SHOWN),
+        "warnings": list(filter(None, [funnel.none_accepted(conn, config.filter.warn_window)])),
         "waiting_for": funnel.noted(conn, funnel.ROUND_NOTE),
         "rounds": [_round(row) for row in shown],
         "rounds_by_state": {state.value: rounds.count(conn, state) for state in RoundState},

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, func, select
 
 from flywheel.states import LetterState, ReplyState, TaskState
+from flywheel.store.judging import CHAIN, PERSON
 from flywheel.store.ledger import SourceCounts
 from flywheel.store.schema import dead_letters, meta, replies, sources, tasks, verdicts
+from flywheel.verdict import Outcome
 
 JUDGE_NOTE = "judge"
 """Key of the note that tells `status` why judging does not go on."""
@@ -35,6 +38,41 @@ def by_adapter(conn: Connection) -> list[dict[str, Any]]:
         {"adapter": adapter, **entry, "acceptance": _share(entry["accepted"], entry["accepted"] + entry["rejected"])}
         for adapter, entry in sorted(counts.items())
     ]
+
+
+def recent_verdicts(conn: Connection, newest: int) -> dict[str, Any]:
+    """What came of the newest decided verdicts: how many, how many accepted, and of the rejected ones by what.
+
+    A verdict counts once for each criterion that it did not meet; without one, for its score, its filter or the
+    person that gave it.
+    """
+    decided = verdicts.c.outcome.in_([Outcome.ACCEPTED.value, Outcome.REJECTED.value])
+    query = select(verdicts.c.outcome, verdicts.c.results, verdicts.c.rubric_hash)
+    rows = conn.execute(query.where(decided).order_by(verdicts.c.id.desc()).limit(newest)).all()
+    rejected = [row for row in rows if row.outcome == Outcome.REJECTED.value]
+    causes = Counter(cause for row in rejected for cause in _causes(row.results, row.rubric_hash))
+    return {"judged": len(rows), "accepted": len(rows) - len(rejected), "rejected_by": dict(causes.most_common())}
+
+
+def none_accepted(conn: Connection, window: int) -> str:
+    """A warning when none of the newest `window` verdicts accepted a reply; else empty."""
+    recent = recent_verdicts(conn, window)
+    if recent["judged"] < window or recent["accepted"]:
+        return ""
+    causes = ", ".join(f"{name} {number}" for name, number in recent["rejected_by"].items())
+    return (
+        f"none of the last {window} judged replies was accepted (not met: {causes}). Read some with"
+        " `flywheel tasks --state rejected` and `flywheel show ID`: the rubric, the judge or the agent may be wrong."
+    )
+
+
+def _causes(results: Sequence[Mapping[str, Any]], rubric_hash: str) -> list[str]:
+    failed = [str(result["criterion"]) for result in results if not result["passed"]]
+    if failed:
+        return failed
+    if rubric_hash == PERSON:
+        return ["a person"]
+    return ["a filter"] if rubric_hash.startswith(CHAIN) else ["the total score"]
 
 
 def _share(part: int, whole: int) -> float | None:

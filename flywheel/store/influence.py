@@ -167,27 +167,3 @@ def _bursts(times: Sequence[Row[Any]], asked: Set[int], count: int, seconds: flo
             burst |= {each.task_id for each in times[max(start, done) : end + 1]}
             done = end + 1
     return burst
-
-
-def of_state(conn: Connection, state: TaskState, limit: int | None) -> list[Row[Any]]:
-    """Tasks in a state (id, key, split, payload, origin, like), the oldest first."""
-    leader = tasks.alias("leader")
-    return list(
-        conn.execute(
-            select(
-                tasks.c.id,
-                tasks.c.key,
-                tasks.c.split,
-                tasks.c.state,
-                tasks.c.payload,
-                func.coalesce(influences.c.origin, "").label("origin"),
-                leader.c.key.label("like"),
-            )
-            .outerjoin(influences, influences.c.task_id == tasks.c.id)
-            .outerjoin(fingerprints, fingerprints.c.task_id == tasks.c.id)
-            .outerjoin(leader, leader.c.id == fingerprints.c.like)
-            .where(tasks.c.state == state.value)
-            .order_by(tasks.c.id)
-            .limit(limit)
-        )
-    )

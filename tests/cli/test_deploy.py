@@ -73,11 +73,13 @@ def test_a_state_that_is_not_there_is_not_made(
 
 @pytest.mark.usefixtures("two_adapters")
 def test_deploying_and_going_back(flywheel: Run, config: Path) -> None:
-    assert flywheel("deploy", "r0001", "-c", config).out == "agent is now answered by r0001\n"
+    ran = flywheel("deploy", "r0001", "-c", config)
+    assert (ran.out, ran.err) == ("agent is now answered by r0001\n", "")
     assert flywheel("deploy", "agent@r0002", "-c", config, "--json").json["adapter"] == "r0002"
     assert flywheel("rollback", "-c", config).out == "agent is now answered by r0001\n"
     assert flywheel("rollback", "--to", "r0002", "-c", config, "--json").json["adapter"] == "r0002"
-    assert flywheel("rollback", "--to", "base", "-c", config).out == "agent is now answered by the base model\n"
+    ran = flywheel("rollback", "--to", "base", "-c", config)
+    assert (ran.out, ran.err) == ("agent is now answered by the base model\n", "")
 
 
 @pytest.mark.usefixtures("two_adapters")

@@ -64,12 +64,14 @@ def config(flywheel: Run, tmp_path: Path) -> Path:
         ("audit", ["audit"]),
         ("dead-letters", ["dead-letters"]),
         ("tasks", ["tasks", "--state", "pending", "--limit", "2"]),
+        ("show", ["show", "{task}"]),
         ("doctor", ["doctor"]),
         ("filter", ["filter", "--dry-run", "--limit", "1"]),
     ],
 )
 def test_the_keys_are_those_of_the_page(flywheel: Run, config: Path, name: str, arguments: list[str]) -> None:
-    told = flywheel(*arguments, "--json", "-c", config).json
+    task = flywheel("tasks", "--limit", "1", "--json").json["tasks"][0]["task_id"]
+    told = flywheel(*(each.format(task=task) for each in arguments), "--json", "-c", config).json
     compare(told, documented(name), name)
 
 

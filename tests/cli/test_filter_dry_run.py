@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.cli.conftest import Run
 from tests.cli.filter_bench import CRITERIA, Bench, says
@@ -248,3 +249,46 @@ def on_a_terminal(columns: int, folder: Path, *arguments: str) -> str:
         os.close(ours)
     assert process.wait(timeout=60) == 0
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode()).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def test_a_source_that_is_missing_makes_it_end_with_1_and_the_others_are_judged(bench: Bench) -> None:
+    bench.lines(GOOD)
+    assert bench("filter", "--dry-run").code == 0
+    config = yaml.safe_load((bench.folder / "flywheel.yaml").read_text())
+    config["sources"].append({"path": "nowhere.sqlite"})
+    other = bench.folder / "other.yaml"
+    other.write_text(yaml.safe_dump(config))
+    ran = bench.flywheel("filter", "--dry-run", "-c", other)
+    assert ran.code == 1
+    assert "nowhere.sqlite: there is no such file" in ran.err
+    assert "1 judged: 1 accepted" in ran.out
+    told = bench.flywheel("filter", "--dry-run", "--json", "-c", other)
+    assert told.code == 1
+    assert told.json["judged"] == 1
+    assert "nowhere.sqlite" in told.json["error"]
+
+
+def test_an_error_that_repeats_is_printed_once_with_a_count(bench: Bench) -> None:
+    bench.lines(GOOD, GOOD, GOOD)
+    bench.settings["base_url"] = "http://127.0.0.1:9/v1"
+    ran = bench("filter", "--dry-run")
+    assert ran.code == 1
+    assert ran.out.count("Check judge.base_url") == 1
+    assert "(3 tasks) cannot ask the judge" in ran.out
+    assert ran.out.count("undecided") == 4, "each task has its line, and the sum"
+
+
+def test_the_counts_of_a_diff_add_up(bench: Bench) -> None:
+    bench.lines(GOOD, BAD, "short")
+    bench.chain = [{"type": "rules", "params": {"min_answer_length": 8}}]
+    bench.filter()
+    bench.chain = []
+    bench.rubric(threshold=0.9)
+    old = bench.rubric(name="old.yaml")
+    shown = bench.filter("--against", old)
+    assert shown["tasks"] == shown["compared"] + shown["left_aside"] + shown["not_reached"] == 3
+    assert (shown["compared"], shown["left_aside"]) == (2, 1)
+    assert shown["compared"] == len(shown["flips"]) + shown["same"] + shown["undecided"]
+    shown = bench.filter("--against", old, "--limit", "1")
+    assert (shown["compared"], shown["left_aside"], shown["not_reached"]) == (1, 1, 1)
+    assert "1 of 3 tasks not compared: a filter or a person decided them" in bench("filter", "--against", old).out

@@ -51,25 +51,26 @@ def held(tmp_path: Path) -> list[str]:
 
 def test_what_is_held_is_listed(flywheel: Run, held: list[str]) -> None:
     shown = flywheel("tasks", "--state", "held", "--json").json
-    assert [task["task_id"] for task in shown["tasks"]] == held
+    assert [task["task_id"] for task in shown["tasks"]] == held[::-1]
     assert {task["like"] for task in shown["tasks"]} == {held[0]}
     assert {task["origin"] for task in shown["tasks"]} == {"source /a"}
-    text = flywheel("tasks").out
+    text = flywheel("tasks", "--state", "held").out
+    assert "source /a" in text
     assert "What is all this?" in text
     assert text.endswith("3 held\n")
     assert flywheel("tasks", "--state", "pending").out.endswith("1 pending\n")
-    assert len(flywheel("tasks", "--limit", "2", "--json").json["tasks"]) == 2
+    assert len(flywheel("tasks", "--state", "held", "--limit", "2", "--json").json["tasks"]) == 2
     assert flywheel("tasks", "--state", "nonsense").code == 2
 
 
 def test_one_is_released_and_the_others_are_rejected(flywheel: Run, held: list[str]) -> None:
     assert flywheel("tasks", "release", held[1]).out == "1 released\n"
     assert flywheel("tasks", "reject", "--all", "--json").json == {"rejected": [held[0], held[2]]}
-    assert flywheel("tasks", "--json").json["tasks"] == []
+    assert flywheel("tasks", "--state", "held", "--json").json["tasks"] == []
     states = {
         n: task["task_id"] for n, task in enumerate(flywheel("tasks", "--state", "rejected", "--json").json["tasks"])
     }
-    assert list(states.values()) == [held[0], held[2]]
+    assert list(states.values()) == [held[2], held[0]]
     story = flywheel("why", held[0], "--json").json["replies"][0]["task"]
     assert story["verdicts"][0]["reason"] == "rejected by a person"
     assert story["history"][-1]["detail"] == "rejected by a person"
@@ -80,7 +81,7 @@ def test_what_is_not_held_is_named_and_nothing_changes(flywheel: Run, held: list
     ran = flywheel("tasks", "release", held[0], "t-nobody")
     assert ran.code == 1
     assert "cannot release t-nobody: no held task has this id" in ran.err
-    assert len(flywheel("tasks", "--json").json["tasks"]) == 3
+    assert len(flywheel("tasks", "--state", "held", "--json").json["tasks"]) == 3
 
 
 @pytest.mark.parametrize("arguments", [["release"], ["reject"], ["release", "--all", "t-1"]])
@@ -97,7 +98,7 @@ def test_a_released_task_is_not_held_again(flywheel: Run, held: list[str], tmp_p
 
 
 def test_nothing_is_held_in_an_empty_state(flywheel: Run) -> None:
-    assert flywheel("tasks").out == "0 held\n"
+    assert flywheel("tasks", "--state", "held").out == "0 held\n"
 
 
 def test_options_before_the_verb_count_as_those_behind_it(flywheel: Run, held: list[str], tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ def test_options_before_the_verb_count_as_those_behind_it(flywheel: Run, held: l
     other.write_text("state: {dir: elsewhere}\nsources: []\n")
     ran = flywheel("tasks", "-c", other, "--json", "reject", "--all")
     assert ran.json == {"rejected": []}
-    assert [task["task_id"] for task in flywheel("tasks", "--json").json["tasks"]] == held
+    assert [task["task_id"] for task in flywheel("tasks", "--state", "held", "--json").json["tasks"]] == held[::-1]
     (tmp_path / "flywheel.yaml").write_text("state: {dir: elsewhere}\nsources: []\n")
     other.write_text("state: {dir: home}\nsources: []\n")
     assert flywheel("tasks", "-c", other, "release", "--all", "--json").json == {"released": held}
@@ -116,4 +117,4 @@ def test_what_is_for_listing_is_refused_before_a_verb(flywheel: Run, held: list[
     ran = flywheel("tasks", *option, "reject", "--all")
     assert ran.code == 2
     assert option[0] in ran.err
-    assert len(flywheel("tasks", "--json").json["tasks"]) == 3
+    assert len(flywheel("tasks", "--state", "held", "--json").json["tasks"]) == 3

@@ -1,0 +1,120 @@
+"""`flywheel show`: one task as a person reads it: conversation, question, steps, answer, verdict with reasons."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async
+from flywheel.cli.facts import moment
+from flywheel.cli.state import look_at
+from flywheel.disarmed import disarmed
+from flywheel.errors import StoreError
+
+if TYPE_CHECKING:
+    from sqlalchemy import Row
+
+
+@app.command()
+def show(
+    subject: Annotated[str, typer.Argument(metavar="ID", help="A task, span, trace or conversation.")],
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a task: conversation, question, steps, answer, and the verdict with its reasons."""
+    from flywheel.store.task_list import of_subject
+
+    found = run_async(look_at(load_config(config), lambda conn: of_subject(conn, subject)))
+    if not found:
+        raise StoreError(
+            f"show {subject}",
+            "no task, span, trace or conversation with a task has this id",
+            "`flywheel tasks` lists tasks; `flywheel why ID` says why a reply is none.",
+        )
+    tasks = [_task(row) for row in found]
+    if as_json:
+        print_json({"tasks": tasks})
+        return
+    typer.echo("\n\n".join(_text(task) for task in disarmed(tasks)))
+
+
+def _task(row: Row[Any]) -> dict[str, Any]:
+    line = row.payload
+    facts = line["metadata"]
+    verdict = None
+    if row.outcome is not None:
+        verdict = {
+            "outcome": row.outcome,
+            "score": row.score,
+            "reason": row.reason or row.error,
+            "at": row.judged_at,
+            "criteria": [
+                {key: each[key] for key in ("criterion", "choice", "value", "passed", "reason")}
+                for each in row.results
+            ],
+        }
+    return {
+        "task_id": row.key,
+        "state": row.state,
+        "split": row.split,
+        "agent": row.agent,
+        "adapter": row.adapter,
+        "model": facts["model"],
+        "source": facts["source"],
+        "trace_id": facts["trace_id"],
+        "span_id": facts["span_id"],
+        "conversation_id": facts["conversation_id"],
+        "started_at": facts["started_at"],
+        "history": line["init_messages"],
+        "question": line["main_query"],
+        "steps": json.loads(facts["trajectory_json"]),
+        "answer": line["answer"],
+        "reference": facts["reference"],
+        "verdict": verdict,
+    }
+
+
+def _text(task: dict[str, Any]) -> str:
+    who = [f"agent {task['agent']}" if task["agent"] else "", task["adapter"] or task["model"]]
+    facts = ", ".join(filter(None, (task["split"], *who, f"{moment(task['started_at'])} UTC")))
+    parts = [f"{task['task_id']}: {task['state']} ({facts})"]
+    sections = {
+        "History": "\n".join(_turns(task["history"])),
+        "Question": task["question"],
+        "Steps": "\n".join(_turns(task["steps"])),
+        "Answer": task["answer"] or "(empty)",
+        "Reference": task["reference"],
+        "Verdict": "\n".join(_verdict(task["verdict"])),
+    }
+    parts += [f"{name}\n{_indented(text)}" for name, text in sections.items() if text]
+    return "\n\n".join(parts)
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())
+
+
+def _turns(messages: list[dict[str, Any]]) -> Iterator[str]:
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            function = call.get("function") or call
+            yield f"[{message.get('role')} calls {function.get('name')}] {function.get('arguments')}"
+        if message.get("content"):
+            name = f" {message['name']}" if message.get("name") else ""
+            yield f"[{message.get('role')}{name}] {message['content']}"
+
+
+def _verdict(verdict: dict[str, Any] | None) -> Iterator[str]:
+    if verdict is None:
+        yield "not judged yet"
+        return
+    score = "" if verdict["score"] is None else f", score {verdict['score']:.2f}"
+    yield f"{verdict['outcome']}{score} ({moment(verdict['at'])} UTC)"
+    for each in verdict["criteria"]:
+        chosen = f": {each['choice']}" if each["choice"] else ""
+        yield f"{'✓' if each['passed'] else '✗'} {each['criterion']}{chosen}  {each['reason']}".rstrip()
+    if verdict["reason"] and not any(each["reason"] for each in verdict["criteria"]):
+        yield verdict["reason"]

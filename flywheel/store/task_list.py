@@ -1,0 +1,89 @@
+"""Tasks as people list and read them: each with its newest verdict, found by state, adapter, criterion or text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from sqlalchemy import ColumnElement, Connection, Row, Select, exists, func, or_, select
+
+from flywheel.request_id import BASE_VERSION
+from flywheel.states import TaskState
+from flywheel.store.schema import fingerprints, influences, replies, tasks, verdicts
+
+_leader = tasks.alias("leader")
+_later = verdicts.alias("later")
+_NEWEST: Final = (
+    select(_later.c.id)
+    .where(_later.c.task_id == tasks.c.id)
+    .order_by(_later.c.created_at.desc(), _later.c.id.desc())
+    .limit(1)
+    .correlate(tasks)
+    .scalar_subquery()
+)
+
+
+Conditions = Sequence[ColumnElement[bool]]
+
+
+def conditions(
+    state: TaskState | None = None, adapter: str | None = None, criterion: str | None = None, text: str | None = None
+) -> Conditions:
+    """Which tasks are wanted; None asks nothing.
+
+    `adapter` is a version with or without its alias, or "base" for the base model; `criterion` is one that the newest
+    verdict says was not met; `text` is part of the question or the answer, in any case of ASCII letters.
+    """
+    found: list[ColumnElement[bool]] = []
+    if state is not None:
+        found.append(tasks.c.state == state.value)
+    if adapter is not None:
+        names = tasks.c.adapter
+        is_it = names == "" if adapter == BASE_VERSION else names.endswith("@" + adapter, autoescape=True)
+        found.append(or_(is_it, names == adapter))
+    if criterion is not None:
+        result = func.json_each(verdicts.c.results).table_valued("value")
+        failed = select(result.c.value).where(
+            func.json_extract(result.c.value, "$.criterion") == criterion,
+            func.json_extract(result.c.value, "$.passed") == 0,
+        )
+        found.append(exists(failed.correlate(verdicts)))
+    if text is not None:
+        texts = [func.json_extract(tasks.c.payload, path) for path in ("$.main_query", "$.answer")]
+        found.append(or_(*(each.icontains(text, autoescape=True) for each in texts)))
+    return found
+
+
+def listed(conn: Connection, wanted: Conditions, limit: int | None = None) -> Sequence[Row[Any]]:
+    """Tasks (columns of `tasks`, `origin`, `like`, and the newest verdict's `outcome`, `score`, `results`, `reason`,
+    `error`, `judged_at`, None where there is none), the newest first."""
+    query = (
+        select(
+            tasks,
+            func.coalesce(influences.c.origin, "").label("origin"),
+            _leader.c.key.label("like"),
+            *(verdicts.c[name] for name in ("outcome", "score", "results", "reason", "error")),
+            verdicts.c.created_at.label("judged_at"),
+        )
+        .select_from(tasks)
+        .outerjoin(influences, influences.c.task_id == tasks.c.id)
+        .outerjoin(fingerprints, fingerprints.c.task_id == tasks.c.id)
+        .outerjoin(_leader, _leader.c.id == fingerprints.c.like)
+    )
+    return conn.execute(_of(query, wanted).order_by(tasks.c.id.desc()).limit(limit)).all()
+
+
+def count(conn: Connection, wanted: Conditions) -> int:
+    """How many tasks there are like that."""
+    return int(conn.execute(_of(select(func.count()).select_from(tasks), wanted)).scalar_one())
+
+
+def _of(query: Select[Any], wanted: Conditions) -> Select[Any]:
+    return query.outerjoin(verdicts, verdicts.c.id == _NEWEST).where(*wanted)
+
+
+def of_subject(conn: Connection, subject: str) -> Sequence[Row[Any]]:
+    """The tasks (as `listed`) of a task id, span, trace or conversation, the newest first."""
+    ids = (replies.c.span_id, replies.c.trace_id, replies.c.conversation_id)
+    told = select(replies.c.task_id).where(or_(*(column == subject for column in ids)))
+    return listed(conn, [or_(tasks.c.key == subject, tasks.c.id.in_(told))])
