@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sqlite3
 import subprocess
@@ -131,6 +132,10 @@ def test_a_live_database_is_followed_beside_a_bad_one(tmp_path: Path, make: Call
         late.rename(tmp_path / "later.sqlite")
         wait_for(lambda: len(daemon.lines()) > len(expected) + 50, "the late source's tasks")
         assert "Traceback" not in daemon.log()
+        # One line for each pass, and none for each reply.
+        passes = re.findall(r"(\d+) new tasks; judged (\d+): ", daemon.log())
+        assert sum(int(new) for new, _ in passes) >= len(expected)
+        assert len(re.findall("new tasks|judged", daemon.log())) == 2 * len(passes)
 
         second = subprocess.run(
             [sys.executable, "-m", "flywheel", "run", "-c", str(daemon.config)],
