@@ -21,6 +21,7 @@ LAYERS: dict[str, int] = {
     "verdict": 1,
     "request_id": 1,
     "round": 1,
+    "progress": 1,
     "files": 1,
     "nested": 1,
     "log": 1,

@@ -17,6 +17,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from flywheel.quantity import duration
+
 LINE_SECONDS: Final = 10.0
 """How often there is a line where there is no terminal."""
 
@@ -69,15 +71,9 @@ class Counter:
             speed = self._done / (now - self._began)
             total = max(self._total, self._done)
             left = (total - self._done) / speed
-            line = f"{self._what}: {self._done:,} of {total:,}, {_rate(speed)}, {_duration(left)} left"
+            line = f"{self._what}: {self._done:,} of {total:,}, {_rate(speed)}, {duration(left)} left"
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _rate(speed: float) -> str:
     return f"{speed:,.0f}/s" if speed >= 10 else f"{speed:.1f}/s" if speed >= 1 else f"{60 * speed:.0f}/min"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async
 from flywheel.cli.facts import criterion_lines
+from flywheel.cli.round_progress import shown
 from flywheel.cli.state import absence, look_at
 from flywheel.disarmed import disarmed
 from flywheel.errors import EXIT_FAILED, ServeError, StoreError, TrainError
@@ -37,7 +40,7 @@ def train_round(
 ) -> None:
     """Run one training round now."""
     settings = load_config(config)
-    report = run_async(_debug(settings) if debug else _round(settings, force))
+    report = run_async(_debug(settings, quiet=as_json) if debug else _round(settings, force, quiet=as_json))
     if as_json:
         print_json(report)
     else:
@@ -46,7 +49,7 @@ def train_round(
         raise typer.Exit(EXIT_FAILED)
 
 
-async def _round(config: Config, force: bool) -> dict[str, Any]:
+async def _round(config: Config, force: bool, *, quiet: bool) -> dict[str, Any]:
     from flywheel.daemon.deployer import Deployer
     from flywheel.daemon.interruption import Interruption
     from flywheel.daemon.judge_setup import rubric_of
@@ -61,7 +64,7 @@ async def _round(config: Config, force: bool) -> dict[str, Any]:
         try:
             rounds = Rounds(store, config, rubric, Deployer(store, config))
             interruption = Interruption(config.daemon.drain_seconds)
-            name = await interruption.during(_train(rounds, store, config, force), rounds.stop)
+            name = await interruption.during(_train(rounds, store, config, force, quiet=quiet), rounds.stop)
             if interruption.by is not None:
                 raise interruption.error("finish the round", await store.read(left_of_round))
             status = await store.read(snapshot, config)
@@ -70,10 +73,10 @@ async def _round(config: Config, force: bool) -> dict[str, Any]:
     return next(entry for entry in status["rounds"] if entry["round"] == name)
 
 
-async def _train(rounds: Rounds, store: Store, config: Config, force: bool) -> str:
+async def _train(rounds: Rounds, store: Store, config: Config, force: bool, *, quiet: bool) -> str:
     """The round that was left unfinished, else a new one; its name when it has ended, or was stopped."""
     from flywheel.daemon.planner import due
-    from flywheel.store.rounds import live
+    from flywheel.store.rounds import by_name, live
 
     if (row := await store.read(live)) is not None:
         name = str(row.name)
@@ -84,7 +87,10 @@ async def _train(rounds: Rounds, store: Store, config: Config, force: bool) -> s
         if not wanted.start:
             raise TrainError("start a round", wanted.reason, "Wait for that, or use --force.")
         name = await rounds.plan(wanted.reason)
-    await rounds.finish_live()
+    row = await store.read(by_name, name)
+    assert row is not None
+    async with shown(Path(row.dir), quiet=quiet):
+        await rounds.finish_live()
     return name
 
 
@@ -97,10 +103,11 @@ def left_of_round(conn: Connection) -> str:
     return f"{row.name} is {row.state}: the daemon, `flywheel run --once` or `flywheel round` goes on with it."
 
 
-async def _debug(config: Config) -> dict[str, Any]:
+async def _debug(config: Config, *, quiet: bool) -> dict[str, Any]:
     from flywheel.daemon.interruption import Interruption
     from flywheel.daemon.judge_setup import rubric_of
     from flywheel.daemon.planner import debug_spec
+    from flywheel.daemon.round_watch import RoundWatch
     from flywheel.daemon.status import metrics_of
     from flywheel.daemon.worker_process import WorkerProcess, result_of
 
@@ -109,14 +116,16 @@ async def _debug(config: Config) -> dict[str, Any]:
     directory = config.state_dir / "rounds" / "debug"
     worker = await WorkerProcess.start(directory, spec)
     interruption = Interruption(config.daemon.drain_seconds)
+    watch = RoundWatch("debug", worker)
     try:
-        await interruption.during(worker.wait(), worker.stop)
+        async with shown(directory, quiet=quiet):
+            code = await interruption.during(watch.follow(math.inf), worker.stop)
     except BaseException:
         await worker.stop()
         raise
     if interruption.by is not None:
         raise interruption.error("try a round", "Its worker has ended, and nothing was stored.")
-    result = result_of(directory)
+    result = result_of(directory, code)
     steps = [entry for entry in metrics_of(directory) if entry.get("event") == "step"]
     return {
         "round": "debug",

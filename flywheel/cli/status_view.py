@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import typer
 
 from flywheel.cli.facts import Fact, condition, counted, grid, place, plain, replica_line, replica_text, source_text
+from flywheel.progress import Progress
 from flywheel.quantity import quantity
 
 if TYPE_CHECKING:
@@ -73,8 +74,12 @@ def _repeat(look: Callable[[], dict[str, Any]]) -> None:
 
 
 def _without_looks(state: dict[str, Any]) -> dict[str, Any]:
-    """What may change. That the servers were looked at once more is no news."""
-    return {**state, "replicas": [{**each, "looked_at": None} for each in state["replicas"]]}
+    """What may change. That the servers were looked at once more is no news, nor is each rollout of a step."""
+    live = state["live_round"]
+    if live is not None and live["progress"] is not None:
+        kept = {key: live["progress"][key] for key in ("phase", "step", "steps", "paused")}
+        live = {**live, "progress": kept}
+    return {**state, "live_round": live, "replicas": [{**each, "looked_at": None} for each in state["replicas"]]}
 
 
 def fitted(state: dict[str, Any], console: Console) -> RenderableType:
@@ -177,6 +182,7 @@ def _facts(state: dict[str, Any], parts: _Parts) -> list[Fact]:
         ("judge", state["judge"]["error"] or quantity(state["judge"]["usage"]["calls"], "call")),
         ("deployed", f"{deployed['alias']} → {deployed['adapter'] or 'the base model'}"),
         *parts.servers,
+        *_live(state["live_round"]),
         ("waiting", state["waiting_for"] or "–"),
         ("letters", f"{state['dead_letters']} open: `flywheel dead-letters`" if state["dead_letters"] else "none"),
         ("balance", "–" if missing else "right" if state["balanced"] else "WRONG: run `flywheel audit`"),
@@ -189,6 +195,15 @@ def _verdicts(recent: dict[str, Any]) -> Iterator[str]:
     yield f"last {recent['judged']:,}: {recent['accepted']:,} accepted"
     if recent["rejected_by"]:
         yield f"rejected by {counted(recent['rejected_by'])}"
+
+
+def _live(live: dict[str, Any] | None) -> list[Fact]:
+    """The round that is under way."""
+    if live is None:
+        return []
+    progress = live["progress"]
+    told = Progress.model_validate(progress).told if progress is not None else live["state"]
+    return [("round", f"{live['round']}: {told}")]
 
 
 def _samples(state: dict[str, Any]) -> str:

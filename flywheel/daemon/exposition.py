@@ -41,6 +41,7 @@ class _Snapshot(Collector):
             self._state["recent_verdicts"]["rejected_by"],
         )
         yield from _of_rounds(self._state)
+        yield from _of_live_round(self._state["live_round"])
         yield from _of_replicas(self._state["replicas"])
 
 
@@ -80,7 +81,7 @@ def _of_sources(sources: list[dict[str, Any]]) -> Iterator[Metric]:
         "source_longest_read_seconds", "The longest read transaction on a source, in seconds.", ("source",), longest
     )
     yield each("open_traces", "Traces that are waited for.", "open_traces")
-    yield each("generation", "How often a source was replaced, restored or migrated.", "generation")
+    yield each("restarts", "How often reading started over: the file was replaced, restored or migrated.", "restarts")
     yield each("replies", "Replies of a source in the ledger.", "replies")
     yield each("tasks", "Replies of a source that became tasks.", "tasks")
     yield each("dead", "Rows of a source that could not be understood.", "dead")
@@ -117,6 +118,26 @@ def _of_rounds(state: dict[str, Any]) -> Iterator[Metric]:
         ((entry["adapter"],), entry["acceptance"]) for entry in state["by_adapter"] if entry["acceptance"] is not None
     ]
     yield _gauge("adapter_acceptance_ratio", "Accepted of an adapter's judged answers, 0 to 1.", ("adapter",), shares)
+
+
+def _of_live_round(live: dict[str, Any] | None) -> Iterator[Metric]:
+    progress = live["progress"] if live is not None else None
+
+    def number(name: str, text: str, key: str) -> Metric:
+        value = progress[key] if progress is not None else None
+        return _gauge(f"live_round_{name}", text, (), [] if value is None else [((), float(value))])
+
+    phases = [((live["round"], progress["phase"]), 1.0)] if live is not None and progress is not None else []
+    yield _gauge("live_round_phase", "What the worker of the running round does; 1.", ("round", "phase"), phases)
+    yield number("step", "Steps of the running round that are done.", "step")
+    yield number("steps", "Steps that the running round has.", "steps")
+    yield number("reward", "Mean reward of the last step that is done.", "reward")
+    yield number("rollouts", "Rollouts of the step under way, or of the comparison, that are done.", "rollouts")
+    yield number("rollouts_planned", "Rollouts of the step under way, or of the comparison.", "rollouts_planned")
+    yield number("tokens_per_second", "Tokens that the rollout engines generate in a second.", "tokens_per_second")
+    yield number("left_seconds", "About how long the running round still takes.", "seconds_left")
+    paused = [] if progress is None else [((), float(bool(progress["paused"])))]
+    yield _gauge("live_round_paused", "Whether the running round waits for something.", (), paused)
 
 
 def _of_replicas(replicas: list[dict[str, Any]]) -> Iterator[Metric]:

@@ -20,6 +20,7 @@ from flywheel.config import Config
 from flywheel.daemon import planner
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.judge_setup import chain_of, judge_settings
+from flywheel.daemon.round_watch import RoundWatch
 from flywheel.daemon.worker_process import WorkerProcess, result_of
 from flywheel.errors import ServeError, TrainError
 from flywheel.evaluation.gate import decide
@@ -121,17 +122,20 @@ class Rounds:
         return True
 
     async def _watch(self, row: Row[Any]) -> None:
-        worker = self._worker or WorkerProcess.adopt(Path(row.dir), row.pid)
+        worker = self._worker
+        if worker is None and (worker := WorkerProcess.adopt(Path(row.dir), row.pid)) is not None:
+            log.info("%s: its worker (process %d), which an earlier daemon started, is adopted", row.name, worker.pid)
         self._worker = worker
+        code: int | None = None
         try:
             if worker is not None and self._stopping.is_set():
                 await worker.stop()
             elif worker is not None:
-                await asyncio.wait_for(worker.wait(), self._config.daemon.round_timeout_seconds)
+                code = await RoundWatch(row.name, worker).follow(self._config.daemon.round_timeout_seconds)
             if self._stopping.is_set():
                 await self._store.write(_put_back, row.id)
                 return
-            result = await asyncio.to_thread(result_of, Path(row.dir))
+            result = await asyncio.to_thread(result_of, Path(row.dir), code)
         except TimeoutError:
             assert worker is not None
             await worker.stop()

@@ -11,6 +11,7 @@ from sqlalchemy import Connection, Row
 from flywheel import __version__
 from flywheel.config import Config, JsonlSource, OtlpSource
 from flywheel.daemon.lock import holder
+from flywheel.progress import progress_of
 from flywheel.round import METRICS_FILE
 from flywheel.states import ReplyState, RoundState, TaskState
 from flywheel.store import deployments, funnel, judging, replicas, rounds, samples
@@ -52,7 +53,7 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
         "rounds": [_round(row) for row in shown],
         "rounds_by_state": {state.value: rounds.count(conn, state) for state in RoundState},
         "promoted": rounds.count(conn, RoundState.PROMOTED),
-        "live_round": _round(live) if live is not None else None,
+        "live_round": _round(live) | {"progress": _progress(live)} if live is not None else None,
         "deployment": {
             "alias": config.model.alias,
             "adapter": active.adapter if active else None,
@@ -93,12 +94,14 @@ def _is_configured(config: Config, path: Path) -> bool:
 
 def _source(row: dict[str, Any], counts: SourceCounts | None) -> dict[str, Any]:
     keys = (
-        "path", "type", "condition", "schema", "generation", "open_traces", "longest_read_ms", "error", "warning",
+        "path", "type", "condition", "schema", "open_traces", "longest_read_ms", "error", "warning",
         "read_at",
     )  # fmt: skip
     found = counts or SourceCounts(0, 0, {}, 0)
     return {
         **{key: row[key] for key in keys},
+        # Not by the name of its column: "generation" is said of Studio's schemas.
+        "restarts": row["generation"],
         "replies": found.replies,
         "tasks": found.tasks,
         "skipped": dict(found.skipped),
@@ -115,6 +118,12 @@ def _replica(url: str, seen: dict[str, Any] | None) -> dict[str, Any]:
 def _round(row: Row[Any]) -> dict[str, Any]:
     result = row.result or {}
     comparison = result.get("comparison") or {}
+    if not result and (progress := _progress(row)) is not None:
+        result = {
+            "steps": progress["step"],
+            "reward_first": progress["reward_first"],
+            "reward_last": progress["reward"],
+        }
     return {
         "round": row.name,
         "state": row.state,
@@ -131,6 +140,12 @@ def _round(row: Row[Any]) -> dict[str, Any]:
         "created_at": row.created_at,
         "finished_at": row.finished_at,
     }
+
+
+def _progress(row: Row[Any]) -> dict[str, Any] | None:
+    """How far the worker of a live round is; None while it has none, or has written nothing yet."""
+    progress = progress_of(Path(row.dir)) if row.state == RoundState.TRAINING else None
+    return progress.model_dump() if progress is not None else None
 
 
 def metrics_of(round_dir: Path) -> list[dict[str, Any]]:

@@ -7,17 +7,22 @@ import contextlib
 import os
 import signal
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Final
 
 import orjson
 from pydantic import ValidationError
 
 from flywheel.errors import TrainError
 from flywheel.files import write_atomic
+from flywheel.progress import PROGRESS_FILE
 from flywheel.round import ERROR_FILE, LOG_FILE, RESULT_FILE, SPEC_FILE, RoundResult, RoundSpec
 
 STOP_SECONDS = 20.0
 ADOPTED_POLL_SECONDS = 1.0
+LOG_END_BYTES: Final = 4096
+_BEGIN: Final = "=== worker started:"
 
 
 class WorkerProcess:
@@ -33,10 +38,14 @@ class WorkerProcess:
         """Write the specification and start the worker. Raises TrainError when the disk or the system refuses."""
         try:
             round_dir.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240 - before anything waits
-            for name in (RESULT_FILE, ERROR_FILE):
+            for name in (RESULT_FILE, ERROR_FILE, PROGRESS_FILE):
                 (round_dir / name).unlink(missing_ok=True)
             write_atomic(round_dir / SPEC_FILE, spec.model_dump_json(indent=1).encode())
-            with (round_dir / LOG_FILE).open("ab") as log:
+            with (round_dir / LOG_FILE).open("ab", buffering=0) as log:
+                # What stands before this line was said by an earlier worker.
+                log.write(
+                    f"{_BEGIN} attempt {spec.attempt}, {datetime.now(UTC).isoformat(timespec='seconds')}\n".encode()
+                )
                 process = await asyncio.create_subprocess_exec(
                     sys.executable,
                     "-m",
@@ -69,13 +78,14 @@ class WorkerProcess:
         pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
         return [cls(round_dir, pid, None) for pid in pids if _is_worker(pid, round_dir)]
 
-    async def wait(self) -> None:
-        """Until it has ended, however it did."""
+    async def wait(self) -> int | None:
+        """Until it has ended, however it did. Its exit code, minus the signal's number if one ended it; None of a
+        worker that an earlier daemon started: only a parent is told."""
         if self._process is not None:
-            await self._process.wait()
-            return
+            return await self._process.wait()
         while _is_worker(self.pid, self.dir):  # noqa: ASYNC110 - it is no child of ours, nobody tells us
             await asyncio.sleep(ADOPTED_POLL_SECONDS)
+        return None
 
     async def stop(self) -> None:
         """SIGTERM, and SIGKILL to its process group when that has not helped in time."""
@@ -104,8 +114,9 @@ def _is_worker(pid: int, round_dir: Path) -> bool:
     return not zombie and b"flywheel.worker" in words and str(round_dir).encode() in words
 
 
-def result_of(round_dir: Path) -> RoundResult:
-    """What the worker left. Raises TrainError: with its own words if it could say them, else with its log's end."""
+def result_of(round_dir: Path, code: int | None = None) -> RoundResult:
+    """What the worker left. Raises TrainError: with its own words if it could say them, else with what it died of, as
+    far as its exit code tells, and the last line that it wrote to its log."""
     path = round_dir / RESULT_FILE
     attempted = f"finish {round_dir.name}"
     if path.exists():
@@ -122,13 +133,31 @@ def result_of(round_dir: Path) -> RoundResult:
         raise TrainError(attempted, str(said["error"]), said.get("hint", ""), retryable=bool(said.get("retryable")))
     last = _last_line(round_dir / LOG_FILE)
     raise TrainError(
-        attempted, f"its worker died{f' ({last})' if last else ''}", f"See {round_dir / LOG_FILE}.", retryable=True
+        attempted,
+        f"its worker died{_of_what(code)}{f' ({last})' if last else ''}",
+        f"See {round_dir / LOG_FILE}.",
+        retryable=True,
     )
 
 
+def _of_what(code: int | None) -> str:
+    if code is None:
+        return ""
+    # A worker that heeds a signal ends by itself, with 128 and its number.
+    number = -code if code < 0 else code - 128
+    if number not in {each.value for each in signal.Signals}:
+        return f" with exit code {code}"
+    often = ", often because memory ran out," if number == signal.SIGKILL else ""
+    return f" of {signal.Signals(number).name}{often}"
+
+
 def _last_line(path: Path) -> str:
+    """The last thing that this worker said; empty when that was nothing."""
     try:
-        lines = path.read_bytes()[-4096:].decode(errors="replace").splitlines()
+        with path.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_END_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()
     except OSError:
         return ""
-    return next((line.strip()[-300:] for line in reversed(lines) if line.strip()), "")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return "" if last.startswith(_BEGIN) else last[-300:]

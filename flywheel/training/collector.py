@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from flywheel.errors import FlywheelError, TrainError
+from flywheel.training.meter import Meter
 from flywheel.training.process import POLL_SECONDS, check_stopped
 from flywheel.training.rollout import Batch, Completion, Rollout, RolloutRequest, exchange
 from flywheel.verdict import Exchange, Outcome, Verdict
@@ -29,9 +30,19 @@ Grade = Callable[[Exchange], Verdict]
 class Collector:
     """Use it as a context: its threads end with it."""
 
-    def __init__(self, engines: Sequence[Any], grade: Grade, *, max_thread: int, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        engines: Sequence[Any],
+        grade: Grade,
+        *,
+        max_thread: int,
+        timeout_seconds: float,
+        meter: Meter | None = None,
+    ) -> None:
+        """`meter` counts what comes."""
         self._engines = engines
         self._grade = grade
+        self._meter = meter
         self._timeout = timeout_seconds
         self._threads = ThreadPoolExecutor(max_thread, thread_name_prefix="grade")
 
@@ -45,6 +56,8 @@ class Collector:
         """One rollout per request, in the same order. Raises TrainError when an engine dies, and the judge's own
         error when it can never answer (a wrong key, for example)."""
         started = time.monotonic()
+        if self._meter is not None:
+            self._meter.begin()
         completions: list[Completion] = [Completion(error="not generated")] * len(requests)
         grades: dict[int, Future[Verdict]] = {}
         # A group stays on one engine, which then computes its prompt once.
@@ -62,6 +75,8 @@ class Collector:
             for reference in ready:
                 place = pending.pop(reference)
                 completion = completions[place] = _fetch(reference)
+                if self._meter is not None:
+                    self._meter.completed(len(completion.token_ids))
                 if not completion.error:
                     work = exchange(requests[place].prompt, completion.text)
                     grades[place] = self._threads.submit(self._verdict, work)

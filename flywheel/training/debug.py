@@ -10,6 +10,7 @@ from flywheel.config import Config
 from flywheel.files import append_jsonl
 from flywheel.round import ROLLOUTS_FILE, RoundSpec
 from flywheel.training.collector import Collector
+from flywheel.training.meter import Meter
 from flywheel.training.metrics import Metrics
 from flywheel.training.prompts import Prompt, schedule
 from flywheel.training.rollout import LoadedAdapter, add_usage
@@ -32,12 +33,14 @@ def roll_out_only(
     prompts: Sequence[Prompt],
     collector: Collector,
     adapter: LoadedAdapter | None,
+    meter: Meter,
 ) -> DebugRun:
     """The first steps of a round, as many as it needs to see whether anything can be learned."""
     training = settings.training
     steps = min(FIRST_LOOK, training.steps)
     plan = schedule(len(prompts), per_step=training.prompts_per_step, steps=steps, seed=spec.seed)
     metrics = Metrics(directory)
+    meter.enter("training", training.prompts_per_step * training.group_size, steps=steps)
     usage: dict[str, int] = {}
     means: list[float | None] = []
     groups = spread = undecided = 0
@@ -46,6 +49,7 @@ def roll_out_only(
         batch = collector.collect(requests)
         append_jsonl(directory / ROLLOUTS_FILE, [rollout.line(step + 1) for rollout in batch.rollouts])
         figures = batch.summary()
+        meter.stepped(step + 1, figures["reward_mean"], collecting_seconds=sum(batch.seconds.values()))
         temperature = settings.rollout.temperature
         metrics.step(step + 1, steps, {**figures, "temperature": temperature, "seconds": batch.seconds})
         usage = add_usage(usage, batch.usage())

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from flywheel.config import Config
 from flywheel.errors import FlywheelError, TrainError
 from flywheel.files import tree_sha256, write_json
+from flywheel.progress import PROGRESS_FILE
 from flywheel.round import (
     ADAPTER_DIR,
     ERROR_FILE,
@@ -29,7 +30,7 @@ TRL_DIR = "trl"
 """TRL's output directory, which stays empty."""
 SCRATCH = (SYNC_DIR, TRL_DIR, f".{ADAPTER_DIR}.new")
 """What is of use only while the worker runs."""
-PARTS = (METRICS_FILE, ROLLOUTS_FILE, RESULT_FILE, ERROR_FILE, ADAPTER_DIR, *SCRATCH)
+PARTS = (METRICS_FILE, PROGRESS_FILE, ROLLOUTS_FILE, RESULT_FILE, ERROR_FILE, ADAPTER_DIR, *SCRATCH)
 
 
 def read_spec(directory: Path) -> RoundSpec:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from flywheel.files import append_jsonl
+from flywheel.progress import Phase
 from flywheel.round import METRICS_FILE
-
-Phase = Literal["starting", "training", "evaluating"]
 
 
 class Metrics:

@@ -22,6 +22,7 @@ from flywheel.files import append_jsonl
 from flywheel.round import ADAPTER_DIR, ROLLOUTS_FILE, RoundSpec
 from flywheel.training.collector import Collector, Grade
 from flywheel.training.directory import SYNC_DIR, TRL_DIR
+from flywheel.training.meter import Meter
 from flywheel.training.metrics import Metrics
 from flywheel.training.policy import load_policy, save_adapter
 from flywheel.training.prompts import Prompt, schedule, seed_of
@@ -70,21 +71,31 @@ class Trainer:
         import flywheel.training.grpo  # noqa: F401
 
     def train(
-        self, prompts: Sequence[Prompt], engines: Sequence[Any], make_grade: Callable[[RoundSpec], Grade]
+        self,
+        prompts: Sequence[Prompt],
+        engines: Sequence[Any],
+        make_grade: Callable[[RoundSpec], Grade],
+        gate_rollouts: int,
     ) -> Trained:
-        """Train for the configured steps and write the adapter. Raises TrainError, or the judge's error."""
+        """Train for the configured steps and write the adapter. Raises TrainError, or the judge's error.
+
+        `gate_rollouts` are those of the comparison that follows, for the time that is left.
+        """
         from transformers import AutoTokenizer
 
         from flywheel.training.grpo import RoundTrainer, StepLog, grpo_config, rows
 
         training = self._settings.training
+        meter = Meter(self._directory, steps=training.steps, gate_rollouts=gate_rollouts)
+        meter.enter("training", training.prompts_per_step * training.group_size)
         with Collector(
             engines,
             make_grade(self._spec),
             max_thread=self._settings.judge.max_thread,
             timeout_seconds=self._settings.rollout.timeout_seconds,
+            meter=meter,
         ) as collector:
-            run = Run(self._spec, self._settings, self._directory, prompts, engines, collector)
+            run = Run(self._spec, self._settings, self._directory, prompts, engines, collector, meter)
             trainer = RoundTrainer(
                 roll_out=run.roll_out,
                 sync_weights=lambda: run.sync(self._model),
@@ -118,9 +129,10 @@ class Run:
         prompts: Sequence[Prompt],
         engines: Sequence[Any],
         collector: Collector,
+        meter: Meter,
     ) -> None:
         self._spec, self._settings, self._directory = spec, settings, directory
-        self._engines, self._collector = engines, collector
+        self._engines, self._collector, self._meter = engines, collector, meter
         self._metrics = Metrics(directory)
         self._adapter: LoadedAdapter | None = None
         self._sync_seconds = 0.0
@@ -191,9 +203,11 @@ class Run:
                 "entropy": logs.get("entropy"),
                 "logprob_gap": logs.get("sampling/sampling_logp_difference/mean"),
                 "temperature": self._settings.rollout.temperature,
+                "tokens_per_second": batch.usage()["rollout_tokens"] / max(batch.seconds["generate"], 1e-9),
                 "seconds": {**parts, "train": max(0.0, whole - sum(parts.values()))},
             },
         )
+        self._meter.stepped(step, summary["reward_mean"], collecting_seconds=sum(batch.seconds.values()))
         self.steps_done = step
         self.reward_last = summary["reward_mean"]
         self.reward_first = self.reward_last if step == 1 else self.reward_first

@@ -55,6 +55,7 @@ def run_round(spec: RoundSpec, directory: Path, make_grade: MakeGrade) -> RoundR
     # Before anything is started: a rubric or a judge that cannot work shows itself here.
     whole = Round(spec, directory, settings, make_grade)
     whole.metrics.phase("starting")
+    whole.meter.enter("starting")
     with cluster.session(settings):
         # Ray has just installed handlers of its own.
         catch_signals()

@@ -23,6 +23,7 @@ from flywheel.training.collector import Collector, Grade
 from flywheel.training.debug import roll_out_only
 from flywheel.training.engine import Engine, EngineSettings
 from flywheel.training.held_out import Pairs, answer, check_enough
+from flywheel.training.meter import Meter
 from flywheel.training.metrics import Metrics
 from flywheel.training.policy import rank
 from flywheel.training.probe import make_probe
@@ -58,6 +59,7 @@ class Round:
         self.make_grade = make_grade
         self.grade = make_grade(spec)
         self.metrics = Metrics(directory)
+        self.meter = Meter(directory, steps=settings.training.steps)
         self.engines: list[Any] = []
         self.trainer: Any = None
         self.seconds: dict[str, float] = {}
@@ -109,6 +111,7 @@ class Round:
             self.start()
             train = self.asked(self.spec.train)
             held_out = [] if self.spec.debug else self.asked(self.spec.held_out).prompts
+            held_out = held_out[-self.settings.gate.max_tasks :]
         prompts, self.left_out = train.prompts, train.left_out
         if not prompts:
             raise TrainError(
@@ -123,7 +126,10 @@ class Round:
         if self.spec.debug:
             return self._debug(prompts)
         with self._timed("train"):
-            [trained] = cluster.wait([self.trainer.train.remote(prompts, self.engines, self.make_grade)])
+            gate_rollouts = 2 * self.settings.gate.samples * len(held_out)
+            [trained] = cluster.wait(
+                [self.trainer.train.remote(prompts, self.engines, self.make_grade, gate_rollouts)]
+            )
             ray.kill(self.trainer)
         self.usage = trained.usage
         figures = {
@@ -136,8 +142,9 @@ class Round:
         path = self.directory / ADAPTER_DIR
         adapter = AdapterRef(name=self.spec.round_id, path=str(path), sha256=tree_sha256(path))
         with self._timed("evaluate"):
-            held_out = held_out[-self.settings.gate.max_tasks :]
             self.metrics.phase("evaluating", prompts=len(held_out))
+            rewards = {"reward_first": trained.reward_first, "reward": trained.reward_last}
+            self.meter.enter("evaluating", gate_rollouts, step=trained.steps, **rewards)
             # Numbers go on where the steps ended: an engine must never meet one twice.
             candidate = self._load(adapter, self.settings.training.steps + 1)
             deployed = self._load(self.spec.parent, self.settings.training.steps + 2)
@@ -170,7 +177,7 @@ class Round:
     def _debug(self, prompts: list[Prompt]) -> RoundResult:
         adapter = self._load(self.spec.parent, 1)
         with self._timed("train"), self._collector() as collector:
-            debug = roll_out_only(self.spec, self.settings, self.directory, prompts, collector, adapter)
+            debug = roll_out_only(self.spec, self.settings, self.directory, prompts, collector, adapter, self.meter)
         self.usage = debug.usage
         return self._result(
             "debug",
@@ -211,6 +218,7 @@ class Round:
             self.grade,
             max_thread=self.settings.judge.max_thread,
             timeout_seconds=self.settings.rollout.timeout_seconds,
+            meter=self.meter,
         )
 
     @contextlib.contextmanager

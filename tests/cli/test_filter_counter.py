@@ -33,13 +33,6 @@ def test_lines_are_rare_and_a_quiet_one_says_nothing(
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(
-    ("seconds", "told"), [(0.4, "0 s"), (59, "59 s"), (61, "1 min 1 s"), (3_600, "1 h 0 min"), (7_384, "2 h 3 min")]
-)
-def test_durations_read_as_people_say_them(seconds: float, told: str) -> None:
-    assert counter._duration(seconds) == told
-
-
 @pytest.mark.parametrize(("speed", "told"), [(1234.4, "1,234/s"), (2.55, "2.5/s"), (0.5, "30/min")])
 def test_rates_have_as_many_figures_as_they_are_worth(speed: float, told: str) -> None:
     assert counter._rate(speed) == told

@@ -59,7 +59,7 @@ def test_it_says_what_the_json_says(flywheel: Run, tmp_path: Path) -> None:
     }
     for name, key in (
         ("open_traces", "open_traces"),
-        ("generation", "generation"),
+        ("restarts", "restarts"),
         ("replies", "replies"),
         ("tasks", "tasks"),
         ("dead", "dead"),

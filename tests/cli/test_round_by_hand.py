@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import re
+import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from flywheel.cli import status_view
 from tests.cli.conftest import Run
+from tests.cli.test_metrics import by, parsed
+from tests.waiting import wait_for
+
+PYTHON = sys.executable
+SECONDS = 120
+HALFWAY = (
+    '{"phase": "training", "step": 2, "steps": 5, "rollouts": 40, "rollouts_planned": 64, "reward_first": 0.25,'
+    ' "reward": 0.5, "tokens_per_second": 812.0, "seconds_left": 125.0, "paused": "", "updated_at": "2026-01-01"}'
+)
+TOLD = "training, step 3 of 5, 40 of 64 rollouts, reward 0.500, 812 tokens/s, about 2 min 5 s left"
 
 
 @pytest.fixture
@@ -36,7 +53,7 @@ def test_run_once_fails_with_its_round_and_tries_no_other(flywheel: Run, config:
     config.write_text(config.read_text().replace("600", "0"))
     ran = flywheel("run", "--once", "-c", config)
     assert ran.code == 1
-    assert "r0001 failed: cannot finish r0001: its worker died (out of memory)" in ran.err
+    assert "r0001 failed: cannot finish r0001: its worker died with exit code 1 (out of memory)" in ran.err
     assert len(flywheel("status", "--json", "-c", config).json["rounds"]) == 1
 
 
@@ -90,3 +107,116 @@ def test_a_rubric_that_looks_at_tool_calls_starts_no_round(
     assert "order (tool-sequence) of the rubric mine looks at tool calls" in ran.err
     assert "Take those criteria out of the rubric" in ran.err
     assert not (tmp_path / "state" / "rounds").exists()
+
+
+@pytest.fixture
+def halfway(config: Path, worker: Path, tmp_path: Path) -> Iterator[Callable[[], None]]:
+    """`flywheel round` in a process of its own, whose worker is in the middle until this is called."""
+    go_on = tmp_path / "go-on"
+    worker.write_text(
+        f"#!/bin/sh\necho '{HALFWAY}' > \"$3/progress.json\"\n"
+        f"while [ ! -e {go_on} ]; do sleep 0.1; done\n"
+        'echo \'{"round_id": "r0001", "outcome": "refused", "reason": "no spread"}\' > "$3/result.json"\n'
+    )
+    yield go_on.touch
+    go_on.touch()
+
+
+def started(config: Path, worker: Path, stderr: int) -> subprocess.Popen[bytes]:
+    code = f"import sys; from flywheel.cli import main; sys.executable = {str(worker)!r}; main()"
+    command = [PYTHON, "-c", code, "round", "-c", config]
+    return subprocess.Popen(command, env={**os.environ, "TERM": "xterm"}, stdout=subprocess.PIPE, stderr=stderr)
+
+
+def test_a_running_round_is_told_in_the_log_the_status_the_json_and_the_metrics(
+    flywheel: Run,
+    config: Path,
+    worker: Path,
+    halfway: Callable[[], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log = tmp_path / "log"
+    with log.open("wb") as stderr:
+        process = started(config, worker, stderr.fileno())
+    try:
+        wait_for(lambda: "training, step 3" in log.read_text(), "the line of the log", seconds=SECONDS)
+        assert f"r0001: {TOLD}\n" in log.read_text()
+
+        state = flywheel("status", "--json", "-c", config).json
+        live = state["live_round"]
+        progress = live["progress"]
+        assert (progress["phase"], progress["step"], progress["steps"]) == ("training", 2, 5)
+        assert (live["round"], live["steps"], live["reward_first"], live["reward_last"]) == ("r0001", 2, 0.25, 0.5)
+
+        assert f"round     r0001: {TOLD}\n" in flywheel("status", "-c", config).out
+
+        metrics = parsed(flywheel("status", "--metrics", "-c", config).out)
+        assert by(metrics["flywheel_live_round_phase"], "round", "phase") == {"r0001 training": 1}
+        found = {
+            name.removeprefix("flywheel_live_round_"): samples[0].value
+            for name, samples in metrics.items()
+            if name.startswith("flywheel_live_round_") and not name.endswith("phase")
+        }
+        assert found == {
+            "step": 2,
+            "steps": 5,
+            "reward": 0.5,
+            "rollouts": 40,
+            "rollouts_planned": 64,
+            "tokens_per_second": 812,
+            "left_seconds": 125,
+            "paused": 0,
+        }
+
+        # A pipe is told of each step, and not of each rollout.
+        def moved(rollouts: int, step: int) -> dict[str, object]:
+            return {**state, "live_round": {**live, "progress": {**progress, "rollouts": rollouts, "step": step}}}
+
+        looks = iter([moved(40, 2), moved(50, 2), moved(3, 3)])
+
+        def look() -> dict[str, object]:
+            try:
+                return next(looks)
+            except StopIteration:
+                raise KeyboardInterrupt from None
+
+        monkeypatch.setattr(status_view, "WATCH_SECONDS", 0)
+        capsys.readouterr()
+        with pytest.raises(KeyboardInterrupt):
+            status_view.watch(look)
+        shown = capsys.readouterr().out
+        assert re.findall(r"step (\d) of 5, (\d+) of 64", shown) == [("3", "40"), ("4", "3")]
+    finally:
+        halfway()
+        assert process.wait(SECONDS) == 0
+        assert process.stdout is not None
+        process.stdout.close()
+    assert flywheel("status", "--json", "-c", config).json["live_round"] is None
+
+
+def test_a_running_round_is_shown_on_a_terminal(config: Path, worker: Path, halfway: Callable[[], None]) -> None:
+    master, slave = pty.openpty()
+    process = started(config, worker, slave)
+    os.close(slave)
+    watchdog = threading.Timer(SECONDS, process.kill)
+    watchdog.start()
+    screen = b""
+    try:
+        while b"812 tokens/s" not in screen:
+            screen += os.read(master, 65536)
+        halfway()
+        assert process.wait(SECONDS) == 0
+    finally:
+        watchdog.cancel()
+        process.kill()
+        process.wait()
+        os.close(master)
+        assert process.stdout is not None
+        out = process.stdout.read().decode()
+        process.stdout.close()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.decode())
+    assert "r0001" in text
+    assert "training, step 3 of 5" in text
+    assert out.startswith("r0001: rejected: no spread\n")

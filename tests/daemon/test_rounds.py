@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, select, update
 
 from flywheel import content
 from flywheel.config import Config, parse
@@ -483,3 +483,49 @@ async def test_a_sample_that_could_not_be_asked_has_made_no_adapter_and_is_told_
     told = [(step["new"], step["detail"]) for step in task["replies"][0]["task"]["history"]]
     assert ("left out", "of r0001: its prompt has 9000 tokens") in told
     await wheel.books()
+
+
+async def test_the_adoption_of_a_worker_is_logged(wheel: Wheel, caplog: pytest.LogCaptureFixture) -> None:
+    directory = await wheel.started()
+    code = "import time; print('up', flush=True); time.sleep(600)"
+    command = [sys.executable, "-c", code, "flywheel.worker", str(directory)]
+    caplog.set_level("INFO")
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as left:
+        assert left.stdout is not None
+        assert left.stdout.readline() == b"up\n"
+        await wheel.store.write(lambda conn: conn.execute(update(schema.rounds).values(pid=left.pid)))
+        try:
+            going = asyncio.create_task(wheel.rounds.finish_live())
+            told = f"r0001: its worker (process {left.pid}), which an earlier daemon started, is adopted"
+            while told not in caplog.messages:
+                await asyncio.sleep(0.05)
+        finally:
+            left.kill()
+    assert await going is RoundState.FAILED
+
+
+async def test_a_pause_does_not_count_as_work(wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that is paused longer than it may work is left to go on; one that works so long is stopped."""
+    monkeypatch.setattr("flywheel.daemon.round_watch.WATCH_SECONDS", 0.05)
+    daemon = wheel.config.daemon.model_copy(update={"round_timeout_seconds": 1.0})
+    config = wheel.config.model_copy(update={"daemon": daemon})
+    worker = tmp_path / "worker"
+    monkeypatch.setattr(sys, "executable", str(worker))
+    paused = '{"phase": "training", "paused": "the judge is away"}'
+    result = '{"round_id": "r0001", "outcome": "refused", "reason": "no spread"}'
+    worker.write_text(f"""#!/bin/sh
+echo '{paused}' > "$3/progress.json"
+sleep 3
+echo '{result}' > "$3/result.json"
+""")
+    worker.chmod(0o755)
+    rounds_of = Rounds(wheel.store, config, wheel.rounds._rubric, wheel.deployer)
+    await rounds_of.plan("test")
+    assert await rounds_of.finish_live() is RoundState.REJECTED
+    worker.write_text(worker.read_text().replace("the judge is away", "").replace("sleep 3", "exec sleep 600"))
+    await wheel.store.write(put_more_tasks, 6)
+    await rounds_of.plan("test")
+    assert await rounds_of.finish_live() is RoundState.FAILED
+    row = await wheel.store.read(rounds.by_name, "r0002")
+    assert row is not None
+    assert "ran longer than 1 s" in row.reason

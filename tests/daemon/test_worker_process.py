@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from flywheel.daemon.worker_process import WorkerProcess, result_of
 from flywheel.errors import TrainError
 from flywheel.files import write_json
 from flywheel.round import RoundResult
+from tests.training.test_directory import spec
 
 
 @pytest.fixture
@@ -61,6 +63,40 @@ def test_a_worker_that_just_died_is_quoted_from_its_log(tmp_path: Path) -> None:
     with pytest.raises(TrainError, match="Killed by the kernel") as caught:
         result_of(tmp_path)
     assert caught.value.retryable
+
+
+@pytest.mark.parametrize(
+    ("end", "died"),
+    [
+        ("kill -9 $$", "died of SIGKILL, often because memory ran out, (out of luck)"),
+        ("kill -SEGV $$", "died of SIGSEGV (out of luck)"),
+        ("exit 143", "died of SIGTERM (out of luck)"),
+        ("exit 3", "died with exit code 3 (out of luck)"),
+    ],
+)
+async def test_a_death_names_its_signal_and_the_last_line_of_the_workers_own_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, died: str
+) -> None:
+    script = tmp_path / "worker"
+    script.write_text(f"#!/bin/sh\necho begun; echo out of luck; {end}\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    worker = await WorkerProcess.start(tmp_path / "r0001", spec())
+    code = await worker.wait()
+    with pytest.raises(TrainError, match=re.escape(died)) as caught:
+        result_of(worker.dir, code)
+    assert caught.value.retryable
+
+
+async def test_what_an_earlier_worker_said_last_is_not_quoted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "worker.log").write_text("out of memory\n")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    worker = await WorkerProcess.start(tmp_path, spec())
+    with pytest.raises(TrainError, match=r"its worker died with exit code 1\. See") as caught:
+        result_of(tmp_path, await worker.wait())
+    assert "memory" not in str(caught.value)
 
 
 def test_the_result_wins_over_everything(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from demo import judge
 from demo.questions import SYSTEM_PROMPT, Question, questions
 from flywheel.config import Config
 from flywheel.files import tree_sha256
+from flywheel.progress import progress_of
 from flywheel.round import AdapterRef, RoundResult, RoundSpec, RoundTask
 from flywheel.training.process import LOCK_FILE
 from tests.training.test_directory import POLICY
@@ -219,7 +220,16 @@ def test_a_round_ends_well_and_leaves_no_process_and_no_session(trained: Done) -
     assert trained.left_running == []
     assert trained.result.outcome == "trained"
     assert sorted(path.name for path in trained.directory.iterdir()) == sorted(
-        ["adapter", "metrics.jsonl", "result.json", "rollouts.jsonl", "spec.json", "worker.log", LOCK_FILE]
+        [
+            "adapter",
+            "metrics.jsonl",
+            "progress.json",
+            "result.json",
+            "rollouts.jsonl",
+            "spec.json",
+            "worker.log",
+            LOCK_FILE,
+        ]
     )
     assert trained.left_behind == []
 
@@ -300,6 +310,18 @@ def test_metrics_tell_phases_and_steps_while_it_runs(trained: Done) -> None:
     assert trained.steps[0]["learning_rate"] > trained.steps[-1]["learning_rate"]
     assert trained.result.reward_first == pytest.approx(trained.steps[0]["reward_mean"], abs=1e-6)
     assert trained.result.reward_last == pytest.approx(trained.steps[-1]["reward_mean"], abs=1e-6)
+
+
+def test_progress_is_told_to_the_end(trained: Done) -> None:
+    progress = progress_of(trained.directory)
+    assert progress is not None
+    assert (progress.phase, progress.step, progress.steps) == ("evaluating", STEPS, STEPS)
+    assert progress.rollouts_planned == 2 * SAMPLES * HELD_OUT
+    assert 0 < progress.rollouts <= progress.rollouts_planned
+    assert (progress.reward_first, progress.reward) == (trained.result.reward_first, trained.result.reward_last)
+    assert progress.tokens_per_second is not None
+    assert progress.tokens_per_second > 0
+    assert all(step["tokens_per_second"] > 0 for step in trained.steps)
 
 
 def test_trainer_and_engine_agree_on_every_steps_adapter(trained: Done, continued: Done) -> None:

@@ -1,0 +1,106 @@
+"""The meter of a running round: counts steps, rollouts and tokens, and keeps `progress.json` up to date.
+
+Trainer and worker have one each and take turns with the file, which is replaced as a whole.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from flywheel.files import write_atomic
+from flywheel.progress import PROGRESS_FILE, Phase, Progress
+
+WRITE_SECONDS: Final = 1.0
+"""How often the file is replaced at most while nothing but rollouts come in."""
+RECENT_STEPS: Final = 8
+"""The time left is reckoned from so many steps: the first ones take longer than the others."""
+
+
+class Meter:
+    """Thread-safe: rollouts are counted by one thread, pauses told by others."""
+
+    def __init__(
+        self, directory: Path, *, steps: int, gate_rollouts: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`gate_rollouts` are still to come when the last step is done."""
+        self._path = directory / PROGRESS_FILE
+        self._gate_rollouts = gate_rollouts
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._now = Progress(phase="starting", steps=steps)
+        self._written = float("-inf")
+        self._began = self._batch_began = clock()
+        self._tokens = 0
+        self._pause_began: float | None = None
+        self._step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._rollout_seconds: float | None = None
+
+    def enter(self, phase: Phase, rollouts: int = 0, **known: Any) -> None:
+        """Begin a phase. `rollouts` are those of each of its steps, or all of it; `known` is what came before."""
+        with self._lock:
+            self._began = self._clock()
+            self._set(phase=phase, rollouts=0, rollouts_planned=rollouts, **known)
+
+    def begin(self) -> None:
+        """The engines are asked for a batch of rollouts."""
+        with self._lock:
+            self._batch_began, self._tokens = self._clock(), 0
+
+    def completed(self, tokens: int) -> None:
+        """One of them is there."""
+        with self._lock:
+            self._tokens += tokens
+            seconds = self._clock() - self._batch_began
+            rate = self._tokens / seconds if seconds > 0 else None
+            # Seldom: a file for each of a thousand rollouts would be much.
+            seldom = self._clock() - self._written < WRITE_SECONDS
+            self._set(write=not seldom, rollouts=self._now.rollouts + 1, tokens_per_second=rate)
+
+    def stepped(self, step: int, reward: float | None, *, collecting_seconds: float) -> None:
+        """A step is done, of which collecting the rollouts took so long. `step` counts from 1."""
+        with self._lock:
+            now = self._clock()
+            self._step_seconds.append(now - self._began)
+            self._began = now
+            self._rollout_seconds = collecting_seconds / max(1, self._now.rollouts_planned)
+            first = self._now.reward_first if step > 1 else reward
+            self._set(step=step, rollouts=0, reward_first=first, reward=reward)
+
+    def pause(self, why: str) -> None:
+        """The round waits for something; "" when it goes on."""
+        with self._lock:
+            if bool(why) == (self._pause_began is not None):
+                return
+            now = self._clock()
+            if self._pause_began is not None:
+                # What was waited says nothing of how long a step takes.
+                self._began += now - self._pause_began
+                self._pause_began = None
+            else:
+                self._pause_began = now
+            self._set(paused=why)
+
+    def _set(self, *, write: bool = True, **changes: Any) -> None:
+        self._now = self._now.model_copy(update=changes)
+        if not write:
+            return
+        self._written = self._clock()
+        at = datetime.now(UTC).isoformat(timespec="milliseconds")
+        whole = self._now.model_copy(update={"seconds_left": self._seconds_left(), "updated_at": at})
+        write_atomic(self._path, whole.model_dump_json().encode())
+
+    def _seconds_left(self) -> float | None:
+        progress, gone = self._now, self._clock() - self._began
+        if progress.phase == "evaluating" and progress.rollouts:
+            return round((progress.rollouts_planned - progress.rollouts) * gone / progress.rollouts, 1)
+        if progress.phase != "training" or not self._step_seconds or self._rollout_seconds is None:
+            return None
+        step = sum(self._step_seconds) / len(self._step_seconds)
+        steps = max(0.0, (progress.steps - progress.step) * step - gone)
+        return round(steps + self._gate_rollouts * self._rollout_seconds, 1)
