@@ -10,12 +10,11 @@ import math
 import re
 import unicodedata
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import xxhash
 
-if TYPE_CHECKING:
-    from datasketch import MinHash
+from flywheel.minhash import Permutations, signatures
 
 NEAR: Final = 0.8
 """The share of common words from which on texts with the same numbers are near-duplicates."""
@@ -178,10 +177,13 @@ def bands(words: frozenset[int], *, threshold: float = NEAR) -> tuple[int, ...]:
     MinHash with banding (Broder 1997; Leskovec, Rajaraman, Ullman: Mining of Massive Datasets, 3.4).
     """
     rows = _rows(threshold)
-    signature = _empty(BANDS * rows).copy()
-    signature.update_batch(sorted(words))
-    values = signature.hashvalues.reshape(BANDS, rows)  # (band, row), uint32
-    return tuple(xxhash.xxh3_64_intdigest(row.tobytes(), seed=band) >> 1 for band, row in enumerate(values))
+    size = 4 * rows
+    permutations = _permutations(BANDS * rows)
+    # Nothing is the least value of no words: the largest one stands for it.
+    [signature] = signatures([_mixed(sorted(words))], permutations) if words else [b"\xff" * (BANDS * size)]
+    return tuple(
+        xxhash.xxh3_64_intdigest(signature[band * size : (band + 1) * size], seed=band) >> 1 for band in range(BANDS)
+    )
 
 
 @cache
@@ -195,9 +197,25 @@ def _rows(threshold: float) -> int:
 
 
 @cache
-def _empty(permutations: int) -> MinHash:
-    # Here, not above: it brings numpy and scipy, and a daemon that waits needs neither.
-    from datasketch import MinHash
+def _permutations(number: int) -> Permutations:
+    """Drawn by numpy's legacy generator, whose stream is frozen (NEP 19): what is made with them is stored."""
+    # Here, not above: a daemon that waits needs no numpy.
+    import numpy as np
 
-    # The words are hashes already; scheme and seed are named because what they make is stored.
-    return MinHash(num_perm=permutations, seed=1, hashfunc=int, scheme="affine32")
+    drawn = np.random.RandomState(1)
+    factors = drawn.randint(0, 1 << 31, number, dtype=np.uint32) * np.uint32(2) + np.uint32(1)
+    return Permutations(factors, drawn.randint(0, 1 << 32, number, dtype=np.uint32))
+
+
+def _mixed(words: list[int]) -> list[int]:
+    """Each word through the finalizer of MurmurHash3, a bijection that spreads hashes which are near each other."""
+    import numpy as np
+
+    values = np.array(words, dtype=np.uint32)
+    values ^= values >> np.uint32(16)
+    values *= np.uint32(0x85EBCA6B)
+    values ^= values >> np.uint32(13)
+    values *= np.uint32(0xC2B2AE35)
+    values ^= values >> np.uint32(16)
+    mixed: list[int] = values.tolist()
+    return mixed

@@ -16,6 +16,7 @@ LAYERS: dict[str, int] = {
     "task": 1,
     "batch": 1,
     "likeness": 1,
+    "minhash": 1,
     "opening": 1,
     "rubric": 1,
     "verdict": 1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import subprocess
 import sys
@@ -102,6 +103,21 @@ def test_bands_are_the_same_in_another_process() -> None:
     assert all(0 <= key < 2**63 for key in here)
     # They are stored: a new library or a new Flywheel must make the same of the same words.
     assert likeness.bands(frozenset({1, 2, 3}), threshold=0.8)[:2] == (5034900094060010541, 8650509208115666858)
+
+
+@pytest.mark.parametrize(
+    ("threshold", "digest"), [(0.5, "f45d453ef1e9043b"), (0.8, "463e7d144dd1b8a4"), (1.0, "45764c724afa854d")]
+)
+def test_what_is_stored_of_earlier_questions_still_finds_their_like(threshold: float, digest: str) -> None:
+    sets = [frozenset(range(7, 7 + size * 991, 991)) for size in (0, 1, 40)]
+    made = repr([likeness.bands(words, threshold=threshold) for words in sets])
+    assert hashlib.sha256(made.encode()).hexdigest()[:16] == digest
+
+
+def test_comparing_brings_no_scipy_into_the_daemon() -> None:
+    code = "import sys; from flywheel import likeness as l; l.bands(l.words('a b')); print('scipy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 def test_the_daemon_does_not_load_numpy_before_there_is_something_to_compare() -> None:
