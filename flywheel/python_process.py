@@ -4,7 +4,8 @@ A thread cannot be ended, and what it holds (the interpreter, a lock, a connecti
 function that crashes, leaves, prints or fills the memory do that to us.
 
 The child reads one JSON value a line and answers each with one. It ends with its standard input, whatever it is
-doing, so that a parent that is killed leaves nothing behind.
+doing, so that a parent that is killed leaves nothing behind. What a function starts ends with the child: both are one
+process group. Only a program that makes a session of its own (setsid) leaves it.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ class _Child:
             command(__name__),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # A signal to our group, as Ctrl-C is, means us.
+            # A signal to our group, as Ctrl-C is, means us; and what the function starts ends with the child's.
             process_group=0,
         )
 
@@ -141,8 +142,10 @@ class _Child:
         return json.loads(line)
 
     def end(self) -> int:
-        """Its exit code."""
-        self._process.kill()
+        """End it and what it has started; its exit code."""
+        # Before it is waited for: until then its number is no other group's.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         code = self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(OSError):
@@ -200,7 +203,7 @@ def main() -> None:
     def listen() -> None:
         for line in asked:
             lines.put(line)
-        os._exit(0)
+        os.killpg(0, signal.SIGKILL)  # this process too: the parent is gone, and nobody else ends what it started
 
     threading.Thread(target=listen, daemon=True).start()
     _serve(lines.get, answers)

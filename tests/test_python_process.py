@@ -25,6 +25,9 @@ def keep(task):
     global calls
     calls += 1
     do = task["do"]
+    if "grandchild" in task:
+        started = subprocess.Popen(["sleep", "100"])
+        Path(task["grandchild"]).write_text(str(started.pid))
     if do == "hang":
         Path(task["pid"]).write_text(str(os.getpid()))
         while True:
@@ -71,6 +74,23 @@ def test_what_a_file_remembers_it_remembers_until_its_process_is_ended(tmp_path:
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
     assert keep({"do": ""}).value == 1.0
+
+
+@pytest.mark.parametrize("do", ["hang", "crash", "leave"])
+def test_what_a_function_has_started_ends_with_its_process(tmp_path: Path, do: str) -> None:
+    """Else each call that takes too long would leave a program behind."""
+    keep = made(seconds=1)
+    with pytest.raises(FunctionError):
+        keep({"do": do, "pid": str(tmp_path / "pid"), "grandchild": str(tmp_path / "grandchild")})
+    _wait_for_end(tmp_path / "grandchild")
+
+
+def test_what_a_function_has_started_ends_when_nobody_asks_it_any_more(tmp_path: Path) -> None:
+    keep = made()
+    keep({"do": "", "grandchild": str(tmp_path / "grandchild")})
+    assert _runs(int((tmp_path / "grandchild").read_text()))
+    keep.close()
+    _wait_for_end(tmp_path / "grandchild")
 
 
 @pytest.mark.parametrize(
@@ -152,21 +172,26 @@ def test_the_same_function_has_one_process_while_somebody_has_it() -> None:
 
 PARENT = """
 import sys
-from pathlib import Path
 from tests.test_python_process import made
-made()({"do": "hang", "pid": sys.argv[1]})
+made()({"do": "hang", "pid": sys.argv[1], "grandchild": sys.argv[2]})
 """
 
 
 def test_a_parent_that_is_killed_leaves_no_process_behind(tmp_path: Path) -> None:
-    pid_file = tmp_path / "pid"
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(pid_file)])
+    pid, grandchild = tmp_path / "pid", tmp_path / "grandchild"
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(pid), str(grandchild)])
     deadline = time.monotonic() + 60
-    while not (pid_file.exists() and pid_file.read_text()):
+    while not (pid.exists() and pid.read_text()):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     parent.kill()
     parent.wait()
+    _wait_for_end(pid)
+    _wait_for_end(grandchild)
+
+
+def _wait_for_end(pid_file: Path) -> None:
+    deadline = time.monotonic() + 60
     while _runs(int(pid_file.read_text())):
         assert time.monotonic() < deadline
         time.sleep(0.02)
