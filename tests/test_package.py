@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import configparser
+import itertools
+import json
 import re
 import shutil
 import subprocess
@@ -95,6 +97,40 @@ def test_systemd_finds_nothing_wrong_with_the_units(tmp_path: Path, unit: str) -
     )
     assert unit not in done.stdout + done.stderr
     assert "Unknown" not in done.stdout + done.stderr
+
+
+UNITS = sorted(path.name for path in (ROOT / "systemd").iterdir())
+MOST_EXPOSURE = 20
+"""Tenths of what `systemd-analyze security` calls the exposure."""
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+@pytest.mark.parametrize("unit", UNITS)
+def test_the_units_are_closed_but_for_what_is_explained(unit: str) -> None:
+    asked = ["systemd-analyze", "security", "--offline=true", f"--threshold={MOST_EXPOSURE}", "--json=short"]
+    done = subprocess.run([*asked, ROOT / "systemd" / unit], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = (ROOT / "systemd" / unit).read_text().splitlines()
+    for found in json.loads(done.stdout):
+        if found["exposure"] in (None, "0.0"):
+            continue
+        setting, _, part = found["name"].partition("=")
+        word = part.replace("(", "|").strip("~)").split("|")[-1] if part.startswith("~") else setting.split("/")[0]
+        assert _is_explained(lines, word), f"{found['name']} is open without a reason"
+
+
+def _is_explained(lines: list[str], word: str) -> bool:
+    """Whether a comment names the word, or stands above the setting of that name."""
+    return any(
+        word in line if line.startswith("#") else line.startswith(f"{word}=") and before.startswith("#")
+        for before, line in itertools.pairwise(lines)
+    )
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_what_a_unit_writes_is_for_its_user_alone(unit: str) -> None:
+    service = service_of(unit)
+    assert (service["UMask"], service["StateDirectoryMode"]) == ("0077", "0700")
 
 
 def test_a_workers_end_is_not_the_daemons_end() -> None:
