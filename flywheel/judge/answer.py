@@ -25,18 +25,18 @@ from flywheel.verdict import CriterionResult
 
 OPENING = re.compile(r"""\{\s*["']|\{\s*\w+\s*:""")
 """How an object begins, well written or not; braces in prose, such as `\\boxed{4}`, do not."""
-CHOOSING = re.compile(r"""\bchoice\s*["']?\s*[:=]""", re.IGNORECASE)
-FIELD = re.compile(r"""["'\s{,](criteria|check|reason|choice)\s*["']?\s*[:=]""", re.IGNORECASE)
+CHOOSING = re.compile(r"""\bchoice\s*+["']?\s*+[:=]""", re.IGNORECASE)
+FIELD = re.compile(r"""["'\s{,](criteria|check|reason|choice)\s*+["']?\s*+[:=]""", re.IGNORECASE)
 THOUGHT = re.compile(
     r"</(?:seed:)?(?:think(?:ing)?|thoughts?|reasoning)>|\[/THINK\]|◁/think▷|<\|channel\|>final<\|message\|>",
     re.IGNORECASE,
 )
 """What ends the thoughts of a reasoning model whose server does not take them out. Some servers take out what begins
 them, or send it with the prompt."""
-THINKING = re.compile(r"\s*<think>", re.IGNORECASE)
+THINKING = re.compile(r"\A\s*+<think>", re.IGNORECASE)
 MARKUP = "*_`\"'“”„.。 \t\r\n"
 """What some judges put around a choice."""
-FENCED = re.compile(r"\s*```(?:json)?\s*\n(.*?)\n?\s*```\s*", re.DOTALL | re.IGNORECASE)
+FENCED = re.compile(r"\A\s*+```(?:json)?[ \t\r]*+\n(.*)```\s*\Z", re.DOTALL | re.IGNORECASE)
 
 
 class UnreadableError(ValueError):
@@ -131,7 +131,8 @@ def _is_object(text: str) -> bool:
 
 def _verdicts_in(text: str) -> Iterator[dict[str, Any]]:
     decoder = json.JSONDecoder(object_pairs_hook=_no_doubles)
-    prose, end = "", 0
+    prose: list[str] = []
+    end = 0
     position = text.find("{")
     while position >= 0:
         try:
@@ -147,9 +148,10 @@ def _verdicts_in(text: str) -> Iterator[dict[str, Any]]:
             raise UnreadableError("the JSON is nested too deeply") from error
         if isinstance(value, dict) and "criteria" in value:
             yield value
-        prose, end = prose + text[end:position], after
+        prose.append(text[end:position])
+        end = after
         position = text.find("{", end)
-    if CHOOSING.search(prose + text[end:]):
+    if CHOOSING.search("".join([*prose, text[end:]])):
         # Then the object may be no more than a quotation in it.
         raise UnreadableError("there are choices outside of the JSON object")
 

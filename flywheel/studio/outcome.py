@@ -16,7 +16,7 @@ from flywheel.studio.recorded import NOTHING, value_of
 from flywheel.studio.span import Span
 from flywheel.trace import SpanStatus
 
-_ERROR_TEXT: Final = re.compile(r"(?:Error|[A-Z]\w*(?:Error|Exception)): ")
+_ERROR_TEXT: Final = re.compile(r"\A(?:Error|[A-Z]\w*(?:Error|Exception)): ")
 _STATE: Final = "state=<ToolResultState."
 _FAILED: Final = f"{_STATE}ERROR"
 

@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flywheel.errors import CheckError
-from flywheel.judge.checks import ask_the_judge, check, check_all, maths
+from flywheel.judge.checks import CHECKS, WHOLE, ask_the_judge, check, check_all, maths
+from flywheel.judge.checks.bound import MOST
+from flywheel.judge.checks.found import Found
 from flywheel.judge.rubric_file import load_rubric, parse_rubric
 from flywheel.rubric import Criterion, Rubric, pattern
 from flywheel.verdict import CriterionResult, Exchange
@@ -315,3 +319,51 @@ def test_a_failed_required_check_decides_though_another_breaks(tmp_path: Path) -
     assert not ask_the_judge(rubric, Exchange("q", "short"))
     with pytest.raises(CheckError, match="no reference answer"):
         check_all(rubric, Exchange("q", r"\boxed{7} " + "long" * 40))
+
+
+def test_checks_look_at_both_ends_of_a_long_text_and_lengths_count_all_of_it() -> None:
+    long = f"begin {'word ' * MOST} middle {'word ' * MOST} end"
+    assert passes(long, "contains", "begin")
+    assert passes(long, "contains", "end")
+    assert passes(long, "not-regex", "middle")
+    assert passes(long, "min-length", len(long))
+    assert not passes(long, "max-length", len(long) - 1)
+    assert passes(f'"{"a" * (MOST - 2)}"', "json-schema", {"type": "string"})
+    told = result(Exchange("q", f'"{"a" * MOST}"'), "json-schema", {"type": "string"})
+    assert (told.passed, told.reason) == (
+        False,
+        f"the answer has {MOST + 2} characters, and JSON of more than {MOST} is not read",
+    )
+
+
+@pytest.mark.parametrize("kind", sorted(CHECKS.keys() - WHOLE))
+def test_no_check_is_given_more_than_it_may_look_at(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+    monkeypatch.setattr(
+        "flywheel.judge.checks.CHECKS", {kind: lambda _, exchange, __: given.append(exchange) or Found(1.0, "")}
+    )
+    value = "" if kind in ("degenerate", "language", "no-error-span") else "1"
+    result(Exchange("q" * 3 * MOST, "a" * 3 * MOST), kind, value)
+    assert [(len(exchange.query), len(exchange.answer)) for exchange in given] == [(MOST + 1, MOST + 1)]
+
+
+def boxed_by_looking_on_from_each(text: str) -> str | None:
+    """The same as `maths.boxed`, in quadratic time: from the last box to the first, how far its braces reach."""
+    for match in reversed(list(re.finditer(r"\\(?:boxed|fbox)\s*\{", text))):
+        depth, place = 1, match.end()
+        while place < len(text):
+            if text[place] == "\\":
+                place += 2
+                continue
+            depth += {"{": 1, "}": -1}.get(text[place], 0)
+            if depth == 0:
+                return text[match.end() : place].strip()
+            place += 1
+    return None
+
+
+@given(
+    st.lists(st.sampled_from(["\\boxed{", "\\fbox {", "{", "}", "\\", "\\{", "\\}", "a", " ", "boxed{"])).map("".join)
+)
+def test_the_last_box_is_found_in_one_look(text: str) -> None:
+    assert maths.boxed(text) == boxed_by_looking_on_from_each(text)

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Final
 
 from flywheel.errors import CheckError
+from flywheel.judge.checks.bound import bounded
 from flywheel.judge.checks.degenerate import is_sound
 from flywheel.judge.checks.found import Found
 from flywheel.judge.checks.function import says_yes
@@ -38,13 +39,19 @@ CHECKS: Final[Mapping[str, Check]] = MappingProxyType(
     }
 )
 
+WHOLE: Final = frozenset({"min-length", "max-length", "json-schema", "python"})
+"""Checks that are given whole texts: lengths are counted, half a JSON text is none, and a function is the user's."""
+
 
 def check(criterion: Criterion, exchange: Exchange, rubric: Rubric | None = None) -> CriterionResult:
     """The result of a criterion that does not ask the judge; `rubric` is where it is from, with the files it names.
 
+    All but the checks in WHOLE look at no more than `bound.MOST` characters of question and answer.
+
     Raises CheckError when it cannot be decided: no reference, a pattern that hangs, a function that raises.
     """
-    found = CHECKS[criterion.type](criterion, exchange, rubric)
+    looked_at = exchange if criterion.type in WHOLE else bounded(exchange)
+    found = CHECKS[criterion.type](criterion, looked_at, rubric)
     choice = "yes" if found.value == 1 else "no" if found.value == 0 else f"{found.value:g}"
     return CriterionResult(criterion.id, choice, found.value, criterion.passes(found.value), found.reason)
 

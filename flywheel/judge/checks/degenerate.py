@@ -19,7 +19,7 @@ _SPECIAL: Final = re.compile(
     r"|user|assistant|system|end|pad)\|>|<(?:start|end)_of_turn>|<｜[^｜\n]{1,40}｜>|\[/INST\]|<0x[0-9A-F]{2}>|</s>\s*$"
 )
 _BARE_CALL: Final = re.compile(
-    r"""\s*(?:Action\s*:\s*)?[\[{]\s*["']?(?:\{\s*["'])?(?:name|function|tool|tool_name|tool_calls|action)["']\s*:"""
+    r"""\A\s*+(?:Action\s*:\s*)?[\[{]\s*["']?(?:\{\s*["'])?(?:name|function|tool|tool_name|tool_calls|action)["']\s*:"""
 )
 _ARGUMENTS: Final = re.compile(r"""["'](?:arguments|parameters|tool_input|action_input|args)["']\s*:""")
 _MOJIBAKE: Final = re.compile(

@@ -13,16 +13,19 @@ from referencing import Registry
 from referencing.exceptions import Unresolvable
 
 from flywheel.errors import CheckError
+from flywheel.judge.checks.bound import MOST
 from flywheel.judge.checks.found import Found, found
 from flywheel.judge.checks.text import search
 from flywheel.rubric import Criterion, Rubric
 from flywheel.verdict import Exchange
 
-FENCED: Final = re.compile(r"\s*(`{3,}|~{3,})[^\n`]*\n(?P<inside>.*)\n\s*\1\s*", re.DOTALL)
+FENCED: Final = re.compile(r"\A\s*+(`{3,}+|~{3,}+)[^\n`]*+\n(?P<inside>.*)^[ \t]*+\1\s*\Z", re.DOTALL | re.MULTILINE)
 
 
 def fits_schema(criterion: Criterion, exchange: Exchange, rubric: Rubric | None) -> Found:
     text = exchange.answer
+    if len(text) > MOST:
+        return found(False, f"the answer has {len(text)} characters, and JSON of more than {MOST} is not read")
     if (fenced := FENCED.fullmatch(text)) is not None:
         text = fenced["inside"]
     try:

@@ -119,14 +119,16 @@ def _speaks_of(text: str, name: str) -> bool:
 
 def _has_part_in(answer: str, wanted: str) -> bool:
     """Whether a sentence of the answer, or several short ones beside each other, is in the language."""
-    together = ""
+    together: list[str] = []
+    weight = 0
     for sentence in _SENTENCE.split(answer):
-        together = f"{together} {sentence}".strip()
-        if _weight(together) < ENOUGH:
+        together.append(sentence)
+        weight += _weight(sentence)
+        if weight < ENOUGH:
             continue
-        if alike(identify(together)[0], wanted):
+        if alike(identify(" ".join(together))[0], wanted):
             return True
-        together = ""
+        together, weight = [], 0
     return False
 
 

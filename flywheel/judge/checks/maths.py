@@ -16,7 +16,10 @@ SECONDS: Final = 10.0
 """What one comparison may take."""
 LONGEST: Final = 2000
 """Characters of a result that is compared: what is longer is no result."""
-_BOXED: Final = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BRACES: Final = re.compile(
+    r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\(?!\\(?:boxed|fbox)\s*\{).|(?P<open>\{)|(?P<close>\})", re.DOTALL
+)
+"""What of a text matters for braces: those, and what a backslash is before, which is none."""
 _GROUPED: Final = re.compile(r"(?<=\d)(?:[ \u00a0\u2009\u202f]|\\[,; ]|~|\{,\})(?=\d{3}(?!\d))")
 _NARROW: Final = {wide: wide - 0xFEE0 for wide in range(0xFF01, 0xFF5F)}
 """Digits and signs as wide as a Chinese character, for those that are not."""
@@ -25,17 +28,16 @@ _process = MathsProcess()
 
 def boxed(text: str) -> str | None:
     r"""What the last \boxed{…} holds, its braces balanced; None without one. Escaped braces are no braces."""
-    for match in reversed(list(_BOXED.finditer(text))):
-        depth, place = 1, match.end()
-        while place < len(text):
-            if text[place] == "\\":
-                place += 2
-                continue
-            depth += {"{": 1, "}": -1}.get(text[place], 0)
-            if depth == 0:
-                return text[match.end() : place].strip()
-            place += 1
-    return None
+    opened: list[int | None] = []
+    last: tuple[int, int] | None = None
+    for match in _BRACES.finditer(text):
+        if match["box"] or match["open"]:
+            opened.append(match.end() if match["box"] else None)
+        elif match["close"] and opened:
+            begin = opened.pop()
+            if begin is not None and (last is None or begin > last[0]):
+                last = begin, match.start()
+    return None if last is None else text[slice(*last)].strip()
 
 
 def equals_reference(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> Found:

@@ -10,12 +10,16 @@ _FENCED: Final = re.compile(
     r"^[ \t]{0,3}(`{3,}+|~{3,}+)[^\n]*+\n(.*?)(?:^[ \t]{0,3}\1[`~]*[ \t]*$|\Z)", re.MULTILINE | re.DOTALL
 )
 _TABLE: Final = re.compile(r"^[ \t]*[|│┃┌├└╔╠╚+].*$", re.MULTILINE)
-_INDENTED: Final = re.compile(r"^(?: {4,}|\t)(?![ \t]*[-*+•\d]).*$", re.MULTILINE)
+_INDENTED: Final = re.compile(r"^(?: {4,}+|\t)(?![ \t]*+[-*+•\d]).*$", re.MULTILINE)
 _INLINE: Final = re.compile(r"`[^`\n]*`")
 _FORMULA: Final = re.compile(
-    r"\$\$.+?\$\$|\$[^$\n]+\$|\\\[.+?\\\]|\\\(.+?\\\)|\\[A-Za-z]+(?:\{[^{}\n]*\})*", re.DOTALL
+    r"\$\$.+?\$\$|\$[^$\n]+\$|\\\[(?:(?!\\\[).)+?\\\]|\\\((?:(?!\\\().)+?\\\)|\\[A-Za-z]+(?:\{[^{}\n]*\})*", re.DOTALL
 )
-_ADDRESS: Final = re.compile(r"\b(?:https?://|www\.)\S+|\b[\w.+-]+@[\w-]+\.[\w.]+|(?:/[\w.-]+){2,}|\w+(?:[._/]\w+)+")
+_ADDRESS: Final = re.compile(
+    r"\b(?:https?://|www\.)\S+|(?<![\w.+-])[\w.+-]++@[\w-]++\.[\w.]+|(?:/[\w.-]+){2,}|(?<!\w)\w+(?:[._/]\w+)+"
+)
+"""Each alternative begins where a run of its characters begins: begun at every character of a long one, a search
+takes quadratic time."""
 
 
 class Parts(NamedTuple):

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 from flywheel.judge.checks.prose import split
 
-MOST: Final = 200_000
-"""Characters that are looked at, from the end: a loop is where the model was cut off."""
 _TOKEN: Final = re.compile(
     r"[^\W\d_\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+|\d+|[^\s]", re.UNICODE
 )
@@ -33,8 +31,7 @@ class Run(NamedTuple):
 
 def find_loop(answer: str) -> str:
     """What is repeated without end, in words for a person; empty if nothing is."""
-    text = answer[-MOST:]
-    prose, code = split(text)
+    prose, code = split(answer)
     for part, is_loop in ((prose, _is_loop_in_prose), (code, _is_loop_in_code)):
         for run in _runs(part):
             if is_loop(run):
