@@ -9,7 +9,10 @@ import orjson
 import xxhash
 from msgspec import Struct
 
+from flywheel import exclusion
+from flywheel.exclusion import Exclusion
 from flywheel.files import json_line
+from flywheel.models import ANY, Models
 from flywheel.opening import Opening, openings_of
 from flywheel.states import SkipReason, Split
 from flywheel.task import Task, task_id
@@ -23,8 +26,10 @@ class Entry(Struct, frozen=True, gc=False):
     provisional: the ledger knows which side the conversation is on. `content` is a 63-bit hash of all that, to notice
     that a reply looks different when it is read again. `words` and `bands` say what the conversation begins like (see
     `opening`), where this is its first turn. A reply is `linked` when its own spans do not show the conversation
-    before it: the ledger then finds the earlier turns by conversation id and time. `images` is whether its question
-    holds any.
+    before it: the ledger then finds the earlier turns by conversation id and time. `excluded` says why rounds leave
+    its task out (see `exclusion`), `model` which model was asked. Where nothing recorded tells which version of the
+    alias answered, `asked_alias` is the alias; where an earlier turn may have hidden a message, it `follows`: then
+    the ledger knows more.
     """
 
     span_id: str
@@ -39,7 +44,10 @@ class Entry(Struct, frozen=True, gc=False):
     words: tuple[int, ...] = ()
     bands: tuple[int, ...] = ()
     linked: bool = False
-    images: bool = False
+    excluded: str = ""
+    model: str = ""
+    asked_alias: str = ""
+    follows: bool = False
     skip: SkipReason | None = None
     detail: str = ""
 
@@ -76,25 +84,28 @@ def joined(batches: Sequence[Batch]) -> Batch:
 _NOT_BEGUN: Final[Opening] = ((), ())
 
 
-def entry_of(reply: Reply, source: str) -> Entry:
-    """A reply from `source` in the ledger's form."""
-    return entries_of((reply,), source)[0]
+def entry_of(reply: Reply, source: str, models: Models = ANY) -> Entry:
+    """A reply from `source` in the ledger's form; `models` says whose replies are trained on."""
+    return entries_of((reply,), source, models)[0]
 
 
-def entries_of(replies: Sequence[Reply], source: str) -> list[Entry]:
+def entries_of(replies: Sequence[Reply], source: str, models: Models = ANY) -> list[Entry]:
     """`entry_of` each of them; many take less time at once."""
     begin = [reply.turn == 0 and not reply.skip for reply in replies]
     openings = iter(openings_of([reply.query for reply, begins in zip(replies, begin, strict=True) if begins]))
     return [
-        _entry(reply, source, next(openings) if begins else _NOT_BEGUN)
+        _entry(reply, source, next(openings) if begins else _NOT_BEGUN, models)
         for reply, begins in zip(replies, begin, strict=True)
     ]
 
 
-def _entry(reply: Reply, source: str, opening: Opening) -> Entry:
+def _entry(reply: Reply, source: str, opening: Opening, models: Models) -> Entry:
     line = Task(task_id(reply.trace_id, reply.span_id), Split.TRAIN, source, reply).line()
     whole = line_bytes(line)
     skip = reply.skip
+    reason = line["metadata"]["prompt_reason"]
+    # Whatever the request called it, an id of Flywheel's own server tells which version answered.
+    model = "" if reply.adapter_source == "id" else storable(reply.model)
     return Entry(
         span_id=reply.span_id,
         trace_id=reply.trace_id,
@@ -108,10 +119,23 @@ def _entry(reply: Reply, source: str, opening: Opening) -> Entry:
         words=opening[0],
         bands=opening[1],
         linked=not reply.history and not reply.model,
-        images=bool(reply.images),
+        excluded="" if skip else exclusion.column(_exclusions(reply, reason, model, models)),
+        model=model,
+        asked_alias=models.alias if model and model == models.alias and not reply.adapter_source else "",
+        follows=not reason and any(message.get("role") == "assistant" for message in reply.history),
         skip=skip,
         detail=storable(reply.skip_detail),
     )
+
+
+def _exclusions(reply: Reply, prompt_reason: str, model: str, models: Models) -> set[Exclusion]:
+    """Why rounds leave a reply out of training and gate."""
+    found = exclusion.of_prompt(prompt_reason)
+    if reply.tools or any(step.get("tool_calls") or step.get("role") == "tool" for step in reply.trajectory):
+        found.add(Exclusion.TOOLS)
+    if not models.trains(model, reply.adapter):
+        found.add(Exclusion.MODEL)
+    return found
 
 
 def storable(text: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 from msgspec import Struct
 
+from flywheel import exclusion
 from flywheel.states import Split
 from flywheel.trace import ChatMessage, Reply
 
@@ -29,9 +30,18 @@ class Task(Struct, frozen=True):
     def prompt(self) -> list[ChatMessage]:
         return [*self.reply.history, {"role": "user", "content": self.reply.request or self.reply.query}]
 
+    @property
+    def prompt_reason(self) -> str:
+        """Why the prompt is not exactly what the model was sent, empty where nothing is known to be missing."""
+        reason = self.reply.prompt_reason
+        if self.reply.images and exclusion.IMAGE not in reason:
+            return exclusion.joined(filter(None, (reason, exclusion.IMAGE)))
+        return reason
+
     def line(self) -> dict[str, Any]:
         """The task as AgentJet, Trinity-RFT, TRL and verl read it: the same keys and types on every line."""
         reply = self.reply
+        reason = self.prompt_reason
         return {
             "task_id": self.task_id,
             "main_query": reply.query,
@@ -57,12 +67,17 @@ class Task(Struct, frozen=True):
                 "service": reply.service,
                 "input_tokens": reply.input_tokens,
                 "output_tokens": reply.output_tokens,
+                "prompt_tokens": reply.prompt_tokens,
                 "tools_json": _json(reply.tools) if reply.tools else "[]",
                 "trajectory_json": _json(reply.trajectory) if reply.trajectory else "[]",
                 "structured_json": "null" if reply.structured is None else _json(reply.structured),
                 "images_json": _json(reply.images) if reply.images else "[]",
                 "errors_json": _json(reply.errors) if reply.errors else "[]",
                 "reference": reply.reference,
+                "adapter_source": reply.adapter_source,
+                "prompt_exact": not reason,
+                "prompt_reason": reason,
+                "prompt_source": "trace",
                 "split": self.split.value,
             },
         }

@@ -11,6 +11,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from flywheel.models import ANY, Models
 from flywheel.states import SkipReason
 
 ChatMessage = dict[str, Any]
@@ -31,6 +32,10 @@ class Reply(Struct, frozen=True):
     (for the last stage of a pipeline that is another agent's text, while `query` is what the user had asked).
     `trajectory` holds the model and tool messages between request and answer, `errors` the steps that failed on the
     way ("tool search: TimeoutError: …"). `reference` is the right answer, where a source knows it.
+    `adapter` is the version of the alias that answered, empty for the base model and where that is not known;
+    `adapter_source` says what told it: the response's `id`, the `model` of the response, the deployment `history`, or
+    nothing (empty). `prompt_reason` says why the prompt is not exactly what the model was sent, empty where nothing
+    is known to be missing; `prompt_tokens` are the input tokens of the first model call, 0 where they are not known.
     """
 
     span_id: str
@@ -44,6 +49,7 @@ class Reply(Struct, frozen=True):
     request: str = ""
     model: str = ""
     adapter: str = ""
+    adapter_source: str = ""
     turn: int = 0
     history: tuple[ChatMessage, ...] = ()
     trajectory: tuple[ChatMessage, ...] = ()
@@ -57,6 +63,8 @@ class Reply(Struct, frozen=True):
     user: str = ""
     input_tokens: int = 0
     output_tokens: int = 0
+    prompt_tokens: int = 0
+    prompt_reason: str = ""
     skip: SkipReason | None = None
     skip_detail: str = ""
 
@@ -100,7 +108,8 @@ class Mark(Struct, frozen=True):
 
 
 class Selection(Struct, frozen=True):
-    """Which replies become tasks beyond the visible ones, by the agent's name."""
+    """Which replies become tasks beyond the visible ones, by the agent's name, and which models' are trained on."""
 
     include: frozenset[str] = frozenset()
     exclude: frozenset[str] = frozenset()
+    models: Models = ANY

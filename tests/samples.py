@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from flywheel.batch import Batch, entry_of
+from flywheel.models import ANY, Models
 from flywheel.states import Split
 from flywheel.task import split_of
 from flywheel.trace import Cursor, Reply
@@ -30,8 +31,8 @@ def reply(number: int, **values: Any) -> Reply:
     return Reply(**{**defaults, **values})
 
 
-def batch(*replies: Reply, rowid: int = 1, source: str = "/a", **values: Any) -> Batch:
-    entries = tuple(entry_of(reply, source) for reply in replies)
+def batch(*replies: Reply, rowid: int = 1, source: str = "/a", models: Models = ANY, **values: Any) -> Batch:
+    entries = tuple(entry_of(reply, source, models) for reply in replies)
     return Batch(cursor=Cursor(rowid=rowid, identity="1:2", fingerprint="f"), entries=entries, **values)
 
 

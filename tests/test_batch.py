@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from flywheel import likeness, opening
 from flywheel.batch import Entry, entries_of, entry_of
+from flywheel.exclusion import NOT_RECORDED
 from flywheel.states import SkipReason
 from flywheel.trace import Reply
 from tests.samples import START, reply
@@ -102,6 +103,18 @@ def dumped(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
+def plain_reason(told: Reply) -> str:
+    image = "it holds an image, of which only a reference is kept" if told.images else ""
+    return "; ".join(filter(None, (told.prompt_reason, image)))
+
+
+def plain_excluded(told: Reply) -> str:
+    is_inexact = told.prompt_reason == NOT_RECORDED
+    calls = [step for step in told.trajectory if step.get("tool_calls") or step.get("role") == "tool"]
+    found = {"image": bool(told.images), "inexact": is_inexact, "tools": bool(told.tools or calls)}
+    return "" if told.skip else " ".join(name for name, holds in found.items() if holds)
+
+
 def plain_line(told: Reply, source: str) -> bytes:
     pair = f"{told.query}\n{told.answer}".encode("utf-8", "surrogatepass")
     line = {
@@ -129,12 +142,17 @@ def plain_line(told: Reply, source: str) -> bytes:
             "service": told.service,
             "input_tokens": told.input_tokens,
             "output_tokens": told.output_tokens,
+            "prompt_tokens": told.prompt_tokens,
             "tools_json": dumped(list(told.tools)),
             "trajectory_json": dumped(list(told.trajectory)),
             "structured_json": dumped(told.structured),
             "images_json": dumped(list(told.images)),
             "errors_json": dumped(list(told.errors)),
             "reference": told.reference,
+            "adapter_source": told.adapter_source,
+            "prompt_exact": not plain_reason(told),
+            "prompt_reason": plain_reason(told),
+            "prompt_source": "trace",
             "split": "train",
         },
     }
@@ -162,7 +180,9 @@ def plain_entry(told: Reply, source: str) -> Entry:
         words=words,
         bands=bands,
         linked=not told.history and not told.model,
-        images=bool(told.images),
+        excluded=plain_excluded(told),
+        model="" if told.adapter_source == "id" else plain_text(told.model),
+        follows=not plain_reason(told) and any(one.get("role") == "assistant" for one in told.history),
         skip=told.skip,
         detail=plain_text(told.skip_detail),
     )
@@ -206,7 +226,9 @@ REPLIES = {
         ended_at=START.astimezone(KOLKATA),
     ),
     "bare": reply(2, history=(), conversation_id=""),
-    "later": reply(3, turn=2),
+    "later": reply(3, turn=2, history=({"role": "user", "content": "1?"}, {"role": "assistant", "content": "2"})),
+    "inexact": reply(3, model="m", prompt_tokens=7, prompt_reason=NOT_RECORDED),
+    "by its id": reply(3, model="m", adapter="m@r0001", adapter_source="id"),
     "skipped": reply(4, skip=SkipReason.UNFINISHED, skip_detail="no answer yet", answer=""),
     "beyond 64 bits": reply(5, structured={"n": 2**70}, trajectory=({"n": 2**70},)),
     "lone surrogates": reply(6, answer="\ud83d", tools=({"name": "\udc00"},), errors=("\ud83d",)),
@@ -232,23 +254,25 @@ def test_questions_of_any_length_share_their_work() -> None:
 
 
 GOLDEN = {
-    "text 0": (8236000780359747762, 15845686894206070145),
-    "text 1": (9079894719731779661, 6517688384559417891),
-    "text 2": (6660618792914941382, 15160966395788894180),
-    "text 3": (7695018824668222899, 5890351033200351086),
-    "text 4": (5605290873877890332, 7977288936916670892),
-    "text 5": (5718927537563010073, 16552924776515682552),
-    "text 6": (6734426033389808040, 11258930641683019440),
-    "text 7": (2601829804661399995, 1657648424167772100),
-    "text 8": (8999757786078552189, 17270543183048919832),
-    "text 9": (7621654285350671175, 12628128966752330981),
-    "text 10": (595795508252415944, 8994666835488499010),
-    "full": (1299246068079037755, 13059525384312464071),
-    "bare": (5043294099644978012, 15679226032327520167),
-    "later": (4806923114247583666, 15845686894206070145),
-    "skipped": (2144866905433129541, 15845686894206070145),
-    "beyond 64 bits": (6135728730553088800, 582959552212420613),
-    "lone surrogates": (3939805497885745084, 11207902263520698756),
+    "text 0": (8812504482133399939, 15845686894206070145),
+    "text 1": (4414593348704524873, 6517688384559417891),
+    "text 2": (3403312870610796260, 15160966395788894180),
+    "text 3": (3479227065116346606, 5890351033200351086),
+    "text 4": (5624288376777407713, 7977288936916670892),
+    "text 5": (7687991562456679983, 16552924776515682552),
+    "text 6": (1094881011369017563, 11258930641683019440),
+    "text 7": (635633124887710709, 1657648424167772100),
+    "text 8": (5735202719001152757, 17270543183048919832),
+    "text 9": (2012568933276655513, 12628128966752330981),
+    "text 10": (314263930297217324, 8994666835488499010),
+    "full": (2793797300686878393, 13059525384312464071),
+    "bare": (2285339986424688866, 15679226032327520167),
+    "later": (8296473658509115325, 15845686894206070145),
+    "inexact": (5089723461574665954, 18129376680690019885),
+    "by its id": (2384606323338804154, 18129376680690019885),
+    "skipped": (9122967974061301800, 15845686894206070145),
+    "beyond 64 bits": (4606508578915537293, 582959552212420613),
+    "lone surrogates": (882232518772735986, 11207902263520698756),
 }
 """Of each its content, and a hash of its words and bands."""
 

@@ -13,6 +13,8 @@ LAYERS: dict[str, int] = {
     "errors": 0,
     "states": 0,
     "trace": 1,
+    "models": 1,
+    "exclusion": 1,
     "task": 1,
     "batch": 1,
     "likeness": 1,

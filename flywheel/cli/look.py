@@ -198,6 +198,8 @@ def _print_reply(reply: dict[str, Any]) -> None:
     typer.echo(f"  task {task['task_id']}: {task['state']}, {task['split']}")
     if repeats := task["repeats"]:
         typer.echo(f"  repeats {repeats['task_id']} ({repeats['method']}, {repeats['similarity']:.2f})")
+    for left_out in task["left_out"]:
+        typer.echo(f"  left out of rounds: {left_out['why']}")
     for verdict in task["verdicts"]:
         score = "–" if verdict["score"] is None else f"{verdict['score']:.2f}"
         typer.echo(f"  verdict: {verdict['outcome']} ({score}) {verdict['reason'] or verdict['error']}")

@@ -179,6 +179,10 @@ def _facts(state: dict[str, Any], parts: _Parts) -> list[Fact]:
         ("tasks", counted(state["tasks"]) or "none yet"),
         *(("verdicts", text) for text in _verdicts(state["recent_verdicts"])),
         ("samples", _samples(state)),
+        *(
+            ("left out", f"{quantity(each['tasks'], 'task')}: {each['why']}\n{each['do']}")
+            for each in state["left_out"]
+        ),
         ("judge", state["judge"]["error"] or quantity(state["judge"]["usage"]["calls"], "call")),
         ("deployed", f"{deployed['alias']} → {deployed['adapter'] or 'the base model'}"),
         *parts.servers,
@@ -207,8 +211,7 @@ def _live(live: dict[str, Any] | None) -> list[Fact]:
 
 
 def _samples(state: dict[str, Any]) -> str:
-    text = f"{state['free_samples']} free of {state['min_samples']} needed, {state['held_out']} held out"
-    return f"{text}; {left_out} more hold images" if (left_out := state["left_out"]) else text
+    return f"{state['free_samples']} free of {state['min_samples']} needed, {state['held_out']} held out"
 
 
 def _rounds(state: dict[str, Any]) -> Iterator[tuple[str, ...]]:

@@ -9,6 +9,7 @@ from apscheduler.triggers.cron import CronTrigger
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from flywheel.config.section import Section, Share
+from flywheel.exclusion import Exclusion
 from flywheel.files import expanded
 
 
@@ -103,14 +104,20 @@ class TrainingSettings(Section):
     images: Literal["leave-out", "text-only"] = "leave-out"
     """Tasks whose question holds an image, which no prompt of a round can show: `leave-out` of training and gate, or
     take their text alone (`text-only`)."""
+    inexact_prompts: Literal["leave-out", "use"] = "leave-out"
+    """Tasks whose prompt is known not to be exactly what the model was sent (`metadata.prompt_exact`): `leave-out` of
+    training and gate, or `use` them as they are."""
     seed: int = Field(default=42, ge=0, lt=2**31)
     """Seed of a round, together with its number."""
     lora: LoraSettings = LoraSettings()
 
     @property
-    def takes_images(self) -> bool:
-        """Whether tasks are taken whose question holds an image."""
-        return self.images == "text-only"
+    def takes(self) -> frozenset[Exclusion]:
+        """What does not exclude a task from rounds."""
+        taken = {Exclusion.IMAGE} if self.images == "text-only" else set()
+        if self.inexact_prompts == "use":
+            taken |= {Exclusion.HIDDEN, Exclusion.INEXACT}
+        return frozenset(taken)
 
     @model_validator(mode="after")
     def _divides(self) -> Self:

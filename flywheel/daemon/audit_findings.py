@@ -84,6 +84,9 @@ class Compared:
 class TaskFile:
     """`exported` tasks are in this file, were `moved_away` with an earlier one, or are `lost`.
 
+    `set_aside` are its earlier files, of another format, which are looked at as well; `torn` are lines by file and
+    number.
+
     `waiting` ones are still to be written. `unknown` lines are tasks that the state has not: an older state was put
     back, or another program wrote them.
     """
@@ -96,7 +99,8 @@ class TaskFile:
     unknown: int = 0
     twice: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
-    torn: list[int] = field(default_factory=list)
+    torn: list[tuple[Path, int]] = field(default_factory=list)
+    set_aside: list[Path] = field(default_factory=list)
     error: str = ""
 
     @property
@@ -110,8 +114,11 @@ class TaskFile:
             tasks = quantity(len(self.lost), "exported task")
             wrong.append(f"{tasks} missing between others in {self.path}: {first_few(self.lost)}")
         if self.torn:
-            numbers = first_few([str(number) for number in self.torn])
-            wrong.append(f"{quantity(len(self.torn), 'line')} of {self.path} torn or no task: line {numbers}")
+            by_file = {path: [str(number) for each, number in self.torn if each == path] for path, _ in self.torn}
+            wrong += [
+                f"{quantity(len(numbers), 'line')} of {path} torn or no task: line {first_few(numbers)}"
+                for path, numbers in by_file.items()
+            ]
         found += [f"{each}. {_REMEDY}" for each in wrong]
         return found
 
@@ -119,7 +126,8 @@ class TaskFile:
     def line(self) -> str:
         """What was found in words."""
         return _counted(
-            f"{self.path}: {quantity(self.lines, 'line')}, {quantity(self.exported, 'task')} exported",
+            f"{', '.join(map(str, (self.path, *self.set_aside)))}: {quantity(self.lines, 'line')},"
+            f" {quantity(self.exported, 'task')} exported",
             (len(self.twice), "more than once"),
             (len(self.lost), "missing"),
             (len(self.torn), "torn"),
@@ -139,6 +147,7 @@ class TaskFile:
             "twice": len(self.twice),
             "lost": len(self.lost),
             "torn": len(self.torn),
+            "set_aside": [str(path) for path in self.set_aside],
             "error": self.error,
         }
 

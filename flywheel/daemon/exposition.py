@@ -59,6 +59,8 @@ def _of_funnel(state: dict[str, Any]) -> Iterator[Metric]:
     yield _number("tasks_due", "Tasks that could be judged now.", state["due"])
     yield _number("samples_free", "Accepted training samples that no round has taken.", state["free_samples"])
     yield _number("samples_needed", "Free samples that start a round.", state["min_samples"])
+    left_out = {each["reason"]: each["tasks"] for each in state["left_out"]}
+    yield _by("tasks_left_out", "Tasks that rounds leave out, by reason; one may have several.", "reason", left_out)
     yield _number("samples_held_out", "Accepted samples that are never trained on.", state["held_out"])
 
 

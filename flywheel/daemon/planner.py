@@ -51,7 +51,7 @@ class Choices:
         """The samples, the oldest first; None when all may be taken."""
         if self._caps is None:
             return None
-        which = samples.marks_of_free(conn, with_images=self._config.training.takes_images)
+        which = samples.marks_of_free(conn, self._config.training.takes)
         if self._known is None or self._known[0] != which:
             self._known = which, _within(conn, self._config, self._caps)
         return self._known[1]
@@ -66,11 +66,11 @@ def due(conn: Connection, config: Config, choices: Choices | None = None, *, win
         return Due(False, f"{live.name} is {live.state}")
     if wait := _backoff(conn, config):
         return Due(False, wait)
-    with_images = config.training.takes_images
-    free = samples.count_free(conn, with_images=with_images)
+    takes = config.training.takes
+    free = samples.count_free(conn, takes)
     trigger = config.trigger
     wanted = trigger.min_held_out or config.gate.min_tasks
-    held_out = samples.count_held_out(conn, with_images=with_images, most=wanted)
+    held_out = samples.count_held_out(conn, takes, most=wanted)
     needed = min(trigger.cron_min_samples, trigger.min_samples) if window else trigger.min_samples
     if free < needed:
         return Due(False, f"{free} of {needed} samples are free")
@@ -99,7 +99,7 @@ def _backoff(conn: Connection, config: Config) -> str:
 
 
 def _within(conn: Connection, config: Config, caps: Influence) -> list[int]:
-    found = influence.candidates(conn, with_images=config.training.takes_images)
+    found = influence.candidates(conn, config.training.takes)
     # Those that no filter run has weighed yet have shares as well.
     unknown = {row.id: weigh(row.payload) for row in influence.unknown(conn, None)}
     free = []
@@ -143,8 +143,8 @@ def plan(conn: Connection, config: Config, rubric: Rubric, rounds_dir: Path, tri
     """Reserve samples for a round and write it down. Raises TrainError when it cannot be."""
     check_rubric(rubric, "plan a round")
     _check_base(conn, config, "plan a round")
-    with_images, needed = config.training.takes_images, config.gate.min_tasks
-    if (held_out := samples.count_held_out(conn, with_images=with_images, most=needed)) < needed:
+    takes, needed = config.training.takes, config.gate.min_tasks
+    if (held_out := samples.count_held_out(conn, takes, most=needed)) < needed:
         raise TrainError(
             "plan a round",
             f"{held_out} held-out tasks are judged, and gate.min_tasks is {needed}: it could only be rejected",
@@ -162,7 +162,7 @@ def plan(conn: Connection, config: Config, rubric: Rubric, rounds_dir: Path, tri
         config_hash=config_hash(config),
         rubric_hash=rubric.hash,
         choice=Choices(config).now(conn),
-        with_images=with_images,
+        takes=takes,
     )
 
 
@@ -203,7 +203,7 @@ def spec_of(conn: Connection, row: Row[Any], config: Config, rubric: Rubric) -> 
 def debug_spec(conn: Connection, config: Config, rubric: Rubric) -> RoundSpec:
     """A round that trains nothing and reserves nothing: it only shows rollouts and rewards. Raises TrainError."""
     check_rubric(rubric, "try a round")
-    free = samples.free_samples(conn, config.training.prompts_per_step, with_images=config.training.takes_images)
+    free = samples.free_samples(conn, config.training.prompts_per_step, config.training.takes)
     if not free:
         raise TrainError("try a round", "no accepted sample is free", "Collect and judge more traces first.")
     _check_base(conn, config, "try a round")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from sqlalchemy import Connection, Row
 from flywheel import __version__
 from flywheel.config import Config, JsonlSource, OtlpSource
 from flywheel.daemon.lock import holder
+from flywheel.exclusion import WORDS, Exclusion
 from flywheel.progress import progress_of
 from flywheel.round import METRICS_FILE
 from flywheel.states import ReplyState, RoundState, TaskState
@@ -28,7 +30,7 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
     books = balance(conn)
     shown = rounds.newest(conn, ROUNDS_SHOWN)
     live = rounds.live(conn)
-    with_images = config.training.takes_images
+    takes = config.training.takes
     active = deployments.active(conn, config.model.alias)
     seen = replicas.noted(conn, config.model.alias)
     return {
@@ -41,10 +43,10 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
         "tasks": {state.value: books.task_states.get(state, 0) for state in TaskState},
         "balance": books.ends,
         "balanced": books.balanced,
-        "free_samples": samples.count_free(conn, with_images=with_images),
+        "free_samples": samples.count_free(conn, takes),
         "min_samples": config.trigger.min_samples,
-        "held_out": samples.count_held_out(conn, with_images=with_images),
-        "left_out": 0 if with_images else samples.count_with_images(conn),
+        "held_out": samples.count_held_out(conn, takes),
+        "left_out": _left_out(samples.count_left_out(conn, takes)),
         "due": judging.count_due(conn),
         "judge": {"error": funnel.noted(conn, funnel.JUDGE_NOTE), "usage": funnel.judge_usage(conn)},
         "recent_verdicts": funnel.recent_verdicts(conn, VERDICTS_SHOWN),
@@ -65,6 +67,14 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
         "by_adapter": funnel.by_adapter(conn),
         "dead_letters": funnel.count_dead_letters(conn),
     }
+
+
+def _left_out(counts: Mapping[Exclusion, int]) -> list[dict[str, Any]]:
+    """Why rounds leave tasks out, how many, and what can be done about it."""
+    return [
+        {"reason": each.value, "tasks": number, "why": WORDS[each].why, "do": WORDS[each].remedy}
+        for each, number in counts.items()
+    ]
 
 
 def _sources(conn: Connection, config: Config) -> list[dict[str, Any]]:

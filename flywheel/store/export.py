@@ -5,6 +5,9 @@ file but not marked; the next export looks at the end of the file before it appe
 append leaves a torn line: it is cut, and its task written again. Nothing is cut or appended before it is known that
 the file is of tasks and the torn line the beginning of one: whoever names the wrong file loses nothing.
 
+A file that was begun in an earlier format is renamed to `tasks-1.jsonl`, or the next number that is free, and a new
+one begun. Its end is still looked at: tasks that stand there and are not marked are not written again.
+
 Tasks are numbered in the order they are committed and written in the order of their numbers, so the mark is the
 number of the last one: a mark at each task would write every page of the state a second time.
 """
@@ -13,6 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import logging
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence, Set
 from pathlib import Path
@@ -22,11 +28,13 @@ import orjson
 from sqlalchemy import Connection, CursorResult, LargeBinary, bindparam, cast, select
 
 from flywheel.errors import StoreError
-from flywheel.files import append_lines, cut_torn_line, last_lines, torn_line
+from flywheel.files import append_lines, cut_torn_line, last_lines, sync_directory, torn_line
 from flywheel.store.bulk import CHUNK, chunks, spelled
 from flywheel.store.database import Store
 from flywheel.store.funnel import note, noted
 from flywheel.store.schema import replies, tasks
+
+log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -109,8 +117,49 @@ def _append(path: Path, rows: Sequence[_Row], there: Set[str]) -> int:
 def _mended(path: Path, lines_of: Callable[[BinaryIO], Iterable[bytes]]) -> set[str]:
     """The tasks in a file, of which `lines_of` chooses the lines to look at; afterwards its last line has its end.
 
-    Raises StoreError, and leaves the file as it is, if it is none of Flywheel's.
+    So are those in files that were set aside, as this one is if its format is an earlier one. Raises StoreError, and
+    leaves the file as it is, if it is none of Flywheel's.
     """
+    there = _tasks_in(path, lines_of)
+    try:
+        if _is_of_an_earlier_format(path):
+            path.rename(free := _free_name(path))
+            sync_directory(path.parent)
+            log.info("%s is of an earlier format: it is %s now, and a new one begins", path, free.name)
+        for aside in set_aside(path):
+            with aside.open("rb") as file:
+                there.update(_id(aside, line) for line in lines_of(file))
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    return there
+
+
+def set_aside(path: Path) -> list[Path]:
+    """The files of an earlier format that were renamed to make room for a task file, by their numbers."""
+    name = re.compile(rf"{re.escape(path.stem)}-([1-9][0-9]*){re.escape(path.suffix)}")
+    try:
+        found = [(int(number[1]), each) for each in path.parent.iterdir() if (number := name.fullmatch(each.name))]
+    except FileNotFoundError:
+        return []
+    return [each for _, each in sorted(found) if _is_of_an_earlier_format(each)]
+
+
+def _free_name(path: Path) -> Path:
+    names = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
+    return next(name for name in names if not os.path.lexists(name))
+
+
+def _is_of_an_earlier_format(path: Path) -> bool:
+    """Whether the first line is of Flywheel's own and lacks the keys that lines have now."""
+    try:
+        with path.open("rb") as file:
+            metadata = orjson.loads(file.readline())["metadata"]
+        return "split" in metadata and "prompt_exact" not in metadata
+    except (FileNotFoundError, IsADirectoryError, orjson.JSONDecodeError, KeyError, TypeError):
+        return False
+
+
+def _tasks_in(path: Path, lines_of: Callable[[BinaryIO], Iterable[bytes]]) -> set[str]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not path.is_file():

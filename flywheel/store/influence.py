@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from sqlalchemy import Connection, Row, exists, func, insert, select, update
 
+from flywheel.exclusion import Exclusion
 from flywheel.states import Split, TaskState
 from flywheel.store.bulk import chunks
 from flywheel.store.samples import allowed, free
@@ -72,7 +73,7 @@ def unknown(conn: Connection, limit: int | None) -> list[Row[Any]]:
     )
 
 
-def candidates(conn: Connection, *, with_images: bool = True) -> list[Row[Any]]:
+def candidates(conn: Connection, takes: Collection[Exclusion] = ()) -> list[Row[Any]]:
     """Free samples (id, conversation, user, template), the oldest first; what is not known of one is empty."""
     return list(
         conn.execute(
@@ -83,7 +84,7 @@ def candidates(conn: Connection, *, with_images: bool = True) -> list[Row[Any]]:
                 func.coalesce(influences.c.template, 0).label("template"),
             )
             .outerjoin(influences, influences.c.task_id == tasks.c.id)
-            .where(free(), allowed(with_images=with_images))
+            .where(free(), allowed(takes))
             .order_by(tasks.c.id)
         )
     )

@@ -234,7 +234,8 @@ def _record_tasks(conn: Connection, new: Sequence[Entry], sides: Sides, done: Re
                     entry.started_at,
                     side.value,
                     TaskState.PENDING.value,
-                    entry.images,
+                    entry.excluded,
+                    entry.model,
                     _line(conn, entry, side),
                     now,
                 )
@@ -247,8 +248,8 @@ def _record_tasks(conn: Connection, new: Sequence[Entry], sides: Sides, done: Re
 
 
 _TASK_COLUMNS: Final = (
-    "id", "key", "conversation_id", "agent", "adapter", "started_at", "split", "state", "images", "payload",
-    "created_at",
+    "id", "key", "conversation_id", "agent", "adapter", "started_at", "split", "state", "excluded", "model",
+    "payload", "created_at",
 )  # fmt: skip
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 from sqlalchemy import Connection, RowMapping, or_, select
 
+from flywheel import exclusion
+from flywheel.exclusion import WORDS, Exclusion
 from flywheel.states import Split
 from flywheel.store.schema import (
     adapters,
@@ -99,6 +101,16 @@ def _without_scores(comparison: dict[str, Any] | None) -> dict[str, Any] | None:
     return comparison and {key: value for key, value in comparison.items() if key != "scores"}
 
 
+def _why_left_out(reason: Exclusion, task: RowMapping) -> str:
+    metadata = task["payload"]["metadata"]
+    match reason:
+        case Exclusion.HIDDEN | Exclusion.INEXACT | Exclusion.IMAGE:
+            return str(metadata["prompt_reason"]) or WORDS[reason].why
+        case Exclusion.MODEL:
+            return f"{WORDS[reason].why}: {task['model']}"
+    return WORDS[reason].why
+
+
 def _reply_story(conn: Connection, row: RowMapping) -> dict[str, Any]:
     story: dict[str, Any] = {
         "source": row["source"],
@@ -138,6 +150,9 @@ def _reply_story(conn: Connection, row: RowMapping) -> dict[str, Any]:
         "served_by": task["adapter"],
         "query": task["payload"]["main_query"],
         "answer": task["payload"]["answer"],
+        "left_out": [
+            {"reason": each.value, "why": _why_left_out(each, task)} for each in exclusion.parsed(task["excluded"])
+        ],
         "repeats": repeats and {"task_id": repeats.key, "similarity": repeats.similarity, "method": repeats.method},
         "verdicts": [
             {

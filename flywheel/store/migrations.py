@@ -9,6 +9,7 @@ from typing import Final
 from sqlalchemy import Connection, inspect, select, text, update
 from sqlalchemy.schema import CreateColumn
 
+from flywheel import exclusion
 from flywheel.errors import StoreError
 from flywheel.store import openings_filter
 from flywheel.store.schema import SCHEMA_VERSION, meta, metadata, sources
@@ -69,12 +70,51 @@ def _to_5(conn: Connection) -> None:
 
 
 def _to_6(conn: Connection) -> None:
-    _grow(conn, tasks=("images",))
-    conn.execute(text("UPDATE tasks SET images = 1 WHERE json_extract(payload, '$.metadata.images_json') <> '[]'"))
+    """What this version added has another form in the next one, which is found anew."""
+
+
+def _to_7(conn: Connection) -> None:
+    if "images" in {column["name"] for column in inspect(conn).get_columns("tasks")}:
+        conn.execute(text("DROP INDEX IF EXISTS tasks_with_images"))
+        conn.execute(text("ALTER TABLE tasks DROP COLUMN images"))
+    _grow(conn, tasks=("excluded", "model"))
+    _say_what_is_exact(conn)
+
+
+def _say_what_is_exact(conn: Connection) -> None:
+    """Task lines get the keys that newer ones have, as far as the rest of a line tells.
+
+    Of a reply without steps, all input tokens are those of its first model call.
+    """
+    holds_image = "json_extract(payload, '$.metadata.images_json') <> '[]'"
+    used_tools = (
+        "json_extract(payload, '$.metadata.tools_json') <> '[]'"
+        " OR instr(json_extract(payload, '$.metadata.trajectory_json'), '\"tool_calls\"') > 0"
+    )
+    conn.execute(
+        text(
+            "UPDATE tasks SET"  # noqa: S608 - constants
+            " model = coalesce(json_extract(payload, '$.metadata.model'), ''),"
+            f" excluded = trim(iif({holds_image}, 'image ', '') || iif({used_tools}, 'tools', '')),"
+            " payload = json_insert(json_remove(payload, '$.metadata.split'),"
+            " '$.metadata.prompt_tokens', iif(json_extract(payload, '$.metadata.trajectory_json') = '[]',"
+            " json_extract(payload, '$.metadata.input_tokens'), 0),"
+            " '$.metadata.adapter_source', iif(json_extract(payload, '$.metadata.adapter') <> '', 'model', ''),"
+            f" '$.metadata.prompt_exact', json(iif({holds_image}, 'false', 'true')),"
+            f" '$.metadata.prompt_reason', iif({holds_image}, :image, ''),"
+            " '$.metadata.prompt_source', 'trace',"
+            " '$.metadata.split', json_extract(payload, '$.metadata.split'))"
+            " WHERE json_type(payload, '$.metadata') = 'object'"
+        ).bindparams(image=exclusion.IMAGE)
+    )
+    # A hash of how a reply reads covers all of its line, and must not differ only because lines have more keys now.
+    conn.execute(
+        text("UPDATE replies SET content = NULL WHERE source_id IN (SELECT id FROM sources WHERE type <> 'jsonl')")
+    )
 
 
 MIGRATIONS: Mapping[int, Callable[[Connection], None]] = MappingProxyType(
-    {2: _to_2, 3: _to_3, 4: _to_4, 5: _to_5, 6: _to_6}
+    {2: _to_2, 3: _to_3, 4: _to_4, 5: _to_5, 6: _to_6, 7: _to_7}
 )
 """What leads to each version from the one before; a new database is made in the present one."""
 

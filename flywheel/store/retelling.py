@@ -136,7 +136,8 @@ def renewed(conn: Connection, task: int | None, entry: Entry, line: Callable[[En
                 agent=entry.agent,
                 adapter=entry.adapter,
                 started_at=entry.started_at,
-                images=entry.images,
+                excluded=entry.excluded,
+                model=entry.model,
             )
         )
     return int(found.id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ from sqlalchemy import (
 )
 
 from flywheel.errors import TrainError
+from flywheel.exclusion import Exclusion
 from flywheel.round import AdapterRef, RoundResult
 from flywheel.states import AdapterState, RoundState, Split, TaskState
 from flywheel.store.bulk import chunks
-from flywheel.store.samples import LEFT_OUT, free_samples, held_out, leave_out_images
+from flywheel.store.samples import LEFT_OUT, free_samples, held_out
 from flywheel.store.schema import adapters, round_samples, rounds, tasks
 from flywheel.store.transitions import move, move_all, record, utcnow
 
@@ -50,19 +51,17 @@ def plan(
     config_hash: str,
     rubric_hash: str,
     choice: Sequence[int] | None = None,
-    with_images: bool = True,
+    takes: Collection[Exclusion] = (),
 ) -> Row[Any]:
     """Make a round and reserve its samples: the oldest free ones, and the newest held-out tasks for the gate.
 
-    `choice` are the samples it may take instead of the oldest; what of them is not free any more is left out. Tasks
-    with images that it may not take are told so in their history, once.
+    `choice` are the samples it may take instead of the oldest; what of them is not free any more is left out.
+    Tasks with an exclusion are taken where it is one of `takes`.
     Raises TrainError when another round is unfinished or no sample is free.
     """
     if (other := live(conn)) is not None:
         raise TrainError("plan a round", f"{other.name} is {other.state}", "Wait until it has finished.")
-    samples = (
-        free_samples(conn, max_samples, with_images=with_images) if choice is None else list(choice)[:max_samples]
-    )
+    samples = free_samples(conn, max_samples, takes) if choice is None else list(choice)[:max_samples]
     if not samples:
         raise TrainError("plan a round", "no accepted sample is free", "Collect and judge more traces first.")
     number = int(conn.execute(select(func.coalesce(func.max(rounds.c.id), 0))).scalar_one()) + 1
@@ -87,11 +86,9 @@ def plan(
     rows = [{"round_id": number, "task_id": task, "split": Split.TRAIN.value} for task in reserved]
     rows += [
         {"round_id": number, "task_id": task, "split": Split.HELD_OUT.value}
-        for task in held_out(conn, max_held_out, with_images=with_images)
+        for task in held_out(conn, max_held_out, takes)
     ]
     conn.execute(insert(round_samples), rows)
-    if not with_images:
-        leave_out_images(conn, name)
     planned = by_name(conn, name)
     assert planned is not None
     return planned

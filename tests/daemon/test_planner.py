@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, func, insert, select, update
+from sqlalchemy import Connection, insert, select, update
 
-from flywheel import content
+from flywheel import content, exclusion
 from flywheel.config import Config, parse
 from flywheel.daemon import planner
 from flywheel.daemon.deployer import Deployer
@@ -18,6 +18,8 @@ from flywheel.daemon.judge_setup import rubric_of
 from flywheel.daemon.rounds import Rounds
 from flywheel.daemon.status import snapshot
 from flywheel.errors import ConfigError, TrainError
+from flywheel.exclusion import Exclusion
+from flywheel.models import Models
 from flywheel.round import RoundSpec
 from flywheel.states import AdapterState, DeploymentState, RoundState, Split, TaskState
 from flywheel.store import audit, influence, judging, ledger, lineage, rounds, samples, schema
@@ -170,66 +172,97 @@ async def test_a_round_that_the_gate_could_only_reject_is_not_planned_by_hand_ei
     assert "reserved" not in books.task_states
 
 
-IMAGE = ("https://example.org/cat.png",)
+LEFT_OUT: dict[Exclusion, dict[str, Any]] = {
+    Exclusion.IMAGE: {"images": ("https://example.org/cat.png",)},
+    Exclusion.HIDDEN: {"prompt_reason": exclusion.HIDDEN_MESSAGE},
+    Exclusion.INEXACT: {"prompt_reason": exclusion.NOT_RECORDED},
+    Exclusion.TOOLS: {"tools": ({"type": "function", "function": {"name": "add"}},)},
+    Exclusion.MODEL: {"model": "helper-model"},
+}
+ALIAS = Models("agent", "/models/a")
 
 
-def judged_with_images(conn: Connection, train: int, held_out: int) -> None:
-    """Tasks of which two on each side hold an image: the first ones of all."""
+def judged_with_some_left_out(conn: Connection, train: int, held_out: int, values: dict[str, Any]) -> None:
+    """Tasks of which two on each side have `values`: the first ones of all."""
     plain = replies_on(Split.TRAIN, train + 2)[2:] + replies_on(Split.HELD_OUT, held_out + 2)[2:]
-    shown = replies_on(Split.TRAIN, 2, images=IMAGE) + replies_on(Split.HELD_OUT, 2, images=IMAGE)
+    special = replies_on(Split.TRAIN, 2, **values) + replies_on(Split.HELD_OUT, 2, **values)
     source = ledger.source_id(conn, "/a")
-    ledger.record_batch(conn, source, batch(*shown, *plain), train_ratio=0.7, split_seed=42)
+    told = batch(*special, *plain, models=ALIAS)
+    ledger.record_batch(conn, source, told, train_ratio=0.7, split_seed=42)
     for task in judging.claim(conn, 1000, "r", "j"):
         judging.settle(conn, task.id, accepted(), "r", "j", 0.0)
 
 
-async def test_what_no_prompt_can_show_is_left_out_of_training_and_gate(tmp_path: Path, store: Store) -> None:
-    await store.write(judged_with_images, 3, 2)
+@pytest.mark.parametrize("reason", Exclusion)
+async def test_what_is_excluded_is_left_out_of_training_and_gate(
+    tmp_path: Path, store: Store, reason: Exclusion
+) -> None:
+    await store.write(judged_with_some_left_out, 3, 2, LEFT_OUT[reason])
     config = made(tmp_path, trigger={"min_samples": 4}, gate={"min_tasks": 2})
     assert (await store.read(planner.due, config)).reason == "3 of 4 samples are free"
     told = await store.read(snapshot, config)
-    assert (told["free_samples"], told["held_out"], told["left_out"]) == (3, 2, 4)
+    assert (told["free_samples"], told["held_out"]) == (3, 2)
+    (left_out,) = told["left_out"]
+    assert (left_out["reason"], left_out["tasks"]) == (reason, 4)
+    assert left_out["why"] and left_out["do"]
     debug = await store.read(planner.debug_spec, config, rubric_of(config))
     assert len(debug.train) == 3
     spec = await planned(store, config)
     assert (len(spec.train), len(spec.held_out)) == (3, 2)
-    shown = await store.read(lambda conn: conn.execute(select(schema.tasks.c.key).where(schema.tasks.c.images)).all())
-    for (key,) in shown:
+    excluded = schema.tasks.c.excluded
+    of_these = select(schema.tasks.c.key).where(excluded == reason.value)
+    keys = await store.read(lambda conn: conn.execute(of_these).scalars().all())
+    assert len(keys) == 4
+    for key in keys:
         story = await store.read(lineage.why, key)
         assert story is not None
-        last = story["replies"][0]["task"]["history"][-1]
-        assert (last["old"], last["new"]) == ("accepted", "left out")
-        assert last["detail"].startswith("of r0001: its question holds an image")
-    assert len(shown) == 4
+        (told,) = story["replies"][0]["task"]["left_out"]
+        assert told["reason"] == reason
+        assert told["why"]
 
 
-async def test_a_task_is_told_once_that_rounds_leave_it_out(tmp_path: Path, store: Store) -> None:
-    await store.write(judged_with_images, 3, 2)
-    config = made(tmp_path, training={"steps": 1, "prompts_per_step": 1, "group_size": 8})
-    for number in (1, 2):
-        await planned(store, config)
-        await store.write(rounds.finish, number, RoundState.PLANNED, RoundState.FAILED, "test")
-    times = await store.read(
-        lambda conn: conn.execute(
-            select(func.count()).select_from(schema.events).where(schema.events.c.new == "left out")
-        ).scalar_one()
-    )
-    assert times == 4
-
-
-async def test_the_choice_by_influence_leaves_images_out_too(tmp_path: Path, store: Store) -> None:
+async def test_the_choice_by_influence_leaves_excluded_tasks_out_too(tmp_path: Path, store: Store) -> None:
     chain = tmp_path / "chain.yaml"
     chain.write_text("id: c\nfilters: [{type: influence, params: {conversation: 1, user: 1, template: 1}}]\n")
-    await store.write(judged_with_images, 3, 2)
+    await store.write(judged_with_some_left_out, 3, 2, LEFT_OUT[Exclusion.IMAGE])
     spec = await planned(store, made(tmp_path, filter={"rubric": str(RUBRIC), "chain": str(chain)}))
     assert (len(spec.train), len(spec.held_out)) == (3, 2)
 
 
-async def test_questions_with_images_are_taken_as_text_where_that_is_wanted(tmp_path: Path, store: Store) -> None:
-    await store.write(judged_with_images, 3, 2)
-    config = made(tmp_path, training={"images": "text-only"})
-    spec = await planned(store, config)
-    assert (len(spec.train), len(spec.held_out)) == (5, 4)
+@pytest.mark.parametrize(
+    ("setting", "taken"),
+    [
+        ({"images": "text-only"}, {Exclusion.IMAGE}),
+        ({"inexact_prompts": "use"}, {Exclusion.HIDDEN, Exclusion.INEXACT}),
+    ],
+)
+async def test_settings_take_what_is_left_out_otherwise(
+    tmp_path: Path, setting: dict[str, str], taken: set[Exclusion]
+) -> None:
+    config = made(tmp_path, training=setting)
+    for reason in Exclusion:
+        store = await Store.open(tmp_path / reason.value)
+        await store.write(judged_with_some_left_out, 3, 2, LEFT_OUT[reason])
+        told = await store.read(snapshot, config)
+        spec = await planned(store, config)
+        await store.close()
+        wanted = (5, 4) if reason in taken else (3, 2)
+        assert (told["free_samples"], told["held_out"]) == wanted == (len(spec.train), len(spec.held_out))
+        assert bool(told["left_out"]) == (reason not in taken)
+
+
+async def test_a_task_with_two_reasons_is_taken_when_both_are(tmp_path: Path, store: Store) -> None:
+    both = LEFT_OUT[Exclusion.IMAGE] | LEFT_OUT[Exclusion.INEXACT]
+    await store.write(judged_with_some_left_out, 3, 2, both)
+    for training, free in (
+        ({}, 3),
+        ({"images": "text-only"}, 3),
+        ({"inexact_prompts": "use"}, 3),
+        ({"images": "text-only", "inexact_prompts": "use"}, 5),
+    ):
+        told = await store.read(snapshot, made(tmp_path, training=training))
+        assert told["free_samples"] == free
+        assert len(told["left_out"]) == 2 - len(training)
 
 
 async def test_a_margin_for_a_criterion_that_the_rubric_does_not_have_is_refused(tmp_path: Path) -> None:
@@ -342,9 +375,9 @@ async def test_samples_that_influence_allows_are_looked_up_once_while_the_same_a
     loaded: list[int] = []
     candidates = influence.candidates
 
-    def counted(conn: Connection, **how: bool) -> list[Any]:
+    def counted(conn: Connection, *how: Any) -> list[Any]:
         loaded.append(1)
-        return candidates(conn, **how)
+        return candidates(conn, *how)
 
     monkeypatch.setattr(influence, "candidates", counted)
     chain.unlink()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from sqlalchemy import Connection, event
 
 from flywheel.batch import Batch
+from flywheel.exclusion import Exclusion
 from flywheel.states import SkipReason, Split, TaskState
 from flywheel.store import audit, funnel, judging, ledger, rounds, samples
 from flywheel.store.database import Store
@@ -206,13 +207,15 @@ async def test_a_round_takes_the_oldest_training_samples_and_never_a_held_out_on
     assert any("held-out" in problem for problem in (await store.write(sneak)).problems)
 
 
-async def test_tasks_with_images_are_counted_without_a_look_at_the_others(store: Store) -> None:
+async def test_tasks_that_rounds_take_are_counted_without_a_look_at_the_others(store: Store) -> None:
     """Counts are asked for every few seconds; held-out tasks grow for ever, and each line has kilobytes."""
 
     def plans(conn: Connection) -> list[str]:
         asked: list[tuple[str, Any]] = []
         event.listen(conn, "before_cursor_execute", lambda *call: asked.append((call[2], call[3])))
-        assert samples.count_free(conn, with_images=False) == samples.count_held_out(conn, with_images=False) == 0
+        takes = (Exclusion.IMAGE,)
+        assert samples.count_free(conn, takes) == samples.count_held_out(conn, takes) == 0
+        assert samples.count_left_out(conn) == {}
         explained = [conn.exec_driver_sql(f"EXPLAIN QUERY PLAN {text}", values) for text, values in list(asked)]
         return [str(row[3]) for rows in explained for row in rows if " tasks " in row[3]]
 

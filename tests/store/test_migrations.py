@@ -12,11 +12,12 @@ from flywheel.daemon.ingestion import Ingestion
 from flywheel.store import audit, holdings, ledger
 from flywheel.store.database import Store
 from flywheel.store.export import TaskFile
-from flywheel.store.schema import SCHEMA_VERSION, conversations, metadata, sources, tasks
+from flywheel.store.schema import SCHEMA_VERSION, conversations, events, metadata, replies, sources, tasks
 from flywheel.trace import Reply
 from tests.samples import batch, reply
 from tests.studio.writer import DATA
 
+BEFORE_7 = "DROP INDEX tasks_for_rounds; ALTER TABLE tasks DROP COLUMN excluded; ALTER TABLE tasks DROP COLUMN model;"
 OLD = Path(__file__).parent.parent / "data" / "state_v1.sql"
 
 
@@ -81,8 +82,9 @@ async def test_conversations_of_version_3_are_still_found(tmp_path: Path) -> Non
     database = sqlite3.connect(tmp_path / "state" / "state.db")
     database.executescript(
         "INSERT INTO openings SELECT band, key FROM recent_openings; DROP TABLE recent_openings;"
-        "DROP TABLE openings_filter; DROP INDEX tasks_with_images; ALTER TABLE tasks DROP COLUMN images;"
-        'DROP INDEX conversations_joined; CREATE INDEX ix_conversations_like ON conversations ("like");'
+        "DROP TABLE openings_filter;"
+        + BEFORE_7
+        + 'DROP INDEX conversations_joined; CREATE INDEX ix_conversations_like ON conversations ("like");'
         "UPDATE meta SET value = 3 WHERE key = 'schema_version'; UPDATE conversations SET split = 'held-out'"
     )
     database.close()
@@ -129,24 +131,57 @@ async def test_a_state_that_was_migrated_goes_on(tmp_path: Path) -> None:
     for new in (97, 0):
         (report,) = await ingestion.run(final=True)
         assert (report.error, report.counts.replies, report.new) == (None, 106, new)
-    assert SCHEMA_VERSION == 6
+    assert SCHEMA_VERSION == 7
     await ingestion.close()
     await store.close()
 
 
-async def test_tasks_of_version_5_whose_questions_hold_images_are_known(tmp_path: Path) -> None:
+async def test_tasks_of_version_6_say_what_is_exact_and_what_excludes_them(tmp_path: Path) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    offered = {"type": "function", "function": {"name": "add"}}
+    told = [
+        reply(
+            1, model="m", adapter="a@r0001", input_tokens=7, history=({"role": "system", "content": "é\ud83d\x01/"},)
+        ),
+        reply(2, images=("https://example.org/cat.png",)),
+        reply(3, tools=(offered,), input_tokens=9),
+        reply(4, trajectory=({"role": "assistant", "content": "", "tool_calls": [call]},), input_tokens=9),
+    ]
     store = await Store.open(tmp_path / "state")
-    await store.write(put, reply(1), reply(2, images=("https://example.org/cat.png",)))
+    await store.write(put, *told)
+    lines = await store.read(lambda conn: conn.execute(select(tasks.c.payload).order_by(tasks.c.id)).scalars().all())
     await store.close()
-    database = sqlite3.connect(tmp_path / "state" / "state.db")
-    database.executescript(
-        "DROP INDEX tasks_with_images; ALTER TABLE tasks DROP COLUMN images;"
-        "UPDATE meta SET value = 5 WHERE key = 'schema_version'"
-    )
-    database.close()
+    as_version_6(tmp_path / "state" / "state.db")
     store = await Store.open(tmp_path / "state")
     try:
-        found = await store.read(lambda conn: conn.execute(select(tasks.c.images).order_by(tasks.c.id)).all())
-        assert [tuple(row) for row in found] == [(False,), (True,)]
+        query = select(tasks.c.payload, tasks.c.excluded, tasks.c.model).order_by(tasks.c.id)
+        rows = await store.read(lambda conn: conn.execute(query).all())
+        assert [row.excluded for row in rows] == ["", "image", "tools", "tools"]
+        assert [row.model for row in rows] == ["m", "", "", ""]
+        tokens = [7, 0, 9, 0]
+        for row, line, first in zip(rows, lines, tokens, strict=True):
+            line["metadata"] |= {"prompt_tokens": first, "adapter_source": "model" if row.model else ""}
+            assert row.payload == line
+            assert list(row.payload["metadata"])[-1] == "split"
+        contents = await store.read(lambda conn: conn.execute(select(replies.c.content)).scalars().all())
+        assert contents == [None] * 4
+        await store.write(put, *told)
+        changed = select(events.c.id).where(events.c.new == "changed")
+        assert (await store.read(lambda conn: conn.execute(changed).all())) == []
     finally:
         await store.close()
+
+
+def as_version_6(path: Path) -> None:
+    """What this version has that the one before had not is taken away."""
+    database = sqlite3.connect(path)
+    keys = ("prompt_tokens", "adapter_source", "prompt_exact", "prompt_reason", "prompt_source")
+    removed = ", ".join(f"'$.metadata.{key}'" for key in keys)
+    database.executescript(
+        BEFORE_7
+        + "ALTER TABLE tasks ADD COLUMN images BOOLEAN DEFAULT 0 NOT NULL;"
+        + "CREATE INDEX tasks_with_images ON tasks (state, split, images) WHERE images = 1;"
+        + f"UPDATE tasks SET payload = json_remove(payload, {removed});"
+        + "UPDATE meta SET value = 6 WHERE key = 'schema_version'"
+    )
+    database.close()

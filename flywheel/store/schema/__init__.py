@@ -29,7 +29,7 @@ from flywheel.store.schema.ledger import (
 )
 from flywheel.store.schema.training import adapters, deployments, round_samples, rounds
 
-SCHEMA_VERSION: Final = 6
+SCHEMA_VERSION: Final = 7
 
 __all__ = [
     "SCHEMA_VERSION",

@@ -122,15 +122,17 @@ tasks = Table(
     Column("started_at", Text, nullable=False),
     Column("split", Text, nullable=False),
     Column("state", Text, nullable=False),
-    Column("images", Boolean, nullable=False, server_default=text("0")),
+    Column("excluded", Text, nullable=False, server_default=text("''")),
+    Column("model", Text, nullable=False, server_default=text("''")),
     Column("payload", JSON, nullable=False),
     Column("retry_at", Text),
     Column("created_at", Text, nullable=False),
     Index("tasks_by_state", "state", "split"),
-    Index("tasks_with_images", "state", "split", "images", sqlite_where=text("images = 1")),
+    Index("tasks_for_rounds", "state", "split", "excluded"),
     Index("tasks_by_conversation", "conversation_id", "started_at"),
 )
-"""`images` is whether the question holds any, of which the payload has references alone."""
+"""`excluded` says why rounds leave it out, see `flywheel.exclusion`; empty where nothing does. `model` is the one
+that was asked, empty where that is not known or the response's id tells which version answered."""
 
 dead_letters = Table(
     "dead_letters",
