@@ -35,6 +35,7 @@ class _Parts(NamedTuple):
 
     sources: list[Fact]
     servers: list[Fact]
+    left_out: list[Fact]
 
 
 def show(state: dict[str, Any]) -> None:
@@ -100,13 +101,16 @@ def _forms(state: dict[str, Any], width: int) -> Iterator[RenderableType]:
     short = _Parts(
         [("source", _short(source)) for source in state["sources"]],
         [("server", replica_line(replica)) for replica in state["replicas"]],
+        [],
     )
     hint: Fact = ("", "(shortened to this screen: `flywheel status` shows all)")
     for most in (len(state["rounds"]), FEW_ROUNDS):
         yield Group(_with_rounds(_facts(state, short), state, most, width), grid([hint]))
     yield grid([*_facts(state, short), hint])
     together = _Parts(
-        _counted("sources", state["sources"], "read"), _counted("servers", state["replicas"], "looked at")
+        _counted("sources", state["sources"], "read"),
+        _counted("servers", state["replicas"], "looked at"),
+        [],
     )
     yield grid([*_facts(state, together), hint])
     # A terminal of a few lines: what may need somebody comes first.
@@ -129,6 +133,10 @@ def _in_full(state: dict[str, Any]) -> _Parts:
     return _Parts(
         [("source", source_text(source)) for source in state["sources"]],
         [("server", replica_text(replica)) for replica in state["replicas"]],
+        [
+            ("left out", f"{quantity(each['tasks'], 'task')}: {each['why']}\n{each['do']}")
+            for each in state["left_out"]
+        ],
     )
 
 
@@ -179,10 +187,7 @@ def _facts(state: dict[str, Any], parts: _Parts) -> list[Fact]:
         ("tasks", counted(state["tasks"]) or "none yet"),
         *(("verdicts", text) for text in _verdicts(state["recent_verdicts"])),
         ("samples", _samples(state)),
-        *(
-            ("left out", f"{quantity(each['tasks'], 'task')}: {each['why']}\n{each['do']}")
-            for each in state["left_out"]
-        ),
+        *parts.left_out,
         ("judge", state["judge"]["error"] or quantity(state["judge"]["usage"]["calls"], "call")),
         ("deployed", f"{deployed['alias']} → {deployed['adapter'] or 'the base model'}"),
         *parts.servers,
@@ -211,7 +216,9 @@ def _live(live: dict[str, Any] | None) -> list[Fact]:
 
 
 def _samples(state: dict[str, Any]) -> str:
-    return f"{state['free_samples']} free of {state['min_samples']} needed, {state['held_out']} held out"
+    text = f"{state['free_samples']} free of {state['min_samples']} needed, {state['held_out']} held out"
+    left_out = counted({each["reason"]: each["tasks"] for each in state["left_out"]})
+    return f"{text}; left out: {left_out}" if left_out else text
 
 
 def _rounds(state: dict[str, Any]) -> Iterator[tuple[str, ...]]:
