@@ -1,31 +1,35 @@
-"""HTTP to a model's endpoint: one request, one whole answer, within a time and a size.
+"""Calls to a model's endpoint by the `openai` client: one request, one whole answer, within a time and a size.
 
-urllib3 and not httpx: its pool costs the same for 16 threads and for 256, where httpx's looks at every connection for
+Every call in flight has a client of its own: the pool of one that many threads share looks at every connection for
 every request. Knows nothing of completions, embeddings, attempts or keys.
 """
 
 from __future__ import annotations
 
+import functools
 import ssl
 import time
-from collections.abc import Mapping
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC
 from email.utils import parsedate_to_datetime
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import certifi
+import httpcore2
+import httpx2
+import openai
 import orjson
-import urllib3
-from urllib3.exceptions import HTTPError
-
-from flywheel.deadline import POOLS
 
 MAX_BODY_BYTES: Final = 4 << 20
 """More than any verdict."""
-PIECE_BYTES: Final = 1 << 16
+HEADERS: Final = {"accept": "application/json", "accept-encoding": "identity", "user-agent": "flywheel"}
+"""An answer that is packed could be far larger than what was read of it."""
 
 
 class TransportError(Exception):
@@ -68,74 +72,197 @@ class Answer:
 
 
 class Transport:
-    """Connections to one endpoint, kept open between calls. Thread-safe."""
+    """`openai` clients for one endpoint, each with one connection that is kept open between calls. Thread-safe."""
 
-    def __init__(
-        self, url: str, *, timeout_seconds: float, connections: int, most_bytes: int = MAX_BODY_BYTES
-    ) -> None:
-        """What an endpoint sends beyond `most_bytes` is not read.
+    def __init__(self, url: str, *, timeout_seconds: float, most_bytes: int = MAX_BODY_BYTES) -> None:
+        """`url` is the root of the API. What an endpoint sends beyond `most_bytes` is not read.
 
         Raises ValueError for a proxy in the environment that cannot be used.
         """
-        self._most_bytes = most_bytes
-        options: dict[str, object] = {
-            "maxsize": connections,
-            "timeout": urllib3.Timeout(total=timeout_seconds),
-            "retries": False,  # who calls retries, and counts
-        }
+        self._url = url
         parts = urlsplit(url)
-        if parts.scheme == "https":
-            options["ssl_context"] = _authorities()
         proxy = _proxy(parts.scheme, parts.hostname or "")
-        try:
-            self._pools = urllib3.ProxyManager(proxy, **options) if proxy else urllib3.PoolManager(**options)  # type: ignore[arg-type]
-            self._pools.pool_classes_by_scheme = POOLS
-            # There is one host only: looking its pool up for every call would cost more than the call's own work.
-            self._pool = None if proxy else self._pools.connection_from_url(url)
-        except HTTPError as error:
-            raise ValueError(f"the proxy {proxy} that the environment names cannot be used: {error}") from error
+        if proxy is not None and proxy.url.scheme not in ("http", "https"):
+            raise ValueError(f"the proxy {proxy.url} that the environment names cannot be used: no HTTP proxy")
+        authorities = _authorities() if parts.scheme == "https" else None
+        self._make = functools.partial(_Requests, timeout_seconds, most_bytes, authorities, proxy)
+        self._idle: deque[openai.OpenAI] = deque()
+        # Also of one that nobody closed.
+        self.close = weakref.finalize(self, _close, self._idle)
 
-    def post(self, url: str, headers: Mapping[str, str], body: bytes) -> Answer:
-        """Raises TransportError, TooLargeError."""
-        return self._answered("POST", url, headers, body)
-
-    def get(self, url: str, headers: Mapping[str, str]) -> Answer:
-        """Raises TransportError, TooLargeError."""
-        return self._answered("GET", url, headers, None)
-
-    def _answered(self, method: str, url: str, headers: Mapping[str, str], body: bytes | None) -> Answer:
-        try:
-            response = self._sent(method, url, dict(headers), body)
-            try:
-                whole = self._body(response)
-            except BaseException:
-                response.close()  # a connection with an unread rest cannot be used again
-                raise
-            response.release_conn()
-        except (HTTPError, OSError, ValueError) as error:
-            raise TransportError(_cause(error)) from error
-        return Answer(response.status, {name.lower(): value for name, value in response.headers.items()}, whole)
-
-    def _sent(self, method: str, url: str, headers: dict[str, str], body: bytes | None) -> urllib3.BaseHTTPResponse:
-        if self._pool is None:
-            return self._pools.urlopen(method, url, redirect=False, body=body, headers=headers, preload_content=False)
-        path = urlsplit(url)._replace(scheme="", netloc="").geturl()
-        return self._pool.urlopen(
-            method, path, body=body, headers=headers, retries=False, redirect=False, preload_content=False
+    def post(self, path: str, body: bytes, key: str) -> Answer:
+        """Send JSON to `path` below the root. Raises TransportError, TooLargeError."""
+        headers = {**_headers(key), "content-type": "application/json"}
+        return self._answered(
+            lambda client: client.post(path, cast_to=httpx2.Response, content=body, options={"headers": headers})
         )
 
-    def _body(self, response: urllib3.BaseHTTPResponse) -> bytes:
+    def get(self, path: str, key: str = "") -> Answer:
+        """Without a key where none is given. Raises TransportError, TooLargeError."""
+        return self._answered(
+            lambda client: client.get(path, cast_to=httpx2.Response, options={"headers": _headers(key)})
+        )
+
+    def _answered(self, ask: Callable[[openai.OpenAI], httpx2.Response]) -> Answer:
+        """The answer, whatever its status is."""
+        try:
+            client = self._idle.pop()
+        except IndexError:
+            client = self._client()
+        try:
+            response = ask(client)
+        except openai.APIStatusError as error:
+            response = error.response
+        finally:
+            self._idle.append(client)
+        return Answer(response.status_code, response.headers, response.content)
+
+    def _client(self) -> openai.OpenAI:
+        # A key is given with its request; who calls retries, and counts; a redirect would carry the key on.
+        requests = httpx2.Client(transport=self._make(), follow_redirects=False, trust_env=False)
+        return openai.OpenAI(api_key="none", base_url=self._url, max_retries=0, http_client=requests)
+
+
+def _close(idle: deque[openai.OpenAI]) -> None:
+    while idle:
+        idle.pop().close()
+
+
+def _headers(key: str) -> dict[str, Any]:
+    return {**HEADERS, "authorization": f"Bearer {key}" if key else openai.Omit()}
+
+
+class _Requests(httpx2.BaseTransport):
+    """One request at a time, whose answer is read until a time and up to a size."""
+
+    def __init__(
+        self, seconds: float, most_bytes: int, authorities: ssl.SSLContext | None, proxy: httpx2.Proxy | None
+    ) -> None:
+        self._most_bytes = most_bytes
+        self._deadline = _Deadline(seconds)
+        options: dict[str, Any] = {
+            "ssl_context": authorities,
+            "max_connections": 1,
+            "network_backend": _Backend(self._deadline),
+        }
+        if proxy is None:
+            self._pool = httpcore2.ConnectionPool(**options)
+        else:
+            self._pool = httpcore2.HTTPProxy(str(proxy.url), proxy_auth=proxy.raw_auth, **options)
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        self._deadline.begin()
+        url = request.url
+        target = httpcore2.URL(scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path)
+        try:
+            with self._pool.stream(
+                request.method, target, headers=request.headers.raw, content=request.read()
+            ) as answer:
+                headers = httpx2.Headers(answer.headers)
+                body = self._body(answer.iter_stream(), headers.pop("content-encoding", ""))
+        except (*_FAILURES, OSError, ValueError, zlib.error) as error:
+            raise TransportError(_cause(error)) from error
+        return httpx2.Response(answer.status, headers=headers, content=body, request=request)
+
+    def _body(self, stream: Iterable[bytes], encoding: str) -> bytes:
+        # Not asked for; some servers pack their answers all the same.
+        packed = zlib.decompressobj(_EITHER_HEADER) if encoding in ("gzip", "deflate") else None
         pieces: list[bytes] = []
         size = 0
-        while piece := response.read1(PIECE_BYTES):
-            pieces.append(piece)
-            size += len(piece)
+        for piece in stream:
+            pieces.append(packed.decompress(piece, self._most_bytes + 1) if packed else piece)
+            size += len(pieces[-1])
             if size > self._most_bytes:
                 raise TooLargeError(f"the answer is larger than {self._most_bytes >> 20} MiB")
         return b"".join(pieces)
 
     def close(self) -> None:
-        self._pools.clear()
+        self._pool.close()
+
+
+_EITHER_HEADER: Final = zlib.MAX_WBITS | 32
+"""For zlib: the data says itself whether it is gzip or deflate."""
+_FAILURES: Final = (
+    httpcore2.NetworkError,
+    httpcore2.TimeoutException,
+    httpcore2.ProtocolError,
+    httpcore2.ProxyError,
+    httpcore2.UnsupportedProtocol,
+)
+
+
+class _Deadline:
+    """When the answer to the request under way has to be whole."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._until = 0.0
+
+    def begin(self) -> None:
+        self._until = time.monotonic() + self._seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds. Raises TimeoutException when none are left."""
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise self.passed
+        return left
+
+    @property
+    def passed(self) -> httpcore2.TimeoutException:
+        return httpcore2.ReadTimeout(f"the answer was not whole after {self._seconds:g} s")
+
+
+class _Backend(httpcore2.NetworkBackend):
+    """Connections whose every wait ends at the deadline.
+
+    A timeout of the socket begins anew with every byte: a server that sends one now and then, in its headers or
+    before them, would never meet it.
+    """
+
+    def __init__(self, deadline: _Deadline) -> None:
+        self._sockets = httpcore2.SyncBackend()
+        self._deadline = deadline
+
+    def connect_tcp(
+        self, host: str, port: int, timeout: float | None = None, *args: Any, **options: Any
+    ) -> httpcore2.NetworkStream:
+        try:
+            return _Stream(
+                self._sockets.connect_tcp(host, port, self._deadline.left, *args, **options), self._deadline
+            )
+        except httpcore2.ConnectTimeout:
+            raise self._deadline.passed from None
+
+
+class _Stream(httpcore2.NetworkStream):
+    def __init__(self, stream: httpcore2.NetworkStream, deadline: _Deadline) -> None:
+        self._stream = stream
+        self._deadline = deadline
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        try:
+            return self._stream.read(max_bytes, self._deadline.left)
+        except httpcore2.ReadTimeout:
+            raise self._deadline.passed from None
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        try:
+            self._stream.write(buffer, self._deadline.left)
+        except httpcore2.WriteTimeout:
+            raise self._deadline.passed from None
+
+    def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+    ) -> httpcore2.NetworkStream:
+        return _Stream(self._stream.start_tls(ssl_context, server_hostname, self._deadline.left), self._deadline)
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
 
 
 def is_address(url: str) -> bool:
@@ -159,19 +286,24 @@ def seconds(asked: str) -> float | None:
         return None
 
 
+@functools.cache
 def _authorities() -> ssl.SSLContext:
-    """The system's authorities, those that SSL_CERT_FILE names, and Mozilla's for systems that have none."""
+    """The system's authorities, those that SSL_CERT_FILE names, and Mozilla's for systems that have none.
+
+    One context for all connections: each takes 33 ms to make, and nearly a megabyte.
+    """
     context = ssl.create_default_context()
     context.load_verify_locations(certifi.where())
     return context
 
 
-def _proxy(scheme: str, host: str) -> str | None:
+def _proxy(scheme: str, host: str) -> httpx2.Proxy | None:
+    """What the environment names. Raises ValueError for what is none."""
     if proxy_bypass(host):
         return None
     proxies = getproxies()
     proxy = proxies.get(scheme) or proxies.get("all")
-    return proxy if proxy is None or "://" in proxy else f"http://{proxy}"
+    return httpx2.Proxy(proxy if "://" in proxy else f"http://{proxy}") if proxy else None
 
 
 def _cause(error: BaseException) -> str:

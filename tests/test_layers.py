@@ -36,7 +36,6 @@ LAYERS: dict[str, int] = {
     "python_source": 1,
     "python_process": 1,
     "transport": 1,
-    "deadline": 1,
     "allocation": 1,
     "config": 2,
     "studio": 3,

@@ -91,14 +91,14 @@ def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def transport(url: str, timeout: float = 30) -> Transport:
-    return Transport(url, timeout_seconds=timeout, connections=2)
+    return Transport(url, timeout_seconds=timeout)
 
 
 def test_one_connection_serves_many_calls() -> None:
     with serving(answers(b"{}", Retry="7")) as served:
         sender = transport(served.url)
         for _ in range(5):
-            answer = sender.post(f"{served.url}/v1/chat?x=1", {}, b"{}")
+            answer = sender.post("/v1/chat?x=1", b"{}", "key")
         sender.close()
     assert (answer.status, answer.body, answer.headers["retry"]) == (200, b"{}", "7")
     assert served.paths == ["/v1/chat?x=1"] * 5
@@ -131,7 +131,7 @@ def test_an_answer_that_drips_is_given_up(play: Play, proxied: bool, monkeypatch
         url = "http://judge.example" if proxied else served.url
         sender = transport(url, timeout=0.3)
         with pytest.raises(TransportError, match=r"not whole after 0\.[23]"):
-            sender.post(f"{url}/v1", {}, b"{}")
+            sender.post("/v1", b"{}", "key")
         sender.close()
 
 
@@ -143,7 +143,7 @@ def test_a_slow_answer_leaves_its_connection_the_whole_time_for_the_next() -> No
     with serving(slow) as served:
         sender = transport(served.url, timeout=3)
         for _ in range(5):
-            assert sender.post(f"{served.url}/v1", {}, b"{}").body == b"{}"
+            assert sender.post("/v1", b"{}", "key").body == b"{}"
         sender.close()
     assert len(served.connections) == 1
 
@@ -152,7 +152,7 @@ def test_an_answer_that_is_too_large_is_not_read() -> None:
     with serving(answers(b" " * (MAX_BODY_BYTES + 1))) as served:
         sender = transport(served.url)
         with pytest.raises(TooLargeError, match="4 MiB"):
-            sender.post(f"{served.url}/v1", {}, b"{}")
+            sender.post("/v1", b"{}", "key")
         sender.close()
 
 
@@ -170,10 +170,10 @@ def test_a_proxy_of_the_environment_is_used_except_where_it_must_not(monkeypatch
     with serving(answers(b"proxied")) as proxy, serving(answers(b"direct")) as served:
         monkeypatch.setenv("http_proxy", proxy.url)
         through = transport("http://judge.example")
-        assert through.post("http://judge.example/v1/chat", {}, b"{}").body == b"proxied"
+        assert through.post("/v1/chat", b"{}", "key").body == b"proxied"
         monkeypatch.setenv("no_proxy", "127.0.0.1")
         past = transport(served.url)
-        assert past.post(f"{served.url}/v1/chat", {}, b"{}").body == b"direct"
+        assert past.post("/v1/chat", b"{}", "key").body == b"direct"
         through.close()
         past.close()
     assert proxy.paths == ["http://judge.example/v1/chat"]

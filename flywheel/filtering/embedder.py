@@ -11,11 +11,9 @@ import os
 import threading
 from array import array
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
-import httpx2
-import openai
-from openai.types import CreateEmbeddingResponse
+import orjson
 from tenacity import (
     RetryCallState,
     Retrying,
@@ -28,7 +26,7 @@ from tenacity import (
 
 from flywheel.errors import FilterError
 from flywheel.filtering.deduplication import Deduplication
-from flywheel.transport import Answer, TooLargeError, Transport, TransportError, is_address
+from flywheel.transport import TooLargeError, Transport, TransportError, is_address
 
 OPENAI_URL: Final = "https://api.openai.com/v1"
 LONGEST: Final = 8000
@@ -95,18 +93,11 @@ class Embedder:
             self._transport = Transport(
                 self._url,
                 timeout_seconds=settings.timeout_seconds,
-                connections=1,
                 most_bytes=settings.batch_size * MOST_BYTES,
             )
         except ValueError as error:
             raise self._failure(str(error), "Correct HTTPS_PROXY and HTTP_PROXY, or unset them.") from error
-        self._client = openai.OpenAI(
-            # An endpoint without keys takes any; the client insists on one.
-            api_key=key.strip(),
-            base_url=self._url,
-            max_retries=0,
-            http_client=httpx2.Client(transport=_Bounded(self._transport)),
-        )
+        self._key = key.strip()
         self._backoff = wait_random_exponential(multiplier=0.5, max=longest_wait)
         attempts = stop_after_attempt(settings.max_attempts)
         self._retrying = Retrying(
@@ -127,7 +118,7 @@ class Embedder:
         return found
 
     def close(self) -> None:
-        self._client.close()
+        self._transport.close()
 
     def _some(self, texts: Sequence[str]) -> list[bytes]:
         try:
@@ -152,18 +143,17 @@ class Embedder:
 
     def _ask(self, texts: Sequence[str]) -> list[bytes]:
         sent = [text[:LONGEST].encode("utf-8", "replace").decode() or " " for text in texts]
+        wanted = {"model": self.model, "input": sent, "encoding_format": "float"}
         try:
-            reply = self._client.embeddings.create(model=self.model, input=sent, encoding_format="float")
-            return _vectors(reply, len(texts))
-        except openai.APIStatusError as error:
-            response = error.response
-            answer = Answer(response.status_code, response.headers, response.content)
+            answer = self._transport.post("/embeddings", orjson.dumps(wanted), self._key)
+        except (TransportError, TooLargeError) as error:
+            raise _AnswerError(str(error), is_odd=isinstance(error, TooLargeError)) from error
+        if not answer.is_good:
             said = f"it answered {answer.status} ({answer.words})"
-            raise _AnswerError(said, status=answer.status, retry_after=answer.retry_after) from error
-        except openai.APIConnectionError as error:
-            cause = error.__cause__ or error
-            raise _AnswerError(str(cause), is_odd=isinstance(cause.__cause__, TooLargeError)) from error
-        except (openai.OpenAIError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+            raise _AnswerError(said, status=answer.status, retry_after=answer.retry_after)
+        try:
+            return _vectors(orjson.loads(answer.body), len(texts))
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
             said = f"the reply is none of an embedding model: {error}"
             raise _AnswerError(said, is_odd=True) from error
 
@@ -184,15 +174,12 @@ class Embedder:
         )
 
 
-def _vectors(reply: CreateEmbeddingResponse, count: int) -> list[bytes]:
-    """The vectors of a reply in the order of their texts. Raises what a reply of another form leads to.
-
-    The client takes any JSON for a reply, and what is none for a text.
-    """
-    data = getattr(reply, "data", None)
+def _vectors(reply: Any, count: int) -> list[bytes]:
+    """The vectors of a reply in the order of their texts. Raises what a reply of another form leads to."""
+    data = reply.get("data")
     if not isinstance(data, list):
-        raise ValueError(str(getattr(reply, "error", None) or reply)[:300])
-    found = {item.index: item.embedding for item in data}
+        raise ValueError(str(reply.get("error") or reply)[:300])
+    found = {item["index"]: item["embedding"] for item in data}
     if sorted(found) != list(range(count)):
         raise ValueError(f"{len(data)} vectors came for {count} texts")
     return [_unit(found[place]) for place in range(count)]
@@ -208,22 +195,3 @@ def _unit(vector: Sequence[float]) -> bytes:
 def _retry_after(state: RetryCallState) -> float | None:
     error = state.outcome.exception() if state.outcome else None
     return error.retry_after if isinstance(error, _AnswerError) else None
-
-
-class _Bounded(httpx2.BaseTransport):
-    """Lets the client ask by way of ours: its own bounds neither how long an answer drips nor how large it is."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-
-    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
-        # What the client would add by itself is not wanted by us: a body that is unpacked here.
-        headers = {name: value for name, value in request.headers.items() if name != "accept-encoding"}
-        try:
-            answer = self._transport.post(str(request.url), headers, request.read())
-        except (TransportError, TooLargeError) as error:
-            raise httpx2.ReadError(str(error), request=request) from error
-        return httpx2.Response(answer.status, headers=dict(answer.headers), content=answer.body, request=request)
-
-    def close(self) -> None:
-        self._transport.close()

@@ -53,7 +53,6 @@ THIS_TEXT: Final = re.compile(r"moderat|flagged|content.?(filter|polic|manag)", 
 """What endpoints say of a text that they do not want to see, also where they answer as to a wrong key."""
 THIS_CALL: Final = re.compile(rf"context|too (long|large|many)|maximum|length|exceed|token|{THIS_TEXT.pattern}", re.I)
 """What they say when it is this exchange that they do not take: its length, or what stands in it."""
-HEADERS: Final = {"accept": "application/json", "user-agent": "flywheel"}
 THE_LIMIT: Final = re.compile(r"\bmax_\w*tokens\b.{0,40}(large|most|less|between|exceed)(?!.*context)", re.I)
 """What they say of an answer's length that the model cannot have, whatever it is asked."""
 COMPLETION_GUESS: Final = 200.0
@@ -136,9 +135,8 @@ class Endpoint:
         Raises JudgeError where nobody answers.
         """
         keys, transport = self._connected()
-        asked = [HEADERS, *({**HEADERS, "authorization": f"Bearer {key.secret}"} for key in keys)]
         try:
-            return [transport.get(f"{self.who.base_url}/models", headers) for headers in asked]
+            return [transport.get("/models", key) for key in ("", *(each.secret for each in keys))]
         except (TransportError, TooLargeError) as error:
             raise self._unreachable(str(error)) from error
 
@@ -178,9 +176,8 @@ class Endpoint:
             wait = max(self._requests.reserve(), self._tokens.reserve(expected))
             if wait and stop.wait(wait):
                 raise CallError("judging stops", final=True)
-            headers = {"authorization": f"Bearer {key.secret}", "content-type": "application/json", **HEADERS}
             try:
-                answer = transport.post(f"{self.who.base_url}/chat/completions", headers, body)
+                answer = transport.post("/chat/completions", body, key.secret)
                 reply = read_answer(answer)
             except CallError as error:
                 throttled = error.status == 429 or error.retry_after is not None or None
@@ -234,9 +231,7 @@ class Endpoint:
                 self._keys = self._keys or KeyPool(self._secrets())
                 try:
                     self._transport = self._transport or Transport(
-                        self.who.base_url,
-                        timeout_seconds=self._settings.timeout_seconds,
-                        connections=self._settings.max_thread,
+                        self.who.base_url, timeout_seconds=self._settings.timeout_seconds
                     )
                 except ValueError as error:
                     raise self._error(str(error), "Correct HTTPS_PROXY and HTTP_PROXY, or unset them.") from error
