@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from flywheel.config.section import Section, Share, UserPath
 
@@ -21,6 +22,14 @@ def host_and_port(listen: str) -> tuple[str, int]:
     if not (colon and host and "/" not in host and is_number and int(port) < 2**16):
         raise ValueError(f"{listen!r} is not HOST:PORT, for example 127.0.0.1:4318 or [::1]:4318")
     return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it, as far as the name tells."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _address(listen: str) -> str:
@@ -47,7 +56,18 @@ class OtlpSource(Section):
     type: Literal["otlp"]
     """`otlp`: spans that agents send themselves, by OTLP/HTTP (protobuf or JSON)."""
     listen: Annotated[str, AfterValidator(_address)] = "127.0.0.1:4318"
-    """HOST:PORT to receive at. The path is `/v1/traces`."""
+    """HOST:PORT to receive at. The path is `/v1/traces`. An address that other machines reach needs a token."""
+    token_env: str | None = None
+    """Name of the environment variable with the token that senders must know (`Authorization: Bearer TOKEN`)."""
+
+    @model_validator(mode="after")
+    def _is_not_open_to_all(self) -> Self:
+        if self.token_env is None and not is_loopback(host_and_port(self.listen)[0]):
+            raise ValueError(
+                f"other machines reach listen {self.listen}, and whoever can send spans can add training data: name"
+                " the environment variable with a token in token_env, or listen at 127.0.0.1"
+            )
+        return self
 
 
 def _source_type(value: Any) -> str:

@@ -58,7 +58,8 @@ class Sources:
         self._watcher = Watcher()
         for source in self._config.sources:
             if isinstance(source, OtlpSource):
-                receiver = Receiver(source.listen, inbox_path(self._config.state_dir, source.listen))
+                inbox = inbox_path(self._config.state_dir, source.listen)
+                receiver = Receiver(source.listen, inbox, token_env=source.token_env)
                 self._receivers.append(receiver)
                 await receiver.start()
             elif isinstance(source, JsonlSource):

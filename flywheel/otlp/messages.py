@@ -25,9 +25,15 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 
 from flywheel.files import json_line
+from flywheel.otlp.bounds import TooLargeError, WireError, check_json, check_wire
 
 WINDOWS: Final = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 """The content encodings that are understood, each with the window that tells zlib its framing."""
+MAX_RATIO: Final = 250
+"""Bytes that one byte may unpack to. Histories that repeat in every span of a batch reach about a hundred."""
+FREE_OF_RATIO: Final = 4 << 20
+"""Bytes that any body may unpack to."""
+Body = bytes | bytearray
 _PIECE: Final = 4096
 _NESTING: Final = 100
 _IDS: Final = ("traceId", "spanId", "parentSpanId", "trace_id", "span_id", "parent_span_id")
@@ -42,14 +48,13 @@ class UndecodableError(ValueError):
     """A body that is not what its headers say."""
 
 
-class TooLargeError(ValueError):
-    """A body that unpacks to more than is accepted."""
-
-
-def inflated(body: bytes, content_encoding: str, limit: int) -> bytes:
+def inflated(body: Body, content_encoding: str, limit: int) -> Body:
     """The body without its compression. Raises UndecodableError or TooLargeError."""
     if content_encoding not in WINDOWS:
         return body
+    by_ratio = max(MAX_RATIO * len(body), FREE_OF_RATIO)
+    why = f"{limit:,} bytes" if limit <= by_ratio else f"{MAX_RATIO} times its size"
+    limit = min(limit, by_ratio)
     whole = bytearray()
     stream = zlib.decompressobj(WINDOWS[content_encoding])
     try:
@@ -61,34 +66,37 @@ def inflated(body: bytes, content_encoding: str, limit: int) -> bytes:
                     stream = zlib.decompressobj(WINDOWS[content_encoding])
                 whole += stream.decompress(rest, limit + 1 - len(whole))
                 if len(whole) > limit:
-                    raise TooLargeError(f"the body unpacks to more than {limit:,} bytes")
+                    raise TooLargeError(f"the body unpacks to more than {why}")
                 rest = stream.unused_data
     except zlib.error as error:
         raise UndecodableError(f"the body is not {content_encoding}: {error}") from error
     if body and not stream.eof:
         raise UndecodableError(f"the {content_encoding} body is cut off")
-    return bytes(whole)
+    return whole
 
 
-def request_of(body: bytes, encoding: Encoding) -> ExportTraceServiceRequest:
-    """The spans in a body. Raises UndecodableError."""
+def request_of(body: Body, encoding: Encoding) -> ExportTraceServiceRequest:
+    """The spans in a body. Raises UndecodableError, and TooLargeError before more is made of it than is accepted."""
     request = ExportTraceServiceRequest()
     try:
         if encoding is Encoding.PROTOBUF:
+            check_wire(body)
             request.ParseFromString(body)
         else:
+            check_json(body)
             value = _json(body)
             if not isinstance(value, dict):
                 raise UndecodableError(f"the body is a JSON {type(value).__name__}, not an object")
             for holder in _id_holders(value):
                 _ids_to_base64(holder)
             ParseDict(value, request, ignore_unknown_fields=True, max_recursion_depth=_NESTING)
-    except (DecodeError, ParseError, orjson.JSONDecodeError) as error:
+            check_wire(request.SerializeToString())
+    except (WireError, DecodeError, ParseError, orjson.JSONDecodeError) as error:
         raise UndecodableError(f"the body is not an ExportTraceServiceRequest: {error}") from error
     return request
 
 
-def _json(body: bytes) -> Any:
+def _json(body: Body) -> Any:
     """Lone surrogates, which a text cut within an emoji ends in, become `?`, as they do everywhere."""
     try:
         return orjson.loads(body)

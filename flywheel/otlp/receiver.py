@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import ipaddress
 import logging
+import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from flywheel.config.ingest import host_and_port
-from flywheel.errors import ReceiverError
+from flywheel.errors import ConfigError, ReceiverError
 from flywheel.otlp.inbox import BUSY_SECONDS, Inbox
 
 if TYPE_CHECKING:
@@ -36,10 +36,17 @@ _HINTS: Final = {
 
 
 class Receiver:
-    """Receives at `listen` (HOST:PORT; with port 0 the system chooses one) and stores into `inbox`."""
+    """Receives at `listen` (HOST:PORT; with port 0 the system chooses one) and stores into `inbox`.
 
-    def __init__(self, listen: str, inbox: Path, *, busy_seconds: float = BUSY_SECONDS) -> None:
+    `token_env` names the environment variable with the token that senders must know. Without one everybody may send
+    who reaches the address.
+    """
+
+    def __init__(
+        self, listen: str, inbox: Path, *, token_env: str | None = None, busy_seconds: float = BUSY_SECONDS
+    ) -> None:
         self._listen = listen
+        self._token_env = token_env
         self._inbox = Inbox(inbox, busy_seconds=busy_seconds)
         self._thread: ThreadPoolExecutor | None = None
         self._server: uvicorn.Server | None = None
@@ -53,29 +60,25 @@ class Receiver:
         return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1/traces"
 
     async def start(self) -> None:
-        """Open the inbox and listen. Raises ReceiverError, retryable where waiting may help."""
+        """Open the inbox and listen. Raises ReceiverError, retryable where waiting may help, and ConfigError."""
         host, port = _host_and_port(self._listen)
+        token = _token(self._listen, self._token_env)
         bound = _bound(host, port)
         try:
             await self._inbox.open()
         except BaseException:
             bound.close()
             raise
-        if not _is_loopback(host):
-            log.warning(
-                "%s is not a loopback address and the receiver knows no authentication: whoever reaches it can add "
-                "spans, and with them training data",
-                self._listen,
-            )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="otlp")
         self._address = (host, bound.getsockname()[1])
-        self._server = _server(self._inbox, self._thread)
+        self._server = _server(self._inbox, self._thread, token)
         self._serving = asyncio.create_task(self._server.serve(sockets=[bound]), name=f"otlp {self._listen}")
         while not self._server.started and not self._serving.done():  # noqa: ASYNC110 - a flag is all that it sets
             await asyncio.sleep(0.01)
         if self._serving.done():
             await self.stop()
             raise ReceiverError(f"receive spans at {self._listen}", "the web server ended at once", "See the log.")
+        _tell_refused_accepts(self.url, bound.fileno())
         log.info("receiving spans at %s", self.url)
 
     async def stop(self) -> None:
@@ -91,10 +94,30 @@ class Receiver:
         self._server = self._serving = self._thread = None
 
 
-def _server(inbox: Inbox, thread: ThreadPoolExecutor) -> uvicorn.Server:
+def _token(listen: str, variable: str | None) -> str | None:
+    """What senders must know. Raises ConfigError."""
+    if variable is None:
+        return None
+    token = os.environ.get(variable, "")
+    if not token or token != token.strip() or not (token.isascii() and token.isprintable()):
+        why = f"the variable {variable}, which token_env names, {'holds no token' if token else 'is not set'}"
+        raise ConfigError(
+            f"receive spans at {listen}", why, "Put a long random text of printable ASCII characters into it."
+        )
+    return token
+
+
+def _tell_refused_accepts(url: str, fileno: int) -> None:
+    from flywheel.otlp.connections import tell_refused_accepts
+
+    tell_refused_accepts(asyncio.get_running_loop(), url, fileno)
+
+
+def _server(inbox: Inbox, thread: ThreadPoolExecutor, token: str | None) -> uvicorn.Server:
     # A daemon without a receiver must not carry a web server and protobuf in its memory.
     import uvicorn
 
+    from flywheel.otlp.connections import Protocol
     from flywheel.otlp.service import Service
 
     class Server(uvicorn.Server):
@@ -105,7 +128,9 @@ def _server(inbox: Inbox, thread: ThreadPoolExecutor) -> uvicorn.Server:
 
     return Server(
         uvicorn.Config(
-            Service(inbox.store, thread).app,
+            Service(inbox.store, thread, token=token).app,
+            http=Protocol,
+            backlog=_BACKLOG,
             log_config=None,
             log_level="warning",
             access_log=False,
@@ -147,10 +172,3 @@ def _bound(host: str, port: int) -> socket.socket:
         raise ReceiverError(attempt, error.strerror or str(error), hint, retryable=retryable) from error
     bound.setblocking(False)
     return bound
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

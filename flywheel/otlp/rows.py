@@ -7,7 +7,7 @@ except for texts that read as a number, true or false: an answer "1e3" must stay
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from flywheel.nested import dig
 from flywheel.otlp import conventions
+from flywheel.otlp.bounds import MAX_VALUES
 from flywheel.otlp.inbox import COLUMNS, Row
 
 _TRACE_ID_BYTES: Final = 16
@@ -51,17 +52,18 @@ class Rows:
 def rows_of(request: ExportTraceServiceRequest) -> Rows:
     """Every span of a request as a row or as a refusal."""
     rows = Rows()
+    nested = _Nested()
     for of_resource in request.resource_spans:
-        resource = {"attributes": _attributes(of_resource.resource.attributes)}
+        resource = {"attributes": nested(of_resource.resource.attributes)}
         for of_scope in of_resource.scope_spans:
             scope = {
                 "name": of_scope.scope.name,
                 "version": of_scope.scope.version,
-                "attributes": _attributes(of_scope.scope.attributes),
+                "attributes": nested(of_scope.scope.attributes),
             }
             for span in of_scope.spans:
                 try:
-                    rows.accepted.append(_row(span, resource, scope))
+                    rows.accepted.append(_row(span, resource, scope, nested))
                 except SpanError as error:
                     rows.rejected += 1
                     if len(rows.reasons) < _TOLD_REASONS:
@@ -69,11 +71,52 @@ def rows_of(request: ExportTraceServiceRequest) -> Rows:
     return rows
 
 
-def _row(span: Span, resource: dict[str, Any], scope: dict[str, Any]) -> Row:
+class _Nested:
+    """Attributes as Studio nests them; of two that claim one place, the later has it.
+
+    Text that is JSON becomes its value, as long as the texts of one request hold no more values than are accepted.
+    Behind that, and where a value has more levels than can be written, it stays text, which the reader takes too.
+    """
+
+    def __init__(self) -> None:
+        self._left = MAX_VALUES
+
+    def __call__(self, pairs: Iterable[KeyValue]) -> dict[str, Any]:
+        nested: dict[str, Any] = {}
+        for pair in pairs:
+            value = _value(pair.value)
+            *path, last = pair.key.split(".")
+            place = nested
+            for name in path:
+                inner = place.get(name)
+                if not isinstance(inner, dict):
+                    inner = place[name] = {}
+                place = inner
+            place[last] = self._loaded(value) if isinstance(value, str) else value
+        return nested
+
+    def _loaded(self, text: str) -> Any:
+        if text.lstrip()[:1] not in ("{", "[", '"') and text.strip() != "null":
+            return text
+        openings = text.count("[") + text.count("{")
+        values = openings + text.count(",")
+        if values > self._left:
+            return text
+        try:
+            value = orjson.loads(text)
+            if openings > _DEEP:
+                orjson.dumps(value)
+        except (orjson.JSONDecodeError, orjson.JSONEncodeError):
+            return text
+        self._left -= values
+        return value
+
+
+def _row(span: Span, resource: dict[str, Any], scope: dict[str, Any], nested: _Nested) -> Row:
     span_id = _identifier(span.span_id, _SPAN_ID_BYTES, "span id")
     start, end = _time(span.start_time_unix_nano, "start"), _time(span.end_time_unix_nano, "end")
-    attributes = _attributes(span.attributes)
-    events = [_event(event) for event in span.events]
+    attributes = nested(span.attributes)
+    events = [_event(event, nested) for event in span.events]
     conventions.complete(attributes, events)
     gen_ai = attributes.get("gen_ai")
     tokens = [_count(dig(gen_ai, "usage", name)) for name in ("input_tokens", "output_tokens")]
@@ -94,7 +137,7 @@ def _row(span: Span, resource: dict[str, Any], scope: dict[str, Any]) -> Row:
         "droppedAttributesCount": span.dropped_attributes_count,
         "events": _json(events, "events"),
         "droppedEventsCount": span.dropped_events_count,
-        "links": _json([_link(link) for link in span.links], "links"),
+        "links": _json([_link(link, nested) for link in span.links], "links"),
         "droppedLinksCount": span.dropped_links_count,
         "status": _json({"code": span.status.code, "message": span.status.message}, "status"),
         "resource": _json(resource, "resource"),
@@ -126,58 +169,24 @@ def _time(ns: int, name: str) -> int:
     return ns
 
 
-def _event(event: Span.Event) -> dict[str, Any]:
+def _event(event: Span.Event, nested: _Nested) -> dict[str, Any]:
     return {
         "name": event.name,
         "time": str(event.time_unix_nano),
-        "attributes": _attributes(event.attributes),
+        "attributes": nested(event.attributes),
         "droppedAttributesCount": event.dropped_attributes_count,
     }
 
 
-def _link(link: Span.Link) -> dict[str, Any]:
+def _link(link: Span.Link, nested: _Nested) -> dict[str, Any]:
     return {
         "traceId": link.trace_id.hex(),
         "spanId": link.span_id.hex(),
         "traceState": link.trace_state,
         "flags": link.flags,
-        "attributes": _attributes(link.attributes),
+        "attributes": nested(link.attributes),
         "droppedAttributesCount": link.dropped_attributes_count,
     }
-
-
-def _attributes(pairs: Iterable[KeyValue]) -> dict[str, Any]:
-    """Attributes as Studio nests them; of two that claim one place, the later has it."""
-    nested: dict[str, Any] = {}
-    for key, value in _decoded(pairs):
-        *path, last = key.split(".")
-        place = nested
-        for name in path:
-            inner = place.get(name)
-            if not isinstance(inner, dict):
-                inner = place[name] = {}
-            place = inner
-        place[last] = value
-    return nested
-
-
-def _decoded(pairs: Iterable[KeyValue]) -> Iterator[tuple[str, Any]]:
-    for pair in pairs:
-        value = _value(pair.value)
-        yield pair.key, _loaded(value) if isinstance(value, str) else value
-
-
-def _loaded(text: str) -> Any:
-    if text.lstrip()[:1] in ("{", "[", '"') or text.strip() == "null":
-        try:
-            value = orjson.loads(text)
-            if text.count("[") + text.count("{") > _DEEP:
-                # More levels can be read than written; such a value stays the text it is.
-                orjson.dumps(value)
-        except (orjson.JSONDecodeError, orjson.JSONEncodeError):
-            return text
-        return value
-    return text
 
 
 def _value(value: AnyValue) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Final
@@ -20,11 +21,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from flywheel.errors import ReceiverError
+from flywheel.otlp.bounds import TooLargeError
 from flywheel.otlp.inbox import Row
 from flywheel.otlp.messages import (
     WINDOWS,
+    Body,
     Encoding,
-    TooLargeError,
     UndecodableError,
     accepted,
     inflated,
@@ -39,7 +41,7 @@ PATH: Final = "/v1/traces"
 MAX_BODY: Final = 32 * 1024 * 1024
 """Bytes of a body, packed and unpacked. An exporter's batch of 512 spans is a few megabytes."""
 MAX_HELD: Final = 8 * MAX_BODY
-"""Bytes of all bodies in memory, whole or still arriving: a slow client holds no more than it has sent."""
+"""Bytes of all bodies as they were sent, whole or still arriving. Beside them one at a time is unpacked and read."""
 TAKEN_AT_ONCE: Final = 8
 """Requests that are unpacked, read and stored at once; others wait with their bodies."""
 READ_SECONDS: Final = 30.0
@@ -48,6 +50,7 @@ _LATER: Final = {"Retry-After": "5"}
 
 _CODES: Final = {
     400: code_pb2.INVALID_ARGUMENT,
+    401: code_pb2.UNAUTHENTICATED,
     404: code_pb2.NOT_FOUND,
     405: code_pb2.UNIMPLEMENTED,
     408: code_pb2.DEADLINE_EXCEEDED,
@@ -66,11 +69,14 @@ class Service:
         store: Callable[[Sequence[Row]], Awaitable[None]],
         executor: Executor,
         *,
+        token: str | None = None,
         max_body: int = MAX_BODY,
         max_held: int = MAX_HELD,
     ) -> None:
+        """Whoever sends must know the `token`, if there is one."""
         self._store = store
         self._executor = executor
+        self._wanted = None if token is None else f"Bearer {token}".encode()
         self._max_body = max_body
         self._max_held = max_held
         self._held = 0
@@ -82,6 +88,11 @@ class Service:
         )
 
     async def _export(self, request: Request) -> Response:
+        if self._wanted is not None:
+            given = request.headers.get("authorization", "").encode("latin-1")
+            if not secrets.compare_digest(given, self._wanted):
+                why = "the token is missing or another one: send the header Authorization: Bearer TOKEN"
+                raise HTTPException(401, why, {"WWW-Authenticate": "Bearer"})
         encoding = _encoding_of(request)
         packing = request.headers.get("content-encoding", "identity").strip().lower()
         if packing not in (*WINDOWS, "identity", ""):
@@ -90,7 +101,7 @@ class Service:
         try:
             await self._receive(request, body)
             async with self._turns:
-                return await self._take(bytes(body), packing, encoding)
+                return await self._take(body, packing, encoding)
         except asyncio.CancelledError:
             # The server is stopping and has waited long enough. The client may send the same again.
             raise HTTPException(503, "the receiver is stopping", _LATER) from None
@@ -117,7 +128,7 @@ class Service:
         except ClientDisconnect:
             raise HTTPException(400, "the client went away before its body had arrived") from None
 
-    async def _take(self, body: bytes, packing: str, encoding: Encoding) -> Response:
+    async def _take(self, body: Body, packing: str, encoding: Encoding) -> Response:
         loop = asyncio.get_running_loop()
         try:
             rows = await loop.run_in_executor(

@@ -127,5 +127,6 @@ def test_an_address_that_is_none_is_a_wrong_configuration(tmp_path: Path, listen
 
 @pytest.mark.parametrize("listen", ["localhost:0", "[::1]:4318", "0.0.0.0:65535"])
 def test_an_address_that_is_one_is_taken(tmp_path: Path, listen: str) -> None:
-    [source] = parse({"sources": [{"type": "otlp", "listen": listen}]}, "test", tmp_path).sources
+    raw = {"sources": [{"type": "otlp", "listen": listen, "token_env": "TOKEN"}]}
+    [source] = parse(raw, "test", tmp_path).sources
     assert source.listen == listen  # type: ignore[union-attr]

@@ -78,17 +78,6 @@ async def test_an_inbox_that_cannot_be_made_is_said_and_the_port_is_free_again(t
         await receiver.start()
 
 
-@pytest.mark.parametrize(("listen", "warnings"), [("127.0.0.1:0", 0), ("localhost:0", 0), ("0.0.0.0:0", 1)])
-async def test_one_warning_for_an_address_that_others_reach(
-    listen: str, warnings: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    receiver = Receiver(listen, tmp_path / "inbox.sqlite")
-    await receiver.start()
-    await post(receiver)
-    await receiver.stop()
-    assert sum("no authentication" in record.message for record in caplog.records) == warnings
-
-
 async def test_an_inbox_is_readable_before_the_first_span(inbox: Path, receiver: Receiver) -> None:
     assert read_all(inbox)[:2] == ([], [])
     await receiver.stop()

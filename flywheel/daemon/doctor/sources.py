@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from flywheel.config import Config, JsonlSource, OtlpSource, StudioSource
-from flywheel.config.ingest import host_and_port
+from flywheel.config.ingest import host_and_port, is_loopback
 from flywheel.daemon.doctor.finding import Finding, Result, size
 from flywheel.daemon.doctor.machine import file_system, is_network
 from flywheel.daemon.lock import holder
@@ -35,7 +35,7 @@ def sources(config: Config) -> Iterator[Finding]:
             case JsonlSource():
                 yield _lines(source.path.absolute())
             case OtlpSource():
-                yield _receiver(config, source.listen)
+                yield _receiver(config, source)
 
 
 def _studio(path: Path) -> Finding:
@@ -94,7 +94,8 @@ def _lines(path: Path) -> Finding:
     return Finding(name, Result.OK, told, subject=subject, figures=figures)
 
 
-def _receiver(config: Config, listen: str) -> Finding:
+def _receiver(config: Config, source: OtlpSource) -> Finding:
+    listen = source.listen
     name, subject = "source", listen
     host, port = host_and_port(listen)
     is_served = False
@@ -120,9 +121,8 @@ def _receiver(config: Config, listen: str) -> Finding:
         why = f"this user may not listen at port {port} ({os.strerror(errno.EACCES)})"
         return Finding(name, Result.WARNING, why, "Choose a port above 1023.", subject)
     told = "receives spans" if is_served else "free to receive spans at"
-    if host not in ("localhost", "::1") and not host.startswith("127."):
-        remedy = "Use 127.0.0.1, or let a firewall say who may send: the receiver knows no authentication."
-        return Finding(name, Result.WARNING, f"{told}; open to others", remedy, subject)
+    if not is_loopback(host):
+        told = f"{told}; open to others who know the token in {source.token_env}"
     return Finding(name, Result.OK, told, subject=subject)
 
 
