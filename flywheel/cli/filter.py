@@ -115,7 +115,11 @@ async def _state(wanted: _Wanted) -> AsyncIterator[Store]:
     from flywheel.store.database import Store
 
     async def ready(store: Store) -> None:
-        await store.write(judging.release_all, "its process died")
+        if wanted.dry_run:
+            # What is in work there may be a living daemon's.
+            await store.write(judging.release_all, "not judged")
+        else:
+            await store.write(judging.recover)
         if not wanted.has_sources:
             return
         ingestion = Ingestion(store, wanted.config, export_tasks=not wanted.dry_run)

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection
@@ -95,8 +96,13 @@ class Filtering:
         try:
             while True:
                 feed.freed = 0
-                threading.Thread(target=self._work, args=(feed, loop, rejudge), name="judging", daemon=True).start()
+                taken = feed.taking.taken
+                suspect = await self._store.read(judging.has_suspects)
+                given = (feed, loop, rejudge, suspect)
+                threading.Thread(target=self._work, args=given, name="judging", daemon=True).start()
                 await self._settle_all(feed, report, on_judged)
+                if suspect and feed.taking.taken > taken and report.error is None:
+                    continue
                 if not feed.freed or report.error is not None or feed.stop.is_set():
                     break
                 # The last verdicts rejected what others had been put aside for: those are due now.
@@ -139,7 +145,9 @@ class Filtering:
 
         total = Preview()
         screening = Screening(without_embeddings(self._chain), ask) if self._chain else None
-        for batch in self._taking(ask, stop, limit).batches(rejudge=rejudge):
+        taking = self._taking(ask, stop, limit)
+        suspects = iter(lambda: next(taking.suspect(), []), [])
+        for batch in chain(suspects, taking.batches(rejudge=rejudge)):
             for each in screening.through(batch) if screening else map(Screened, batch):
                 needed = Needed()
                 if each.goes_on and each.task.stored is None:
@@ -213,8 +221,9 @@ class Filtering:
         gone += duplicates.gone(conn, [item.repeats.task for item in done if item.repeats is not None])
         return changed, duplicates.free_repetitions(conn, gone)
 
-    def _work(self, feed: _Feed, loop: asyncio.AbstractEventLoop, rejudge: bool) -> None:
-        """The judging thread: claims, filters and grades, and hands everything to the loop."""
+    def _work(self, feed: _Feed, loop: asyncio.AbstractEventLoop, rejudge: bool, suspect: bool) -> None:
+        """The judging thread: claims, filters and grades, and hands everything to the loop. A `suspect`, which was in
+        work when a process ended, is alone in work."""
 
         def put(item: Judged | FlywheelError | None) -> None:
             loop.call_soon_threadsafe(feed.queue.put_nowait, item)
@@ -226,7 +235,11 @@ class Filtering:
             self._budget.look_again()
             # After a run that failed, one first: each claim is written down, and so is each task that is given back,
             # at every try of an outage.
-            batches = feed.taking.batches(rejudge=rejudge, first=1 if self._failed else None)
+            batches = (
+                feed.taking.suspect()
+                if suspect
+                else feed.taking.batches(rejudge=rejudge, first=1 if self._failed else None)
+            )
             self._failed = False
             items = self._to_grade(batches, put)
             verdicts = grade_all(

@@ -72,8 +72,12 @@ class Service:
 
     async def recover(self) -> None:
         """Put right what a process that died left half done. Safe because of the instance lock."""
-        released = await self._store.write(judging.release_all, "its process died")
+        released, dead = await self._store.write(judging.recover)
         failed = await self._deployer.recover()
+        for task in dead:
+            log.error(
+                "%s is a dead letter: the process ended %d times in a row while it was judged", task, judging.CRASHES
+            )
         if released or failed:
             log.info("after a crash: %d tasks judged again, %d swaps given up", released, failed)
 

@@ -44,5 +44,14 @@ class Taking:
             else:
                 return
 
+    def suspect(self) -> Iterator[list[Claimed]]:
+        """One due task that was in work when a process ended, which is claimed, if there is one."""
+        if self._room(1) > 0 and not self.stop.is_set():
+            found = self.ask(judging.claim_suspect, self.rubric_hash, self.judge_hash)
+            self.claimed.update({task.id: task for task in found})
+            self.taken += len(found)
+            if found:
+                yield found
+
     def _room(self, size: int) -> int:
         return size if self.limit is None else min(size, self.limit - self.taken)

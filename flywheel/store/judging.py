@@ -7,9 +7,23 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Connection, Text, and_, exists, func, insert, or_, select, type_coerce, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Row,
+    Text,
+    and_,
+    exists,
+    func,
+    insert,
+    or_,
+    select,
+    type_coerce,
+    update,
+)
 
 from flywheel.batch import line_bytes, storable
+from flywheel.quantity import quantity
 from flywheel.states import Split, TaskState
 from flywheel.store import spending, stored_verdicts
 from flywheel.store.bulk import chunks
@@ -25,7 +39,8 @@ PERSON: Final = "person"
 DECIDED: Final = (TaskState.ACCEPTED, TaskState.REJECTED)
 TRIABLE: Final = (TaskState.PENDING, TaskState.UNDECIDED, *DECIDED, TaskState.RESERVED, TaskState.CONSUMED)
 """Where tasks stand whose verdicts by two rubrics can be compared."""
-
+CRASHES: Final = 3
+"""How often in a row a process may end while a task is in work, before it is taken for the task's doing."""
 
 NOT_OF_THE_JUDGE: Final = or_(verdicts.c.rubric_hash.startswith(CHAIN), verdicts.c.rubric_hash == PERSON)
 
@@ -64,23 +79,48 @@ def count_triable(conn: Connection) -> int:
 
 
 def claim(conn: Connection, limit: int, rubric_hash: str, judge_hash: str) -> list[Claimed]:
-    """Move up to `limit` due tasks, the oldest first, to `judging`."""
-    ids = [task for task, state in _oldest_due(conn, limit) if move(conn, task, TaskState(state), TaskState.JUDGING)]
+    """Move up to `limit` due tasks, the oldest first, to `judging`; none that was in work when a process ended."""
+    return _claim(conn, _oldest_due(conn, limit), rubric_hash, judge_hash)
+
+
+def claim_suspect(conn: Connection, rubric_hash: str, judge_hash: str) -> list[Claimed]:
+    """Move one due task that was in work when a process ended to `judging`. Whoever has it should have no other:
+    then another end tells whose doing it was. Those that were in work least often come first."""
+    return _claim(conn, _suspects_due(conn), rubric_hash, judge_hash)
+
+
+def has_suspects(conn: Connection) -> bool:
+    """Whether `claim_suspect` would find one."""
+    return bool(_suspects_due(conn))
+
+
+def _claim(conn: Connection, due: Sequence[tuple[int, str]], rubric_hash: str, judge_hash: str) -> list[Claimed]:
+    ids = [task for task, state in due if move(conn, task, TaskState(state), TaskState.JUDGING)]
     return _with_verdicts(conn, ids, rubric_hash, judge_hash)
+
+
+def _suspects_due(conn: Connection) -> list[tuple[int, str]]:
+    one = (
+        select(tasks.c.id, tasks.c.state)
+        .where(tasks.c.crashes > 0, _due(utcnow()))
+        .order_by(tasks.c.crashes, tasks.c.id)
+        .limit(1)
+    )
+    return [(row.id, row.state) for row in conn.execute(one)]
 
 
 def _oldest_due(conn: Connection, limit: int) -> list[tuple[int, str]]:
     # Each part is in the order of an index, so that nothing is sorted, however many are pending or were judged.
     pending = [
         select(tasks.c.id, tasks.c.state)
-        .where(tasks.c.state == TaskState.PENDING.value, tasks.c.split == side.value)
+        .where(tasks.c.state == TaskState.PENDING.value, tasks.c.split == side.value, tasks.c.crashes == 0)
         .order_by(tasks.c.id)
         .limit(limit)
         for side in Split
     ]
     waiting = (
         select(tasks.c.id, tasks.c.state)
-        .where(tasks.c.state == TaskState.UNDECIDED.value, tasks.c.retry_at <= utcnow())
+        .where(tasks.c.state == TaskState.UNDECIDED.value, tasks.c.retry_at <= utcnow(), tasks.c.crashes == 0)
         .order_by(tasks.c.id)
         .limit(limit)
     )
@@ -172,10 +212,10 @@ def apply(conn: Connection, task: int, verdict: Verdict, retry_seconds: float) -
     """Move a task out of `judging` by a verdict that is stored already."""
     if verdict.outcome is Outcome.UNDECIDED:
         retry_at = (datetime.now(UTC) + timedelta(seconds=retry_seconds)).isoformat(timespec="milliseconds")
-        move(conn, task, TaskState.JUDGING, TaskState.UNDECIDED, verdict.error[:500], retry_at=retry_at)
+        move(conn, task, TaskState.JUDGING, TaskState.UNDECIDED, verdict.error[:500], retry_at=retry_at, crashes=0)
     else:
         new = TaskState.ACCEPTED if verdict.outcome is Outcome.ACCEPTED else TaskState.REJECTED
-        move(conn, task, TaskState.JUDGING, new, verdict.reason[:500], retry_at=None)
+        move(conn, task, TaskState.JUDGING, new, verdict.reason[:500], retry_at=None, crashes=0)
 
 
 def apply_again(conn: Connection, task: int, was: TaskState, verdict: Verdict) -> bool:
@@ -258,7 +298,7 @@ def reject_held(conn: Connection, ids: Sequence[int]) -> list[int]:
 
 
 def bury_task(conn: Connection, task: int, key: str, error: str) -> None:
-    """A task that a filter broke on: kept as a dead letter, out of the way of the others."""
+    """A task that cannot be judged: kept as a dead letter, out of the way of the others."""
     if move(conn, task, TaskState.JUDGING, TaskState.DEAD, error[:500]):
         bury(conn, TASK, key, error)
 
@@ -269,9 +309,34 @@ def release(conn: Connection, ids: Sequence[int], why: str) -> int:
 
 
 def release_all(conn: Connection, why: str) -> int:
-    """Give back what a process that died had claimed. Only the holder of the instance lock may call this."""
-    ids = conn.execute(select(tasks.c.id).where(tasks.c.state == TaskState.JUDGING.value)).scalars().all()
-    return release(conn, ids, why)
+    """Give back all that is claimed; how many. Only the holder of the instance lock, or of a copy, may call this."""
+    return release(conn, [row.id for row in _in_work(conn)], why)
+
+
+def recover(conn: Connection) -> tuple[int, list[str]]:
+    """Give back what a process had in work when it was ended or crashed: how many tasks, and the keys of those that
+    are dead letters now, since that happened CRASHES times in a row. Only the holder of the instance lock may call
+    this; a process that is told to stop leaves nothing in work.
+    """
+    again, dead = 0, []
+    for row in _in_work(conn):
+        if row.crashes + 1 < CRASHES:
+            again += move(
+                conn, row.id, TaskState.JUDGING, TaskState.PENDING, "its process died", crashes=row.crashes + 1
+            )
+        else:
+            times = quantity(row.crashes + 1, "time")
+            why = (
+                f"while it was judged, the process ended {times} in a row: killed, crashed or stopped by the watchdog"
+            )
+            bury_task(conn, row.id, row.key, why)
+            dead.append(row.key)
+    return again, dead
+
+
+def _in_work(conn: Connection) -> Sequence[Row[Any, Any, Any]]:
+    judging = tasks.c.state == TaskState.JUDGING.value
+    return conn.execute(select(tasks.c.id, tasks.c.key, tasks.c.crashes).where(judging)).all()
 
 
 def count(conn: Connection, *where: ColumnElement[bool]) -> int:

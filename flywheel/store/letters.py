@@ -24,7 +24,7 @@ from flywheel.store.transitions import move, record, utcnow
 ROW: Final = "row"
 """A row or line of a source that could not be read; its subject is the span."""
 TASK: Final = "task"
-"""A task that a filter broke on; its subject is the task's key."""
+"""A task that a filter broke on, or that was in work each time when processes ended; its subject is its key."""
 _LONG_AGO: Final = "1970-01-01T00:00:00.000+00:00"
 
 
@@ -198,7 +198,8 @@ def _revive_task(conn: Connection, letter: Letter) -> Next:
     ).scalar_one_or_none()
     if task is None:
         return Next.ALIVE
-    move(conn, task, TaskState.DEAD, TaskState.PENDING, f"dead letter {letter.id} was retried", retry_at=None)
+    why = f"dead letter {letter.id} was retried"
+    move(conn, task, TaskState.DEAD, TaskState.PENDING, why, retry_at=None, crashes=0)
     return Next.JUDGED
 
 

@@ -77,7 +77,7 @@ def _to_7(conn: Connection) -> None:
     if "images" in {column["name"] for column in inspect(conn).get_columns("tasks")}:
         conn.execute(text("DROP INDEX IF EXISTS tasks_with_images"))
         conn.execute(text("ALTER TABLE tasks DROP COLUMN images"))
-    _grow(conn, tasks=("excluded", "model"))
+    _grow(conn, tasks=("excluded", "model", "crashes"))
     _say_what_is_exact(conn)
 
 

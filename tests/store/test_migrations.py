@@ -17,7 +17,10 @@ from flywheel.trace import Reply
 from tests.samples import batch, reply
 from tests.studio.writer import DATA
 
-BEFORE_7 = "DROP INDEX tasks_for_rounds; ALTER TABLE tasks DROP COLUMN excluded; ALTER TABLE tasks DROP COLUMN model;"
+BEFORE_7 = (
+    "DROP INDEX tasks_for_rounds; ALTER TABLE tasks DROP COLUMN excluded; ALTER TABLE tasks DROP COLUMN model;"
+    "DROP INDEX tasks_suspected; ALTER TABLE tasks DROP COLUMN crashes;"
+)
 OLD = Path(__file__).parent.parent / "data" / "state_v1.sql"
 
 
@@ -154,10 +157,11 @@ async def test_tasks_of_version_6_say_what_is_exact_and_what_excludes_them(tmp_p
     as_version_6(tmp_path / "state" / "state.db")
     store = await Store.open(tmp_path / "state")
     try:
-        query = select(tasks.c.payload, tasks.c.excluded, tasks.c.model).order_by(tasks.c.id)
+        query = select(tasks.c.payload, tasks.c.excluded, tasks.c.model, tasks.c.crashes).order_by(tasks.c.id)
         rows = await store.read(lambda conn: conn.execute(query).all())
         assert [row.excluded for row in rows] == ["", "image", "tools", "tools"]
         assert [row.model for row in rows] == ["m", "", "", ""]
+        assert [row.crashes for row in rows] == [0] * 4
         tokens = [7, 0, 9, 0]
         for row, line, first in zip(rows, lines, tokens, strict=True):
             line["metadata"] |= {"prompt_tokens": first, "adapter_source": "model" if row.model else ""}

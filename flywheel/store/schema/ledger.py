@@ -126,13 +126,16 @@ tasks = Table(
     Column("model", Text, nullable=False, server_default=text("''")),
     Column("payload", JSON, nullable=False),
     Column("retry_at", Text),
+    Column("crashes", Integer, nullable=False, server_default=text("0")),
     Column("created_at", Text, nullable=False),
     Index("tasks_by_state", "state", "split"),
+    Index("tasks_suspected", "crashes", sqlite_where=text("crashes > 0")),
     Index("tasks_for_rounds", "state", "split", "excluded"),
     Index("tasks_by_conversation", "conversation_id", "started_at"),
 )
 """`excluded` says why rounds leave it out, see `flywheel.exclusion`; empty where nothing does. `model` is the one
-that was asked, empty where that is not known or the response's id tells which version answered."""
+that was asked, empty where that is not known or the response's id tells which version answered. `crashes` is how
+often in a row a process ended while the task was in work."""
 
 dead_letters = Table(
     "dead_letters",
