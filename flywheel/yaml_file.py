@@ -69,7 +69,9 @@ def explain(error: ValidationError, model: type[BaseModel], places: Places | Non
 
     `places` are those of the text that was read: each problem then begins with its line.
     """
-    return "; ".join(_line_of(item, model, places) + explain_one(dict(item), model) for item in error.errors())
+    # A default that is made of other keys is not wrong where those are.
+    own = [item for item in error.errors() if item["type"] != "default_factory_not_called"]
+    return "; ".join(_line_of(item, model, places) + explain_one(dict(item), model) for item in own)
 
 
 def _line_of(item: Any, model: type[BaseModel], places: Places | None) -> str:

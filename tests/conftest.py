@@ -20,6 +20,7 @@ import pytest
 from flywheel.config import Config, parse
 from flywheel.round import Probe
 from flywheel.serving import server
+from flywheel.serving.restart import alias_file, base_name
 
 ROOT = Path(__file__).parent.parent
 POLICY = ROOT / "demo" / "policy"
@@ -87,7 +88,7 @@ def serve_config(state_dir: Path, port: int, **serving: object) -> Config:
 def start_server(config: Config, log: Path) -> subprocess.Popen[bytes]:
     """Start what `flywheel serve` would become, in a process group of its own, and wait until it answers."""
     arguments, environment = server.command(config)
-    server.alias_file(config).parent.mkdir(parents=True, exist_ok=True)
+    server.prepare(config)
     with log.open("wb") as output:
         process = subprocess.Popen(
             arguments,
@@ -146,7 +147,7 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory, adapters: dict[str, Ma
     """
     home = tmp_path_factory.mktemp("vllm")
     config = serve_config(home / "state", free_port())
-    saved = server.alias_file(config)
+    saved = alias_file(config)
     saved.parent.mkdir(parents=True)
     entries = {
         "restored-agent": {"target": "restored-agent@r0001", "path": adapters["good"].path},
@@ -158,7 +159,7 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory, adapters: dict[str, Ma
     try:
         yield VllmServer(
             url=config.serving.urls[0],
-            base_model=server.base_name(config.model.base),
+            base_model=base_name(config.model.base),
             base_path=POLICY,
             alias=config.model.alias,
             state_dir=config.state_dir,

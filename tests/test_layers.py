@@ -26,6 +26,8 @@ LAYERS: dict[str, int] = {
     "round": 1,
     "progress": 1,
     "files": 1,
+    "adapter_files": 1,
+    "model_family": 1,
     "nested": 1,
     "log": 1,
     "disarmed": 1,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import ipaddress
+import re
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
 
 from flywheel.config.section import Section
+
+_HOST_NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?")
 
 
 def _replica(url: str) -> str:
@@ -42,17 +46,60 @@ def _replicas(urls: list[str]) -> list[str]:
     return urls
 
 
+def _host_name(name: str) -> str:
+    name = name.lower()
+    try:
+        return str(ipaddress.ip_address(name.strip("[]")))
+    except ValueError:
+        if _HOST_NAME.fullmatch(name):
+            return name
+    raise ValueError("it must be a host name or an address alone, without scheme, port or wildcard")
+
+
+def own_url(host: str, port: int) -> str:
+    """Where a server that listens on `host` and `port` is reached from the same machine."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return f"http://{host}:{port}"
+    if address.is_unspecified:
+        address = ipaddress.ip_address("::1" if address.version == 6 else "127.0.0.1")
+    return f"http://[{address}]:{port}" if address.version == 6 else f"http://{address}:{port}"
+
+
+def _own_urls(given: dict[str, Any]) -> list[str]:
+    return [own_url(given["host"], given["port"])]
+
+
 class ServingSettings(Section):
-    urls: Annotated[list[Annotated[str, AfterValidator(_replica)]], AfterValidator(_replicas)] = Field(
-        default=["http://127.0.0.1:8000"], min_length=1
-    )
-    """Every vLLM replica that serves the agent (without `/v1`)."""
-    api_key_env: str | None = None
-    """Name of the environment variable with the server's key, if it wants one."""
     host: str = "127.0.0.1"
-    """Where `flywheel serve` listens. Loading adapters is an administrative power: use loopback or a key."""
-    port: int = Field(default=8000, ge=0, le=65535)
+    """Where `flywheel serve` listens. Anywhere but on loopback it needs `api_key_env`."""
+    port: int = Field(default=8000, ge=1, le=65535)
     """Port of `flywheel serve`."""
+    urls: Annotated[list[Annotated[str, AfterValidator(_replica)]], AfterValidator(_replicas)] = Field(
+        default_factory=_own_urls, min_length=1
+    )
+    """Every vLLM replica that serves the agent (without `/v1`). Default: the one that `flywheel serve` starts on
+    `host` and `port`."""
+    api_key_env: str | None = None
+    """Name of the environment variable with the agents' key: `flywheel serve` then refuses requests without it. It
+    opens inference, the list of models and the metrics, and nothing else."""
+    admin_key_env: str | None = None
+    """Name of the environment variable with the key that opens everything: the alias, adapters and whatever else is
+    not inference. Default: `flywheel serve` makes `serving/admin.key` in the state directory, which commands and the
+    daemon on the same state read. Servers on other machines need the variable, on both sides."""
+    open_metrics: bool = False
+    """Whether `/metrics` answers without a key."""
+    allowed_hosts: list[Annotated[str, AfterValidator(_host_name)]] = []
+    """Names by which a server on loopback is called (behind a proxy, say), beside localhost, 127.0.0.1 and ::1:
+    requests with another `Host` header are refused."""
+    max_body_mb: float = Field(default=32.0, gt=0)
+    """Longest request body, MB (1,000,000 bytes); a longer one is refused with 413."""
+    tool_call_parser: str | None = None
+    """vLLM's parser of the model's tool calls, or `none`. Default: by the model's family (Qwen, Llama, Mistral,
+    DeepSeek, GLM, …)."""
+    reasoning_parser: str | None = None
+    """vLLM's parser of what the model thinks before its answer, or `none`. Default: by the model's family."""
     max_loras: int = Field(default=4, gt=0)
     """Adapters that one batch can mix: the old one, the new one and the one to roll back to."""
     max_lora_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = 64

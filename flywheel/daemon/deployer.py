@@ -10,6 +10,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row
 
+from flywheel.adapter_files import unsafe_weights
 from flywheel.config import Config
 from flywheel.daemon.lock import swap_lock
 from flywheel.errors import FlywheelError, LockedError, ServeError
@@ -17,7 +18,7 @@ from flywheel.files import tree_sha256
 from flywheel.round import AdapterRef, Probe
 from flywheel.serving.client import Replica
 from flywheel.serving.inspection import ask, look
-from flywheel.serving.key import key_of
+from flywheel.serving.key import admin_key
 from flywheel.serving.report import ReplicaReport, RollbackError, SwapReport
 from flywheel.serving.retirement import retire
 from flywheel.serving.swap import Proven, reconcile, rollback, swap
@@ -43,12 +44,12 @@ class Deployer:
     async def _replicas(self, wait_seconds: float) -> AsyncIterator[list[Replica]]:
         """The servers, for the one who may touch them now."""
         serving = self._config.serving
-        key = key_of(serving, f"ask {', '.join(serving.urls)}")
+        keys = {url: admin_key(self._config, url, f"ask {url}") for url in serving.urls}
         async with swap_lock(self._config.state_dir, wait_seconds), contextlib.AsyncExitStack() as stack:
             await self._give_up()
             yield [
                 await stack.enter_async_context(Replica(url, key, timeout_seconds=serving.load_timeout_seconds))
-                for url in serving.urls
+                for url, key in keys.items()
             ]
 
     async def recover(self) -> int:
@@ -259,6 +260,8 @@ def _hash_of(path: Path) -> tuple[str, str]:
     try:
         if not path.is_dir():
             return "", f"its directory {path} is not there"
+        if why := unsafe_weights(path):
+            return "", why
         return tree_sha256(path), ""
     except OSError as error:
         return "", f"{error.filename or path} cannot be read: {error.strerror or error}"

@@ -23,7 +23,7 @@ from flywheel.errors import LockedError, ServeError, StoreError
 from flywheel.files import write_json
 from flywheel.round import ADAPTER_DIR, ERROR_FILE, METRICS_FILE, RESULT_FILE, SPEC_FILE
 from flywheel.serving.client import Replica
-from flywheel.serving.key import key_of
+from flywheel.serving.key import admin_key
 from flywheel.store import retention
 from flywheel.store.database import Store
 from flywheel.store.retention import Old
@@ -110,10 +110,9 @@ class Retention:
     async def _as_servers_say(self, found: Sequence[Old]) -> list[Old]:
         listed: dict[str, str] = {}
         trouble = ""
-        serving = self._config.serving
-        for url in serving.urls:
+        for url in self._config.serving.urls:
             try:
-                async with Replica(url, key_of(serving, f"ask {url}")) as replica:
+                async with Replica(url, admin_key(self._config, url, f"ask {url}")) as replica:
                     listed |= dict.fromkeys((await replica.models()).values(), f"{url} still lists it")
             except ServeError as error:
                 trouble = f"{url} cannot be asked whether it still lists it: {error.why}"

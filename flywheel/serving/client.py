@@ -13,8 +13,9 @@ from typing import Any, Self, TypeVar
 import httpx
 
 from flywheel.errors import ServeError
+from flywheel.serving import routes
 from flywheel.serving.condition import Condition
-from flywheel.serving.middleware import ADMIN_PATH, OWNER
+from flywheel.serving.model_listing import OWNER
 from flywheel.serving.refusals import load_error, message_of, no_middleware, refused
 
 T = TypeVar("T")
@@ -47,9 +48,9 @@ def _certificates() -> ssl.SSLContext:
 class Replica:
     """A vLLM server with the alias middleware. Every method raises ServeError."""
 
-    def __init__(self, url: str, api_key: str | None = None, *, timeout_seconds: float = 120.0) -> None:
+    def __init__(self, url: str, admin_key: str | None = None, *, timeout_seconds: float = 120.0) -> None:
         self.url = url.rstrip("/")
-        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
         timeout = httpx.Timeout(timeout_seconds, connect=CONNECT_SECONDS)
         self._seconds = timeout_seconds
         # Certificates are for https alone: to load them takes longer than all that a healthy server is asked.
@@ -127,7 +128,7 @@ class Replica:
     async def alias(self, alias: str) -> Alias:
         """What `alias` stands for; an alias that was never set stands for the base model."""
         attempted = f"ask {self.url} what {alias} stands for"
-        answer = self._json(await self._call("GET", ADMIN_PATH, attempted), attempted)
+        answer = self._json(await self._call("GET", routes.ALIAS, attempted), attempted)
         try:
             base = str(answer["base_model"])
             target = str(answer["aliases"].get(alias, base))
@@ -146,7 +147,7 @@ class Replica:
         """Let `alias` stand for `target`, if it stands for `expected` now; every later request gets it."""
         attempted = f"point {alias} at {target} on {self.url}"
         wanted = {"alias": alias, "target": target, "expected": expected, "path": path, "sha256": sha256}
-        response = await self._call("PUT", ADMIN_PATH, attempted, wanted)
+        response = await self._call("PUT", routes.ALIAS, attempted, wanted)
         if response.status_code == 404:
             raise no_middleware(attempted)
         if response.status_code == 409:
@@ -242,7 +243,8 @@ class Replica:
             raise ServeError(
                 attempted,
                 "it refuses the key",
-                "Name the environment variable with the server's key in serving.api_key_env.",
+                "Use the state directory that `flywheel serve` uses, where its admin key is, or name the environment "
+                "variable with that key in serving.admin_key_env on both sides.",
             ).of_condition(Condition.MISCONFIGURED)
         if response.status_code in (502, 503, 504):
             raise ServeError(
@@ -254,7 +256,7 @@ class Replica:
         return response
 
     def _json(self, response: httpx.Response, attempted: str) -> dict[str, Any]:
-        if response.status_code == 404 and ADMIN_PATH in str(response.url):
+        if response.status_code == 404 and routes.ALIAS in str(response.url):
             raise no_middleware(attempted)
         if response.status_code != 200:
             raise refused(attempted, response)

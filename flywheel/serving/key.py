@@ -1,29 +1,95 @@
-"""The key of the servers: from the environment variable that the configuration names, and fit for a header."""
+"""The keys of the servers: the agents' for inference, the admin key for everything else."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
+from pathlib import Path
+from urllib.parse import urlsplit
 
-from flywheel.config import ServingSettings
+from flywheel.config import Config, ServingSettings
 from flywheel.errors import ServeError
+from flywheel.files import sync_directory
 from flywheel.serving.condition import Condition
+from flywheel.serving.environment import VLLM_KEY_VARIABLE
+from flywheel.serving.loopback import is_loopback
 
 
-def key_of(serving: ServingSettings, attempted: str) -> str | None:
-    """The servers' key, None where they want none. Raises ServeError, without showing it, for one that cannot be."""
-    name = serving.api_key_env
-    if not name:
+def agents_key(serving: ServingSettings, attempted: str) -> str | None:
+    """The key that agents need, None where they need none. Raises ServeError, without showing it, for one that cannot
+    be."""
+    if name := serving.api_key_env:
+        return _of_environment(name, "serving.api_key_env", attempted)
+    # Who has vLLM ask for a key means the agents.
+    return _of_environment(VLLM_KEY_VARIABLE, "", attempted) if os.environ.get(VLLM_KEY_VARIABLE) else None
+
+
+def admin_key_file(config: Config) -> Path:
+    return config.state_dir / "serving" / "admin.key"
+
+
+def admin_key(config: Config, url: str, attempted: str) -> str | None:
+    """The key by which the server at `url` is managed; None where `flywheel serve` has made none on this state yet.
+
+    Raises ServeError for one that cannot be, and for a server on another machine whose key is not configured.
+    """
+    if name := config.serving.admin_key_env:
+        return _of_environment(name, "serving.admin_key_env", attempted)
+    host = urlsplit(url).hostname or ""
+    if not is_loopback(host) and host != config.serving.host:
+        raise ServeError(
+            attempted,
+            "it is on another machine, and serving.admin_key_env is not set: only servers on this one share the key "
+            f"in {admin_key_file(config)}",
+            "Name an environment variable with one key in serving.admin_key_env, here and for its `flywheel serve`.",
+        ).of_condition(Condition.MISCONFIGURED)
+    file = admin_key_file(config)
+    try:
+        return _sendable(file.read_text().strip(), str(file), attempted) or None
+    except FileNotFoundError:
         return None
+    except (OSError, UnicodeDecodeError) as error:
+        why = f"the admin key in {file} cannot be read ({getattr(error, 'strerror', None) or error})"
+        hint = "Run this as the user that runs `flywheel serve`, or set serving.admin_key_env."
+        raise ServeError(attempted, why, hint).of_condition(Condition.MISCONFIGURED) from error
+
+
+def make_admin_key(config: Config) -> None:
+    """Make the file with the admin key, for its owner alone, unless there is one. Raises OSError."""
+    file = admin_key_file(config)
+    if file.exists():
+        return file.chmod(0o600)
+    beside = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+    try:
+        with open(beside, "x", opener=lambda path, flags: os.open(path, flags, 0o600)) as opened:
+            opened.write(secrets.token_urlsafe(32) + "\n")
+            opened.flush()
+            os.fsync(opened.fileno())
+        # Not renamed: another server may have made the key by now, and it stays what it is.
+        with contextlib.suppress(FileExistsError):
+            os.link(beside, file)
+    finally:
+        beside.unlink(missing_ok=True)
+    sync_directory(file.parent)
+
+
+def _of_environment(name: str, setting: str, attempted: str) -> str:
     key = os.environ.get(name)
     if not key:
         raise ServeError(
-            attempted, f"serving.api_key_env names {name}, which is not set", f"Set {name} in its environment."
+            attempted, f"{setting} names {name}, which is not set", f"Set {name} in its environment."
         ).of_condition(Condition.MISCONFIGURED)
+    return _sendable(key, name, attempted)
+
+
+def _sendable(key: str, place: str, attempted: str) -> str:
     # Found out here and not by the HTTP library, which shows the header that it refuses.
     if key != key.strip() or not (key.isascii() and key.isprintable()):
         raise ServeError(
             attempted,
-            f"the key in {name} cannot be sent: it holds a line end, a space at its edge or a character beyond ASCII",
-            f"Set {name} to the key alone.",
+            f"the key in {place} cannot be sent: "
+            "it holds a line end, a space at its edge or a character beyond ASCII",
+            f"Set {place} to the key alone.",
         ).of_condition(Condition.MISCONFIGURED)
     return key

@@ -25,6 +25,9 @@ def load_error(attempted: str, response: httpx.Response, path: str, *, healthy: 
             f"the server finds no adapter in {path}",
             "The directory must exist on the server's own disk, under the same path.",
         ).of_condition(Condition.MISCONFIGURED)
+    if response.status_code == 400 and "safetensors" in message:
+        hint = "Remove what is not safetensors from it, or train the adapter again."
+        return ServeError(attempted, message, hint)
     # vLLM: "LoRA rank 64 is greater than max_lora_rank 16."
     if rank := re.search(r"rank (\d+) is greater than max_lora_rank (\d+)", message):
         wanted, most = rank.groups()
@@ -51,7 +54,8 @@ def no_middleware(attempted: str, why: str = "it has no alias middleware") -> Se
         attempted,
         why,
         "Start it with `flywheel serve`, or with --middleware flywheel.serving.middleware.AliasMiddleware and "
-        "FLYWHEEL_ALIAS, FLYWHEEL_BASE_MODEL (its served name) and FLYWHEEL_ALIAS_FILE in its environment.",
+        "FLYWHEEL_ALIAS, FLYWHEEL_BASE_MODEL (its served name), FLYWHEEL_ALIAS_FILE and FLYWHEEL_ADMIN_KEY in its "
+        "environment.",
     ).of_condition(Condition.MISCONFIGURED)
 
 

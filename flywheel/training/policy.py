@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from flywheel.adapter_files import unsafe_weights
 from flywheel.config import LoraSettings
 from flywheel.errors import TrainError
 from flywheel.files import sync_directory, tree_sha256
@@ -51,6 +52,8 @@ def check_parent(parent: AdapterRef | None) -> None:
     hint = "Roll back to an adapter that exists; this one cannot be trained further."
     if not (path / "adapter_config.json").is_file():
         raise TrainError(f"continue from adapter {parent.name}", f"{path} holds no adapter", hint)
+    if why := unsafe_weights(path):
+        raise TrainError(f"continue from adapter {parent.name}", why, hint)
     if tree_sha256(path) != parent.sha256:
         raise TrainError(f"continue from adapter {parent.name}", f"the files in {path} have changed", hint)
 

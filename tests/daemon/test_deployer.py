@@ -335,7 +335,7 @@ async def test_a_key_that_no_request_can_carry_is_not_shown(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
     monkeypatch.setenv("MY_KEY", key)
-    serving = fleet.config.serving.model_copy(update={"api_key_env": "MY_KEY"})
+    serving = fleet.config.serving.model_copy(update={"admin_key_env": "MY_KEY"})
     deployer = Deployer(fleet.store, fleet.config.model_copy(update={"serving": serving}))
     with pytest.raises(ServeError, match="MY_KEY") as refused:
         await deployer.deploy("r0001", "test")
@@ -344,7 +344,7 @@ async def test_a_key_that_no_request_can_carry_is_not_shown(
 
 async def test_a_key_that_is_named_and_not_set(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MY_KEY", raising=False)
-    serving = fleet.config.serving.model_copy(update={"api_key_env": "MY_KEY"})
+    serving = fleet.config.serving.model_copy(update={"admin_key_env": "MY_KEY"})
     deployer = Deployer(fleet.store, fleet.config.model_copy(update={"serving": serving}))
     with pytest.raises(ServeError, match="names MY_KEY, which is not set"):
         await deployer.deploy("r0001", "test")
@@ -500,7 +500,7 @@ async def test_what_was_found_on_each_replica_is_kept(fleet: Fleet) -> None:
 async def test_a_key_that_is_not_set_is_seen_in_the_status(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     await fleet.deployer.deploy("r0001", "test")
     monkeypatch.delenv("MY_KEY", raising=False)
-    serving = fleet.config.serving.model_copy(update={"api_key_env": "MY_KEY"})
+    serving = fleet.config.serving.model_copy(update={"admin_key_env": "MY_KEY"})
     with pytest.raises(ServeError, match="MY_KEY"):
         await Deployer(fleet.store, fleet.config.model_copy(update={"serving": serving})).reconcile()
     assert await sightings(fleet) == [("misconfigured", ""), ("misconfigured", "")]

@@ -44,8 +44,9 @@ class FakeVllm:
         self.answer_seconds = 0.0
         self.says = "It is \\boxed{7}."
         self.slow_paths: set[str] = set()
-        self.echoes = {"/v1/echo"}
+        self.echoes = {"/v1/embeddings"}
         self.bodies: list[bytes] = []
+        self.headers: list[dict[str, str]] = []
         self.disconnected = threading.Event()
         self.proceed = threading.Event()
 
@@ -66,7 +67,7 @@ class FakeVllm:
             "/v1/models": lambda: self.models(send),
             "/v1/completions": lambda: self.complete(json.loads(body), send),
             "/v1/chat/completions": lambda: self.chat(json.loads(body), send),
-            "/v1/stream": lambda: self.stream(json.loads(body), receive, send),
+            "/v1/responses": lambda: self.stream(json.loads(body), receive, send),
             **{place: lambda: self.echo(body, headers, send) for place in self.echoes},
         }
         if self.lora:
@@ -97,6 +98,7 @@ class FakeVllm:
 
     async def echo(self, body: bytes, headers: dict[str, str], send: Any) -> None:
         self.bodies.append(body)
+        self.headers.append(headers)
         length = int(headers.get("content-length", "-1"))
         await answer(send, 200, {"length": len(body), "content_length": length, "headers": headers})
 

@@ -169,15 +169,16 @@ async def test_a_server_without_the_alias_middleware(app: FakeVllm) -> None:
 
 
 async def test_keys(app: FakeVllm) -> None:
-    with running(with_middleware(app, VLLM_API_KEY="s3cret")) as url:
-        async with Replica(url, "s3cret") as client:
+    with running(with_middleware(app, FLYWHEEL_API_KEY="s3cret", FLYWHEEL_ADMIN_KEY="admin")) as url:
+        async with Replica(url, "admin") as client:
             assert (await client.alias("agent")).target == BASE
-        async with Replica(url, "wrong") as client:
-            with pytest.raises(ServeError, match="refuses the key") as refused:
-                await client.alias("agent")
-    assert "serving.api_key_env" in refused.value.hint
-    assert "s3cret" not in str(refused.value)
-    assert "wrong" not in str(refused.value)
+            assert await client.models() == {BASE: "/models/tiny"}
+        for key in ("wrong", "s3cret", None):
+            async with Replica(url, key) as client:
+                with pytest.raises(ServeError, match="refuses the key") as refused:
+                    await client.alias("agent")
+            assert "serving.admin_key_env" in refused.value.hint
+            assert key is None or key not in str(refused.value)
 
 
 @pytest.mark.parametrize(("status", "retryable"), [(500, True), (503, True), (429, True), (400, False), (418, False)])

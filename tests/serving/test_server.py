@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from flywheel.config import Config, parse
-from flywheel.errors import ServeError
+from flywheel.errors import ConfigError, ServeError
 from flywheel.files import tree_sha256
 from flywheel.serving import server
+from flywheel.serving.restart import alias_file
+from tests.conftest import free_port
 
 
 def adapter(folder: Path, rank: int = 8) -> Path:
@@ -65,8 +67,8 @@ def test_the_command(make: Callable[..., Config]) -> None:
     assert environment["HF_HUB_OFFLINE"] == "1"
     assert environment["FLYWHEEL_ALIAS"] == "agent"
     assert environment["FLYWHEEL_BASE_MODEL"] == "tiny"
-    assert environment["FLYWHEEL_ALIAS_FILE"] == str(server.alias_file(config))
-    assert "VLLM_API_KEY" not in environment
+    assert environment["FLYWHEEL_ALIAS_FILE"] == str(alias_file(config))
+    assert environment["FLYWHEEL_MAX_BODY_BYTES"] == "32000000"
 
 
 def test_a_hub_name_keeps_the_hub(make: Callable[..., Config]) -> None:
@@ -79,9 +81,88 @@ def test_the_key_is_handed_over_by_environment_only(
     make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_KEY", "s3cret")
-    arguments, environment = server.command(make(host="0.0.0.0", api_key_env="MY_KEY"))
-    assert environment["VLLM_API_KEY"] == "s3cret"
-    assert "s3cret" not in " ".join(arguments)
+    monkeypatch.setenv("ADMIN", "admin-s3cret")
+    arguments, environment = server.command(make(host="0.0.0.0", api_key_env="MY_KEY", admin_key_env="ADMIN"))
+    assert environment["FLYWHEEL_API_KEY"] == "s3cret"
+    assert environment["FLYWHEEL_ADMIN_KEY"] == "admin-s3cret"
+    internal = environment["VLLM_API_KEY"]
+    assert len(internal) >= 32
+    assert "--api-key" not in arguments
+    assert not any(secret in " ".join(arguments) for secret in ("s3cret", internal))
+    assert server.command(make())[1]["VLLM_API_KEY"] != internal
+
+
+def test_who_has_vllm_ask_for_a_key_means_the_agents(
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    assert server.command(make())[1]["FLYWHEEL_API_KEY"] == ""
+    monkeypatch.setenv("VLLM_API_KEY", "s3cret")
+    environment = server.command(make())[1]
+    assert environment["FLYWHEEL_API_KEY"] == "s3cret"
+    assert environment["VLLM_API_KEY"] != "s3cret"
+
+
+def test_the_agents_key_cannot_be_the_admin_key(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONE", "s3cret")
+    monkeypatch.setenv("TWO", "s3cret")
+    with pytest.raises(ServeError, match="every agent could load adapters") as refused:
+        server.command(make(api_key_env="ONE", admin_key_env="TWO"))
+    assert "s3cret" not in str(refused.value)
+
+
+def test_an_admin_key_is_made_once_and_for_its_owner_alone(make: Callable[..., Config]) -> None:
+    config = make()
+    file = config.state_dir / "serving" / "admin.key"
+    before = os.umask(0)
+    try:
+        server.prepare(config)
+    finally:
+        os.umask(before)
+    key = file.read_text()
+    assert len(key) > 32
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert file.parent.stat().st_mode & 0o777 == 0o700
+    file.chmod(0o644)
+    server.prepare(config)
+    assert file.read_text() == key
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert server.command(config)[1]["FLYWHEEL_ADMIN_KEY_FILE"] == str(file)
+    assert [path.name for path in file.parent.iterdir()] == ["admin.key"]
+
+
+def test_an_admin_key_of_ones_own(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ADMIN", "admin-s3cret")
+    config = make(admin_key_env="ADMIN")
+    server.prepare(config)
+    assert list((config.state_dir / "serving").iterdir()) == []
+    assert "FLYWHEEL_ADMIN_KEY_FILE" not in server.command(config)[1]
+
+
+def test_hosts_are_looked_at_on_loopback_alone(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    def hosts(**serving: Any) -> Any:
+        return json.loads(server.command(make(**serving))[1].get("FLYWHEEL_ALLOWED_HOSTS", "null"))
+
+    assert set(hosts()) == {"localhost", "127.0.0.1", "::1"}
+    assert set(hosts(host="127.0.0.2", allowed_hosts=["Agents.Internal", "[::2]"])) == {
+        "localhost", "127.0.0.1", "::1", "127.0.0.2", "agents.internal", "::2",
+    }  # fmt: skip
+    monkeypatch.setenv("MY_KEY", "s3cret")
+    assert hosts(host="0.0.0.0", api_key_env="MY_KEY") is None
+
+
+@pytest.mark.parametrize("name", ["http://agents", "agents:8000", "*", "", "a b"])
+def test_what_is_no_host_name(make: Callable[..., Config], name: str) -> None:
+    with pytest.raises(ConfigError, match="allowed_hosts"):
+        make(allowed_hosts=[name])
+
+
+def test_what_the_middleware_is_told(make: Callable[..., Config]) -> None:
+    environment = server.command(make(max_body_mb=1.5, open_metrics=True, port=8123))[1]
+    assert environment["FLYWHEEL_MAX_BODY_BYTES"] == "1500000"
+    assert environment["FLYWHEEL_OPEN_METRICS"] == "1"
+    assert environment["FLYWHEEL_ADDRESS"] == "http://127.0.0.1:8123"
+    assert "FLYWHEEL_OPEN_METRICS" not in server.command(make())[1]
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.7", "::", "inference.local"])
@@ -110,6 +191,8 @@ def test_a_key_that_is_not_there(make: Callable[..., Config], monkeypatch: pytes
         (["--data-parallel-size", "2"], "one server per replica"),
         (["--api-server-count=2"], "one server per replica"),
         (["--api_key", "x"], "serving.api_key_env"),
+        (["--tool-call-parser", "hermes"], "serving.tool_call_parser"),
+        (["--reasoning-parser=qwen3"], "serving.reasoning_parser"),
         (["--api-k", "x"], "serving.api_key_env"),
         (["--por=9"], "serving.port"),
         (["--max_loras", "1"], "serving.max_loras"),
@@ -133,13 +216,50 @@ def test_other_arguments_are_passed_on(make: Callable[..., Config], argument: st
     assert server.command(make(extra_args=[argument]))[0][-1] == argument
 
 
+def test_parsers_by_family_and_by_setting(make: Callable[..., Config], tmp_path: Path) -> None:
+    assert "--enable-auto-tool-choice" not in server.command(make())[0], "nothing is known of this model"
+    (tmp_path / "tiny" / "config.json").write_text('{"model_type": "qwen3"}')
+    arguments, _ = server.command(make())
+    assert "--enable-auto-tool-choice" in arguments
+    assert after(arguments, "--tool-call-parser") == "hermes"
+    assert after(arguments, "--reasoning-parser") == "qwen3"
+    arguments, _ = server.command(make(tool_call_parser="pythonic", reasoning_parser="none"))
+    assert after(arguments, "--tool-call-parser") == "pythonic"
+    assert "--reasoning-parser" not in arguments
+    arguments, _ = server.command(make(tool_call_parser="none"))
+    assert "--enable-auto-tool-choice" not in arguments
+
+
+@pytest.mark.parametrize("kind", ["tool_call", "reasoning"])
+def test_a_parser_that_vllm_does_not_have(make: Callable[..., Config], kind: str) -> None:
+    setting = f"{kind}_parser"
+    with pytest.raises(ServeError, match="no parser called qwne") as refused:
+        server.command(make(**{setting: "qwne"}))
+    assert f"serving.{setting}" in refused.value.hint
+    assert "mistral" in refused.value.hint
+    plugin = "--tool-parser-plugin" if kind == "tool_call" else "--reasoning-parser-plugin"
+    arguments, _ = server.command(make(**{setting: "qwne"}, extra_args=[plugin, "/my/parsers.py"]))
+    assert "qwne" in arguments
+
+
+def test_a_model_whose_tool_calls_nobody_can_read_is_named(
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(os, "execve", lambda *_: None)
+    server.serve(make(port=free_port()))
+    assert "serving.tool_call_parser" in caplog.text
+    caplog.clear()
+    server.serve(make(port=free_port(), tool_call_parser="hermes"))
+    assert caplog.text == ""
+
+
 def test_alias_and_base_must_differ(make: Callable[..., Config]) -> None:
     with pytest.raises(ServeError, match="same name"):
         server.command(make(alias="tiny"))
 
 
 def save(config: Config, entries: Any) -> None:
-    file = server.alias_file(config)
+    file = alias_file(config)
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps(entries))
 
@@ -163,6 +283,8 @@ def test_what_was_deployed_is_loaded_again(make: Callable[..., Config], tmp_path
         (lambda folder: os.truncate(folder / "adapter_model.safetensors", 60), "adapter"),
         (lambda folder: os.truncate(folder / "adapter_model.safetensors", 100), "cut short"),
         (lambda folder: (folder / "adapter_config.json").write_text("{}"), "no readable adapter"),
+        (lambda folder: (folder / "adapter_model.bin").touch(), "adapter_model.bin can hold code"),
+        (lambda folder: (folder / "optimizer.PT").touch(), "only safetensors"),
         (lambda folder: (folder / "adapter_config.json").write_text('{"r": 128}'), "128 > serving.max_lora_rank 64"),
     ],
 )
@@ -219,7 +341,7 @@ def test_files_that_were_changed_since_they_were_proven_are_left_out_loudly(
 def test_listening_on_ipv6(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
     became: list[Any] = []
     monkeypatch.setattr(os, "execve", lambda *arguments: became.extend(arguments))
-    server.serve(make(host="::1", port=0))
+    server.serve(make(host="::1", port=free_port()))
     assert after(became[1], "--host") == "::1"
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
         port = taken.getsockname()[1]
@@ -260,10 +382,10 @@ def test_serve_becomes_the_server(make: Callable[..., Config], monkeypatch: pyte
     became: list[Any] = []
     monkeypatch.setattr(os, "execve", lambda *arguments: became.extend(arguments))
     monkeypatch.setenv("FROM_OUTSIDE", "kept")
-    config = make(port=0)
+    config = make(port=free_port())
     server.serve(config)
     program, arguments, environment = became
     assert program == arguments[0]
     assert environment["FROM_OUTSIDE"] == "kept"
     assert environment["FLYWHEEL_ALIAS"] == "agent"
-    assert server.alias_file(config).parent.is_dir()
+    assert (alias_file(config).parent / "admin.key").is_file()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,30 @@ def test_what_names_no_replica_is_a_wrong_configuration(urls: list[str], why: st
         config(*urls)
     assert why in str(refused.value)
     assert "s3cret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("serving", "url"),
+    [
+        ({}, "http://127.0.0.1:8000"),
+        ({"port": 9001}, "http://127.0.0.1:9001"),
+        ({"host": "192.168.1.7", "port": 9001}, "http://192.168.1.7:9001"),
+        ({"host": "0.0.0.0"}, "http://127.0.0.1:8000"),
+        ({"host": "::"}, "http://[::1]:8000"),
+        ({"host": "::1", "port": 1}, "http://[::1]:1"),
+        ({"host": "agents.internal"}, "http://agents.internal:8000"),
+        ({"port": 9001, "urls": ["http://other:8000"]}, "http://other:8000"),
+    ],
+)
+def test_without_urls_the_server_is_where_serve_starts_it(serving: dict[str, Any], url: str) -> None:
+    assert parse({"serving": serving}, "test", Path("/")).serving.urls == [url]
+
+
+@pytest.mark.parametrize("port", [0, 65_536, "x"])
+def test_a_port_that_is_none(port: object) -> None:
+    with pytest.raises(ConfigError, match=r"serving\.port") as refused:
+        parse({"serving": {"port": port}}, "test", Path("/"))
+    assert "serving.urls" not in str(refused.value)
 
 
 def test_replicas() -> None:

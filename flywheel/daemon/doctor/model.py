@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from flywheel.config import Config
 from flywheel.daemon.doctor.finding import Finding, Result, size
+from flywheel.model_family import folder_of
 
 _TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 _OFF: Final = ("", "0", "false", "off", "no")
@@ -26,30 +27,15 @@ class Base:
 
 def find(base: str) -> Base:
     """A local model, or what the hub's client keeps of it."""
-    path = Path(base)
-    if not path.is_absolute():
-        cached = _cached(base)
-        if cached is None:
-            return Base(None)
-        path = cached
+    path = folder_of(base)
+    if path is None:
+        return Base(None)
     try:
         files = [file for pattern in ("*.safetensors", "*.bin") for file in path.glob(pattern)]
         kept = [file for file in files if file.suffix == ".safetensors"] or files
         return Base(path, sum(file.stat().st_size for file in kept))
     except OSError:
         return Base(path)
-
-
-def _cached(name: str) -> Path | None:
-    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
-    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
-    repository = hub / f"models--{name.replace('/', '--')}"
-    try:
-        revision = (repository / "refs" / "main").read_text().strip()
-        snapshot = repository / "snapshots" / revision
-        return snapshot if (snapshot / "config.json").exists() else None
-    except OSError:
-        return None
 
 
 def model(config: Config, base: Base) -> Iterator[Finding]:

@@ -1,4 +1,7 @@
-"""The servers that serve the agent: reachable, with the alias, able to take an adapter. Nothing is changed there."""
+"""The servers that serve the agent: reachable, with the alias, able to take an adapter and requests with tools.
+
+Nothing is changed there.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,13 @@ import httpx
 
 from flywheel.config import Config
 from flywheel.daemon.doctor.finding import Finding, Result
+from flywheel.daemon.doctor.tools import tools
 from flywheel.errors import FlywheelError, ServeError
 from flywheel.serving.client import Alias, Replica
-from flywheel.serving.key import key_of
-from flywheel.serving.server import base_name, command, deployed, is_loopback
+from flywheel.serving.key import admin_key
+from flywheel.serving.loopback import is_loopback
+from flywheel.serving.restart import base_name, deployed
+from flywheel.serving.server import command
 
 PATIENCE_SECONDS: Final = 10.0
 
@@ -41,15 +47,17 @@ def serve(config: Config) -> Finding:
 
 
 async def servers(config: Config) -> AsyncIterator[Finding]:
-    """One finding for each server, and one more if they differ."""
+    """Two findings for each server, and one more if they differ."""
     serving = config.serving
     aliases: dict[str, Alias] = {}
     for url in serving.urls:
         try:
-            key = key_of(serving, f"ask {url}")
+            key = admin_key(config, url, f"ask {url}")
             async with Replica(url, key, timeout_seconds=PATIENCE_SECONDS) as replica:
                 found, aliases[url] = await _server(config, replica, key)
             yield found
+            if found.result is not Result.FAILED:
+                yield await tools(config, url, key)
         except FlywheelError as error:
             yield Finding.of("server", error, subject=url)
     if len({(alias.target, alias.base_model) for alias in aliases.values()}) > 1:

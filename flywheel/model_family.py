@@ -1,0 +1,156 @@
+"""Model families: which of vLLM's parsers read their tool calls and their thinking.
+
+A model is known by its name, by the type in its `config.json` and by the words of its chat template, as far as they
+are on this machine. The parsers' names are those of vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+NO_PARSER: Final = "none"
+
+
+class Parsers(NamedTuple):
+    """Names of vLLM's parsers; None where the model needs none, or none is known for it."""
+
+    tool: str | None = None
+    reasoning: str | None = None
+
+
+class _Family(NamedTuple):
+    """`types` matches the beginning of the model type, `names` anything in the model's name, in small letters. The
+    reasoning parser is chosen for those of the family that think."""
+
+    types: str
+    names: str
+    tool: str
+    reasoning: str | None = None
+
+
+_NO_TYPE: Final = r"(?!)"
+_FAMILIES: Final = (
+    # Distilled into another family's architecture, and speaking its teacher's format.
+    _Family(_NO_TYPE, r"r1[-_]distill|deepseek[-_]r1", "deepseek_v3", "deepseek_r1"),
+    _Family(_NO_TYPE, r"hermes", "hermes"),
+    _Family(_NO_TYPE, r"xlam", "xlam"),
+    _Family(_NO_TYPE, r"functiongemma", "functiongemma"),
+    _Family("deepseek_v4", r"deepseek[-_]v4", "deepseek_v4", "deepseek_v4"),
+    _Family("deepseek_v32", r"deepseek[-_]v3\.2", "deepseek_v32", "deepseek_v3"),
+    _Family(_NO_TYPE, r"deepseek[-_]v3\.1", "deepseek_v31", "deepseek_v3"),
+    _Family("deepseek_v3", r"deepseek[-_]v3", "deepseek_v3", "deepseek_r1"),
+    _Family("glm4_moe_lite|glm_moe", r"glm[-_](4\.7|5)", "glm47", "glm47"),
+    _Family("glm4_moe", r"glm[-_]4\.[56]", "glm45", "glm45"),
+    _Family("gpt_oss", r"gpt[-_]oss", "openai", "openai_gptoss"),
+    _Family(_NO_TYPE, r"qwq", "hermes", "deepseek_r1"),
+    _Family("qwen3_5", r"qwen3[-_]coder|qwen3\.[5-9]", "qwen3_coder", "qwen3"),
+    _Family("qwen3", r"qwen3", "hermes", "qwen3"),
+    _Family("qwen2", r"qwen2", "hermes", "deepseek_r1"),
+    _Family("llama4", r"llama[-_]?4", "llama4_pythonic"),
+    _Family(_NO_TYPE, r"llama[-_]?3", "llama3_json"),
+    _Family("mistral|mixtral|ministral", r"mi[sx]tral|ministral|devstral|magistral", "mistral", "mistral"),
+    _Family("kimi_k2", r"kimi[-_]k2", "kimi_k2", "kimi_k2"),
+    _Family("minimax_m2", r"minimax[-_]m2", "minimax_m2", "minimax_m2"),
+    _Family("granitemoehybrid", r"granite[-_]4", "granite4"),
+    _Family("granite", r"granite[-_]3", "granite"),
+    _Family("gemma4", r"gemma[-_]?4", "gemma4", "gemma4"),
+    _Family(_NO_TYPE, r"phi[-_]4[-_]mini", "phi4_mini_json"),
+    _Family("seed_oss", r"seed[-_]oss", "seed_oss", "seed_oss"),
+    _Family("olmo3", r"olmo[-_]?3", "olmo3", "olmo3"),
+    _Family("hunyuan_v1_moe", r"hunyuan[-_]a13b", "hunyuan_a13b", "hunyuan_a13b"),
+    _Family("ernie4_5", r"ernie[-_]4\.5", "ernie45", "ernie45"),
+    _Family("internlm2", r"internlm2", "internlm"),
+    _Family("jamba", r"jamba", "jamba"),
+    _Family("lfm2", r"lfm2", "lfm2"),
+    _Family("apertus", r"apertus", "apertus"),
+)
+_FORMATS: Final = (
+    (re.compile(r"<｜tool▁calls▁begin｜>.*```json", re.DOTALL), "deepseek_v3"),
+    (re.compile(r"<｜tool▁calls▁begin｜>"), "deepseek_v31"),
+    (re.compile(r"\[TOOL_CALLS\]"), "mistral"),
+    (re.compile(r'<\|python_tag\|>|"parameters": dictionary of argument name'), "llama3_json"),
+    (re.compile(r"<function="), "qwen3_coder"),
+    (re.compile(r"<tool_call>"), "hermes"),
+)
+"""How a template writes calls, and the parser that reads them: of models with an architecture that several formats
+share, and of those of no known family."""
+_SHARED: Final = frozenset({None, "deepseek_v3", "llama3_json", "qwen3_coder", "hermes"})
+_THINKS: Final = re.compile(r"enable_thinking|<think>(\\n|\n)?['\"]|<seed:think>|\[THINK\]")
+"""In a template: thinking can be asked for, or has begun where the answer begins."""
+_ASKED_TO: Final = frozenset({"deepseek_v3", "deepseek_v4", "openai_gptoss"})
+"""Reasoning parsers that go by the request or by the format itself: they fit a model that does not think as well."""
+_BY_DEFAULT: Final = frozenset({"qwen3", "glm45", "glm47", "minimax_m2"})
+_BY_NAME: Final = re.compile(r"think|reason|r1|qwq|magistral|seed[-_]oss")
+_NEVER: Final = re.compile(r"instruct|coder")
+
+
+def folder_of(base: str) -> Path | None:
+    """The directory of a model on this machine: a local one, or what the hub's client keeps of it."""
+    if Path(base).is_absolute():
+        return Path(base)
+    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+    repository = hub / f"models--{base.replace('/', '--')}"
+    try:
+        snapshot = repository / "snapshots" / (repository / "refs" / "main").read_text().strip()
+        return snapshot if (snapshot / "config.json").exists() else None
+    except OSError:
+        return None
+
+
+def parsers_of(base: str, tool: str | None = None, reasoning: str | None = None) -> Parsers:
+    """The parsers for the model `base`; a name that is given goes before what is known of the family, and `none` is
+    no parser."""
+    known = _known(base.rstrip("/").lower().rpartition("/")[2], folder_of(base))
+    return Parsers(_chosen(tool, known.tool), _chosen(reasoning, known.reasoning))
+
+
+def _chosen(given: str | None, known: str | None) -> str | None:
+    return known if given is None else None if given == NO_PARSER else given
+
+
+def _known(name: str, folder: Path | None) -> Parsers:
+    settings = _json(folder / "config.json") if folder else None
+    kind = str(settings.get("model_type") or "") if isinstance(settings, dict) else ""
+    template = _template(folder) if folder else ""
+    named = (family for family in _FAMILIES if re.search(family.names, name))
+    alike = (family for family in _FAMILIES if re.match(family.types, kind))
+    family = next(named, None) or next(alike, None)
+    tool = family.tool if family else None
+    if tool in _SHARED:
+        tool = next((parser for written, parser in _FORMATS if written.search(template)), tool)
+    reasoning = family.reasoning if family else None
+    return Parsers(tool, reasoning if reasoning and _thinks(name, template, reasoning) else None)
+
+
+def _thinks(name: str, template: str, reasoning: str) -> bool:
+    if reasoning in _ASKED_TO:
+        return True
+    # vLLM's parsers take a whole answer for a thought that has not ended: not for a model that does not think.
+    if _NEVER.search(name) and not _BY_NAME.search(name):
+        return False
+    return bool(_THINKS.search(template)) if template else reasoning in _BY_DEFAULT or bool(_BY_NAME.search(name))
+
+
+def _template(folder: Path) -> str:
+    """The model's chat template, with all its variants; empty where there is none."""
+    try:
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        pass
+    for file in ("chat_template.json", "tokenizer_config.json"):
+        settings = _json(folder / file)
+        if isinstance(settings, dict) and (template := settings.get("chat_template")):
+            return template if isinstance(template, str) else json.dumps(template, ensure_ascii=False)
+    return ""
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None

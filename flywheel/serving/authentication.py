@@ -1,0 +1,133 @@
+"""Who may ask the server for what: the agents' key, the admin key, and the host names of a server on loopback.
+
+vLLM's own guard leaves many paths open (/invocations, /tokenize, …): here everything is shut but what `routes` opens.
+Used inside vLLM's own process; only the standard library is imported.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+import json
+import logging
+import os
+import secrets
+from collections.abc import Collection
+from pathlib import Path
+
+from flywheel.serving import routes
+from flywheel.serving.asgi import RefusedError, Scope, header, route_path, with_header
+from flywheel.serving.environment import (
+    ADMIN_KEY_FILE_VARIABLE,
+    ADMIN_KEY_VARIABLE,
+    API_KEY_VARIABLE,
+    HOSTS_VARIABLE,
+    OPEN_METRICS_VARIABLE,
+    VLLM_KEY_VARIABLE,
+)
+
+log = logging.getLogger(__name__)
+
+
+class Access(enum.IntEnum):
+    NONE = 0
+    AGENT = 1
+    ADMIN = 2
+
+
+class Gate:
+    """Lets requests in or refuses them, before any of their body is read."""
+
+    def __init__(
+        self,
+        *,
+        agents_key: str | None,
+        admin_key: str | None,
+        vllm_key: str | None,
+        hosts: Collection[str] | None,
+        open_metrics: bool,
+    ) -> None:
+        """Without any key everything is open, as it is in vLLM; with the agents' alone, nobody may manage. `hosts`
+        are the names that a request may be for, None any."""
+        self._agents = _digest(agents_key.encode()) if agents_key else None
+        self._admin = _digest(admin_key.encode()) if admin_key else None
+        self._vllm = vllm_key
+        self._hosts = hosts
+        self._open = routes.OPEN | {routes.METRICS} if open_metrics else routes.OPEN
+
+    @classmethod
+    def of_environment(cls) -> Gate:
+        vllm = os.environ.get(VLLM_KEY_VARIABLE) or None
+        hosts = os.environ.get(HOSTS_VARIABLE)
+        return cls(
+            agents_key=os.environ.get(API_KEY_VARIABLE, vllm),
+            admin_key=os.environ.get(ADMIN_KEY_VARIABLE) or _key_in(os.environ.get(ADMIN_KEY_FILE_VARIABLE)),
+            vllm_key=vllm,
+            hosts=json.loads(hosts) if hosts else None,
+            open_metrics=bool(os.environ.get(OPEN_METRICS_VARIABLE)),
+        )
+
+    def admit(self, scope: Scope) -> Scope:
+        """The request as vLLM is to get it, with its own key. Raises RefusedError."""
+        self._check_host(scope)
+        path = route_path(scope)
+        if path.removesuffix("/") not in self._open:
+            needed = Access.AGENT if routes.is_agents(path) else Access.ADMIN
+            access = self._access(scope)
+            if access < needed:
+                raise self._refusal(access, needed)
+        return with_header(scope, b"authorization", b"Bearer " + self._vllm.encode()) if self._vllm else scope
+
+    def _access(self, scope: Scope) -> Access:
+        scheme, _, key = header(scope, b"authorization").partition(b" ")
+        given = _digest(key.strip()) if scheme.lower() == b"bearer" else b""
+        if self._admin and hmac.compare_digest(given, self._admin):
+            return Access.ADMIN
+        if self._agents is None:
+            return Access.AGENT if self._admin else Access.ADMIN
+        return Access.AGENT if hmac.compare_digest(given, self._agents) else Access.NONE
+
+    def _refusal(self, access: Access, needed: Access) -> RefusedError:
+        if needed is Access.AGENT:
+            return RefusedError(401, "wrong or missing key")
+        # Where agents need no key, nobody has shown one that is right.
+        status = 403 if access is Access.AGENT and self._agents else 401
+        return RefusedError(status, "this takes the server's admin key (serving.admin_key_env)")
+
+    def _check_host(self, scope: Scope) -> None:
+        # A page of the internet can have its own name lead to this machine (DNS rebinding): then the browser sends
+        # requests here, and shows the page what is answered.
+        if self._hosts is None:
+            return
+        for name, value in scope["headers"]:
+            if name.lower() == b"host" and (host := _host(value)) not in self._hosts:
+                why = f"requests for the host {host[:100]!r} are refused: name it in serving.allowed_hosts"
+                raise RefusedError(421, why)
+
+
+def _host(value: bytes) -> str:
+    """A `Host` header without its port."""
+    text = value.decode("latin-1").strip().lower()
+    if text.startswith("["):
+        return text[1:].partition("]")[0]
+    name, colon, port = text.partition(":")
+    return name if colon and port.isdigit() else text
+
+
+def _key_in(file: str | None) -> str | None:
+    if not file:
+        return None
+    try:
+        if key := Path(file).read_text().strip():
+            return key
+        why: object = "it is empty"
+    except (OSError, UnicodeDecodeError) as error:
+        why = error
+    log.error("the admin key in %s cannot be read (%s): nobody can manage this server", file, why)
+    # Not None: that would leave everything open where agents need no key.
+    return secrets.token_hex(32)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -1,0 +1,37 @@
+"""The line that `flywheel serve` prints when it answers requests, and where."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from flywheel.serving.asgi import Message, Send
+
+POLL_SECONDS = 0.05
+
+
+def announcing(send: Send, url: str, told: Callable[[], str]) -> Send:
+    """A `send` for the server's lifespan. Once the server has started, and as soon as it can be reached at `url`, the
+    line that `told` makes is printed."""
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def passed(message: Message) -> None:
+        await send(message)
+        if message["type"] == "lifespan.startup.complete":
+            # The application is ready now; the server begins to listen after that.
+            tasks.add(asyncio.create_task(_announce(url, told)))
+
+    return passed
+
+
+async def _announce(url: str, told: Callable[[], str]) -> None:
+    place = urlsplit(url)
+    while True:
+        with contextlib.suppress(OSError):
+            _, writer = await asyncio.open_connection(place.hostname, place.port)
+            writer.close()
+            break
+        await asyncio.sleep(POLL_SECONDS)
+    print(told(), flush=True)

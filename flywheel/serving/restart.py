@@ -1,0 +1,68 @@
+"""What a server is started with again: the adapters that its aliases stood for when it last ran."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from flywheel.adapter_files import unsafe_weights
+from flywheel.config import Config
+from flywheel.files import tree_sha256
+from flywheel.serving.aliases import Target, read_aliases
+
+
+def base_name(base: str) -> str:
+    """Under which name the base model is served: a local model's folder, else the hub name."""
+    return Path(base).name if Path(base).is_absolute() else base
+
+
+def alias_file(config: Config) -> Path:
+    return config.state_dir / "serving" / f"aliases-{config.serving.port}.json"
+
+
+def deployed(config: Config) -> tuple[dict[str, str], list[str]]:
+    """The adapters that the saved aliases stand for: name → directory of those that can be served, and what is wrong
+    with the others."""
+    found, lost = {}, []
+    for alias, target in read_aliases(alias_file(config)).items():
+        if target.name == base_name(config.model.base):
+            continue
+        trouble = _unservable(target, config)
+        if trouble:
+            lost.append(f"{target.name} cannot be served again: {trouble}. {alias} ANSWERS WITH THE BASE MODEL")
+        elif target.path:
+            found[target.name] = target.path
+    return found, lost
+
+
+def _unservable(target: Target, config: Config) -> str | None:
+    """Why vLLM would refuse to start with this adapter or answer wrongly with it, or None."""
+    if not target.path:
+        return "its directory was not written down"
+    folder = Path(target.path)
+    try:
+        trained = json.loads((folder / "adapter_config.json").read_bytes())
+        if why := unsafe_weights(folder):
+            return why
+        rank, base = trained["r"], str(trained.get("base_model_name_or_path") or config.model.base)
+        weights = folder / "adapter_model.safetensors"
+        with weights.open("rb") as file:
+            header = int.from_bytes(file.read(8), "little")
+            tensors = json.loads(file.read(header))
+        end = max(entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__")
+        if weights.stat().st_size != 8 + header + end:
+            return f"{weights} is cut short"
+        if rank > config.serving.max_lora_rank:
+            return f"rank {rank} > serving.max_lora_rank {config.serving.max_lora_rank}"
+        # Of the same shape it would load, and nobody would prove it: at a restart the alias stands for it already.
+        if os.path.realpath(base) != os.path.realpath(config.model.base):
+            return f"it was trained on {base}, and model.base is {config.model.base}"
+        # Others of the same shape would load as well.
+        if target.sha256 and tree_sha256(folder) != target.sha256:
+            return f"the files in {folder} are not those that were proven"
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as error:
+        return f"{folder} holds no readable adapter ({type(error).__name__}: {error})"
+    return None

@@ -1,0 +1,66 @@
+"""The paths of vLLM's server (0.32) by who may ask for them. What is not named here takes the admin key."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+OPEN: Final = frozenset({"/health", "/ping"})
+METRICS: Final = "/metrics"
+MODELS: Final = "/v1/models"
+LOAD_ADAPTER: Final = "/v1/load_lora_adapter"
+MANAGEMENT: Final = "/flywheel/"
+"""Below it are the middleware's own endpoints."""
+ALIAS: Final = "/flywheel/alias"
+
+INFERENCE: Final = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/chat/completions/batch",
+        "/v1/chat/completions/render",
+        "/v1/chat/completions/derender",
+        "/v1/completions",
+        "/v1/completions/render",
+        "/v1/completions/derender",
+        "/v1/responses",
+        "/v1/responses/render",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/messages/render",
+        "/v1/embeddings",
+        "/v2/embed",
+        "/v1/score",
+        "/score",
+        "/v1/rerank",
+        "/v2/rerank",
+        "/rerank",
+        "/v1/systemone",
+        "/pooling",
+        "/classify",
+        "/generative_scoring",
+        "/tokenize",
+        "/detokenize",
+        "/inference/v1/generate",
+        "/invocations",
+        "/cohere/v2/chat",
+    }
+)
+"""Requests whose JSON names a model, which may be the alias."""
+OTHERS_OF_AGENTS: Final = frozenset(
+    {
+        MODELS,
+        METRICS,
+        "/version",
+        "/tokenizer_info",
+        "/v1/audio/transcriptions",
+        "/v1/audio/translations",
+        "/v1/realtime",
+    }
+)
+_RESPONSE: Final = re.compile(r"/v1/responses/[^/]+(/cancel)?")
+
+
+def is_agents(path: str) -> bool:
+    """Whether the agents' key opens the path. A slash at its end is redirected by the server, and means nothing."""
+    path = path.removesuffix("/")
+    return path in INFERENCE or path in OTHERS_OF_AGENTS or _RESPONSE.fullmatch(path) is not None
