@@ -184,7 +184,7 @@ def settings(folder: Path, judge_url: str, port: int) -> dict[str, Any]:
     raw["judge"]["base_url"] = judge_url
     raw["filter"]["rubric"] = str((here / raw["filter"]["rubric"]).resolve())
     raw["model"]["base"] = str((here / raw["model"]["base"]).resolve())
-    raw["serving"] |= {"urls": [f"http://127.0.0.1:{port}"], "port": port}
+    raw["serving"]["port"] = port
     return raw
 
 

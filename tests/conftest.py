@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import httpx
 import hypothesis
@@ -20,6 +22,7 @@ import pytest
 from flywheel.config import Config, parse
 from flywheel.round import Probe
 from flywheel.serving import server
+from flywheel.serving.key import admin_key
 from flywheel.serving.restart import alias_file, base_name
 
 ROOT = Path(__file__).parent.parent
@@ -47,6 +50,17 @@ class VllmServer:
     state_dir: Path
     config: Config
     log: Path
+    process: int
+    key: str
+    """The agents' key."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.key}"}
+
+    @property
+    def admin_key(self) -> str | None:
+        return admin_key(self.config, self.url, "ask the tests' server")
 
 
 @dataclass(frozen=True)
@@ -146,7 +160,8 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory, adapters: dict[str, Ma
     are gone since.
     """
     home = tmp_path_factory.mktemp("vllm")
-    config = serve_config(home / "state", free_port())
+    config = serve_config(home / "state", free_port(), api_key_env="FLYWHEEL_TESTS_AGENTS_KEY")
+    key = secrets.token_hex(16)
     saved = alias_file(config)
     saved.parent.mkdir(parents=True)
     entries = {
@@ -155,7 +170,8 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory, adapters: dict[str, Ma
     }
     saved.write_text(json.dumps(entries))
     log = home / "vllm.log"
-    process = start_server(config, log)
+    with mock.patch.dict(os.environ, {"FLYWHEEL_TESTS_AGENTS_KEY": key}):
+        process = start_server(config, log)
     try:
         yield VllmServer(
             url=config.serving.urls[0],
@@ -165,6 +181,8 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory, adapters: dict[str, Ma
             state_dir=config.state_dir,
             config=config,
             log=log,
+            process=process.pid,
+            key=key,
         )
     finally:
         stop_server(process)

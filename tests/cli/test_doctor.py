@@ -10,7 +10,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,21 @@ from tests.cli.conftest import Ran, Run
 from tests.cli.terminal import in_terminal
 from tests.conftest import POLICY
 from tests.judge_server import JudgeServer
-from tests.serving.fake_vllm import BASE, FakeVllm, answer, replica
+from tests.serving.fake_vllm import BASE, FakeVllm, answer, replica, running, with_middleware
 
 STUDIO = Path(__file__).parent.parent / "data" / "studio"
 
 
 class Vllm(FakeVllm):
     """Also answers to who asks for a path that can only be posted to, as vLLM's framework does."""
+
+    tool_answer: tuple[int, Any] = (200, None)
+    with_tools: Callable[[dict[str, Any]], tuple[int, Any]] | None = None
+
+    async def chat(self, wanted: dict[str, Any], send: Any) -> None:
+        if self.with_tools is None:
+            return await super().chat(wanted, send)
+        await answer(send, *self.with_tools(wanted))
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["method"] == "GET" and scope["path"] == "/v1/load_lora_adapter" and self.lora:
@@ -93,6 +101,7 @@ def test_an_installation_that_is_well(bench: Bench) -> None:
     assert found["source"]["figures"]["spans"] > 0
     assert found["disk"]["figures"]["free_bytes"] > 0
     assert "agent → tiny" in found["server"]["found"]
+    assert found["tools"]["found"] == "requests with tools are taken"
     assert "wants no key" in found["judge"]["found"]
     assert found["model"]["figures"]["weight_bytes"] > 0
     assert bench.judge.calls == 0, "nothing was paid for"
@@ -124,7 +133,7 @@ def test_nothing_is_changed(bench: Bench, with_state: bool) -> None:
         assert everything(bench.folder) == before
     assert (bench.folder / "state").exists() == with_state
     assert bench.vllm.loaded == {}
-    assert not [call for call in bench.vllm.calls if not call.startswith("GET ")]
+    assert {call for call in bench.vllm.calls if not call.startswith("GET ")} == {"POST /v1/chat/completions"}
 
 
 def test_nothing_heavy_is_imported(bench: Bench) -> None:
@@ -341,7 +350,59 @@ def test_a_server_of_another_kind(bench: Bench) -> None:
 def test_a_server_of_another_model_and_one_with_a_key(bench: Bench) -> None:
     shutil.copytree(bench.folder / BASE, bench.folder / "larger")
     assert_failed(bench(model={"base": "./larger"})["server"], "it serves tiny, and model.base is larger")
-    assert_failed(bench(serving={"api_key_env": "NO_SUCH_KEY"})["server"], "NO_SUCH_KEY, which is not set")
+    bench(model={"base": f"./{BASE}"})
+    assert_failed(bench(serving={"api_key_env": "NO_SUCH_KEY"})["serve"], "NO_SUCH_KEY, which is not set")
+    assert_failed(bench(serving={"admin_key_env": "NO_SUCH_KEY"})["server"], "NO_SUCH_KEY, which is not set")
+
+
+def test_a_server_on_another_machine_needs_the_variable_of_the_admin_key(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = {"urls": ["http://inference.invalid:8000"]}
+    assert_failed(bench(serving=elsewhere)["server"], "another machine", "serving.admin_key_env")
+    monkeypatch.setenv("ADMIN", "admin-s3cret")
+    found = bench(serving={**elsewhere, "admin_key_env": "ADMIN"})["server"]
+    assert_failed(found, "cannot be reached")
+
+
+def test_a_server_that_wants_the_admin_key(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {"FLYWHEEL_API_KEY": "agents", "FLYWHEEL_ADMIN_KEY": "admin-s3cret"}
+    with running(with_middleware(bench.vllm, **keys)) as url:
+        assert_failed(bench(serving={"urls": [url]})["server"], "refuses the key", "serving.admin_key_env")
+        monkeypatch.setenv("ADMIN", "admin-s3cret")
+        assert bench(serving={"admin_key_env": "ADMIN"})["server"]["result"] == "ok"
+        key = bench.folder / "state" / "serving" / "admin.key"
+        key.parent.mkdir(parents=True, exist_ok=True)
+        key.write_text("admin-s3cret\n")
+        found = bench(serving={"admin_key_env": None})
+    assert found["server"]["result"] == "ok"
+    assert found["tools"]["result"] == "ok"
+
+
+def test_a_server_that_takes_no_tools(bench: Bench) -> None:
+    asked: dict[str, Any] = {}
+
+    def chat(wanted: dict[str, Any]) -> tuple[int, Any]:
+        asked.update(wanted)
+        return bench.vllm.tool_answer
+
+    bench.vllm.with_tools = chat
+    why = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
+    bench.vllm.tool_answer = (400, {"error": {"message": why}})
+    assert_failed(bench()["tools"], "--tool-call-parser", "flywheel serve", "hermes")
+    assert asked["tools"][0]["type"] == "function"
+    assert_failed(bench(serving={"tool_call_parser": "none"})["tools"], "Set serving.tool_call_parser")
+    bench.vllm.tool_answer = (500, {"error": {"message": "engine"}})
+    assert_failed(bench()["tools"], "engine", "log")
+    name = asked["tools"][0]["function"]["name"]
+    leaked = {"content": f'<tool_call>{{"name": "{name}"}}</tool_call>', "tool_calls": []}
+    bench.vllm.tool_answer = (200, {"choices": [{"message": leaked}]})
+    assert_failed(bench()["tools"], "comes back as text", name, "serving.tool_call_parser", result="warning")
+    bench.vllm.tool_answer = (200, [])
+    assert_failed(bench()["tools"], "not what vLLM answers", result="warning")
+    bench.vllm.tool_answer = (200, {"choices": [{"message": {"tool_calls": [{"id": "1"}], "content": None}}]})
+    found = bench()["tools"]
+    assert (found["result"], found["found"]) == ("ok", "a request with a tool is answered with a call")
 
 
 def test_an_adapter_that_a_restart_would_lose(bench: Bench) -> None:

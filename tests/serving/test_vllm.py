@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import re
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 
 from flywheel.errors import ServeError
 from flywheel.files import tree_sha256
+from flywheel.request_id import BASE_VERSION, mark_of
 from flywheel.round import AdapterRef
 from flywheel.serving.client import Replica
 from flywheel.serving.report import SwapReport
@@ -26,13 +29,13 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 async def replica(vllm_server: VllmServer) -> AsyncIterator[Replica]:
-    async with Replica(vllm_server.url) as client:
+    async with Replica(vllm_server.url, vllm_server.admin_key) as client:
         yield client
 
 
 async def answered_by(server: VllmServer, model: str) -> str:
     request = {"model": model, "messages": [{"role": "user", "content": "What is 3 plus 4?"}], "max_tokens": 8}
-    async with httpx.AsyncClient(timeout=120) as client:
+    async with httpx.AsyncClient(timeout=120, headers=server.headers) as client:
         answer = await client.post(f"{server.url}/v1/chat/completions", json=request)
     assert answer.status_code == 200, answer.text
     return str(answer.json()["model"])
@@ -56,7 +59,7 @@ async def test_it_starts_with_what_was_deployed(vllm_server: VllmServer, replica
     assert await answered_by(vllm_server, vllm_server.alias) == vllm_server.base_model
     assert await answered_by(vllm_server, "restored-agent") == "restored-agent@r0001"
     assert await answered_by(vllm_server, "damaged-agent") == vllm_server.base_model
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(headers=vllm_server.headers) as client:
         cards = (await client.get(f"{vllm_server.url}/v1/models")).json()["data"]
     assert {vllm_server.base_model, vllm_server.alias, "restored-agent"} <= {card["id"] for card in cards}
     assert vllm_server.alias not in await replica.models()
@@ -135,7 +138,7 @@ async def test_the_alias_is_a_model_wherever_one_is_named(
         ("/v1/completions", {"prompt": "7", "max_tokens": 1}),
         ("/v1/messages", {"messages": [{"role": "user", "content": "7"}], "max_tokens": 4}),
     ]
-    async with httpx.AsyncClient(base_url=vllm_server.url, timeout=120) as client:
+    async with httpx.AsyncClient(base_url=vllm_server.url, timeout=120, headers=vllm_server.headers) as client:
         for path, request in asked:
             answer = await client.post(path, json={**request, "model": "named-agent"})
             assert answer.status_code == 200, f"{path}: {answer.text}"
@@ -166,7 +169,7 @@ async def test_swaps_under_load_lose_nothing(
 
     swapping = False
     await replica.flip("load-agent", vllm_server.base_model, vllm_server.base_model)
-    async with httpx.AsyncClient(base_url=vllm_server.url, timeout=120) as client:
+    async with httpx.AsyncClient(base_url=vllm_server.url, timeout=120, headers=vllm_server.headers) as client:
         asking = [asyncio.create_task(ask(client)) for _ in range(8)]
         for number in range(1, 6):
             made = adapters["good" if number % 2 else "other"]
@@ -185,7 +188,7 @@ async def test_swaps_under_load_lose_nothing(
 
 async def test_seeded_requests_that_do_not_fit_into_one_step_are_survived(vllm_server: VllmServer) -> None:
     """What killed the engine: a prompt with a seed of which only a part was computed in a step."""
-    async with httpx.AsyncClient(timeout=300) as client:
+    async with httpx.AsyncClient(timeout=300, headers=vllm_server.headers) as client:
 
         async def ask(seed: int) -> int:
             request = {
@@ -198,3 +201,120 @@ async def test_seeded_requests_that_do_not_fit_into_one_step_are_survived(vllm_s
 
         assert await asyncio.gather(*(ask(seed) for seed in range(32))) == [200] * 32
         assert (await client.get(f"{vllm_server.url}/health")).status_code == 200
+
+
+QUESTION = {"messages": [{"role": "user", "content": "What is 3 plus 4?"}], "max_tokens": 4}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+async def ids(client: httpx.AsyncClient, path: str, request: dict[str, object]) -> list[str]:
+    """The id of an answer, and the one that all parts of the same answer as a stream have."""
+    # What the client says is replaced.
+    headers = {"X-Request-Id": "of-the-client"}
+    whole = await client.post(path, json=request, headers=headers)
+    assert whole.status_code == 200, whole.text
+    async with client.stream("POST", path, json={**request, "stream": True}, headers=headers) as stream:
+        events = [line.removeprefix("data: ") async for line in stream.aiter_lines() if line.startswith("data: {")]
+    streamed = {str(json.loads(event)["id"]) for event in events}
+    assert len(streamed) == 1
+    return [str(whole.json()["id"]), *streamed]
+
+
+async def test_the_response_id_says_which_version_answered(
+    vllm_server: VllmServer, replica: Replica, adapters: dict[str, MadeAdapter]
+) -> None:
+    good = adapters["good"]
+    await put(replica, vllm_server, "told-agent", "r0001", good.path, good)
+    instance = (await replica.alias("told-agent")).instance
+    requests: list[tuple[str, dict[str, object]]] = [
+        ("/v1/chat/completions", dict(QUESTION)),
+        ("/v1/completions", {"prompt": "7", "max_tokens": 2}),
+    ]
+    async with httpx.AsyncClient(base_url=vllm_server.url, timeout=120, headers=vllm_server.headers) as client:
+        for version in ("told-agent@r0001", BASE_VERSION):
+            for path, request in requests:
+                found = await ids(client, path, {**request, "model": "told-agent"})
+                marks = [mark_of(each) for each in found]
+                assert [(mark.instance, mark.version) for mark in marks if mark] == [(instance, version)] * 2
+                assert found[0] != found[1], "each request has an id of its own"
+            await rollback([replica], "told-agent", None, vllm_server.config.serving)
+
+
+async def test_an_agent_with_tools_is_answered(vllm_server: VllmServer) -> None:
+    async with httpx.AsyncClient(base_url=vllm_server.url, timeout=120, headers=vllm_server.headers) as client:
+        request = {**QUESTION, "model": vllm_server.alias, "tools": [TOOL]}
+        answer = await client.post("/v1/chat/completions", json=request)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["message"]["content"]
+
+
+async def test_nothing_but_health_is_open(vllm_server: VllmServer, adapters: dict[str, MadeAdapter]) -> None:
+    """vLLM's own guard lets /invocations, /tokenize, /detokenize and others through."""
+    listed = set(re.findall(r"Route: (\S+), Methods: ([A-Z, ]+)", vllm_server.log.read_text()))
+    assert {"/invocations", "/tokenize", "/v1/load_lora_adapter"} <= {path for path, _ in listed}
+    adapter = {"lora_name": "stolen@r0001", "lora_path": adapters["good"].path}
+    async with httpx.AsyncClient(base_url=vllm_server.url, timeout=60) as client:
+        for path, methods in sorted(listed):
+            for method in methods.split(", "):
+                status = (await client.request(method, path.replace("{response_id}", "x"), json={})).status_code
+                assert (status == 401) == (path not in {"/health", "/ping"}), f"{method} {path}: {status}"
+        for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/flywheel/alias"):
+            refused = await client.post(path, json=adapter, headers=vllm_server.headers)
+            assert refused.status_code == 403, f"{path}: {refused.text}"
+        assert (await client.get("/v1/models", headers={"host": "evil.example"})).status_code == 421
+
+
+async def test_no_key_is_in_the_list_of_processes(vllm_server: VllmServer) -> None:
+    keys = [vllm_server.key, str(vllm_server.admin_key)]
+    environment = Path(f"/proc/{vllm_server.process}/environ").read_text().split("\0")
+    keys += [line.partition("=")[2] for line in environment if line.startswith("VLLM_API_KEY=")]
+    assert len(keys) == 3 and all(keys)
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            line = process.read_text(errors="replace")
+            assert not any(key in line for key in keys)
+
+
+async def test_pickled_weights_never_reach_vllm(
+    replica: Replica, adapters: dict[str, MadeAdapter], tmp_path: Path
+) -> None:
+    path = tmp_path / "pickled"
+    shutil.copytree(adapters["good"].path, path)
+    (path / "adapter_model.bin").write_bytes(b"cos\nsystem\n")
+    with pytest.raises(ServeError, match="only safetensors"):
+        await replica.load("pickled@r0001", str(path))
+    assert "pickled@r0001" not in await replica.models()
+
+
+@pytest.mark.parametrize("levels", [90, 101, 400, 950, 100_000])
+async def test_a_deeply_nested_body_is_never_an_error_of_the_server(vllm_server: VllmServer, levels: int) -> None:
+    """Also where vLLM or the template walks into what was nested, as into the parameters of a tool."""
+    deep = '{"a":' * levels + "1" + "}" * levels
+    alias = json.dumps(vllm_server.alias)
+    tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {deep}}}}}'
+    messages = '[{"role": "user", "content": "7"}]'
+    nested = [
+        f'{{"model": {alias}, "messages": [], "a": {deep}}}',
+        f'{{"model": {alias}, "max_tokens": 1, "messages": {messages}, "tools": [{tool}]}}',
+        f'{{"model": {alias}, "prompt": {deep}}}',
+        "[" * levels,
+    ]
+    kind = {"content-type": "application/json"}
+    async with httpx.AsyncClient(base_url=vllm_server.url, timeout=120, headers=vllm_server.headers) as client:
+        for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/v1/messages", "/v1/responses"):
+            for body in nested:
+                answer = await client.post(path, content=body, headers=kind)
+                assert answer.status_code < 500, f"{path}: {answer.text[:300]}"
+                assert levels <= 100 or answer.status_code == 400
+    admin = {**kind, "authorization": f"Bearer {vllm_server.admin_key}"}
+    async with httpx.AsyncClient(base_url=vllm_server.url, headers=admin) as client:
+        for path in ("/v1/unload_lora_adapter", "/v1/load_lora_adapter"):
+            assert (await client.post(path, content=nested[0])).status_code in (400, 413)
+        assert (await client.put("/flywheel/alias", content=nested[0])).status_code in (400, 413)
+
+
+async def test_it_says_when_it_is_ready_and_where(vllm_server: VllmServer) -> None:
+    lines = [line for line in vllm_server.log.read_text().splitlines() if "flywheel serve is ready" in line]
+    assert len(lines) == 1
+    told = f"ready at {vllm_server.url}/v1: {vllm_server.alias} is answered by {vllm_server.base_model}"
+    assert told in lines[0]

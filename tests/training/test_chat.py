@@ -146,6 +146,7 @@ def test_a_real_server_makes_the_same_tokens(renderer: Any, vllm_server: VllmSer
     [prompt], _ = asyncio.run(engine.encode([some]))
     told = httpx.post(
         f"{vllm_server.url}/tokenize",
+        headers=vllm_server.headers,
         json={"model": vllm_server.base_model, "messages": some.prompt, "add_special_tokens": False},
         timeout=60,
     )
