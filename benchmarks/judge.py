@@ -1,8 +1,9 @@
 """Judging beside what the judge's latency allows and beside a bare client: `python -m benchmarks.judge`.
 
-`efficiency_16` and `efficiency_256`: the share of the ideal rate (threads / latency) that so many threads reach with
-a judge that takes 200 ms. `overhead_vs_client`: what a verdict costs with a judge that takes no time, over what a
-call of the bare `openai` client costs, by as many threads, in the same run. The judge is a process of its own.
+`efficiency_16` and `efficiency_256_1s`: the share of the ideal rate (threads / latency) that 16 threads reach with a
+judge that takes 200 ms, and 256 threads with one that takes a second. `overhead_vs_client`: what a verdict costs with
+a judge that takes no time, over what a call of the bare `openai` client costs, by as many threads, in the same run.
+The judge is a process of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from flywheel.judge.pool import grade_all
 from flywheel.rubric import Rubric
 from flywheel.verdict import Exchange, Outcome
 
-LATENCY_SECONDS: Final = 0.2
 CLIENT_THREADS: Final = 16
 RUBRIC: Final = Rubric.model_validate(
     {"id": "benchmark", "criteria": [{"id": name, "value": f"The answer is {name}."} for name in CRITERIA]}
@@ -84,11 +84,12 @@ def call(url: str, threads: int, calls: int) -> tuple[float, float]:
     return ended[0] - began[0], ended[1] - began[1]
 
 
-def efficiency(threads: int, rounds: int) -> dict[str, float]:
-    with running(LATENCY_SECONDS) as url:
+def efficiency(threads: int, latency: float, rounds: int, name: str) -> dict[str, float]:
+    """The keys end with the number of threads; the first of them is `name`."""
+    with running(latency) as url:
         seconds, processor = judge(url, threads, threads * rounds)
     return {
-        f"efficiency_{threads}": round(LATENCY_SECONDS * rounds / seconds, 4),
+        name: round(latency * rounds / seconds, 4),
         f"verdicts_per_second_{threads}": round(threads * rounds / seconds, 1),
         f"cpu_ms_per_verdict_{threads}": round(1000 * processor / (threads * rounds), 3),
     }
@@ -118,8 +119,8 @@ def main() -> None:
         os.environ.pop(proxy, None)
     before = measurement.machine()
     result = {
-        **efficiency(16, 3 if options.quick else 60),
-        **efficiency(256, 2 if options.quick else 60),
+        **efficiency(16, 0.2, 3 if options.quick else 60, "efficiency_16"),
+        **efficiency(256, 1.0, 2 if options.quick else 20, "efficiency_256_1s"),
         **overhead(160 if options.quick else 3200, 1 if options.quick else 5),
     }
     measurement.report(result, before, as_json=options.json)

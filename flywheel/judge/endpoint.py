@@ -180,6 +180,7 @@ class Endpoint:
                 answer = transport.post("/chat/completions", body, key.secret)
                 reply = read_answer(answer)
             except CallError as error:
+                self._tokens.correct(-expected)
                 throttled = error.status == 429 or error.retry_after is not None or None
                 if throttled:
                     keys.slow(key, error.retry_after)
@@ -187,6 +188,7 @@ class Endpoint:
             except TooLargeError as error:
                 reply = Reply("", str(error))
             except TransportError as error:
+                self._tokens.correct(-expected)
                 raise CallError(str(error)) from error
             throttled = False
             self._account(reply, expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from flywheel.judge.completion import Reply, reply_of
@@ -10,6 +11,12 @@ from flywheel.transport import Answer
 RETRIED: Final = frozenset({408, 409, 429})
 NOT_OURS: Final = frozenset({401, 402, 403, 404})
 """What is refused to us whatever we ask: the key, the account, the model."""
+
+THE_KEY: Final = re.compile(
+    r"\b(?:invalid|incorrect|wrong|expired|missing|revoked) (?:\w+ )?(?:api[ _-]?key|token(?! (?:id|count|at|in)\b))",
+    re.I,
+)
+"""What some endpoints say of the key in a 400, where others answer 401."""
 
 
 class CallError(Exception):
@@ -32,7 +39,8 @@ def read_answer(answer: Answer) -> Reply:
     """The reply in an answer. Raises CallError for one that holds none."""
     if not answer.is_good:
         said = f"it answered {answer.status} ({answer.words})"
-        raise CallError(said, status=answer.status, retry_after=answer.retry_after)
+        status = 401 if answer.status == 400 and THE_KEY.search(answer.words) else answer.status
+        raise CallError(said, status=status, retry_after=answer.retry_after)
     try:
         reply = reply_of(answer.body)
     except ValueError as error:

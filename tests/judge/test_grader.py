@@ -233,6 +233,8 @@ def test_an_endpoint_without_schemas_is_learned_once(make: MakeGrader) -> None:
     ("fault", "setting"),
     [
         ("400", "judge.max_tokens"),
+        ("400 invalid token", "judge.api_key_env"),
+        ("400 incorrect API key provided", "judge.api_key_env"),
         ("401", "judge.api_key_env"),
         ("402", "judge.base_url"),
         ("403", "judge.api_key_env"),

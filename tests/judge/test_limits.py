@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -194,6 +195,24 @@ def test_requests_and_tokens_are_held_back(make: Make, monkeypatch: pytest.Monke
             grader.grade(GOOD, Stop())
     # The call had 120 tokens, as the endpoint said: six seconds at twenty a second, however many were expected.
     assert waits == [pytest.approx(6.0, abs=0.5)]
+
+
+@pytest.mark.parametrize("fault", ["500", "reset", "400 too long"])
+def test_a_call_that_failed_gives_its_tokens_back(make: Callable[..., Grader], fault: str) -> None:
+    waits: list[float] = []
+
+    class Stop(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.append(timeout or 0.0)
+            return False
+
+    with JudgeServer(behaviour=[fault, "good"]) as judge:
+        grader = make(judge, tokens_per_minute=60, max_attempts=1)
+        with contextlib.suppress(JudgeError):
+            grader.grade(GOOD, Stop())
+        grader.grade(GOOD, Stop())
+    assert judge.calls == 2
+    assert waits == [], "nothing was used of this minute's tokens"
 
 
 # Keys
