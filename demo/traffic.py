@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-import httpx
+import httpx2
 
 from demo.questions import SYSTEM_PROMPT, sample
 from demo.studio import Row, StudioDatabase, Turn, agent_row, call_row
@@ -58,8 +58,8 @@ class Traffic:
         self._random = random.Random(seed)
         self._failures_in_a_row = 0
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        limits = httpx.Limits(max_connections=IN_FLIGHT)
-        self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=60, limits=limits, trust_env=False)
+        limits = httpx2.Limits(max_connections=IN_FLIGHT)
+        self._http = httpx2.AsyncClient(base_url=url, headers=headers, timeout=60, limits=limits, trust_env=False)
         self._calls: list[Row] = []
         self._agents: list[Row] = []
 
@@ -107,7 +107,7 @@ class Traffic:
         try:
             response = await self._http.post("/v1/chat/completions", json=request)
             response.raise_for_status()
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             self.failed += 1
             self._failures_in_a_row += 1
             if self._failures_in_a_row >= MAX_FAILURES:

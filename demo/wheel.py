@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
+import httpx2
 import yaml
 from rich.console import Console
 from rich.live import Live
@@ -125,12 +125,12 @@ class Wheel:
                 await asyncio.shield(asyncio.to_thread(self._stop))
 
     async def _until_ready(self, url: str) -> None:
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with httpx2.AsyncClient(trust_env=False) as client:
             while True:
                 for part in self._parts:
                     part.check()
-                with contextlib.suppress(httpx.TransportError):
-                    if (await client.get(f"{url}/health")).status_code == httpx.codes.OK:
+                with contextlib.suppress(httpx2.TransportError):
+                    if (await client.get(f"{url}/health")).status_code == httpx2.codes.OK:
                         return
                 await asyncio.sleep(LOOK_SECONDS / 2)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-import httpx
+import httpx2
 import hypothesis
 import pytest
 
@@ -115,9 +115,9 @@ def start_server(config: Config, log: Path) -> subprocess.Popen[bytes]:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         try:
-            if httpx.get(f"{config.serving.urls[0]}/health", timeout=5).status_code == 200:
+            if httpx2.get(f"{config.serving.urls[0]}/health", timeout=5).status_code == 200:
                 return process
-        except httpx.TransportError:
+        except httpx2.TransportError:
             pass
         time.sleep(0.3)
     stop_server(process)

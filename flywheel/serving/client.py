@@ -10,7 +10,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
-import httpx
+import httpx2
 
 from flywheel.errors import ServeError
 from flywheel.serving import routes
@@ -42,7 +42,7 @@ class Alias:
 @functools.cache
 def _certificates() -> ssl.SSLContext:
     # Also those that $SSL_CERT_FILE names: an authority of one's own.
-    return httpx.create_ssl_context()
+    return httpx2.create_ssl_context()
 
 
 class Replica:
@@ -51,12 +51,12 @@ class Replica:
     def __init__(self, url: str, admin_key: str | None = None, *, timeout_seconds: float = 120.0) -> None:
         self.url = url.rstrip("/")
         headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
-        timeout = httpx.Timeout(timeout_seconds, connect=CONNECT_SECONDS)
+        timeout = httpx2.Timeout(timeout_seconds, connect=CONNECT_SECONDS)
         self._seconds = timeout_seconds
         # Certificates are for https alone: to load them takes longer than all that a healthy server is asked.
         verify = _certificates() if self.url.lower().startswith("https:") else False
         # A proxy that the environment names for the internet is not asked for one's own servers.
-        self._http = httpx.AsyncClient(
+        self._http = httpx2.AsyncClient(
             base_url=self.url, headers=headers, timeout=timeout, trust_env=False, verify=verify
         )
 
@@ -82,7 +82,7 @@ class Replica:
         try:
             async with asyncio.timeout(self._quick_seconds):
                 return (await self._http.get("/health")).status_code
-        except (httpx.HTTPError, TimeoutError):
+        except (httpx2.HTTPError, TimeoutError):
             return None
 
     async def models(self) -> dict[str, str]:
@@ -214,21 +214,21 @@ class Replica:
 
     async def _call(
         self, method: str, path: str, attempted: str, content: Any = None, seconds: float | None = None
-    ) -> httpx.Response:
+    ) -> httpx2.Response:
         """The answer, headers and all of its body, within `seconds`; by default soon."""
         try:
             async with asyncio.timeout(seconds or self._quick_seconds):
                 response = await self._http.request(method, path, json=content)
-        except (httpx.TimeoutException, TimeoutError) as error:
+        except (httpx2.TimeoutException, TimeoutError) as error:
             raise ServeError(
                 attempted,
                 f"no answer within its time ({type(error).__name__})",
                 "See whether the server is overloaded, or raise serving.load_timeout_seconds.",
                 retryable=True,
             ).of_condition(Condition.UNREACHABLE) from error
-        except httpx.DecodingError:
+        except httpx2.DecodingError:
             raise self._not_vllm(attempted) from None
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
                 hint = "Name the file of the authority that signed it in SSL_CERT_FILE, or correct serving.urls."
                 why = f"its certificate is not trusted ({error})"
@@ -255,7 +255,7 @@ class Replica:
             ).of_condition(Condition.UNREACHABLE)
         return response
 
-    def _json(self, response: httpx.Response, attempted: str) -> dict[str, Any]:
+    def _json(self, response: httpx2.Response, attempted: str) -> dict[str, Any]:
         if response.status_code == 404 and routes.ALIAS in str(response.url):
             raise no_middleware(attempted)
         if response.status_code != 200:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 
-import httpx
+import httpx2
 
 from flywheel.errors import ServeError
 from flywheel.serving.condition import Condition
 
 
-def load_error(attempted: str, response: httpx.Response, path: str, *, healthy: bool) -> ServeError:
+def load_error(attempted: str, response: httpx2.Response, path: str, *, healthy: bool) -> ServeError:
     """Why an adapter was not loaded, by a server whose engine lives or not."""
     message = message_of(response)
     if response.status_code in (404, 405) and "adapter" not in message:
@@ -59,7 +59,7 @@ def no_middleware(attempted: str, why: str = "it has no alias middleware") -> Se
     ).of_condition(Condition.MISCONFIGURED)
 
 
-def refused(attempted: str, response: httpx.Response) -> ServeError:
+def refused(attempted: str, response: httpx2.Response) -> ServeError:
     why = f"it answers HTTP {response.status_code}: {message_of(response)}"
     retryable = response.status_code >= 500 or response.status_code in (408, 429)
     error = ServeError(attempted, why, "Look at the server's log.", retryable=retryable)
@@ -68,7 +68,7 @@ def refused(attempted: str, response: httpx.Response) -> ServeError:
     return error.of_condition(Condition.MISCONFIGURED) if is_elsewhere else error
 
 
-def message_of(response: httpx.Response) -> str:
+def message_of(response: httpx2.Response) -> str:
     """The server's own words, in one line."""
     try:
         error = response.json()["error"]

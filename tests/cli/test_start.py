@@ -10,7 +10,7 @@ import pytest
 HEAVY = {
     "apscheduler",
     "asyncio",
-    "httpx",
+    "httpx2",
     "numpy",
     "openai",
     "pydantic",

@@ -8,7 +8,7 @@ import socket
 import threading
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from flywheel.config import parse
@@ -41,7 +41,7 @@ async def test_spans_are_received_closed_and_made_into_tasks(tmp_path: Path) -> 
     rows = fixture("new_v2")
     async with Following(config) as following:
         url = following._sources._receivers[0].url
-        async with httpx.AsyncClient() as client:
+        async with httpx2.AsyncClient() as client:
             for first in range(0, len(rows), 40):
                 content = request_of(rows[first : first + 40]).SerializeToString()
                 # Sent twice, as an exporter does that did not hear the answer.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
+import httpx2
 import pytest
 
 from demo import judge
@@ -87,14 +87,14 @@ def test_many_at_once(grader: Grader) -> None:
     "request_body", [b"", b"{", b"[]", b"{}", b'{"messages": []}', b'{"messages": [], "response_format": {}}']
 )
 def test_other_requests_are_refused(url: str, request_body: bytes) -> None:
-    refused = httpx.post(f"{url}/chat/completions", content=request_body)
+    refused = httpx2.post(f"{url}/chat/completions", content=request_body)
     assert refused.status_code == 400
     assert "message" in refused.json()["error"]
 
 
 def test_its_model_is_listed(url: str) -> None:
-    assert httpx.get(f"{url}/models").json()["data"][0]["id"] == "demo-judge"
-    assert httpx.get(f"{url}/nothing").status_code == 404
+    assert httpx2.get(f"{url}/models").json()["data"][0]["id"] == "demo-judge"
+    assert httpx2.get(f"{url}/nothing").status_code == 404
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from demo.questions import SYSTEM_PROMPT, solve
@@ -141,7 +141,7 @@ async def test_every_answer_is_written_once(tmp_path: Path) -> None:
     app.loaded["agent@r0001"] = "/adapters/r0001"
     database = StudioDatabase(tmp_path / "studio.sqlite")
     with replica(app) as url:
-        httpx.put(f"{url}/flywheel/alias", json={"alias": "agent", "target": "agent@r0001"})
+        httpx2.put(f"{url}/flywheel/alias", json={"alias": "agent", "target": "agent@r0001"})
         traffic = Traffic(url, "agent", database, rate=500, seed=1)
         await ask_until(traffic, 40)
     answered = sum(traffic.answered_by.values())

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from flywheel.otlp import Receiver
@@ -23,6 +23,6 @@ async def receiver(inbox: Path) -> AsyncIterator[Receiver]:
 
 
 @pytest.fixture
-async def client(receiver: Receiver) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=receiver.url.removesuffix("/v1/traces"), timeout=60) as made:
+async def client(receiver: Receiver) -> AsyncIterator[httpx2.AsyncClient]:
+    async with httpx2.AsyncClient(base_url=receiver.url.removesuffix("/v1/traces"), timeout=60) as made:
         yield made

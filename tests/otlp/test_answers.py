@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from google.rpc import code_pb2
 from google.rpc.status_pb2 import Status
@@ -71,7 +71,7 @@ def nested(levels: int) -> dict[str, Any]:
     ],
 )
 async def test_a_body_that_cannot_be_decoded_is_a_400(
-    client: httpx.AsyncClient, inbox: Path, caplog: pytest.LogCaptureFixture, body: bytes, headers: dict[str, str]
+    client: httpx2.AsyncClient, inbox: Path, caplog: pytest.LogCaptureFixture, body: bytes, headers: dict[str, str]
 ) -> None:
     answer = await client.post("/v1/traces", content=body, headers=headers)
     assert answer.status_code == 400
@@ -93,7 +93,7 @@ async def test_a_body_that_cannot_be_decoded_is_a_400(
     ],
 )
 async def test_other_content_types_and_encodings_are_a_415(
-    client: httpx.AsyncClient, headers: dict[str, str], word: str
+    client: httpx2.AsyncClient, headers: dict[str, str], word: str
 ) -> None:
     answer = await client.post("/v1/traces", content=GOOD, headers=headers)
     assert answer.status_code == 415
@@ -101,7 +101,7 @@ async def test_other_content_types_and_encodings_are_a_415(
     assert word in message
 
 
-async def test_other_paths_and_methods(client: httpx.AsyncClient) -> None:
+async def test_other_paths_and_methods(client: httpx2.AsyncClient) -> None:
     answer = await client.post("/v1/logs", content=b"", headers=PROTOBUF)
     assert answer.status_code == 404
     assert "/v1/traces" in Status.FromString(answer.content).message
@@ -116,7 +116,7 @@ async def in_pieces(body: bytes) -> AsyncIterator[bytes]:
         yield body[first : first + (1 << 20)]
 
 
-async def test_a_body_above_the_limit_is_a_413_however_it_comes(client: httpx.AsyncClient, inbox: Path) -> None:
+async def test_a_body_above_the_limit_is_a_413_however_it_comes(client: httpx2.AsyncClient, inbox: Path) -> None:
     huge = b"\0" * (service.MAX_BODY + 1)
     packed = {**PROTOBUF, "Content-Encoding": "gzip"}
     for content, headers in ((huge, PROTOBUF), (in_pieces(huge), PROTOBUF), (gzip.compress(huge, 1), packed)):
@@ -128,7 +128,7 @@ async def test_a_body_above_the_limit_is_a_413_however_it_comes(client: httpx.As
 
 
 async def test_spans_that_cannot_be_stored_are_counted_and_the_others_kept(
-    client: httpx.AsyncClient, inbox: Path, caplog: pytest.LogCaptureFixture
+    client: httpx2.AsyncClient, inbox: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     bad = [span(n) for n in range(10, 20)]
     bad[0].trace_id = b"short"
@@ -156,7 +156,7 @@ async def test_spans_that_cannot_be_stored_are_counted_and_the_others_kept(
     assert answer.json()["partialSuccess"]["rejectedSpans"] == "1"
 
 
-async def test_json_by_hand(client: httpx.AsyncClient, inbox: Path) -> None:
+async def test_json_by_hand(client: httpx2.AsyncClient, inbox: Path) -> None:
     body = json_body(json_span(unknownField={"a": 1}, links=[{"traceId": "0a" * 16, "spanId": "0b" * 8}]))
     answer = await client.post(
         "/v1/traces", content=body, headers={"Content-Type": "Application/JSON; charset=utf-8"}
@@ -175,7 +175,7 @@ async def test_json_by_hand(client: httpx.AsyncClient, inbox: Path) -> None:
     assert row["conversationId"] == "unknown"
 
 
-async def test_half_an_emoji_costs_no_span(client: httpx.AsyncClient, inbox: Path) -> None:
+async def test_half_an_emoji_costs_no_span(client: httpx2.AsyncClient, inbox: Path) -> None:
     cut = json_span(spanId="0b" * 8, attributes=[{"key": "said", "value": {"stringValue": "so \ud83d"}}])
     answer = await client.post("/v1/traces", content=json_body(json_span(), cut), headers=JSON)
     assert (answer.status_code, answer.json()) == (200, {})
@@ -184,7 +184,7 @@ async def test_half_an_emoji_costs_no_span(client: httpx.AsyncClient, inbox: Pat
     assert json.loads(other["attributes"]) == {"said": "so ?"}
 
 
-async def test_a_parent_of_zeros_is_no_parent(client: httpx.AsyncClient, inbox: Path) -> None:
+async def test_a_parent_of_zeros_is_no_parent(client: httpx2.AsyncClient, inbox: Path) -> None:
     root = span(1)
     root.parent_span_id = bytes(8)
     body = request(root).SerializeToString()
@@ -223,13 +223,13 @@ def test_a_body_of_many_members_is_unpacked_in_linear_time(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("packed", [gzip.compress(GOOD[:20]) + gzip.compress(GOOD[20:]), zlib.compress(GOOD)])
-async def test_packed_bodies(client: httpx.AsyncClient, inbox: Path, packed: bytes) -> None:
+async def test_packed_bodies(client: httpx2.AsyncClient, inbox: Path, packed: bytes) -> None:
     encoding = "gzip" if packed[:2] == b"\x1f\x8b" else "deflate"
     headers = {**PROTOBUF, "Content-Encoding": encoding}
     assert (await client.post("/v1/traces", content=packed, headers=headers)).status_code == 200
     assert ids(inbox) == [1]
 
 
-async def test_a_request_without_spans_is_fine(client: httpx.AsyncClient, inbox: Path) -> None:
+async def test_a_request_without_spans_is_fine(client: httpx2.AsyncClient, inbox: Path) -> None:
     assert (await client.post("/v1/traces", content=b"", headers=PROTOBUF)).status_code == 200
     assert ids(inbox) == []

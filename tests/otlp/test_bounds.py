@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import given
@@ -73,7 +73,7 @@ def test_what_would_be_too_many_objects_is_not_read(kind: str, monkeypatch: pyte
         request_of(BOMBS[kind], Encoding.PROTOBUF)
 
 
-async def test_millions_of_empty_spans_in_a_small_body_are_a_413(client: httpx.AsyncClient, inbox: Path) -> None:
+async def test_millions_of_empty_spans_in_a_small_body_are_a_413(client: httpx2.AsyncClient, inbox: Path) -> None:
     packed = gzip.compress(within(1, 2, content=b"\x12\x00" * 15_000_000))
     assert len(packed) < 30_000
     assert (await client.post("/v1/traces", content=packed, headers=GZIP)).status_code == 413
@@ -116,7 +116,7 @@ def test_json_has_the_limits_of_protobuf_too(spans: bytes) -> None:
         request_of(json_with(spans), Encoding.JSON)
 
 
-async def test_punctuation_within_texts_is_not_counted(client: httpx.AsyncClient, inbox: Path) -> None:
+async def test_punctuation_within_texts_is_not_counted(client: httpx2.AsyncClient, inbox: Path) -> None:
     """An answer that is code has as much of it as it likes."""
     code = 'x = [{"a", "\\"}]\n' * 200_000
     sent: dict[str, Any] = {

@@ -9,7 +9,7 @@ from asyncio.trsock import TransportSocket
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from flywheel.config import parse
@@ -24,7 +24,7 @@ TOKEN = "a-long-random-text"
 
 
 async def connected(receiver: Receiver) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    url = httpx.URL(receiver.url)
+    url = httpx2.URL(receiver.url)
     assert url.host and url.port
     return await asyncio.open_connection(url.host, url.port)
 
@@ -88,7 +88,7 @@ async def test_connections_beyond_the_limit_are_closed_and_it_is_told_once(
     assert sum("more than 4 connections" in record.message for record in caplog.records) == 1
     for _, writer in idle:
         writer.close()
-    async with asyncio.timeout(60), httpx.AsyncClient() as client:
+    async with asyncio.timeout(60), httpx2.AsyncClient() as client:
         while receiver._server.server_state.connections:  # type: ignore[union-attr]
             await asyncio.sleep(0.01)
         assert (await client.post(receiver.url, content=GOOD, headers=PROTOBUF)).status_code == 200
@@ -149,7 +149,7 @@ async def test_who_does_not_know_the_token_sends_nothing(inbox: Path, monkeypatc
     monkeypatch.setenv("TOKEN_OF_A_TEST", TOKEN)
     receiver = Receiver("127.0.0.1:0", inbox, token_env="TOKEN_OF_A_TEST")
     await receiver.start()
-    async with httpx.AsyncClient() as client:
+    async with httpx2.AsyncClient() as client:
         for given in (
             {},
             {"Authorization": "Bearer another"},

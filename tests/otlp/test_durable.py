@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from flywheel.otlp import Receiver
@@ -49,7 +49,7 @@ def test_what_was_answered_with_200_survives_kill_9(inbox: Path, seed: int) -> N
     answered: list[int] = []
     number = 0
     for _ in range(2):
-        with process(inbox) as (running, url), httpx.Client(timeout=30) as client:
+        with process(inbox) as (running, url), httpx2.Client(timeout=30) as client:
             left = chosen.randrange(3, 25)
             killer = None
             try:
@@ -63,7 +63,7 @@ def test_what_was_answered_with_200_survives_kill_9(inbox: Path, seed: int) -> N
                     left -= 1
                     assert client.post(url, content=body, headers=PROTOBUF).status_code == 200
                     answered += batch
-            except httpx.TransportError:
+            except httpx2.TransportError:
                 assert killer is not None, "the receiver went away by itself"
             finally:
                 if killer is not None:
@@ -76,9 +76,9 @@ def test_what_was_answered_with_200_survives_kill_9(inbox: Path, seed: int) -> N
 
 def test_a_full_disk_is_answered_with_503_and_nothing_is_half_stored(inbox: Path) -> None:
     big = [span(n, {"text": os.urandom(1500).hex()}) for n in range(100, 400)]
-    with process(inbox) as (running, url), httpx.Client(timeout=30) as client:
+    with process(inbox) as (running, url), httpx2.Client(timeout=30) as client:
 
-        def send(*spans: object) -> httpx.Response:
+        def send(*spans: object) -> httpx2.Response:
             return client.post(url, content=request(*spans).SerializeToString(), headers=PROTOBUF)  # type: ignore[arg-type]
 
         assert send(span(1)).status_code == 200
@@ -98,7 +98,7 @@ def test_a_full_disk_is_answered_with_503_and_nothing_is_half_stored(inbox: Path
 
 
 async def test_an_inbox_that_somebody_locks_is_answered_with_503_until_it_is_free(
-    client: httpx.AsyncClient, inbox: Path
+    client: httpx2.AsyncClient, inbox: Path
 ) -> None:
     body = request(span(1)).SerializeToString()
     other = sqlite3.connect(inbox, isolation_level=None)
@@ -112,7 +112,7 @@ async def test_an_inbox_that_somebody_locks_is_answered_with_503_until_it_is_fre
     assert ids(inbox) == [1]
 
 
-async def test_spans_go_to_the_file_that_is_there_now(client: httpx.AsyncClient, inbox: Path) -> None:
+async def test_spans_go_to_the_file_that_is_there_now(client: httpx2.AsyncClient, inbox: Path) -> None:
     assert (
         await client.post("/v1/traces", content=request(span(1)).SerializeToString(), headers=PROTOBUF)
     ).is_success
@@ -125,7 +125,7 @@ async def test_spans_go_to_the_file_that_is_there_now(client: httpx.AsyncClient,
 
 
 async def test_an_inbox_that_is_no_database_takes_nothing_and_says_so(
-    client: httpx.AsyncClient, inbox: Path, caplog: pytest.LogCaptureFixture
+    client: httpx2.AsyncClient, inbox: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for path in inbox.parent.iterdir():
         path.unlink()
@@ -140,7 +140,7 @@ async def test_an_inbox_that_is_no_database_takes_nothing_and_says_so(
 
 async def test_concurrent_clients_lose_nothing(receiver: Receiver, inbox: Path) -> None:
     async def one(client: int) -> None:
-        async with httpx.AsyncClient(timeout=60) as sender:
+        async with httpx2.AsyncClient(timeout=60) as sender:
             for turn in range(10):
                 numbers = [client * 1000 + turn * 10 + n for n in range(1, 6)]
                 body = request(*(span(n) for n in numbers)).SerializeToString()
@@ -153,7 +153,7 @@ async def test_concurrent_clients_lose_nothing(receiver: Receiver, inbox: Path) 
     )
 
 
-async def test_a_span_sent_again_updates_its_row_in_place(client: httpx.AsyncClient, inbox: Path) -> None:
+async def test_a_span_sent_again_updates_its_row_in_place(client: httpx2.AsyncClient, inbox: Path) -> None:
     await client.post("/v1/traces", content=request(span(1), span(2)).SerializeToString(), headers=PROTOBUF)
     again = request(span(1, {"late": True})).SerializeToString()
     assert (await client.post("/v1/traces", content=again, headers=PROTOBUF)).status_code == 200

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
@@ -21,7 +21,7 @@ ANSWERED = [{"role": "assistant", "parts": [{"type": "text", "content": "Rain."}
 AGENT = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": "Meteo"}
 
 
-async def read(client: httpx.AsyncClient, inbox: Path, *spans: Span) -> list[Reply]:
+async def read(client: httpx2.AsyncClient, inbox: Path, *spans: Span) -> list[Reply]:
     answer = await client.post("/v1/traces", content=request(*spans).SerializeToString(), headers=PROTOBUF)
     assert (answer.status_code, answer.content) == (200, b"")
     replies, dead, _ = read_all(inbox, now=MUCH_LATER)
@@ -41,7 +41,7 @@ def both(asked: Any = ASKED, answered: Any = ANSWERED) -> dict[str, str]:
     return {"gen_ai.input.messages": json.dumps(asked), "gen_ai.output.messages": json.dumps(answered)}
 
 
-async def test_messages_in_attributes_with_tools_and_instructions(client: httpx.AsyncClient, inbox: Path) -> None:
+async def test_messages_in_attributes_with_tools_and_instructions(client: httpx2.AsyncClient, inbox: Path) -> None:
     call = {"type": "tool_call", "id": "t-1", "name": "weather", "arguments": {"city": "Paris"}}
     response = {"type": "tool_call_response", "id": "t-1", "response": "rainy"}
     second = [*ASKED, {"role": "assistant", "parts": [call]}, {"role": "tool", "parts": [response]}]
@@ -77,7 +77,7 @@ async def test_messages_in_attributes_with_tools_and_instructions(client: httpx.
     assert reply.trajectory[1]["content"] == "rainy"
 
 
-async def test_messages_in_events(client: httpx.AsyncClient, inbox: Path) -> None:
+async def test_messages_in_events(client: httpx2.AsyncClient, inbox: Path) -> None:
     asked, answered = json.dumps(ASKED), json.dumps(ANSWERED)
     chat = span(2, {"gen_ai.operation.name": "chat", "gen_ai.conversation.id": "c"}, parent=1)
     with_event(
@@ -93,13 +93,13 @@ async def test_messages_in_events(client: httpx.AsyncClient, inbox: Path) -> Non
     assert reply.history == ({"role": "system", "content": "Be kind."},)
 
 
-async def test_an_attribute_is_not_replaced_by_an_event(client: httpx.AsyncClient, inbox: Path) -> None:
+async def test_an_attribute_is_not_replaced_by_an_event(client: httpx2.AsyncClient, inbox: Path) -> None:
     agent = with_event(span(1, {**AGENT, **both()}), output__messages=json.dumps(ASKED))
     (reply,) = await read(client, inbox, agent)
     assert reply.answer == "Rain."
 
 
-async def test_structured_attribute_values(client: httpx.AsyncClient, inbox: Path) -> None:
+async def test_structured_attribute_values(client: httpx2.AsyncClient, inbox: Path) -> None:
     """Where an SDK can, messages are values and not text."""
 
     def value(of: Any) -> AnyValue:
@@ -120,7 +120,7 @@ async def test_structured_attribute_values(client: httpx.AsyncClient, inbox: Pat
     assert (reply.query, reply.answer, reply.conversation_id) == ("Weather in Paris?", "Rain.", "unknown")
 
 
-async def test_a_provider_s_own_operation_is_a_model_call(client: httpx.AsyncClient, inbox: Path) -> None:
+async def test_a_provider_s_own_operation_is_a_model_call(client: httpx2.AsyncClient, inbox: Path) -> None:
     model = {
         "gen_ai.operation.name": "generate_content",
         "gen_ai.request.model": "gemini",
@@ -130,7 +130,7 @@ async def test_a_provider_s_own_operation_is_a_model_call(client: httpx.AsyncCli
     assert (reply.model, reply.input_tokens) == ("gemini", 4)
 
 
-async def test_an_answer_that_reads_as_a_number_stays_as_it_was_said(client: httpx.AsyncClient, inbox: Path) -> None:
+async def test_an_answer_that_reads_as_a_number_stays_as_it_was_said(client: httpx2.AsyncClient, inbox: Path) -> None:
     for number, text in enumerate(["1e3", "007", "1.50", "true", "12345678901234567890123", "NaN"], 1):
         attributes = {
             **AGENT,
@@ -142,7 +142,7 @@ async def test_an_answer_that_reads_as_a_number_stays_as_it_was_said(client: htt
 
 
 async def test_text_that_looks_like_json_and_cannot_be_kept_as_it_stays_text(
-    client: httpx.AsyncClient, inbox: Path
+    client: httpx2.AsyncClient, inbox: Path
 ) -> None:
     texts = {
         "deep": "[" * 300 + "]" * 300,
@@ -155,7 +155,7 @@ async def test_text_that_looks_like_json_and_cannot_be_kept_as_it_stays_text(
     assert {name: kept[name] for name in texts} == texts
 
 
-async def test_two_attributes_that_claim_one_place(client: httpx.AsyncClient, inbox: Path) -> None:
+async def test_two_attributes_that_claim_one_place(client: httpx2.AsyncClient, inbox: Path) -> None:
     await read(
         client, inbox, span(1, {**AGENT, "a": 1, "a.b": 2, "c.d": 3, "c": 4, "gen_ai.usage.input_tokens": "many"})
     )
@@ -165,7 +165,7 @@ async def test_two_attributes_that_claim_one_place(client: httpx.AsyncClient, in
     assert row["inputTokens"] is None
 
 
-async def test_spans_of_agentscope_before_1_0_9(client: httpx.AsyncClient, inbox: Path) -> None:
+async def test_spans_of_agentscope_before_1_0_9(client: httpx2.AsyncClient, inbox: Path) -> None:
     """They are read as from a Studio of their time."""
     status = {"UNSET": 0, "OK": 1, "ERROR": 2}
     spans = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from flywheel.errors import ReceiverError
@@ -19,12 +19,12 @@ def ended(number: int) -> int:
     return BEGAN + number * 1_000_000 + 1_000_000_000
 
 
-async def send(client: httpx.AsyncClient, *numbers: int) -> None:
+async def send(client: httpx2.AsyncClient, *numbers: int) -> None:
     body = request(*(span(n) for n in numbers)).SerializeToString()
     assert (await client.post("/v1/traces", content=body, headers=PROTOBUF)).status_code == 200
 
 
-async def test_spans_that_ended_before_a_time_are_deleted(client: httpx.AsyncClient, inbox: Path) -> None:
+async def test_spans_that_ended_before_a_time_are_deleted(client: httpx2.AsyncClient, inbox: Path) -> None:
     # More than one transaction's worth, the old ones spread among the others.
     numbers = [n if n % 3 else n + 1_000_000 for n in range(1, 1801)]
     await send(client, *numbers)
@@ -35,7 +35,7 @@ async def test_spans_that_ended_before_a_time_are_deleted(client: httpx.AsyncCli
     assert ids(inbox)[-1] == 5
 
 
-async def test_no_row_number_is_given_twice(client: httpx.AsyncClient, inbox: Path) -> None:
+async def test_no_row_number_is_given_twice(client: httpx2.AsyncClient, inbox: Path) -> None:
     await send(client, 1, 2, 3)
     newest = rowids(inbox)[-1]
     assert await prune(inbox, FOREVER) == 2
@@ -50,7 +50,7 @@ def rowids(inbox: Path) -> list[int]:
     return found
 
 
-async def test_an_empty_inbox_and_none(client: httpx.AsyncClient, inbox: Path, tmp_path: Path) -> None:
+async def test_an_empty_inbox_and_none(client: httpx2.AsyncClient, inbox: Path, tmp_path: Path) -> None:
     assert await prune(inbox, FOREVER) == 0
     assert stored(inbox) == []
     assert await prune(tmp_path / "none.sqlite", FOREVER) == 0

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from flywheel.errors import ReceiverError
@@ -25,7 +25,7 @@ GOOD = request(span(1)).SerializeToString()
 
 
 async def test_an_address_in_use_is_said_and_may_be_tried_again(receiver: Receiver, tmp_path: Path) -> None:
-    port = httpx.URL(receiver.url).port
+    port = httpx2.URL(receiver.url).port
     second = Receiver(f"127.0.0.1:{port}", tmp_path / "second.sqlite")
     with pytest.raises(
         ReceiverError, match=rf"cannot receive spans at 127\.0\.0\.1:{port}: .*in use.*port"
@@ -94,7 +94,7 @@ async def test_ipv6(tmp_path: Path) -> None:
 
 
 async def test_clients_that_stall_in_their_bodies_keep_nobody_waiting(inbox: Path, receiver: Receiver) -> None:
-    url = httpx.URL(receiver.url)
+    url = httpx2.URL(receiver.url)
     assert url.host and url.port
     stalled = [await asyncio.open_connection(url.host, url.port) for _ in range(20)]
     for _, writer in stalled:
@@ -124,7 +124,7 @@ async def test_what_there_is_no_room_for_may_be_sent_again() -> None:
 
     with ThreadPoolExecutor(1) as thread:
         service = Service(store, thread, max_held=len(GOOD) * 3 // 2)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(service.app), base_url="http://here") as client:
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(service.app), base_url="http://here") as client:
             first = asyncio.create_task(client.post("/v1/traces", content=slowly(), headers=PROTOBUF))
             async with asyncio.timeout(60):
                 while not service._held:
@@ -141,7 +141,7 @@ async def test_what_there_is_no_room_for_may_be_sent_again() -> None:
 async def test_stopping_finishes_the_request_in_flight_and_frees_the_port(inbox: Path) -> None:
     receiver = Receiver("127.0.0.1:0", inbox)
     await receiver.start()
-    url = httpx.URL(receiver.url)
+    url = httpx2.URL(receiver.url)
     assert url.host and url.port
     reader, writer = await asyncio.open_connection(url.host, url.port)
     writer.write(head(len(GOOD)) + GOOD[:10])
@@ -156,7 +156,7 @@ async def test_stopping_finishes_the_request_in_flight_and_frees_the_port(inbox:
     writer.close()
     assert ids(inbox) == [1]
     assert not list(inbox.parent.glob("*-wal"))
-    with pytest.raises(httpx.ConnectError):
+    with pytest.raises(httpx2.ConnectError):
         await post(receiver, str(url))
 
 
@@ -165,7 +165,7 @@ async def test_a_client_that_never_ends_does_not_hold_up_the_end(
 ) -> None:
     receiver = Receiver("127.0.0.1:0", inbox)
     await receiver.start()
-    url = httpx.URL(receiver.url)
+    url = httpx2.URL(receiver.url)
     assert url.host and url.port
     _, writer = await asyncio.open_connection(url.host, url.port)
     writer.write(head(9))
@@ -212,6 +212,6 @@ def head(length: int) -> bytes:
     return "".join(f"{line}\r\n" for line in (*lines, "")).encode()
 
 
-async def post(receiver: Receiver, url: str = "") -> httpx.Response:
-    async with httpx.AsyncClient(timeout=30) as client:
+async def post(receiver: Receiver, url: str = "") -> httpx2.Response:
+    async with httpx2.AsyncClient(timeout=30) as client:
         return await client.post(url or receiver.url.replace("0.0.0.0", "127.0.0.1"), content=GOOD, headers=PROTOBUF)

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from google.protobuf.json_format import MessageToDict
 
@@ -31,7 +31,7 @@ def hexadecimal(value: Any) -> Any:
     return value
 
 
-async def send_fixture(client: httpx.AsyncClient, name: str, headers: dict[str, str]) -> None:
+async def send_fixture(client: httpx2.AsyncClient, name: str, headers: dict[str, str]) -> None:
     rows = fixture(name)
     for first in range(0, len(rows), 100):
         request = request_of(rows[first : first + 100])
@@ -48,7 +48,7 @@ async def send_fixture(client: httpx.AsyncClient, name: str, headers: dict[str, 
 @pytest.mark.parametrize("name", ["new_v1", "new_v2"])
 @pytest.mark.parametrize("headers", [PROTOBUF, JSON], ids=["protobuf", "json"])
 async def test_replayed_spans_become_the_rows_and_replies_of_studio(
-    client: httpx.AsyncClient, inbox: Path, name: str, headers: dict[str, str]
+    client: httpx2.AsyncClient, inbox: Path, name: str, headers: dict[str, str]
 ) -> None:
     await send_fixture(client, name, headers)
 

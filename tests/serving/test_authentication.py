@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from flywheel.serving import routes
@@ -73,7 +73,7 @@ def test_every_route_of_vllm_is_somebodys() -> None:
 
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer wrong"}, {"authorization": "Basic agents"}])
 def test_nothing_but_health_answers_without_the_key(app: FakeVllm, url: str, headers: dict[str, str]) -> None:
-    with httpx.Client(base_url=url) as client:
+    with httpx2.Client(base_url=url) as client:
         for path in sorted({*app.echoes, "/flywheel/alias"} - routes.OPEN):
             for method in ("GET", "POST", "PUT", "OPTIONS"):
                 answer = client.request(method, path, headers=headers)
@@ -86,7 +86,7 @@ def test_nothing_but_health_answers_without_the_key(app: FakeVllm, url: str, hea
 
 
 def test_the_agents_key_opens_inference_and_nothing_that_manages(app: FakeVllm, url: str) -> None:
-    with httpx.Client(base_url=url, headers=AGENTS) as client:
+    with httpx2.Client(base_url=url, headers=AGENTS) as client:
         for path in sorted({*routes.INFERENCE, *routes.OTHERS_OF_AGENTS}):
             assert client.post(path, json={"model": BASE}).status_code == 200, path
         app.calls.clear()
@@ -99,7 +99,7 @@ def test_the_agents_key_opens_inference_and_nothing_that_manages(app: FakeVllm, 
 
 
 def test_the_admin_key_opens_everything(app: FakeVllm, url: str) -> None:
-    with httpx.Client(base_url=url, headers=ADMIN) as client:
+    with httpx2.Client(base_url=url, headers=ADMIN) as client:
         for path in sorted(app.echoes - {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}):
             assert client.post(path, json={}).status_code == 200, path
         assert client.get("/flywheel/alias").json()["aliases"] == {"agent": BASE}
@@ -108,32 +108,32 @@ def test_the_admin_key_opens_everything(app: FakeVllm, url: str) -> None:
 def test_a_response_is_the_agents(app: FakeVllm, url: str) -> None:
     app.echoes |= {"/v1/responses/resp_1", "/v1/responses/resp_1/cancel"}
     for path in ("/v1/responses/resp_1", "/v1/responses/resp_1/cancel"):
-        assert httpx.get(f"{url}{path}").status_code == 401
-        assert httpx.get(f"{url}{path}", headers=AGENTS).status_code == 200
+        assert httpx2.get(f"{url}{path}").status_code == 401
+        assert httpx2.get(f"{url}{path}", headers=AGENTS).status_code == 200
 
 
 def test_vllm_is_given_its_own_key(app: FakeVllm, url: str) -> None:
     for path in ("/v1/chat/completions", "/tokenize", "/health", "/v1/audio/translations"):
-        httpx.post(f"{url}{path}", json={}, headers=AGENTS)
+        httpx2.post(f"{url}{path}", json={}, headers=AGENTS)
         assert app.headers[-1]["authorization"] == "Bearer internal"
 
 
 def test_without_an_agents_key_inference_is_open_and_management_is_not(app: FakeVllm) -> None:
     with running(with_middleware(app, **{**KEYS, "FLYWHEEL_API_KEY": ""})) as url:
         for headers in ({}, {"authorization": "Bearer EMPTY"}, AGENTS):
-            assert httpx.post(f"{url}/v1/chat/completions", json={}, headers=headers).status_code == 200
+            assert httpx2.post(f"{url}/v1/chat/completions", json={}, headers=headers).status_code == 200
             assert app.headers[-1]["authorization"] == "Bearer internal"
             for path in ("/v1/load_lora_adapter", "/flywheel/alias", "/plugin"):
-                assert httpx.post(f"{url}{path}", json={}, headers=headers).status_code == 401
-        assert httpx.get(f"{url}/flywheel/alias", headers=ADMIN).status_code == 200
+                assert httpx2.post(f"{url}{path}", json={}, headers=headers).status_code == 401
+        assert httpx2.get(f"{url}/flywheel/alias", headers=ADMIN).status_code == 200
 
 
 def test_a_server_that_was_started_by_hand_keeps_its_key(app: FakeVllm) -> None:
     with running(with_middleware(app, VLLM_API_KEY="s3cret")) as url:
         right = {"authorization": "bearer s3cret"}
-        assert httpx.post(f"{url}/invocations", json={}).status_code == 401
-        assert httpx.post(f"{url}/invocations", json={}, headers=right).status_code == 200
-        assert httpx.get(f"{url}/flywheel/alias", headers=right).status_code == 403
+        assert httpx2.post(f"{url}/invocations", json={}).status_code == 401
+        assert httpx2.post(f"{url}/invocations", json={}, headers=right).status_code == 200
+        assert httpx2.get(f"{url}/flywheel/alias", headers=right).status_code == 403
 
 
 @pytest.mark.parametrize("content", [None, "", " \n"])
@@ -144,9 +144,9 @@ def test_an_admin_key_that_cannot_be_read_opens_nothing(
     if content is not None:
         file.write_text(content)
     with running(with_middleware(app, FLYWHEEL_API_KEY="", FLYWHEEL_ADMIN_KEY_FILE=str(file))) as url:
-        assert httpx.post(f"{url}/v1/chat/completions", json={"model": "agent"}).status_code == 200
+        assert httpx2.post(f"{url}/v1/chat/completions", json={"model": "agent"}).status_code == 200
         for headers in ({}, {"authorization": "Bearer"}, ADMIN):
-            assert httpx.get(f"{url}/flywheel/alias", headers=headers).status_code == 401
+            assert httpx2.get(f"{url}/flywheel/alias", headers=headers).status_code == 401
     assert str(file) in caplog.text
 
 
@@ -154,15 +154,15 @@ def test_an_admin_key_in_a_file(app: FakeVllm, tmp_path: Path) -> None:
     (tmp_path / "admin.key").write_text("admin\n")
     file = str(tmp_path / "admin.key")
     with running(with_middleware(app, FLYWHEEL_API_KEY="", FLYWHEEL_ADMIN_KEY_FILE=file)) as url:
-        assert httpx.get(f"{url}/flywheel/alias", headers=ADMIN).status_code == 200
+        assert httpx2.get(f"{url}/flywheel/alias", headers=ADMIN).status_code == 200
 
 
 @pytest.mark.parametrize(("setting", "status"), [("", 401), ("1", 200)])
 def test_metrics_are_open_by_setting(app: FakeVllm, setting: str, status: int) -> None:
     with running(with_middleware(app, **KEYS, FLYWHEEL_OPEN_METRICS=setting)) as url:
-        assert httpx.get(f"{url}/metrics").status_code == status
-        assert httpx.get(f"{url}/metrics", headers=AGENTS).status_code == 200
-        assert httpx.get(f"{url}/version").status_code == 401
+        assert httpx2.get(f"{url}/metrics").status_code == status
+        assert httpx2.get(f"{url}/metrics", headers=AGENTS).status_code == 200
+        assert httpx2.get(f"{url}/version").status_code == 401
 
 
 async def websocket(*headers: tuple[bytes, bytes], path: str = "/v1/realtime", **environment: str) -> list[Message]:
@@ -214,7 +214,7 @@ async def test_only_known_hosts_on_loopback(app: FakeVllm, host: str, allowed: b
     hosts = json.dumps(["localhost", "127.0.0.1", "::1", "agents.internal"])
     with running(with_middleware(app, FLYWHEEL_ALLOWED_HOSTS=hosts)) as url:
         for method, path in (("POST", "/v1/completions"), ("GET", "/flywheel/alias"), ("GET", "/health")):
-            answer = httpx.request(method, f"{url}{path}", headers={"host": host})
+            answer = httpx2.request(method, f"{url}{path}", headers={"host": host})
             assert answer.status_code == (200 if allowed else 421), path
     if not allowed:
         assert "serving.allowed_hosts" in answer.text
@@ -224,7 +224,7 @@ async def test_only_known_hosts_on_loopback(app: FakeVllm, host: str, allowed: b
 
 def test_elsewhere_any_host_will_do(app: FakeVllm) -> None:
     with running(with_middleware(app)) as url:
-        assert httpx.get(f"{url}/health", headers={"host": "anything.example"}).status_code == 200
+        assert httpx2.get(f"{url}/health", headers={"host": "anything.example"}).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from flywheel.adapter_files import unsafe_weights
@@ -35,8 +35,8 @@ def adapter(tmp_path: Path) -> Path:
     return folder
 
 
-def load(url: str, path: object) -> httpx.Response:
-    return httpx.post(f"{url}/v1/load_lora_adapter", json={"lora_name": "agent@r0001", "lora_path": path})
+def load(url: str, path: object) -> httpx2.Response:
+    return httpx2.post(f"{url}/v1/load_lora_adapter", json={"lora_name": "agent@r0001", "lora_path": path})
 
 
 def test_safetensors_are_loaded(app: FakeVllm, url: str, adapter: Path) -> None:
@@ -87,7 +87,7 @@ def test_what_is_no_path_is_refused(app: FakeVllm, url: str, path: Any) -> None:
 @pytest.mark.parametrize("body", [b"", b"[", b"[]", b"[" * 50_000, b'{"lora_path": "/tmp"'])
 def test_what_is_no_request_is_refused(app: FakeVllm, url: str, body: bytes) -> None:
     headers = {"content-type": "application/json"}
-    assert httpx.post(f"{url}/v1/load_lora_adapter", content=body, headers=headers).status_code == 400
+    assert httpx2.post(f"{url}/v1/load_lora_adapter", content=body, headers=headers).status_code == 400
     assert app.calls == []
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import httpx
+import httpx2
 import pytest
 
 from flywheel.request_id import BASE_VERSION, mark_of
@@ -31,14 +31,14 @@ def url(app: FakeVllm) -> Iterator[str]:
         yield url
 
 
-def flip(url: str, target: str, **more: str) -> httpx.Response:
-    return httpx.put(f"{url}/flywheel/alias", json={"alias": "agent", "target": target, **more})
+def flip(url: str, target: str, **more: str) -> httpx2.Response:
+    return httpx2.put(f"{url}/flywheel/alias", json={"alias": "agent", "target": target, **more})
 
 
 def test_an_alias_without_a_target_is_the_base_model(url: str) -> None:
-    answer = httpx.post(f"{url}/v1/chat/completions", json={"model": "agent", "messages": []})
+    answer = httpx2.post(f"{url}/v1/chat/completions", json={"model": "agent", "messages": []})
     assert answer.json()["model"] == BASE
-    shown = httpx.get(f"{url}/flywheel/alias").json()
+    shown = httpx2.get(f"{url}/flywheel/alias").json()
     assert shown.pop("instance")
     assert shown == {"aliases": {"agent": BASE}, "paths": {}, "digests": {}, "base_model": BASE}
 
@@ -47,7 +47,7 @@ def test_an_alias_without_a_target_is_the_base_model(url: str) -> None:
 def test_every_request_that_names_a_model_may_name_the_alias(app: FakeVllm, path: str) -> None:
     app.echoes.add(path)
     with running(with_middleware(app, VLLM_API_KEY="s3cret")) as url:
-        answer = httpx.post(f"{url}{path}", json={"model": "agent"}, headers={"authorization": "Bearer s3cret"})
+        answer = httpx2.post(f"{url}{path}", json={"model": "agent"}, headers={"authorization": "Bearer s3cret"})
         assert answer.status_code == 200
         assert json.loads(app.bodies[-1]) == {"model": BASE}
 
@@ -56,7 +56,7 @@ def test_every_request_that_names_a_model_may_name_the_alias(app: FakeVllm, path
 def test_other_paths_are_not_touched(app: FakeVllm, url: str, path: str) -> None:
     app.echoes.add(path)
     body = b'{"model": "agent"}'
-    httpx.post(f"{url}{path}", content=body, headers={"content-type": "application/json", "x-request-id": "mine"})
+    httpx2.post(f"{url}{path}", content=body, headers={"content-type": "application/json", "x-request-id": "mine"})
     assert app.bodies == [body]
     assert app.headers[-1]["x-request-id"] == "mine"
 
@@ -100,27 +100,27 @@ def test_a_body_that_is_too_long_is_refused(app: FakeVllm, path: str, declared: 
     method = "PUT" if path == "/flywheel/alias" else "POST"
     with running(with_middleware(app, FLYWHEEL_MAX_BODY_BYTES="60000")) as url:
         headers = {"content-type": "application/json"}
-        refused = httpx.request(method, f"{url}{path}", content=content, headers=headers)
+        refused = httpx2.request(method, f"{url}{path}", content=content, headers=headers)
         assert refused.status_code == 413
         assert "bytes" in refused.json()["error"]["message"]
         assert app.bodies == []
-        assert httpx.post(f"{url}{path}", content=b"{}", headers=headers).status_code in (200, 405)
+        assert httpx2.post(f"{url}{path}", content=b"{}", headers=headers).status_code in (200, 405)
 
 
 def test_a_deeply_nested_body_is_a_wrong_request(url: str) -> None:
     body = b'{"model": "agent", "messages": ' + b"[" * 100_000
     headers = {"content-type": "application/json"}
-    refused = httpx.post(f"{url}/v1/chat/completions", content=body, headers=headers)
+    refused = httpx2.post(f"{url}/v1/chat/completions", content=body, headers=headers)
     assert refused.status_code == 400
     assert "nested" in refused.json()["error"]["message"]
 
 
 def test_the_request_id_says_which_version_answers(app: FakeVllm, url: str) -> None:
     app.loaded["agent@r0001"] = "/adapters/r0001"
-    instance = httpx.get(f"{url}/flywheel/alias").json()["instance"]
+    instance = httpx2.get(f"{url}/flywheel/alias").json()["instance"]
 
     def sent(model: str, **headers: str) -> str | None:
-        httpx.post(f"{url}/v1/embeddings", json={"model": model}, headers=headers)
+        httpx2.post(f"{url}/v1/embeddings", json={"model": model}, headers=headers)
         return app.headers[-1].get("x-request-id")
 
     versions = []
@@ -141,8 +141,8 @@ def test_the_request_id_says_which_version_answers(app: FakeVllm, url: str) -> N
 
 
 def test_other_models_are_not_touched(url: str) -> None:
-    assert httpx.post(f"{url}/v1/chat/completions", json={"model": "agent2"}).status_code == 404
-    assert httpx.post(f"{url}/v1/chat/completions", json={"model": BASE}).json()["model"] == BASE
+    assert httpx2.post(f"{url}/v1/chat/completions", json={"model": "agent2"}).status_code == 404
+    assert httpx2.post(f"{url}/v1/chat/completions", json={"model": BASE}).json()["model"] == BASE
 
 
 def test_a_big_chunked_body_arrives_whole(app: FakeVllm, url: str) -> None:
@@ -150,7 +150,7 @@ def test_a_big_chunked_body_arrives_whole(app: FakeVllm, url: str) -> None:
     body = json.dumps({"messages": text, "model": "agent"}, ensure_ascii=False).encode()
     pieces = (body[i : i + 65_537] for i in range(0, len(body), 65_537))
     headers = {"content-type": "application/json; charset=utf-8"}
-    answer = httpx.post(f"{url}/v1/embeddings", content=pieces, headers=headers)
+    answer = httpx2.post(f"{url}/v1/embeddings", content=pieces, headers=headers)
     assert answer.status_code == 200
     assert json.loads(app.bodies[0]) == {"messages": text, "model": BASE}
     seen = answer.json()
@@ -161,12 +161,12 @@ def test_a_big_chunked_body_arrives_whole(app: FakeVllm, url: str) -> None:
 @pytest.mark.parametrize("kind", ["text/plain", "multipart/form-data; boundary=x", ""])
 def test_other_content_is_not_touched(app: FakeVllm, url: str, kind: str) -> None:
     body = b'{"model": "agent"}'
-    httpx.post(f"{url}/v1/embeddings", content=body, headers={"content-type": kind} if kind else {})
+    httpx2.post(f"{url}/v1/embeddings", content=body, headers={"content-type": kind} if kind else {})
     assert app.bodies == [body]
 
 
 def test_a_streamed_answer_is_passed_on_as_it_comes(app: FakeVllm, url: str) -> None:
-    with httpx.stream("POST", f"{url}/v1/responses", json={"model": "agent"}) as answer:
+    with httpx2.stream("POST", f"{url}/v1/responses", json={"model": "agent"}) as answer:
         lines = answer.iter_lines()
         assert next(lines) == BASE
         # The version changes while the answer is under way; the request keeps its own.
@@ -176,7 +176,7 @@ def test_a_streamed_answer_is_passed_on_as_it_comes(app: FakeVllm, url: str) -> 
 
 
 def test_the_server_learns_that_a_client_left(app: FakeVllm, url: str) -> None:
-    with httpx.stream("POST", f"{url}/v1/responses", json={"model": "agent"}) as answer:
+    with httpx2.stream("POST", f"{url}/v1/responses", json={"model": "agent"}) as answer:
         assert next(answer.iter_lines()) == BASE
     assert app.disconnected.wait(20)
 
@@ -189,14 +189,14 @@ def test_a_client_that_leaves_within_its_request_costs_nothing(app: FakeVllm, ur
     connection.putheader("content-length", "1000")
     connection.endheaders(b'{"model": ')
     connection.close()
-    assert httpx.post(f"{url}/v1/chat/completions", json={"model": "agent"}).json()["model"] == BASE
+    assert httpx2.post(f"{url}/v1/chat/completions", json={"model": "agent"}).json()["model"] == BASE
     assert app.bodies == []
 
 
 def test_the_list_of_models_names_the_alias(app: FakeVllm, url: str) -> None:
     app.loaded["agent@r0001"] = "/adapters/r0001"
     flip(url, "agent@r0001")
-    cards = httpx.get(f"{url}/v1/models").json()["data"]
+    cards = httpx2.get(f"{url}/v1/models").json()["data"]
     assert [card["id"] for card in cards] == [BASE, "agent@r0001", "agent"]
     assert cards[-1]["root"] == "agent@r0001"
 
@@ -207,7 +207,7 @@ def test_compare_and_set(url: str) -> None:
     assert refused.status_code == 409
     assert "agent is agent@r0001" in refused.text
     assert flip(url, "agent@r0002", expected="agent@r0001").status_code == 200
-    assert httpx.get(f"{url}/flywheel/alias").json()["aliases"] == {"agent": "agent@r0002"}
+    assert httpx2.get(f"{url}/flywheel/alias").json()["aliases"] == {"agent": "agent@r0002"}
 
 
 @pytest.mark.parametrize(
@@ -228,11 +228,11 @@ def test_compare_and_set(url: str) -> None:
     ],
 )
 def test_a_wrong_admin_request_changes_nothing(url: str, body: bytes) -> None:
-    refused = httpx.put(f"{url}/flywheel/alias", content=body)
+    refused = httpx2.put(f"{url}/flywheel/alias", content=body)
     assert refused.status_code == (413 if len(body) > 65_536 else 400)
     assert "error" in refused.json()
-    assert httpx.get(f"{url}/flywheel/alias").json()["aliases"] == {"agent": BASE}
-    assert httpx.delete(f"{url}/flywheel/alias").status_code == 405
+    assert httpx2.get(f"{url}/flywheel/alias").json()["aliases"] == {"agent": BASE}
+    assert httpx2.delete(f"{url}/flywheel/alias").status_code == 405
 
 
 def test_a_restart_answers_with_the_same_version(tmp_path: Path) -> None:
@@ -243,12 +243,12 @@ def test_a_restart_answers_with_the_same_version(tmp_path: Path) -> None:
     saved = {"target": "agent@r0003", "path": "/adapters/r0003", "sha256": "a hash"}
     assert json.loads(file.read_text()) == {"agent": saved}
     with running(with_middleware(FakeVllm(), FLYWHEEL_LOADED_ADAPTERS='["agent@r0003"]', **settings)) as url:
-        shown = httpx.get(f"{url}/flywheel/alias").json()
+        shown = httpx2.get(f"{url}/flywheel/alias").json()
         assert shown["aliases"] == {"agent": "agent@r0003"}
         assert shown["paths"] == {"agent@r0003": "/adapters/r0003"}
     # Not loaded at the start: a request for it would fail, so the base model answers until it is brought back.
     with running(with_middleware(FakeVllm(), **settings)) as url:
-        assert httpx.get(f"{url}/flywheel/alias").json()["aliases"] == {"agent": BASE}
+        assert httpx2.get(f"{url}/flywheel/alias").json()["aliases"] == {"agent": BASE}
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"agent": 1}', b'{"agent": {}}', b"\xff"])
@@ -256,7 +256,7 @@ def test_a_damaged_alias_file_is_survived(tmp_path: Path, content: bytes, caplog
     file = tmp_path / "aliases.json"
     file.write_bytes(content)
     with running(with_middleware(FakeVllm(), FLYWHEEL_ALIAS_FILE=str(file))) as url:
-        assert httpx.get(f"{url}/flywheel/alias").json()["aliases"] == {"agent": BASE}
+        assert httpx2.get(f"{url}/flywheel/alias").json()["aliases"] == {"agent": BASE}
         assert str(file) in caplog.text
         assert flip(url, "agent@r0001").status_code == 200
     assert json.loads(file.read_text())["agent"]["target"] == "agent@r0001"
@@ -265,7 +265,7 @@ def test_a_damaged_alias_file_is_survived(tmp_path: Path, content: bytes, caplog
 def test_a_change_that_cannot_be_kept_does_not_happen(tmp_path: Path) -> None:
     with running(with_middleware(FakeVllm(), FLYWHEEL_ALIAS_FILE=str(tmp_path / "gone" / "a.json"))) as url:
         assert flip(url, "agent@r0001").status_code == 500
-        assert httpx.get(f"{url}/flywheel/alias").json()["aliases"] == {"agent": BASE}
+        assert httpx2.get(f"{url}/flywheel/alias").json()["aliases"] == {"agent": BASE}
 
 
 async def test_flips_under_load_lose_and_mix_nothing(app: FakeVllm, url: str) -> None:
@@ -278,7 +278,7 @@ async def test_flips_under_load_lose_and_mix_nothing(app: FakeVllm, url: str) ->
     answered = 0
     wrong: list[str] = []
 
-    async def ask(client: httpx.AsyncClient) -> None:
+    async def ask(client: httpx2.AsyncClient) -> None:
         nonlocal answered
         while not stop.is_set():
             oldest = ended
@@ -288,7 +288,7 @@ async def test_flips_under_load_lose_and_mix_nothing(app: FakeVllm, url: str) ->
                 wrong.append(f"{answer.status_code} {answer.text}: not in {oldest}..{begun}")
             answered += 1
 
-    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
         asking = [asyncio.create_task(ask(client)) for _ in range(16)]
         for old, new in itertools.pairwise(versions):
             await asyncio.sleep(0.03)

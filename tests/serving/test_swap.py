@@ -9,7 +9,7 @@ import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from flywheel.config import ServingSettings
@@ -59,7 +59,7 @@ class Fleet:
 
     async def answers(self) -> list[str]:
         """Which model answers a request for the alias on each replica."""
-        async with httpx.AsyncClient() as client:
+        async with httpx2.AsyncClient() as client:
             asked = [
                 await client.post(f"{r.url}/v1/chat/completions", json={"model": "agent"}) for r in self.replicas
             ]

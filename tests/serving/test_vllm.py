@@ -10,7 +10,7 @@ import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from flywheel.errors import ServeError
@@ -35,7 +35,7 @@ async def replica(vllm_server: VllmServer) -> AsyncIterator[Replica]:
 
 async def answered_by(server: VllmServer, model: str) -> str:
     request = {"model": model, "messages": [{"role": "user", "content": "What is 3 plus 4?"}], "max_tokens": 8}
-    async with httpx.AsyncClient(timeout=120, headers=server.headers) as client:
+    async with httpx2.AsyncClient(timeout=120, headers=server.headers) as client:
         answer = await client.post(f"{server.url}/v1/chat/completions", json=request)
     assert answer.status_code == 200, answer.text
     return str(answer.json()["model"])
@@ -59,7 +59,7 @@ async def test_it_starts_with_what_was_deployed(vllm_server: VllmServer, replica
     assert await answered_by(vllm_server, vllm_server.alias) == vllm_server.base_model
     assert await answered_by(vllm_server, "restored-agent") == "restored-agent@r0001"
     assert await answered_by(vllm_server, "damaged-agent") == vllm_server.base_model
-    async with httpx.AsyncClient(headers=vllm_server.headers) as client:
+    async with httpx2.AsyncClient(headers=vllm_server.headers) as client:
         cards = (await client.get(f"{vllm_server.url}/v1/models")).json()["data"]
     assert {vllm_server.base_model, vllm_server.alias, "restored-agent"} <= {card["id"] for card in cards}
     assert vllm_server.alias not in await replica.models()
@@ -138,7 +138,7 @@ async def test_the_alias_is_a_model_wherever_one_is_named(
         ("/v1/completions", {"prompt": "7", "max_tokens": 1}),
         ("/v1/messages", {"messages": [{"role": "user", "content": "7"}], "max_tokens": 4}),
     ]
-    async with httpx.AsyncClient(base_url=vllm_server.url, timeout=120, headers=vllm_server.headers) as client:
+    async with httpx2.AsyncClient(base_url=vllm_server.url, timeout=120, headers=vllm_server.headers) as client:
         for path, request in asked:
             answer = await client.post(path, json={**request, "model": "named-agent"})
             assert answer.status_code == 200, f"{path}: {answer.text}"
@@ -155,7 +155,7 @@ async def test_swaps_under_load_lose_nothing(
     wrong: list[str] = []
     answered = 0
 
-    async def ask(client: httpx.AsyncClient) -> None:
+    async def ask(client: httpx2.AsyncClient) -> None:
         nonlocal answered
         question = {"role": "user", "content": "How much is 2 times 3?"}
         request = {"model": "load-agent", "messages": [question], "max_tokens": 16}
@@ -169,7 +169,7 @@ async def test_swaps_under_load_lose_nothing(
 
     swapping = False
     await replica.flip("load-agent", vllm_server.base_model, vllm_server.base_model)
-    async with httpx.AsyncClient(base_url=vllm_server.url, timeout=120, headers=vllm_server.headers) as client:
+    async with httpx2.AsyncClient(base_url=vllm_server.url, timeout=120, headers=vllm_server.headers) as client:
         asking = [asyncio.create_task(ask(client)) for _ in range(8)]
         for number in range(1, 6):
             made = adapters["good" if number % 2 else "other"]
@@ -188,7 +188,7 @@ async def test_swaps_under_load_lose_nothing(
 
 async def test_seeded_requests_that_do_not_fit_into_one_step_are_survived(vllm_server: VllmServer) -> None:
     """What killed the engine: a prompt with a seed of which only a part was computed in a step."""
-    async with httpx.AsyncClient(timeout=300, headers=vllm_server.headers) as client:
+    async with httpx2.AsyncClient(timeout=300, headers=vllm_server.headers) as client:
 
         async def ask(seed: int) -> int:
             request = {
@@ -207,7 +207,7 @@ QUESTION = {"messages": [{"role": "user", "content": "What is 3 plus 4?"}], "max
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
 
-async def ids(client: httpx.AsyncClient, path: str, request: dict[str, object]) -> list[str]:
+async def ids(client: httpx2.AsyncClient, path: str, request: dict[str, object]) -> list[str]:
     """The id of an answer, and the one that all parts of the same answer as a stream have."""
     # What the client says is replaced.
     headers = {"X-Request-Id": "of-the-client"}
@@ -230,7 +230,7 @@ async def test_the_response_id_says_which_version_answered(
         ("/v1/chat/completions", dict(QUESTION)),
         ("/v1/completions", {"prompt": "7", "max_tokens": 2}),
     ]
-    async with httpx.AsyncClient(base_url=vllm_server.url, timeout=120, headers=vllm_server.headers) as client:
+    async with httpx2.AsyncClient(base_url=vllm_server.url, timeout=120, headers=vllm_server.headers) as client:
         for version in ("told-agent@r0001", BASE_VERSION):
             for path, request in requests:
                 found = await ids(client, path, {**request, "model": "told-agent"})
@@ -241,7 +241,7 @@ async def test_the_response_id_says_which_version_answered(
 
 
 async def test_an_agent_with_tools_is_answered(vllm_server: VllmServer) -> None:
-    async with httpx.AsyncClient(base_url=vllm_server.url, timeout=120, headers=vllm_server.headers) as client:
+    async with httpx2.AsyncClient(base_url=vllm_server.url, timeout=120, headers=vllm_server.headers) as client:
         request = {**QUESTION, "model": vllm_server.alias, "tools": [TOOL]}
         answer = await client.post("/v1/chat/completions", json=request)
         assert answer.status_code == 200, answer.text
@@ -253,7 +253,7 @@ async def test_nothing_but_health_is_open(vllm_server: VllmServer, adapters: dic
     listed = set(re.findall(r"Route: (\S+), Methods: ([A-Z, ]+)", vllm_server.log.read_text()))
     assert {"/invocations", "/tokenize", "/v1/load_lora_adapter"} <= {path for path, _ in listed}
     adapter = {"lora_name": "stolen@r0001", "lora_path": adapters["good"].path}
-    async with httpx.AsyncClient(base_url=vllm_server.url, timeout=60) as client:
+    async with httpx2.AsyncClient(base_url=vllm_server.url, timeout=60) as client:
         for path, methods in sorted(listed):
             for method in methods.split(", "):
                 status = (await client.request(method, path.replace("{response_id}", "x"), json={})).status_code
@@ -300,14 +300,14 @@ async def test_a_deeply_nested_body_is_never_an_error_of_the_server(vllm_server:
         "[" * levels,
     ]
     kind = {"content-type": "application/json"}
-    async with httpx.AsyncClient(base_url=vllm_server.url, timeout=120, headers=vllm_server.headers) as client:
+    async with httpx2.AsyncClient(base_url=vllm_server.url, timeout=120, headers=vllm_server.headers) as client:
         for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/v1/messages", "/v1/responses"):
             for body in nested:
                 answer = await client.post(path, content=body, headers=kind)
                 assert answer.status_code < 500, f"{path}: {answer.text[:300]}"
                 assert levels <= 100 or answer.status_code == 400
     admin = {**kind, "authorization": f"Bearer {vllm_server.admin_key}"}
-    async with httpx.AsyncClient(base_url=vllm_server.url, headers=admin) as client:
+    async with httpx2.AsyncClient(base_url=vllm_server.url, headers=admin) as client:
         for path in ("/v1/unload_lora_adapter", "/v1/load_lora_adapter"):
             assert (await client.post(path, content=nested[0])).status_code in (400, 413)
         assert (await client.put("/flywheel/alias", content=nested[0])).status_code in (400, 413)

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from flywheel.errors import TrainError
@@ -144,7 +144,7 @@ def test_a_real_server_makes_the_same_tokens(renderer: Any, vllm_server: VllmSer
     engine._llm = SimpleNamespace(renderer=renderer, get_tokenizer=renderer.get_tokenizer)
     some = asked("t-1", called("search", '{"q":"é"}'), [])
     [prompt], _ = asyncio.run(engine.encode([some]))
-    told = httpx.post(
+    told = httpx2.post(
         f"{vllm_server.url}/tokenize",
         headers=vllm_server.headers,
         json={"model": vllm_server.base_model, "messages": some.prompt, "add_special_tokens": False},

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Final
 from urllib.parse import urlsplit
 
-import httpx
+import httpx2
 
 from flywheel.config import Config
 from flywheel.daemon.doctor.finding import Finding, Result
@@ -70,11 +70,11 @@ async def servers(config: Config) -> AsyncIterator[Finding]:
 async def _loads_adapters(url: str, key: str | None) -> bool:
     """Whether there is a way to load one. Without the setting that allows it, vLLM knows no such path."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    async with httpx.AsyncClient(timeout=PATIENCE_SECONDS, trust_env=False) as http:
+    async with httpx2.AsyncClient(timeout=PATIENCE_SECONDS, trust_env=False) as http:
         try:
             # It can only be posted to: this asks for nothing.
             return (await http.get(f"{url}/v1/load_lora_adapter", headers=headers)).status_code != 404
-        except httpx.TransportError as error:
+        except httpx2.TransportError as error:
             why = str(error) or type(error).__name__
             raise ServeError(f"ask {url}", why, "Look at the server's log.", retryable=True) from error
 

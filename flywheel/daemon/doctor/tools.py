@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-import httpx
+import httpx2
 
 from flywheel.config import Config
 from flywheel.daemon.doctor.finding import Finding, Result
@@ -34,9 +34,9 @@ async def tools(config: Config, url: str, key: str | None) -> Finding:
     """What the server at `url` makes of a request with a tool."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
-        async with httpx.AsyncClient(timeout=PATIENCE_SECONDS, trust_env=False, headers=headers) as http:
+        async with httpx2.AsyncClient(timeout=PATIENCE_SECONDS, trust_env=False, headers=headers) as http:
             response = await http.post(f"{url}/v1/chat/completions", json={**_REQUEST, "model": config.model.alias})
-    except httpx.HTTPError as error:
+    except httpx2.HTTPError as error:
         told = f"a request with a tool got no answer: {str(error) or type(error).__name__}"
         return Finding("tools", Result.WARNING, told, "See whether the server is overloaded; look at its log.", url)
     if response.status_code != 200:
@@ -55,7 +55,7 @@ async def tools(config: Config, url: str, key: str | None) -> Finding:
     return Finding("tools", Result.OK, told, subject=url)
 
 
-def _refused(config: Config, url: str, response: httpx.Response) -> Finding:
+def _refused(config: Config, url: str, response: httpx2.Response) -> Finding:
     why = message_of(response)
     told = f"requests with tools are refused (HTTP {response.status_code}): {why}"
     serving = config.serving
