@@ -13,7 +13,7 @@ from flywheel import exclusion
 from flywheel.exclusion import Exclusion
 from flywheel.files import json_line
 from flywheel.models import ANY, Models
-from flywheel.opening import Opening, openings_of
+from flywheel.opening import Opening, beginning_of, openings_of
 from flywheel.states import SkipReason, Split
 from flywheel.task import Task, task_id
 from flywheel.trace import Cursor, DeadRow, Mark, Reply
@@ -24,12 +24,12 @@ class Entry(Struct, frozen=True, gc=False):
 
     `line` is the task in UTF-8 without a line end, empty where `skip` says why there is none. Its split is
     provisional: the ledger knows which side the conversation is on. `content` is a 63-bit hash of all that, to notice
-    that a reply looks different when it is read again. `words` and `bands` say what the conversation begins like (see
-    `opening`), where this is its first turn. A reply is `linked` when its own spans do not show the conversation
-    before it: the ledger then finds the earlier turns by conversation id and time. `excluded` says why rounds leave
-    its task out (see `exclusion`), `model` which model was asked. Where nothing recorded tells which version of the
-    alias answered, `asked_alias` is the alias; where an earlier turn may have hidden a message, it `follows`: then
-    the ledger knows more.
+    that a reply looks different when it is read again. `beginning` says what its conversation begins with, 0 where it
+    has no task; `words` and `bands` what that is like (see `opening`), where this is the first turn. A reply is
+    `linked` when its own spans do not show the conversation before it: the ledger then finds the earlier turns by
+    conversation id and time. `excluded` says why rounds leave its task out (see `exclusion`), `model` which model was
+    asked. Where nothing recorded tells which version of the alias answered, `asked_alias` is the alias; where an
+    earlier turn may have hidden a message, it `follows`: then the ledger knows more.
     """
 
     span_id: str
@@ -41,6 +41,7 @@ class Entry(Struct, frozen=True, gc=False):
     key: str
     line: bytes
     content: int
+    beginning: int = 0
     words: tuple[int, ...] = ()
     bands: tuple[int, ...] = ()
     linked: bool = False
@@ -116,6 +117,7 @@ def _entry(reply: Reply, source: str, opening: Opening, models: Models) -> Entry
         key=line["task_id"],
         line=b"" if skip else whole,
         content=xxhash.xxh3_64_intdigest(whole + str(skip).encode()) >> 1,
+        beginning=0 if skip else beginning_of(line),
         words=opening[0],
         bands=opening[1],
         linked=not reply.history and not reply.model,

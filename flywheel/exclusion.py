@@ -26,6 +26,7 @@ class Exclusion(StrEnum):
     INEXACT = "inexact"
     TOOLS = "tools"
     MODEL = "model"
+    REPEATED = "repeated"
 
 
 class Words(NamedTuple):
@@ -55,6 +56,10 @@ WORDS: Mapping[Exclusion, Words] = MappingProxyType(
         Exclusion.MODEL: Words(
             "another model than the alias, its versions and its base gave the answer",
             "`sources[].models.include` takes the replies of other models",
+        ),
+        Exclusion.REPEATED: Words(
+            "a conversation in training begins exactly as this held-out one does",
+            "nothing: the gate asks conversations that begin otherwise",
         ),
     }
 )

@@ -1,11 +1,11 @@
-"""How a conversation begins: its words, and where others that begin alike are found.
+"""How a conversation begins: exactly, its words, and where others that begin alike are found.
 
 The split needs this for every conversation of a long history, and in the daemon's own process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,6 +30,26 @@ Opening = tuple[tuple[int, ...], tuple[int, ...]]
 """Words and bands."""
 
 
+def beginning_of(line: Mapping[str, Any]) -> int:
+    """A 63-bit hash of what the conversation of a task line begins with: system prompt, tools and first question.
+
+    Every turn of a conversation has the same one, as far as its line shows the turns before it.
+    """
+    # States of earlier versions hold lines without some of these.
+    metadata = line.get("metadata", {})
+    begun = [metadata.get("tools_json", "[]"), metadata.get("images_json", "[]")]
+    for message in line.get("prompt", ()):
+        role = message.get("role")
+        begun += str(role), str(message.get("content"))
+        if role == "user":
+            break
+    return xxhash.xxh3_64_intdigest(_encoded("\0".join(begun))) >> 1
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "replace")
+
+
 def opening_of(query: str) -> Opening:
     """The words of a conversation's first question, sorted, and its bands: 63-bit keys.
 
@@ -48,7 +68,7 @@ def openings_of(queries: Sequence[str]) -> list[Opening]:
 
 def _bands(signature: bytes, numbers: tuple[str, ...]) -> tuple[int, ...]:
     digest = xxhash.xxh3_64_intdigest
-    scope = digest("\0".join(numbers).encode("utf-8", "replace")) >> 1
+    scope = digest(_encoded("\0".join(numbers))) >> 1
     return tuple([digest(signature[place], seed) >> 1 ^ scope for place, seed in _BANDS])
 
 

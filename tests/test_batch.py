@@ -163,6 +163,18 @@ def plain_text(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
+def plain_beginning(told: Reply) -> int:
+    """System prompt, tools and first question, as they are."""
+    asked = {"role": "user", "content": told.request or told.query}
+    messages = [*told.history, asked]
+    until = next(place for place, message in enumerate(messages) if message.get("role") == "user")
+    metadata = json.loads(plain_line(told, ""))["metadata"]
+    parts = [metadata["tools_json"], metadata["images_json"]]
+    for message in messages[: until + 1]:
+        parts += [str(message.get("role")), str(message.get("content"))]
+    return xxhash.xxh3_64_intdigest("\0".join(parts).encode("utf-8", "replace")) >> 1
+
+
 def plain_entry(told: Reply, source: str) -> Entry:
     line = plain_line(told, source)
     words, bands = plain_opening(told.query) if told.turn == 0 and told.skip is None else ((), ())
@@ -177,6 +189,7 @@ def plain_entry(told: Reply, source: str) -> Entry:
         key="t-" + hashlib.sha256(f"{told.trace_id}\0{told.span_id}".encode()).hexdigest()[:20],
         line=b"" if told.skip else line,
         content=xxhash.xxh3_64_intdigest(line + skip.encode()) >> 1,
+        beginning=0 if told.skip else plain_beginning(told),
         words=words,
         bands=bands,
         linked=not told.history and not told.model,

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async
+from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async, tell
 from flywheel.cli.facts import criterion_lines
 from flywheel.cli.round_progress import shown
-from flywheel.cli.state import absence, look_at
+from flywheel.cli.state import absence, ask, look_at
 from flywheel.disarmed import disarmed
 from flywheel.errors import EXIT_FAILED, ServeError, StoreError, TrainError
 from flywheel.quantity import quantity
@@ -36,16 +37,43 @@ def train_round(
         bool, typer.Option("--debug", help="Rollouts and rewards only: no optimizer, no state.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Do not wait for trigger.min_samples.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="With --force: do not ask about too few samples.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run one training round now."""
     settings = load_config(config)
+    if force and not debug:
+        _ask_about(run_async(ask(settings, _shortage, settings)), yes)
     report = run_async(_debug(settings, quiet=as_json) if debug else _round(settings, force, quiet=as_json))
     if as_json:
         print_json(report)
     else:
         _print(disarmed(report))
     if report["state"] == "failed":
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _shortage(conn: Connection, config: Config) -> str:
+    """That a new round would be trained on fewer samples than it should be; empty where it would not."""
+    from flywheel.daemon.supply import Supplies
+    from flywheel.store.rounds import live
+
+    supply = Supplies(config).now(conn)
+    if live(conn) is not None or not supply.usable or supply.usable >= supply.needs:
+        return ""
+    return f"{supply.told}: a round on so few learns little"
+
+
+def _ask_about(shortage: str, yes: bool) -> None:
+    """Say it, and go on if somebody wants that. Raises UsageError where nobody can be asked."""
+    if not shortage:
+        return
+    tell(f"flywheel: {shortage}")
+    if yes:
+        return
+    if sys.stdin is None or not sys.stdin.isatty():
+        raise typer.BadParameter("nobody can be asked whether to start it: give --yes", param_hint="--force")
+    if not typer.confirm("Start it all the same?", err=True):
         raise typer.Exit(EXIT_FAILED)
 
 

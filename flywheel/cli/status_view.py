@@ -217,8 +217,10 @@ def _live(live: dict[str, Any] | None) -> list[Fact]:
 
 def _samples(state: dict[str, Any]) -> str:
     text = f"{state['free_samples']} free of {state['min_samples']} needed, {state['held_out']} held out"
-    left_out = counted({each["reason"]: each["tasks"] for each in state["left_out"]})
-    return f"{text}; left out: {left_out}" if left_out else text
+    waiting = [f"{number:,} {why}" for why, number in state["waiting_samples"].items()]
+    if left_out := counted({each["reason"]: each["tasks"] for each in state["left_out"]}):
+        waiting.append(f"left out: {left_out}")
+    return "; ".join((text, *waiting))
 
 
 def _rounds(state: dict[str, Any]) -> Iterator[tuple[str, ...]]:

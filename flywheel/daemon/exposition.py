@@ -57,7 +57,9 @@ def _of_funnel(state: dict[str, Any]) -> Iterator[Metric]:
     yield _by("skipped_replies", "Replies that became no task, by reason.", "reason", state["skipped"])
     yield _by("tasks", "Tasks by state.", "state", state["tasks"])
     yield _number("tasks_due", "Tasks that could be judged now.", state["due"])
-    yield _number("samples_free", "Accepted training samples that no round has taken.", state["free_samples"])
+    yield _number("samples_free", "Accepted training samples that a round could take now.", state["free_samples"])
+    waiting = "Accepted training samples that no round could take now, by reason."
+    yield _by("samples_waiting", waiting, "reason", state["waiting_samples"])
     yield _number("samples_needed", "Free samples that start a round.", state["min_samples"])
     left_out = {each["reason"]: each["tasks"] for each in state["left_out"]}
     yield _by("tasks_left_out", "Tasks that rounds leave out, by reason; one may have several.", "reason", left_out)

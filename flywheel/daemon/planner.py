@@ -14,14 +14,15 @@ import orjson
 from sqlalchemy import Connection, Row
 
 from flywheel.config import Config
+from flywheel.daemon.base_model import missing
 from flywheel.daemon.judge_setup import chain_of, judge_settings
+from flywheel.daemon.supply import Supplies, most_samples
 from flywheel.errors import TrainError
-from flywheel.filtering.chain import influence_of, redactor_of
-from flywheel.filtering.influence import Candidate, Influence, weigh, within_shares
+from flywheel.filtering.chain import redactor_of
 from flywheel.round import RoundSpec, RoundTask
 from flywheel.rubric import FIT_FOR_ROLLOUTS, Rubric
 from flywheel.states import RoundState, Split
-from flywheel.store import deployments, influence, rounds, samples
+from flywheel.store import deployments, rounds, samples
 
 MOST_DOUBLINGS: Final = 4
 """How often the wait after a failed round is doubled, at most, when more of them fail in a row."""
@@ -35,32 +36,10 @@ class Due:
     reason: str
 
 
-class Choices:
-    """Which samples a round may take by the chain's `influence`, for one configuration.
-
-    The chain is read once, and the samples again only when other ones are free.
-    """
-
-    def __init__(self, config: Config) -> None:
-        """Raises ConfigError for a wrong chain."""
-        self._config = config
-        self._caps = influence_of(config.filter.chain)
-        self._known: tuple[object, list[int]] | None = None
-
-    def now(self, conn: Connection) -> list[int] | None:
-        """The samples, the oldest first; None when all may be taken."""
-        if self._caps is None:
-            return None
-        which = samples.marks_of_free(conn, self._config.training.takes)
-        if self._known is None or self._known[0] != which:
-            self._known = which, _within(conn, self._config, self._caps)
-        return self._known[1]
-
-
-def due(conn: Connection, config: Config, choices: Choices | None = None, *, window: bool = False) -> Due:
+def due(conn: Connection, config: Config, supplies: Supplies | None = None, *, window: bool = False) -> Due:
     """Look at the counts. `window` is true while a cron window has just opened.
 
-    `choices` remembers, for who asks often, which samples may be taken.
+    `supplies` remember, for who asks often, which samples may be taken.
     """
     if (live := rounds.live(conn)) is not None:
         return Due(False, f"{live.name} is {live.state}")
@@ -74,16 +53,14 @@ def due(conn: Connection, config: Config, choices: Choices | None = None, *, win
     needed = min(trigger.cron_min_samples, trigger.min_samples) if window else trigger.min_samples
     if free < needed:
         return Due(False, f"{free} of {needed} samples are free")
-    if other := _other_base(conn, config):
-        return Due(False, other)
-    choice = (choices or Choices(config)).now(conn)
-    if choice is not None and len(choice) < min(needed, most_samples(config)):
-        back = free - len(choice)
-        why = f"{back} more wait, held back by the shares of a round that `influence` allows"
-        return Due(False, f"{len(choice)} of {needed} samples may be taken; {why}")
+    if why := missing(config.model.base) or _other_base(conn, config):
+        return Due(False, why)
+    supply = (supplies or Supplies(config)).now(conn)
+    if supply.usable < min(needed, most_samples(config)):
+        return Due(False, "; ".join((f"{supply.usable} of {needed} samples are free", *supply.waits)))
     if held_out < wanted:
         return Due(False, f"{held_out} of {wanted} held-out tasks are judged")
-    return Due(True, f"{'cron window' if window else 'min_samples'}: {free} samples are free")
+    return Due(True, f"{'cron window' if window else 'min_samples'}: {supply.usable} samples are free")
 
 
 def _backoff(conn: Connection, config: Config) -> str:
@@ -96,22 +73,6 @@ def _backoff(conn: Connection, config: Config) -> str:
     if datetime.now(UTC) >= until:
         return ""
     return f"{failed[0].name} failed; the next try is at {until.isoformat(timespec='seconds')}"
-
-
-def _within(conn: Connection, config: Config, caps: Influence) -> list[int]:
-    found = influence.candidates(conn, config.training.takes)
-    # Those that no filter run has weighed yet have shares as well.
-    unknown = {row.id: weigh(row.payload) for row in influence.unknown(conn, None)}
-    free = []
-    for row in found:
-        of = unknown.get(row.id, row)
-        free.append(Candidate(row.id, of.conversation, of.user, of.template))
-    return within_shares(free, caps, most_samples(config))
-
-
-def most_samples(config: Config) -> int:
-    """How many samples a round takes at most: none that no step would look at."""
-    return min(config.trigger.max_samples, config.training.steps * config.training.prompts_per_step)
 
 
 def check_rubric(rubric: Rubric, attempted: str) -> None:
@@ -130,6 +91,8 @@ def _other_base(conn: Connection, config: Config) -> str:
 
 
 def _check_base(conn: Connection, config: Config, attempted: str) -> None:
+    if absent := missing(config.model.base):
+        raise TrainError(attempted, absent, "Set model.base to a model's directory, or to its name on the hub.")
     if other := _other_base(conn, config):
         raise TrainError(
             attempted,
@@ -161,7 +124,7 @@ def plan(conn: Connection, config: Config, rubric: Rubric, rounds_dir: Path, tri
         parent=active.adapter if active else None,
         config_hash=config_hash(config),
         rubric_hash=rubric.hash,
-        choice=Choices(config).now(conn),
+        choice=Supplies(config).now(conn).choice,
         takes=takes,
     )
 
@@ -170,7 +133,8 @@ def begin(conn: Connection, row: Row[Any], config: Config, rubric: Rubric) -> Ro
     """A planned round that is about to start: it goes on from what serves now, by the settings and the rubric of now,
     whatever they were when it was planned.
 
-    Raises TrainError when that belongs to another base model, or the rubric fits no rollout.
+    Raises TrainError when that belongs to another base model, when the base model is not there, or the rubric fits no
+    rollout.
     """
     check_rubric(rubric, f"start {row.name}")
     _check_base(conn, config, f"start {row.name}")
@@ -203,10 +167,10 @@ def spec_of(conn: Connection, row: Row[Any], config: Config, rubric: Rubric) -> 
 def debug_spec(conn: Connection, config: Config, rubric: Rubric) -> RoundSpec:
     """A round that trains nothing and reserves nothing: it only shows rollouts and rewards. Raises TrainError."""
     check_rubric(rubric, "try a round")
+    _check_base(conn, config, "try a round")
     free = samples.free_samples(conn, config.training.prompts_per_step, config.training.takes)
     if not free:
         raise TrainError("try a round", "no accepted sample is free", "Collect and judge more traces first.")
-    _check_base(conn, config, "try a round")
     active = deployments.active(conn, config.model.alias)
     return RoundSpec(
         round_id="debug",

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from flywheel.batch import Batch, Entry, line_bytes
 from flywheel.filtering.pii import Redactor
-from flywheel.opening import opening_of
+from flywheel.opening import beginning_of, opening_of
 from flywheel.trace import DeadRow
 
 
@@ -26,7 +26,8 @@ def _entry(entry: Entry, redact: Redactor) -> Entry:
         return replace(entry, detail=detail)
     line = redact(orjson.loads(entry.line))
     words, bands = opening_of(line["main_query"]) if entry.words else ((), ())
-    return replace(entry, line=line_bytes(line), detail=detail, words=words, bands=bands)
+    begun = beginning_of(line)
+    return replace(entry, line=line_bytes(line), detail=detail, beginning=begun, words=words, bands=bands)
 
 
 def _dead(row: DeadRow, redact: Redactor) -> DeadRow:

@@ -21,6 +21,7 @@ from flywheel.daemon import planner
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.judge_setup import chain_of, judge_settings
 from flywheel.daemon.round_watch import RoundWatch
+from flywheel.daemon.supply import Supplies
 from flywheel.daemon.worker_process import WorkerProcess, result_of
 from flywheel.errors import ServeError, TrainError
 from flywheel.evaluation.gate import decide
@@ -45,14 +46,14 @@ class Rounds:
         self._config = config
         self._rubric = rubric
         self._deployer = deployer
-        self._choices = planner.Choices(config)
+        self._supplies = Supplies(config)
         self._worker: WorkerProcess | None = None
         self._stopping = asyncio.Event()
         self._with_worker = asyncio.Lock()
 
     async def start_due(self, *, window: bool = False) -> bool:
         """Plan a round if one is due."""
-        due = await self._store.read(planner.due, self._config, self._choices, window=window)
+        due = await self._store.read(planner.due, self._config, self._supplies, window=window)
         if unfit := self._rubric.unfit_for_rollouts:
             due = planner.Due(False, f"another rubric: {unfit}")
         elif due.start and (shortfall := await self._store.read(self._shortfall)):

@@ -12,11 +12,13 @@ from sqlalchemy import Connection, Row
 from flywheel import __version__
 from flywheel.config import Config, JsonlSource, OtlpSource
 from flywheel.daemon.lock import holder
+from flywheel.daemon.supply import Supplies, Supply
+from flywheel.errors import ConfigError
 from flywheel.exclusion import WORDS, Exclusion
 from flywheel.progress import progress_of
 from flywheel.round import METRICS_FILE
 from flywheel.states import ReplyState, RoundState, TaskState
-from flywheel.store import deployments, funnel, judging, replicas, rounds, samples
+from flywheel.store import deployments, funnel, judging, replicas, rounds, samples, sides
 from flywheel.store.audit import balance
 from flywheel.store.ledger import SourceCounts
 
@@ -31,6 +33,7 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
     shown = rounds.newest(conn, ROUNDS_SHOWN)
     live = rounds.live(conn)
     takes = config.training.takes
+    supply, wrong_chain = _supply(conn, config)
     active = deployments.active(conn, config.model.alias)
     seen = replicas.noted(conn, config.model.alias)
     return {
@@ -43,14 +46,15 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
         "tasks": {state.value: books.task_states.get(state, 0) for state in TaskState},
         "balance": books.ends,
         "balanced": books.balanced,
-        "free_samples": samples.count_free(conn, takes),
+        "free_samples": supply.usable,
+        "waiting_samples": dict(supply.waiting),
         "min_samples": config.trigger.min_samples,
         "held_out": samples.count_held_out(conn, takes),
         "left_out": _left_out(samples.count_left_out(conn, takes)),
         "due": judging.count_due(conn),
         "judge": {"error": funnel.noted(conn, funnel.JUDGE_NOTE), "usage": funnel.judge_usage(conn)},
         "recent_verdicts": funnel.recent_verdicts(conn, VERDICTS_SHOWN),
-        "warnings": list(filter(None, [funnel.none_accepted(conn, config.filter.warn_window)])),
+        "warnings": [*wrong_chain, *_warnings(conn, config, supply)],
         "waiting_for": funnel.noted(conn, funnel.ROUND_NOTE),
         "rounds": [_round(row) for row in shown],
         "rounds_by_state": {state.value: rounds.count(conn, state) for state in RoundState},
@@ -75,6 +79,25 @@ def _left_out(counts: Mapping[Exclusion, int]) -> list[dict[str, Any]]:
         {"reason": each.value, "tasks": number, "why": WORDS[each].why, "do": WORDS[each].remedy}
         for each, number in counts.items()
     ]
+
+
+def _supply(conn: Connection, config: Config) -> tuple[Supply, list[str]]:
+    """The supply of a round; as if there were no chain, and what is wrong with it, if it cannot be read."""
+    try:
+        return Supplies(config).now(conn), []
+    except ConfigError as error:
+        without = config.model_copy(update={"filter": config.filter.model_copy(update={"chain": None})})
+        return Supplies(without).now(conn), [str(error)]
+
+
+def _warnings(conn: Connection, config: Config, supply: Supply) -> list[str]:
+    """What keeps the wheel from turning, though nothing has failed."""
+    found = (
+        funnel.none_accepted(conn, config.filter.warn_window),
+        sides.empty_side(conn, config.ingest.train_ratio),
+        supply.notice,
+    )
+    return [warning for warning in found if warning]
 
 
 def _sources(conn: Connection, config: Config) -> list[dict[str, Any]]:

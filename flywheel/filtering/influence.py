@@ -1,16 +1,18 @@
 """Influence: how much of a round one conversation, one user or one query template may be. Pure.
 
 A few per cent of poisoned samples suffice to spoil a model, and an attacker writes many alike. What is above its
-share waits for a round that is large enough; it is not lost.
+share waits for a round that is large enough; it is not lost. Where too few conversations or users are there for a
+round, shares are widened, unless the chain says otherwise.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field
@@ -39,10 +41,13 @@ class Influence(BaseModel):
     """Largest share of one conversation."""
     user: float = Field(default=0.20, gt=0, le=1)
     """Largest share of one user. Replies whose user is not known are not counted."""
-    template: float = Field(default=0.20, gt=0, le=1)
+    template: float = Field(default=1.0, gt=0, le=1)
     """Largest share of questions that differ in numbers, names and quoted parts only."""
-    burst: Burst | None = Burst()
-    """What a burst of near-identical questions is; null looks for none."""
+    burst: Burst | None = None
+    """What a burst of near-identical questions is, all of which waits for a person; null looks for none."""
+    widen: bool = True
+    """Whether shares are widened, as far as needed, where too few conversations, users or templates are there to
+    fill a round. Without it the round waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,37 @@ def weigh(line: Mapping[str, Any]) -> Weight:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The tasks that a round may take, the oldest first, and the shares that had to be widened for that, by name."""
+
+    tasks: Sequence[int]
+    widened: Mapping[str, float] = field(default_factory=dict)
+
+
+SHARES: Final = ("conversation", "user", "template")
+
+
+def choose(candidates: Sequence[Candidate], caps: Influence, most: int, needed: int) -> Choice:
+    """The tasks that a round of `most` samples at most may take when it needs `needed`, or all there are if fewer."""
+    taken = within_shares(candidates, caps, most)
+    needed = min(needed, most, len(candidates))
+    if len(taken) >= needed or not caps.widen:
+        return Choice(taken)
+    limits = {name: max(limit, _filling(candidates, name, needed)) for name, limit in _limits(caps, needed).items()}
+
+    def with_more(extra: int) -> list[int]:
+        return _pick(candidates, {name: limit + extra for name, limit in limits.items()}, needed)
+
+    # Each share may suffice by itself, and not beside the others.
+    extra = bisect_left(range(needed), needed, key=lambda extra: len(with_more(extra)))
+    shares = {name: min(1.0, (limit + extra) / needed) for name, limit in limits.items()}
+    widened = {name: share for name, share in shares.items() if share > getattr(caps, name)}
+    # With these shares a round can be larger than it needs to be.
+    larger = within_shares(candidates, caps.model_copy(update=widened), most)
+    return Choice(max(larger, with_more(extra), key=len), widened)
+
+
 def within_shares(candidates: Sequence[Candidate], caps: Influence, most: int) -> list[int]:
     """The tasks that a round of `most` samples at most may take, the oldest first.
 
@@ -87,14 +123,25 @@ def within_shares(candidates: Sequence[Candidate], caps: Influence, most: int) -
     """
     size = min(most, len(candidates))
     while True:
-        taken = _pick(candidates, caps, size)
+        taken = _pick(candidates, _limits(caps, size), size)
         if len(taken) >= size:
             return taken
         size = len(taken)
 
 
-def _pick(candidates: Iterable[Candidate], caps: Influence, size: int) -> list[int]:
-    limits = {name: max(1, int(getattr(caps, name) * size + 1e-9)) for name in ("conversation", "user", "template")}
+def _limits(caps: Influence, size: int) -> dict[str, int]:
+    """How many samples of a round of this size each one may be."""
+    return {name: max(1, int(getattr(caps, name) * size + 1e-9)) for name in SHARES}
+
+
+def _filling(candidates: Sequence[Candidate], name: str, size: int) -> int:
+    """The least limit by which the candidates make a round of this size, were it the only one."""
+    counts = Counter(key for candidate in candidates if (key := getattr(candidate, name)))
+    free = len(candidates) - counts.total()
+    return bisect_left(range(size), size, key=lambda limit: free + sum(min(n, limit) for n in counts.values()))
+
+
+def _pick(candidates: Iterable[Candidate], limits: Mapping[str, int], size: int) -> list[int]:
     counts: dict[str, Counter[object]] = {name: Counter() for name in limits}
     taken: list[int] = []
     for candidate in candidates:

@@ -223,6 +223,7 @@ def _record_tasks(conn: Connection, new: Sequence[Entry], sides: Sides, done: Re
         rows: list[tuple[object, ...]] = []
         for entry in some:
             side = sides.of(entry)
+            earlier = _earlier(conn, entry)
             fresh[entry.key] = number
             rows.append(
                 (
@@ -236,7 +237,8 @@ def _record_tasks(conn: Connection, new: Sequence[Entry], sides: Sides, done: Re
                     TaskState.PENDING.value,
                     entry.excluded,
                     entry.model,
-                    _line(conn, entry, side),
+                    entry.beginning if side is Split.HELD_OUT and not earlier else None,
+                    turns.line(entry, side, earlier),
                     now,
                 )
             )
@@ -249,20 +251,19 @@ def _record_tasks(conn: Connection, new: Sequence[Entry], sides: Sides, done: Re
 
 _TASK_COLUMNS: Final = (
     "id", "key", "conversation_id", "agent", "adapter", "started_at", "split", "state", "excluded", "model",
-    "payload", "created_at",
+    "beginning", "payload", "created_at",
 )  # fmt: skip
 
 
-def _line(conn: Connection, entry: Entry, side: Split) -> bytes:
-    """The task as it is exported: on its side, and with the turns before it."""
-    earlier = turns.before(conn, entry) if entry.linked else []
-    return turns.line(entry, side, earlier)
+def _earlier(conn: Connection, entry: Entry) -> list[tuple[str, str]]:
+    """The turns before a reply that its own spans do not show."""
+    return turns.before(conn, entry) if entry.linked else []
 
 
 def _line_of_known(conn: Connection, sides: Sides, entry: Entry, side: Split) -> bytes:
     """The task as it is exported that is on a side already: its conversation goes there too, if that is a new one."""
     sides.keep(entry, side)
-    return _line(conn, entry, side)
+    return turns.line(entry, side, _earlier(conn, entry))
 
 
 def _record_dead(conn: Connection, source: int, row: DeadRow, done: Recorded) -> None:

@@ -11,17 +11,27 @@ from sqlalchemy.schema import CreateColumn
 
 from flywheel import exclusion
 from flywheel.errors import StoreError
-from flywheel.store import openings_filter
-from flywheel.store.schema import SCHEMA_VERSION, meta, metadata, sources
+from flywheel.opening import beginning_of
+from flywheel.states import TaskState
+from flywheel.store import openings_filter, samples
+from flywheel.store.schema import SCHEMA_VERSION, meta, metadata, sources, tasks
+from flywheel.task import conversation_key
 
 VERSION_KEY: Final = "schema_version"
+_PORTION: Final = 500
+"""Tasks that are read at once."""
 
 
 def _grow(conn: Connection, **columns: tuple[str, ...]) -> None:
     """Make the tables that are new, and add these columns, and indexes, to tables that were there."""
+    look = inspect(conn)
     for name, added in columns.items():
         table = metadata.tables[name]
+        # A table that a step before this one has made is the present one.
+        there = {column["name"] for column in look.get_columns(name)}
         for column in added:
+            if column in there:
+                continue
             definition = CreateColumn(table.c[column]).compile(dialect=conn.dialect)
             conn.execute(text(f"ALTER TABLE {name} ADD COLUMN {definition}"))
     metadata.create_all(conn)
@@ -77,8 +87,10 @@ def _to_7(conn: Connection) -> None:
     if "images" in {column["name"] for column in inspect(conn).get_columns("tasks")}:
         conn.execute(text("DROP INDEX IF EXISTS tasks_with_images"))
         conn.execute(text("ALTER TABLE tasks DROP COLUMN images"))
-    _grow(conn, tasks=("excluded", "model", "crashes"))
+    conn.execute(text("DROP INDEX IF EXISTS conversations_joined"))
+    _grow(conn, tasks=("excluded", "model", "beginning", "crashes"), conversations=("exact",))
     _say_what_is_exact(conn)
+    _remember_beginnings(conn)
 
 
 def _say_what_is_exact(conn: Connection) -> None:
@@ -111,6 +123,39 @@ def _say_what_is_exact(conn: Connection) -> None:
     conn.execute(
         text("UPDATE replies SET content = NULL WHERE source_id IN (SELECT id FROM sources WHERE type <> 'jsonl')")
     )
+
+
+def _remember_beginnings(conn: Connection) -> None:
+    """What begins exactly as an earlier conversation does follows it from now on, one in training where both sides
+    have such: then the held-out tasks leave the gate."""
+    conn.execute(text("CREATE TEMP TABLE begun (id INTEGER PRIMARY KEY, key TEXT, split TEXT, beginning INTEGER)"))
+    told = select(tasks.c.id, tasks.c.conversation_id, tasks.c.split, tasks.c.payload)
+    for rows in conn.execute(told.where(tasks.c.state != TaskState.WITHDRAWN.value)).partitions(_PORTION):
+        conn.execute(
+            text("INSERT INTO begun VALUES (:id, :key, :split, :beginning)"),
+            [
+                {
+                    "id": row.id,
+                    "key": conversation_key(row.conversation_id, row.payload.get("metadata", {}).get("trace_id", "")),
+                    "split": row.split,
+                    "beginning": beginning_of(row.payload),
+                }
+                for row in rows
+            ],
+        )
+    for statement in (
+        "INSERT OR IGNORE INTO conversations (key, split, \"like\", words) SELECT key, split, key, x'' FROM "
+        "(SELECT key, split, min(id) FROM begun GROUP BY key)",
+        "INSERT OR IGNORE INTO openings (band, key) SELECT beginning, key FROM "
+        "(SELECT beginning, key, min(iif(split = 'train', id, id + (1 << 62))) FROM begun GROUP BY beginning)",
+        "UPDATE tasks SET beginning = (SELECT beginning FROM begun WHERE begun.id = tasks.id) "
+        "WHERE split = 'held-out'",
+    ):
+        conn.execute(text(statement))
+    openings_filter.make(conn)
+    both = text("SELECT beginning FROM begun GROUP BY beginning HAVING count(DISTINCT split) > 1")
+    samples.leave_gate(conn, set(conn.execute(both).scalars()))
+    conn.execute(text("DROP TABLE begun"))
 
 
 MIGRATIONS: Mapping[int, Callable[[Connection], None]] = MappingProxyType(

@@ -12,7 +12,9 @@ from typing import Any, Final
 import orjson
 from sqlalchemy import Connection, Row, Text, delete, exists, or_, select, type_coerce, update
 
+from flywheel import exclusion
 from flywheel.batch import Entry
+from flywheel.exclusion import Exclusion
 from flywheel.states import ReplyState, SkipReason, Split, TaskState
 from flywheel.store import duplicates
 from flywheel.store.judging import PERSON
@@ -120,12 +122,15 @@ def _due_again(conn: Connection, task: int) -> None:
 def renewed(conn: Connection, task: int | None, entry: Entry, line: Callable[[Entry, Split], bytes]) -> int | None:
     """The task of an entry, as it is now if it is the reply's own `task` or was withdrawn; None if there is none."""
     found = conn.execute(
-        select(tasks.c.id, tasks.c.state, tasks.c.split).where(tasks.c.key == entry.key)
+        select(tasks.c.id, tasks.c.state, tasks.c.split, tasks.c.excluded).where(tasks.c.key == entry.key)
     ).one_or_none()
     if found is None:
         return None
     if found.id == task or found.state == TaskState.WITHDRAWN:
         _due_again(conn, found.id)
+        # What a linked one begins with was found when it first came.
+        still = {Exclusion.REPEATED} & set(exclusion.parsed(found.excluded)) if entry.linked else ()
+        begins = found.split == Split.HELD_OUT and not entry.linked
         conn.execute(
             update(tasks)
             .where(tasks.c.id == found.id, tasks.c.state == TaskState.PENDING.value)
@@ -136,8 +141,9 @@ def renewed(conn: Connection, task: int | None, entry: Entry, line: Callable[[En
                 agent=entry.agent,
                 adapter=entry.adapter,
                 started_at=entry.started_at,
-                excluded=entry.excluded,
                 model=entry.model,
+                excluded=exclusion.column({*exclusion.parsed(entry.excluded), *still}),
+                beginning=entry.beginning if begins else tasks.c.beginning,
             )
         )
     return int(found.id)

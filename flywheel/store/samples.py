@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Collection
 from typing import Final
 
-from sqlalchemy import ColumnElement, Connection, and_, exists, func, or_, select
+from sqlalchemy import ColumnElement, Connection, and_, exists, func, or_, select, update
 
 from flywheel import exclusion
 from flywheel.exclusion import Exclusion
 from flywheel.states import Split, TaskState
+from flywheel.store.bulk import chunks
 from flywheel.store.judging import DECIDED, NOT_OF_THE_JUDGE, count, decided_by_others
 from flywheel.store.schema import tasks, verdicts
 
@@ -88,3 +89,13 @@ def count_left_out(conn: Connection, takes: Collection[Exclusion] = ()) -> dict[
     for text, number in rows:
         found.update({each: number for each in exclusion.parsed(text) if each not in takes})
     return {each: found[each] for each in Exclusion if found[each]}
+
+
+def leave_gate(conn: Connection, beginnings: Collection[int]) -> None:
+    """Held-out tasks whose conversations begin with these leave the gate, because some in training do too."""
+    for some in chunks(sorted(beginnings)):
+        conn.execute(
+            update(tasks)
+            .where(tasks.c.beginning.in_(some), ~tasks.c.excluded.endswith(Exclusion.REPEATED.value))
+            .values(excluded=func.ltrim(tasks.c.excluded + f" {Exclusion.REPEATED.value}"))
+        )

@@ -1,8 +1,12 @@
 """Which side of the split a conversation is on: decided once, when its first task comes, and never again.
 
-A hash of the conversation decides, unless it begins nearly as an earlier one does: then it joins that one's side, so
-that no held-out question is trained on in other words. Where very many begin alike, what they share is a template and
-says nothing: those after the first `TEMPLATE` are decided by the hash again.
+A hash of the conversation decides, unless it begins as an earlier one does: then it follows that one, so that no
+held-out question is trained on. This holds for all that begin exactly alike (system prompt, tools and first
+question), however many. Where very many begin only nearly alike, what they share is a template and says nothing:
+those after the first `TEMPLATE` are decided by the hash again.
+
+Dialogues that share a conversation id are on one side whatever they ask, and states of earlier versions hold exact
+repetitions on both sides. Of those the held-out ones leave the gate.
 """
 
 from __future__ import annotations
@@ -13,22 +17,53 @@ from collections.abc import Sequence
 from typing import Final
 
 from msgspec import Struct
-from sqlalchemy import Connection, bindparam, func, select
+from sqlalchemy import Connection, bindparam, exists, func, select
 
 from flywheel import likeness
 from flywheel.batch import Entry
-from flywheel.states import Split
-from flywheel.store import openings
+from flywheel.quantity import quantity
+from flywheel.states import Split, TaskState
+from flywheel.store import openings, samples
 from flywheel.store.bulk import Lookup, insert_many, spelled
-from flywheel.store.schema import conversations
+from flywheel.store.schema import conversations, tasks
 from flywheel.task import conversation_key, split_of
 
 TEMPLATE: Final = 50
 
 _SIDES: Final = Lookup(select(conversations.c.key, conversations.c.split), conversations.c.key)
 _FOLLOWERS: Final = spelled(
-    select(func.count()).where(conversations.c.like == bindparam("key"), conversations.c.like != conversations.c.key)
+    select(func.count()).where(
+        conversations.c.like == bindparam("key"), conversations.c.like != conversations.c.key, ~conversations.c.exact
+    )
 )
+
+
+def empty_side(conn: Connection, train_ratio: float) -> str:
+    """Which side of the split has no task, and why; empty when both have some, or there are none yet."""
+    standing = [state.value for state in TaskState if state is not TaskState.WITHDRAWN]
+    here = {
+        side: bool(
+            conn.execute(select(exists().where(tasks.c.state.in_(standing), tasks.c.split == side))).scalar_one()
+        )
+        for side in Split
+    }
+    if all(here.values()) or not any(here.values()):
+        return ""
+    empty = next(side for side in Split if not here[side])
+    total, ways = conn.execute(
+        select(func.count(), func.count().filter(conversations.c.like == conversations.c.key)).select_from(
+            conversations
+        )
+    ).one()
+    share = train_ratio if empty is Split.TRAIN else 1 - train_ratio
+    told = f"no task is {'held out' if empty is Split.HELD_OUT else 'for training'}:"
+    if total > 1 and ways == 1:
+        return f"{told} all {total:,} conversations begin alike, and those that do are on one side"
+    there = f"{quantity(total, 'conversation begins', 'conversations begin')} in {quantity(ways, 'way')}"
+    return (
+        f"{told} by ingest.train_ratio {train_ratio:g} about {share:.0%} of conversations are, and those that begin"
+        f" alike are on one side; {there}"
+    )
 
 
 class _Opening(Struct, frozen=True):
@@ -49,7 +84,13 @@ class Sides:
         stored = _SIDES.rows(conn, list(dict.fromkeys(keys)))
         self._sides = {row.key: Split(row.split) for row in stored}
         new = [entry for key, entry in zip(keys, entries, strict=True) if key not in self._sides]
-        self._alike = self._known({band for entry in new for band in entry.bands})
+        self._begun: dict[int, _Opening] = {}
+        self._alike: dict[int, list[_Opening]] = {}
+        self._look_up(
+            {band for entry in new for band in entry.bands},
+            {entry.beginning for key, entry in zip(keys, entries, strict=True) if self._shows(key, entry)},
+        )
+        self._repeated: set[int] = set()
         self._new: list[tuple[object, ...]] = []
         self._new_openings: list[tuple[object, ...]] = []
 
@@ -58,6 +99,8 @@ class Sides:
         key = conversation_key(entry.conversation_id, entry.trace_id)
         if key not in self._sides:
             self._sides[key] = self._decide(key, entry)
+        elif self._shows(key, entry):
+            self._compare(key, entry, self._sides[key])
         return self._sides[key]
 
     def keep(self, entry: Entry, side: Split) -> None:
@@ -65,14 +108,21 @@ class Sides:
         key = conversation_key(entry.conversation_id, entry.trace_id)
         if key not in self._sides:
             self._sides[key] = self._decide(key, entry, side)
+        elif self._shows(key, entry):
+            self._compare(key, entry, side)
 
     def store(self) -> None:
-        """Write down what was decided."""
-        insert_many(self._conn, conversations, ("key", "split", "like", "words"), self._new)
+        """Write down what was decided, when the tasks are stored."""
+        insert_many(self._conn, conversations, ("key", "split", "like", "words", "exact"), self._new)
         openings.enter(self._conn, self._new_openings)
+        samples.leave_gate(self._conn, self._repeated)
 
     def _decide(self, key: str, entry: Entry, side: Split | None = None) -> Split:
         split = split_of(entry.conversation_id, entry.trace_id, train_ratio=self._train_ratio, seed=self._seed)
+        first = self._begun.get(entry.beginning)
+        if first is not None and side in (None, first.split):
+            self._new.append((key, first.split.value, first.key, b"", True))
+            return first.split
         like = self._nearest(entry)
         followed = key
         if side is not None:
@@ -80,7 +130,9 @@ class Sides:
         elif like is not None and self._followers_of(like.key) < TEMPLATE:
             split, followed = like.split, like.key
             self._followers[followed] += 1
-        self._new.append((key, split.value, followed, array("I", entry.words).tobytes()))
+        self._new.append((key, split.value, followed, array("I", entry.words).tobytes(), False))
+        self._sides[key] = split
+        self._compare(key, entry, split, is_new=True)
         if like is None:
             # Only the first of those that are alike is looked for: the others would be found through it.
             opening = _Opening(key, split, frozenset(entry.words))
@@ -88,6 +140,21 @@ class Sides:
                 self._alike.setdefault(band, []).append(opening)
                 self._new_openings.append((band, key))
         return split
+
+    def _shows(self, key: str, entry: Entry) -> bool:
+        """Whether an entry says what its dialogue begins with: a linked one does not show the turns before it."""
+        return bool(entry.beginning) and not (entry.linked and key in self._sides)
+
+    def _compare(self, key: str, entry: Entry, side: Split, *, is_new: bool = False) -> None:
+        """Whether a task on this side begins as one on the other side does. The first of each kind is followed."""
+        first = self._begun.get(entry.beginning)
+        if first is not None and first.split is side:
+            return
+        if first is not None:
+            self._repeated.add(entry.beginning)
+        if side is self._sides[key] and (side is Split.TRAIN if first else is_new or entry.words):
+            self._begun[entry.beginning] = _Opening(key, side, frozenset())
+            self._new_openings.append((entry.beginning, key))
 
     def _nearest(self, entry: Entry) -> _Opening | None:
         candidates = {opening.key: opening for band in entry.bands for opening in self._alike.get(band, ())}
@@ -103,11 +170,14 @@ class Sides:
             self._followers[key] = 1 + int(self._conn.exec_driver_sql(_FOLLOWERS, (key,)).scalar_one())
         return self._followers[key]
 
-    def _known(self, bands: set[int]) -> dict[int, list[_Opening]]:
-        found: dict[int, list[_Opening]] = {}
+    def _look_up(self, bands: set[int], beginnings: set[int]) -> None:
         read: dict[str, _Opening] = {}
-        for row in openings.with_bands(self._conn, sorted(bands)):
+        for row in openings.with_bands(self._conn, sorted(bands | beginnings)):
             if row.key not in read:
                 read[row.key] = _Opening(row.key, Split(row.split), frozenset(array("I", row.words)))
-            found.setdefault(row.band, []).append(read[row.key])
-        return found
+            found = read[row.key]
+            if row.band in bands:
+                self._alike.setdefault(row.band, []).append(found)
+            elif row.band not in self._begun or found.split is Split.TRAIN:
+                # Of what stands on both sides, that in training is followed.
+                self._begun[row.band] = found

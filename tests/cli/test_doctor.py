@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -16,12 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import Connection
 
+from flywheel import content
 from flywheel.daemon.lock import InstanceLock
+from flywheel.states import Split
+from flywheel.store import judging, ledger
+from flywheel.store.database import Store
+from flywheel.trace import Reply
 from tests.cli.conftest import Ran, Run
 from tests.cli.terminal import in_terminal
 from tests.conftest import POLICY
 from tests.judge_server import JudgeServer
+from tests.samples import accepted, batch, replies_on, reply
 from tests.serving.fake_vllm import BASE, FakeVllm, answer, replica, running, with_middleware
 
 STUDIO = Path(__file__).parent.parent / "data" / "studio"
@@ -468,3 +476,67 @@ def test_people_get_a_table(bench: Bench) -> None:
         assert seen.code == 1
         assert max(map(len, seen.lines)) <= columns
         assert "…" not in seen.screen
+
+
+def judged(folder: Path, *replies: Reply) -> None:
+    """A state in which these were read and accepted."""
+
+    async def fill() -> None:
+        store = await Store.open(folder / "state")
+
+        def put(conn: Connection) -> None:
+            source = ledger.source_id(conn, "/a")
+            ledger.record_batch(conn, source, batch(*replies), train_ratio=0.7, split_seed=42)
+            for task in judging.claim(conn, 1000, "r", "j"):
+                judging.settle(conn, task.id, accepted(), "r", "j", 0.0)
+
+        await store.write(put)
+        await store.close()
+
+    asyncio.run(fill())
+
+
+def test_whether_a_round_could_be_filled_is_computed_from_the_state(bench: Bench) -> None:
+    chain = content.folder() / "filters" / "default.yaml"
+    enough: dict[str, Any] = {
+        "trigger": {"min_samples": 8}, "gate": {"min_tasks": 2}, "filter": {"chain": str(chain)}
+    }  # fmt: skip
+    assert bench(**enough)["samples"]["result"] == "skipped", "nothing was read"
+
+    few = replies_on(Split.TRAIN, 2)
+    told = [reply(100 + n, conversation_id=few[n % 2].conversation_id, turn=n) for n in range(10)]
+    judged(bench.folder, *told[:6], *replies_on(Split.HELD_OUT, 1))
+    found = bench()["samples"]
+    assert (found["result"], found["figures"]["usable"]) == ("ok", 6)
+    assert found["found"] == "not enough for a round yet: 6 of 8 samples are free; 1 of 2 held-out tasks are judged"
+
+    judged(bench.folder, *told[6:], replies_on(Split.HELD_OUT, 2)[1])
+    found = bench()["samples"]
+    assert found["result"] == "ok"
+    assert found["found"].startswith(
+        "a round could be filled: 10 of 8 samples are free; 2 of 2 held-out tasks are judged"
+    )
+    assert "one conversation may be 50% of a round, more than `influence` says" in found["found"]
+
+    strangers = chain.with_name("open-to-strangers.yaml")
+    found = bench(filter={"chain": str(strangers)})["samples"]
+    assert_failed(found, "no round could be filled: 1 of 8 samples are free; 9 over their share", result="warning")
+    assert_failed(found, f"`widen: true` for `influence` in {strangers}", result="warning")
+    assert {key: found["figures"][key] for key in ("usable", "needed", "over_share")} == {
+        "usable": 1, "needed": 8, "over_share": 9
+    }  # fmt: skip
+
+
+def test_what_keeps_a_round_from_being_filled_for_ever_is_a_warning(bench: Bench) -> None:
+    enough: dict[str, Any] = {"trigger": {"min_samples": 8}, "gate": {"min_tasks": 2}}
+    judged(bench.folder, *replies_on(Split.TRAIN, 3))
+    why = "no round could be filled: 3 of 8 samples are free; 0 of 2 held-out tasks are judged; no task is held out: "
+    assert_failed(bench(**enough)["samples"], why, "ingest.train_ratio", result="warning")
+    judged(bench.folder, *replies_on(Split.HELD_OUT, 2))
+    assert bench()["samples"]["result"] == "ok"
+    with closing(sqlite3.connect(bench.folder / "state" / "state.db")) as conn, conn:
+        conn.execute("UPDATE tasks SET state = 'held' WHERE id < 3")
+    held = "2 tasks of bursts wait for a person"
+    assert_failed(bench()["samples"], held, "flywheel tasks --state held", result="warning")
+    (bench.folder / "chain.yaml").write_text("no chain")
+    assert bench(filter={"chain": "chain.yaml"})["samples"]["result"] == "failed"

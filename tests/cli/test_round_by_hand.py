@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import re
@@ -19,6 +20,10 @@ from tests.cli.test_metrics import by, parsed
 from tests.waiting import wait_for
 
 PYTHON = sys.executable
+REFUSES = (
+    '#!/bin/sh\necho \'{"round_id": "r0001", "outcome": "refused", "reason": "no spread"}\' > "$3/result.json"\n'
+)
+"""A worker that trains nothing."""
 SECONDS = 120
 HALFWAY = (
     '{"phase": "training", "step": 2, "steps": 5, "rollouts": 40, "rollouts_planned": 64, "reward_first": 0.25,'
@@ -92,6 +97,70 @@ def test_a_debug_round_whose_rollouts_are_all_undecided_is_shown(flywheel: Run, 
     ran = flywheel("round", "--debug", "-c", config)
     assert ran.code == 0, ran.err
     assert "no reward, 8 undecided\nreward 0.500 ± 0.250, 1 undecided\n" in ran.out
+
+
+@pytest.fixture
+def scarce(config: Path) -> Path:
+    """The same with six samples, where a round needs forty."""
+    config.write_text(config.read_text().replace("min_samples: 4", "min_samples: 40"))
+    return config
+
+
+SHORTAGE = "6 of 40 samples are free: a round on so few learns little"
+
+
+def test_a_forced_round_with_too_few_samples_is_not_started_where_nobody_can_be_asked(
+    flywheel: Run, scarce: Path, worker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    ran = flywheel("round", "--force", "-c", scarce)
+    assert ran.code == 2
+    assert SHORTAGE in ran.err
+    assert "give --yes" in ran.err
+    assert flywheel("status", "--json", "-c", scarce).json["rounds"] == []
+
+
+def test_a_forced_round_with_too_few_samples_is_started_by_yes(flywheel: Run, scarce: Path, worker: Path) -> None:
+    worker.write_text(REFUSES)
+    ran = flywheel("round", "--force", "--yes", "--json", "-c", scarce)
+    assert SHORTAGE in ran.err
+    assert (ran.code, ran.json["state"]) == (0, "rejected")
+
+
+@pytest.mark.parametrize(("answer", "code"), [("y", 0), ("n", 1), ("", 1)])
+def test_a_forced_round_with_too_few_samples_asks_at_a_terminal(
+    flywheel: Run, scarce: Path, worker: Path, monkeypatch: pytest.MonkeyPatch, answer: str, code: int
+) -> None:
+    worker.write_text(REFUSES)
+    terminal = io.StringIO(f"{answer}\n")
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    ran = flywheel("round", "--force", "-c", scarce)
+    assert ran.code == code
+    assert SHORTAGE in ran.err
+    assert "Start it all the same? [y/N]" in ran.err
+    assert len(flywheel("status", "--json", "-c", scarce).json["rounds"]) == (code == 0)
+
+
+def test_a_forced_round_with_samples_enough_asks_nothing(flywheel: Run, config: Path, worker: Path) -> None:
+    worker.write_text(REFUSES)
+    ran = flywheel("round", "--force", "-c", config)
+    assert ran.code == 0
+    assert "so few" not in ran.err
+
+
+def test_a_base_model_that_is_not_there_fails_before_a_worker_starts(
+    flywheel: Run, config: Path, worker: Path, tmp_path: Path
+) -> None:
+    worker.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n{REFUSES.removeprefix('#!/bin/sh')}")
+    config.write_text(config.read_text() + f"model: {{base: {tmp_path}/nowhere}}\n")
+    for arguments in (["round"], ["round", "--force"], ["round", "--debug"]):
+        ran = flywheel(*arguments, "-c", config)
+        assert ran.code == 1
+        assert f"there is no directory {tmp_path}/nowhere" in ran.err
+    assert flywheel("run", "--once", "-c", config).code == 0
+    assert "there is no directory" in flywheel("status", "-c", config).out
+    assert not (tmp_path / "started").exists()
 
 
 @pytest.mark.parametrize("arguments", [("--force",), ("--debug",), ()])

@@ -209,11 +209,11 @@ async def test_shares_hold_for_samples_from_before_there_were_any(store: Store, 
     free = make(trigger=trigger, gate={"min_tasks": 1})
     await run(store, free)
     assert (await store.read(planner.due, free)).start
-    params = {"conversation": 0.25, "template": 1, "user": 1, "burst": None}
+    params = {"conversation": 0.25, "template": 1, "user": 1, "burst": None, "widen": False}
     config = make({"type": "influence", "params": params}, trigger=trigger, gate={"min_tasks": 1})
     # A round may be due before anything is filtered.
     held_back = await store.read(planner.due, config)
-    assert held_back.reason.startswith("3 of 4 samples may be taken")
+    assert held_back.reason.startswith("3 of 4 samples are free; ")
 
     def reserve(conn: Connection) -> None:
         move(conn, 1, TaskState.ACCEPTED, TaskState.RESERVED)
@@ -227,7 +227,7 @@ async def test_shares_hold_for_samples_from_before_there_were_any(store: Store, 
     # Nothing is due, and yet they are known after a run: also what a round may give back.
     await run(store, config)
     assert await store.read(unknown) == 0
-    assert (await store.read(planner.due, config)).reason.startswith("3 of 4 samples may be taken")
+    assert (await store.read(planner.due, config)).reason.startswith("3 of 4 samples are free; ")
 
 
 async def test_an_estimate_that_is_cancelled_ends_with_the_tasks_that_it_has_taken(

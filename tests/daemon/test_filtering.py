@@ -343,7 +343,7 @@ async def test_slow_repetition_and_other_origins_are_no_burst(store: Store, make
 
 
 async def test_shares_hold_a_round_back_and_what_is_above_them_waits(store: Store, make: Make) -> None:
-    params = {"conversation": 0.25, "template": 1, "user": 1, "burst": None}
+    params = {"conversation": 0.25, "template": 1, "user": 1, "burst": None, "widen": False}
     trigger = {"min_samples": 4, "max_samples": 8}
     config = make({"type": "influence", "params": params}, trigger=trigger, gate={"min_tasks": 1})
     (one, *rest) = replies_on(Split.TRAIN, 9)
@@ -352,7 +352,7 @@ async def test_shares_hold_a_round_back_and_what_is_above_them_waits(store: Stor
     await run(store, config)
     held_back = await store.read(planner.due, config)
     assert not held_back.start
-    assert held_back.reason.startswith("3 of 4 samples may be taken; 5 more wait, held back by")
+    assert held_back.reason.startswith("3 of 4 samples are free; 5 over their share")
     await tell(store, *rest[2:])
     await run(store, config)
     assert (await store.read(planner.due, config)).start

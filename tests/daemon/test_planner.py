@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -38,10 +39,18 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
     await opened.close()
 
 
+def model(tmp_path: Path, name: str = "a") -> str:
+    """A base model's directory."""
+    folder = tmp_path / "models" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    return str(folder)
+
+
 def made(tmp_path: Path, **sections: Any) -> Config:
     base = {
         "state": {"dir": str(tmp_path / "state")},
-        "model": {"base": "/models/a", "alias": "agent"},
+        "model": {"base": model(tmp_path), "alias": "agent"},
         "gate": {"min_tasks": 1},
     }
     return parse({**base, "filter": {"rubric": str(RUBRIC)}, **sections}, "test", tmp_path)
@@ -124,7 +133,7 @@ async def test_a_round_takes_no_more_samples_than_its_steps_look_at(tmp_path: Pa
 
 async def test_a_round_goes_on_from_what_serves(tmp_path: Path, store: Store) -> None:
     await store.write(judged, 2, 1)
-    await store.write(deployed, "/models/a")
+    await store.write(deployed, model(tmp_path))
     spec = await planned(store, made(tmp_path))
     assert spec.parent is not None
     assert spec.parent.name == "r0001"
@@ -136,7 +145,7 @@ async def test_a_round_goes_on_from_what_serves_when_it_starts(tmp_path: Path, s
     rubric = rubric_of(config)
     row = await store.write(planner.plan, config, rubric, config.state_dir / "rounds", "test")
     assert row.parent is None
-    await store.write(deployed, "/models/a", 7)
+    await store.write(deployed, model(tmp_path), 7)
     row = await store.write(planner.begin, row, config, rubric)
     spec = await store.read(planner.spec_of, row, config, rubric)
     assert spec.parent is not None
@@ -152,10 +161,50 @@ async def test_an_adapter_of_another_base_model_is_not_gone_on_from(tmp_path: Pa
     config = made(tmp_path, trigger={"min_samples": 2})
     wanted = await store.read(planner.due, config)
     assert not wanted.start
-    assert "r0001, which serves, was trained on /models/b, and model.base is /models/a" in wanted.reason
+    assert f"r0001, which serves, was trained on /models/b, and model.base is {model(tmp_path)}" in wanted.reason
     with pytest.raises(TrainError, match=r"/models/b.*rollback --to base"):
         await planned(store, config)
     assert await store.read(rounds.live) is None
+
+
+@pytest.mark.parametrize(
+    ("base", "is_offline", "why"),
+    [
+        ("{tmp}/nowhere", False, "there is no directory {tmp}/nowhere"),
+        ("{tmp}", False, "{tmp} has no config.json"),
+        ("models/of/mine", False, "there is no directory models/of/mine, and it is no name on the hub"),
+        ("some/model", True, "some/model is not on this machine, and HF_HUB_OFFLINE says not to load it"),
+        ("some/model", False, ""),
+        ("kept/model", True, ""),
+    ],
+)
+async def test_a_base_model_that_cannot_be_found_starts_no_worker(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch, base: str, is_offline: bool, why: str
+) -> None:
+    base, why = base.format(tmp=tmp_path), why.format(tmp=tmp_path)
+    kept = tmp_path / "hub" / "models--kept--model"
+    for file, text in (("refs/main", "abc\n"), ("snapshots/abc/config.json", "{}")):
+        (kept / file).parent.mkdir(parents=True)
+        (kept / file).write_text(text)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1" if is_offline else "0")
+    monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
+    await store.write(judged, 4, 2)
+    here, there = made(tmp_path), made(tmp_path, model={"base": base}, trigger={"min_samples": 2})
+    rubric = rubric_of(there)
+    if not why:
+        assert (await store.read(planner.due, there)).start
+        assert (await store.read(planner.debug_spec, there, rubric)).base_model == base
+        return
+    assert (await store.read(planner.due, there)).reason == why
+    with pytest.raises(TrainError, match=re.escape(why)):
+        await store.read(planner.debug_spec, there, rubric)
+    with pytest.raises(TrainError, match=re.escape(why)):
+        await planned(store, there)
+    assert await store.read(rounds.live) is None
+    row = await store.write(planner.plan, here, rubric, here.state_dir / "rounds", "test")
+    with pytest.raises(TrainError, match=f"start r0001: {re.escape(why)}"):
+        await store.write(planner.begin, row, there, rubric)
 
 
 async def test_a_round_that_the_gate_could_only_reject_is_not_planned_by_hand_either(
@@ -193,7 +242,7 @@ def judged_with_some_left_out(conn: Connection, train: int, held_out: int, value
         judging.settle(conn, task.id, accepted(), "r", "j", 0.0)
 
 
-@pytest.mark.parametrize("reason", Exclusion)
+@pytest.mark.parametrize("reason", LEFT_OUT)
 async def test_what_is_excluded_is_left_out_of_training_and_gate(
     tmp_path: Path, store: Store, reason: Exclusion
 ) -> None:
@@ -240,9 +289,9 @@ async def test_settings_take_what_is_left_out_otherwise(
     tmp_path: Path, setting: dict[str, str], taken: set[Exclusion]
 ) -> None:
     config = made(tmp_path, training=setting)
-    for reason in Exclusion:
+    for reason, values in LEFT_OUT.items():
         store = await Store.open(tmp_path / reason.value)
-        await store.write(judged_with_some_left_out, 3, 2, LEFT_OUT[reason])
+        await store.write(judged_with_some_left_out, 3, 2, values)
         told = await store.read(snapshot, config)
         spec = await planned(store, config)
         await store.close()
@@ -381,10 +430,10 @@ async def test_samples_that_influence_allows_are_looked_up_once_while_the_same_a
 
     monkeypatch.setattr(influence, "candidates", counted)
     chain.unlink()
-    due = [await store.read(planner.due, config, rounds_._choices) for _ in range(3)]
+    due = [await store.read(planner.due, config, rounds_._supplies) for _ in range(3)]
     assert [each.start for each in due] == [True] * 3
     assert len(loaded) == 1
     await store.write(lambda conn: move_all(conn, [1], TaskState.ACCEPTED, TaskState.RESERVED))
-    assert not (await store.read(planner.due, made(tmp_path, trigger={"min_samples": 3}), rounds_._choices)).start
-    await store.read(planner.due, config, rounds_._choices)
+    assert not (await store.read(planner.due, made(tmp_path, trigger={"min_samples": 3}), rounds_._supplies)).start
+    await store.read(planner.due, config, rounds_._supplies)
     assert len(loaded) == 2

@@ -12,7 +12,7 @@ import yaml
 from flywheel import content
 from flywheel.errors import ConfigError
 from flywheel.filtering.chain import Chain, LineFilter, Step, influence_of, load_chain
-from flywheel.filtering.influence import Influence
+from flywheel.filtering.influence import Burst, Influence
 from flywheel.filtering.llm_evaluate import LlmEvaluate
 from flywheel.filtering.python_file import load_function
 from flywheel.rubric import pattern
@@ -228,12 +228,14 @@ def test_the_shipped_python_filter_drops_greetings() -> None:
 
 
 def test_shipped_chains_are_what_they_say() -> None:
-    assert [path.stem for path in SHIPPED] == ["agentjet", "default", "private"]
-    agentjet, default, private = map(load_chain, SHIPPED)
+    assert [path.stem for path in SHIPPED] == ["agentjet", "default", "open-to-strangers", "private"]
+    agentjet, default, strangers, private = map(load_chain, SHIPPED)
     assert agentjet.judge is not None
     assert agentjet.judge.custom_rubrics is not None
     assert len(agentjet.notices) == 2
-    assert default.influence == Influence()
+    assert default.influence == private.influence == Influence(conversation=0.05, user=0.2)
+    assert (default.influence.template, default.influence.burst, default.influence.widen) == (1, None, True)
+    assert strangers.influence == Influence(template=0.2, burst=Burst(count=20, seconds=600), widen=False)
     assert default.notices == ()
     assert private.redact is not None
     secret = line("My key is AKIAIOSFODNN7EXAMPLE, I am a@example.com")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.filtering.influence import Candidate, Influence, weigh, within_shares
+from flywheel.filtering.influence import Candidate, Choice, Influence, choose, weigh, within_shares
 from flywheel.filtering.pattern import particulars, template
 from flywheel.states import Split
 from flywheel.task import Task
@@ -123,3 +125,75 @@ def test_no_share_is_ever_above_its_cap(keys: list[tuple[int, int, int]], caps: 
             if key := getattr(by_task[task], name):
                 counted[key] = counted.get(key, 0) + 1
         assert all(n <= max(1, getattr(caps, name) * len(taken) + 1e-6) for n in counted.values())
+
+
+def of_users(*pairs: str) -> list[Candidate]:
+    """Candidates from `conversation user` and their numbers; `-` is a user who is not known."""
+    return [
+        Candidate(number, conversation, "" if user == "-" else user, 0)
+        for number, (conversation, user) in enumerate(pair.split() for pair in pairs)
+    ]
+
+
+def test_a_cap_that_what_is_there_cannot_meet_is_widened_to_what_can() -> None:
+    one = candidates(*"a" * 30)
+    assert choose(one, Influence(), 20, 10) == Choice(list(range(20)), {"conversation": 1.0})
+    three = candidates(*"aaaaaaaaaaaaaaaaaaaaaaaa", *"bbbb", *"cccc")
+    chosen = choose(three, Influence(), 12, 12)
+    assert (len(chosen.tasks), chosen.widened) == (12, {"conversation": 4 / 12})
+    few = of_users(*(f"c{n} {'anna' if n % 2 else 'ben'}" for n in range(40)))
+    chosen = choose(few, Influence(), 20, 20)
+    assert (len(chosen.tasks), chosen.widened) == (20, {"user": 0.5})
+    kind = [Candidate(n, f"c{n}", "", 7) for n in range(40)]
+    assert choose(kind, Influence(), 20, 20) == Choice(list(range(20)))
+    assert choose(kind, Influence(template=0.2), 20, 20) == Choice(list(range(20)), {"template": 1.0})
+
+
+def test_fewer_than_a_round_needs_can_all_be_taken() -> None:
+    assert choose(candidates(*"aaaaaaa"), Influence(), 20, 10).tasks == list(range(7))
+    assert choose([], Influence(), 20, 10) == Choice([])
+
+
+def test_a_cap_that_can_be_met_is_not_widened() -> None:
+    many = candidates(*"aaaaaaaaaa", *"bcdefghijklmnopqrst")
+    caps = Influence(conversation=0.1)
+    assert choose(many, caps, 20, 20) == Choice(within_shares(many, caps, 20))
+    # A smaller round can meet it, and suffices.
+    assert choose(many, caps, 29, 19) == Choice(within_shares(many, caps, 29))
+
+
+def test_nothing_is_widened_where_the_chain_says_so() -> None:
+    caps = Influence(widen=False)
+    assert choose(candidates(*"a" * 30), caps, 20, 10) == Choice([0])
+
+
+def test_caps_that_can_be_met_one_by_one_and_not_together_are_widened() -> None:
+    # Half of one user in many conversations, half of one conversation of other users.
+    mixed = of_users(*(f"c{n} anna" for n in range(10)), *(f"shared u{n}" for n in range(10)))
+    chosen = choose(mixed, Influence(conversation=0.5, user=0.1), 20, 16)
+    assert len(chosen.tasks) >= 16
+    assert set(chosen.widened) <= {"conversation", "user"}
+    assert chosen.widened["user"] >= 0.3
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), st.integers(0, 3)), max_size=60),
+    st.builds(Influence, conversation=CAPS, user=CAPS, template=CAPS),
+    st.integers(1, 80),
+    st.integers(1, 80),
+)
+def test_a_round_is_filled_whatever_is_there_and_keeps_to_what_is_said(
+    keys: list[tuple[int, int, int]], caps: Influence, most: int, needed: int
+) -> None:
+    free = [Candidate(n, f"c{c}", f"u{u}" if u else "", t) for n, (c, u, t) in enumerate(keys)]
+    chosen = choose(free, caps, most, needed)
+    assert min(needed, most, len(free)) <= len(chosen.tasks) <= most
+    by_task = {candidate.task: candidate for candidate in free}
+    for name in ("conversation", "user", "template"):
+        share = chosen.widened.get(name, getattr(caps, name))
+        assert share >= getattr(caps, name)
+        counted = Counter(key for task in chosen.tasks if (key := getattr(by_task[task], name)))
+        assert all(n <= max(1, share * len(chosen.tasks) + 1e-6) for n in counted.values())
+    strict = within_shares(free, caps, most)
+    if len(strict) >= min(needed, most, len(free)):
+        assert chosen == Choice(strict)

@@ -9,7 +9,8 @@ from sqlalchemy import Connection, inspect, select
 
 from flywheel.config import parse
 from flywheel.daemon.ingestion import Ingestion
-from flywheel.store import audit, holdings, ledger
+from flywheel.exclusion import Exclusion
+from flywheel.store import audit, holdings, ledger, samples
 from flywheel.store.database import Store
 from flywheel.store.export import TaskFile
 from flywheel.store.schema import SCHEMA_VERSION, conversations, events, metadata, replies, sources, tasks
@@ -18,8 +19,10 @@ from tests.samples import batch, reply
 from tests.studio.writer import DATA
 
 BEFORE_7 = (
-    "DROP INDEX tasks_for_rounds; ALTER TABLE tasks DROP COLUMN excluded; ALTER TABLE tasks DROP COLUMN model;"
+    "DROP INDEX tasks_for_rounds; DROP INDEX tasks_by_beginning; DROP INDEX conversations_joined;"
     "DROP INDEX tasks_suspected; ALTER TABLE tasks DROP COLUMN crashes;"
+    "ALTER TABLE tasks DROP COLUMN excluded; ALTER TABLE tasks DROP COLUMN model;"
+    "ALTER TABLE tasks DROP COLUMN beginning; ALTER TABLE conversations DROP COLUMN exact;"
 )
 OLD = Path(__file__).parent.parent / "data" / "state_v1.sql"
 
@@ -85,16 +88,15 @@ async def test_conversations_of_version_3_are_still_found(tmp_path: Path) -> Non
     database = sqlite3.connect(tmp_path / "state" / "state.db")
     database.executescript(
         "INSERT INTO openings SELECT band, key FROM recent_openings; DROP TABLE recent_openings;"
-        "DROP TABLE openings_filter;"
-        + BEFORE_7
-        + 'DROP INDEX conversations_joined; CREATE INDEX ix_conversations_like ON conversations ("like");'
+        f"DROP TABLE openings_filter; {BEFORE_7}"
+        'CREATE INDEX ix_conversations_like ON conversations ("like");'
         "UPDATE meta SET value = 3 WHERE key = 'schema_version'; UPDATE conversations SET split = 'held-out'"
     )
     database.close()
     store = await Store.open(tmp_path / "state")
     try:
         for number in range(2, 9):
-            await store.write(put, reply(number, query=query.upper()))
+            await store.write(put, reply(number, query=query.upper() + "?" * number))
         splits = await store.read(
             lambda conn: conn.execute(select(conversations.c.split, conversations.c.like)).all()
         )
@@ -189,3 +191,44 @@ def as_version_6(path: Path) -> None:
         + "UPDATE meta SET value = 6 WHERE key = 'schema_version'"
     )
     database.close()
+
+
+async def test_what_version_6_put_on_both_sides_leaves_the_gate_and_is_followed_in_training(tmp_path: Path) -> None:
+    """Its tasks stay where they are. What was on one side only goes on there."""
+    query = "A train travels at 150 km/h for 7 hours. How many kilometres does it cover?"
+    store = await Store.open(tmp_path / "state")
+    await store.write(put, *(reply(n, query=query) for n in range(8)), *(reply(n) for n in range(20, 40)))
+    await store.close()
+    database = sqlite3.connect(tmp_path / "state" / "state.db")
+    database.executescript(
+        "UPDATE conversations SET split = CASE WHEN key < 'conversation-6' THEN 'held-out' ELSE 'train' END "
+        "WHERE key IN (SELECT conversation_id FROM tasks WHERE id <= 8);"
+        "UPDATE tasks SET state = 'accepted', split = (SELECT split FROM conversations WHERE key = conversation_id);"
+        'DELETE FROM recent_openings; UPDATE conversations SET "like" = key;'
+    )
+    alone = {key for (key,) in database.execute("SELECT key FROM conversations WHERE split = 'held-out'")}
+    before = dict(database.execute("SELECT conversation_id, split FROM tasks"))
+    database.close()
+    as_version_6(tmp_path / "state" / "state.db")
+    alone -= {f"conversation-{number}" for number in range(8)}
+    assert alone
+    store = await Store.open(tmp_path / "state")
+    try:
+        assert await store.read(samples.count_held_out) == len(alone)
+        assert await store.read(samples.count_left_out) == {Exclusion.REPEATED: 6}
+        gate = await store.read(samples.held_out, 100)
+        sides = await store.read(lambda conn: conn.execute(select(tasks.c.conversation_id, tasks.c.split)).all())
+        assert {row.conversation_id: row.split for row in sides} == before
+        named = await store.read(
+            lambda conn: conn.execute(select(tasks.c.conversation_id).where(tasks.c.id.in_(gate))).scalars().all()
+        )
+        assert set(named) == alone
+        for number in range(100, 110):
+            again = next(int(key.rpartition("-")[2]) for key in sorted(alone))
+            await store.write(put, reply(number, query=query), reply(100 + number, query=f"What is {again} plus 1?"))
+        sides = await store.read(lambda conn: conn.execute(select(tasks.c.conversation_id, tasks.c.split)).all())
+        found = {row.conversation_id: row.split for row in sides}
+        assert {found[f"conversation-{number}"] for number in range(100, 110)} == {"train"}
+        assert {found[f"conversation-{number}"] for number in range(200, 210)} == {"held-out"}
+    finally:
+        await store.close()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, func, select, update
 
 from flywheel.config import parse
 from flywheel.daemon.ingestion import Ingestion
 from flywheel.states import Split
-from flywheel.store import ledger, openings, sides
+from flywheel.store import ledger, openings, samples, sides
 from flywheel.store.database import Store
+from flywheel.store.lineage import why
 from flywheel.store.schema import openings as large_openings
 from flywheel.store.schema import recent_openings, tasks
 from flywheel.task import split_of
@@ -74,16 +76,107 @@ async def test_a_later_turn_stays_with_its_conversation(store: Store) -> None:
 
 @pytest.mark.parametrize("portion", [1, 3, 60])
 async def test_a_template_is_no_duplicate(store: Store, monkeypatch: pytest.MonkeyPatch, portion: int) -> None:
-    many = [reply(n, query=QUESTION) for n in range(60)]
+    """Repetitions among its members change nothing: each follows its own first one, and counts for nothing."""
+    many = [reply(n, query=QUESTION + "?" * n) for n in range(60)]
     hashes = [by_hash(one) for one in many]
     # Both the last that joins and the first that does not would be elsewhere by their hash.
     most = next(n for n in range(5, 60) if hashes[n - 1] is hashes[n] is not hashes[0])
     monkeypatch.setattr(sides, "TEMPLATE", most)
+    again = [reply(100 + n, query=one.query) for n, one in enumerate(many)]
     for start in range(0, 60, portion):
-        await store.write(put, *many[start : start + portion])
+        await store.write(put, *many[start : start + portion], *again[start : start + portion])
     found = await told(store)
     assert {found[one.span_id] for one in many[:most]} == {hashes[0]}
     assert [found[one.span_id] for one in many[most:]] == hashes[most:]
+    assert [found[one.span_id] for one in again] == [found[one.span_id] for one in many]
+
+
+@pytest.mark.parametrize("portion", [1, 7, 300])
+@pytest.mark.parametrize("query", [QUESTION, ""])
+async def test_exact_repeats_follow_their_first_however_many(store: Store, portion: int, query: str) -> None:
+    many = [reply(n, query=query) for n in range(300)]
+    assert {by_hash(one) for one in many} == {Split.TRAIN, Split.HELD_OUT}
+    for start in range(0, 300, portion):
+        await store.write(put, *many[start : start + portion])
+    assert set((await told(store)).values()) == {by_hash(many[0])}
+
+
+ANOTHER_PROMPT = {"history": ({"role": "system", "content": "You are terse."},)}
+ANOTHER_TOOL = {"tools": ({"type": "function", "function": {"name": "add"}},)}
+
+
+@pytest.mark.parametrize("other", [ANOTHER_PROMPT, ANOTHER_TOOL])
+async def test_only_what_is_the_same_in_prompt_tools_and_question_is_an_exact_repeat(
+    store: Store, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+) -> None:
+    """The rest is a near-repeat, of which `TEMPLATE` are one."""
+    monkeypatch.setattr(sides, "TEMPLATE", 1)
+    first = reply(1, query=QUESTION)
+    second = next(
+        one for n in range(2, 99) if by_hash(one := reply(n, query=QUESTION, **other)) is not by_hash(first)
+    )
+    for one in (first, second):
+        await store.write(put, one)
+    for n in range(100, 120):
+        await store.write(put, reply(n, query=QUESTION), reply(100 + n, query=QUESTION, **other))
+    found = await told(store)
+    assert {found[f"span{n:012d}"] for n in range(100, 120)} == {by_hash(first)}
+    assert {found[f"span{n:012d}"] for n in range(200, 220)} == {by_hash(second)}
+
+
+async def test_a_conversation_whose_later_turn_comes_first_follows_what_it_begins_with(store: Store) -> None:
+    begun = ({"role": "system", "content": "You do sums."}, {"role": "user", "content": QUESTION})
+    later = (*begun, {"role": "assistant", "content": "1050"})
+    await store.write(put, first := reply(1, query=QUESTION))
+    many = [reply(n, query="And back?", turn=1, history=later) for n in range(2, 12)]
+    assert {by_hash(one) for one in many} == {Split.TRAIN, Split.HELD_OUT}
+    await store.write(put, *many)
+    assert set((await told(store)).values()) == {by_hash(first)}
+
+
+async def gate_of(store: Store) -> set[str]:
+    """The span ids of the tasks that the gate may ask."""
+    await store.write(lambda conn: conn.execute(update(tasks).values(state="accepted")))
+    ids = await store.read(samples.held_out, 1000)
+    rows = await store.read(
+        lambda conn: conn.execute(select(tasks.c.payload).where(tasks.c.id.in_(ids))).scalars().all()
+    )
+    assert len(ids) == await store.read(samples.count_held_out)
+    assert sum((await store.read(samples.count_left_out)).values()) == 2
+    return {payload["metadata"]["span_id"] for payload in rows}
+
+
+def on(side: Split, number: int, **values: Any) -> Reply:
+    """A reply whose conversation the hash puts on a side."""
+    return next(one for n in range(number, number + 99) if by_hash(one := reply(n, **values)) is side)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("trained_first", [True, False])
+async def test_a_held_out_task_that_is_repeated_in_training_leaves_the_gate(
+    store: Store, at_once: bool, trained_first: bool
+) -> None:
+    """Dialogues that share a conversation id are on its side, whatever they ask."""
+    trained = on(Split.TRAIN, 100, query="Who wrote the Odyssey?")
+    kept = on(Split.HELD_OUT, 300, query="Where is Ithaca?")
+    alike = [
+        reply(n, query=QUESTION, conversation_id=one.conversation_id)
+        for n, one in ((500, trained), (501, kept), (502, kept))
+    ]
+    other = reply(503, query="Where is Troy?", conversation_id=kept.conversation_id)
+    order = [trained, kept, other, *(alike if trained_first else alike[::-1])]
+    for some in (order,) if at_once else ([one] for one in order):
+        await store.write(put, *some)
+    found = await told(store)
+    assert [found[one.span_id] for one in alike] == [Split.TRAIN, Split.HELD_OUT, Split.HELD_OUT], "where they were"
+    assert await gate_of(store) == {kept.span_id, other.span_id}
+    await store.write(put, late := reply(504, query=QUESTION))
+    assert (await told(store))[late.span_id] is Split.TRAIN, "what is trained on already is followed"
+    for one in alike[1:]:
+        story = await store.read(why, one.span_id)
+        assert story is not None
+        (told_of,) = story["replies"][0]["task"]["left_out"]
+        assert told_of["why"] == "a conversation in training begins exactly as this held-out one does"
 
 
 async def test_those_that_joined_are_counted_without_a_look_at_the_others(store: Store) -> None:
@@ -108,8 +201,8 @@ async def test_what_begins_alike_is_found_wherever_it_is_kept(
             for table in (recent_openings, large_openings)
         ]
     )
-    assert sum(kept) == 12 * 10 and kept[0] <= recent, "bands of the first ones alone"
-    assert (kept[1] > 0) is (recent < 120)
+    assert sum(kept) == 12 * 10 + 24 and kept[0] <= recent, "bands of the first ones alone, and how each begins"
+    assert (kept[1] > 0) is (recent < 144)
     found = await told(store)
     assert [found[one.span_id] for one in later] == [by_hash(one) for one in first]
 

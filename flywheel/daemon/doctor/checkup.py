@@ -15,6 +15,7 @@ from flywheel.daemon.doctor.finding import Finding, Result
 from flywheel.daemon.doctor.judging import Judging
 from flywheel.daemon.doctor.machine import Machine
 from flywheel.daemon.doctor.resources import resources
+from flywheel.daemon.doctor.samples import samples
 from flywheel.daemon.doctor.servers import serve, servers
 from flywheel.daemon.doctor.sources import sources
 from flywheel.daemon.doctor.state import clock, state
@@ -22,8 +23,8 @@ from flywheel.daemon.doctor.unit import unit
 from flywheel.errors import ConfigError
 
 NEED_SETTINGS: Final = (
-    "state", "disk", "schema", "daemon", "source", "filters", "rubric", "judge", "serve", "server", "model", "rank",
-    "gpu", "memory", "shared memory", "limits", "clock",
+    "state", "disk", "schema", "daemon", "source", "filters", "rubric", "judge", "samples", "serve", "server",
+    "model", "rank", "gpu", "memory", "shared memory", "limits", "clock",
 )  # fmt: skip
 """The checks of what a configuration says."""
 
@@ -60,6 +61,7 @@ async def _of_settings(config: Config, *, ask_judge: bool) -> AsyncIterator[Find
     judging = Judging(config, ask=ask_judge)
     for finding in judging.findings():
         yield finding
+    yield await samples(config)
     yield serve(config)
     async for finding in servers(config):
         yield finding

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from flywheel.config import Config
+from flywheel.daemon.base_model import missing
 from flywheel.daemon.doctor.finding import Finding, Result, size
 from flywheel.model_family import folder_of
 
 _TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
-_OFF: Final = ("", "0", "false", "off", "no")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +53,7 @@ def model(config: Config, base: Base) -> Iterator[Finding]:
 
 
 def _not_here(name: str) -> Finding:
-    is_offline = any(
-        os.environ.get(variable, "").lower() not in _OFF for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-    )
-    if is_offline:
-        told = f"{name} is not on this machine, and HF_HUB_OFFLINE says not to load it"
+    if told := missing(name):
         return Finding("model", Result.FAILED, told, "Set model.base to a model's directory, or load it once.")
     told = f"{name} is not on this machine yet: the server and the first round load it from the hub"
     return Finding(

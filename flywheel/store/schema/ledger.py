@@ -82,11 +82,13 @@ conversations = Table(
     Column("split", Text, nullable=False),
     Column("like", Text, nullable=False),
     Column("words", LargeBinary, nullable=False),
-    Index("conversations_joined", "like", sqlite_where=text('"like" <> key')),
+    Column("exact", Boolean, nullable=False, server_default=text("0")),
+    Index("conversations_joined", "like", sqlite_where=text('"like" <> key AND exact = 0')),
     sqlite_with_rowid=False,
 )
-"""Which side a conversation is on, for ever. `like` is the conversation it nearly repeats, else itself; `words` are
-the hashes of the words it begins with."""
+"""Which side a conversation is on, for ever. `like` is the conversation it follows because it begins nearly or
+exactly (`exact`) as that one does, else itself; `words` are the hashes of the words it begins with, none where it is
+`exact`."""
 
 openings, recent_openings = (
     Table(
@@ -98,7 +100,8 @@ openings, recent_openings = (
     )
     for name in ("openings", "recent_openings")
 )
-"""Where conversations that begin alike are found, see `flywheel.store.openings`: bands of a MinHash signature."""
+"""Where conversations that begin alike are found, see `flywheel.store.openings`: bands of a MinHash signature, and a
+hash of exactly what one begins with."""
 
 openings_filter = Table(
     "openings_filter",
@@ -124,18 +127,21 @@ tasks = Table(
     Column("state", Text, nullable=False),
     Column("excluded", Text, nullable=False, server_default=text("''")),
     Column("model", Text, nullable=False, server_default=text("''")),
+    Column("beginning", BigInteger),
     Column("payload", JSON, nullable=False),
     Column("retry_at", Text),
     Column("crashes", Integer, nullable=False, server_default=text("0")),
     Column("created_at", Text, nullable=False),
+    Index("tasks_by_beginning", "beginning", sqlite_where=text("beginning IS NOT NULL")),
     Index("tasks_by_state", "state", "split"),
     Index("tasks_suspected", "crashes", sqlite_where=text("crashes > 0")),
     Index("tasks_for_rounds", "state", "split", "excluded"),
     Index("tasks_by_conversation", "conversation_id", "started_at"),
 )
 """`excluded` says why rounds leave it out, see `flywheel.exclusion`; empty where nothing does. `model` is the one
-that was asked, empty where that is not known or the response's id tells which version answered. `crashes` is how
-often in a row a process ended while the task was in work."""
+that was asked, empty where that is not known or the response's id tells which version answered. `beginning` is a
+hash of what its conversation begins with, of held-out tasks alone. `crashes` is how often in a row a process ended
+while the task was in work."""
 
 dead_letters = Table(
     "dead_letters",

@@ -1,0 +1,91 @@
+"""The supply of a round: which samples it could take now, and why the others wait."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from sqlalchemy import Connection
+
+from flywheel.config import Config
+from flywheel.filtering.chain import influence_of
+from flywheel.filtering.influence import Candidate, choose, weigh
+from flywheel.store import influence, samples
+
+OVER: Final = "over their share"
+LATER: Final = "more than a round takes"
+
+
+@dataclass(frozen=True, slots=True)
+class Supply:
+    """`usable` samples could be taken now, and a round `needs` so many; `choice` are the tasks, None where any may be
+    taken. `waiting` counts the accepted samples that a round could not take now, by reason; `widened` are the shares
+    of one conversation, user or template that had to be widened, 0…1."""
+
+    usable: int
+    needs: int
+    choice: Sequence[int] | None = None
+    waiting: Mapping[str, int] = field(default_factory=dict)
+    widened: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def told(self) -> str:
+        """In one line: what there is, and what waits."""
+        return "; ".join((f"{self.usable} of {self.needs} samples are free", *self.waits))
+
+    @property
+    def waits(self) -> list[str]:
+        return [f"{number:,} {why}" for why, number in self.waiting.items()]
+
+    @property
+    def notice(self) -> str:
+        """Which shares of a round are larger than the chain says; empty where none is, or there is no round yet."""
+        if not self.widened or self.usable < self.needs:
+            return ""
+        shares = " and ".join(f"one {name} may be {share:.0%}" for name, share in self.widened.items())
+        return f"{shares} of a round, more than `influence` says: too few are there to fill one otherwise"
+
+
+class Supplies:
+    """The supply by the chain's `influence`, for one configuration.
+
+    The chain is read once, and the samples again only when other ones are free.
+    """
+
+    def __init__(self, config: Config) -> None:
+        """Raises ConfigError for a wrong chain."""
+        self._config = config
+        self._caps = influence_of(config.filter.chain)
+        self._known: tuple[object, Supply] | None = None
+
+    def now(self, conn: Connection) -> Supply:
+        which = samples.marks_of_free(conn, self._config.training.takes)
+        if self._known is None or self._known[0] != which:
+            self._known = which, self._supply(conn, which[0])
+        return self._known[1]
+
+    def _supply(self, conn: Connection, free: int) -> Supply:
+        most = most_samples(self._config)
+        needs = min(self._config.trigger.min_samples, most)
+        chosen = None if self._caps is None else choose(self._candidates(conn), self._caps, most, needs)
+        usable = min(free, most) if chosen is None else len(chosen.tasks)
+        waiting = {OVER if usable < most else LATER: free - usable} if usable < free else {}
+        if chosen is None:
+            return Supply(usable, needs, waiting=waiting)
+        return Supply(usable, needs, chosen.tasks, waiting, chosen.widened)
+
+    def _candidates(self, conn: Connection) -> list[Candidate]:
+        # Those that no filter run has weighed yet have shares as well.
+        unknown = {row.id: weigh(row.payload) for row in influence.unknown(conn, None)}
+        found = influence.candidates(conn, self._config.training.takes)
+        return [
+            Candidate(row.id, of.conversation, of.user, of.template)
+            for row in found
+            for of in (unknown.get(row.id, row),)
+        ]
+
+
+def most_samples(config: Config) -> int:
+    """How many samples a round takes at most: none that no step would look at."""
+    return min(config.trigger.max_samples, config.training.steps * config.training.prompts_per_step)
