@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, insert, select
+from sqlalchemy import Connection, insert, select, update
 
 from flywheel.config import Config, parse
 from flywheel.daemon.deployer import Deployer
@@ -21,6 +21,7 @@ from flywheel.daemon.service import Service
 from flywheel.errors import ServeError, StoreError
 from flywheel.files import tree_sha256
 from flywheel.serving.client import Replica
+from flywheel.serving.key import make_admin_key
 from flywheel.states import AdapterState, DeploymentState
 from flywheel.store import deployments, replicas, rounds, schema
 from flywheel.store.database import Store
@@ -234,6 +235,46 @@ async def test_a_process_that_died_in_its_swap_leaves_what_was_deployed(
     assert await fleet.targets() == [before, before]
     assert (await fleet.states())[0] == "failed"
     assert all(R2 not in app.loaded for app in fleet.apps)
+
+
+async def test_servers_are_managed_with_the_admin_key(
+    tmp_path: Path, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that `flywheel serve` made on this state, else the one that is configured; never the agents'."""
+    key = fleet.config.state_dir / "serving" / "admin.key"
+    key.parent.mkdir(mode=0o700)
+    make_admin_key(fleet.config)
+    monkeypatch.setenv("AGENTS", "agents")
+    monkeypatch.setenv("ADMIN", "of my own")
+    app = fleet.apps[0]
+
+    async def turn(admin: str, **settings: str) -> None:
+        with running(with_middleware(app, FLYWHEEL_API_KEY="agents", FLYWHEEL_ADMIN_KEY=admin)) as url:
+            serving = fleet.config.serving.model_copy(update={"urls": [url], "api_key_env": "AGENTS", **settings})
+            config = fleet.config.model_copy(update={"serving": serving})
+            deployer = Deployer(fleet.store, config)
+            await deployer.deploy("r0001", "test")
+            assert not (await deployer.reconcile()).errors
+            await deployer.rollback()
+
+    await turn(key.read_text().strip())
+    await turn("of my own", admin_key_env="ADMIN")
+    with pytest.raises(ServeError, match="refuses the key"):
+        await turn("of my own")
+
+
+async def test_an_adapter_with_pickled_weights_is_not_deployed(fleet: Fleet) -> None:
+    """Not even if its files are those that its round wrote down."""
+    path = fleet.path("r0001")
+    (path / "adapter_model.bin").touch()
+    await fleet.store.write(_hashed_anew, path)
+    with pytest.raises(ServeError, match=r"adapter_model\.bin.*only safetensors"):
+        await fleet.deployer.deploy("r0001", "test")
+    assert all("POST /v1/load_lora_adapter" not in app.calls for app in fleet.apps)
+
+
+def _hashed_anew(conn: Connection, path: Path) -> None:
+    conn.execute(update(schema.adapters).where(schema.adapters.c.path == str(path)).values(sha256=tree_sha256(path)))
 
 
 async def test_a_daemon_that_starts_leaves_a_swap_by_hand_alone(fleet: Fleet) -> None:

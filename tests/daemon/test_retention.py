@@ -6,7 +6,7 @@ import errno
 import json
 import shutil
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from flywheel.store import audit, deployments, lineage, rounds, schema
 from flywheel.store import retention as records
 from flywheel.store.database import Store
 from flywheel.store.transitions import utcnow
-from tests.serving.fake_vllm import BASE, PROBE, FakeVllm
+from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, running, with_middleware
 
 LONG_AGO = (datetime.now(UTC) - timedelta(days=400)).isoformat(timespec="milliseconds")
 
@@ -204,6 +204,23 @@ async def test_what_a_server_still_lists_stays(state: Old) -> None:
     done = await state.remove()
     assert state.whole() == ["r0001", "r0002", "r0003"]
     assert done.kept[0].needed == f"{state.config.serving.urls[0]} still lists it"
+
+
+async def test_servers_are_asked_with_the_admin_key(state: Old, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("r0001", "r0002", "r0003"):
+        await state.deployer.deploy(name, "test")
+    state.server.loaded["agent@r0001"] = str(state.directory("r0001") / "adapter")
+    monkeypatch.setenv("AGENTS", "agents")
+    monkeypatch.setenv("ADMIN", "admin")
+    with running(with_middleware(state.server, FLYWHEEL_API_KEY="agents", FLYWHEEL_ADMIN_KEY="admin")) as url:
+        found = {}
+        for name in (None, "ADMIN"):
+            keys = {"urls": [url], "api_key_env": "AGENTS", "admin_key_env": name}
+            config = state.config.model_copy(update={"serving": state.config.serving.model_copy(update=keys)})
+            keyed = replace(state, config=config).with_retention(keep_served=0)
+            found[name] = (await keyed.look(90)).kept[0].needed
+    assert "refuses the key" in found[None]
+    assert found["ADMIN"] == f"{url} still lists it"
 
 
 async def test_of_what_was_deployed_nothing_goes_while_a_server_cannot_be_asked(state: Old) -> None:

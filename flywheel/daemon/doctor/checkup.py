@@ -24,7 +24,7 @@ from flywheel.errors import ConfigError
 
 NEED_SETTINGS: Final = (
     "state", "disk", "schema", "daemon", "source", "filters", "rubric", "judge", "samples", "serve", "server",
-    "model", "rank", "gpu", "memory", "shared memory", "limits", "clock",
+    "tools", "model", "rank", "gpu", "memory", "shared memory", "limits", "clock",
 )  # fmt: skip
 """The checks of what a configuration says."""
 

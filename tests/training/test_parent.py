@@ -1,0 +1,24 @@
+"""Which adapters a round goes on from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flywheel.errors import TrainError
+from flywheel.files import tree_sha256
+from flywheel.round import AdapterRef
+from flywheel.training.policy import check_parent
+
+
+@pytest.mark.parametrize("name", ["adapter_model.bin", "adapter_model.pt", "optimizer.pkl"])
+def test_pickled_weights_are_not_trained_further(tmp_path: Path, name: str) -> None:
+    """Not even if they are what the round of the adapter wrote down."""
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / file).write_text("{}")
+    check_parent(AdapterRef(name="r0001", path=str(tmp_path), sha256=tree_sha256(tmp_path)))
+    (tmp_path / name).touch()
+    with pytest.raises(TrainError, match="only safetensors") as refused:
+        check_parent(AdapterRef(name="r0001", path=str(tmp_path), sha256=tree_sha256(tmp_path)))
+    assert refused.value.hint
