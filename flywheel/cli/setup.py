@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 @app.command()
 def serve(config: ConfigOption = None) -> None:
-    """Start vLLM's OpenAI server with LoRA and the alias inside it; this process becomes the server."""
+    """Start vLLM's OpenAI server with LoRA and the alias inside it; this process becomes the server.
+
+    It prints when it is ready, and at which address.
+    """
     from flywheel.serving.server import serve as start
 
     start(load_config(config))

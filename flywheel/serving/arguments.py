@@ -59,6 +59,10 @@ def check_arguments(extra_args: Sequence[str]) -> None:
             )
 
 
+def has_tls(extra_args: Sequence[str]) -> bool:
+    return any(_flag(argument) == "--ssl-certfile" for argument in extra_args)
+
+
 def parser_arguments(parsers: Parsers, extra_args: Sequence[str]) -> list[str]:
     """How vLLM is told of the parsers. Raises ServeError for one that the installed vLLM does not have."""
     for setting, name in zip(_REGISTRIES, parsers, strict=True):

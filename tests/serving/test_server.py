@@ -162,6 +162,8 @@ def test_what_the_middleware_is_told(make: Callable[..., Config]) -> None:
     assert environment["FLYWHEEL_MAX_BODY_BYTES"] == "1500000"
     assert environment["FLYWHEEL_OPEN_METRICS"] == "1"
     assert environment["FLYWHEEL_ADDRESS"] == "http://127.0.0.1:8123"
+    encrypted = make(extra_args=["--ssl_certfile=/etc/cert.pem", "--ssl-keyfile", "/etc/key.pem"])
+    assert server.command(encrypted)[1]["FLYWHEEL_ADDRESS"] == "https://127.0.0.1:8000"
     assert "FLYWHEEL_OPEN_METRICS" not in server.command(make())[1]
 
 
