@@ -115,6 +115,15 @@ def test_a_deeply_nested_body_is_a_wrong_request(url: str) -> None:
     assert "nested" in refused.json()["error"]["message"]
 
 
+def test_a_body_with_many_models_is_a_wrong_request(app: FakeVllm, url: str) -> None:
+    body = b"{" + b",".join([b'"model":"agent"'] * 200_000) + b"}"
+    headers = {"content-type": "application/json"}
+    refused = httpx.post(f"{url}/v1/chat/completions", content=body, headers=headers)
+    assert refused.status_code == 400
+    assert "`model` keys" in refused.json()["error"]["message"]
+    assert app.calls == []
+
+
 def test_the_request_id_says_which_version_answers(app: FakeVllm, url: str) -> None:
     app.loaded["agent@r0001"] = "/adapters/r0001"
     instance = httpx2.get(f"{url}/flywheel/alias").json()["instance"]
