@@ -118,7 +118,7 @@ def test_a_deeply_nested_body_is_a_wrong_request(url: str) -> None:
 def test_a_body_with_many_models_is_a_wrong_request(app: FakeVllm, url: str) -> None:
     body = b"{" + b",".join([b'"model":"agent"'] * 200_000) + b"}"
     headers = {"content-type": "application/json"}
-    refused = httpx.post(f"{url}/v1/chat/completions", content=body, headers=headers)
+    refused = httpx2.post(f"{url}/v1/chat/completions", content=body, headers=headers)
     assert refused.status_code == 400
     assert "`model` keys" in refused.json()["error"]["message"]
     assert app.calls == []
