@@ -84,6 +84,8 @@ class Collector:
                 self._give_up(pending, completions)
                 break
         generated = time.monotonic()
+        if self._meter is not None:
+            self._meter.generated()
         waiting: set[Future[Verdict]] = set(grades.values())
         while waiting:
             check_stopped()

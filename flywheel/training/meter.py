@@ -62,6 +62,11 @@ class Meter:
             seldom = self._clock() - self._written < WRITE_SECONDS
             self._set(write=not seldom, rollouts=self._now.rollouts + 1, tokens_per_second=rate)
 
+    def generated(self) -> None:
+        """All of them are there, or given up."""
+        with self._lock:
+            self._set()
+
     def stepped(self, step: int, reward: float | None, *, collecting_seconds: float) -> None:
         """A step is done, of which collecting the rollouts took so long. `step` counts from 1."""
         with self._lock:

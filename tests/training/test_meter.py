@@ -99,6 +99,8 @@ def test_a_thousand_rollouts_do_not_write_a_thousand_files(tmp_path: Path, clock
         meter.completed(1)
         seen.add(read(tmp_path).rollouts)
     assert len(seen) < 20
+    meter.generated()
+    assert read(tmp_path).rollouts == 1000
 
 
 def test_what_another_version_wrote_is_no_progress(tmp_path: Path) -> None:
