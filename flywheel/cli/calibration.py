@@ -37,6 +37,7 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
     from flywheel.judge.client import judge_of
     from flywheel.judge.grader import Grader
     from flywheel.judge.rubric_file import load_rubric
+    from flywheel.judge_usage import Purpose
     from flywheel.store import calibrations, spending
     from flywheel.store.database import Store
 
@@ -59,7 +60,9 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
 
             def on_verdict(verdict: Verdict) -> None:
                 # At once: what was spent is spent, whatever becomes of the calibration.
-                asyncio.run_coroutine_threadsafe(store.write(spending.add, verdict), loop).result()
+                asyncio.run_coroutine_threadsafe(
+                    store.write(spending.add, verdict, Purpose.CALIBRATION), loop
+                ).result()
                 progress.step()
 
             judging = partial(
@@ -101,7 +104,7 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
         grader.close()
         await store.close()
     paid = cost_of(outcome.calls, outcome.prompt_tokens, outcome.completion_tokens, settings.prices)
-    return {**told(file, rubric, judge, given, outcome, shortfall), "cost": filter_json.money(paid)}
+    return {**told(file, rubric, judge, given, outcome, shortfall), "cost": paid.price}
 
 
 def _preview(grader: Grader, given: Labels, repeats: int) -> Preview:

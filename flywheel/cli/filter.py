@@ -194,7 +194,7 @@ async def _filter(wanted: _Wanted) -> tuple[dict[str, Any], FlywheelError | None
     assert report is not None
     cost = cost_of(report.calls, report.prompt_tokens, report.completion_tokens, prices)
     verdicts = [found[task] for task in sorted(found)]
-    return filter_json.report(report, total, verdicts, wanted.dry_run, filter_json.money(cost)), report.error
+    return filter_json.report(report, total, verdicts, wanted.dry_run, cost.price), report.error
 
 
 async def _estimate(wanted: _Wanted) -> dict[str, Any]:
@@ -266,7 +266,7 @@ async def _compare(wanted: _Wanted, against: Path) -> tuple[dict[str, Any], Flyw
         },
         "usage": usage,
         "reused": sum(not each.paid for each in report.compared),
-        "cost": filter_json.money(cost_of(**usage, prices=prices)),
+        "cost": cost_of(**usage, prices=prices).price,
         "dry_run": True,
         "error": str(report.error) if report.error else None,
     }, report.error

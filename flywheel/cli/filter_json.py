@@ -91,16 +91,12 @@ def flip(compared: Compared, old: Filtering, new: Filtering) -> dict[str, Any]:
     }
 
 
-def money(cost: Cost) -> dict[str, Any] | None:
-    return None if cost.money is None else {"amount": round(cost.money, 6), "currency": cost.currency}
-
-
 def estimated(cost: Cost) -> dict[str, Any]:
     return {
         "calls": cost.calls,
         "prompt_tokens": cost.prompt_tokens,
         "completion_tokens": cost.completion_tokens,
-        "cost": money(cost),
+        "cost": cost.price,
         "learned_from": cost.learned_from,
         "more_calls_if_close": cost.more,
     }

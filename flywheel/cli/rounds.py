@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from flywheel.config import Config
     from flywheel.daemon.deployer import Deployer
     from flywheel.daemon.rounds import Rounds
+    from flywheel.judge_usage import UsageFile
     from flywheel.store.database import Store
 
 T = TypeVar("T")
@@ -135,14 +136,27 @@ async def _debug(config: Config, *, quiet: bool) -> dict[str, Any]:
     from flywheel.daemon.interruption import Interruption
     from flywheel.daemon.judge_setup import rubric_of
     from flywheel.daemon.planner import debug_spec
+    from flywheel.daemon.round_account import left
     from flywheel.daemon.round_watch import RoundWatch
     from flywheel.daemon.status import metrics_of
     from flywheel.daemon.worker_process import WorkerProcess, result_of
+    from flywheel.judge.budget import Budget
+    from flywheel.judge_usage import UsageFile
 
     rubric = rubric_of(config)
     spec = await look_at(config, debug_spec, config, rubric)
     directory = config.state_dir / "rounds" / "debug"
-    worker = await WorkerProcess.start(directory, spec)
+    usage, lent = UsageFile(directory), await look_at(config, left, config.judge.budget, Budget(config.judge.budget))
+    if lent is not None and lent.tokens <= 0:
+        raise TrainError("try a round", lent.why, "Or raise it.")
+
+    async def begin_account() -> None:
+        # An earlier one's calls are booked.
+        usage.path.unlink(missing_ok=True)
+        if lent is not None:
+            lent.write(directory)
+
+    worker = await WorkerProcess.start(directory, spec, begin_account)
     interruption = Interruption(config.daemon.drain_seconds)
     watch = RoundWatch("debug", worker)
     try:
@@ -151,8 +165,10 @@ async def _debug(config: Config, *, quiet: bool) -> dict[str, Any]:
     except BaseException:
         await worker.stop()
         raise
+    finally:
+        await _book(config, usage)
     if interruption.by is not None:
-        raise interruption.error("try a round", "Its worker has ended, and nothing was stored.")
+        raise interruption.error("try a round", "Its worker has ended; nothing but what its judge took was stored.")
     result = result_of(directory, code)
     steps = [entry for entry in metrics_of(directory) if entry.get("event") == "step"]
     return {
@@ -162,6 +178,21 @@ async def _debug(config: Config, *, quiet: bool) -> dict[str, Any]:
         "dir": str(directory),
         "metrics": steps,
     }
+
+
+async def _book(config: Config, usage: UsageFile) -> None:
+    """Count what a debug round's judge was used for. A running daemon is not in the way: what was spent is added."""
+    from flywheel.store.database import Store
+    from flywheel.store.spending import book
+
+    found, _ = usage.read(0)
+    if not found:
+        return
+    store = await Store.open(config.state_dir)
+    try:
+        await store.write(book, found)
+    finally:
+        await store.close()
 
 
 def _print(report: dict[str, Any]) -> None:

@@ -188,7 +188,7 @@ def _facts(state: dict[str, Any], parts: _Parts) -> list[Fact]:
         *(("verdicts", text) for text in _verdicts(state["recent_verdicts"])),
         ("samples", _samples(state)),
         *parts.left_out,
-        ("judge", state["judge"]["error"] or quantity(state["judge"]["usage"]["calls"], "call")),
+        ("judge", _judge(state["judge"])),
         ("deployed", f"{deployed['alias']} → {deployed['adapter'] or 'the base model'}"),
         *parts.servers,
         *_live(state["live_round"]),
@@ -204,6 +204,25 @@ def _verdicts(recent: dict[str, Any]) -> Iterator[str]:
     yield f"last {recent['judged']:,}: {recent['accepted']:,} accepted"
     if recent["rejected_by"]:
         yield f"rejected by {counted(recent['rejected_by'])}"
+
+
+def _judge(judge: dict[str, Any]) -> str:
+    """What it waits for, and what it was used for."""
+    from flywheel.cli.verdict_table import money, spent
+
+    together = judge["usage"]
+    lines = [judge["error"]] if judge["error"] else []
+    if together["calls"] or not lines:
+        lines.append(spent(together, 0, together["cost"]))
+    parts = [
+        f"{purpose} {quantity(used['calls'], 'call')}, {used['prompt_tokens'] + used['completion_tokens']:,} tokens"
+        + (f", {money(used['cost'])}" if used["cost"] is not None else "")
+        for purpose, used in judge["by_purpose"].items()
+        if used["calls"]
+    ]
+    if len(parts) > 1:
+        lines.append("; ".join(parts))
+    return "\n".join(lines)
 
 
 def _live(live: dict[str, Any] | None) -> list[Fact]:

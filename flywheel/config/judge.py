@@ -24,9 +24,11 @@ class BackupJudge(Section):
 
 class JudgeBudget(Section):
     tokens_per_day: int | None = Field(default=None, gt=0)
-    """Tokens that judging may use in one day (UTC); it pauses when they are used up and goes on the next day."""
+    """Tokens that judging may use in one day (UTC); it pauses when they are used up, a round in the middle of a step
+    too, and goes on the next day."""
     tokens_per_run: int | None = Field(default=None, gt=0)
-    """Tokens that one `flywheel filter` or one `flywheel run` may use, from its start to its end."""
+    """Tokens that one `flywheel filter`, `flywheel round` or `flywheel run` may use, from its start to its end. A
+    round that would need more fails."""
 
 
 class JudgePrices(Section):
@@ -59,7 +61,7 @@ class JudgeSettings(Section):
     tokens_per_minute: int | None = Field(default=None, gt=0)
     """Tokens, sent and received, that are used in one minute, at most; a call's are estimated before it."""
     budget: JudgeBudget = JudgeBudget()
-    """What judging may use before it pauses. The calls that grade a round's rollouts are not held back."""
+    """What judging may use before it pauses: that of tasks, of rollouts and gates, and of calibrations."""
     prices: JudgePrices | None = None
     """What the judge costs; estimates and dry runs then show money beside tokens."""
     max_attempts: int = Field(default=4, gt=0)

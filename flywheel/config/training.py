@@ -98,6 +98,9 @@ class TrainingSettings(Section):
     """Rollouts per forward and backward pass; it must divide prompts_per_step × group_size."""
     max_undecided_share: Share = 0.5
     """A step with a larger share of undecided rewards fails the round."""
+    judge_wait_seconds: float = Field(default=3600.0, ge=0)
+    """How long a round waits for a judge that is away, in the middle of a step or of the comparison. After that, what
+    it was to grade is undecided."""
     min_spread_share: Share = 0.0
     """A round whose first two steps have no more than this share of groups with different rewards is refused: nothing
     can be learned from it."""

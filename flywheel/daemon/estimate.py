@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from flywheel.config import JudgePrices
 from flywheel.store import usage
@@ -42,6 +42,11 @@ class Cost:
     currency: str
     learned_from: int = 0
     more: int = 0
+
+    @property
+    def price(self) -> dict[str, Any] | None:
+        """`money` with its currency, for programs."""
+        return None if self.money is None else {"amount": round(self.money, 6), "currency": self.currency}
 
 
 def cost_of(calls: int, prompt_tokens: int, completion_tokens: int, prices: JudgePrices | None) -> Cost:

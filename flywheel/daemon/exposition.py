@@ -98,14 +98,24 @@ def _of_sources(sources: list[dict[str, Any]]) -> Iterator[Metric]:
 
 
 def _of_judge(judge: dict[str, Any]) -> Iterator[Metric]:
-    usage = judge["usage"]
-    calls = CounterMetricFamily("flywheel_judge_calls", "Calls of the judge that stored verdicts took.")
-    calls.add_metric((), usage["calls"])
+    purposes = judge["by_purpose"]
+    calls = CounterMetricFamily("flywheel_judge_calls", "Calls of the judge by purpose.", labels=("purpose",))
+    tokens = CounterMetricFamily(
+        "flywheel_judge_tokens", "Tokens of those calls by kind.", labels=("purpose", "kind")
+    )
+    for purpose, used in purposes.items():
+        calls.add_metric((purpose,), used["calls"])
+        for kind in ("prompt", "completion"):
+            tokens.add_metric((purpose, kind), used[f"{kind}_tokens"])
     yield calls
-    tokens = CounterMetricFamily("flywheel_judge_tokens", "Tokens of those calls by kind.", labels=("kind",))
-    for kind in ("prompt", "completion"):
-        tokens.add_metric((kind,), usage[f"{kind}_tokens"])
     yield tokens
+    costs = [
+        ((purpose, used["cost"]["currency"]), used["cost"]["amount"])
+        for purpose, used in purposes.items()
+        if used["cost"] is not None
+    ]
+    yield _gauge("judge_cost", "What those tokens cost by today's judge.prices.", ("purpose", "currency"), costs)
+    yield _number("judge_tokens_today", "Tokens, sent and received, since midnight UTC.", judge["tokens_today"])
     yield _number("judge_failing", "Whether judging waits for something to be put right.", bool(judge["error"]))
 
 

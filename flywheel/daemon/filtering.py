@@ -52,7 +52,7 @@ class Filtering:
     """Judges what is due. Raises ConfigError at once for a wrong rubric, chain or judge.
 
     `rubric` takes the place of the one that the configuration and the chain name. `judge` is the judge as both have
-    it, and `redact` what takes personal data out of a task before it, if there is any.
+    it, `budget` what it may use, and `redact` what takes personal data out of a task before it, if there is any.
     """
 
     def __init__(self, store: Store, config: Config, *, rubric: Rubric | None = None) -> None:
@@ -66,7 +66,7 @@ class Filtering:
         check_alien(config, self.rubric)
         self.judge = judge_settings(config, self._chain)
         self.grader = Grader(self.rubric, self.judge)
-        self._budget = Budget(self.judge.budget, lambda: self._ask(spending.tokens_today))
+        self.budget = Budget(self.judge.budget, lambda: self._ask(spending.tokens_today))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failed = False
         self._screening = Screening(self._chain, self._ask) if self._chain else None
@@ -232,7 +232,7 @@ class Filtering:
             if self._screening is not None:
                 self._screening.weigh_earlier()
             # A calibration beside the daemon has its part of the day's budget.
-            self._budget.look_again()
+            self.budget.look_again()
             # After a run that failed, one first: each claim is written down, and so is each task that is given back,
             # at every try of an outage.
             batches = (
@@ -247,7 +247,7 @@ class Filtering:
                 items,
                 self.judge.max_thread,
                 feed.stop,
-                budget=self._budget,
+                budget=self.budget,
                 drain_seconds=self._config.daemon.drain_seconds,
                 earlier=lambda task: task.earlier,
             )

@@ -20,12 +20,14 @@ from flywheel.config import Config
 from flywheel.daemon import planner
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.judge_setup import chain_of, judge_settings
+from flywheel.daemon.round_account import RoundAccount, left
 from flywheel.daemon.round_watch import RoundWatch
 from flywheel.daemon.supply import Supplies
 from flywheel.daemon.worker_process import WorkerProcess, result_of
 from flywheel.errors import ServeError, TrainError
 from flywheel.evaluation.gate import decide
 from flywheel.files import tree_sha256
+from flywheel.judge.budget import Budget
 from flywheel.judge.grader import Grader
 from flywheel.round import RoundResult
 from flywheel.rubric import Rubric
@@ -41,8 +43,12 @@ log = logging.getLogger(__name__)
 class Rounds:
     """Plans rounds and brings them to their end. One at a time."""
 
-    def __init__(self, store: Store, config: Config, rubric: Rubric, deployer: Deployer) -> None:
+    def __init__(
+        self, store: Store, config: Config, rubric: Rubric, deployer: Deployer, budget: Budget | None = None
+    ) -> None:
+        """`budget` knows what this run has used of the judge for other things."""
         self._store = store
+        self._budget = budget or Budget(config.judge.budget)
         self._config = config
         self._rubric = rubric
         self._deployer = deployer
@@ -56,8 +62,8 @@ class Rounds:
         due = await self._store.read(planner.due, self._config, self._supplies, window=window)
         if unfit := self._rubric.unfit_for_rollouts:
             due = planner.Due(False, f"another rubric: {unfit}")
-        elif due.start and (shortfall := await self._store.read(self._shortfall)):
-            due = planner.Due(False, shortfall)
+        elif due.start and (why := await self._store.read(self._shortfall) or await self._store.read(self._spent)):
+            due = planner.Due(False, why)
         if due.start:
             await self.plan(due.reason)
         else:
@@ -68,6 +74,8 @@ class Rounds:
         """Plan a round now; its name. Raises TrainError when nothing can be planned, or nothing may be."""
         if shortfall := await self._store.read(self._shortfall):
             raise TrainError("start a round", shortfall, "Or lower judge.min_kappa if you know why.")
+        if spent := await self._store.read(self._spent):
+            raise TrainError("start a round", spent, "Or raise it.")
         directory = self._config.state_dir / "rounds"
         row = await self._store.write(planner.plan, self._config, self._rubric, directory, trigger)
         log.info("%s is planned: %s", row.name, trigger)
@@ -81,6 +89,11 @@ class Rounds:
             return None
         with closing(Grader(self._rubric, judge_settings(self._config, chain_of(self._config)))) as grader:
             return calibrations.shortfall(conn, self._rubric.hash, grader.judge_hash, bar)
+
+    def _spent(self, conn: Connection) -> str:
+        """Why a round could pay for no verdict; empty when it could for some."""
+        lent = left(conn, self._config.judge.budget, self._budget)
+        return lent.why if lent is not None and lent.tokens <= 0 else ""
 
     async def finish_live(self) -> RoundState | None:
         """Take the live round as far as it goes; its last state, or None without a live round.
@@ -113,7 +126,7 @@ class Rounds:
             for stray in await asyncio.to_thread(WorkerProcess.strays, Path(row.dir)):
                 log.warning("%s: a worker (process %d) that nobody watches is stopped", row.name, stray.pid)
                 await stray.stop()
-            self._worker = await WorkerProcess.start(Path(row.dir), spec)
+            self._worker = await WorkerProcess.start(Path(row.dir), spec, self._account(row).settle)
         except TrainError as error:
             await self._fail(row, RoundState.PLANNED, str(error))
             return False
@@ -127,12 +140,14 @@ class Rounds:
         if worker is None and (worker := WorkerProcess.adopt(Path(row.dir), row.pid)) is not None:
             log.info("%s: its worker (process %d), which an earlier daemon started, is adopted", row.name, worker.pid)
         self._worker = worker
+        account = self._account(row)
         code: int | None = None
         try:
             if worker is not None and self._stopping.is_set():
                 await worker.stop()
             elif worker is not None:
-                code = await RoundWatch(row.name, worker).follow(self._config.daemon.round_timeout_seconds)
+                watch = RoundWatch(row.name, worker, account)
+                code = await watch.follow(self._config.daemon.round_timeout_seconds)
             if self._stopping.is_set():
                 await self._store.write(_put_back, row.id)
                 return
@@ -144,15 +159,21 @@ class Rounds:
             await self._retry(row, RoundState.TRAINING, f"it ran longer than {seconds:g} s")
             return
         except TrainError as error:
+            if worker is not None:
+                await worker.stop()
             if error.retryable:
                 await self._retry(row, RoundState.TRAINING, str(error))
             else:
                 await self._fail(row, RoundState.TRAINING, str(error))
             return
         finally:
+            await account.settle()
             self._worker = None
         await self._store.write(rounds.store_result, row.id, result)
         await self._store.write(move, row.id, RoundState.TRAINING, RoundState.EVALUATING, result.outcome, pid=None)
+
+    def _account(self, row: Row[Any]) -> RoundAccount:
+        return RoundAccount(self._store, self._budget, self._config.judge.budget, row.id, Path(row.dir))
 
     async def _retry(self, row: Row[Any], state: RoundState, why: str) -> None:
         if row.attempt >= self._config.daemon.round_attempts:

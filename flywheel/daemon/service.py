@@ -51,7 +51,7 @@ class Service:
         self._ingestion = Ingestion(store, config)
         self._filtering = Filtering(store, config)
         self._deployer = Deployer(store, config)
-        self._rounds = Rounds(store, config, self._filtering.rubric, self._deployer)
+        self._rounds = Rounds(store, config, self._filtering.rubric, self._deployer, self._filtering.budget)
         self._window = False
         self._max_rounds: int | None = None
         self._finished_rounds = 0

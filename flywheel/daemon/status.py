@@ -11,14 +11,16 @@ from sqlalchemy import Connection, Row
 
 from flywheel import __version__
 from flywheel.config import Config, JsonlSource, OtlpSource
+from flywheel.daemon.estimate import cost_of
 from flywheel.daemon.lock import holder
 from flywheel.daemon.supply import Supplies, Supply
 from flywheel.errors import ConfigError
 from flywheel.exclusion import WORDS, Exclusion
+from flywheel.judge_usage import Purpose
 from flywheel.progress import progress_of
 from flywheel.round import METRICS_FILE
 from flywheel.states import ReplyState, RoundState, TaskState
-from flywheel.store import deployments, funnel, judging, replicas, rounds, samples, sides
+from flywheel.store import deployments, funnel, judging, replicas, rounds, samples, sides, spending
 from flywheel.store.audit import balance
 from flywheel.store.ledger import SourceCounts
 
@@ -52,7 +54,7 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
         "held_out": samples.count_held_out(conn, takes),
         "left_out": _left_out(samples.count_left_out(conn, takes)),
         "due": judging.count_due(conn),
-        "judge": {"error": funnel.noted(conn, funnel.JUDGE_NOTE), "usage": funnel.judge_usage(conn)},
+        "judge": _judge(conn, config),
         "recent_verdicts": funnel.recent_verdicts(conn, VERDICTS_SHOWN),
         "warnings": [*wrong_chain, *_warnings(conn, config, supply)],
         "waiting_for": funnel.noted(conn, funnel.ROUND_NOTE),
@@ -98,6 +100,22 @@ def _warnings(conn: Connection, config: Config, supply: Supply) -> list[str]:
         supply.notice,
     )
     return [warning for warning in found if warning]
+
+
+def _judge(conn: Connection, config: Config) -> dict[str, Any]:
+    """What judging waits for, and what it has used: together, and by what it was for."""
+    by_purpose = spending.by_purpose(conn)
+    together = {name: sum(used[name] for used in by_purpose.values()) for name in by_purpose[Purpose.FILTER]}
+
+    def with_cost(used: dict[str, int]) -> dict[str, Any]:
+        return {**used, "cost": cost_of(**used, prices=config.judge.prices).price}
+
+    return {
+        "error": funnel.noted(conn, funnel.JUDGE_NOTE),
+        "usage": with_cost(together),
+        "by_purpose": {purpose.value: with_cost(used) for purpose, used in by_purpose.items()},
+        "tokens_today": spending.tokens_today(conn),
+    }
 
 
 def _sources(conn: Connection, config: Config) -> list[dict[str, Any]]:

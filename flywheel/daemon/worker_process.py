@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
@@ -34,10 +35,15 @@ class WorkerProcess:
         self._process = process
 
     @classmethod
-    async def start(cls, round_dir: Path, spec: RoundSpec) -> WorkerProcess:
-        """Write the specification and start the worker. Raises TrainError when the disk or the system refuses."""
+    async def start(
+        cls, round_dir: Path, spec: RoundSpec, prepare: Callable[[], Awaitable[object]] | None = None
+    ) -> WorkerProcess:
+        """Write the specification and start the worker; `prepare` comes between. Raises TrainError when the disk or
+        the system refuses."""
         try:
             round_dir.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240 - before anything waits
+            if prepare is not None:
+                await prepare()
             for name in (RESULT_FILE, ERROR_FILE, PROGRESS_FILE):
                 (round_dir / name).unlink(missing_ok=True)
             write_atomic(round_dir / SPEC_FILE, spec.model_dump_json(indent=1).encode())

@@ -65,6 +65,20 @@ class Budget:
             self._roll_over()
             return min((limit - used for used, limit, _, _ in self._rows()), default=None)
 
+    def run_left(self) -> int | None:
+        """Those of this run alone; None without a limit."""
+        limit = self._settings.tokens_per_run
+        return None if limit is None else limit - self._run
+
+    def book(self, tokens: int) -> None:
+        """So many were used by others, who have stored it."""
+        with self._changed:
+            self._run += tokens
+            # What was stored before the first look is asked for then.
+            if self._day is not None:
+                self._roll_over()
+                self._today += tokens
+
     def check(self) -> None:
         """Raises BudgetSpentError if nothing is left."""
         if self.limits:

@@ -79,17 +79,6 @@ def _share(part: int, whole: int) -> float | None:
     return part / whole if whole else None
 
 
-def judge_usage(conn: Connection) -> dict[str, int]:
-    row = conn.execute(
-        select(
-            func.coalesce(func.sum(verdicts.c.calls), 0),
-            func.coalesce(func.sum(verdicts.c.prompt_tokens), 0),
-            func.coalesce(func.sum(verdicts.c.completion_tokens), 0),
-        )
-    ).one()
-    return {"calls": int(row[0]), "prompt_tokens": int(row[1]), "completion_tokens": int(row[2])}
-
-
 def count_dead_letters(conn: Connection) -> int:
     """Those that nobody has retried or dropped yet."""
     is_open = dead_letters.c.state == LetterState.OPEN.value

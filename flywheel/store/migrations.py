@@ -88,9 +88,12 @@ def _to_7(conn: Connection) -> None:
         conn.execute(text("DROP INDEX IF EXISTS tasks_with_images"))
         conn.execute(text("ALTER TABLE tasks DROP COLUMN images"))
     conn.execute(text("DROP INDEX IF EXISTS conversations_joined"))
-    _grow(conn, tasks=("excluded", "model", "beginning", "crashes"), conversations=("exact",))
+    conn.execute(text("ALTER TABLE judge_days RENAME TO judge_days_of_6"))
+    task_columns = ("excluded", "model", "beginning", "crashes")
+    _grow(conn, tasks=task_columns, conversations=("exact",), rounds=("usage_read",))
     _say_what_is_exact(conn)
     _remember_beginnings(conn)
+    _say_what_judging_was_for(conn)
 
 
 def _say_what_is_exact(conn: Connection) -> None:
@@ -156,6 +159,20 @@ def _remember_beginnings(conn: Connection) -> None:
     both = text("SELECT beginning FROM begun GROUP BY beginning HAVING count(DISTINCT split) > 1")
     samples.leave_gate(conn, set(conn.execute(both).scalars()))
     conn.execute(text("DROP TABLE begun"))
+
+
+def _say_what_judging_was_for(conn: Connection) -> None:
+    """It was not told apart. Of days that were not counted, stored verdicts tell a part."""
+    conn.execute(
+        text(
+            "INSERT INTO judge_days (day, purpose, calls, prompt_tokens, completion_tokens) "
+            "SELECT day, 'filter', calls, prompt_tokens, completion_tokens FROM judge_days_of_6 UNION ALL "
+            "SELECT substr(created_at, 1, 10), 'filter', sum(calls), sum(prompt_tokens), sum(completion_tokens) "
+            "FROM verdicts WHERE calls > 0 AND substr(created_at, 1, 10) NOT IN (SELECT day FROM judge_days_of_6) "
+            "GROUP BY 1"
+        )
+    )
+    conn.execute(text("DROP TABLE judge_days_of_6"))
 
 
 MIGRATIONS: Mapping[int, Callable[[Connection], None]] = MappingProxyType(

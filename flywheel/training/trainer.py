@@ -74,12 +74,13 @@ class Trainer:
         self,
         prompts: Sequence[Prompt],
         engines: Sequence[Any],
-        make_grade: Callable[[RoundSpec], Grade],
+        make_grade: Callable[[Callable[[str], None]], Grade],
         gate_rollouts: int,
     ) -> Trained:
         """Train for the configured steps and write the adapter. Raises TrainError, or the judge's error.
 
-        `gate_rollouts` are those of the comparison that follows, for the time that is left.
+        `make_grade` is given whom to tell of pauses. `gate_rollouts` are those of the comparison that follows, for
+        the time that is left.
         """
         from transformers import AutoTokenizer
 
@@ -90,7 +91,7 @@ class Trainer:
         meter.enter("training", training.prompts_per_step * training.group_size)
         with Collector(
             engines,
-            make_grade(self._spec),
+            make_grade(meter.pause),
             max_thread=self._settings.judge.max_thread,
             timeout_seconds=self._settings.rollout.timeout_seconds,
             meter=meter,

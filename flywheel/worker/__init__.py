@@ -24,13 +24,15 @@ from pathlib import Path
 from flywheel import log as logs
 from flywheel.errors import EXIT_FAILED, FlywheelError, LockedError, TrainError
 from flywheel.files import write_atomic
+from flywheel.judge_usage import UsageFile
 from flywheel.round import LOG_FILE, RESULT_FILE, RoundResult, RoundSpec
 from flywheel.rubric import FIT_FOR_ROLLOUTS
 from flywheel.training import cluster
 from flywheel.training.directory import clear, finished, read_spec, settings_of, start_over, write_error
 from flywheel.training.policy import check_base, check_parent, other_form
 from flywheel.training.process import Stopped, alone_in, catch_signals, output_to
-from flywheel.worker.training_round import MakeGrade, Round, build_grade, rubric_of
+from flywheel.worker.grading import build_grade, rubric_of
+from flywheel.worker.training_round import MakeGrade, Round
 
 log = logging.getLogger("flywheel.worker")
 
@@ -94,6 +96,7 @@ def _work(directory: Path, spec: RoundSpec, make_grade: MakeGrade) -> None:
         if finished(directory, spec):
             return
         start_over(directory)
+        UsageFile(directory).mend()
         with output_to(directory / LOG_FILE):
             logs.setup()
             try:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
@@ -15,8 +16,8 @@ from flywheel.config import Config
 from flywheel.errors import TrainError
 from flywheel.evaluation.compare import Paired, compare, compare_criterion
 from flywheel.files import tree_sha256
+from flywheel.judge_usage import Purpose
 from flywheel.round import ADAPTER_DIR, AdapterRef, Comparison, RoundResult, RoundSpec, RoundTask
-from flywheel.rubric import Rubric
 from flywheel.training import cluster
 from flywheel.training.chat import served_format
 from flywheel.training.collector import Collector, Grade
@@ -30,25 +31,12 @@ from flywheel.training.probe import make_probe
 from flywheel.training.prompts import Asked, Prompt, asked
 from flywheel.training.rollout import LoadedAdapter, add_usage
 from flywheel.training.trainer import Trainer
+from flywheel.worker.grading import rubric_of
+from flywheel.worker.patience import Pause
 
 log = logging.getLogger("flywheel.worker")
 
-MakeGrade = Callable[[RoundSpec], Grade]
-
-
-def rubric_of(spec: RoundSpec) -> Rubric:
-    """The round's rubric. Raises ConfigError."""
-    from flywheel.judge.rubric_file import parse_rubric
-
-    return parse_rubric(spec.rubric, f"the rubric of {spec.round_id}")
-
-
-def build_grade(spec: RoundSpec) -> Grade:
-    """The round's rubric as a callable. Raises ConfigError for a rubric or a judge that cannot work."""
-    from flywheel.judge.grader import Grader
-
-    settings = Config.model_validate(spec.settings)
-    return Grader(rubric_of(spec), settings.judge).grade
+MakeGrade = Callable[[RoundSpec, Path, Purpose, Pause], Grade]
 
 
 class Round:
@@ -56,10 +44,11 @@ class Round:
 
     def __init__(self, spec: RoundSpec, directory: Path, settings: Config, make_grade: MakeGrade) -> None:
         self.spec, self.directory, self.settings = spec, directory, settings
-        self.make_grade = make_grade
-        self.grade = make_grade(spec)
         self.metrics = Metrics(directory)
         self.meter = Meter(directory, steps=settings.training.steps)
+        self.make_grade = partial(make_grade, spec, directory, Purpose.ROUNDS)
+        purpose = Purpose.ROUNDS if spec.debug else Purpose.GATES
+        self.grade = make_grade(spec, directory, purpose, self.meter.pause)
         self.engines: list[Any] = []
         self.trainer: Any = None
         self.seconds: dict[str, float] = {}

@@ -97,7 +97,9 @@ async def test_a_spent_budget_leaves_the_rest_pending_and_the_status_says_why(st
 async def test_yesterday_s_tokens_are_not_today_s(store: Store) -> None:
     def yesterday(conn: Connection) -> None:
         conn.execute(
-            schema.judge_days.insert().values(day="2020-01-01", calls=1, prompt_tokens=5, completion_tokens=5)
+            schema.judge_days.insert().values(
+                day="2020-01-01", purpose="filter", calls=1, prompt_tokens=5, completion_tokens=5
+            )
         )
 
     await store.write(yesterday)

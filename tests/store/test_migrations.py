@@ -10,7 +10,8 @@ from sqlalchemy import Connection, inspect, select
 from flywheel.config import parse
 from flywheel.daemon.ingestion import Ingestion
 from flywheel.exclusion import Exclusion
-from flywheel.store import audit, holdings, ledger, samples
+from flywheel.judge_usage import Purpose
+from flywheel.store import audit, holdings, ledger, samples, spending
 from flywheel.store.database import Store
 from flywheel.store.export import TaskFile
 from flywheel.store.schema import SCHEMA_VERSION, conversations, events, metadata, replies, sources, tasks
@@ -23,7 +24,11 @@ BEFORE_7 = (
     "DROP INDEX tasks_suspected; ALTER TABLE tasks DROP COLUMN crashes;"
     "ALTER TABLE tasks DROP COLUMN excluded; ALTER TABLE tasks DROP COLUMN model;"
     "ALTER TABLE tasks DROP COLUMN beginning; ALTER TABLE conversations DROP COLUMN exact;"
+    "ALTER TABLE rounds DROP COLUMN usage_read; DROP TABLE judge_days;"
+    "CREATE TABLE judge_days (day TEXT PRIMARY KEY, calls INTEGER NOT NULL, prompt_tokens BIGINT NOT NULL,"
+    " completion_tokens BIGINT NOT NULL);"
 )
+"""Makes a present state one of before version 7, but for its number."""
 OLD = Path(__file__).parent.parent / "data" / "state_v1.sql"
 
 
@@ -230,5 +235,28 @@ async def test_what_version_6_put_on_both_sides_leaves_the_gate_and_is_followed_
         found = {row.conversation_id: row.split for row in sides}
         assert {found[f"conversation-{number}"] for number in range(100, 110)} == {"train"}
         assert {found[f"conversation-{number}"] for number in range(200, 210)} == {"held-out"}
+    finally:
+        await store.close()
+
+
+async def test_what_the_judge_was_used_for_before_version_7_was_filtering(tmp_path: Path) -> None:
+    store = await Store.open(tmp_path / "state")
+    await store.write(put, reply(1), reply(2))
+    await store.close()
+    as_version_6(tmp_path / "state" / "state.db")
+    database = sqlite3.connect(tmp_path / "state" / "state.db")
+    database.executescript(
+        "INSERT INTO judge_days VALUES ('2026-01-02', 3, 300, 30);"
+        "INSERT INTO verdicts (task_id, rubric_hash, judge_hash, outcome, results, reason, error, calls,"
+        " prompt_tokens, completion_tokens, latency_seconds, created_at) VALUES"
+        " (1, 'r', 'j', 'accepted', '[]', '', '', 2, 200, 20, 1, '2026-01-02T10:00:00.000+00:00'),"
+        " (2, 'r', 'j', 'accepted', '[]', '', '', 4, 400, 40, 1, '2026-01-01T10:00:00.000+00:00');"
+    )
+    database.close()
+    store = await Store.open(tmp_path / "state")
+    try:
+        found = await store.read(spending.by_purpose)
+        assert found[Purpose.FILTER] == {"calls": 7, "prompt_tokens": 700, "completion_tokens": 70}
+        assert all(not found[purpose]["calls"] for purpose in Purpose if purpose is not Purpose.FILTER)
     finally:
         await store.close()

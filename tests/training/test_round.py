@@ -5,6 +5,7 @@ The rounds are run once for all tests of this module.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -13,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,10 +27,12 @@ from demo import judge
 from demo.questions import SYSTEM_PROMPT, Question, questions
 from flywheel.config import Config
 from flywheel.files import tree_sha256
+from flywheel.judge_usage import Purpose, UsageFile
 from flywheel.progress import progress_of
 from flywheel.round import AdapterRef, RoundResult, RoundSpec, RoundTask
 from flywheel.training.process import LOCK_FILE
 from tests.training.test_directory import POLICY
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -178,9 +181,10 @@ def left_behind(pid: int, directory: Path) -> list[Path]:
     return [path for parent in (Path("/tmp"), directory.parent / "t") for path in parent.glob(f"fw-{pid}-*")]
 
 
-def run(directory: Path, made: RoundSpec) -> Done:
+def run(directory: Path, made: RoundSpec, meanwhile: Callable[[], None] = lambda: None) -> Done:
     process = start(directory, made)
     try:
+        meanwhile()
         _, stderr = process.communicate(timeout=600)
         left = [" ".join(p.cmdline())[:80] for p in family(directory)]
     finally:
@@ -202,8 +206,9 @@ def trained(judge_url: str, tmp_path_factory: pytest.TempPathFactory) -> Done:
 
 
 @pytest.fixture(scope="module")
-def continued(trained: Done, judge_url: str, tmp_path_factory: pytest.TempPathFactory) -> Done:
-    """A second round on the first one's adapter, in a directory where a worker died before."""
+def continued(trained: Done, tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """A second round on the first one's adapter, in a directory where a worker died before. Its judge is away for a
+    while when the first step is done."""
     directory = tmp_path_factory.mktemp("second") / "r0002"
     (directory / "sync" / "step-1").mkdir(parents=True)
     (directory / "adapter").mkdir()
@@ -211,7 +216,50 @@ def continued(trained: Done, judge_url: str, tmp_path_factory: pytest.TempPathFa
     (directory / "metrics.jsonl").write_text('{"event": "step", "step": 1}\n{"event": "st')
     (directory / "rollouts.jsonl").write_text('{"step": 1}\n')
     assert trained.result.adapter is not None
-    return run(directory, spec(judge_url, round_id="r0002", attempt=2, parent=trained.result.adapter))
+    with contextlib.ExitStack() as judging:
+        url = judging.enter_context(judge.running())
+
+        def outage() -> None:
+            wait_for(lambda: '"step":1' in read(directory / "metrics.jsonl"), "the first step", seconds=300)
+            judging.close()
+            wait_for(lambda: paused(directory), "the pause", seconds=300)
+            judging.enter_context(judge.running(int(url.split(":")[2].removesuffix("/v1"))))
+
+        return run(directory, spec(url, round_id="r0002", attempt=2, parent=trained.result.adapter), outage)
+
+
+def read(path: Path) -> str:
+    """What is in a file that may be replaced just now."""
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return ""
+
+
+def paused(directory: Path) -> str:
+    progress = progress_of(directory)
+    return progress.paused if progress is not None else ""
+
+
+def test_an_outage_of_the_judge_pauses_the_round_and_costs_no_step(continued: Done) -> None:
+    log = (continued.directory / "worker.log").read_text()
+    assert "the judge is away (cannot ask the judge demo-judge" in log
+    assert "the judge is back: the round goes on" in log
+    assert [(step["step"], step["undecided"]) for step in continued.steps] == [(1, 0), (2, 0), (3, 0)]
+    comparison = continued.result.comparison
+    assert comparison is not None
+    assert comparison.undecided == 0
+    assert paused(continued.directory) == ""
+
+
+def test_every_call_of_the_judge_is_written_down_for_what_it_was(trained: Done) -> None:
+    used, _ = UsageFile(trained.directory).read(0)
+    assert {each.purpose for each in used} == {Purpose.ROUNDS, Purpose.GATES}
+    usage = trained.result.usage
+    assert sum(each.calls for each in used) == usage["judge_calls"]
+    assert sum(each.tokens for each in used) == usage["judge_prompt_tokens"] + usage["judge_completion_tokens"]
+    boxed = sum("\\boxed{" in line["answer"] for line in trained.rollouts)
+    assert sum(each.calls for each in used if each.purpose is Purpose.ROUNDS) == boxed
 
 
 def test_a_round_ends_well_and_leaves_no_process_and_no_session(trained: Done) -> None:
@@ -227,6 +275,7 @@ def test_a_round_ends_well_and_leaves_no_process_and_no_session(trained: Done) -
             "result.json",
             "rollouts.jsonl",
             "spec.json",
+            "usage.jsonl",
             "worker.log",
             LOCK_FILE,
         ]

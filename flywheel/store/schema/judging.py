@@ -45,11 +45,12 @@ judge_days = Table(
     "judge_days",
     metadata,
     Column("day", Text, primary_key=True),
+    Column("purpose", Text, primary_key=True),
     Column("calls", Integer, nullable=False),
     Column("prompt_tokens", BigInteger, nullable=False),
     Column("completion_tokens", BigInteger, nullable=False),
 )
-"""What judging has used, by day (UTC)."""
+"""What judging has used, by day (UTC) and by what it was for, see `flywheel.judge_usage.Purpose`."""
 
 fingerprints = Table(
     "fingerprints",

@@ -21,12 +21,14 @@ rounds = Table(
     Column("seed", Integer, nullable=False),
     Column("dir", Text, nullable=False),
     Column("pid", Integer),
+    Column("usage_read", Integer, nullable=False, server_default="0"),
     Column("result", JSON),
     Column("reason", Text, nullable=False, default=""),
     Column("created_at", Text, nullable=False),
     Column("finished_at", Text),
 )
-"""`live` is 1 while the round is unfinished and NULL afterwards: its uniqueness allows one live round."""
+"""`live` is 1 while the round is unfinished and NULL afterwards: its uniqueness allows one live round. `usage_read`
+is how many bytes of its `usage.jsonl` are counted in `judge_days`."""
 
 round_samples = Table(
     "round_samples",

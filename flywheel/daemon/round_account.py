@@ -1,0 +1,67 @@
+"""The account of a round: what its worker uses of the judge is booked, and what is left of the budget lent to it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from sqlalchemy import Connection
+
+from flywheel.config import JudgeBudget
+from flywheel.judge.budget import Budget
+from flywheel.judge_usage import Allowance, UsageFile
+from flywheel.store import spending
+from flywheel.store.database import Store
+
+
+def left(conn: Connection, limits: JudgeBudget, budget: Budget) -> Allowance | None:
+    """The tokens that may still be used, and what is said when there are none; None without a limit.
+
+    `budget` knows what this run has used, the state what all have used today.
+    """
+    rows: list[Allowance] = []
+    if limits.tokens_per_day is not None:
+        tokens = limits.tokens_per_day - spending.tokens_today(conn)
+        name = f"judge.budget.tokens_per_day ({limits.tokens_per_day:,})"
+        rows.append(Allowance(tokens, f"{name} is spent; it goes on at midnight UTC"))
+    if (tokens_of_run := budget.run_left()) is not None:
+        name = f"judge.budget.tokens_per_run ({limits.tokens_per_run:,})"
+        rows.append(Allowance(tokens_of_run, f"{name} is spent; it goes on with the next run"))
+    return min(rows, key=lambda row: row.tokens, default=None)
+
+
+class RoundAccount:
+    """Of one round while its worker runs: `settle` is called again and again, and once more when it has ended."""
+
+    def __init__(self, store: Store, budget: Budget, limits: JudgeBudget, round_id: int, round_dir: Path) -> None:
+        self._store, self._budget, self._limits = store, budget, limits
+        self._round_id, self._dir = round_id, round_dir
+        self._size = -1
+        self._booked: int | None = None
+        self._lent: Allowance | None = None
+
+    async def settle(self) -> None:
+        """Book what is new, and lend what is left now."""
+        if self._booked is None:
+            self._booked = await self._store.read(spending.booked_of_round, self._round_id, self._dir)
+        if (size := await asyncio.to_thread(UsageFile(self._dir).size)) != self._size:
+            found = await self._store.write(spending.book_round, self._round_id, self._dir)
+            tokens = sum(used.tokens for used in found)
+            self._budget.book(tokens)
+            self._booked += tokens
+            self._size = size
+        spare = await self._store.read(left, self._limits, self._budget) if self._budget.limits else None
+        if spare is None:
+            return
+        lent = Allowance(self._booked + max(0, spare.tokens), spare.why)
+        if lent != self._lent:
+            await asyncio.to_thread(lent.write, self._dir)
+        self._lent = lent
+
+    @property
+    def used_up(self) -> str:
+        """Why this run cannot pay for another verdict; empty while it can."""
+        run_left = self._budget.run_left()
+        if run_left is None or run_left > 0:
+            return ""
+        return f"judge.budget.tokens_per_run ({self._limits.tokens_per_run:,}) is spent"
