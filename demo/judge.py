@@ -85,13 +85,20 @@ def criteria_of(request: Mapping[str, Any]) -> dict[str, list[str]]:
     return {name: list(fields["properties"]["choice"]["enum"]) for name, fields in asked.items()}
 
 
+def token_of(request: Mapping[str, Any]) -> str:
+    """The token that the rules ask for in the reply's last field."""
+    rules = next(message["content"] for message in request["messages"] if message["role"] == "system")
+    return rules.partition('"check": "')[2].partition('"')[0]
+
+
 def complete(request: Mapping[str, Any]) -> dict[str, Any]:
     """The chat completion that answers a judge's request. Raises KeyError or TypeError for any other request."""
     asked = criteria_of(request)
     said = [parse_sections(message["content"]) for message in request["messages"] if message["role"] == "user"]
     sections = next(each for each in said if "QUESTION" in each)
     found = examine(sections["QUESTION"], sections["ANSWER"])
-    content = json.dumps({"criteria": {name: grade(name, choices, found) for name, choices in asked.items()}})
+    criteria = {name: grade(name, choices, found) for name, choices in asked.items()}
+    content = json.dumps({"criteria": criteria, "check": token_of(request)})
     sent = sum(len(message["content"]) for message in request["messages"])
     usage = {"prompt_tokens": sent // 4 + 1, "completion_tokens": len(content) // 4 + 1}
     return {

@@ -4,8 +4,8 @@ A reply counts only as the complete set: every criterion once, one of its choice
 unreadable, and an unreadable reply is neither a pass nor a fail. The judge is told what was wrong in our own words,
 which never quote the reply: it may quote the task.
 
-A reply that is one JSON object from its first character to its last is the judge's own. An object that stands in
-other text might be a quotation from the task: it counts only if it carries the call's nonce, which no task can know.
+An object might be a quotation from the task: it counts only if it carries the call's nonce, which no task can know.
+That holds under a schema too, which makes a whole reply of whatever the judge copies.
 """
 
 from __future__ import annotations
@@ -72,22 +72,16 @@ def _object(properties: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def read(
-    criteria: Sequence[Criterion], text: str, *, nonce: str, constrained: bool = False, shown: str = ""
-) -> tuple[CriterionResult, ...]:
+def read(criteria: Sequence[Criterion], text: str, *, nonce: str, shown: str = "") -> tuple[CriterionResult, ...]:
     """The results in a reply, one per criterion that was asked. Raises UnreadableError.
 
-    `constrained` says that the endpoint was asked for nothing but the object, by schema or tool call: one that is the
-    whole reply needs no nonce then. `shown` is what the judge was shown of the task: a broken object is repaired only
-    if nothing in there looks like a part of one. Thoughts, prose or a fence around the object are passed over; two
-    different objects are not chosen between.
+    `shown` is what the judge was shown of the task: a broken object is repaired only if nothing in there looks like a
+    part of one. Thoughts, prose or a fence around the object are passed over; two different objects are not chosen
+    between.
     """
-    said = _without_thoughts(text)
-    # Thoughts may quote the task, and what ends them: then only the nonce tells what is the judge's own.
-    constrained = constrained and said == text
-    text = said
+    text = _without_thoughts(text)
     try:
-        return _results(criteria, _own(text, nonce, constrained=constrained))
+        return _results(criteria, _own(text, nonce))
     except UnreadableError as unreadable:
         repaired = _repaired(text, shown, len(criteria))
         if repaired is None or not _is_own(repaired, nonce):
@@ -109,7 +103,7 @@ def _is_own(verdict: dict[str, Any], nonce: str) -> bool:
     return str(verdict.get("check")).strip().lower() == nonce
 
 
-def _own(text: str, nonce: str, *, constrained: bool) -> Any:
+def _own(text: str, nonce: str) -> Any:
     """The criteria of the one object that is the judge's own."""
     whole = FENCED.fullmatch(text)
     found = list(_verdicts_in(whole[1] if whole else text))
@@ -117,16 +111,9 @@ def _own(text: str, nonce: str, *, constrained: bool) -> Any:
         raise UnreadableError('there is no JSON object with "criteria" in the reply')
     if any(other != found[0] for other in found[1:]):
         raise UnreadableError("there are several different JSON objects in the reply")
-    if not _is_own(found[0], nonce) and not (constrained and _is_object(text)):
+    if not _is_own(found[0], nonce):
         raise UnreadableError('"check" is not the token that was given')
     return found[0]["criteria"]
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
 
 
 def _verdicts_in(text: str) -> Iterator[dict[str, Any]]:

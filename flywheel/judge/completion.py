@@ -24,7 +24,7 @@ class Reply:
 
     `cut_off` is set when the reply was as long as it may be; `calls` is 0 for one that the endpoint did not take.
     `error_status` is the status that an error object claims which came with 200. `means` is how it was asked for,
-    `called` whether it is a tool call, and `judge` says who gave it.
+    and `judge` says who gave it.
     """
 
     text: str
@@ -36,7 +36,6 @@ class Reply:
     calls: int = 1
     error_status: int = 0
     means: Means = Means.TEXT
-    called: bool = False
     judge: str = ""
 
 
@@ -51,9 +50,9 @@ def reply_of(body: bytes) -> Reply:
         problem = f"the endpoint answered without a choice{f': {str(error)[:300]}' if error else ''}"
         return Reply("", problem, *billed, tells_usage=bool(usage), error_status=_status(error))
     choice = _dict(choices[0])
-    text, problem, called = _text(_dict(choice.get("message")))
+    text, problem = _text(_dict(choice.get("message")))
     cut_off = choice.get("finish_reason") == "length"
-    return Reply(text, problem, *billed, cut_off=cut_off, tells_usage=bool(usage), called=called)
+    return Reply(text, problem, *billed, cut_off=cut_off, tells_usage=bool(usage))
 
 
 def _completion_in(body: bytes) -> dict[str, Any]:
@@ -119,17 +118,17 @@ def _events(body: bytes) -> Iterator[str]:
     yield from events
 
 
-def _text(message: dict[str, Any]) -> tuple[str, str, bool]:
-    """Text, problem, and whether the text is what the verdict's function was called with."""
+def _text(message: dict[str, Any]) -> tuple[str, str]:
+    """Text, which may be what the verdict's function was called with, and problem."""
     if refusal := message.get("refusal"):
-        return "", f"the judge refused: {str(refusal)[:300]}", False
+        return "", f"the judge refused: {str(refusal)[:300]}"
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
         function = _dict(_dict(call).get("function"))
         if function.get("name") == TOOL_NAME and isinstance(arguments := function.get("arguments"), str):
-            return arguments, "", True
+            return arguments, ""
     content = _said(message.get("content"))
-    return (content, "", False) if content.strip() else ("", "the reply has no text", False)
+    return (content, "") if content.strip() else ("", "the reply has no text")
 
 
 def _said(content: Any) -> str:

@@ -13,7 +13,6 @@ from flywheel.judge import prompt
 from flywheel.judge.answer import UnreadableError, read, response_format
 from flywheel.judge.client import JudgeClient
 from flywheel.judge.completion import Reply
-from flywheel.judge.means import Means
 from flywheel.judge.nonces import Nonces
 from flywheel.rubric import Criterion, Rubric
 from flywheel.verdict import CriterionResult, Exchange
@@ -131,11 +130,10 @@ class Inquiry:
     def _read(
         self, criteria: Sequence[Criterion], reply: Reply, nonce: str, shown: str
     ) -> tuple[CriterionResult, ...]:
-        constrained = reply.called if reply.means is Means.TOOL else reply.means is Means.SCHEMA
         if self._nonces.is_of_another(reply.text, nonce):
             raise UnreadableError(f"it is the reply to another call (does {reply.judge} keep replies?)")
         try:
-            return read(criteria, reply.text, nonce=nonce, constrained=constrained, shown=shown)
+            return read(criteria, reply.text, nonce=nonce, shown=shown)
         except UnreadableError as problem:
             if not reply.cut_off:
                 raise

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from typing import Final
 
-from flywheel.judge import prompt
+from flywheel.judge.delimiters import new_nonce
 
 REMEMBERED: Final = 16_384
 """So many of the last calls are known."""
@@ -26,7 +26,7 @@ class Nonces:
         self._lock = threading.Lock()
 
     def new(self) -> str:
-        nonce = prompt.new_nonce()
+        nonce = new_nonce()
         with self._lock:
             self._last.append(nonce)
             self._known.add(nonce)

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from flywheel.config import JudgeSettings
 from flywheel.judge.answer import UnreadableError, read
+from flywheel.judge.delimiters import inert, new_nonce
 from flywheel.judge.grader import Grader
-from flywheel.judge.prompt import NAMES, PROBLEM, REMINDER, messages, new_nonce, parse_sections
+from flywheel.judge.prompt import NAMES, PROBLEM, REMINDER, messages, parse_sections
 from flywheel.rubric import Rubric
 from flywheel.verdict import Exchange, Outcome
 from tests.judge_server import JudgeServer
@@ -66,7 +67,9 @@ def assert_nothing_is_outside(shown: Exchange, nonce: str = NONCE, problem: str 
     lines = user["content"].split("\n")
     names = [name for name in NAMES if f"<<<{name} {nonce}>>>" in lines]
     # What does not stand on a line of its own, or a second time, would be no delimiter of ours.
-    assert user["content"].count(nonce) == 2 * len(names)
+    turns = shown_turns(shown)
+    assert user["content"].count(nonce) == 2 * len(names) + turns
+    assert sum(begins_turn(line, nonce) for line in lines) == turns
     outside, texts, rest = "", {}, user["content"]
     for name in names:
         before, opened, rest = rest.partition(f"<<<{name} {nonce}>>>\n")
@@ -77,8 +80,26 @@ def assert_nothing_is_outside(shown: Exchange, nonce: str = NONCE, problem: str 
     told = [PROBLEM.format(problem=problem)] if problem else []
     assert (outside + rest).split("\n\n") == ["", *[""] * (len(names) - 1), *told, REMINDER]
     assert texts == parse_sections(user["content"])
-    assert all(nonce not in text.lower() for text in texts.values())
+    single = [text for name, text in texts.items() if name in ("QUESTION", "ANSWER", "REFERENCE ANSWER")]
+    assert all(nonce not in text.lower() for text in single)
     return texts
+
+
+def shown_turns(shown: Exchange) -> int:
+    """How many turns, steps and tools there are to be shown."""
+    messages = (*shown.history, *shown.trajectory)
+    calls = sum(len(message.get("tool_calls") or ()) for message in messages)
+    return len(shown.tools) + calls + sum(bool(message.get("content")) for message in messages)
+
+
+def begins_turn(line: str, nonce: str) -> bool:
+    before, is_there, _ = line.partition(f" {nonce}] ")
+    return line.startswith("[") and bool(is_there) and nonce not in before.lower()
+
+
+def told(text: str, nonce: str) -> str:
+    """A text as it is to be shown, without white space: names are shown on one line."""
+    return "".join(inert(text, nonce).split())
 
 
 def test_the_corpus_is_what_it_claims() -> None:
@@ -93,11 +114,13 @@ def test_the_corpus_is_what_it_claims() -> None:
 @pytest.mark.parametrize("entry", CORPUS, ids=lambda entry: entry["id"])
 def test_an_attempt_stays_between_its_delimiters(entry: dict[str, str], field: str) -> None:
     texts = assert_nothing_is_outside(exchange(field, entry["text"]), problem="the choice is none of the listed")
-    # It is shown as it is, or else with the guessed nonce broken up: it is data, and is to be graded as such.
-    assert any(entry["text"] in text for text in texts.values()) or NONCE in entry["text"].lower()
-    # Of a nonce that is drawn anew it knows nothing: not a character is changed.
-    fresh = assert_nothing_is_outside(exchange(field, entry["text"]), new_nonce())
-    assert any(entry["text"] in text for text in fresh.values())
+    # It is shown as it is, but for the guessed nonce and control tokens: it is data, and is to be graded as such.
+    assert any(told(entry["text"], NONCE) in "".join(text.split()) for text in texts.values())
+    # Of a nonce that is drawn anew it knows nothing: not a character is changed, only spaces added.
+    nonce = new_nonce()
+    fresh = assert_nothing_is_outside(exchange(field, entry["text"]), nonce)
+    assert told(entry["text"], nonce) == "".join(entry["text"].split())
+    assert any(told(entry["text"], nonce) in "".join(text.split()) for text in fresh.values())
 
 
 @given(field=st.sampled_from(sorted(FIELDS)), text=st.text(), nonce=st.from_regex(r"\A[0-9a-f]{16}\Z"))

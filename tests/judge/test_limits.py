@@ -396,7 +396,8 @@ def test_judging_pauses_when_the_budget_is_spent(make: Make, threads: int) -> No
     # 120 tokens a call: ten calls, all of them kept; once it is spent, nothing is taken.
     assert sum(tokens for _, tokens in done) == 1200
     assert judge.calls == len(done) == 10
-    assert len(taken) == took <= 10 + MOST_ASIDE
+    # Each thread looks before it takes one.
+    assert len(taken) == took <= 10 + MOST_ASIDE + threads
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -472,7 +473,8 @@ def test_a_judge_that_is_away_is_given_up_as_soon_with_a_budget(make: Make) -> N
     with JudgeServer(behaviour="500") as judge, pytest.raises(JudgeError, match="in a row"):
         budget = Budget(JudgeBudget(tokens_per_run=1000))
         list(grade_all(make(judge, max_attempts=1), ((n, GOOD) for n in range(1000)), 8, budget=budget))
-    assert judge.calls <= 2 * 8
+    # Sixteen are read or in flight at once, and seven were read before the eighth failure in a row.
+    assert judge.calls <= 3 * 8
 
 
 def test_usage_that_no_call_can_have_is_not_believed(make: Make) -> None:

@@ -10,9 +10,12 @@ import pytest
 
 from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
+from flywheel.judge.answer import UnreadableError, read, response_format
 from flywheel.judge.client import JudgeClient
+from flywheel.judge.delimiters import new_nonce
 from flywheel.judge.grader import Grader
 from flywheel.judge.means import Learned, Means
+from flywheel.judge.prompt import messages
 from flywheel.rubric import Rubric
 from flywheel.verdict import Exchange, Outcome
 from tests.conftest import POLICY, free_port, serve_config, start_server, stop_server
@@ -55,17 +58,24 @@ def test_a_guided_reply_is_the_complete_set_whatever_the_model_says(judge: Judge
     client = JudgeClient(judge)
     if means is Means.TOOL:
         client.learned.note(str(client._endpoints[0].who), Means.SCHEMA)
-    grader = Grader(RUBRIC, judge, client)
-    verdict = grader.grade(EXCHANGE)
-    grader.close()
-    assert verdict.error == ""
-    assert verdict.outcome in (Outcome.ACCEPTED, Outcome.REJECTED)
-    (result,) = verdict.results
+    nonce = new_nonce()
+    reply = client.ask(
+        messages(RUBRIC, EXCHANGE, nonce=nonce),
+        response_format=response_format(RUBRIC.asked),
+        temperature=judge.temperature,
+        max_tokens=judge.max_tokens,
+    )
+    client.close()
+    said = json.loads(reply.text)
+    with pytest.raises(UnreadableError, match='"check" is not the token that was given'):
+        # A random model cannot repeat it.
+        read(RUBRIC.asked, reply.text, nonce=nonce)
+    (result,) = read(RUBRIC.asked, json.dumps({**said, "check": nonce}), nonce=nonce)
     assert result.choice in ("poor", "fair", "fine")
     assert result.reason.strip()
-    assert verdict.calls == 1, "nothing had to be asked twice"
-    assert verdict.prompt_tokens > 100
-    assert verdict.completion_tokens > 10
+    assert reply.calls == 1, "nothing had to be asked twice"
+    assert reply.prompt_tokens > 100
+    assert reply.completion_tokens > 10
     assert client.learned.means(str(client._endpoints[0].who))[0] is means, "it does what it was asked"
 
 
