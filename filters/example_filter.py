@@ -1,6 +1,6 @@
 """An example of a filter of your own: one function in one file. `task` is a line of tasks.jsonl.
 
-A task that it raises on becomes a dead letter (`flywheel letters`); the others go on.
+A task that it raises on becomes a dead letter (`flywheel dead-letters`); the others go on.
 """
 
 from __future__ import annotations

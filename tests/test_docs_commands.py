@@ -48,6 +48,21 @@ def command_lines(text: str) -> Iterator[str]:
             yield re.split(r"\s+#|\s{2,}|\s[&>|]", found[1])[0]
 
 
+CONTENT = [
+    path
+    for name in ("filters", "rubrics", "configs", "systemd")
+    for path in sorted((ROOT / name).iterdir())
+    if path.is_file()
+]
+
+
+@pytest.mark.parametrize("file", CONTENT, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_command_that_a_file_to_edit_names_exists(root: TyperGroup, file: Path) -> None:
+    for line in re.findall(r"`flywheel ([a-z][^`]*)`", file.read_text()):
+        command, _ = target(root, line.split())
+        assert command is not root, f"{file.name}: there is no `flywheel {line}`"
+
+
 def options(command: Any) -> set[str]:
     return {name for parameter in command.params for name in parameter.opts if name.startswith("-")}
 

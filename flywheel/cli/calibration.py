@@ -146,11 +146,15 @@ async def suggest(config: Config, labels: Path, name: str) -> str:
     """The text of a drafted rubric."""
     from flywheel.judge.alien import check_alien
     from flywheel.judge.client import JudgeClient
-    from flywheel.judge.labels import read_labels
     from flywheel.judge.suggestion import draft
+    from flywheel.store.database import Store
 
     check_alien(config)
-    given = read_labels(labels)
+    store = await Store.open(config.state_dir)
+    try:
+        given = await _labels(labels, store)
+    finally:
+        await store.close()
     client = JudgeClient(config.judge)
     try:
         return await _unless_stopped(partial(draft, client, given.labels, name), config, "draft a rubric")

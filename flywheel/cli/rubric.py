@@ -25,7 +25,10 @@ LabelsOption = Annotated[
 def check(
     files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Rubrics in YAML.", readable=False)],
 ) -> None:
-    """Say everything that is wrong with rubrics, as FILE:LINE:COL: …, or that nothing is; exit 78 if something is."""
+    """Say everything that is wrong with rubrics, as FILE:LINE:COL: …, or that nothing is; exit 78 if something is.
+
+    Warnings are of what can hardly be meant, such as a pattern with a backspace in it; they are no error.
+    """
     from flywheel.judge.rubric_examples import contradictions
     from flywheel.judge.rubric_file import read_rubric
 
@@ -37,6 +40,8 @@ def check(
             problems += contradictions(read.rubric, read.places)
         for problem in problems:
             typer.echo(disarmed(f"{file}:{problem}"))
+        for warning in read.warnings:
+            typer.echo(disarmed(f"{file}:{warning.line}:{warning.column}: warning: {warning.message}"))
         if problems or read.rubric is None:
             wrong = True
             continue

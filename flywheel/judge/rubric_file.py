@@ -7,6 +7,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +20,9 @@ from pydantic import ValidationError
 from flywheel.errors import ConfigError
 from flywheel.files import expanded
 from flywheel.judge.checks.function import load
-from flywheel.rubric import Rubric, UsedFile
+from flywheel.judge.hardly_matched import doubts
+from flywheel.rubric import FLAT_ID, Criterion, Rubric, UsedFile
+from flywheel.rubric.kinds import MODEL_TYPE
 from flywheel.yaml_file import explain, explain_one, read_yaml
 from flywheel.yaml_place import START, Place, Places
 
@@ -43,11 +46,13 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class RubricText:
-    """A rubric file with the places of its keys; `rubric` is None when `problems` say why."""
+    """A rubric file with the places of its keys; `rubric` is None when `problems` say why. `warnings` are what can be
+    meant, but hardly is."""
 
     rubric: Rubric | None
     problems: tuple[Problem, ...]
     places: Places | None = None
+    warnings: tuple[Problem, ...] = ()
 
 
 def load_rubric(path: Path, if_missing: str = "Set filter.rubric to a rubric in YAML.") -> Rubric:
@@ -98,13 +103,30 @@ def examine(raw: Any, places: Places, folder: Path) -> RubricText:
     if "files" in raw:
         problems.append(Problem(*places.of(["files"], key=True), "unknown key `files`"))
         raw = {key: value for key, value in raw.items() if key != "files"}
-    problems += [*_same_ids(raw, places), *_of_model(raw, places)]
+    sound = dict(_sound_criteria(raw))
+    files, of_files = _used_files(sound, places, folder)
+    problems += [*_same_ids(raw, places), *_of_model(raw, places), *of_files]
     rubric = None
     if not problems:
         rubric = Rubric.model_validate(raw)
-        files, problems = _used_files(rubric, places, folder)
         rubric = rubric.model_copy(update={"files": files}) if files else rubric
-    return RubricText(None if problems else rubric, tuple(sorted(set(problems))), places)
+    warnings = [
+        Problem(*places.of(["criteria", place, "value"]), f"`criteria.{place}`: its value {doubt}")
+        for place, criterion in sound.items()
+        for doubt in doubts(criterion.type, criterion.value)
+    ]
+    warnings += [
+        Problem(*places.of([FLAT_ID]), f"`{FLAT_ID}` {doubt}") for doubt in doubts(MODEL_TYPE, raw.get(FLAT_ID))
+    ]
+    return RubricText(rubric, tuple(sorted(set(problems))), places, tuple(sorted(warnings)))
+
+
+def _sound_criteria(raw: Mapping[str, Any]) -> Iterator[tuple[int, Criterion]]:
+    """The criteria that are right by themselves, by their places."""
+    criteria = raw.get("criteria")
+    for place, criterion in enumerate(criteria if isinstance(criteria, list) else []):
+        with suppress(ValidationError):
+            yield place, Criterion.model_validate(criterion)
 
 
 def _of_model(raw: dict[str, Any], places: Places) -> list[Problem]:
@@ -173,11 +195,13 @@ def _mend(raw: dict[str, Any], location: tuple[int | str, ...], *, unknown: bool
             raw.pop(str(key), None)
 
 
-def _used_files(rubric: Rubric, places: Places, folder: Path) -> tuple[dict[str, UsedFile], list[Problem]]:
+def _used_files(
+    criteria: Mapping[int, Criterion], places: Places, folder: Path
+) -> tuple[dict[str, UsedFile], list[Problem]]:
     """The files that criteria name, read and tried."""
     files: dict[str, UsedFile] = {}
     problems = []
-    for place, criterion in enumerate(rubric.criteria):
+    for place, criterion in criteria.items():
         if not (name := criterion.file):
             continue
         try:

@@ -175,6 +175,8 @@ def _written(said: dict[str, Any], shown: Sequence[Label], name: str, count: int
     read = examine(yaml.safe_load(body), Places(body), Path())
     if read.rubric is None:
         raise _UnusableError("; ".join(problem.message for problem in read.problems))
+    if read.warnings:
+        raise _UnusableError("; ".join(warning.message for warning in read.warnings))
     if problems := _contradictions(read.rubric, shown):
         raise _UnusableError("; ".join(problems))
     accepted = sum(label.accept for label in shown)

@@ -43,7 +43,8 @@ examples:
 """
     said = checked(flywheel, tmp_path, text)
     assert [line.split(": ", 1)[0] for line in said] == [
-        "3:1", "6:35", "7:13", "7:60", "8:10", "8:38", "9:19", "12:5", "13:49", "15:26", "15:38", "17:5", "17:16",
+        "3:1", "6:35", "7:13", "7:60", "8:10", "8:38", "9:19", "12:5", "13:49", "14:34", "15:26", "15:38", "17:5",
+        "17:16",
     ]  # fmt: skip
     for place, words in {
         "3:1": "unknown key `treshold` (did you mean `threshold`?)",
@@ -55,6 +56,7 @@ examples:
         "9:19": "there is no 'regx' (did you mean 'regex'?)",
         "12:5": "key `value` is written twice: the first time at 11:5",
         "13:49": "tool-called has no match",
+        "14:34": "no.py:f cannot be used",
         "15:38": "unknown key `judge.escalate.repeat` (did you mean `repeats`?)",
         "17:16": "unknown key `examples.0.answr` (did you mean `answer`?)",
     }.items():
@@ -98,6 +100,43 @@ def test_a_single_problem(flywheel: Run, tmp_path: Path, text: str, place: str, 
     [said] = checked(flywheel, tmp_path, text)
     assert said.startswith(f"{place}: "), said
     assert words in said
+
+
+BACKSLASHES = r"""id: r
+custom_rubrics: "Drop it without \boxed{}."
+criteria:
+  - {id: a, type: regex, value: "\boxed"}
+  - {id: b, type: not-regex, value: '\boxed\{'}
+  - {id: c, value: "It is in \boxed{}, with \frac."}
+  - {id: d, type: contains, value: "\f\v\a\e\0"}
+  - {id: e, type: json-schema, value: {properties: {x: {pattern: '^\sqrt'}}, title: '\sqrt'}}
+  - {id: fine, type: regex, value: '\bword\b|\\\\boxed|\\\\frac{|\s+\d'}
+  - {id: fine2, type: regex, value: "\\bword\t\n"}
+  - {id: fine3, value: 'It is in \boxed{}.'}
+  - {id: fine4, type: contains, value: '\boxed{'}
+"""
+
+
+def test_patterns_that_can_hardly_match_are_warned_about(flywheel: Run, tmp_path: Path) -> None:
+    *said, right = checked(flywheel, tmp_path, BACKSLASHES, code=0)
+    assert right == " rubric r is right: 10 criteria, threshold 0.7"
+    lines = BACKSLASHES.splitlines()
+    places = [f"{n}:{lines[n - 1].index('value: ') + 8}" for n in (4, 5, 6, 6, 7, 7, 7, 7, 7, 8)]
+    assert [line.split(": warning: ")[0] for line in said] == ["2:17", *places]
+    assert "`custom_rubrics` holds the control character U+0008" in said[0]
+    assert 'in double quotes YAML makes it of "\\b". Use single quotes, or write \\\\b' in said[1]
+    assert "in a regular expression \\b has a meaning of its own, and oxed follows it. Write \\\\boxed" in said[2]
+    assert "U+000C" in "".join(said[3:5])
+    assert "and qrt follows it" in said[-1]
+
+
+def test_warnings_come_with_all_other_problems(flywheel: Run, tmp_path: Path) -> None:
+    text = BACKSLASHES.replace("id: fine4,", "id: fine4, wrong: 1,").replace(
+        "type: contains, value: '", "type: regex, value: '("
+    )
+    said = checked(flywheel, tmp_path, text)
+    assert any("unknown key" in line for line in said)
+    assert sum(": warning: " in line for line in said) == 11
 
 
 RULES = """id: r

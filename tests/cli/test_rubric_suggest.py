@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -10,12 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import select
 
 from flywheel.judge.labels import Label
 from flywheel.judge.rubric_file import load_rubric
 from flywheel.judge.suggestion import MOST, chosen, messages
+from flywheel.store import ledger
+from flywheel.store.database import Store
+from flywheel.store.schema import tasks
 from flywheel.verdict import Exchange
 from tests.cli.conftest import Run
+from tests.samples import batch, reply
 
 
 def criterion(name: str, **values: Any) -> dict[str, Any]:
@@ -100,6 +106,31 @@ def test_a_draft_is_a_right_rubric(flywheel: Run, config: Path, tmp_path: Path, 
     asked = author.requests[0]["messages"][1]["content"]
     assert asked.count("People accepted this answer.") == 1
     assert asked.count("People rejected this answer.") == 9
+
+
+async def filled(state: Path) -> list[str]:
+    """The ids of two tasks that the state has now."""
+    store = await Store.open(state)
+    source = await store.write(ledger.source_id, "/a")
+    await store.write(ledger.record_batch, source, batch(reply(3), reply(5)), train_ratio=0.7, split_seed=42)
+    keys = await store.read(lambda conn: conn.execute(select(tasks.c.key).order_by(tasks.c.id)).scalars().all())
+    await store.close()
+    return list(keys)
+
+
+def test_labels_name_tasks_of_the_state(flywheel: Run, config: Path, tmp_path: Path, author: Author) -> None:
+    keys = asyncio.run(filled(tmp_path / "state"))
+    lines = [{"task_id": keys[0], "verdict": "accept"}, {"task_id": keys[1], "verdict": "reject"}]
+    (tmp_path / "l.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ran = flywheel("rubric", "suggest", "--labels", "l.jsonl", "-c", config)
+    assert ran.code == 0, ran.err
+    asked = author.requests[0]["messages"][1]["content"]
+    assert "What is 3 plus 1?" in asked
+    assert "What is 5 plus 1?" in asked
+    (tmp_path / "l.jsonl").write_text('{"task_id": "t-none", "verdict": "accept"}\n')
+    ran = flywheel("rubric", "suggest", "--labels", "l.jsonl", "-c", config)
+    assert (ran.code, author.calls) == (78, 1)
+    assert "task t-none is not in the state" in ran.err
 
 
 def test_nothing_is_overwritten_without_force(flywheel: Run, config: Path, tmp_path: Path, author: Author) -> None:
