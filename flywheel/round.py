@@ -23,7 +23,7 @@ class Frozen(BaseModel):
 
 class RoundTask(Frozen):
     """A task as training and evaluation need it. `prompt` is in the OpenAI chat form, `answer` the traced one if it
-    was accepted, `reference` the right one where the task knows it."""
+    was accepted, `reference` the right one where the task knows it; `output_tokens` is what the traced reply took."""
 
     task_id: str
     query: str
@@ -31,6 +31,7 @@ class RoundTask(Frozen):
     prompt: list[ChatMessage]
     tools: list[dict[str, Any]] = []
     reference: str = ""
+    output_tokens: int = 0
 
 
 class AdapterRef(Frozen):

@@ -146,14 +146,13 @@ class RolloutSettings(Section):
     """vLLM engines of a round, one Ray actor each."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature of rollouts."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus of rollouts."""
-    max_completion_tokens: int = Field(default=512, gt=0)
-    """Longest rollout."""
+    max_completion_tokens: int | None = Field(default=None, gt=0)
+    """Longest rollout that is trained on, in tokens. Default: what 99 of 100 traced replies of the round's tasks
+    took, and never more than `max_model_len` leaves room for. The gate's answers have the server's limits."""
     max_model_len: int = Field(default=4096, gt=0)
-    """Prompt and rollout together, at most. Longer prompts are left out of the round."""
+    """Prompt and rollout together, at most. Longer prompts are left out of training."""
     timeout_seconds: float = Field(default=600.0, gt=0)
-    """Longest wait for one batch of rollouts."""
+    """Longest wait for one batch of rollouts. An answer of the gate that takes longer is cut and graded as it is."""
     gpu_memory_utilization: float = Field(default=0.45, gt=0, le=1)
     """Share of a GPU that a rollout engine may take (the trainer needs the rest)."""
     cpu_kv_cache_gib: int = Field(default=1, gt=0)
@@ -161,7 +160,7 @@ class RolloutSettings(Section):
 
     @model_validator(mode="after")
     def _leaves_room(self) -> Self:
-        if self.max_completion_tokens >= self.max_model_len:
+        if self.max_completion_tokens is not None and self.max_completion_tokens >= self.max_model_len:
             raise ValueError(
                 f"max_completion_tokens {self.max_completion_tokens} leaves no room for a prompt in max_model_len"
                 f" {self.max_model_len}"
@@ -176,8 +175,9 @@ class GateSettings(Section):
     """Fewer decided tasks than this are not enough evidence. No round starts before so many are there."""
     samples: int = Field(default=2, gt=0)
     """Answers per task and adapter."""
-    temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature of these answers: the one the agent uses."""
+    temperature: float | None = Field(default=None, gt=0)
+    """Sampling temperature of these answers: the one that the agent's requests name. Default: the server's. What else
+    decides how they are drawn is always the server's."""
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
     """Confidence of the interval of the gain. A candidate is promoted when its lower bound is above min_gain."""
     min_gain: float = Field(default=0.0, ge=0)

@@ -206,6 +206,7 @@ def _tasks(conn: Connection, ids: list[int], config: Config) -> list[RoundTask]:
             prompt=line["prompt"],
             tools=orjson.loads(line["metadata"]["tools_json"]),
             reference=line["metadata"].get("reference", ""),
+            output_tokens=line["metadata"].get("output_tokens", 0),
         )
         for line in lines
     ]

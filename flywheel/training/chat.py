@@ -1,7 +1,8 @@
-"""How the server makes tokens of a chat request, so that the policy is trained on the very prompts that it is sent.
+"""What the agent's server makes of a chat request: its tokens, how it samples, and what it hands on of the answer.
 
-vLLM does more than to apply the chat template: it reads the JSON text of earlier tool calls' arguments, and puts tool
-definitions into an order of its own. Its own code does it here too. What the server was told of templates counts.
+vLLM does more than to apply the chat template: it reads the JSON text of earlier tool calls' arguments, puts tool
+definitions into an order of its own, takes defaults from the model's generation_config.json, and parses reasoning and
+tool calls out of what was generated. Its own code does it here too, told what the server was told.
 """
 
 from __future__ import annotations
@@ -13,33 +14,176 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from flywheel.errors import TrainError
-from flywheel.trace import ChatMessage
+from flywheel.round import RoundTask
 
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """What `flywheel serve` tells vLLM about chat prompts. `template` is a file or the template itself; None is the
-    model's own. `arguments` are given to the template with every request."""
+    """What `flywheel serve` tells vLLM about chats. `template` is a file or the template itself; None is the model's
+    own. `arguments` are given to the template with every request. A parser that is empty is none. `generation` is
+    where defaults of sampling come from (`auto`: the model's folder), `overrides` what takes their place.
+    `max_model_len` None is the model's own context."""
 
     template: str | None = None
     content: str = "auto"
     arguments: dict[str, Any] = field(default_factory=dict)
+    tool_parser: str = ""
+    reasoning_parser: str = ""
+    generation: str = "auto"
+    overrides: dict[str, Any] = field(default_factory=dict)
+    max_model_len: int | None = None
 
 
-def served_format(extra_args: Sequence[str]) -> ChatFormat:
-    """The part of `serving.extra_args` that shapes prompts. Raises TrainError when it cannot be read."""
+def served_format(arguments: Sequence[str], *, max_model_len: int | None = None) -> ChatFormat:
+    """The part of the server's arguments that shapes prompts, sampling and answers. Raises TrainError when it cannot
+    be read."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--chat-template")
     parser.add_argument("--chat-template-content-format", default="auto")
     parser.add_argument("--default-chat-template-kwargs", type=json.loads, default={})
-    found, _ = parser.parse_known_args([_dashed(argument) for argument in extra_args])
-    if not isinstance(found.default_chat_template_kwargs, dict):
-        parser.error("argument --default-chat-template-kwargs: it is no JSON object")
-    return ChatFormat(found.chat_template, found.chat_template_content_format, found.default_chat_template_kwargs)
+    parser.add_argument("--enable-auto-tool-choice", action="store_true")
+    parser.add_argument("--tool-call-parser", default="")
+    parser.add_argument("--reasoning-parser", default="")
+    parser.add_argument("--generation-config", default="auto")
+    parser.add_argument("--override-generation-config", type=json.loads, default={})
+    found, _ = parser.parse_known_args([_dashed(argument) for argument in arguments])
+    for name in ("default_chat_template_kwargs", "override_generation_config"):
+        if not isinstance(getattr(found, name), dict):
+            parser.error(f"argument {_dashed(f'--{name}')}: it is no JSON object")
+    return ChatFormat(
+        template=found.chat_template,
+        content=found.chat_template_content_format,
+        arguments=found.default_chat_template_kwargs,
+        # Without the switch, vLLM leaves tool calls in the text.
+        tool_parser=found.tool_call_parser if found.enable_auto_tool_choice else "",
+        reasoning_parser=found.reasoning_parser,
+        generation=found.generation_config,
+        overrides=found.override_generation_config,
+        max_model_len=max_model_len,
+    )
 
 
-def template_of(chat: ChatFormat) -> str | None:
-    """The text of the template that the server was told to use; None is the model's own. Raises TrainError."""
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an agent gets of a completion: `text` without what the model thought, and the names of `tools` that it
+    calls."""
+
+    text: str
+    tools: tuple[str, ...] = ()
+
+
+class ServedChat:
+    """The chat endpoint of the server, as far as it depends on neither weights nor HTTP, with a `context` of so many
+    tokens. Raises TrainError for a template or a parser that vLLM does not have."""
+
+    def __init__(self, chat: ChatFormat, model_config: Any, renderer: Any, context: int) -> None:
+        self._context = context
+        self._chat, self._model_config, self._renderer = chat, model_config, renderer
+        self._template = _template_of(chat)
+        if self._template is None and not renderer.get_tokenizer().chat_template:
+            raise TrainError(
+                f"render prompts for {model_config.model}",
+                "its tokenizer has no chat template",
+                "Use an instruction-tuned model, or add a chat template to its directory.",
+            )
+        self._parser = self._parsers()
+        self._defaults = model_config.get_diff_sampling_param()
+
+    async def encode(self, task: RoundTask) -> tuple[int, ...]:
+        """What the engine is given for the task's prompt. Raises whatever vLLM or the template does."""
+        from vllm.renderers.params import TokenizeParams
+
+        request = _request(task)
+        _, rendered = await self._renderer.render_messages_async(request.messages, self._about(request))
+        # Whoever asks looks at the length: a prompt is never cut.
+        whole = TokenizeParams(max_total_tokens=None, add_special_tokens=request.add_special_tokens)
+        return tuple((await self._renderer.tokenize_prompt_async(rendered, whole))["prompt_token_ids"])
+
+    def length(self, text: str) -> int:
+        """How many tokens an answer of this text takes, the end of the turn included; 0 for no text."""
+        return len(self._renderer.get_tokenizer().encode(text, add_special_tokens=False)) + 1 if text else 0
+
+    def sampling(self, task: RoundTask, prompt_tokens: int, *, temperature: float | None, seed: int) -> Any:
+        """vLLM's parameters for the task as an agent asks it: with the server's defaults and its limits.
+        `temperature` None is the server's."""
+        from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
+
+        request = self._adjusted(_request(task, temperature=temperature, seed=seed))
+        model_config = self._model_config
+        # As vLLM's chat endpoint has it: a limit that was set for the server binds, one of the model's does not.
+        if model_config.generation_config in ("auto", "vllm"):
+            bound = (model_config.override_generation_config or {}).get("max_new_tokens")
+        else:
+            bound = self._defaults.get("max_tokens")
+        longest = get_max_tokens(self._context, None, prompt_tokens, self._defaults, bound)
+        return request.to_sampling_params(longest, self._defaults)
+
+    def keeps_special_tokens(self, task: RoundTask) -> bool:
+        """Whether the parsers need the special tokens in the text of an answer."""
+        return not self._adjusted(_request(task)).skip_special_tokens
+
+    def answer(self, task: RoundTask, prompt: Sequence[int], text: str, tokens: Sequence[int]) -> Answer:
+        """What the server hands on of a completion of the task's prompt."""
+        if self._parser is None:
+            return Answer(text)
+        request = _request(task)
+        parser = self._parser_for(request)
+        parser.set_prompt_token_ids(list(prompt))
+        _, content, calls = parser.parse(
+            text, request, enable_auto_tools=bool(self._chat.tool_parser), model_output_token_ids=tokens
+        )
+        return Answer(content or "", tuple(call.name for call in calls or ()))
+
+    def _parsers(self) -> Any:
+        from vllm.parser import ParserManager
+
+        chat = self._chat
+        try:
+            return ParserManager.get_parser(
+                tool_parser_name=chat.tool_parser or None,
+                reasoning_parser_name=chat.reasoning_parser or None,
+                enable_auto_tools=bool(chat.tool_parser),
+                model_name=self._model_config.model,
+                tokenizer=self._renderer.get_tokenizer(),
+            )
+        except TypeError as error:
+            raise TrainError(
+                "parse answers as the server does",
+                " ".join(str(error).split())[:300],
+                "Correct serving.tool_call_parser and serving.reasoning_parser, or serving.extra_args.",
+            ) from error
+
+    def _adjusted(self, request: Any) -> Any:
+        # vLLM adjusts requests without tools for reasoning parsers alone.
+        parsers = self._parser
+        if parsers is None or not (request.tools or parsers.reasoning_parser_cls or parsers.always_adjust_request):
+            return request
+        return self._parser_for(request).adjust_request(request)
+
+    def _parser_for(self, request: Any) -> Any:
+        return self._parser(
+            self._renderer.get_tokenizer(),
+            request.tools,
+            chat_template_kwargs=self._about(request).chat_template_kwargs,
+            model_config=self._model_config,
+        )
+
+    def _about(self, request: Any) -> Any:
+        offered = [tool.model_dump() for tool in request.tools] if request.tools else None
+        return request.build_chat_params(self._template, self._chat.content).with_defaults(
+            {**self._chat.arguments, "tools": offered, "tokenize": False}
+        )
+
+
+def _request(task: RoundTask, **values: Any) -> Any:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    tools = {"tools": list(task.tools)} if task.tools else {}
+    return ChatCompletionRequest(model="", messages=list(task.prompt), **tools, **values)
+
+
+def _template_of(chat: ChatFormat) -> str | None:
+    """The text of the template that the server was told to use; None is the model's own."""
     from vllm.renderers.chat_utils import load_chat_template
 
     try:
@@ -53,31 +197,9 @@ def template_of(chat: ChatFormat) -> str | None:
     return text
 
 
-async def token_ids(
-    renderer: Any,
-    prompt: Sequence[ChatMessage],
-    tools: Sequence[dict[str, Any]],
-    chat: ChatFormat,
-    template: str | None,
-) -> tuple[int, ...]:
-    """What the engine is given for a chat request with these messages. Raises whatever vLLM or the template does."""
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.renderers.params import TokenizeParams
-
-    request = ChatCompletionRequest(model="", messages=list(prompt), **({"tools": list(tools)} if tools else {}))
-    offered = [tool.model_dump() for tool in request.tools] if request.tools else None
-    about = request.build_chat_params(template, chat.content).with_defaults(
-        {**chat.arguments, "tools": offered, "tokenize": False}
-    )
-    _, rendered = await renderer.render_messages_async(request.messages, about)
-    # Whoever asks looks at the length: a prompt is never cut.
-    whole = TokenizeParams(max_total_tokens=None, add_special_tokens=request.add_special_tokens)
-    return tuple((await renderer.tokenize_prompt_async(rendered, whole))["prompt_token_ids"])
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise TrainError("render prompts as the server does", message, "Correct serving.extra_args.")
+        raise TrainError("answer as the server does", message, "Correct serving.extra_args.")
 
 
 def _dashed(argument: str) -> str:

@@ -129,7 +129,9 @@ def _fetch(reference: Any) -> Completion:
             raise _dead(error.cause) from error
         log.warning("one rollout failed: %s", error.cause)
         return Completion(error=f"the engine failed: {error.cause}")
-    return completion if completion.token_ids else Completion(error="the engine returned no token")
+    return (
+        completion if completion.token_ids or completion.error else Completion(error="the engine returned no token")
+    )
 
 
 def _dead(error: BaseException) -> TrainError:

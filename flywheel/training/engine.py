@@ -9,8 +9,10 @@ vLLM is imported inside the actor, so that the worker can name this class withou
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.metadata
 import itertools
+import logging
 import math
 import os
 from collections.abc import Sequence
@@ -19,10 +21,12 @@ from typing import Any
 
 from flywheel.errors import TrainError
 from flywheel.round import RoundTask
-from flywheel.training.chat import ChatFormat, template_of, token_ids
+from flywheel.training.chat import ChatFormat, ServedChat
 from flywheel.training.policy import base_dtype
 from flywheel.training.prompts import Prompt
 from flywheel.training.rollout import Completion, LoadedAdapter, RolloutRequest
+
+log = logging.getLogger(__name__)
 
 MAX_LOADED = 2
 """Adapters at one time: the old and the new one of a step, or candidate and deployed."""
@@ -33,7 +37,8 @@ one for an adapter is in the same batch. An empty slot adds nothing."""
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What an engine is started with; `kv_cache_gib` counts without a GPU, `gpu_memory_utilization` with one."""
+    """What an engine is started with; `kv_cache_gib` counts without a GPU, `gpu_memory_utilization` with one. Its
+    context is `max_model_len` at least, and that of the server as far as memory allows."""
 
     model: str
     max_model_len: int
@@ -52,10 +57,13 @@ class Engine:
         self._settings = settings
         self._numbers = itertools.count()
         self._llm: Any = None
+        self._chat: Any = None
 
     async def start(self) -> dict[str, Any]:
-        """Start vLLM; its device and the versions at work. Raises TrainError: of a constructor that raises, Ray would
-        only pass on the text."""
+        """Start vLLM; its device, the server's context as far as memory holds it, and the versions at work.
+
+        Raises TrainError: of a constructor that raises, Ray would only pass on the text.
+        """
         settings = self._settings
         dtype = base_dtype(settings.model)
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gib)
@@ -73,17 +81,18 @@ class Engine:
             "model": settings.model,
             # vLLM would halve a float32 model; then its logprobs were not the trainer's.
             "dtype": dtype,
-            "max_model_len": settings.max_model_len,
+            # What ends an answer, and the server's defaults for those of the gate.
+            "generation_config": settings.chat.generation,
+            "override_generation_config": settings.chat.overrides,
             "enable_lora": True,
             "max_loras": LORA_SLOTS,
             "max_cpu_loras": LORA_SLOTS,
             "max_lora_rank": settings.max_lora_rank,
             "seed": settings.seed,
-            # The logprob after temperature and nucleus: that of the distribution the token was drawn from.
+            # The logprob after temperature: that of the distribution the token was drawn from.
             "logprobs_mode": "processed_logprobs",
             # Compiling takes longer than a round of a model that is small enough for a CPU.
             "enforce_eager": not gpu,
-            "disable_log_stats": True,
         }
         if not gpu:
             # Nor does the little that vLLM compiles even then (counting the ranks of logprobs) pay: seconds of a C++
@@ -95,41 +104,53 @@ class Engine:
             # When only a part of a seeded prompt fits into a step, vLLM 0.32 rewinds the request's random generator,
             # which a CPU's cannot do: the engine dies ("CPU Generator does not use offset").
             arguments["enable_chunked_prefill"] = False
-            arguments["max_num_batched_tokens"] = max(settings.max_model_len, 8192)
         try:
-            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+            served = _served_context(settings, arguments)
+            arguments["max_model_len"] = wanted = max(served, settings.max_model_len)
+            if not gpu:
+                arguments["max_num_batched_tokens"] = max(wanted, 8192)
+            vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
+            # As for a length of -1: what memory does not hold of this context is given up, and nothing fails.
+            vllm_config.model_config.original_max_model_len = -1
+            self._llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
         except Exception as error:
             raise TrainError(
                 f"start a rollout engine for {settings.model}",
                 " ".join(str(error).split())[:500] or type(error).__name__,
                 "The worker's log has vLLM's own words.",
             ) from error
-        return {"device": torch.cuda.get_device_name() if gpu else "cpu", "versions": versions()}
+        context = self._llm.model_config.max_model_len
+        if context < settings.max_model_len:
+            raise TrainError(
+                f"start a rollout engine for {settings.model}",
+                f"memory holds a context of {context} tokens, and rollout.max_model_len is {settings.max_model_len}",
+                "Lower rollout.max_model_len, or raise rollout.gpu_memory_utilization or rollout.cpu_kv_cache_gib.",
+            )
+        if context < served:
+            log.warning(
+                "memory holds a context of %d tokens, and the server's is %d: answers end there", context, served
+            )
+        context = min(context, served)
+        self._chat = ServedChat(settings.chat, self._llm.model_config, self._llm.renderer, context)
+        return {
+            "device": torch.cuda.get_device_name() if gpu else "cpu",
+            "context": context,
+            "versions": versions(),
+        }
 
     async def encode(self, tasks: Sequence[RoundTask]) -> tuple[list[Prompt], dict[str, str]]:
-        """Prompts as the server makes them of chat requests, and why each other task, by its id, cannot be one.
-
-        Raises TrainError without a chat template.
-        """
-        chat, model = self._settings.chat, self._settings.model
-        template = template_of(chat)
-        if template is None and not self._llm.get_tokenizer().chat_template:
-            raise TrainError(
-                f"render prompts for {model}",
-                "its tokenizer has no chat template",
-                "Use an instruction-tuned model, or add a chat template to its directory.",
-            )
+        """Prompts as the server makes them of chat requests, and why each other task, by its id, cannot be one."""
         prompts: list[Prompt] = []
         refused: dict[str, str] = {}
         for task in tasks:
             try:
-                ids = await token_ids(self._llm.renderer, task.prompt, task.tools, chat, template)
+                ids = await self._chat.encode(task)
             except Exception as error:
                 # Templates refuse, for example, two user messages in a row, and some break on what they did not
                 # expect; such a task cannot be asked again, and costs itself alone.
                 refused[task.task_id] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 continue
-            prompts.append(Prompt(task, ids))
+            prompts.append(Prompt(task, ids, needs=max(task.output_tokens, self._chat.length(task.answer))))
         return prompts, refused
 
     async def load(self, adapter: LoadedAdapter) -> None:
@@ -142,21 +163,39 @@ class Engine:
         """One sampled completion."""
         from vllm import SamplingParams
 
-        sampling = SamplingParams(
-            temperature=request.temperature,
-            top_p=request.top_p,
-            max_tokens=request.max_tokens,
-            seed=request.seed,
-            logprobs=0,
-        )
-        output = (await self._run(request.prompt.token_ids, sampling, request.adapter)).outputs[0]
+        task, prompt = request.prompt.task, request.prompt.token_ids
+        if request.as_served:
+            sampling = self._chat.sampling(task, len(prompt), temperature=request.temperature, seed=request.seed)
+            sampling.logprobs = 0
+        else:
+            # All that could change what is drawn is said here: the logprobs are those of the policy itself.
+            sampling = SamplingParams(
+                temperature=request.temperature,
+                top_p=1.0,
+                top_k=0,
+                min_p=0.0,
+                repetition_penalty=1.0,
+                presence_penalty=0.0,
+                frequency_penalty=0.0,
+                max_tokens=request.max_tokens,
+                seed=request.seed,
+                logprobs=0,
+                skip_special_tokens=not self._chat.keeps_special_tokens(task),
+            )
+        found = await self._run(prompt, sampling, request.adapter, seconds=request.seconds)
+        if found is None:
+            return Completion(error=f"no token within {request.seconds:g} s")
+        output = found.outputs[0]
+        answer = self._chat.answer(task, prompt, output.text, output.token_ids)
         return Completion(
             token_ids=tuple(output.token_ids),
             logprobs=tuple(
                 _finite(at[token].logprob) for at, token in zip(output.logprobs, output.token_ids, strict=True)
             ),
-            text=output.text,
-            truncated=output.finish_reason == "length",
+            text=answer.text,
+            # Without a reason to finish, its time was up.
+            truncated=output.finish_reason in ("length", None),
+            error=f"it calls {' and '.join(answer.tools)}, and no tool runs in a rollout" if answer.tools else "",
         )
 
     async def continue_greedily(
@@ -185,17 +224,29 @@ class Engine:
         if self._llm is not None:
             await asyncio.to_thread(self._llm.shutdown, 5.0)
 
-    async def _run(self, token_ids: Sequence[int], sampling: Any, adapter: LoadedAdapter | None) -> Any:
+    async def _run(
+        self,
+        token_ids: Sequence[int],
+        sampling: Any,
+        adapter: LoadedAdapter | None,
+        *,
+        seconds: float | None = None,
+    ) -> Any:
+        """vLLM's output; after `seconds` what there is of it, None when there is nothing."""
+        from vllm.sampling_params import RequestOutputKind
+
+        # Outputs of unfinished completions are wanted only where one may be cut.
+        sampling.output_kind = RequestOutputKind.CUMULATIVE if seconds else RequestOutputKind.FINAL_ONLY
         final = None
-        sampling.output_kind = _final_only()
-        async for output in self._llm.generate(
-            {"prompt_token_ids": list(token_ids)},
-            sampling,
-            str(next(self._numbers)),
-            lora_request=self._request(adapter) if adapter else None,
-        ):
-            final = output
-        assert final is not None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                async for output in self._llm.generate(
+                    {"prompt_token_ids": list(token_ids)},
+                    sampling,
+                    str(next(self._numbers)),
+                    lora_request=self._request(adapter) if adapter else None,
+                ):
+                    final = output
         return final
 
     def _request(self, adapter: LoadedAdapter) -> Any:
@@ -204,11 +255,12 @@ class Engine:
         return LoRARequest(adapter.name, adapter.number, adapter.path)
 
 
-def _final_only() -> Any:
-    """Outputs of unfinished completions would only be thrown away."""
-    from vllm.sampling_params import RequestOutputKind
+def _served_context(settings: EngineSettings, arguments: dict[str, Any]) -> int:
+    """The context of the server, in tokens."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
 
-    return RequestOutputKind.FINAL_ONLY
+    served = AsyncEngineArgs(**arguments, max_model_len=settings.chat.max_model_len)
+    return int(served.create_model_config().max_model_len)
 
 
 def _finite(value: float) -> float | None:

@@ -14,9 +14,7 @@ Where a round departs from the GRPO paper (DeepSeekMath, arXiv 2402.03300) and f
 4.  No KL term unless `training.beta` is set.
 5.  A rollout without a reward (undecided judge, failed engine) has advantage 0 and is left out of its group's mean
     and deviation; it never counts as reward 0. Its tokens still count in `dapo`'s denominator.
-6.  With `rollout.top_p` below 1 the engine's logprobs are those inside the nucleus, the trainer's are not; the
-    correction then pulls towards the nucleus. TRL does the same.
-7.  The prompts of each step are fixed before the round, each taken equally often, instead of drawn at random.
+6.  The prompts of each step are fixed before the round, each taken equally often, instead of drawn at random.
 """
 
 from __future__ import annotations
@@ -112,8 +110,10 @@ def check_tokens(batch: Batch, output: dict[str, Any]) -> None:
             )
 
 
-def grpo_config(settings: Config, directory: Path, *, seed: int, model_dtype: torch.dtype) -> GRPOConfig:
-    """TRL's arguments from our settings."""
+def grpo_config(
+    settings: Config, directory: Path, *, seed: int, model_dtype: torch.dtype, longest: int
+) -> GRPOConfig:
+    """TRL's arguments from our settings; `longest` is the longest completion that is asked for, in tokens."""
     training, rollout = settings.training, settings.rollout
     gpu = torch.cuda.is_available()
     return GRPOConfig(
@@ -128,9 +128,8 @@ def grpo_config(settings: Config, directory: Path, *, seed: int, model_dtype: to
         per_device_train_batch_size=training.micro_batch_size,
         gradient_accumulation_steps=training.prompts_per_step * training.group_size // training.micro_batch_size,
         num_generations=training.group_size,
-        max_completion_length=rollout.max_completion_tokens,
+        max_completion_length=longest,
         temperature=rollout.temperature,
-        top_p=rollout.top_p,
         beta=training.beta,
         epsilon=training.clip_epsilon,
         epsilon_high=training.clip_epsilon_high,

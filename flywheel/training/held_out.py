@@ -12,6 +12,9 @@ from flywheel.training.collector import Collector
 from flywheel.training.prompts import Prompt, seed_of
 from flywheel.training.rollout import Batch, LoadedAdapter, RolloutRequest
 
+CUT_AFTER = 0.9
+"""The share of a batch's time after which an answer is cut."""
+
 Rewards = tuple[float | None, ...]
 Pairs = list[tuple[Rewards, Rewards]]
 
@@ -34,7 +37,7 @@ def check_enough(prompts: Sequence[Prompt], spec: RoundSpec, needed: int) -> Non
         f"train {spec.round_id}",
         f"of its {len(spec.held_out)} held-out tasks {len(prompts)} can be asked, and gate.min_tasks is {needed}: the"
         " others leave no room for a completion, are refused by the chat template, or are the same again",
-        "Collect and judge more traces, raise rollout.max_model_len, or lower gate.min_tasks. The log counts them.",
+        "Collect and judge more traces, raise serving.max_model_len, or lower gate.min_tasks. The log names them.",
     )
 
 
@@ -89,16 +92,19 @@ def requests(
     spec: RoundSpec,
     settings: Config,
 ) -> list[RolloutRequest]:
-    """For each prompt, each side's samples. A sample's seed depends on task and number, not on the side."""
+    """For each prompt, each side's samples, drawn as the server draws them and within its limits. A sample's seed
+    depends on task and number, not on the side."""
     return [
         RolloutRequest(
             prompt=prompt,
             group=group,
             seed=seed_of(spec.seed, "held-out", prompt.task.task_id, sample),
             temperature=settings.gate.temperature,
-            top_p=settings.rollout.top_p,
-            max_tokens=settings.rollout.max_completion_tokens,
+            max_tokens=None,
             adapter=side,
+            as_served=True,
+            # A little before the whole batch is given up: what the agent would still wait for counts as it is.
+            seconds=CUT_AFTER * settings.rollout.timeout_seconds,
         )
         for group, prompt in enumerate(prompts)
         for side in sides

@@ -6,19 +6,27 @@ Owns no model and no tokenizer: the rollout engine turns messages into tokens.
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 from flywheel.round import RoundTask
+
+NEEDED: Final = 0.99
+"""The share of traced replies that fit into the longest rollout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A task with its prompt as the model's own chat template renders it, ready for a reply."""
+    """A task with its prompt as the model's own chat template renders it, ready for a reply. Its traced reply took
+    `needs` tokens (0: not known); a rollout takes `max_tokens` at most (0: as many as the server allows)."""
 
     task: RoundTask
     token_ids: tuple[int, ...]
+    needs: int = 0
+    max_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +38,58 @@ class Asked:
 
 
 def asked(
-    prompts: Sequence[Prompt], refused: Mapping[str, str], *, max_model_len: int, max_completion_tokens: int
+    prompts: Sequence[Prompt],
+    refused: Mapping[str, str],
+    *,
+    max_model_len: int,
+    max_completion_tokens: int | None = None,
 ) -> Asked:
-    """The prompts that leave room for a whole completion, each once, where it came last: the same one again is no
-    evidence of its own. `refused` are tasks of which the chat template makes none."""
-    room = max_model_len - max_completion_tokens
+    """The prompts to train on: those that leave room for a whole completion. Without a `max_completion_tokens` that
+    is as much as the traced reply took, and a rollout takes as many tokens as 99 of 100 traced replies did, or what
+    its prompt leaves of the context. `refused` are tasks of which the chat template makes none."""
+    kept, left_out = _each_once(prompts, refused)
+    longest = max_completion_tokens or longest_needed([prompt.needs for prompt in kept]) or max_model_len
+    fitting: list[Prompt] = []
+    for prompt in kept:
+        needed = max_completion_tokens or min(prompt.needs, longest) or 1
+        if _has_room(prompt, max_model_len, needed, "rollout.max_model_len", left_out):
+            room = max_model_len - len(prompt.token_ids)
+            fitting.append(replace(prompt, max_tokens=min(longest, room)))
+    return Asked(fitting, left_out)
+
+
+def asked_as_served(prompts: Sequence[Prompt], refused: Mapping[str, str], *, context: int) -> Asked:
+    """The prompts that the server would answer, with a context of so many tokens."""
+    kept, left_out = _each_once(prompts, refused)
+    return Asked([each for each in kept if _has_room(each, context, 1, "the server's context", left_out)], left_out)
+
+
+def longest_needed(needs: Sequence[int]) -> int:
+    """The 99th percentile of the known lengths, itself one of them; 0 when none is known."""
+    known = sorted(length for length in needs if length > 0)
+    return known[math.ceil(NEEDED * len(known)) - 1] if known else 0
+
+
+def _each_once(prompts: Sequence[Prompt], refused: Mapping[str, str]) -> tuple[list[Prompt], dict[str, str]]:
+    """Each prompt where it came last: the same one again is no evidence of its own. And why the others are not."""
     newest = {prompt.token_ids: prompt for prompt in prompts}
     kept: list[Prompt] = []
     left_out = {task: f"the chat template refuses it ({why})" for task, why in refused.items()}
     for prompt in prompts:
-        task, length, last = prompt.task.task_id, len(prompt.token_ids), newest[prompt.token_ids]
-        if length > room:
-            left_out[task] = f"its prompt has {length} tokens, and rollout.max_model_len leaves room for {room}"
-        elif last is not prompt:
-            left_out[task] = f"its prompt is that of {last.task.task_id}"
-        else:
+        last = newest[prompt.token_ids]
+        if last is prompt:
             kept.append(prompt)
-    return Asked(kept, left_out)
+        else:
+            left_out[prompt.task.task_id] = f"its prompt is that of {last.task.task_id}"
+    return kept, left_out
+
+
+def _has_room(prompt: Prompt, context: int, needed: int, name: str, left_out: dict[str, str]) -> bool:
+    """Whether so many tokens fit behind the prompt; if not, that is noted."""
+    length, room = len(prompt.token_ids), context - needed
+    if length > room:
+        left_out[prompt.task.task_id] = f"its prompt has {length} tokens, and {name} leaves room for {room}"
+    return length <= room
 
 
 def schedule(count: int, *, per_step: int, steps: int, seed: int) -> list[list[int]]:

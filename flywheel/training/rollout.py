@@ -27,23 +27,29 @@ class LoadedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """What an engine is asked for. `group` is the prompt's place in its step; `adapter` None is the base model."""
+    """What an engine is asked for. `group` is the prompt's place in its step; `adapter` None is the base model.
+
+    A rollout to learn from is drawn at `temperature` from the policy itself, at most `max_tokens` long. One that is
+    drawn `as_served` has the server's defaults and limits, its temperature too where it is None, and is cut after
+    `seconds`.
+    """
 
     prompt: Prompt
     group: int
     seed: int
-    temperature: float
-    top_p: float
-    max_tokens: int
+    temperature: float | None
+    max_tokens: int | None
     adapter: LoadedAdapter | None
+    as_served: bool = False
+    seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What an engine returned: the end-of-turn token included, `text` without special tokens.
+    """What an engine returned: the end-of-turn token included; `text` is what an agent gets of it from the server.
 
     A logprob is that of the token under the distribution it was drawn from; None where the engine gave no number.
-    With `error` there is no completion, only the reason.
+    With `error` there is nothing to grade, only the reason.
     """
 
     token_ids: tuple[int, ...] = ()

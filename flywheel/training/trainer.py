@@ -102,7 +102,11 @@ class Trainer:
                 sync_weights=lambda: run.sync(self._model),
                 model=self._model,
                 args=grpo_config(
-                    self._settings, self._directory / TRL_DIR, seed=self._spec.seed, model_dtype=self._model.dtype
+                    self._settings,
+                    self._directory / TRL_DIR,
+                    seed=self._spec.seed,
+                    model_dtype=self._model.dtype,
+                    longest=max(prompt.max_tokens for prompt in prompts),
                 ),
                 train_dataset=rows(training.steps, training.prompts_per_step),
                 processing_class=AutoTokenizer.from_pretrained(self._spec.base_model),
@@ -231,8 +235,7 @@ def step_requests(
             group=group,
             seed=seed_of(spec.seed, "rollout", step, group, sample),
             temperature=settings.rollout.temperature,
-            top_p=settings.rollout.top_p,
-            max_tokens=settings.rollout.max_completion_tokens,
+            max_tokens=prompt.max_tokens,
             adapter=adapter,
         )
         for group, prompt in enumerate(prompts)

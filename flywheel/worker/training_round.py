@@ -28,7 +28,7 @@ from flywheel.training.meter import Meter
 from flywheel.training.metrics import Metrics
 from flywheel.training.policy import rank
 from flywheel.training.probe import make_probe
-from flywheel.training.prompts import Asked, Prompt, asked
+from flywheel.training.prompts import Asked, Prompt, asked, asked_as_served
 from flywheel.training.rollout import LoadedAdapter, add_usage
 from flywheel.training.trainer import Trainer
 from flywheel.worker.grading import rubric_of
@@ -68,24 +68,31 @@ class Round:
             gpu_memory_utilization=rollout.gpu_memory_utilization,
             kv_cache_gib=rollout.cpu_kv_cache_gib,
             cpu_threads=cluster.cpu_threads(),
-            chat=served_format(self.settings.serving.extra_args),
+            chat=served_format(self.settings.serving.extra_args, max_model_len=self.settings.serving.max_model_len),
         )
         self.engines = [cluster.start(Engine, engine, gpus=share) for _ in range(rollout.engines)]
         started = [engine.start.remote() for engine in self.engines]
         if not self.spec.debug:
             self.trainer = cluster.start(Trainer, self.spec, str(self.directory), cluster.cpu_threads(), gpus=share)
             started.append(self.trainer.start.remote())
-        self.about = cluster.wait(started)[0]
+        told = cluster.wait(started)[: rollout.engines]
+        self.about = {**told[0], "context": min(each["context"] for each in told)}
 
     def asked(self, tasks: Sequence[RoundTask]) -> Asked:
-        """The tasks that the model can be asked: rendered by its template, short enough, and none twice."""
+        """The tasks that can be trained on: rendered by the model's template, short enough, and none twice."""
         rollout = self.settings.rollout
-        [(prompts, refused)] = cluster.wait([self.engines[0].encode.remote(list(tasks))])
-        found = asked(
-            prompts, refused, max_model_len=rollout.max_model_len, max_completion_tokens=rollout.max_completion_tokens
+        return asked(
+            *self._encoded(tasks),
+            max_model_len=rollout.max_model_len,
+            max_completion_tokens=rollout.max_completion_tokens,
         )
-        for task, why in found.left_out.items():
-            log.warning("%s is left out: %s", task, why)
+
+    def asked_as_served(self, tasks: Sequence[RoundTask]) -> Asked:
+        """The tasks that the server would answer."""
+        return asked_as_served(*self._encoded(tasks), context=self.about["context"])
+
+    def _encoded(self, tasks: Sequence[RoundTask]) -> tuple[list[Prompt], dict[str, str]]:
+        [(prompts, refused)] = cluster.wait([self.engines[0].encode.remote(list(tasks))])
         if tasks and len(refused) == len(tasks):
             first = next(f"{task}: {why}" for task, why in refused.items())
             raise TrainError(
@@ -93,15 +100,17 @@ class Round:
                 f"the chat template refuses all {len(tasks)} tasks; the first: {first}",
                 "Check the base model's chat template, and the one in serving.extra_args if there is one.",
             )
-        return found
+        return prompts, refused
 
     def run(self) -> RoundResult:
         with self._timed("start"):
             self.start()
             train = self.asked(self.spec.train)
-            held_out = [] if self.spec.debug else self.asked(self.spec.held_out).prompts
-            held_out = held_out[-self.settings.gate.max_tasks :]
+            gate = Asked([], {}) if self.spec.debug else self.asked_as_served(self.spec.held_out)
         prompts, self.left_out = train.prompts, train.left_out
+        held_out = gate.prompts[-self.settings.gate.max_tasks :]
+        for task, why in {**gate.left_out, **train.left_out}.items():
+            log.warning("%s is left out: %s", task, why)
         if not prompts:
             raise TrainError(
                 f"train {self.spec.round_id}",
@@ -111,6 +120,7 @@ class Round:
         if not self.spec.debug:
             # Now, and not when hours were spent on a candidate that could only be rejected.
             check_enough(held_out, self.spec, self.settings.gate.min_tasks)
+        log.info("rollouts take up to %d tokens", max(prompt.max_tokens for prompt in prompts))
         self.metrics.phase("training", prompts=len(prompts), left_out=len(self.left_out))
         if self.spec.debug:
             return self._debug(prompts)
@@ -142,7 +152,7 @@ class Round:
                 self.engines[0],
                 held_out,
                 candidate,
-                max_model_len=self.settings.rollout.max_model_len,
+                max_model_len=self.about["context"],
             )
         return self._result("trained", adapter=adapter, comparison=comparison, probe=probe, **figures)
 

@@ -26,7 +26,7 @@ def prompt(name: str = "t-1", token_ids: Sequence[int] = (5, 6, 7), query: str =
 def request(
     group: int = 0, seed: int = 0, *, of: Prompt | None = None, adapter: LoadedAdapter | None = None
 ) -> RolloutRequest:
-    return RolloutRequest(of or prompt(f"t-{group}"), group, seed, 1.0, 1.0, 8, adapter)
+    return RolloutRequest(of or prompt(f"t-{group}"), group, seed, 1.0, 8, adapter)
 
 
 def verdict(score: float | None) -> Verdict:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import httpx2
 import pytest
 
 from flywheel.errors import TrainError
 from flywheel.round import RoundTask
-from flywheel.training.chat import ChatFormat, served_format
+from flywheel.training.chat import Answer, ChatFormat, ServedChat, served_format
 from flywheel.training.engine import Engine, EngineSettings
 from tests.conftest import VllmServer
 from tests.training.rollouts import task
@@ -46,43 +47,67 @@ def called(name: str, arguments: str) -> list[dict[str, Any]]:
     ]
 
 
-def settings(**values: Any) -> EngineSettings:
-    return EngineSettings(
-        model="tiny",
-        max_model_len=512,
-        max_lora_rank=8,
-        seed=1,
-        gpu_memory_utilization=0.3,
-        kv_cache_gib=1,
-        cpu_threads=1,
-        **values,
-    )
+@dataclass(frozen=True)
+class Served:
+    """vLLM's renderer and configuration of a model, without an engine."""
+
+    renderer: Any
+    model_config: Any
+
+    def chat(self, chat: ChatFormat | None = None, context: int = 512) -> ServedChat:
+        return ServedChat(chat or ChatFormat(), self.model_config, self.renderer, context)
+
+    def decoded(self, tokens: Sequence[int]) -> str:
+        return str(self.renderer.get_tokenizer().decode(tokens))
 
 
-@pytest.fixture(scope="module")
-def renderer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """vLLM's, for the demo's policy with a template like those of models that call tools."""
+def rendering(model: Path, chat: ChatFormat | None = None) -> Iterator[Served]:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.renderers import renderer_from_config
 
-    model = tmp_path_factory.mktemp("model") / "policy"
-    shutil.copytree(POLICY, model)
-    (model / "chat_template.jinja").write_text(TEMPLATE)
-    made = renderer_from_config(
-        AsyncEngineArgs(str(model), max_model_len=512, dtype="float32").create_engine_config()
-    )
-    yield made
+    chat = chat or ChatFormat()
+    config = AsyncEngineArgs(
+        str(model),
+        max_model_len=512,
+        dtype="float32",
+        generation_config=chat.generation,
+        override_generation_config=chat.overrides,
+    ).create_engine_config()
+    made = renderer_from_config(config)
+    yield Served(made, config.model_config)
     made.shutdown()
 
 
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The demo's policy, with a template like those of models that call tools."""
+    model = tmp_path_factory.mktemp("model") / "policy"
+    shutil.copytree(POLICY, model)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    yield from rendering(model)
+
+
+@pytest.fixture(scope="module")
+def served_with_thoughts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The same model with the tokens that the parsers of thoughts and calls look for."""
+    from transformers import AutoTokenizer
+
+    model = tmp_path_factory.mktemp("model") / "policy"
+    shutil.copytree(POLICY, model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+    tokenizer.save_pretrained(model)
+    yield from rendering(model)
+
+
 def encoded(
-    renderer: Any, tasks: list[RoundTask], chat: ChatFormat | None = None
+    served: Served, tasks: list[RoundTask], chat: ChatFormat | None = None
 ) -> tuple[list[str], dict[str, str]]:
     """Prompts as text, and what was refused; only vLLM's engine is left out."""
-    engine = Engine(settings(**({"chat": chat} if chat else {})))
-    engine._llm = SimpleNamespace(renderer=renderer, get_tokenizer=renderer.get_tokenizer)
+    engine = Engine(cast(EngineSettings, None))
+    engine._chat = served.chat(chat)
     prompts, refused = asyncio.run(engine.encode(tasks))
-    return [renderer.get_tokenizer().decode(prompt.token_ids) for prompt in prompts], refused
+    return [served.decoded(prompt.token_ids) for prompt in prompts], refused
 
 
 def asked(name: str, prompt: list[dict[str, Any]], tools: list[dict[str, Any]]) -> RoundTask:
@@ -90,11 +115,11 @@ def asked(name: str, prompt: list[dict[str, Any]], tools: list[dict[str, Any]]) 
 
 
 @pytest.mark.slow
-def test_earlier_calls_and_tools_are_rendered_as_the_server_renders_them(renderer: Any) -> None:
+def test_earlier_calls_and_tools_are_rendered_as_the_server_renders_them(served: Served) -> None:
     """The arguments are JSON text in a trace and a mapping in a template; tools have one order of keys."""
     some = asked("t-1", called("search", '{"q":"é","n":1}'), [SEARCH])
     before = some.model_copy(deep=True)
-    [text], refused = encoded(renderer, [some])
+    [text], refused = encoded(served, [some])
     assert refused == {}
     assert text == (
         '<tool>{"type": "function", "function": {"name": "search", "description": null, "parameters": '
@@ -108,24 +133,24 @@ def test_earlier_calls_and_tools_are_rendered_as_the_server_renders_them(rendere
 
 
 @pytest.mark.slow
-def test_a_task_on_which_the_template_breaks_costs_itself_alone(renderer: Any) -> None:
+def test_a_task_on_which_the_template_breaks_costs_itself_alone(served: Served) -> None:
     broken = asked("t-broken", called("break", "{}"), [])
-    texts, refused = encoded(renderer, [task("t-1"), broken, task("t-2")])
+    texts, refused = encoded(served, [task("t-1"), broken, task("t-2")])
     assert len(texts) == 2
     assert list(refused) == ["t-broken"]
 
 
 @pytest.mark.slow
-def test_what_the_server_is_told_of_templates_counts(renderer: Any, tmp_path: Path) -> None:
+def test_what_the_server_is_told_of_templates_counts(served: Served, tmp_path: Path) -> None:
     chat = served_format(["--dtype", "float32", "--default-chat-template-kwargs", '{"thinking": true}'])
-    [text], _ = encoded(renderer, [task()], chat)
+    [text], _ = encoded(served, [task()], chat)
     assert text.endswith("<|im_start|>assistant\n")
     other = tmp_path / "other.jinja"
     other.write_text("{{ messages[-1].content }}!")
-    [text], _ = encoded(renderer, [task()], served_format([f"--chat_template={other}"]))
+    [text], _ = encoded(served, [task()], served_format([f"--chat_template={other}"]))
     assert text == "What is 3 plus 4?!"
     with pytest.raises(TrainError, match=r"cannot read the chat template /nowhere\.jinja"):
-        encoded(renderer, [task()], served_format(["--chat-template", "/nowhere.jinja"]))
+        encoded(served, [task()], served_format(["--chat-template", "/nowhere.jinja"]))
 
 
 def test_arguments_of_the_server_that_cannot_be_read_are_told() -> None:
@@ -135,19 +160,76 @@ def test_arguments_of_the_server_that_cannot_be_read_are_told() -> None:
             served_format(["--default-chat-template-kwargs", wrong])
 
 
+THOUGHT = "<think>\n3 and 4 make 7.\n</think>\n\nIt is 7."
+CALL = '<tool_call>\n{"name": "search", "arguments": {"q": "7"}}\n</tool_call>'
+PARSERS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "deepseek_r1"]
+
+
+def handed_on(chat: ServedChat, some: RoundTask, text: str) -> Answer:
+    tokens = chat._renderer.get_tokenizer().encode(text, add_special_tokens=False)
+    return chat.answer(some, asyncio.run(chat.encode(some)), text, tokens)
+
+
 @pytest.mark.slow
-def test_a_real_server_makes_the_same_tokens(renderer: Any, vllm_server: VllmServer, tmp_path: Path) -> None:
+def test_answers_are_what_the_servers_parsers_leave_of_them(served_with_thoughts: Served) -> None:
+    offered = asked("t-1", called("search", "{}"), [SEARCH])
+    without = served_with_thoughts.chat(served_format([]))
+    assert handed_on(without, offered, THOUGHT) == Answer(THOUGHT)
+    chat = served_with_thoughts.chat(served_format(PARSERS))
+    assert handed_on(chat, task(), THOUGHT).text.strip() == "It is 7."
+    assert handed_on(chat, task(), "<think>\n3 and 4 and") == Answer(""), "it has not begun to answer"
+    assert handed_on(chat, offered, f"<think>\nI search.\n</think>\n{CALL}").tools == ("search",)
+    # An agent that offered no tools gets the text of a call as its answer.
+    assert handed_on(chat, task(), f"<think></think>{CALL}").text.strip() == CALL
+    assert handed_on(chat, task(), f"<think></think>{CALL}").tools == ()
+
+
+@pytest.mark.slow
+def test_a_parser_that_the_server_would_not_have_is_named(served: Served) -> None:
+    with pytest.raises(TrainError, match=r"no_such.*serving\.tool_call_parser"):
+        served.chat(served_format(["--enable-auto-tool-choice", "--tool-call-parser", "no_such"]))
+    with pytest.raises(TrainError, match=r"no_such.*serving\.reasoning_parser"):
+        served.chat(served_format(["--reasoning-parser=no_such"]))
+
+
+def test_tool_calls_stay_in_the_text_unless_the_server_looks_for_them() -> None:
+    assert served_format(["--tool-call-parser", "hermes"]).tool_parser == ""
+    assert served_format(PARSERS).tool_parser == "hermes"
+    assert served_format(PARSERS).reasoning_parser == "deepseek_r1"
+
+
+@pytest.mark.slow
+def test_limits_and_defaults_are_the_servers(tmp_path: Path) -> None:
+    """As vLLM's chat endpoint computes them of the model's generation_config.json and of the server's arguments."""
+    model = tmp_path / "policy"
+    shutil.copytree(POLICY, model)
+    defaults = {"do_sample": True, "temperature": 0.5, "top_k": 7, "repetition_penalty": 1.5, "max_new_tokens": 90}
+    (model / "generation_config.json").write_text(json.dumps(defaults))
+
+    def told(temperature: float | None, *arguments: str, prompt: int = 100) -> tuple[float, int, float, int]:
+        [made] = rendering(model, served_format(arguments))
+        found = made.chat(served_format(arguments)).sampling(task(), prompt, temperature=temperature, seed=3)
+        assert found.seed == 3
+        return found.temperature, found.top_k, found.repetition_penalty, found.max_tokens
+
+    assert told(None) == (0.5, 7, 1.5, 90)
+    assert told(None, prompt=500) == (0.5, 7, 1.5, 12), "what the context of 512 leaves"
+    assert told(0.8) == (0.8, 7, 1.5, 90)
+    assert told(None, "--generation-config", "vllm") == (1.0, 0, 1.0, 412)
+    assert told(None, "--override-generation-config", '{"top_k": 3, "max_new_tokens": 40}') == (0.5, 3, 1.5, 40)
+
+
+@pytest.mark.slow
+def test_a_real_server_makes_the_same_tokens(served: Served, vllm_server: VllmServer, tmp_path: Path) -> None:
     """Of the same messages, with the same template."""
     (tmp_path / "t.jinja").write_text((POLICY / "chat_template.jinja").read_text())
     chat = served_format(["--chat-template", str(tmp_path / "t.jinja")])
-    engine = Engine(settings(chat=chat))
-    engine._llm = SimpleNamespace(renderer=renderer, get_tokenizer=renderer.get_tokenizer)
     some = asked("t-1", called("search", '{"q":"é"}'), [])
-    [prompt], _ = asyncio.run(engine.encode([some]))
+    tokens = asyncio.run(served.chat(chat).encode(some))
     told = httpx2.post(
         f"{vllm_server.url}/tokenize",
         headers=vllm_server.headers,
         json={"model": vllm_server.base_model, "messages": some.prompt, "add_special_tokens": False},
         timeout=60,
     )
-    assert told.json()["tokens"] == list(prompt.token_ids)
+    assert told.json()["tokens"] == list(tokens)

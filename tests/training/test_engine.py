@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +38,25 @@ def settings(model: str) -> EngineSettings:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Any]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's policy, with defaults of sampling that no round may learn from."""
+    folder = tmp_path_factory.mktemp("model") / "policy"
+    shutil.copytree(POLICY, folder)
+    told = json.loads((folder / "generation_config.json").read_text())
+    defaults = {
+        "temperature": 0.2, "top_k": 1, "top_p": 0.1, "min_p": 0.5, "repetition_penalty": 3.0, "max_new_tokens": 5,
+    }  # fmt: skip
+    (folder / "generation_config.json").write_text(json.dumps({**told, **defaults}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[Any]:
     with cluster.session(Config()):
-        actor = cluster.start(Engine, settings(str(POLICY)), gpus=cluster.gpu_share(1))
-        cluster.wait([actor.start.remote()])
+        actor = cluster.start(Engine, settings(str(model)), gpus=cluster.gpu_share(1))
+        [about] = cluster.wait([actor.start.remote()])
+        # The server's, which is the model's own, although rollouts to learn from need less.
+        assert about["context"] == 2048
         yield actor
         cluster.stop([actor])
 
@@ -74,7 +92,7 @@ def prompts(engine: Any) -> list[Prompt]:
 
 
 def requests(prompts: list[Prompt], adapter: LoadedAdapter | None, seed: int = 0) -> list[RolloutRequest]:
-    return [RolloutRequest(prompt, 0, seed + place, 1.0, 1.0, 12, adapter) for place, prompt in enumerate(prompts)]
+    return [RolloutRequest(prompt, 0, seed + place, 1.0, 12, adapter) for place, prompt in enumerate(prompts)]
 
 
 def generate(engine: Any, wanted: list[RolloutRequest]) -> list[Completion]:
@@ -138,6 +156,53 @@ def test_scores_are_those_of_the_tokens_it_generated(engine: Any, prompts: list[
     assert scores == pytest.approx(list(completion.logprobs), abs=1e-3)
     [greedy] = cluster.wait([engine.continue_greedily.remote(prompts[0].token_ids, None, tokens=16)])
     assert len(greedy) == 16
+
+
+def test_rollouts_to_learn_from_are_drawn_from_the_policy_whatever_its_defaults_are(
+    engine: Any, prompts: list[Prompt]
+) -> None:
+    """With a top_k of 1 each logprob were 0, with a penalty none were that of the policy."""
+    drawn = generate(engine, requests(prompts, None))
+    assert max(len(completion.token_ids) for completion in drawn) > 5
+    assert agreeing(drawn, generate(engine, requests(prompts, None, seed=1000))) < 0.5
+    for prompt, completion in list(zip(prompts, drawn, strict=True))[:4]:
+        [scores] = cluster.wait([engine.score.remote(prompt.token_ids, completion.token_ids, None)])
+        assert scores == pytest.approx(list(completion.logprobs), abs=1e-3)
+
+
+def test_logprobs_are_those_at_the_temperature_of_the_round(engine: Any, prompts: list[Prompt]) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    [drawn] = generate(engine, [replace(requests(prompts[:1], None)[0], temperature=2.0)])
+    ids = [*prompts[0].token_ids, *drawn.token_ids]
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(POLICY)(torch.tensor([ids])).logits[0]
+    rows = (logits / 2.0).log_softmax(-1)[len(prompts[0].token_ids) - 1 : -1]
+    expected = rows.gather(1, torch.tensor(drawn.token_ids)[:, None])[:, 0].tolist()
+    assert list(drawn.logprobs) == pytest.approx(expected, abs=1e-3)
+
+
+def test_the_gates_answers_are_drawn_as_the_server_draws_them(engine: Any, prompts: list[Prompt]) -> None:
+    def served(seed: int, temperature: float | None) -> list[Completion]:
+        return generate(
+            engine,
+            [
+                replace(request, as_served=True, max_tokens=None, temperature=temperature)
+                for request in requests(prompts, None, seed)
+            ],
+        )
+
+    first = served(0, None)
+    assert max(len(completion.token_ids) for completion in first) == 5
+    assert agreeing(first, served(1000, None)) >= 0.9, "the likeliest token alone is left"
+    assert agreeing(first, served(1000, 3.0)) >= 0.9, "the agent's temperature changes nothing else"
+
+
+def test_an_answer_of_the_gate_is_cut_when_its_time_is_up(engine: Any, prompts: list[Prompt]) -> None:
+    asked = replace(requests(prompts[:1], None)[0], as_served=True, max_tokens=None, seconds=1e-6)
+    [cut] = generate(engine, [asked])
+    assert cut == Completion(error="no token within 1e-06 s")
 
 
 def test_a_task_that_the_chat_template_refuses_is_left_out(engine: Any) -> None:

@@ -118,7 +118,7 @@ class Observed:
             roll_out=roll_out,
             sync_weights=sync,
             model=self.model,
-            args=grpo_config(self.settings, directory, seed=1, model_dtype=self.model.dtype),
+            args=grpo_config(self.settings, directory, seed=1, model_dtype=self.model.dtype, longest=16),
             train_dataset=rows(self.settings.training.steps, 2),
             processing_class=AutoTokenizer.from_pretrained(POLICY),
             callbacks=[StepLog(lambda step, logs: self.logs.append((step, logs)))],

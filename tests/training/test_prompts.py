@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.training.prompts import asked, schedule, seed_of
+from flywheel.training.prompts import asked, asked_as_served, longest_needed, schedule, seed_of
 from tests.training.rollouts import prompt
 
 
@@ -29,6 +30,44 @@ def test_a_prompt_that_comes_again_is_asked_once_where_it_came_last() -> None:
     assert found.left_out == {
         "t-5": "the chat template refuses it (two users in a row)",
         "t-1": "its prompt is that of t-3",
+    }
+
+
+def test_rollouts_are_as_long_as_99_of_100_traced_replies() -> None:
+    prompts = [replace(prompt(f"t-{n}", (n,)), needs=n) for n in range(1, 201)]
+    found = asked(prompts, {}, max_model_len=4096)
+    assert {each.max_tokens for each in found.prompts} == {198}
+    assert longest_needed([700]) == 700
+    assert longest_needed([0, 0, 3, 0, 9]) == 9, "what is not known says nothing"
+
+
+def test_the_context_bounds_what_the_traces_need_prompt_by_prompt() -> None:
+    lengths = {"t-short": (10, 90), "t-long": (60, 5), "t-full": (95, 5), "t-over": (96, 5), "t-most": (30, 70)}
+    prompts = [replace(prompt(name, range(length)), needs=needs) for name, (length, needs) in lengths.items()]
+    found = asked(prompts, {}, max_model_len=100)
+    limits = {each.task.task_id: each.max_tokens for each in found.prompts}
+    assert limits == {"t-short": 90, "t-long": 40, "t-full": 5, "t-most": 70}
+    assert found.left_out == {"t-over": "its prompt has 96 tokens, and rollout.max_model_len leaves room for 95"}
+
+
+def test_where_no_length_is_known_the_context_alone_bounds_a_rollout() -> None:
+    found = asked([prompt("t-1", range(40)), prompt("t-2", range(100))], {}, max_model_len=100)
+    assert [(each.task.task_id, each.max_tokens) for each in found.prompts] == [("t-1", 60)]
+
+
+def test_a_limit_that_is_set_holds_whatever_the_traces_need() -> None:
+    [found] = asked([replace(prompt("t-1"), needs=700)], {}, max_model_len=100, max_completion_tokens=40).prompts
+    assert found.max_tokens == 40
+
+
+def test_the_gate_leaves_out_only_what_the_server_could_not_answer() -> None:
+    prompts = [prompt(f"t-{length}", range(length)) for length in (1, 99, 100)]
+    found = asked_as_served([*prompts, prompt("t-1-again", (0,))], {"t-x": "no"}, context=100)
+    assert [each.task.task_id for each in found.prompts] == ["t-99", "t-1-again"]
+    assert found.left_out == {
+        "t-x": "the chat template refuses it (no)",
+        "t-1": "its prompt is that of t-1-again",
+        "t-100": "its prompt has 100 tokens, and the server's context leaves room for 99",
     }
 
 
