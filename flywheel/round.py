@@ -102,15 +102,26 @@ class Comparison(Frozen):
 
 
 class Probe(Frozen):
-    """What proves that a server answers with an adapter: the log-probabilities of given tokens under it.
+    """What proves that a server answers with an adapter: the log-probabilities of given tokens under it, under its
+    parent (None: it has none, or an older round did not measure that) and under the base model.
 
-    All three lists belong to `token_ids` (the continuation of `prompt_token_ids`) and have its length.
+    All lists of log-probabilities belong to `token_ids` (the continuation of `prompt_token_ids`) and have its length.
+    `places` are the tokens that are compared (empty: all), and `noise` how far two measurements of the adapter lie
+    apart there, in nats per token.
     """
 
     prompt_token_ids: list[int]
     token_ids: list[int]
     adapter_logprobs: list[float]
     base_logprobs: list[float]
+    parent_logprobs: list[float] | None = None
+    places: list[int] = []
+    noise: float = 0.0
+
+    @property
+    def compared(self) -> list[int]:
+        """The places in `token_ids` that are compared."""
+        return self.places or list(range(len(self.token_ids)))
 
 
 class RoundResult(Frozen):

@@ -111,7 +111,8 @@ class ServingSettings(Section):
     load_timeout_seconds: float = Field(default=120.0, gt=0)
     """Longest wait for an adapter to load."""
     probe_tolerance: float = Field(default=0.1, gt=0)
-    """Largest mean difference of log-probabilities between the round's measurement and the server's answer, nats."""
+    """Largest mean difference of log-probabilities between the round's measurement and the server's answer, nats,
+    however much of it may be noise."""
     drain_seconds: float = Field(default=30.0, ge=0)
     """How long the old adapter stays loaded for requests that were under way."""
     extra_args: list[str] = []

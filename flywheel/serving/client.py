@@ -160,15 +160,18 @@ class Replica:
         if response.status_code != 200:
             raise refused(attempted, response)
 
-    async def logprobs(self, model: str, prompt_token_ids: list[int], token_ids: list[int]) -> list[float]:
-        """The log-probability, in nats, of each of `token_ids` as continuation of the prompt under `model`.
+    async def logprobs(
+        self, model: str, prompt_token_ids: list[int], token_ids: list[int], places: Sequence[int] | None = None
+    ) -> list[float]:
+        """The log-probability, in nats, of each of `token_ids` as continuation of the prompt under `model`, or of
+        those at some `places`.
 
         One request per token, which that token alone may answer: vLLM reports what the model gave it before the
         choice was narrowed. `prompt_logprobs` would need one request for all, but on a CPU vLLM 0.32 computes it with
         the wrong shape when LoRA is enabled and other requests run, and the engine dies of it.
         """
         attempted = f"measure {model} on {self.url}"
-        places = asyncio.Semaphore(MEASURED_AT_ONCE)
+        free = asyncio.Semaphore(MEASURED_AT_ONCE)
 
         async def measure(before: list[int], token: int) -> float:
             request = {
@@ -179,7 +182,7 @@ class Replica:
                 "allowed_token_ids": [token],
                 "logprobs": 0,
             }
-            async with places:
+            async with free:
                 response = await self._call("POST", "/v1/completions", attempted, request, self._seconds)
             if response.status_code == 404:
                 why = f"it does not have it: {message_of(response)}"
@@ -195,7 +198,9 @@ class Replica:
 
         ids = prompt_token_ids + token_ids
         start = len(prompt_token_ids)
-        return await asyncio.gather(*(measure(ids[:at], ids[at]) for at in range(start, len(ids))))
+        return await asyncio.gather(
+            *(measure(ids[: start + at], ids[start + at]) for at in places or range(len(token_ids)))
+        )
 
     async def has(self, name: str, path: str) -> bool:
         """Whether the adapter is loaded. Raises ServeError when another one has its name."""

@@ -220,7 +220,9 @@ def _lacks_digest(before: Alias, adapter: AdapterRef | None) -> bool:
 
 
 async def _prove(step: _Step, probe: Probe, tolerance: float) -> None:
-    step.probe = await prove(step.replica, step.target, probe, tolerance)
+    step.probe = await prove(step.replica, step.target, step.before.base_model, probe, tolerance)
+    if step.probe.doubt:
+        log.warning("%s on %s passes, but it is %s", step.target, step.replica.url, step.probe.doubt)
 
 
 async def _prove_soon(step: _Step, probe: Probe, tolerance: float) -> None:

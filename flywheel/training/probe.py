@@ -1,4 +1,5 @@
-"""The probe: tokens whose log-probabilities tell an adapter from its base model, measured on a rollout engine."""
+"""The probe: tokens whose log-probabilities tell an adapter from its parent and its base model, measured on a rollout
+engine, and how exactly they can be measured."""
 
 from __future__ import annotations
 
@@ -11,25 +12,52 @@ from flywheel.training.prompts import Prompt
 from flywheel.training.rollout import LoadedAdapter
 
 PROMPTS = 8
-TOKENS = 16
+TOKENS = 32
+COMPARED = 16
+"""Of a continuation's tokens, those that differ most are compared: most tokens of a text are as good as certain."""
 
 
-def make_probe(engine: Any, prompts: Sequence[Prompt], adapter: LoadedAdapter, *, max_model_len: int) -> Probe:
-    """Of the first prompts, the one whose greedy continuation under the adapter tells it best from the base model.
+def make_probe(
+    engine: Any,
+    prompts: Sequence[Prompt],
+    adapter: LoadedAdapter,
+    parent: LoadedAdapter | None,
+    *,
+    max_model_len: int,
+) -> Probe:
+    """Of the shortest prompts, the one whose greedy continuation under the adapter tells it best from its parent and
+    from the base model (a `parent` of None), whichever is nearer.
 
     The continuation runs on past the end of the turn, so that it always has the same length.
     """
-    probes = [_probe(engine, prompt, adapter, max_model_len) for prompt in prompts[:PROMPTS]]
-    return max(probes, key=distance)
+    # Log-probabilities of a long prompt take gigabytes: a row of the vocabulary for each of its tokens.
+    shortest = sorted(prompts, key=lambda prompt: len(prompt.token_ids))[:PROMPTS]
+    probes = [_probe(engine, prompt, adapter, parent, max_model_len) for prompt in shortest]
+    best = max(probes, key=distance)
+    return best.model_copy(update={"noise": _noise(engine, best, adapter)})
 
 
 def distance(probe: Probe) -> float:
-    """Mean difference of the two log-probabilities per token."""
-    pairs = zip(probe.adapter_logprobs, probe.base_logprobs, strict=True)
-    return sum(abs(a - b) for a, b in pairs) / len(probe.token_ids)
+    """Mean difference per compared token between the adapter and what is nearest to it."""
+    differences = _differences(probe)
+    return sum(differences[place] for place in probe.compared) / len(probe.compared)
 
 
-def _probe(engine: Any, prompt: Prompt, adapter: LoadedAdapter, max_model_len: int) -> Probe:
+def choose_places(probe: Probe) -> list[int]:
+    """The places where the adapter differs most from what is nearest to it, in order."""
+    differences = _differences(probe)
+    return sorted(sorted(range(len(differences)), key=differences.__getitem__, reverse=True)[:COMPARED])
+
+
+def _differences(probe: Probe) -> list[float]:
+    others = [other for other in (probe.parent_logprobs, probe.base_logprobs) if other is not None]
+    by_token = [[abs(a - b) for a, b in zip(probe.adapter_logprobs, other, strict=True)] for other in others]
+    return min(by_token, key=sum)
+
+
+def _probe(
+    engine: Any, prompt: Prompt, adapter: LoadedAdapter, parent: LoadedAdapter | None, max_model_len: int
+) -> Probe:
     ids = list(prompt.token_ids)
     # One place is kept free: scoring generates a token that nobody needs.
     tokens = min(TOKENS, max_model_len - len(ids) - 1)
@@ -37,9 +65,25 @@ def _probe(engine: Any, prompt: Prompt, adapter: LoadedAdapter, max_model_len: i
     # One after the other: scoring a prompt beside any other request kills vLLM 0.32 on a CPU with LoRA enabled.
     [with_adapter] = wait([engine.score.remote(ids, continuation, adapter)])
     [with_base] = wait([engine.score.remote(ids, continuation, None)])
-    return Probe(
+    [with_parent] = wait([engine.score.remote(ids, continuation, parent)]) if parent else [None]
+    probe = Probe(
         prompt_token_ids=ids,
         token_ids=continuation,
         adapter_logprobs=with_adapter,
         base_logprobs=with_base,
+        parent_logprobs=with_parent,
     )
+    return probe.model_copy(update={"places": choose_places(probe)})
+
+
+def _noise(engine: Any, probe: Probe, adapter: LoadedAdapter) -> float:
+    """How far a second measurement lies from the first, in nats per token: one token at a time, as a server is asked.
+    Other lengths are computed by other kernels, in another order."""
+    ids = probe.prompt_token_ids + probe.token_ids
+    start = len(probe.prompt_token_ids)
+    total = 0.0
+    for place in probe.compared:
+        at = start + place
+        [[again]] = wait([engine.score.remote(ids[:at], ids[at : at + 1], adapter)])
+        total += abs(again - probe.adapter_logprobs[place])
+    return total / len(probe.compared)

@@ -152,6 +152,7 @@ class Round:
                 self.engines[0],
                 held_out,
                 candidate,
+                deployed,
                 max_model_len=self.about["context"],
             )
         return self._result("trained", adapter=adapter, comparison=comparison, probe=probe, **figures)
