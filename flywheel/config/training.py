@@ -175,7 +175,7 @@ class GateSettings(Section):
     """Fewer decided tasks than this are not enough evidence. No round starts before so many are there."""
     samples: int = Field(default=2, gt=0)
     """Answers per task and adapter."""
-    temperature: float | None = Field(default=None, gt=0)
+    temperature: float | None = Field(default=None, gt=0, le=2)
     """Sampling temperature of these answers: the one that the agent's requests name. Default: the server's. What else
     decides how they are drawn is always the server's."""
     confidence: float = Field(default=0.95, gt=0.5, lt=1)

@@ -196,7 +196,7 @@ def test_the_gates_answers_are_drawn_as_the_server_draws_them(engine: Any, promp
     first = served(0, None)
     assert max(len(completion.token_ids) for completion in first) == 5
     assert agreeing(first, served(1000, None)) >= 0.9, "the likeliest token alone is left"
-    assert agreeing(first, served(1000, 3.0)) >= 0.9, "the agent's temperature changes nothing else"
+    assert agreeing(first, served(1000, 2.0)) >= 0.9, "the agent's temperature changes nothing else"
 
 
 def test_an_answer_of_the_gate_is_cut_when_its_time_is_up(engine: Any, prompts: list[Prompt]) -> None:

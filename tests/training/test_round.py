@@ -30,6 +30,7 @@ from flywheel.files import tree_sha256
 from flywheel.judge_usage import Purpose, UsageFile
 from flywheel.progress import progress_of
 from flywheel.round import AdapterRef, RoundResult, RoundSpec, RoundTask
+from flywheel.serving.probe import compare
 from flywheel.training.process import LOCK_FILE
 from tests.training.test_directory import POLICY
 from tests.waiting import wait_for
@@ -108,6 +109,7 @@ def spec(judge_url: str, **changes: Any) -> RoundSpec:
                 "lora": {"r": 8, "alpha": 16},
             },
             "rollout": {"max_completion_tokens": 16, "max_model_len": 128},
+            "serving": {"max_model_len": 192},
             "gate": {"max_tasks": HELD_OUT, "samples": SAMPLES},
         }
     )
@@ -420,32 +422,45 @@ def test_the_deployed_side_is_really_the_deployed_adapter(trained: Done, continu
     assert first.scores != second.scores
 
 
-def test_the_probe_tells_the_adapter_from_its_base(trained: Done) -> None:
-    probe, adapter = trained.result.probe, trained.result.adapter
-    assert probe is not None
-    assert adapter is not None
-    assert len(probe.token_ids) == len(probe.adapter_logprobs) == len(probe.base_logprobs) == 16
-    base, adapted = logprobs_of(adapter, probe.prompt_token_ids, probe.token_ids)
-    assert base == pytest.approx(probe.base_logprobs, abs=1e-3)
-    assert adapted == pytest.approx(probe.adapter_logprobs, abs=1e-3)
-    assert sum(abs(a - b) for a, b in zip(adapted, base, strict=True)) / 16 > 0.01
+def test_the_probe_tells_the_adapter_from_parent_and_base(trained: Done, continued: Done) -> None:
+    """By the tokens where it differs most from the one that is nearer."""
+    for done, parent in ((trained, None), (continued, trained.result.adapter)):
+        probe, adapter = done.result.probe, done.result.adapter
+        assert probe is not None
+        assert adapter is not None
+        assert len(probe.token_ids) == 32
+        assert len(set(probe.places)) == 16
+        measured = logprobs_of([adapter, *([parent] if parent else [])], probe.prompt_token_ids, probe.token_ids)
+        told = [probe.base_logprobs, probe.adapter_logprobs, *([probe.parent_logprobs] if parent else [])]
+        assert (probe.parent_logprobs is None) is (parent is None)
+        for here, there in zip(measured, told, strict=True):
+            assert here == pytest.approx(there, abs=1e-3)
+        assert probe.noise < 1e-3, "both are computed in float32"
+        figures = compare(
+            [probe.adapter_logprobs[at] for at in probe.places],
+            [probe.base_logprobs[at] for at in probe.places],
+            probe,
+            0.1,
+        )
+        assert (figures.passed, figures.indistinct) == (True, ())
 
 
-def logprobs_of(adapter: AdapterRef, prompt: list[int], tokens: list[int]) -> list[list[float]]:
-    """Under the base model and under the adapter, by transformers and PEFT: nothing that the round used."""
+def logprobs_of(adapters: list[AdapterRef], prompt: list[int], tokens: list[int]) -> list[list[float]]:
+    """Under the base model and under each adapter, by transformers and PEFT: nothing that the round used."""
     code = """
 import json, sys, torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
-base, adapter, prompt, tokens = json.load(sys.stdin)
+base, adapters, prompt, tokens = json.load(sys.stdin)
 def measure(model):
     with torch.no_grad():
         logits = model.eval()(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
-model = AutoModelForCausalLM.from_pretrained(base)
-print(json.dumps([measure(model), measure(PeftModel.from_pretrained(model, adapter))]))
+load = AutoModelForCausalLM.from_pretrained
+made = [measure(PeftModel.from_pretrained(load(base), adapter)) for adapter in adapters]
+print(json.dumps([measure(load(base)), *made]))
 """
-    given = json.dumps([str(POLICY), adapter.path, prompt, tokens])
+    given = json.dumps([str(POLICY), [adapter.path for adapter in adapters], prompt, tokens])
     done = subprocess.run([sys.executable, "-c", code], input=given, capture_output=True, text=True, check=True)
     found: list[list[float]] = json.loads(done.stdout)
     return found
