@@ -19,16 +19,21 @@ from flywheel.round import RoundTask
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """What `flywheel serve` tells vLLM about chats. `template` is a file or the template itself; None is the model's
-    own. `arguments` are given to the template with every request. A parser that is empty is none. `generation` is
-    where defaults of sampling come from (`auto`: the model's folder), `overrides` what takes their place.
-    `max_model_len` None is the model's own context."""
+    """What `flywheel serve` tells vLLM about chats.
+
+    `template` is a file or the template itself; None is the model's own. `arguments` are given to the template with
+    every request. An empty parser is none; a plugin is a file that adds some. `generation` is where defaults of
+    sampling come from (`auto`: the model's folder), `overrides` what takes their place. A `max_model_len` of None is
+    the model's own context.
+    """
 
     template: str | None = None
     content: str = "auto"
     arguments: dict[str, Any] = field(default_factory=dict)
     tool_parser: str = ""
     reasoning_parser: str = ""
+    tool_plugin: str = ""
+    reasoning_plugin: str = ""
     generation: str = "auto"
     overrides: dict[str, Any] = field(default_factory=dict)
     max_model_len: int | None = None
@@ -44,6 +49,8 @@ def served_format(arguments: Sequence[str], *, max_model_len: int | None = None)
     parser.add_argument("--enable-auto-tool-choice", action="store_true")
     parser.add_argument("--tool-call-parser", default="")
     parser.add_argument("--reasoning-parser", default="")
+    parser.add_argument("--tool-parser-plugin", default="")
+    parser.add_argument("--reasoning-parser-plugin", default="")
     parser.add_argument("--generation-config", default="auto")
     parser.add_argument("--override-generation-config", type=json.loads, default={})
     found, _ = parser.parse_known_args([_dashed(argument) for argument in arguments])
@@ -57,6 +64,8 @@ def served_format(arguments: Sequence[str], *, max_model_len: int | None = None)
         # Without the switch, vLLM leaves tool calls in the text.
         tool_parser=found.tool_call_parser if found.enable_auto_tool_choice else "",
         reasoning_parser=found.reasoning_parser,
+        tool_plugin=found.tool_parser_plugin,
+        reasoning_plugin=found.reasoning_parser_plugin,
         generation=found.generation_config,
         overrides=found.override_generation_config,
         max_model_len=max_model_len,
@@ -136,9 +145,15 @@ class ServedChat:
 
     def _parsers(self) -> Any:
         from vllm.parser import ParserManager
+        from vllm.reasoning import ReasoningParserManager
+        from vllm.tool_parsers import ToolParserManager
 
         chat = self._chat
         try:
+            if chat.tool_plugin:
+                ToolParserManager.import_tool_parser(chat.tool_plugin)
+            if chat.reasoning_plugin:
+                ReasoningParserManager.import_reasoning_parser(chat.reasoning_plugin)
             return ParserManager.get_parser(
                 tool_parser_name=chat.tool_parser or None,
                 reasoning_parser_name=chat.reasoning_parser or None,

@@ -17,9 +17,11 @@ from flywheel.errors import TrainError
 from flywheel.evaluation.compare import Paired, compare, compare_criterion
 from flywheel.files import tree_sha256
 from flywheel.judge_usage import Purpose
+from flywheel.model_family import parsers_of
 from flywheel.round import ADAPTER_DIR, AdapterRef, Comparison, RoundResult, RoundSpec, RoundTask
+from flywheel.serving.arguments import parser_arguments
 from flywheel.training import cluster
-from flywheel.training.chat import served_format
+from flywheel.training.chat import ChatFormat, served_format
 from flywheel.training.collector import Collector, Grade
 from flywheel.training.debug import roll_out_only
 from flywheel.training.engine import Engine, EngineSettings
@@ -37,6 +39,14 @@ from flywheel.worker.patience import Pause
 log = logging.getLogger("flywheel.worker")
 
 MakeGrade = Callable[[RoundSpec, Path, Purpose, Pause], Grade]
+
+
+def chat_of(spec: RoundSpec, settings: Config) -> ChatFormat:
+    """How the server of this configuration answers chats. Raises FlywheelError for what it would not start with."""
+    serving = settings.serving
+    parsers = parsers_of(spec.base_model, serving.tool_call_parser, serving.reasoning_parser)
+    arguments = [*parser_arguments(parsers, serving.extra_args), *serving.extra_args]
+    return served_format(arguments, max_model_len=serving.max_model_len)
 
 
 class Round:
@@ -68,7 +78,7 @@ class Round:
             gpu_memory_utilization=rollout.gpu_memory_utilization,
             kv_cache_gib=rollout.cpu_kv_cache_gib,
             cpu_threads=cluster.cpu_threads(),
-            chat=served_format(self.settings.serving.extra_args, max_model_len=self.settings.serving.max_model_len),
+            chat=chat_of(self.spec, self.settings),
         )
         self.engines = [cluster.start(Engine, engine, gpus=share) for _ in range(rollout.engines)]
         started = [engine.start.remote() for engine in self.engines]

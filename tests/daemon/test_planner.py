@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from sqlalchemy import Connection, insert, select, update
 
@@ -107,6 +108,24 @@ async def test_an_accepted_answer_of_a_held_out_task_is_its_reference(tmp_path: 
     await store.write(judged, 2, 3)
     spec = await planned(store, made(tmp_path))
     assert all(task.answer.startswith("\\boxed{") for task in (*spec.train, *spec.held_out))
+
+
+async def test_a_round_is_told_how_many_tokens_the_traced_replies_took(tmp_path: Path, store: Store) -> None:
+    def recorded(conn: Connection) -> None:
+        replies = [
+            msgspec.structs.replace(reply, output_tokens=700 + n)
+            for n, reply in enumerate(replies_on(Split.TRAIN, 3))
+        ]
+        source = ledger.source_id(conn, "/a")
+        every = [*replies, *replies_on(Split.HELD_OUT, 2)]
+        ledger.record_batch(conn, source, batch(*every), train_ratio=0.7, split_seed=42)
+        for task in judging.claim(conn, 1000, "r", "j"):
+            judging.settle(conn, task.id, accepted(), "r", "j", 0.0)
+
+    await store.write(recorded)
+    config = made(tmp_path)
+    for spec in (await store.read(planner.debug_spec, config, rubric_of(config)), await planned(store, config)):
+        assert [task.output_tokens for task in spec.train] == [700, 701, 702]
 
 
 async def test_rollouts_are_judged_as_the_chain_says_tasks_are(tmp_path: Path, store: Store) -> None:

@@ -13,10 +13,12 @@ from typing import Any, cast
 import httpx2
 import pytest
 
-from flywheel.errors import TrainError
-from flywheel.round import RoundTask
+from flywheel.config import Config
+from flywheel.errors import ServeError, TrainError
+from flywheel.round import RoundSpec, RoundTask
 from flywheel.training.chat import Answer, ChatFormat, ServedChat, served_format
 from flywheel.training.engine import Engine, EngineSettings
+from flywheel.worker.training_round import chat_of
 from tests.conftest import VllmServer
 from tests.training.rollouts import task
 from tests.training.test_directory import POLICY
@@ -182,6 +184,22 @@ def test_answers_are_what_the_servers_parsers_leave_of_them(served_with_thoughts
     # An agent that offered no tools gets the text of a call as its answer.
     assert handed_on(chat, task(), f"<think></think>{CALL}").text.strip() == CALL
     assert handed_on(chat, task(), f"<think></think>{CALL}").tools == ()
+
+
+def test_a_round_has_the_parsers_that_the_server_is_started_with(tmp_path: Path) -> None:
+    def parsers(**serving: Any) -> tuple[str, str]:
+        settings = Config.model_validate({"serving": serving})
+        spec = RoundSpec(
+            round_id="r0001", attempt=1, seed=1, debug=False, base_model=str(tmp_path / "Qwen3-4B"), parent=None,
+            train=[], held_out=[], rubric={}, settings={},
+        )  # fmt: skip
+        found = chat_of(spec, settings)
+        return found.tool_parser, found.reasoning_parser
+
+    assert parsers() == ("hermes", "qwen3"), "by the model's family"
+    assert parsers(tool_call_parser="none", reasoning_parser="deepseek_r1") == ("", "deepseek_r1")
+    with pytest.raises(ServeError, match="no parser called mine"):
+        parsers(tool_call_parser="mine")
 
 
 @pytest.mark.slow

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from flywheel.config import Config
 from flywheel.errors import TrainError
+from flywheel.round import RoundSpec
 from flywheel.training.rollout import Batch, Completion, Rollout, deviation, exchange, mean
-from flywheel.training.trainer import RefusedError, refuse_without_spread
+from flywheel.training.trainer import RefusedError, refuse_without_spread, step_requests
 from tests.training.rollouts import batch, failed, prompt, request, rollout, verdict
 
 
@@ -92,3 +96,16 @@ def test_mean_and_deviation_by_hand() -> None:
     assert mean([]) is None
     assert deviation([]) is None
     assert (mean([1, 0, 0, 1]), deviation([1, 0, 0, 1])) == (0.5, 0.5)
+
+
+def test_each_rollout_of_a_step_has_its_prompts_own_limit() -> None:
+    settings = Config.model_validate({"training": {"group_size": 2, "micro_batch_size": 2, "prompts_per_step": 2}})
+    spec = RoundSpec(
+        round_id="r0001", attempt=1, seed=7, debug=False, base_model="base", parent=None, train=[], held_out=[],
+        rubric={}, settings={},
+    )  # fmt: skip
+    prompts = [replace(prompt("t-1"), max_tokens=700), replace(prompt("t-2"), max_tokens=40)]
+    asked = step_requests(prompts, 0, spec, settings, None)
+    assert [(each.max_tokens, each.as_served, each.seconds) for each in asked] == [
+        (700, False, None), (700, False, None), (40, False, None), (40, False, None)
+    ]  # fmt: skip
