@@ -61,7 +61,8 @@ def asked(
 def asked_as_served(prompts: Sequence[Prompt], refused: Mapping[str, str], *, context: int) -> Asked:
     """The prompts that the server would answer, with a context of so many tokens."""
     kept, left_out = _each_once(prompts, refused)
-    return Asked([each for each in kept if _has_room(each, context, 1, "the server's context", left_out)], left_out)
+    # Two tokens: to measure one of an answer takes another behind it.
+    return Asked([each for each in kept if _has_room(each, context, 2, "the server's context", left_out)], left_out)
 
 
 def longest_needed(needs: Sequence[int]) -> int:

@@ -61,13 +61,13 @@ def test_a_limit_that_is_set_holds_whatever_the_traces_need() -> None:
 
 
 def test_the_gate_leaves_out_only_what_the_server_could_not_answer() -> None:
-    prompts = [prompt(f"t-{length}", range(length)) for length in (1, 99, 100)]
+    prompts = [prompt(f"t-{length}", range(length)) for length in (1, 98, 99)]
     found = asked_as_served([*prompts, prompt("t-1-again", (0,))], {"t-x": "no"}, context=100)
-    assert [each.task.task_id for each in found.prompts] == ["t-99", "t-1-again"]
+    assert [each.task.task_id for each in found.prompts] == ["t-98", "t-1-again"]
     assert found.left_out == {
         "t-x": "the chat template refuses it (no)",
         "t-1": "its prompt is that of t-1-again",
-        "t-100": "its prompt has 100 tokens, and the server's context leaves room for 99",
+        "t-99": "its prompt has 99 tokens, and the server's context leaves room for 98",
     }
 
 
