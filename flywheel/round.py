@@ -23,7 +23,8 @@ class Frozen(BaseModel):
 
 class RoundTask(Frozen):
     """A task as training and evaluation need it. `prompt` is in the OpenAI chat form, `answer` the traced one if it
-    was accepted, `reference` the right one where the task knows it; `output_tokens` is what the traced reply took."""
+    was accepted, `reference` the right one where the task knows it; `output_tokens` is what the traced reply took.
+    Tasks of one `conversation` are no independent evidence."""
 
     task_id: str
     query: str
@@ -32,6 +33,29 @@ class RoundTask(Frozen):
     tools: list[dict[str, Any]] = []
     reference: str = ""
     output_tokens: int = 0
+    conversation: str = ""
+
+
+class GateTest(Frozen):
+    """Which test of the gate a round is: its number in an epoch, and the one-sided level that this leaves it."""
+
+    epoch: int
+    number: int
+    alpha: float
+
+
+class SpentTest(Frozen):
+    """A test of which the rewards were seen.
+
+    `spread` is what one conversation contributes to the gain's standard error, see `Comparison`; `samples` are the
+    answers per task and side. Both are None where they are not known.
+    """
+
+    epoch: int
+    number: int
+    conversations: int
+    spread: float | None
+    samples: int | None
 
 
 class AdapterRef(Frozen):
@@ -43,7 +67,8 @@ class AdapterRef(Frozen):
 
 
 class RoundSpec(Frozen):
-    """Everything a worker needs; `settings` is the whole configuration and never holds a secret."""
+    """Everything a worker needs; `settings` is the whole configuration and never holds a secret. A debug round has no
+    `test`."""
 
     round_id: str
     attempt: int
@@ -55,6 +80,7 @@ class RoundSpec(Frozen):
     held_out: list[RoundTask]
     rubric: dict[str, Any]
     settings: dict[str, Any]
+    test: GateTest | None = None
 
 
 class Score(Frozen):
@@ -83,11 +109,13 @@ class CriterionComparison(Frozen):
 class Comparison(Frozen):
     """Candidate against deployed on the same held-out tasks.
 
-    `gain` is the mean of the paired differences, `lower` and `upper` bound its confidence interval at `confidence`;
-    those of the criteria are in the order of the rubric.
+    `gain` is the mean of the paired differences over tasks, `lower` and `upper` bound its confidence interval at
+    `confidence`; `spread` is the gain's standard error times the root of the number of conversations. Criteria are in
+    the order of the rubric.
     """
 
     tasks: int
+    conversations: int = 0
     samples: int
     undecided: int
     candidate_mean: float
@@ -97,6 +125,7 @@ class Comparison(Frozen):
     upper: float
     confidence: float
     method: str
+    spread: float | None = None
     scores: list[Score]
     criteria: list[CriterionComparison] = []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from apscheduler.triggers.cron import CronTrigger
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
@@ -168,23 +168,40 @@ class RolloutSettings(Section):
         return self
 
 
+ANSWERS: Final = 600
+FEWEST_ANSWERS, MOST_ANSWERS = 3, 8
+"""How many answers of each adapter the gate asks for where `samples` is not set, and how many per task."""
+
+
 class GateSettings(Section):
     max_tasks: int = Field(default=200, gt=0)
     """Held-out tasks that candidate and deployed adapter both answer, at most; the newest."""
     min_tasks: int = Field(default=8, gt=0)
     """Fewer decided tasks than this are not enough evidence. No round starts before so many are there."""
-    samples: int = Field(default=2, gt=0)
-    """Answers per task and adapter."""
+    samples: int | None = Field(default=None, gt=0)
+    """Answers per task and adapter. Default: about 600 for each adapter, from 3 to 8 per task, so that few tasks are
+    asked more often."""
     temperature: float | None = Field(default=None, gt=0, le=2)
     """Sampling temperature of these answers: the one that the agent's requests name. Default: the server's. What else
     decides how they are drawn is always the server's."""
-    confidence: float = Field(default=0.95, gt=0.5, lt=1)
-    """Confidence of the interval of the gain. A candidate is promoted when its lower bound is above min_gain."""
+    alpha: float = Field(default=0.004, gt=0, lt=0.5)
+    """One-sided error budget: how often all rounds on the same held-out conversations together may promote something
+    that is no better. Test k of them gets 6 / (π² k²) of it. At 0.004, of sequences of twenty rounds that bring
+    nothing one in twenty promotes something, at most, however fast new conversations come."""
     min_gain: float = Field(default=0.0, ge=0)
-    """What the lower bound must exceed."""
+    """A candidate is promoted when the lower bound of its gain, at the level of its test, is above this."""
+    min_power: float = Field(default=0.3, ge=0, lt=1)
+    """No round starts whose test would show a gain of ten points (0.1) with a smaller probability than this. 0: every
+    round starts."""
+    confidence: float = Field(default=0.95, gt=0.5, lt=1)
+    """Confidence of the intervals of single criteria (`non_inferiority_margins`); they spend nothing of `alpha`."""
     non_inferiority_margins: dict[str, Annotated[float, Field(gt=0, le=1)]] = {}
     """Criteria that must not be traded for others, and what each may lose at most (0…1): a candidate is promoted only
     when the lower bound of each one's gain is above minus its margin. Default: none; the rubric's weights decide."""
+
+    def samples_for(self, tasks: int) -> int:
+        """Answers per adapter to each of so many tasks."""
+        return self.samples or max(FEWEST_ANSWERS, min(MOST_ANSWERS, ANSWERS // max(tasks, 1)))
 
     @model_validator(mode="after")
     def _can_be_passed(self) -> Self:

@@ -16,13 +16,15 @@ from sqlalchemy import Connection, Row
 from flywheel.config import Config
 from flywheel.daemon.base_model import missing
 from flywheel.daemon.judge_setup import chain_of, judge_settings
+from flywheel.daemon.next_test import next_test
 from flywheel.daemon.supply import Supplies, most_samples
 from flywheel.errors import TrainError
 from flywheel.filtering.chain import redactor_of
 from flywheel.round import RoundSpec, RoundTask
 from flywheel.rubric import FIT_FOR_ROLLOUTS, Rubric
 from flywheel.states import RoundState, Split
-from flywheel.store import deployments, rounds, samples
+from flywheel.store import deployments, gate_tests, rounds, samples
+from flywheel.task import conversation_key
 
 MOST_DOUBLINGS: Final = 4
 """How often the wait after a failed round is doubled, at most, when more of them fail in a row."""
@@ -60,6 +62,8 @@ def due(conn: Connection, config: Config, supplies: Supplies | None = None, *, w
         return Due(False, "; ".join((f"{supply.usable} of {needed} samples are free", *supply.waits)))
     if held_out < wanted:
         return Due(False, f"{held_out} of {wanted} held-out tasks are judged")
+    if shortfall := next_test(conn, config).shortfall(config.gate):
+        return Due(False, shortfall)
     return Due(True, f"{'cron window' if window else 'min_samples'}: {supply.usable} samples are free")
 
 
@@ -113,13 +117,21 @@ def plan(conn: Connection, config: Config, rubric: Rubric, rounds_dir: Path, tri
             f"{held_out} held-out tasks are judged, and gate.min_tasks is {needed}: it could only be rejected",
             "Collect and judge more traces first, or lower gate.min_tasks. `flywheel round --debug` needs none.",
         )
+    coming = next_test(conn, config)
+    if shortfall := coming.shortfall(config.gate):
+        raise TrainError(
+            "plan a round",
+            shortfall,
+            "Collect and judge more traces first, or lower gate.min_power. `flywheel round --debug` needs none.",
+        )
     active = deployments.active(conn, config.model.alias)
     return rounds.plan(
         conn,
         rounds_dir,
         trigger=trigger,
         max_samples=most_samples(config),
-        max_held_out=config.gate.max_tasks,
+        test=coming.test,
+        held_out=coming.tasks,
         seed=config.training.seed,
         parent=active.adapter if active else None,
         config_hash=config_hash(config),
@@ -161,6 +173,7 @@ def spec_of(conn: Connection, row: Row[Any], config: Config, rubric: Rubric) -> 
         held_out=_tasks(conn, rounds.samples_of(conn, row.id, Split.HELD_OUT), config),
         rubric=rubric.model_dump(mode="json"),
         settings=_settings(config),
+        test=gate_tests.of_round(conn, row.id),
     )
 
 
@@ -207,6 +220,7 @@ def _tasks(conn: Connection, ids: list[int], config: Config) -> list[RoundTask]:
             tools=orjson.loads(line["metadata"]["tools_json"]),
             reference=line["metadata"].get("reference", ""),
             output_tokens=line["metadata"].get("output_tokens", 0),
+            conversation=conversation_key(line["metadata"]["conversation_id"], line["metadata"]["trace_id"]),
         )
         for line in lines
     ]

@@ -169,8 +169,7 @@ class Rounds:
         finally:
             await account.settle()
             self._worker = None
-        await self._store.write(rounds.store_result, row.id, result)
-        await self._store.write(move, row.id, RoundState.TRAINING, RoundState.EVALUATING, result.outcome, pid=None)
+        await self._store.write(_trained, row.id, result)
 
     def _account(self, row: Row[Any]) -> RoundAccount:
         return RoundAccount(self._store, self._budget, self._config.judge.budget, row.id, Path(row.dir))
@@ -253,6 +252,11 @@ class Rounds:
     async def _note(self, text: str) -> None:
         if await self._store.read(funnel.noted, funnel.ROUND_NOTE) != text:
             await self._store.write(funnel.note, funnel.ROUND_NOTE, text)
+
+
+def _trained(conn: Connection, round_id: int, result: RoundResult) -> None:
+    rounds.store_result(conn, round_id, result)
+    move(conn, round_id, RoundState.TRAINING, RoundState.EVALUATING, result.outcome, pid=None)
 
 
 def _put_back(conn: Connection, round_id: int) -> None:

@@ -13,6 +13,7 @@ from flywheel import __version__
 from flywheel.config import Config, JsonlSource, OtlpSource
 from flywheel.daemon.estimate import cost_of
 from flywheel.daemon.lock import holder
+from flywheel.daemon.next_test import next_test
 from flywheel.daemon.supply import Supplies, Supply
 from flywheel.errors import ConfigError
 from flywheel.exclusion import WORDS, Exclusion
@@ -52,6 +53,7 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
         "waiting_samples": dict(supply.waiting),
         "min_samples": config.trigger.min_samples,
         "held_out": samples.count_held_out(conn, takes),
+        "gate": next_test(conn, config).told(config.gate),
         "left_out": _left_out(samples.count_left_out(conn, takes)),
         "due": judging.count_due(conn),
         "judge": _judge(conn, config),

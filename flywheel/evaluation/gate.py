@@ -20,7 +20,7 @@ def decide(comparison: Comparison, gate: GateSettings) -> Decision:
     A criterion with a margin must besides be shown to be worse by less than that.
     """
     figures = (
-        f"gain {comparison.gain:+.3f}, {comparison.confidence:.0%} interval {comparison.lower:+.3f} to"
+        f"gain {comparison.gain:+.3f}, {100 * comparison.confidence:.6g}% interval {comparison.lower:+.3f} to"
         f" {comparison.upper:+.3f}; candidate {comparison.candidate_mean:.3f}, deployed"
         f" {comparison.deployed_mean:.3f}, on {_count(comparison.tasks)}"
     )

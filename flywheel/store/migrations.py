@@ -94,6 +94,7 @@ def _to_7(conn: Connection) -> None:
     _say_what_is_exact(conn)
     _remember_beginnings(conn)
     _say_what_judging_was_for(conn)
+    _count_tests(conn)
 
 
 def _say_what_is_exact(conn: Connection) -> None:
@@ -173,6 +174,24 @@ def _say_what_judging_was_for(conn: Connection) -> None:
         )
     )
     conn.execute(text("DROP TABLE judge_days_of_6"))
+
+
+def _count_tests(conn: Connection) -> None:
+    # Rounds used to be tested each by itself, at 2.5 %; together they are the first epoch.
+    for statement in (
+        "INSERT INTO gate_tests (round_id, epoch, number, alpha, conversations) "
+        "SELECT id, 1, row_number() OVER (ORDER BY id), 0.025, CASE WHEN tested THEN 0 END "
+        "FROM (SELECT id, live, coalesce(json_extract(result, '$.comparison.tasks') > 0, 0) AS tested FROM rounds) "
+        "WHERE live = 1 OR tested",
+        "INSERT INTO gate_conversations (round_id, conversation) SELECT DISTINCT gate_tests.round_id, "
+        "CASE WHEN conversation_id IN ('', 'unknown', '[no_session_id]') "
+        "THEN json_extract(payload, '$.metadata.trace_id') ELSE conversation_id END "
+        "FROM gate_tests JOIN round_samples USING (round_id) JOIN tasks ON tasks.id = task_id "
+        "WHERE round_samples.split = 'held-out' AND conversations = 0",
+        "UPDATE gate_tests SET conversations = (SELECT count(*) FROM gate_conversations AS used "
+        "WHERE used.round_id = gate_tests.round_id) WHERE conversations = 0",
+    ):
+        conn.execute(text(statement))
 
 
 MIGRATIONS: Mapping[int, Callable[[Connection], None]] = MappingProxyType(

@@ -17,10 +17,11 @@ from sqlalchemy import (
 
 from flywheel.errors import TrainError
 from flywheel.exclusion import Exclusion
-from flywheel.round import AdapterRef, RoundResult
+from flywheel.round import AdapterRef, GateTest, RoundResult
 from flywheel.states import AdapterState, RoundState, Split, TaskState
+from flywheel.store import gate_tests
 from flywheel.store.bulk import chunks
-from flywheel.store.samples import LEFT_OUT, free_samples, held_out
+from flywheel.store.samples import LEFT_OUT, free_samples
 from flywheel.store.schema import adapters, round_samples, rounds, tasks
 from flywheel.store.transitions import move, move_all, record, utcnow
 
@@ -45,7 +46,8 @@ def plan(
     *,
     trigger: str,
     max_samples: int,
-    max_held_out: int,
+    test: GateTest,
+    held_out: Sequence[int],
     seed: int,
     parent: str | None,
     config_hash: str,
@@ -53,7 +55,7 @@ def plan(
     choice: Sequence[int] | None = None,
     takes: Collection[Exclusion] = (),
 ) -> Row[Any]:
-    """Make a round and reserve its samples: the oldest free ones, and the newest held-out tasks for the gate.
+    """Make a round and reserve its samples: the oldest free ones. Its `test` of the gate asks the tasks `held_out`.
 
     `choice` are the samples it may take instead of the oldest; what of them is not free any more is left out.
     Tasks with an exclusion are taken where it is one of `takes`.
@@ -84,11 +86,9 @@ def plan(
     record(conn, rounds.name, [str(number)], None, RoundState.PLANNED, trigger)
     reserved = move_all(conn, samples, TaskState.ACCEPTED, TaskState.RESERVED, name)
     rows = [{"round_id": number, "task_id": task, "split": Split.TRAIN.value} for task in reserved]
-    rows += [
-        {"round_id": number, "task_id": task, "split": Split.HELD_OUT.value}
-        for task in held_out(conn, max_held_out, takes)
-    ]
+    rows += [{"round_id": number, "task_id": task, "split": Split.HELD_OUT.value} for task in held_out]
     conn.execute(insert(round_samples), rows)
+    gate_tests.plan(conn, number, test)
     planned = by_name(conn, name)
     assert planned is not None
     return planned
@@ -148,8 +148,13 @@ def finish(conn: Connection, round_id: int, old: RoundState, new: RoundState, wh
 
 
 def store_result(conn: Connection, round_id: int, result: RoundResult) -> None:
-    """Keep what the worker came to; of what it left out, the tasks' own histories say why."""
+    """Keep what the worker came to; of what it left out, the tasks' own histories say why.
+
+    Held-out answers that were compared have spent the round's test, whatever becomes of the round.
+    """
     conn.execute(update(rounds).where(rounds.c.id == round_id).values(result=result.model_dump(mode="json")))
+    if result.comparison is not None:
+        gate_tests.spend(conn, round_id, result.comparison)
     for key, why in result.left_out.items():
         ids = conn.execute(select(tasks.c.id).where(tasks.c.key == key)).scalars().all()
         record(conn, tasks.name, map(str, ids), TaskState.RESERVED, LEFT_OUT, f"of {result.round_id}: {why}")

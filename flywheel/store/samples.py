@@ -29,12 +29,6 @@ def free_samples(conn: Connection, limit: int, takes: Collection[Exclusion] = ()
     return list(conn.execute(which.order_by(tasks.c.id).limit(limit)).scalars())
 
 
-def held_out(conn: Connection, limit: int, takes: Collection[Exclusion] = ()) -> list[int]:
-    """The newest tasks for the gate. Both verdicts count: only the good ones would flatter the model."""
-    which = select(tasks.c.id).where(of_the_gate(), allowed(takes))
-    return list(conn.execute(which.order_by(tasks.c.id.desc()).limit(limit)).scalars())
-
-
 def free() -> ColumnElement[bool]:
     """Accepted tasks on the training side that no round has taken."""
     return and_(tasks.c.state == TaskState.ACCEPTED.value, tasks.c.split == Split.TRAIN.value)

@@ -53,16 +53,16 @@ def answer(
     Raises TrainError when more answers are undecided than a training step may have, or so many that too few tasks are
     left for the gate: to call the candidate no better because the judge was away would be a rejection by accident.
     """
-    gate = settings.gate
-    per_batch = max(1, settings.training.prompts_per_step * settings.training.group_size // (2 * gate.samples))
+    gate, samples = settings.gate, settings.gate.samples_for(len(prompts))
+    per_batch = max(1, settings.training.prompts_per_step * settings.training.group_size // (2 * samples))
     batches = [
-        collector.collect(requests(prompts[start : start + per_batch], sides, spec, settings))
+        collector.collect(requests(prompts[start : start + per_batch], sides, spec, settings, samples))
         for start in range(0, len(prompts), per_batch)
     ]
     rollouts = [rollout for batch in batches for rollout in batch.rollouts]
     whole = Batch(tuple(rollouts))
     whole.refuse_undecided(settings.training.max_undecided_share)
-    pairs = _paired([rollout.reward for rollout in rollouts], gate.samples)
+    pairs = _paired([rollout.reward for rollout in rollouts], samples)
     decided = sum(None not in (*candidate, *deployed) for candidate, deployed in pairs)
     if decided < gate.min_tasks <= len(prompts):
         raise TrainError(
@@ -74,7 +74,7 @@ def answer(
         )
     looked_at = [rollout.values for rollout in rollouts]
     values = {
-        criterion: _paired([values.get(criterion) for values in looked_at], gate.samples)
+        criterion: _paired([values.get(criterion) for values in looked_at], samples)
         for criterion in {criterion for values in looked_at for criterion in values}
     }
     return Answers(pairs, values, whole.usage())
@@ -91,6 +91,7 @@ def requests(
     sides: Sequence[LoadedAdapter | None],
     spec: RoundSpec,
     settings: Config,
+    samples: int,
 ) -> list[RolloutRequest]:
     """For each prompt, each side's samples, drawn as the server draws them and within its limits. A sample's seed
     depends on task and number, not on the side."""
@@ -108,5 +109,5 @@ def requests(
         )
         for group, prompt in enumerate(prompts)
         for side in sides
-        for sample in range(settings.gate.samples)
+        for sample in range(samples)
     ]

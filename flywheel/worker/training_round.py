@@ -135,7 +135,7 @@ class Round:
         if self.spec.debug:
             return self._debug(prompts)
         with self._timed("train"):
-            gate_rollouts = 2 * self.settings.gate.samples * len(held_out)
+            gate_rollouts = 2 * self.settings.gate.samples_for(len(held_out)) * len(held_out)
             [trained] = cluster.wait(
                 [self.trainer.train.remote(prompts, self.engines, self.make_grade, gate_rollouts)]
             )
@@ -199,15 +199,23 @@ class Round:
 
     def _compare(self, prompts: list[Prompt], candidate: LoadedAdapter, deployed: LoadedAdapter | None) -> Comparison:
         gate = self.settings.gate
+        assert self.spec.test is not None
         with self._collector() as collector:
             answers = answer(prompts, (candidate, deployed), self.spec, self.settings, collector)
         self.usage = add_usage(self.usage, answers.usage)
 
         def paired(pairs: Pairs) -> list[Paired]:
-            return [Paired(prompt.task.task_id, *sides) for prompt, sides in zip(prompts, pairs, strict=True)]
+            return [
+                Paired(prompt.task.task_id, *sides, prompt.task.conversation)
+                for prompt, sides in zip(prompts, pairs, strict=True)
+            ]
 
         whole = compare(
-            paired(answers.rewards), samples=gate.samples, confidence=gate.confidence, seed=self.spec.seed
+            paired(answers.rewards),
+            samples=gate.samples_for(len(prompts)),
+            alpha=self.spec.test.alpha,
+            needed=gate.min_gain,
+            seed=self.spec.seed,
         )
         criteria = [
             compare_criterion(

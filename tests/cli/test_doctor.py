@@ -499,7 +499,7 @@ def judged(folder: Path, *replies: Reply) -> None:
 def test_whether_a_round_could_be_filled_is_computed_from_the_state(bench: Bench) -> None:
     chain = content.folder() / "filters" / "default.yaml"
     enough: dict[str, Any] = {
-        "trigger": {"min_samples": 8}, "gate": {"min_tasks": 2}, "filter": {"chain": str(chain)}
+        "trigger": {"min_samples": 8}, "gate": {"min_tasks": 2, "min_power": 0}, "filter": {"chain": str(chain)}
     }  # fmt: skip
     assert bench(**enough)["samples"]["result"] == "skipped", "nothing was read"
 
@@ -528,7 +528,7 @@ def test_whether_a_round_could_be_filled_is_computed_from_the_state(bench: Bench
 
 
 def test_what_keeps_a_round_from_being_filled_for_ever_is_a_warning(bench: Bench) -> None:
-    enough: dict[str, Any] = {"trigger": {"min_samples": 8}, "gate": {"min_tasks": 2}}
+    enough: dict[str, Any] = {"trigger": {"min_samples": 8}, "gate": {"min_tasks": 2, "min_power": 0}}
     judged(bench.folder, *replies_on(Split.TRAIN, 3))
     why = "no round could be filled: 3 of 8 samples are free; 0 of 2 held-out tasks are judged; no task is held out: "
     assert_failed(bench(**enough)["samples"], why, "ingest.train_ratio", result="warning")

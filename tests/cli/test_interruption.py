@@ -42,7 +42,7 @@ def config(round_due: None, tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "flywheel.yaml"
     path.write_text(
         f"state: {{dir: state}}\nsources: []\nmodel: {{base: {POLICY}}}\n"
-        "trigger: {min_samples: 4, min_held_out: 2, cron_min_samples: 1}\ngate: {min_tasks: 2}\n"
+        "trigger: {min_samples: 4, min_held_out: 2, cron_min_samples: 1}\ngate: {min_tasks: 2, min_power: 0}\n"
     )
     yield path
     for pid in workers(tmp_path):

@@ -38,7 +38,7 @@ def config(round_due: None, tmp_path: Path) -> Path:
     path = tmp_path / "flywheel.yaml"
     path.write_text(
         "state: {dir: state}\nsources: []\n"
-        "trigger: {min_samples: 4, min_held_out: 2, cron_min_samples: 1}\ngate: {min_tasks: 2}\n"
+        "trigger: {min_samples: 4, min_held_out: 2, cron_min_samples: 1}\ngate: {min_tasks: 2, min_power: 0}\n"
         "daemon: {round_attempts: 1, failed_round_wait_seconds: 600}\n"
     )
     return path

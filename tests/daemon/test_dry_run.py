@@ -206,11 +206,11 @@ async def test_shares_hold_for_samples_from_before_there_were_any(store: Store, 
     (one, *rest) = replies_on(Split.TRAIN, 3)
     same = [reply(100 + n, conversation_id=one.conversation_id, turn=n) for n in range(8)]
     await tell(store, *same, *rest, *replies_on(Split.HELD_OUT, 1, span_id="f" * 16))
-    free = make(trigger=trigger, gate={"min_tasks": 1})
+    free = make(trigger=trigger, gate={"min_tasks": 1, "min_power": 0})
     await run(store, free)
     assert (await store.read(planner.due, free)).start
     params = {"conversation": 0.25, "template": 1, "user": 1, "burst": None, "widen": False}
-    config = make({"type": "influence", "params": params}, trigger=trigger, gate={"min_tasks": 1})
+    config = make({"type": "influence", "params": params}, trigger=trigger, gate={"min_tasks": 1, "min_power": 0})
     # A round may be due before anything is filtered.
     held_back = await store.read(planner.due, config)
     assert held_back.reason.startswith("3 of 4 samples are free; ")

@@ -345,7 +345,7 @@ async def test_slow_repetition_and_other_origins_are_no_burst(store: Store, make
 async def test_shares_hold_a_round_back_and_what_is_above_them_waits(store: Store, make: Make) -> None:
     params = {"conversation": 0.25, "template": 1, "user": 1, "burst": None, "widen": False}
     trigger = {"min_samples": 4, "max_samples": 8}
-    config = make({"type": "influence", "params": params}, trigger=trigger, gate={"min_tasks": 1})
+    config = make({"type": "influence", "params": params}, trigger=trigger, gate={"min_tasks": 1, "min_power": 0})
     (one, *rest) = replies_on(Split.TRAIN, 9)
     same = [reply(100 + n, conversation_id=one.conversation_id, turn=n) for n in range(6)]
     await tell(store, *same, *rest[:2], *replies_on(Split.HELD_OUT, 1, span_id="f" * 16))

@@ -25,7 +25,7 @@ async def test_a_round_waits_for_a_calibration(tmp_path: Path, monkeypatch: pyte
     raw = {
         "state": {"dir": str(tmp_path / "state")},
         "trigger": {"min_samples": 4, "cron_min_samples": 4, "min_held_out": 2},
-        "gate": {"min_tasks": 2},
+        "gate": {"min_tasks": 2, "min_power": 0},
         "judge": {"min_kappa": 0.6, "base_url": "http://127.0.0.1:9/v1", "model": "judge"},
     }
     config = parse(raw, "test", tmp_path)

@@ -52,7 +52,7 @@ def made(tmp_path: Path, **sections: Any) -> Config:
     base = {
         "state": {"dir": str(tmp_path / "state")},
         "model": {"base": model(tmp_path), "alias": "agent"},
-        "gate": {"min_tasks": 1},
+        "gate": {"min_tasks": 1, "min_power": 0},
     }
     return parse({**base, "filter": {"rubric": str(RUBRIC)}, **sections}, "test", tmp_path)
 
@@ -231,7 +231,7 @@ async def test_a_round_that_the_gate_could_only_reject_is_not_planned_by_hand_ei
 ) -> None:
     """It would train for hours and consume its samples, for "not enough evidence"."""
     await store.write(judged, 4, 3)
-    config = made(tmp_path, trigger={"min_samples": 2}, gate={"min_tasks": 4})
+    config = made(tmp_path, trigger={"min_samples": 2}, gate={"min_tasks": 4, "min_power": 0})
     assert (await store.read(planner.due, config)).reason == "3 of 4 held-out tasks are judged"
     with pytest.raises(TrainError, match=r"3 held-out tasks are judged, and gate\.min_tasks is 4"):
         await planned(store, config)
@@ -266,7 +266,7 @@ async def test_what_is_excluded_is_left_out_of_training_and_gate(
     tmp_path: Path, store: Store, reason: Exclusion
 ) -> None:
     await store.write(judged_with_some_left_out, 3, 2, LEFT_OUT[reason])
-    config = made(tmp_path, trigger={"min_samples": 4}, gate={"min_tasks": 2})
+    config = made(tmp_path, trigger={"min_samples": 4}, gate={"min_tasks": 2, "min_power": 0})
     assert (await store.read(planner.due, config)).reason == "3 of 4 samples are free"
     told = await store.read(snapshot, config)
     assert (told["free_samples"], told["held_out"]) == (3, 2)
@@ -359,7 +359,8 @@ async def test_what_a_filter_or_a_person_put_aside_is_not_asked_by_the_gate(tmp_
             judging.apply(conn, task.id, verdict, 0.0)
 
     await store.write(put_aside)
-    keys = {task.task_id for task in (await planned(store, made(tmp_path, gate={"min_tasks": 4}))).held_out}
+    spec = await planned(store, made(tmp_path, gate={"min_tasks": 4, "min_power": 0}))
+    keys = {task.task_id for task in spec.held_out}
     states = await store.read(lambda conn: conn.execute(select(schema.tasks.c.key).order_by(schema.tasks.c.id)).all())
     assert keys == {key for place, (key,) in enumerate(states) if place in (2, 3, 4, 6)}
     assert await store.read(samples.count_held_out) == 4

@@ -90,7 +90,7 @@ async def wheel(tmp_path: Path, server: tuple[FakeVllm, str]) -> AsyncIterator[W
             "model": {"base": BASE, "alias": "agent"},
             "serving": {"urls": [url], "drain_seconds": 0},
             "trigger": {"min_samples": 4, "min_held_out": 2, "cron_min_samples": 1},
-            "gate": {"min_tasks": 2},
+            "gate": {"min_tasks": 2, "min_power": 0},
             "daemon": {"round_attempts": 1},
         },
         "test",

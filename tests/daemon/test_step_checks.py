@@ -37,7 +37,7 @@ def configured(folder: Path, criterion: str) -> Config:
         "state": {"dir": "state"},
         "filter": {"rubric": "rubric.yaml"},
         "trigger": {"min_samples": 4, "cron_min_samples": 4, "min_held_out": 2},
-        "gate": {"min_tasks": 2},
+        "gate": {"min_tasks": 2, "min_power": 0},
         "daemon": {"round_attempts": 1},
         "judge": {"base_url": "http://127.0.0.1:9/v1", "model": "judge"},
     }

@@ -21,7 +21,7 @@ from tests.daemon.filter_bench import Make, burst, run, states, tell
 from tests.samples import replies_on, reply
 
 CHAINS = content.folder() / "filters"
-NEEDED: dict[str, Any] = {"trigger": {"min_samples": 40}, "gate": {"min_tasks": 2}}
+NEEDED: dict[str, Any] = {"trigger": {"min_samples": 40}, "gate": {"min_tasks": 2, "min_power": 0}}
 
 
 def by_chain(make: Make, name: str, **values: Any) -> Config:

@@ -7,6 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from benchmarks.gate import Traffic, promotes_one
+from flywheel.config import GateSettings
+from flywheel.evaluation.budget import alpha_of
 from flywheel.evaluation.compare import Paired, compare, compare_criterion
 from flywheel.round import Comparison, CriterionComparison
 
@@ -15,8 +18,9 @@ def made(*pairs: tuple[tuple[float | None, ...], tuple[float | None, ...]]) -> l
     return [Paired(f"t-{place}", candidate, deployed) for place, (candidate, deployed) in enumerate(pairs)]
 
 
-def run(tasks: list[Paired], confidence: float = 0.95) -> Comparison:
-    return compare(tasks, samples=2, confidence=confidence, seed=1)
+def run(tasks: list[Paired], alpha: float = 0.025, needed: float = -2.0) -> Comparison:
+    """By all three methods, unless so much is `needed` that the first shows too little."""
+    return compare(tasks, samples=2, alpha=alpha, needed=needed, seed=1)
 
 
 def test_means_and_gain_by_hand() -> None:
@@ -25,7 +29,6 @@ def test_means_and_gain_by_hand() -> None:
     assert (result.candidate_mean, result.deployed_mean) == (0.5, 0.25)
     assert result.gain == 0.25
     assert (result.tasks, result.undecided, result.samples) == (4, 0, 2)
-    assert result.method == "sign flips and paired bootstrap, BCa"
     assert result.lower < 0.25 < result.upper
 
 
@@ -49,7 +52,7 @@ def test_the_differences_are_paired() -> None:
 
 def test_the_interval_is_about_that_of_students_t_where_that_holds() -> None:
     gains = [(place % 7 - 2) / 20 for place in range(200)]
-    result = run(made(*(((0.5 + gain,), (0.5,)) for gain in gains)), 0.9)
+    result = run(made(*(((0.5 + gain,), (0.5,)) for gain in gains)), 0.05)
     students = stats.ttest_1samp(gains, 0).confidence_interval(0.9)
     assert result.lower == pytest.approx(students.low, abs=0.003)
     assert result.upper == pytest.approx(students.high, abs=0.003)
@@ -152,3 +155,72 @@ def test_a_criterion_that_was_never_looked_at_is_known_in_nothing() -> None:
     found = looked(made(((None,), (1,))))
     assert (found.tasks, found.gain) == (0, 0)
     assert (found.lower, found.upper) == (-1, 1)
+
+
+def in_conversations(gains: list[float], tasks: int) -> list[Paired]:
+    """So many tasks in each conversation, all with the conversation's gain."""
+    return [
+        Paired(f"t-{place}-{task}", ((1 + gain) / 2,), ((1 - gain) / 2,), f"c-{place}")
+        for place, gain in enumerate(gains)
+        for task in range(tasks)
+    ]
+
+
+def test_tasks_of_a_conversation_are_no_evidence_of_their_own() -> None:
+    gains = [0.4, 0.3, -0.2, 0.5, 0.1, -0.1, 0.4, 0.2, -0.3, 0.6, 0.3, 0.1]
+    alone, many = run(in_conversations(gains, 1)), run(in_conversations(gains, 20))
+    assert (many.tasks, many.conversations, alone.conversations) == (240, 12, 12)
+    assert (many.gain, many.lower, many.upper) == pytest.approx((alone.gain, alone.lower, alone.upper), abs=1e-9)
+    assert many.spread == pytest.approx(alone.spread)
+    apart = run([Paired(task.task_id, task.candidate, task.deployed) for task in in_conversations(gains, 20)])
+    assert apart.conversations == 240
+    assert apart.upper - apart.lower < 0.5 * (many.upper - many.lower)
+
+
+def test_conversations_of_a_criterion_are_resampled_too() -> None:
+    gains = [0.4, 0.3, -0.2, 0.5, 0.1, -0.1, 0.4, 0.2, -0.3, 0.6, 0.3, 0.1]
+    alone, many = looked(in_conversations(gains, 1)), looked(in_conversations(gains, 20))
+    assert (many.gain, many.lower, many.upper) == pytest.approx((alone.gain, alone.lower, alone.upper), abs=0.01)
+
+
+def test_every_task_counts_the_same_however_long_its_conversation() -> None:
+    long = [Paired(f"l-{place}", (1,), (0,), "long") for place in range(6)]
+    short = [Paired(f"s-{place}", (0,), (0.5,), f"short-{place}") for place in range(6)]
+    assert run([*long, *short]).gain == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("number", [1, 18, 40])
+def test_what_is_much_better_passes_at_the_level_of_any_test(number: int) -> None:
+    """9,999 resamples resolve no level below 0.0001: from some test on nothing could pass."""
+    gains = [0.3 + (place % 5 - 2) / 10 for place in range(60)]
+    alpha = alpha_of(0.004, number)
+    found = run(in_conversations(gains, 1), alpha, needed=0.0)
+    assert 0 < found.lower < found.gain < found.upper
+    assert found.confidence == pytest.approx(1 - 2 * alpha)
+
+
+def test_a_smaller_level_needs_more() -> None:
+    gains = [0.3 + (place % 5 - 2) / 5 for place in range(40)]
+    lower = [run(in_conversations(gains, 1), alpha_of(0.05, number)).lower for number in (1, 2, 5, 10)]
+    assert lower == sorted(lower, reverse=True)
+    assert lower[0] - lower[-1] > 0.05
+
+
+def test_a_bound_that_equals_what_is_needed_is_not_above_it_by_rounding() -> None:
+    """0.1 + 0.2 - 0.3 is more than 0."""
+    third = made(*([((0.1 + 0.2,), (0.3,))] * 12 + [((0.3,), (0.1 + 0.2,))] * 2))
+    assert run(third).lower == 0
+
+
+def test_rounds_on_the_same_conversations_spend_one_budget() -> None:
+    """Each at the whole level instead, half of these sequences promote something."""
+    gate = GateSettings(alpha=0.05, samples=2)
+    promoted = sum(promotes_one(Traffic(30), gate, seed, rounds=12) for seed in range(100))
+    assert promoted <= 14
+
+
+def test_rounds_on_conversations_of_many_tasks_promote_no_more() -> None:
+    """Tasks resampled one by one, a third of such candidates are promoted in the first round already."""
+    gate = GateSettings(alpha=0.05, samples=2)
+    crowded = Traffic(16, tasks=8, alike=True)
+    assert sum(promotes_one(crowded, gate, seed, rounds=1) for seed in range(150)) <= 15

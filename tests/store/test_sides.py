@@ -11,7 +11,7 @@ from sqlalchemy import Connection, func, select, update
 from flywheel.config import parse
 from flywheel.daemon.ingestion import Ingestion
 from flywheel.states import Split
-from flywheel.store import ledger, openings, samples, sides
+from flywheel.store import gate_tests, ledger, openings, samples, sides
 from flywheel.store.database import Store
 from flywheel.store.lineage import why
 from flywheel.store.schema import openings as large_openings
@@ -137,7 +137,7 @@ async def test_a_conversation_whose_later_turn_comes_first_follows_what_it_begin
 async def gate_of(store: Store) -> set[str]:
     """The span ids of the tasks that the gate may ask."""
     await store.write(lambda conn: conn.execute(update(tasks).values(state="accepted")))
-    ids = await store.read(samples.held_out, 1000)
+    ids = [number for number, _ in await store.read(gate_tests.never_tested, 1000, ())]
     rows = await store.read(
         lambda conn: conn.execute(select(tasks.c.payload).where(tasks.c.id.in_(ids))).scalars().all()
     )

@@ -8,6 +8,7 @@ from sqlalchemy import Connection
 
 from flywheel.config import Config
 from flywheel.daemon.doctor.finding import Finding, Result
+from flywheel.daemon.next_test import next_test
 from flywheel.daemon.supply import OVER, Supplies, Supply
 from flywheel.errors import FlywheelError
 from flywheel.quantity import quantity
@@ -44,7 +45,8 @@ def _samples(conn: Connection, config: Config) -> Finding:
     supply = Supplies(config).now(conn)
     wanted = config.trigger.min_held_out or config.gate.min_tasks
     held_out = count_held_out(conn, config.training.takes)
-    told = f"{supply.told}; {held_out} of {wanted} held-out tasks are judged"
+    shortfall = next_test(conn, config).shortfall(config.gate)
+    told = "; ".join(filter(None, (supply.told, f"{held_out} of {wanted} held-out tasks are judged", shortfall)))
     figures = {
         "usable": supply.usable,
         "needed": supply.needs,
@@ -54,7 +56,7 @@ def _samples(conn: Connection, config: Config) -> Finding:
     }
     for obstacle, remedy in _obstacles(conn, config, supply):
         return Finding(_NAME, Result.WARNING, f"no round could be filled: {told}{obstacle}", remedy, figures=figures)
-    is_enough = supply.usable >= supply.needs and held_out >= wanted
+    is_enough = supply.usable >= supply.needs and held_out >= wanted and not shortfall
     told = f"{'a round could be filled' if is_enough else 'not enough for a round yet'}: {told}"
     return Finding(_NAME, Result.OK, "; ".join(filter(None, (told, supply.notice))), figures=figures)
 

@@ -27,7 +27,14 @@ from flywheel.store.schema.ledger import (
     tasks,
     traces,
 )
-from flywheel.store.schema.training import adapters, deployments, round_samples, rounds
+from flywheel.store.schema.training import (
+    adapters,
+    deployments,
+    gate_conversations,
+    gate_tests,
+    round_samples,
+    rounds,
+)
 
 SCHEMA_VERSION: Final = 7
 
@@ -43,6 +50,8 @@ __all__ = [
     "events",
     "fingerprint_bands",
     "fingerprints",
+    "gate_conversations",
+    "gate_tests",
     "influences",
     "judge_days",
     "meta",

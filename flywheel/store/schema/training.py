@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import JSON, Column, ForeignKey, Integer, Table, Text
+from sqlalchemy import JSON, Column, Float, ForeignKey, Integer, Table, Text
 
 from flywheel.store.schema.base import metadata
 
@@ -37,6 +37,29 @@ round_samples = Table(
     Column("task_id", ForeignKey("tasks.id"), primary_key=True, index=True),
     Column("split", Text, nullable=False),
 )
+
+gate_tests = Table(
+    "gate_tests",
+    metadata,
+    Column("round_id", ForeignKey("rounds.id"), primary_key=True),
+    Column("epoch", Integer, nullable=False),
+    Column("number", Integer, nullable=False),
+    Column("alpha", Float, nullable=False),
+    Column("conversations", Integer),
+    Column("spread", Float),
+    Column("samples", Integer),
+)
+"""Which test of the gate each round is, see `flywheel.evaluation.budget`. `conversations`, how many it has used, is
+NULL until its rewards were seen: the test is not spent."""
+
+gate_conversations = Table(
+    "gate_conversations",
+    metadata,
+    Column("conversation", Text, primary_key=True),
+    Column("round_id", ForeignKey("gate_tests.round_id"), primary_key=True, index=True),
+    sqlite_with_rowid=False,
+)
+"""Which held-out conversations each test that was spent has used."""
 
 adapters = Table(
     "adapters",

@@ -1,0 +1,145 @@
+"""How often the gate promotes what brings nothing, and what is better by ten points: `python -m benchmarks.gate`.
+
+`false_promotion_20`: the share of sequences of twenty rounds on the same 50 held-out conversations, none of which
+brings anything, that promote at least one candidate. `false_promotion_20_clustered`: the same with 25 conversations
+of 8 tasks each that fare alike. `false_promotion_20_growing`: conversations come between rounds, 5, 25 or 50 each
+time; the worst of the three. With 5 there is one epoch, with 50 every round begins one. All rounds run, also those
+that would not start for lack of power. `power_10_points`: how often a candidate that is better by ten points is
+promoted in the first test, by the number of tasks.
+
+Comparison, gate, error budget and settings are those of the program. Scores are 0 and 1, the hardest kind. The
+chance that an answer to a task is right is drawn from a beta distribution with mean 0.6, of which half of the
+variance lies between tasks. A better candidate has mean 0.7; a task keeps its rank. Answers of both sides are
+independent otherwise: what common seeds add is not counted. Where conversations fare alike, each side has its own
+luck with each of them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.pool import Pool
+from typing import Any, Final
+
+import numpy as np
+from scipy import stats
+
+from benchmarks import measurement
+from flywheel.config import GateSettings
+from flywheel.evaluation import budget
+from flywheel.evaluation.compare import Paired, compare
+from flywheel.evaluation.gate import decide
+from flywheel.round import Comparison, GateTest, SpentTest
+
+ROUNDS: Final = 20
+MEAN: Final = 0.6
+BETWEEN: Final = 1.0
+"""Both parameters of the beta distribution together: at 1 half of the variance lies between tasks."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """How many held-out conversations there are at the first round, how many come after each one, and of how many
+    tasks a conversation is. With `alike`, its tasks fare alike under an adapter."""
+
+    conversations: int
+    after_each: int = 0
+    tasks: int = 1
+    alike: bool = False
+
+
+def promotes_one(traffic: Traffic, gate: GateSettings, seed: int, rounds: int = ROUNDS) -> bool:
+    """Whether one of so many rounds that bring nothing is promoted."""
+    random = np.random.default_rng(seed)
+    last: SpentTest | None = None
+    asked, never_tested = 0, traffic.conversations
+    for _ in range(rounds):
+        test = budget.next_test(gate.alpha, last, never_tested)
+        asked = 0 if test.number == 1 else asked
+        more = min(never_tested, gate.max_tasks // traffic.tasks - asked)
+        asked += more
+        found = compared(traffic, asked, gate, test, random)
+        if decide(found, gate).promote:
+            return True
+        last = SpentTest(
+            epoch=test.epoch,
+            number=test.number,
+            conversations=found.conversations,
+            spread=found.spread,
+            samples=found.samples,
+        )
+        never_tested += traffic.after_each - more
+    return False
+
+
+def shows_ten_points(gate: GateSettings, tasks: int, seed: int) -> bool:
+    """Whether the first test promotes a candidate that is better by ten points."""
+    test = budget.next_test(gate.alpha, None, tasks)
+    found = compared(Traffic(tasks), tasks, gate, test, np.random.default_rng(seed), gain=budget.GAIN)
+    return decide(found, gate).promote
+
+
+def compared(
+    traffic: Traffic,
+    conversations: int,
+    gate: GateSettings,
+    test: GateTest,
+    random: np.random.Generator,
+    gain: float = 0.0,
+) -> Comparison:
+    """What the program makes of the answers of both sides."""
+    samples = gate.samples_for(conversations * traffic.tasks)
+    shape = (conversations, 1 if traffic.alike else traffic.tasks)
+    luck = random.random((2, *shape)) if traffic.alike else np.tile(random.random(shape), (2, 1, 1))
+    chances = np.stack([_chances(luck[0], MEAN + gain), _chances(luck[1], MEAN)])
+    # (2, conversations, tasks, samples)
+    right = random.random((2, conversations, traffic.tasks, samples)) < chances[..., None]
+    candidate, deployed = right.astype(float).tolist()
+    tasks = [
+        Paired(f"t-{place}-{number}", tuple(of_candidate), tuple(of_deployed), f"c-{place}")
+        for place in range(conversations)
+        for number, (of_candidate, of_deployed) in enumerate(zip(candidate[place], deployed[place], strict=True))
+    ]
+    seed = int(random.integers(2**31))
+    return compare(tasks, samples=samples, alpha=test.alpha, needed=gate.min_gain, seed=seed)
+
+
+def _chances(luck: np.ndarray, mean: float) -> np.ndarray:
+    chances: np.ndarray = stats.beta.ppf(luck, BETWEEN * mean, BETWEEN * (1 - mean))
+    return chances
+
+
+def share(pool: Pool, happens: Callable[[int], bool], times: int) -> float:
+    """How often something happens, of so many times with different seeds."""
+    return round(sum(pool.imap_unordered(happens, range(times), chunksize=20)) / times, 4)
+
+
+def main() -> None:
+    options = measurement.parser("gate", __doc__).parse_args()
+    before = measurement.machine()
+    gate = GateSettings()
+    sequences, times = (10, 10) if options.quick else (1000, 1000)
+    clustered = Traffic(25, tasks=8, alike=True)
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
+        growing = {
+            str(after_each): share(pool, partial(promotes_one, Traffic(50, after_each), gate), sequences)
+            for after_each in (5, 25, 50)
+        }
+        result: dict[str, Any] = {
+            "false_promotion_20": share(pool, partial(promotes_one, Traffic(50), gate), sequences),
+            "false_promotion_20_clustered": share(pool, partial(promotes_one, clustered, gate), sequences),
+            "false_promotion_20_growing": max(growing.values()),
+            "growing_by_conversations_after_each": growing,
+            "power_10_points": {
+                str(tasks): share(pool, partial(shows_ten_points, gate, tasks), times) for tasks in (50, 100, 200)
+            },
+            "sequences": sequences,
+        }
+    measurement.report(result, before, as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()

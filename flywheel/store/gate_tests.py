@@ -1,0 +1,87 @@
+"""Tests of the gate: which rounds were one, at which level, and which held-out conversations they have used."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from sqlalchemy import ColumnElement, Connection, case, exists, func, insert, select, update
+from sqlalchemy.dialects.sqlite import insert as insert_or_ignore
+
+from flywheel.exclusion import Exclusion
+from flywheel.round import Comparison, GateTest, SpentTest
+from flywheel.store.bulk import chunks
+from flywheel.store.samples import allowed, of_the_gate
+from flywheel.store.schema import gate_conversations, gate_tests, tasks
+from flywheel.task import NO_CONVERSATION
+
+
+def conversation() -> ColumnElement[str]:
+    """What a task's conversation is told apart by, see `flywheel.task.conversation_key`."""
+    trace = func.json_extract(tasks.c.payload, "$.metadata.trace_id")
+    return case((tasks.c.conversation_id.in_(sorted(NO_CONVERSATION)), trace), else_=tasks.c.conversation_id)
+
+
+def plan(conn: Connection, round_id: int, test: GateTest) -> None:
+    """A round will be this test. It is not spent yet."""
+    conn.execute(insert(gate_tests).values(round_id=round_id, **test.model_dump()))
+
+
+def of_round(conn: Connection, round_id: int) -> GateTest | None:
+    row = conn.execute(select(gate_tests).where(gate_tests.c.round_id == round_id)).one_or_none()
+    return GateTest(epoch=row.epoch, number=row.number, alpha=row.alpha) if row is not None else None
+
+
+def spend(conn: Connection, round_id: int, comparison: Comparison) -> None:
+    """The rewards of a round's test were seen, on the conversations of its scores. Twice is as good as once."""
+    used: set[str] = set()
+    for some in chunks([score.task_id for score in comparison.scores]):
+        used |= set(conn.execute(select(conversation()).where(tasks.c.key.in_(some))).scalars())
+    conn.execute(
+        update(gate_tests)
+        .where(gate_tests.c.round_id == round_id)
+        .values(conversations=len(used), spread=comparison.spread, samples=comparison.samples)
+    )
+    if used:
+        conn.execute(
+            insert_or_ignore(gate_conversations).on_conflict_do_nothing(),
+            [{"conversation": each, "round_id": round_id} for each in sorted(used)],
+        )
+
+
+def spent(conn: Connection, limit: int) -> list[SpentTest]:
+    """The tests of which the rewards were seen, the newest first."""
+    rows = conn.execute(
+        select(gate_tests)
+        .where(gate_tests.c.conversations.is_not(None))
+        .order_by(gate_tests.c.round_id.desc())
+        .limit(limit)
+    )
+    return [SpentTest.model_validate({key: row[key] for key in SpentTest.model_fields}) for row in rows.mappings()]
+
+
+def never_tested(conn: Connection, limit: int, takes: Collection[Exclusion]) -> Sequence[tuple[int, str]]:
+    """Tasks for the gate (number, conversation) of conversations that no test has used, the newest first."""
+    used = exists().where(gate_conversations.c.conversation == conversation())
+    return _newest(conn, ~used, limit, takes)
+
+
+def tested_in(conn: Connection, epoch: int, limit: int, takes: Collection[Exclusion]) -> Sequence[tuple[int, str]]:
+    """Tasks for the gate of the conversations that the tests of an epoch have used."""
+    used = exists().where(
+        gate_conversations.c.conversation == conversation(),
+        gate_conversations.c.round_id == gate_tests.c.round_id,
+        gate_tests.c.epoch == epoch,
+    )
+    return _newest(conn, used, limit, takes)
+
+
+def _newest(
+    conn: Connection, which: ColumnElement[bool], limit: int, takes: Collection[Exclusion]
+) -> Sequence[tuple[int, str]]:
+    rows = conn.execute(
+        select(tasks.c.id, conversation())
+        .where(of_the_gate(), allowed(takes), which)
+        .order_by(tasks.c.id.desc())
+        .limit(limit)
+    )
+    return [(number, name) for number, name in rows]
