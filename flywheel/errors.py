@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Self
 
+from flywheel.known_secrets import hidden
+
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_LOCKED = 75
@@ -19,15 +21,15 @@ class FlywheelError(Exception):
 
     `attempted` completes "cannot …" and names its subject ("open database /x/y.sqlite"), `why` is the cause in one
     clause, `hint` the remedy as an imperative sentence. `retryable` says whether the same call can succeed later
-    without anybody changing anything.
+    without anybody changing anything. Known secrets are in none of them: the words of others are often quoted.
     """
 
     exit_code = EXIT_FAILED
 
     def __init__(self, attempted: str, why: str, hint: str = "", *, retryable: bool = False) -> None:
-        self.attempted = attempted
-        self.why = why
-        self.hint = hint
+        self.attempted = hidden(attempted)
+        self.why = hidden(why)
+        self.hint = hidden(hint)
         self.retryable = retryable
         super().__init__(str(self))
 

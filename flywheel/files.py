@@ -15,27 +15,43 @@ from typing import Any, BinaryIO, Final
 
 NAME_BYTES: Final = 255
 PATH_BYTES: Final = 4096
+PRIVATE: Final = 0o600
+"""For the user of this process alone: what users said, and what was made of it, is in such files."""
 OPEN_FILES: Final = 65_536
 """More than a shell or systemd gives by itself, which is often 1,024."""
 
 
+def make_private(directory: Path) -> None:
+    """Make a directory, and what is missing above it, for this user alone, whatever the umask says.
+
+    One that is there stays as it is.
+    """
+    for each in reversed([directory, *directory.parents]):
+        each.mkdir(mode=0o700, exist_ok=True)
+
+
+def private(path: str | Path, flags: int) -> int:
+    """An opener for `open`: a file that it makes is for this user alone."""
+    return os.open(path, flags | os.O_CLOEXEC, PRIVATE)
+
+
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
+def whole_file(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
     """A file that appears whole: write beside, fsync, rename. A reader sees the old one or the new one.
 
-    A new file may be read by whom the umask lets; one that is replaced keeps its permissions, and a link its place.
+    A new file has `mode` as far as the umask lets; one that is replaced keeps its permissions, and a link its place.
     """
     path = Path(os.path.realpath(path))
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        mode = stat.S_IMODE(path.stat().st_mode)
+        before = stat.S_IMODE(path.stat().st_mode)
     except FileNotFoundError:
-        mode = None
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666 if mode is None else mode)
+        before = None
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode if before is None else before)
     try:
         with os.fdopen(fd, "wb") as file:
-            if mode is not None:
-                os.fchmod(fd, mode)
+            if before is not None:
+                os.fchmod(fd, before)
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -46,13 +62,13 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     sync_directory(path.parent)
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    with whole_file(path) as file:
+def write_atomic(path: Path, data: bytes, *, mode: int = 0o666) -> None:
+    with whole_file(path, mode=mode) as file:
         file.write(data)
 
 
-def write_json(path: Path, value: Any) -> None:
-    write_atomic(path, json.dumps(value, ensure_ascii=False, indent=1).encode() + b"\n")
+def write_json(path: Path, value: Any, *, mode: int = 0o666) -> None:
+    write_atomic(path, json.dumps(value, ensure_ascii=False, indent=1).encode() + b"\n", mode=mode)
 
 
 def expanded(path: Path) -> Path:
@@ -95,12 +111,12 @@ def append_jsonl(path: Path, values: Iterable[Any]) -> int:
     return append_lines(path, [json_line(value) for value in values])
 
 
-def append_lines(path: Path, lines: Sequence[bytes]) -> int:
-    """Append lines, each with its end, and fsync; their number."""
+def append_lines(path: Path, lines: Sequence[bytes], *, mode: int = 0o666) -> int:
+    """Append lines, each with its end, and fsync; their number. A new file has `mode` as far as the umask lets."""
     if not lines:
         return 0
     created = not path.exists()
-    with path.open("ab") as file:
+    with open(path, "ab", opener=lambda name, flags: os.open(name, flags | os.O_CLOEXEC, mode)) as file:
         file.write(b"".join(lines))
         file.flush()
         os.fsync(file.fileno())

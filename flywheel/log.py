@@ -9,11 +9,12 @@ import time
 from typing import Final
 
 from flywheel.disarmed import disarmed
+from flywheel.known_secrets import hidden
 
 
 class _Lines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return disarmed(super().format(record))
+        return disarmed(hidden(super().format(record)))
 
 
 class _JournalLines(_Lines):

@@ -5,7 +5,7 @@ function that crashes, leaves, prints or fills the memory do that to us.
 
 The child reads one JSON value a line and answers each with one. It ends with its standard input, whatever it is
 doing, so that a parent that is killed leaves nothing behind. What a function starts ends with the child: both are one
-process group. Only a program that makes a session of its own (setsid) leaves it.
+process group. Only a program that makes a session of its own (setsid) leaves it. API keys are not in its environment.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from flywheel.errors import ConfigError
+from flywheel.known_secrets import environment, hidden
 from flywheel.python_source import load_function
 
 LOADING_SECONDS: Final = 60.0
@@ -123,6 +124,7 @@ class _Child:
             command(__name__),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            env=environment(),
             # A signal to our group, as Ctrl-C is, means us; and what the function starts ends with the child's.
             process_group=0,
         )
@@ -139,7 +141,7 @@ class _Child:
         line = self._process.stdout.readline()
         if not line.endswith(b"\n"):
             raise EOFError
-        return json.loads(line)
+        return json.loads(hidden(line))
 
     def end(self) -> int:
         """End it and what it has started; its exit code."""

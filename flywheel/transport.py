@@ -26,6 +26,8 @@ import httpx2
 import openai
 import orjson
 
+from flywheel.known_secrets import hidden, know
+
 MAX_BODY_BYTES: Final = 4 << 20
 """More than any verdict."""
 HEADERS: Final = {"accept": "application/json", "accept-encoding": "identity", "user-agent": "flywheel"}
@@ -33,7 +35,7 @@ HEADERS: Final = {"accept": "application/json", "accept-encoding": "identity", "
 
 
 class TransportError(Exception):
-    """No whole answer came: refused, reset, too late."""
+    """No whole answer came: refused, reset, too late. The key is not in its words."""
 
 
 class TooLargeError(Exception):
@@ -42,7 +44,7 @@ class TooLargeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer with its body; names of headers are in lower case."""
+    """An answer with its body, without the key, which some endpoints repeat; names of headers are in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -56,7 +58,7 @@ class Answer:
     def words(self) -> str:
         """What an answer that is not good says, in one line."""
         if location := self.headers.get("location"):
-            return f"look at {location[:200]}"
+            return f"look at {hidden(location)[:200]}"
         try:
             body = orjson.loads(self.body)
             error = body.get("error", body) if isinstance(body, dict) else body
@@ -115,7 +117,7 @@ class Transport:
             response = error.response
         finally:
             self._idle.append(client)
-        return Answer(response.status_code, response.headers, response.content)
+        return Answer(response.status_code, response.headers, hidden(response.content))
 
     def _client(self) -> openai.OpenAI:
         # A key is given with its request; who calls retries, and counts; a redirect would carry the key on.
@@ -129,6 +131,7 @@ def _close(idle: deque[openai.OpenAI]) -> None:
 
 
 def _headers(key: str) -> dict[str, Any]:
+    know(key)
     return {**HEADERS, "authorization": f"Bearer {key}" if key else openai.Omit()}
 
 
@@ -161,7 +164,7 @@ class _Requests(httpx2.BaseTransport):
                 headers = httpx2.Headers(answer.headers)
                 body = self._body(answer.iter_stream(), headers.pop("content-encoding", ""))
         except (*_FAILURES, OSError, ValueError, zlib.error) as error:
-            raise TransportError(_cause(error)) from error
+            raise TransportError(hidden(_cause(error))) from error
         return httpx2.Response(answer.status, headers=headers, content=body, request=request)
 
     def _body(self, stream: Iterable[bytes], encoding: str) -> bytes:
@@ -303,6 +306,8 @@ def _proxy(scheme: str, host: str) -> httpx2.Proxy | None:
         return None
     proxies = getproxies()
     proxy = proxies.get(scheme) or proxies.get("all")
+    if proxy and (password := urlsplit(proxy).password):
+        know(password)
     return httpx2.Proxy(proxy if "://" in proxy else f"http://{proxy}") if proxy else None
 
 

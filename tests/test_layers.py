@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "flywheel"
 LAYERS: dict[str, int] = {
     "errors": 0,
     "states": 0,
+    "known_secrets": 0,
     "trace": 1,
     "models": 1,
     "exclusion": 1,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from flywheel.files import expanded
+from flywheel.known_secrets import know_variable
 
 UserPath = Annotated[Path, AfterValidator(expanded)]
 """A path in which `~` is expanded."""
@@ -16,3 +17,11 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    @model_validator(mode="after")
+    def _names_secrets(self) -> Self:
+        """Settings that end in `_env` name variables with keys."""
+        for name in type(self).model_fields:
+            if name.endswith("_env") and (variable := getattr(self, name)):
+                know_variable(variable)
+        return self

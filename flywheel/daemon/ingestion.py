@@ -13,6 +13,7 @@ from flywheel.daemon.intake import Intake, SourceReport
 from flywheel.daemon.lines_feed import LinesFeed
 from flywheel.daemon.studio_feed import Shares, StudioFeed
 from flywheel.errors import SourceError, StoreError
+from flywheel.files import PRIVATE
 from flywheel.filtering.chain import redactor_of
 from flywheel.lines.file import files_of
 from flywheel.otlp.inbox import inbox_path
@@ -32,7 +33,8 @@ class Ingestion:
         self._store = store
         self._config = config
         self._export = export_tasks
-        self._task_file = TaskFile(config.task_file)
+        # Another program, of another user perhaps, reads it where it was told to be.
+        self._task_file = TaskFile(config.task_file, mode=PRIVATE if config.ingest.output is None else 0o666)
         self._redact = redactor_of(config.filter.chain)
         self._shares = Shares()
         self._line_threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="lines")

@@ -19,6 +19,7 @@ from typing import Final, Self
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from flywheel.errors import LockedError, StoreError
+from flywheel.files import make_private, private
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +38,8 @@ class InstanceLock:
 
     def __enter__(self) -> Self:
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            make_private(self._path.parent)
+            fd = private(self._path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise StoreError(
                 f"lock {self._path}",

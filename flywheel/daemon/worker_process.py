@@ -16,7 +16,8 @@ import orjson
 from pydantic import ValidationError
 
 from flywheel.errors import TrainError
-from flywheel.files import write_atomic
+from flywheel.files import PRIVATE, make_private, private, write_atomic
+from flywheel.known_secrets import hidden
 from flywheel.progress import PROGRESS_FILE
 from flywheel.round import ERROR_FILE, LOG_FILE, RESULT_FILE, SPEC_FILE, RoundResult, RoundSpec
 
@@ -41,13 +42,13 @@ class WorkerProcess:
         """Write the specification and start the worker; `prepare` comes between. Raises TrainError when the disk or
         the system refuses."""
         try:
-            round_dir.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240 - before anything waits
+            make_private(round_dir)
             if prepare is not None:
                 await prepare()
             for name in (RESULT_FILE, ERROR_FILE, PROGRESS_FILE):
                 (round_dir / name).unlink(missing_ok=True)
-            write_atomic(round_dir / SPEC_FILE, spec.model_dump_json(indent=1).encode())
-            with (round_dir / LOG_FILE).open("ab", buffering=0) as log:
+            write_atomic(round_dir / SPEC_FILE, spec.model_dump_json(indent=1).encode(), mode=PRIVATE)
+            with os.fdopen(private(round_dir / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "wb", 0) as log:
                 # What stands before this line was said by an earlier worker.
                 log.write(
                     f"{_BEGIN} attempt {spec.attempt}, {datetime.now(UTC).isoformat(timespec='seconds')}\n".encode()
@@ -162,7 +163,8 @@ def _last_line(path: Path) -> str:
     try:
         with path.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_END_BYTES))
-            lines = log.read().decode(errors="replace").splitlines()
+            # Before it is cut: half a key is no known secret.
+            lines = hidden(log.read().decode(errors="replace")).splitlines()
     except OSError:
         return ""
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")

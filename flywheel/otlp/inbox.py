@@ -7,6 +7,7 @@ that is sent again updates its row in place, so that its place in the table neve
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import sqlite3
 from collections.abc import AsyncIterator, Sequence
@@ -17,7 +18,7 @@ from typing import Any, Final
 import aiosqlite
 
 from flywheel.errors import ReceiverError
-from flywheel.files import sync_directory
+from flywheel.files import make_private, private, sync_directory
 
 Row = Sequence[Any]
 """The values of one span in the order of COLUMNS."""
@@ -129,7 +130,7 @@ class Inbox:
             # The file was removed or replaced: what is written to the old one nobody will read.
             await self._disconnect()
         if self._connection is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            await asyncio.to_thread(_make, self.path)
             connection = await aiosqlite.connect(self.path, timeout=self._busy_seconds, isolation_level=None)
             try:
                 # Readers and the receiver do not wait for each other, and a commit is one sync of the log.
@@ -164,6 +165,12 @@ class Inbox:
             if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
                 hint = "Move the file away; a new one is made for the next spans."
             raise ReceiverError(f"{attempt} the inbox {self.path}", str(error), hint, retryable=True) from error
+
+
+def _make(path: Path) -> None:
+    """An empty file for this user alone, unless it is there; SQLite's files beside it follow it."""
+    make_private(path.parent)
+    os.close(private(path, os.O_RDWR | os.O_CREAT))
 
 
 async def prune(inbox: Path, before_ns: int) -> int:

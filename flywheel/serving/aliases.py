@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from flywheel.files import write_json
+from flywheel.files import PRIVATE, write_json
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +89,6 @@ class AliasTable:
             changed = {**self._targets, alias: target}
             if self._file:
                 saved = {name: {"target": t.name, "path": t.path, "sha256": t.sha256} for name, t in changed.items()}
-                await asyncio.to_thread(write_json, self._file, saved)
+                await asyncio.to_thread(write_json, self._file, saved, mode=PRIVATE)
             self._targets = changed
             return current

@@ -7,6 +7,7 @@ import re
 import httpx2
 
 from flywheel.errors import ServeError
+from flywheel.known_secrets import hidden
 from flywheel.serving.condition import Condition
 
 
@@ -75,4 +76,4 @@ def message_of(response: httpx2.Response) -> str:
         text = error["message"] if isinstance(error, dict) else error
     except (ValueError, KeyError, TypeError):
         text = response.text
-    return " ".join(str(text).split())[:500] or "no explanation"
+    return " ".join(hidden(str(text)).split())[:500] or "no explanation"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import QueuePool
 
 from flywheel.errors import StoreError
+from flywheel.files import make_private, private
 from flywheel.store.migrations import migrate, version_of
 from flywheel.store.schema import SCHEMA_VERSION
 
@@ -80,13 +82,16 @@ class Store:
         """Open `state.db` in `state_dir`, made and migrated if needed. Raises StoreError."""
         path = state_dir / "state.db"
         try:
-            state_dir.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240 - once, before anything runs
+            make_private(state_dir)
         except OSError as error:
             raise StoreError(
                 f"create the state directory {state_dir}",
                 error.strerror or str(error),
                 "Set state.dir (or $FLYWHEEL_HOME) to a directory that you may write.",
             ) from error
+        # The files that SQLite makes beside it have its permissions. Where it cannot be made, SQLite says why.
+        with contextlib.suppress(OSError):
+            os.close(private(path, os.O_RDWR | os.O_CREAT))
 
         def connect() -> sqlite3.Connection:
             return sqlite3.connect(path, check_same_thread=False)

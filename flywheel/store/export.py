@@ -28,7 +28,7 @@ import orjson
 from sqlalchemy import Connection, CursorResult, LargeBinary, bindparam, cast, select
 
 from flywheel.errors import StoreError
-from flywheel.files import append_lines, cut_torn_line, last_lines, sync_directory, torn_line
+from flywheel.files import PRIVATE, append_lines, cut_torn_line, last_lines, sync_directory, torn_line
 from flywheel.store.bulk import CHUNK, chunks, spelled
 from flywheel.store.database import Store
 from flywheel.store.funnel import note, noted
@@ -59,8 +59,10 @@ class _Row(NamedTuple):
 class TaskFile:
     """The file that follows the tasks of one state."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, mode: int = PRIVATE) -> None:
+        """A new file has `mode` as far as the umask lets."""
         self.path = path
+        self._mode = mode
         self._left: object = None
 
     async def follow(self, store: Store) -> int:
@@ -75,7 +77,7 @@ class TaskFile:
         self._left = None
         written = 0
         while page:
-            written += await _to_its_end(_append, self.path, page, there)
+            written += await _to_its_end(_append, self.path, page, there, self._mode)
             page = await store.write(_mark, page)
         self._left = _state(self.path)
         return written
@@ -106,10 +108,10 @@ async def _to_its_end(function: Callable[P, T], *args: P.args, **kwargs: P.kwarg
         raise
 
 
-def _append(path: Path, rows: Sequence[_Row], there: Set[str]) -> int:
+def _append(path: Path, rows: Sequence[_Row], there: Set[str], mode: int = 0o666) -> int:
     """Append the rows whose tasks are not there yet."""
     try:
-        return append_lines(path, [row.line + b"\n" for row in rows if row.key not in there])
+        return append_lines(path, [row.line + b"\n" for row in rows if row.key not in there], mode=mode)
     except OSError as error:
         raise _unwritable(path, error) from error
 

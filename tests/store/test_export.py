@@ -64,9 +64,9 @@ async def test_long_lines_are_written_a_few_at_a_time(
     sizes: list[int] = []
     append = export.append_lines
 
-    def counted(path: Path, lines: list[bytes]) -> int:
+    def counted(path: Path, lines: list[bytes], *, mode: int) -> int:
         sizes.append(len(lines))
-        return append(path, lines)
+        return append(path, lines, mode=mode)
 
     monkeypatch.setattr(export, "append_lines", counted)
     await store.write(put, 0, 100)
@@ -189,10 +189,10 @@ async def test_the_loop_goes_on_while_the_disk_is_slow(
     asked, go_on = threading.Event(), threading.Event()
     real = getattr(export, slow)
 
-    def slowly(*given: Any) -> Any:
+    def slowly(*given: Any, **how: Any) -> Any:
         asked.set()
         assert go_on.wait(10), "the event loop waits for the disk"
-        return real(*given)
+        return real(*given, **how)
 
     monkeypatch.setattr(export, slow, slowly)
     (tmp_path / "tasks.jsonl").touch()
@@ -210,10 +210,10 @@ async def test_an_append_has_ended_when_its_caller_is_cancelled(
     asked, go_on = threading.Event(), threading.Event()
     append = export.append_lines
 
-    def slowly(path: Path, lines: list[bytes]) -> int:
+    def slowly(path: Path, lines: list[bytes], *, mode: int) -> int:
         asked.set()
         go_on.wait(60)
-        return append(path, lines)
+        return append(path, lines, mode=mode)
 
     monkeypatch.setattr(export, "append_lines", slowly)
     await store.write(put, 0, 3)

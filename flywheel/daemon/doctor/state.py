@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +35,8 @@ def state(config: Config) -> Iterator[Finding]:
         return
     existing = _existing(directory)
     yield _directory(directory, existing)
+    if existing == directory and existing.is_dir():
+        yield _permissions(directory)
     yield _disk(existing)
     yield _schema(directory)
     yield _daemon(directory)
@@ -69,6 +72,28 @@ def _directory(directory: Path, existing: Path) -> Finding:
         )
     there = "" if existing == directory else " (not there yet: the first command that writes makes it)"
     return Finding("state", Result.OK, f"{directory}{there}")
+
+
+def _permissions(directory: Path) -> Finding:
+    """What was made when the umask decided: newer files are for their user alone."""
+    wide = [path for path in (directory, *sorted(directory.rglob("*"))) if _is_wide(path)]
+    if not wide:
+        return Finding("permissions", Result.OK, f"{directory} and all in it is for its user alone")
+    more = f" and {len(wide) - _NAMED} more" if wide[_NAMED:] else ""
+    told = f"others may look at what users said: {', '.join(map(str, wide[:_NAMED]))}{more}"
+    remedy = f"chmod -R go= {directory}"
+    return Finding("permissions", Result.WARNING, told, remedy, figures={"wide": len(wide)})
+
+
+_NAMED: Final = 3
+
+
+def _is_wide(path: Path) -> bool:
+    try:
+        mode = path.lstat().st_mode
+    except OSError:
+        return False
+    return not stat.S_ISLNK(mode) and bool(mode & 0o077)
 
 
 def may_write(file: Path) -> bool:
