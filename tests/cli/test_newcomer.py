@@ -136,3 +136,10 @@ def test_docs_lists_the_pages_and_shows_one(flywheel: Run) -> None:
     ran = flywheel("docs", "nothing")
     assert ran.code == 2
     assert "filters" in ran.err
+
+
+def test_init_lays_every_chain_out(flywheel: Run, tmp_path: Path) -> None:
+    assert flywheel("init", ".").code == 0
+    chains = {path.name for path in (tmp_path / "filters").glob("*.yaml")}
+    assert chains == {"agentjet.yaml", "default.yaml", "open-to-strangers.yaml", "private.yaml"}
+    assert "chain: filters/default.yaml" in (tmp_path / "flywheel.yaml").read_text()
