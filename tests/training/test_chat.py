@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx2
@@ -18,6 +19,7 @@ from flywheel.errors import ServeError, TrainError
 from flywheel.round import RoundSpec, RoundTask
 from flywheel.training.chat import Answer, ChatFormat, ServedChat, served_format
 from flywheel.training.engine import Engine, EngineSettings
+from flywheel.training.rollout import Completion, RolloutRequest
 from flywheel.worker.training_round import chat_of
 from tests.conftest import VllmServer
 from tests.training.rollouts import task
@@ -184,6 +186,47 @@ def test_answers_are_what_the_servers_parsers_leave_of_them(served_with_thoughts
     # An agent that offered no tools gets the text of a call as its answer.
     assert handed_on(chat, task(), f"<think></think>{CALL}").text.strip() == CALL
     assert handed_on(chat, task(), f"<think></think>{CALL}").tools == ()
+
+
+class Written:
+    """Takes the place of vLLM's engine: it generates this text, and then ends, or goes on for ever."""
+
+    def __init__(self, text: str, ids: list[int], *, ends: bool = True) -> None:
+        self.output = SimpleNamespace(
+            text=text, token_ids=ids, finish_reason="stop" if ends else None,
+            logprobs=[{token: SimpleNamespace(logprob=-0.5)} for token in ids],
+        )  # fmt: skip
+        self.ends = ends
+
+    async def generate(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
+        yield SimpleNamespace(outputs=[self.output])
+        if not self.ends:
+            await asyncio.Event().wait()
+
+
+def completed(served: Served, some: RoundTask, text: str, **values: Any) -> Completion:
+    engine = Engine(cast(EngineSettings, None))
+    engine._chat = served.chat(served_format(PARSERS))
+    ids = served.renderer.get_tokenizer().encode(text, add_special_tokens=False)
+    engine._llm = Written(text, ids, ends=values.get("seconds") is None)
+    [prompt], _ = asyncio.run(engine.encode([some]))
+    return asyncio.run(engine.generate(RolloutRequest(prompt, 0, 7, 1.0, 64, None, **values)))
+
+
+@pytest.mark.slow
+def test_a_rollout_that_calls_a_tool_has_no_reward_rather_than_zero(served_with_thoughts: Served) -> None:
+    """No tool runs in a rollout, so there is no answer to grade."""
+    offered = asked("t-1", called("search", "{}"), [SEARCH])
+    call = completed(served_with_thoughts, offered, f"<think>\nI search.\n</think>\n{CALL}")
+    assert call.error == "it calls search, and no tool runs in a rollout"
+    answer = completed(served_with_thoughts, offered, THOUGHT)
+    assert (answer.text.strip(), answer.error, answer.truncated) == ("It is 7.", "", False)
+
+
+@pytest.mark.slow
+def test_an_answer_whose_time_is_up_is_graded_as_far_as_it_came(served_with_thoughts: Served) -> None:
+    cut = completed(served_with_thoughts, task(), THOUGHT, as_served=True, seconds=0.5)
+    assert (cut.text.strip(), cut.truncated, cut.error) == ("It is 7.", True, "")
 
 
 def test_a_round_has_the_parsers_that_the_server_is_started_with(tmp_path: Path) -> None:
