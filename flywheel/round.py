@@ -24,7 +24,8 @@ class Frozen(BaseModel):
 class RoundTask(Frozen):
     """A task as training and evaluation need it. `prompt` is in the OpenAI chat form, `answer` the traced one if it
     was accepted, `reference` the right one where the task knows it; `output_tokens` is what the traced reply took.
-    Tasks of one `conversation` are no independent evidence."""
+    Tasks of one `conversation` are no independent evidence. `prompt_tokens` are what the prompt had when the model
+    was asked, 0 where that is not known or not to be compared."""
 
     task_id: str
     query: str
@@ -32,6 +33,7 @@ class RoundTask(Frozen):
     prompt: list[ChatMessage]
     tools: list[dict[str, Any]] = []
     reference: str = ""
+    prompt_tokens: int = 0
     output_tokens: int = 0
     conversation: str = ""
 
@@ -164,6 +166,8 @@ class RoundResult(Frozen):
     comparison: Comparison | None = None
     probe: Probe | None = None
     left_out: dict[str, str] = {}
+    inexact: dict[str, str] = {}
+    """Of tasks for training or gate whose prompt is not as long as what the model was sent, what was found."""
     steps: int = 0
     reward_first: float | None = None
     reward_last: float | None = None

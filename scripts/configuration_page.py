@@ -28,19 +28,21 @@ This page is generated from the settings themselves (`python -m scripts.configur
 
 
 def page() -> str:
-    return "\n".join([HEAD, *_sections(Config, "")])
+    return "\n".join([HEAD, *dict.fromkeys(_sections(Config, ""))])
 
 
 def _sections(model: type[BaseModel], prefix: str) -> list[str]:
-    lines: list[str] = []
+    """Each section as a text; those that several kinds of sources have are the same."""
+    found: list[str] = []
     for name, field in model.model_fields.items():
         key = f"{prefix}{name}"
         listed = getattr(field.annotation, "__origin__", None) is list
         for tag, inner in sections_in(field.annotation).items():
             kind = f" with `type: {tag}`" if tag else ""
-            lines += [f"## `{key}`{' (a list)' if listed else ''}{kind}", "", *_table(inner), ""]
-            lines += _sections(inner, f"{key}.")
-    return lines
+            title = f"## `{key}`{' (a list)' if listed else ''}{kind}"
+            found.append("\n".join([title, "", *_table(inner), ""]))
+            found += _sections(inner, f"{key}.")
+    return found
 
 
 def _table(model: type[BaseModel]) -> list[str]:

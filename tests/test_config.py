@@ -17,7 +17,10 @@ from flywheel.errors import ConfigError
     [
         ({"judge": {"max_threads": 3}}, r"unknown key `judge\.max_threads` \(did you mean `max_thread`\?\)"),
         ({"sources": [{"pth": "x"}]}, r"unknown key `sources\.0\.pth` \(did you mean `path`\?\)"),
-        ({"sources": [{"type": "otlp", "pth": "x"}]}, r"unknown key `sources\.0\.pth` \(known here: listen, t"),
+        (
+            {"sources": [{"type": "otlp", "pth": "x"}]},
+            r"unknown key `sources\.0\.pth` \(known here: listen, models, t",
+        ),
         (
             {"sources": [{"type": "otlp", "listen": "http://127.0.0.1:4318"}]},
             r"`sources\.0\.listen`: .*'http://127\.0\.0\.1:4318' is not HOST:PORT",

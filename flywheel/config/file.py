@@ -13,7 +13,14 @@ from typing import Any, Self
 from pydantic import Field, ValidationError, model_validator
 
 from flywheel.config.agentjet import translated
-from flywheel.config.ingest import IngestSettings, JsonlSource, OtlpSource, SourceSettings, StudioSource
+from flywheel.config.ingest import (
+    IngestSettings,
+    JsonlSource,
+    ModelFilter,
+    OtlpSource,
+    SourceSettings,
+    StudioSource,
+)
 from flywheel.config.judge import FilterSettings, JudgeSettings
 from flywheel.config.retention import RetentionSettings
 from flywheel.config.section import Section, UserPath
@@ -28,6 +35,7 @@ from flywheel.config.training import (
 )
 from flywheel.errors import ConfigError
 from flywheel.files import expanded, tidied
+from flywheel.models import Models
 from flywheel.yaml_file import explain, read_yaml
 from flywheel.yaml_place import Places
 
@@ -77,6 +85,11 @@ class Config(Section):
                 " only be rejected"
             )
         return self
+
+    def models_of(self, source: SourceSettings | None) -> Models:
+        """Which models' replies of a source are trained on; None is one that is in the configuration no more."""
+        chosen = source.models if source is not None else ModelFilter()
+        return Models(self.model.alias, self.model.base, tuple(chosen.include), tuple(chosen.exclude))
 
     @property
     def state_dir(self) -> Path:

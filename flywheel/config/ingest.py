@@ -37,11 +37,20 @@ def _address(listen: str) -> str:
     return listen
 
 
+class ModelFilter(Section):
+    include: list[str] = []
+    """Models whose replies are trained on beside those of the alias, its versions and its base: names or patterns,
+    `*` for all. Replies of others are judged, and left out of training and gate."""
+    exclude: list[str] = []
+    """Models whose replies are never trained on: names or patterns."""
+
+
 class StudioSource(Section):
     type: Literal["studio"] = "studio"
     """`studio`: a database of AgentScope Studio. This is what a source without a `type` is."""
     path: UserPath = Field(default=Path("~/AgentScope-Studio/database.sqlite"), validate_default=True)
     """The SQLite file. It is opened read-only."""
+    models: ModelFilter = ModelFilter()
 
 
 class JsonlSource(Section):
@@ -50,6 +59,7 @@ class JsonlSource(Section):
     path: UserPath
     """A file, or a directory whose `*.jsonl` files are read, none of them hidden. Lines are only ever appended to
     them."""
+    models: ModelFilter = ModelFilter()
 
 
 class OtlpSource(Section):
@@ -59,6 +69,7 @@ class OtlpSource(Section):
     """HOST:PORT to receive at. The path is `/v1/traces`. An address that other machines reach needs a token."""
     token_env: str | None = None
     """Name of the environment variable with the token that senders must know (`Authorization: Bearer TOKEN`)."""
+    models: ModelFilter = ModelFilter()
 
     @model_validator(mode="after")
     def _is_not_open_to_all(self) -> Self:

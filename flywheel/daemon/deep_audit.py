@@ -17,6 +17,7 @@ from flywheel.config import Config
 from flywheel.daemon.audit_findings import Compared, TaskFile
 from flywheel.daemon.ingestion import Ingestion
 from flywheel.daemon.lines_feed import named
+from flywheel.daemon.studio_feed import StudioFeed
 from flywheel.daemon.task_file_audit import compare_task_file
 from flywheel.errors import SourceError
 from flywheel.filtering.chain import redactor_of
@@ -70,8 +71,8 @@ async def compare_sources(store: Store, config: Config) -> list[Compared]:
             try:
                 if compared.type == "jsonl":
                     await _Lines(store, compared, redact).compare()
-                else:
-                    await _Spans(store, config, compared).compare()
+                elif isinstance(intake.feed, StudioFeed):
+                    await _Spans(store, intake.feed.selection, compared).compare()
             except SourceError as error:
                 compared.condition, compared.error = error.condition, str(error)
             found.append(compared)
@@ -83,11 +84,10 @@ async def compare_sources(store: Store, config: Config) -> list[Compared]:
 class _Spans:
     """A comparison with a database of spans."""
 
-    def __init__(self, store: Store, config: Config, found: Compared) -> None:
+    def __init__(self, store: Store, selection: Selection, found: Compared) -> None:
         self._store = store
         self._found = found
-        agents = config.ingest.agents
-        self._selection = Selection(frozenset(agents.include), frozenset(agents.exclude))
+        self._selection = selection
         self._met: set[int] = set()
 
     async def compare(self) -> None:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from flywheel.config import Config, JsonlSource, OtlpSource, StudioSource
+from flywheel.config import Config, JsonlSource, OtlpSource, SourceSettings, StudioSource
 from flywheel.daemon.intake import Intake, SourceReport
 from flywheel.daemon.lines_feed import LinesFeed
 from flywheel.daemon.studio_feed import Shares, StudioFeed
@@ -45,22 +45,23 @@ class Ingestion:
         for source in self._config.sources:
             match source:
                 case StudioSource():
-                    self._add(source.path.absolute(), "studio")
+                    self._add(source.path.absolute(), "studio", source)
                 case OtlpSource():
                     inbox = inbox_path(self._config.state_dir, source.listen)
                     if inbox.exists():  # the daemon makes it when it begins to receive
-                        self._add(inbox, "otlp")
+                        self._add(inbox, "otlp", source)
                 case JsonlSource():
                     for file in _files(source.path.absolute()):
-                        self._add(file, "jsonl")
+                        self._add(file, "jsonl", source)
         return list(self._intakes.values())
 
-    def _add(self, path: Path, kind: str) -> None:
+    def _add(self, path: Path, kind: str, source: SourceSettings) -> None:
         if path not in self._intakes:
+            models = self._config.models_of(source)
             feed = (
-                LinesFeed(path, self._line_threads)
+                LinesFeed(path, self._line_threads, models)
                 if kind == "jsonl"
-                else StudioFeed(path, self._config, self._store, kind=kind, shares=self._shares)
+                else StudioFeed(path, self._config, self._store, kind=kind, shares=self._shares, models=models)
             )
             self._intakes[path] = Intake(self._store, feed, self._config.ingest, redact=self._redact)
 

@@ -18,6 +18,7 @@ from flywheel.lines.file import is_listed
 from flywheel.lines.names import Names
 from flywheel.lines.reader import LinesReader
 from flywheel.lines.record import LineEntry
+from flywheel.models import ANY, Models
 from flywheel.store import ledger, tellers
 from flywheel.store.ledger import Recorded
 from flywheel.trace import Cursor
@@ -54,10 +55,10 @@ class LinesFeed:
     type = "jsonl"
     due_at: float | None = None
 
-    def __init__(self, path: Path, threads: Executor) -> None:
+    def __init__(self, path: Path, threads: Executor, models: Models = ANY) -> None:
         self.path = path
         self.progress = Progress()
-        self._reader = LinesReader(path)
+        self._reader = LinesReader(path, models)
         self._threads = threads
         self._last: asyncio.Future[Any] | None = None
 

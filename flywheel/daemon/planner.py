@@ -19,6 +19,7 @@ from flywheel.daemon.judge_setup import chain_of, judge_settings
 from flywheel.daemon.next_test import next_test
 from flywheel.daemon.supply import Supplies, most_samples
 from flywheel.errors import TrainError
+from flywheel.exclusion import Exclusion
 from flywheel.filtering.chain import redactor_of
 from flywheel.round import RoundSpec, RoundTask
 from flywheel.rubric import FIT_FOR_ROLLOUTS, Rubric
@@ -221,9 +222,19 @@ def _tasks(conn: Connection, ids: list[int], config: Config) -> list[RoundTask]:
             reference=line["metadata"].get("reference", ""),
             output_tokens=line["metadata"].get("output_tokens", 0),
             conversation=conversation_key(line["metadata"]["conversation_id"], line["metadata"]["trace_id"]),
+            prompt_tokens=_tokens_sent(line["metadata"], config),
         )
         for line in lines
     ]
+
+
+def _tokens_sent(metadata: dict[str, Any], config: Config) -> int:
+    """How many tokens a prompt had, as the model of this round counts them; 0 where it is not to be compared."""
+    model, adapter = metadata["model"], metadata["adapter"]
+    is_own = metadata["adapter_source"] == "id" or config.models_of(None).is_own(model, adapter)
+    if not is_own or not (model or adapter) or Exclusion.INEXACT in config.training.takes:
+        return 0
+    return int(metadata["prompt_tokens"])
 
 
 def config_hash(config: Config) -> str:

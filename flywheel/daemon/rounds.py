@@ -20,6 +20,7 @@ from flywheel.config import Config
 from flywheel.daemon import planner
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.judge_setup import chain_of, judge_settings
+from flywheel.daemon.origins import apply_model_rules
 from flywheel.daemon.round_account import RoundAccount, left
 from flywheel.daemon.round_watch import RoundWatch
 from flywheel.daemon.supply import Supplies
@@ -59,6 +60,7 @@ class Rounds:
 
     async def start_due(self, *, window: bool = False) -> bool:
         """Plan a round if one is due."""
+        await apply_model_rules(self._store, self._config)
         due = await self._store.read(planner.due, self._config, self._supplies, window=window)
         if unfit := self._rubric.unfit_for_rollouts:
             due = planner.Due(False, f"another rubric: {unfit}")
@@ -76,6 +78,7 @@ class Rounds:
             raise TrainError("start a round", shortfall, "Or lower judge.min_kappa if you know why.")
         if spent := await self._store.read(self._spent):
             raise TrainError("start a round", spent, "Or raise it.")
+        await apply_model_rules(self._store, self._config)
         directory = self._config.state_dir / "rounds"
         row = await self._store.write(planner.plan, self._config, self._rubric, directory, trigger)
         log.info("%s is planned: %s", row.name, trigger)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import orjson
 from sqlalchemy import Connection, Row
 
 from flywheel import __version__
-from flywheel.config import Config, JsonlSource, OtlpSource
+from flywheel.config import Config
 from flywheel.daemon.estimate import cost_of
 from flywheel.daemon.lock import holder
 from flywheel.daemon.next_test import next_test
+from flywheel.daemon.origins import source_of
 from flywheel.daemon.supply import Supplies, Supply
 from flywheel.errors import ConfigError
 from flywheel.exclusion import WORDS, Exclusion
@@ -26,6 +28,7 @@ from flywheel.store.audit import balance
 from flywheel.store.ledger import SourceCounts
 
 ROUNDS_SHOWN = 20
+MODELS_SHOWN = 5
 VERDICTS_SHOWN = 500
 """The newest, of which `status` tells by what replies were rejected."""
 
@@ -37,6 +40,7 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
     live = rounds.live(conn)
     takes = config.training.takes
     supply, wrong_chain = _supply(conn, config)
+    others = funnel.other_models(conn, config.models_of(None))
     active = deployments.active(conn, config.model.alias)
     seen = replicas.noted(conn, config.model.alias)
     return {
@@ -54,7 +58,7 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
         "min_samples": config.trigger.min_samples,
         "held_out": samples.count_held_out(conn, takes),
         "gate": next_test(conn, config).told(config.gate),
-        "left_out": _left_out(samples.count_left_out(conn, takes)),
+        "left_out": _left_out(samples.count_left_out(conn, takes), others),
         "due": judging.count_due(conn),
         "judge": _judge(conn, config),
         "recent_verdicts": funnel.recent_verdicts(conn, VERDICTS_SHOWN),
@@ -72,15 +76,22 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
             "reason": active.reason if active else "",
         },
         "replicas": [_replica(url, seen.get(url)) for url in config.serving.urls],
-        "by_adapter": funnel.by_adapter(conn),
+        "by_adapter": funnel.by_adapter(conn, config.models_of(None)),
+        "other_models": others,
         "dead_letters": funnel.count_dead_letters(conn),
     }
 
 
-def _left_out(counts: Mapping[Exclusion, int]) -> list[dict[str, Any]]:
-    """Why rounds leave tasks out, how many, and what can be done about it."""
+def _left_out(counts: Mapping[Exclusion, int], others: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Why rounds leave tasks out, how many, and what can be done about it; `others` are other models by name."""
+    models = ", ".join(f"{name} {number}" for name, number in islice(others.items(), MODELS_SHOWN))
     return [
-        {"reason": each.value, "tasks": number, "why": WORDS[each].why, "do": WORDS[each].remedy}
+        {
+            "reason": each.value,
+            "tasks": number,
+            "why": f"{WORDS[each].why} ({models})" if each is Exclusion.MODEL and models else WORDS[each].why,
+            "do": WORDS[each].remedy,
+        }
         for each, number in counts.items()
     ]
 
@@ -124,25 +135,10 @@ def _sources(conn: Connection, config: Config) -> list[dict[str, Any]]:
     """Those of the configuration, and of the others those that something came of: a mistyped path is not kept up."""
     counts = funnel.counts_by_source(conn)
     found = [
-        _source(row, counts.get(row["id"])) | {"configured": _is_configured(config, Path(row["path"]))}
+        _source(row, counts.get(row["id"])) | {"configured": source_of(config, Path(row["path"])) is not None}
         for row in funnel.all_sources(conn)
     ]
     return [source for source in found if source["configured"] or source["replies"]]
-
-
-def _is_configured(config: Config, path: Path) -> bool:
-    """Whether a source is in the configuration, or a file in a directory that is."""
-    for source in config.sources:
-        if isinstance(source, OtlpSource):
-            # Not above: whoever receives nothing need not wait for a web server.
-            from flywheel.otlp.inbox import inbox_path
-
-            name = inbox_path(config.state_dir, source.listen)
-        else:
-            name = source.path.absolute()
-        if path == name or (isinstance(source, JsonlSource) and path.parent == name):
-            return True
-    return False
 
 
 def _source(row: dict[str, Any], counts: SourceCounts | None) -> dict[str, Any]:

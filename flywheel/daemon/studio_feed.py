@@ -26,6 +26,7 @@ from flywheel.batch import Batch, joined
 from flywheel.config import Config
 from flywheel.daemon.ahead import Ahead, Room
 from flywheel.daemon.ledger_memory import LedgerMemory
+from flywheel.models import ANY, Models
 from flywheel.store.database import Store
 from flywheel.studio.conversion import Told, convert
 from flywheel.studio.conversion_process import ConversionProcess
@@ -98,7 +99,14 @@ class StudioFeed:
     """The reader of one database with its thread and, while it is needed, its converting process."""
 
     def __init__(
-        self, path: Path, config: Config, store: Store, *, kind: str = "studio", shares: Shares | None = None
+        self,
+        path: Path,
+        config: Config,
+        store: Store,
+        *,
+        kind: str = "studio",
+        shares: Shares | None = None,
+        models: Models = ANY,
     ) -> None:
         self.type = kind
         self.path = path
@@ -108,7 +116,7 @@ class StudioFeed:
         self._shares = shares or Shares()
         self.reader = StudioReader(path, config.ingest)
         agents = config.ingest.agents
-        self._selection = Selection(frozenset(agents.include), frozenset(agents.exclude))
+        self.selection = Selection(frozenset(agents.include), frozenset(agents.exclude), models)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="studio")
         self._process: ConversionProcess | None = None
         self._is_long = False
@@ -232,12 +240,12 @@ class StudioFeed:
                 raise
         traces = [(trace.rows, trace.is_open) for trace in step.traces]
         if not traces or self._process is None or (self._process.waiting >= ENOUGH and not self._is_storing):
-            done = convert(self.schema, traces, self._selection, str(self.path))
+            done = convert(self.schema, traces, self.selection, str(self.path))
             told: Future[Told] = Future()
             told.set_result(done)
             size = sum(len(entry.line) for entry in done.entries)
         else:
-            told = self._process.convert(self.schema, traces, self._selection, str(self.path))
+            told = self._process.convert(self.schema, traces, self.selection, str(self.path))
             size = sum(len(row) for rows, _ in traces for row in rows.values())
         return _Portion(replace(step, traces=()), told, size)
 
@@ -262,7 +270,7 @@ class StudioFeed:
     def convert(self, step: Step) -> Batch:
         """A step in the ledger's form."""
         traces = [(trace.rows, trace.is_open) for trace in step.traces]
-        return self._batch(step, convert(self.schema, traces, self._selection, str(self.path)))
+        return self._batch(step, convert(self.schema, traces, self.selection, str(self.path)))
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Run something with the reader, which belongs to one thread."""

@@ -22,6 +22,7 @@ from flywheel.errors import SourceError
 from flywheel.lines.file import MAX_LINE, Line, LineFile
 from flywheel.lines.messages import LineError
 from flywheel.lines.record import entry_of_line
+from flywheel.models import ANY, Models
 from flywheel.trace import Cursor, DeadRow
 
 log = logging.getLogger(__name__)
@@ -36,8 +37,10 @@ class LinesReader:
 
     schema = "jsonl"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, models: Models = ANY) -> None:
+        """`models` says whose tasks are trained on."""
         self.path = path
+        self._models = models
         self._file: LineFile | None = None
         self._identity = ""
         self._longest_read_ms = 0.0
@@ -144,7 +147,7 @@ class LinesReader:
                 if not line.whole:
                     raise LineError(f"it is longer than {MAX_LINE >> 20} MiB")
                 if line.text.strip():
-                    entries.append(entry_of_line(line.text, self.path, now))
+                    entries.append(entry_of_line(line.text, self.path, now, self._models))
             except LineError as error:
                 dead.append(_dead(line, str(error)))
             except Exception as error:

@@ -19,6 +19,7 @@ import orjson
 import xxhash
 from msgspec.structs import asdict, replace
 
+from flywheel import exclusion
 from flywheel.batch import Entry, entry_of, line_bytes
 from flywheel.files import json_line
 from flywheel.lines.description import (
@@ -33,6 +34,7 @@ from flywheel.lines.description import (
     tools_of,
 )
 from flywheel.lines.messages import Dialogue, LineError, answered, dialogue_of, in_chat_form, kind, messages_of
+from flywheel.models import ANY, Models
 from flywheel.nested import dig
 from flywheel.states import SkipReason, Split
 from flywheel.task import Task
@@ -77,10 +79,11 @@ class _Asked:
     trajectory: tuple[ChatMessage, ...]
 
 
-def entry_of_line(text: bytes, source: Path, now: datetime) -> LineEntry:
+def entry_of_line(text: bytes, source: Path, now: datetime, models: Models = ANY) -> LineEntry:
     """The task that a line holds, or why it is none. Raises LineError.
 
-    The same line is the same task whenever and wherever it is read; `now` is the time of one that has none.
+    The same line is the same task whenever and wherever it is read; `now` is the time of one that has none. `models`
+    says whose tasks are trained on.
     """
     line = _parsed(text)
     content = _content(line)
@@ -110,6 +113,7 @@ def entry_of_line(text: bytes, source: Path, now: datetime) -> LineEntry:
         request=asked.request,
         model=text_of(metadata, "model"),
         adapter=text_of(metadata, "adapter"),
+        adapter_source=_adapter_source(metadata),
         turn=_turn(metadata, asked),
         history=tuple(map(in_chat_form, asked.history)),
         trajectory=tuple(map(in_chat_form, asked.trajectory)) or steps_of(metadata),
@@ -121,6 +125,8 @@ def entry_of_line(text: bytes, source: Path, now: datetime) -> LineEntry:
         service=text_of(metadata, "service"),
         input_tokens=count_of(metadata, "input_tokens"),
         output_tokens=count_of(metadata, "output_tokens"),
+        prompt_tokens=count_of(metadata, "prompt_tokens"),
+        prompt_reason=_prompt_reason(metadata),
         skip=skip,
         skip_detail=detail,
     )
@@ -128,12 +134,14 @@ def entry_of_line(text: bytes, source: Path, now: datetime) -> LineEntry:
     if isinstance(line.get("env_type"), str):
         task["env_type"] = line["env_type"]
     entry = replace(
-        entry_of(reply, str(source)),
+        entry_of(reply, str(source), models),
         key=key,
         line=b"" if skip else line_bytes(task),
         content=content,
-        # A line is whole: what it does not say came before it is not looked for.
+        # A line is whole: what it does not say is not looked for.
         linked=False,
+        asked_alias="",
+        follows=False,
     )
     return LineEntry(**asdict(entry), otherwise=otherwise)
 
@@ -275,6 +283,19 @@ def _object(line: Mapping[str, Any], key: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise LineError(f"`{key}` is {kind(value)}, not an object")
     return value
+
+
+def _adapter_source(metadata: Mapping[str, Any]) -> str:
+    """What told which adapter answered; that of a line that does not say so, by its name alone."""
+    told = text_of(metadata, "adapter_source")
+    return told if told in ("id", "model", "history") else "model" if text_of(metadata, "adapter") else ""
+
+
+def _prompt_reason(metadata: Mapping[str, Any]) -> str:
+    """Why the line says that its prompt is not exact, if it does."""
+    return text_of(metadata, "prompt_reason") or (
+        exclusion.OTHERWISE if metadata.get("prompt_exact") is False else ""
+    )
 
 
 def _turn(metadata: Mapping[str, Any], asked: _Asked) -> int:

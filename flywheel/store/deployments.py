@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from sqlalchemy import Connection, Row, insert, select
 
@@ -37,6 +37,42 @@ def in_use(conn: Connection, alias: str, drain_seconds: float) -> set[str]:
         select(deployments.c.adapter).where(deployments.c.alias == alias, deployments.c.retired_at > since)
     ).scalars()
     return {name for name in (*names, *((now.adapter, now.previous) if now else ())) if name}
+
+
+class Period(NamedTuple):
+    """From `since` on, an alias stood for `version`: a name such as `my-agent@r0007`, empty for the base model. From
+    `requested` until then it was about to change."""
+
+    requested: datetime
+    since: datetime
+    version: str
+
+
+def periods(conn: Connection, alias: str) -> list[Period]:
+    """What an alias stood for, the first deployment first."""
+    rows = conn.execute(
+        select(deployments.c.created_at, deployments.c.activated_at, deployments.c.adapter)
+        .where(deployments.c.alias == alias, deployments.c.activated_at.is_not(None))
+        .order_by(deployments.c.activated_at, deployments.c.id)
+    )
+    return [
+        Period(
+            datetime.fromisoformat(row.created_at),
+            datetime.fromisoformat(row.activated_at),
+            f"{alias}@{row.adapter}" if row.adapter else "",
+        )
+        for row in rows
+    ]
+
+
+def answering(known: Sequence[Period], start: datetime, end: datetime) -> str | None:
+    """The version that answered a request from `start` to `end`; None where it changed meanwhile.
+
+    Before the first deployment that is the base model, as the alias stands for it until then.
+    """
+    if any(period.requested <= end and start <= period.since for period in known):
+        return None
+    return next((period.version for period in reversed(known) if period.since < start), "")
 
 
 def has_served(conn: Connection, alias: str, adapter: str) -> bool:

@@ -20,6 +20,7 @@ from flywheel.files import tidied
 from flywheel.states import ReplyState, SkipReason, Split, TaskState
 from flywheel.store import turns
 from flywheel.store.bulk import Lookup, first_free, insert_many
+from flywheel.store.completion import completed
 from flywheel.store.letters import ROW, bury
 from flywheel.store.marks import remember
 from flywheel.store.retelling import renewed, retell
@@ -116,7 +117,7 @@ def note_source(conn: Connection, /, source: int, **values: Any) -> None:
 def record_batch(conn: Connection, source: int, batch: Batch, *, train_ratio: float, split_seed: int) -> Recorded:
     """Store one batch in the caller's transaction."""
     done = Recorded(warnings=list(batch.warnings))
-    told = {entry.span_id: entry for entry in batch.entries}
+    told = {entry.span_id: entry for entry in completed(conn, batch.entries)}
     asked = [*told, *(row.span_id for row in batch.dead)]
     known = {row.span_id: row for row in _KNOWN.rows(conn, asked, source)}
     sides = Sides(conn, list(told.values()), train_ratio=train_ratio, seed=split_seed)

@@ -15,12 +15,14 @@ from sqlalchemy import (
     update,
 )
 
+from flywheel import exclusion
 from flywheel.errors import TrainError
 from flywheel.exclusion import Exclusion
 from flywheel.round import AdapterRef, GateTest, RoundResult
 from flywheel.states import AdapterState, RoundState, Split, TaskState
 from flywheel.store import gate_tests
 from flywheel.store.bulk import chunks
+from flywheel.store.judging import rewrite
 from flywheel.store.samples import LEFT_OUT, free_samples
 from flywheel.store.schema import adapters, round_samples, rounds, tasks
 from flywheel.store.transitions import move, move_all, record, utcnow
@@ -158,6 +160,20 @@ def store_result(conn: Connection, round_id: int, result: RoundResult) -> None:
     for key, why in result.left_out.items():
         ids = conn.execute(select(tasks.c.id).where(tasks.c.key == key)).scalars().all()
         record(conn, tasks.name, map(str, ids), TaskState.RESERVED, LEFT_OUT, f"of {result.round_id}: {why}")
+    for some in chunks(list(result.inexact)):
+        of_these = select(tasks.c.id, tasks.c.key, tasks.c.excluded, tasks.c.payload).where(tasks.c.key.in_(some))
+        for row in conn.execute(of_these).fetchall():
+            _mark_inexact(conn, row, f"{result.inexact[row.key]} (found by {result.round_id})")
+
+
+def _mark_inexact(conn: Connection, row: Row[Any, Any, Any, Any], why: str) -> None:
+    """No later round takes this task; its line in the task file stays."""
+    line = dict(row.payload)
+    known = line["metadata"]["prompt_reason"]
+    reason = exclusion.joined(filter(None, (known, why)))
+    rewrite(conn, {row.id: line | {"metadata": line["metadata"] | {"prompt_exact": False, "prompt_reason": reason}}})
+    excluded = exclusion.column({*exclusion.parsed(row.excluded), Exclusion.INEXACT})
+    conn.execute(update(tasks).where(tasks.c.id == row.id).values(excluded=excluded))
 
 
 def add_adapter(conn: Connection, round_row: Row[Any], result: RoundResult, base_model: str) -> None:

@@ -12,7 +12,17 @@ from typing import Any, Final
 from msgspec import Raw, Struct
 
 from flywheel.nested import dig
-from flywheel.studio.content import FINISH_FUNCTIONS, Message, call_of, chat_of, messages_of, result_text, tool_of
+from flywheel.studio.content import (
+    FINISH_FUNCTIONS,
+    Message,
+    blocks_of,
+    call_of,
+    chat_of,
+    is_media,
+    messages_of,
+    result_text,
+    tool_of,
+)
 from flywheel.studio.literal import is_result, parse_call
 from flywheel.studio.recorded import NOTHING, first_of, items_of, value_of
 from flywheel.studio.span import Span
@@ -156,6 +166,56 @@ def model_name(span: Span) -> str:
 def answering_model(span: Span) -> str:
     """The model that says it answered: behind an alias, the version that served the call."""
     return span.attributes.gen_ai.response.model
+
+
+def response_id(span: Span) -> str:
+    """The id of the response, as the server made it."""
+    return span.attributes.gen_ai.response.id
+
+
+def hides_a_message(span: Span) -> bool:
+    """Whether a model was sent a message of which the trace shows no part.
+
+    AgentScope's tracer leaves out hints, such as the runtime reminder of 2.0.6 and later: a message that holds
+    nothing else is recorded with no parts. Models are not sent empty messages.
+    """
+    raw = span.attributes.gen_ai.input.messages
+    if not any(message["content"] == "" and "tool_calls" not in message for message in conversation(span)):
+        return False
+    return any(message.get("parts") == [] for message in _messages(raw))
+
+
+def holds_media(span: Span) -> bool:
+    """Whether a model was sent an image, or anything else that is no text."""
+    written = span.attributes.gen_ai.input.messages
+    raw = bytes(_argument(span, span.attributes.recorded.input.kwargs.messages) if written is NOTHING else written)
+    if not any(mark in raw for mark in _MEDIA):
+        return False
+    messages = messages_of(value_of(Raw(raw)), encoded=True)
+    return any(is_media(block) for message in messages for block in blocks_of(message))
+
+
+_MEDIA: Final = (b"image", b"audio", b"video", b'"blob"', b'"uri"', b'"file"')
+"""Where no such word stands, there is none."""
+
+
+def offers_a_finish(span: Span) -> bool:
+    """Whether a model was offered a function by which it hands in its answer."""
+    offered = (span.attributes.gen_ai.tool.definitions, span.attributes.recorded.input.kwargs.tools)
+    return any(name.encode() in bytes(raw) for raw in offered if raw is not NOTHING for name in FINISH_FUNCTIONS)
+
+
+def sets_template_parameters(span: Span) -> bool:
+    """Whether a request says something to the chat template that no prompt of a task can repeat."""
+    kwargs = span.attributes.recorded.input.kwargs
+    beside = value_of(kwargs.extra_body)
+    named = {name: value_of(getattr(kwargs, name)) for name in _TEMPLATE}
+    if isinstance(beside, dict):
+        named |= {name: beside[name] for name in (*_TEMPLATE, "enable_thinking") if name in beside}
+    return any(value not in (None, "", {}, []) for value in named.values())
+
+
+_TEMPLATE: Final = ("chat_template", "chat_template_kwargs", "documents", "reasoning_effort")
 
 
 def tokens(span: Span) -> tuple[int, int]:

@@ -120,6 +120,16 @@ def images_of(message: Message) -> list[str]:
     return found
 
 
+def is_media(block: dict[str, Any]) -> bool:
+    """Whether a block is an image, or anything else that is no text."""
+    return block.get("type") in _MEDIA_TYPES
+
+
+_MEDIA_TYPES: Final = frozenset(
+    {"image", "image_url", "audio", "input_audio", "audio_url", "video", "video_url", "file", "uri", "blob", "data"}
+)
+
+
 def _image(block: dict[str, Any]) -> str:
     match block:
         case {"type": "image", "source": {"url": str(url)}} | {"type": "image_url", "image_url": {"url": str(url)}}:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from flywheel.batch import Entry, entries_of, entry_of, storable
+from flywheel.models import Models
 from flywheel.states import SkipReason
 from flywheel.studio.recorded import Attributes
 from flywheel.studio.replies import finished_reply, unfinished_reply
@@ -49,21 +50,21 @@ def convert(
         own, dead = tell(known, rows, selection, is_open=is_open, kinds=told.kinds)
         replies += own
         if len(replies) >= _AT_ONCE:
-            _enter(told, replies, source)
+            _enter(told, replies, source, selection.models)
             replies.clear()
         told.dead += dead
-    _enter(told, replies, source)
+    _enter(told, replies, source, selection.models)
     return told
 
 
-def _enter(told: Told, replies: Sequence[Reply], source: str) -> None:
+def _enter(told: Told, replies: Sequence[Reply], source: str, models: Models) -> None:
     """Replies in the ledger's form; one that has none is dead by itself."""
     try:
-        told.entries += entries_of(replies, source)
+        told.entries += entries_of(replies, source, models)
     except _BAD_CONTENT:
         for reply in replies:
             try:
-                told.entries.append(entry_of(reply, source))
+                told.entries.append(entry_of(reply, source, models))
             except _BAD_CONTENT as error:
                 why = storable(f"it cannot be written as JSON: {error}")[:2000]
                 told.dead.append(DeadRow(0, reply.span_id, reply.trace_id, why, storable(reply.answer)[:500]))
@@ -103,18 +104,18 @@ def tell(
             reply = replace(reply, skip=SkipReason.UNFINISHED, skip_detail="a span above the agent's has not arrived")
         replies.append(reply)
     if tree.missing_agents:
-        replies += _missing_agents(tree)
+        replies += _missing_agents(tree, selection)
     return replies, dead
 
 
-def _missing_agents(tree: Tree) -> Iterator[Reply]:
+def _missing_agents(tree: Tree, selection: Selection) -> Iterator[Reply]:
     for parent, children in tree.missing_agents.items():
         try:
-            yield unfinished_reply(tree, parent, children)
+            yield unfinished_reply(tree, parent, children, selection)
         except _BAD_CONTENT:
             # The children are unreadable as well; that the reply existed is all that can be told.
             bare = [replace(child, attributes=Attributes(), kind=SpanKind.OTHER, events=()) for child in children]
-            yield unfinished_reply(Tree({span.span_id: span for span in bare}), parent, bare)
+            yield unfinished_reply(Tree({span.span_id: span for span in bare}), parent, bare, selection)
 
 
 def _dead(span: Span, rows: Mapping[int, bytes], error: str) -> DeadRow:

@@ -38,6 +38,7 @@ class Asked(Struct, frozen=True):
 
 
 class Answered(Struct, frozen=True):
+    id: str = ""
     model: str = ""
     finish_reasons: Raw = NOTHING
 
@@ -66,6 +67,11 @@ class Keywords(Struct, frozen=True):
     messages: Raw = NOTHING
     structured_model: Raw = NOTHING
     tools: Raw = NOTHING
+    extra_body: Raw = NOTHING
+    chat_template: Raw = NOTHING
+    chat_template_kwargs: Raw = NOTHING
+    documents: Raw = NOTHING
+    reasoning_effort: Raw = NOTHING
 
 
 class Arguments(Struct, frozen=True):

@@ -17,6 +17,7 @@ from flywheel.states import SkipReason
 from flywheel.studio import attributes as at
 from flywheel.studio import outcome
 from flywheel.studio.content import Message, images_of, text_of, texts_of
+from flywheel.studio.exactness import prompt_reason
 from flywheel.studio.span import Span
 from flywheel.studio.tree import Role, Tree
 from flywheel.studio.work import Work
@@ -45,6 +46,7 @@ def finished_reply(tree: Tree, agent: Span, selection: Selection) -> Reply:
         conversation, resumed = _resumed(conversation)
         request = conversation[-1]["content"] if conversation and conversation[-1]["role"] != "system" else ""
     history, turn = _history(conversation, request, handed)
+    given = conversation + list(resumed)
     asked = placement.asked if placement.role is Role.LAST else agent
     query = request if asked is agent else _request(at.agent_input(asked))
     images: dict[str, None] = {}
@@ -73,13 +75,14 @@ def finished_reply(tree: Tree, agent: Span, selection: Selection) -> Reply:
         status=agent.status,
         service=agent.service,
         user=at.user_id(agent),
+        prompt_reason=prompt_reason(work.first, given, [*history, {"role": "user", "content": request or query}]),
         skip=skip,
         skip_detail=detail,
-        **work.of_models(),
+        **work.of_models(selection.models),
     )
 
 
-def unfinished_reply(tree: Tree, parent_id: str, children: Sequence[Span]) -> Reply:
+def unfinished_reply(tree: Tree, parent_id: str, children: Sequence[Span], selection: Selection) -> Reply:
     """The reply of an agent span that never arrived, as far as its children tell."""
     work = Work(tree.own(parent_id))
     conversation = work.first_input()
@@ -102,7 +105,7 @@ def unfinished_reply(tree: Tree, parent_id: str, children: Sequence[Span]) -> Re
         service=children[0].service,
         skip=SkipReason.UNFINISHED,
         skip_detail="the agent's own span has not arrived",
-        **work.of_models(),
+        **work.of_models(selection.models),
     )
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import cached_property
 from operator import itemgetter
 from typing import Any
 
+from flywheel.models import Models
+from flywheel.request_id import BASE_VERSION, mark_of
 from flywheel.studio import attributes as at
 from flywheel.studio import outcome
 from flywheel.studio.content import FINISH_FUNCTIONS, Message, chat_of, text_of, without_finish
@@ -40,37 +43,48 @@ class Work:
             last -= 1
         self._results = _Results(self.models)
 
-    def of_models(self) -> dict[str, Any]:
-        """What the model calls say together, by the names of a reply's fields."""
-        model = adapter = ""
+    def of_models(self, models: Models) -> dict[str, Any]:
+        """What the model calls say together, by the names of a reply's fields; the last one to answer names the model
+        and, as far as it says, the version of the alias."""
+        model = adapter = source = ""
         tools: tuple[dict[str, Any], ...] = ()
         inputs = outputs = 0
         for place, span in enumerate(self.models):
-            if not model and place not in self._aside:
-                model = at.model_name(span)
+            asked = at.model_name(span)
+            if place not in self._aside and asked and (not model or self.said[place]):
+                model = asked
             tools = tools or at.tool_definitions(span)
             given, answered = at.tokens(span)
             inputs += given
             outputs += answered
-            if "@" in (name := at.answering_model(span)):
-                adapter = name
+            if (told := _answerer(span, asked, models)) is not None:
+                adapter, source = told
+        first = self.first
         return {
             "model": model,
             "adapter": adapter,
+            "adapter_source": source,
+            "prompt_tokens": at.tokens(first)[0] if first else 0,
             "tools": tools,
             "input_tokens": inputs,
             "output_tokens": outputs,
         }
 
+    @cached_property
+    def first(self) -> Span | None:
+        """The first model call that tells what it was given; the first of all where none does."""
+        spans = [span for place, span in enumerate(self.models) if place not in self._aside]
+        return next((span for span in spans if at.conversation(span)), spans[0] if spans else None)
+
     def first_input(self) -> list[ChatMessage]:
-        """What the first model call was given: the conversation so far."""
-        for place, span in enumerate(self.models):
-            if place not in self._aside and (given := at.conversation(span)):
-                # AgentScope 2.x already appends the empty message that it is about to fill.
-                while given and given[-1] == {"role": "assistant", "content": ""}:
-                    given.pop()
-                return without_finish(given)
-        return []
+        """What the first model call was given: the conversation so far, without empty messages at its end.
+
+        AgentScope 2.x has one there where the model was sent something that the tracer hides.
+        """
+        given = at.conversation(self.first) if self.first else []
+        while given and given[-1] == {"role": "assistant", "content": ""}:
+            given.pop()
+        return without_finish(given)
 
     def speaker(self) -> str:
         """The agent's name, as its own messages in the model calls' inputs carry it."""
@@ -151,6 +165,18 @@ class Work:
     def texts(self) -> list[str]:
         """The text of each answer of a model."""
         return [text_of(message) for message in self.said if message]
+
+
+def _answerer(span: Span, asked: str, models: Models) -> tuple[str, str] | None:
+    """Which version of the alias answered a call, empty for the base model, and what tells it; None: nothing does."""
+    if (mark := mark_of(at.response_id(span))) is not None:
+        return "" if mark.version == BASE_VERSION else mark.version, "id"
+    name = at.answering_model(span)
+    if "@" in name:
+        return name, "model"
+    if models.alias and asked.startswith(f"{models.alias}@"):
+        return asked, "model"
+    return ("", "model") if name and name == models.base else None
 
 
 class _Results:

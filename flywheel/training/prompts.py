@@ -9,13 +9,15 @@ import hashlib
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from flywheel.round import RoundTask
 
 NEEDED: Final = 0.99
 """The share of traced replies that fit into the longest rollout."""
+TOLERANCE: Final = 16
+"""Tokens by which a prompt may differ from what the model was sent: a template may hold the date."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ class Asked:
 
     prompts: list[Prompt]
     left_out: dict[str, str]
+    inexact: dict[str, str] = field(default_factory=dict)
+    """Those of them whose prompt is not as long as what the model was sent."""
 
 
 def asked(
@@ -47,7 +51,7 @@ def asked(
     """The prompts to train on: those that leave room for a whole completion. Without a `max_completion_tokens` that
     is as much as the traced reply took, and a rollout takes as many tokens as 99 of 100 traced replies did, or what
     its prompt leaves of the context. `refused` are tasks of which the chat template makes none."""
-    kept, left_out = _each_once(prompts, refused)
+    kept, left_out, inexact = _each_once(prompts, refused)
     longest = max_completion_tokens or longest_needed([prompt.needs for prompt in kept]) or max_model_len
     fitting: list[Prompt] = []
     for prompt in kept:
@@ -55,14 +59,15 @@ def asked(
         if _has_room(prompt, max_model_len, needed, "rollout.max_model_len", left_out):
             room = max_model_len - len(prompt.token_ids)
             fitting.append(replace(prompt, max_tokens=min(longest, room)))
-    return Asked(fitting, left_out)
+    return Asked(fitting, left_out, inexact)
 
 
 def asked_as_served(prompts: Sequence[Prompt], refused: Mapping[str, str], *, context: int) -> Asked:
     """The prompts that the server would answer, with a context of so many tokens."""
-    kept, left_out = _each_once(prompts, refused)
+    kept, left_out, inexact = _each_once(prompts, refused)
     # Two tokens: to measure one of an answer takes another behind it.
-    return Asked([each for each in kept if _has_room(each, context, 2, "the server's context", left_out)], left_out)
+    fitting = [each for each in kept if _has_room(each, context, 2, "the server's context", left_out)]
+    return Asked(fitting, left_out, inexact)
 
 
 def longest_needed(needs: Sequence[int]) -> int:
@@ -71,18 +76,27 @@ def longest_needed(needs: Sequence[int]) -> int:
     return known[math.ceil(NEEDED * len(known)) - 1] if known else 0
 
 
-def _each_once(prompts: Sequence[Prompt], refused: Mapping[str, str]) -> tuple[list[Prompt], dict[str, str]]:
-    """Each prompt where it came last: the same one again is no evidence of its own. And why the others are not."""
-    newest = {prompt.token_ids: prompt for prompt in prompts}
+def _each_once(
+    prompts: Sequence[Prompt], refused: Mapping[str, str]
+) -> tuple[list[Prompt], dict[str, str], dict[str, str]]:
+    """Each prompt where it came last: the same one again is no evidence of its own. Why the others are left out, and
+    those of them that are longer or shorter than what the model was sent: it was asked something else."""
+    inexact = {
+        prompt.task.task_id: f"its prompt has {len(prompt.token_ids)} tokens, and the model was sent {sent}"
+        for prompt in prompts
+        if (sent := prompt.task.prompt_tokens) and abs(len(prompt.token_ids) - sent) > TOLERANCE
+    }
+    exact = [prompt for prompt in prompts if prompt.task.task_id not in inexact]
+    newest = {prompt.token_ids: prompt for prompt in exact}
+    left_out = {task: f"the chat template refuses it ({why})" for task, why in refused.items()} | inexact
     kept: list[Prompt] = []
-    left_out = {task: f"the chat template refuses it ({why})" for task, why in refused.items()}
-    for prompt in prompts:
+    for prompt in exact:
         last = newest[prompt.token_ids]
         if last is prompt:
             kept.append(prompt)
         else:
             left_out[prompt.task.task_id] = f"its prompt is that of {last.task.task_id}"
-    return kept, left_out
+    return kept, left_out, inexact
 
 
 def _has_room(prompt: Prompt, context: int, needed: int, name: str, left_out: dict[str, str]) -> bool:

@@ -65,6 +65,7 @@ class Round:
         self.usage: dict[str, int] = {}
         self.about: dict[str, Any] = {}
         self.left_out: dict[str, str] = {}
+        self.inexact: dict[str, str] = {}
 
     def start(self) -> None:
         """Start engines and trainer side by side."""
@@ -121,6 +122,10 @@ class Round:
         held_out = gate.prompts[-self.settings.gate.max_tasks :]
         for task, why in {**gate.left_out, **train.left_out}.items():
             log.warning("%s is left out: %s", task, why)
+        self.inexact = train.inexact | gate.inexact
+        if (train.inexact and not prompts) or (gate.inexact and len(held_out) < self.settings.gate.min_tasks):
+            # A result, and no failure: with it they are marked, and the next round takes others.
+            return self._too_few_exact(len(prompts), len(held_out))
         if not prompts:
             raise TrainError(
                 f"train {self.spec.round_id}",
@@ -183,6 +188,17 @@ class Round:
         loaded = LoadedAdapter(f"{adapter.name}-{number}", number, adapter.path)
         cluster.wait([engine.load.remote(loaded) for engine in self.engines])
         return loaded
+
+    def _too_few_exact(self, train: int, held_out: int) -> RoundResult:
+        if self.trainer is not None:
+            ray.kill(self.trainer)
+        task, first = next(iter(self.inexact.items()))
+        return self._result(
+            "refused",
+            reason=f"the prompts of {len(self.inexact)} tasks are not what the model was sent, which leaves {train}"
+            f" for training and {held_out} for the gate; the first, {task}: {first}. They are left out from now on"
+            " (training.inexact_prompts)",
+        )
 
     def _debug(self, prompts: list[Prompt]) -> RoundResult:
         adapter = self._load(self.spec.parent, 1)
@@ -250,6 +266,7 @@ class Round:
             round_id=self.spec.round_id,
             outcome=outcome,
             left_out=self.left_out,
+            inexact=self.inexact,
             seconds=self.seconds,
             usage=self.usage,
             versions=self.about["versions"],

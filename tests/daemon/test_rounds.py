@@ -485,6 +485,26 @@ async def test_a_sample_that_could_not_be_asked_has_made_no_adapter_and_is_told_
     await wheel.books()
 
 
+async def test_a_prompt_that_the_worker_found_not_to_be_exact_is_never_taken_again(wheel: Wheel) -> None:
+    directory = await wheel.started()
+    first, *others = await wheel.store.read(
+        lambda conn: conn.execute(select(schema.tasks.c.key).order_by(schema.tasks.c.id)).scalars().all()
+    )
+    why = "its prompt has 28 tokens, and the model was sent 256"
+    leave_result(wheel, directory, left_out={first: why}, inexact={first: why})
+    await wheel.rounds.finish_live()
+    told = await wheel.store.read(lineage.why, first)
+    assert told is not None
+    assert told["replies"][0]["task"]["left_out"] == [{"reason": "inexact", "why": f"{why} (found by r0001)"}]
+    rows = await wheel.store.read(
+        lambda conn: conn.execute(select(schema.tasks.c.key, schema.tasks.c.excluded, schema.tasks.c.payload)).all()
+    )
+    assert {row.key for row in rows if row.excluded} == {first}
+    (about,) = (row.payload["metadata"] for row in rows if row.key == first)
+    assert (about["prompt_exact"], about["prompt_reason"]) == (False, f"{why} (found by r0001)")
+    assert all(row.payload["metadata"]["prompt_exact"] for row in rows if row.key in others)
+
+
 async def test_the_adoption_of_a_worker_is_logged(wheel: Wheel, caplog: pytest.LogCaptureFixture) -> None:
     directory = await wheel.started()
     code = "import time; print('up', flush=True); time.sleep(600)"

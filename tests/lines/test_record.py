@@ -128,7 +128,9 @@ def test_images_are_kept_as_references() -> None:
 
 
 def test_what_flywheel_exports_comes_back_as_it_was() -> None:
-    first = reply(1, turn=3, model="m", adapter="m@r0001", service="s", input_tokens=3, output_tokens=4)
+    first = reply(
+        1, turn=3, model="m", adapter="m@r0001", adapter_source="id", service="s", input_tokens=3, output_tokens=4
+    )
     second = reply(
         2,
         history=(),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.training.prompts import asked, asked_as_served, longest_needed, schedule, seed_of
+from flywheel.training.prompts import TOLERANCE, Prompt, asked, asked_as_served, longest_needed, schedule, seed_of
 from tests.training.rollouts import prompt
 
 
@@ -69,6 +69,22 @@ def test_the_gate_leaves_out_only_what_the_server_could_not_answer() -> None:
         "t-1": "its prompt is that of t-1-again",
         "t-99": "its prompt has 99 tokens, and the server's context leaves room for 98",
     }
+
+
+def test_a_prompt_that_is_not_as_long_as_what_the_model_was_sent_is_left_out() -> None:
+    """A message that the trace does not show has more tokens than a template's date."""
+    cases = {"t-unknown": 0, "t-same": 28, "t-date": 28 + TOLERANCE, "t-longer": 29 + TOLERANCE, "t-shorter": 4}
+    prompts = [
+        Prompt(prompt(name, ()).task.model_copy(update={"prompt_tokens": sent}), (place, *range(27)))
+        for place, (name, sent) in enumerate(cases.items())
+    ]
+    found = asked(prompts, {"t-refused": "no"}, max_model_len=100, max_completion_tokens=40)
+    assert [p.task.task_id for p in found.prompts] == ["t-unknown", "t-same", "t-date"]
+    assert found.inexact == {
+        "t-longer": f"its prompt has 28 tokens, and the model was sent {29 + TOLERANCE}",
+        "t-shorter": "its prompt has 28 tokens, and the model was sent 4",
+    }
+    assert found.left_out.keys() == {"t-refused", *found.inexact}
 
 
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 20), st.integers(0, 5))

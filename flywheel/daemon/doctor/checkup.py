@@ -13,6 +13,7 @@ from flywheel.config import Config, defaults, load
 from flywheel.daemon.doctor import model, packages
 from flywheel.daemon.doctor.finding import Finding, Result
 from flywheel.daemon.doctor.judging import Judging
+from flywheel.daemon.doctor.left_out import left_out
 from flywheel.daemon.doctor.machine import Machine
 from flywheel.daemon.doctor.resources import resources
 from flywheel.daemon.doctor.samples import samples
@@ -23,8 +24,8 @@ from flywheel.daemon.doctor.unit import unit
 from flywheel.errors import ConfigError
 
 NEED_SETTINGS: Final = (
-    "state", "disk", "schema", "daemon", "source", "filters", "rubric", "judge", "samples", "serve", "server",
-    "tools", "model", "rank", "gpu", "memory", "shared memory", "limits", "clock",
+    "state", "disk", "schema", "daemon", "source", "prompts", "filters", "rubric", "judge", "samples", "serve",
+    "server", "tools", "model", "rank", "gpu", "memory", "shared memory", "limits", "clock",
 )  # fmt: skip
 """The checks of what a configuration says."""
 
@@ -58,6 +59,7 @@ def _configuration(path: Path | None) -> Finding:
 async def _of_settings(config: Config, *, ask_judge: bool) -> AsyncIterator[Finding]:
     for finding in (*state(config), *sources(config)):
         yield finding
+    yield await left_out(config)
     judging = Judging(config, ask=ask_judge)
     for finding in judging.findings():
         yield finding
