@@ -23,7 +23,7 @@ from flywheel.judge_usage import Purpose
 from flywheel.progress import progress_of
 from flywheel.round import METRICS_FILE
 from flywheel.states import ReplyState, RoundState, TaskState
-from flywheel.store import deployments, funnel, judging, replicas, rounds, samples, sides, spending
+from flywheel.store import deployments, file_mark, funnel, judging, replicas, rounds, samples, sides, spending
 from flywheel.store.audit import balance
 from flywheel.store.ledger import SourceCounts
 
@@ -108,6 +108,7 @@ def _supply(conn: Connection, config: Config) -> tuple[Supply, list[str]]:
 def _warnings(conn: Connection, config: Config, supply: Supply) -> list[str]:
     """What keeps the wheel from turning, though nothing has failed."""
     found = (
+        file_mark.warning(conn),
         funnel.none_accepted(conn, config.filter.warn_window),
         sides.empty_side(conn, config.ingest.train_ratio),
         supply.notice,

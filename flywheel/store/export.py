@@ -29,8 +29,10 @@ from sqlalchemy import Connection, CursorResult, LargeBinary, bindparam, cast, s
 
 from flywheel.errors import StoreError
 from flywheel.files import PRIVATE, append_lines, cut_torn_line, last_lines, sync_directory, torn_line
+from flywheel.store import file_mark
 from flywheel.store.bulk import CHUNK, chunks, spelled
 from flywheel.store.database import Store
+from flywheel.store.file_mark import FileMark
 from flywheel.store.funnel import note, noted
 from flywheel.store.schema import replies, tasks
 
@@ -64,9 +66,14 @@ class TaskFile:
         self.path = path
         self._mode = mode
         self._left: object = None
+        self._seen: FileMark | None = None
 
     async def follow(self, store: Store) -> int:
-        """Append every task that is not marked as exported; the number of lines written. Raises StoreError."""
+        """Append every task that is not marked as exported; the number of lines written. Raises StoreError.
+
+        What another program has cut is told, and remembered for `status`.
+        """
+        await self._look(store)
         page = await store.read(_unmarked)
         if not page:
             return 0
@@ -78,9 +85,22 @@ class TaskFile:
         written = 0
         while page:
             written += await _to_its_end(_append, self.path, page, there, self._mode)
-            page = await store.write(_mark, page)
+            self._seen = await _to_its_end(FileMark.of, self.path)
+            page = await store.write(_mark, page, self._seen)
         self._left = _state(self.path)
         return written
+
+    async def _look(self, store: Store) -> None:
+        found = await _to_its_end(FileMark.of, self.path)
+        if found == self._seen:
+            return
+        before = await store.read(file_mark.kept)
+        now = found.since(before) if found is not None else None
+        if now != before:
+            await store.write(file_mark.keep, now)
+        if now is not None and now.lacking:
+            log.warning("%s", now.warning)
+        self._seen = found
 
 
 async def export_sources(store: Store, path: Path, sources: Sequence[int]) -> int:
@@ -271,9 +291,10 @@ def _page(rows: CursorResult[*tuple[Any, ...]]) -> list[_Row]:
     return page
 
 
-def _mark(conn: Connection, rows: Sequence[_Row]) -> list[_Row]:
-    """Mark these as exported; those to go on with."""
+def _mark(conn: Connection, rows: Sequence[_Row], found: FileMark | None) -> list[_Row]:
+    """Mark these as exported, and the file as it was `found` then; those to go on with."""
     note(conn, _MARK, str(rows[-1].id))
+    file_mark.keep(conn, found.grown_from(file_mark.kept(conn)) if found is not None else None)
     is_full = len(rows) == CHUNK or sum(len(row.line) for row in rows) > PAGE_BYTES
     return _unmarked(conn) if is_full else []
 

@@ -20,6 +20,7 @@ from flywheel.store import export, ledger
 from flywheel.store.bulk import CHUNK
 from flywheel.store.database import Store
 from flywheel.store.export import TaskFile, exported_to
+from flywheel.store.file_mark import FileMark
 from flywheel.store.schema import tasks
 from tests.samples import batch, reply
 from tests.studio.writer import DATA
@@ -86,12 +87,12 @@ async def test_what_was_appended_and_not_marked_is_not_appended_again(
     file = TaskFile(tmp_path / "tasks.jsonl")
     mark, left = export._mark, pages
 
-    def die(conn: Connection, rows: list[export._Row]) -> list[export._Row]:
+    def die(conn: Connection, rows: list[export._Row], found: FileMark | None) -> list[export._Row]:
         nonlocal left
         left -= 1
         if not left:
             raise RuntimeError("died")
-        return mark(conn, rows)
+        return mark(conn, rows, found)
 
     monkeypatch.setattr(export, "_mark", die)
     with pytest.raises(RuntimeError):
