@@ -37,8 +37,6 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JudgeSettings]:
     shape = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**shape, "max_position_embeddings": 16_384}))
     arguments = ["--dtype", "float32", "--max-num-seqs", "8", "--load-format", "dummy", "--seed", "7"]
-    # Without a parser vLLM takes no tool calls, forced ones included.
-    arguments += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     config = serve_config(home / "state", free_port(), max_model_len=16_384, extra_args=arguments)
     config = config.model_copy(update={"model": config.model.model_copy(update={"base": str(model)})})
     process = start_server(config, home / "log")
