@@ -54,7 +54,7 @@ class Following:
     async def __aenter__(self) -> Self:
         self._store = await Store.open(self._config.state_dir)
         self._ingestion = Ingestion(self._store, self._config)
-        self._sources = Sources(self._store, self._config, self._ingestion, self._stopping, lambda: None)
+        self._sources = Sources(self._store, self._config, self._ingestion, self._stopping, lambda _: None)
         await self._sources.start()
         self._polling = asyncio.create_task(self._poll())
         return self
