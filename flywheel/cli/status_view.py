@@ -237,6 +237,8 @@ def _live(live: dict[str, Any] | None) -> list[Fact]:
 def _samples(state: dict[str, Any]) -> str:
     text = f"{state['free_samples']} free of {state['min_samples']} needed, {state['held_out']} held out"
     waiting = [f"{number:,} {why}" for why, number in state["waiting_samples"].items()]
+    if wait := state["new_samples"]["wait"]:
+        waiting.insert(0, wait)
     if (missing := state["gate"]["missing"]) != 0:
         waiting.append(f"{missing} held-out conversations missing" if missing else "gate.max_tasks is too low")
     if left_out := counted({each["reason"]: each["tasks"] for each in state["left_out"]}):

@@ -34,7 +34,8 @@ class TriggerSettings(Section):
     min_samples: int = Field(default=64, gt=0)
     """A round starts when this many accepted samples are free."""
     max_samples: int = Field(default=2048, gt=0)
-    """A round takes this many samples at most, the oldest first."""
+    """A round takes this many samples at most: first those that were in fewest rounds without promotion, then the
+    oldest."""
     cron: Annotated[str, AfterValidator(_crontab)] | None = None
     """A window (crontab, UTC) in which a round also starts, with at least `cron_min_samples`."""
     cron_min_samples: int = Field(default=8, gt=0)
@@ -110,6 +111,8 @@ class TrainingSettings(Section):
     inexact_prompts: Literal["leave-out", "use"] = "leave-out"
     """Tasks whose prompt is known not to be exactly what the model was sent (`metadata.prompt_exact`): `leave-out` of
     training and gate, or `use` them as they are."""
+    max_uses: int = Field(default=3, gt=0)
+    """A sample is used by so many rounds at most: a rejected round gives those back that fewer have used."""
     seed: int = Field(default=42, ge=0, lt=2**31)
     """Seed of a round, together with its number."""
     lora: LoraSettings = LoraSettings()

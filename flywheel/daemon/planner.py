@@ -17,6 +17,7 @@ from flywheel.config import Config
 from flywheel.daemon.base_model import missing
 from flywheel.daemon.judge_setup import chain_of, judge_settings
 from flywheel.daemon.next_test import next_test
+from flywheel.daemon.patience import patience
 from flywheel.daemon.supply import Supplies, most_samples
 from flywheel.errors import TrainError
 from flywheel.exclusion import Exclusion
@@ -56,6 +57,8 @@ def due(conn: Connection, config: Config, supplies: Supplies | None = None, *, w
     needed = min(trigger.cron_min_samples, trigger.min_samples) if window else trigger.min_samples
     if free < needed:
         return Due(False, f"{free} of {needed} samples are free")
+    if wait := patience(conn, config, needed).wait:
+        return Due(False, wait)
     if why := missing(config.model.base) or _other_base(conn, config):
         return Due(False, why)
     supply = (supplies or Supplies(config)).now(conn)

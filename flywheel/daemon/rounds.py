@@ -193,7 +193,7 @@ class Rounds:
         if result.adapter is None or result.comparison is None:
             reason = result.reason or "the round left no adapter"
             log.warning("%s is rejected: %s", row.name, reason)
-            await self._store.write(rounds.finish, row.id, RoundState.EVALUATING, RoundState.REJECTED, reason)
+            await self._reject(row, reason)
             return
         try:
             found = await asyncio.to_thread(tree_sha256, Path(result.adapter.path))
@@ -209,11 +209,13 @@ class Rounds:
         decision = decide(result.comparison, self._config.gate)
         if not decision.promote:
             log.info("%s is rejected: %s", row.name, decision.reason)
-            await self._store.write(
-                rounds.finish, row.id, RoundState.EVALUATING, RoundState.REJECTED, decision.reason
-            )
+            await self._reject(row, decision.reason)
             return
         await self._promote(row, result.adapter.name, decision.reason)
+
+    async def _reject(self, row: Row[Any], why: str) -> None:
+        uses, rejected = self._config.training.max_uses, RoundState.REJECTED
+        await self._store.write(rounds.finish, row.id, RoundState.EVALUATING, rejected, why, max_uses=uses)
 
     async def _promote(self, row: Row[Any], adapter: str, reason: str) -> None:
         active = await self._store.read(deployments.active, self._config.model.alias)

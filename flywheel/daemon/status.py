@@ -16,6 +16,7 @@ from flywheel.daemon.estimate import cost_of
 from flywheel.daemon.lock import holder
 from flywheel.daemon.next_test import next_test
 from flywheel.daemon.origins import source_of
+from flywheel.daemon.patience import patience
 from flywheel.daemon.supply import Supplies, Supply
 from flywheel.errors import ConfigError
 from flywheel.exclusion import WORDS, Exclusion
@@ -41,6 +42,7 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
     takes = config.training.takes
     supply, wrong_chain = _supply(conn, config)
     others = funnel.other_models(conn, config.models_of(None))
+    waits = patience(conn, config, config.trigger.min_samples)
     active = deployments.active(conn, config.model.alias)
     seen = replicas.noted(conn, config.model.alias)
     return {
@@ -55,6 +57,12 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
         "balanced": books.balanced,
         "free_samples": supply.usable,
         "waiting_samples": dict(supply.waiting),
+        "new_samples": {
+            "free": waits.new,
+            "needed": waits.needed,
+            "rounds_without_promotion": waits.rounds,
+            "wait": waits.wait,
+        },
         "min_samples": config.trigger.min_samples,
         "held_out": samples.count_held_out(conn, takes),
         "gate": next_test(conn, config).told(config.gate),

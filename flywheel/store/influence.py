@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Row, exists, func, insert, select, update
 from flywheel.exclusion import Exclusion
 from flywheel.states import Split, TaskState
 from flywheel.store.bulk import chunks
-from flywheel.store.samples import allowed, free
+from flywheel.store.samples import allowed, free, tried
 from flywheel.store.schema import fingerprints, influences, tasks
 from flywheel.store.transitions import move
 
@@ -74,7 +74,10 @@ def unknown(conn: Connection, limit: int | None) -> list[Row[Any]]:
 
 
 def candidates(conn: Connection, takes: Collection[Exclusion] = ()) -> list[Row[Any]]:
-    """Free samples (id, conversation, user, template), the oldest first; what is not known of one is empty."""
+    """Free samples (id, conversation, user, template), in the order in which rounds take them.
+
+    What is not known of one is empty.
+    """
     return list(
         conn.execute(
             select(
@@ -85,7 +88,7 @@ def candidates(conn: Connection, takes: Collection[Exclusion] = ()) -> list[Row[
             )
             .outerjoin(influences, influences.c.task_id == tasks.c.id)
             .where(free(), allowed(takes))
-            .order_by(tasks.c.id)
+            .order_by(tried(), tasks.c.id)
         )
     )
 

@@ -25,6 +25,7 @@ from flywheel.store.bulk import chunks
 from flywheel.store.judging import rewrite
 from flywheel.store.samples import LEFT_OUT, free_samples
 from flywheel.store.schema import adapters, round_samples, rounds, tasks
+from flywheel.store.schema import gate_tests as gate_tests_table
 from flywheel.store.transitions import move, move_all, record, utcnow
 
 
@@ -57,9 +58,9 @@ def plan(
     choice: Sequence[int] | None = None,
     takes: Collection[Exclusion] = (),
 ) -> Row[Any]:
-    """Make a round and reserve its samples: the oldest free ones. Its `test` of the gate asks the tasks `held_out`.
+    """Make a round and reserve its samples: the first free ones. Its `test` of the gate asks the tasks `held_out`.
 
-    `choice` are the samples it may take instead of the oldest; what of them is not free any more is left out.
+    `choice` are the samples it may take instead; what of them is not free any more is left out.
     Tasks with an exclusion are taken where it is one of `takes`.
     Raises TrainError when another round is unfinished or no sample is free.
     """
@@ -142,11 +143,47 @@ def retry(conn: Connection, round_id: int, old: RoundState, why: str) -> None:
     move(conn, round_id, RoundState.ABANDONED, RoundState.PLANNED, why, attempt=rounds.c.attempt + 1)
 
 
-def finish(conn: Connection, round_id: int, old: RoundState, new: RoundState, why: str) -> None:
-    """End a round. Samples of a failed one go back; a promoted or rejected one has consumed them."""
+def finish(conn: Connection, round_id: int, old: RoundState, new: RoundState, why: str, *, max_uses: int = 1) -> None:
+    """End a round. A promoted one has consumed its samples; one that failed or was refused gives all of them back.
+
+    One that was rejected by its comparison gives those back that fewer than `max_uses` compared rounds have used.
+    """
     move(conn, round_id, old, new, why, reason=why, live=None, pid=None, finished_at=utcnow())
-    after = TaskState.ACCEPTED if new is RoundState.FAILED else TaskState.CONSUMED
-    move_all(conn, samples_of(conn, round_id, Split.TRAIN), TaskState.RESERVED, after, why[:200])
+    used = samples_of(conn, round_id, Split.TRAIN)
+    spent: set[int] = set()
+    if new is RoundState.PROMOTED:
+        spent = set(used)
+    elif new is RoundState.REJECTED and gate_tests.is_spent(conn, round_id):
+        spent = _used_in(conn, used, max_uses)
+    move_all(conn, sorted(spent), TaskState.RESERVED, TaskState.CONSUMED, why[:200])
+    move_all(conn, (task for task in used if task not in spent), TaskState.RESERVED, TaskState.ACCEPTED, why[:200])
+
+
+def _used_in(conn: Connection, ids: Sequence[int], times: int) -> set[int]:
+    """Those of these samples that so many rounds or more have been trained on and compared."""
+    found: set[int] = set()
+    for some in chunks(ids):
+        found |= set(
+            conn.execute(
+                select(round_samples.c.task_id)
+                .join(gate_tests_table, gate_tests_table.c.round_id == round_samples.c.round_id)
+                .where(
+                    round_samples.c.task_id.in_(some),
+                    round_samples.c.split == Split.TRAIN.value,
+                    gate_tests_table.c.conversations.is_not(None),
+                )
+                .group_by(round_samples.c.task_id)
+                .having(func.count() >= times)
+            ).scalars()
+        )
+    return found
+
+
+def without_promotion(conn: Connection) -> int:
+    """How many rounds were rejected or refused since the last one that was promoted."""
+    promoted = select(func.max(rounds.c.id)).where(rounds.c.state == RoundState.PROMOTED.value).scalar_subquery()
+    where = rounds.c.state == RoundState.REJECTED.value, rounds.c.id > func.coalesce(promoted, 0)
+    return int(conn.execute(select(func.count()).select_from(rounds).where(*where)).scalar_one())
 
 
 def store_result(conn: Connection, round_id: int, result: RoundResult) -> None:

@@ -10,10 +10,10 @@ from sqlalchemy import ColumnElement, Connection, and_, exists, func, or_, selec
 
 from flywheel import exclusion
 from flywheel.exclusion import Exclusion
-from flywheel.states import Split, TaskState
+from flywheel.states import RoundState, Split, TaskState
 from flywheel.store.bulk import chunks
 from flywheel.store.judging import DECIDED, NOT_OF_THE_JUDGE, count, decided_by_others
-from flywheel.store.schema import tasks, verdicts
+from flywheel.store.schema import round_samples, rounds, tasks, verdicts
 
 LEFT_OUT: Final = "left out"
 """What the history of a task says that a round had and its worker did not take."""
@@ -24,9 +24,25 @@ _TO_COME: Final = (
 
 
 def free_samples(conn: Connection, limit: int, takes: Collection[Exclusion] = ()) -> list[int]:
-    """The oldest accepted tasks of the training side."""
+    """Accepted tasks of the training side in the order in which rounds take them."""
     which = select(tasks.c.id).where(free(), allowed(takes))
-    return list(conn.execute(which.order_by(tasks.c.id).limit(limit)).scalars())
+    return list(conn.execute(which.order_by(tried(), tasks.c.id).limit(limit)).scalars())
+
+
+def tried() -> ColumnElement[int]:
+    """In how many rounds that ended without a promotion a sample was: rounds take what was in fewest first."""
+    return (
+        select(func.count())
+        .select_from(round_samples.join(rounds, rounds.c.id == round_samples.c.round_id))
+        .where(round_samples.c.task_id == tasks.c.id, rounds.c.state == RoundState.REJECTED.value)
+        .correlate(tasks)
+        .scalar_subquery()
+    )
+
+
+def count_new(conn: Connection, takes: Collection[Exclusion] = ()) -> int:
+    """How many samples a round could take that were in none that ended without a promotion."""
+    return count(conn, free(), allowed(takes), tried() == 0)
 
 
 def free() -> ColumnElement[bool]:
@@ -58,7 +74,8 @@ def count_free(conn: Connection, takes: Collection[Exclusion] = ()) -> int:
 
 def marks_of_free(conn: Connection, takes: Collection[Exclusion] = ()) -> tuple[int, ...]:
     """Numbers that change when other samples are free than before; cheap, for an index has them."""
-    numbers = func.count(), func.coalesce(func.max(tasks.c.id), 0), func.coalesce(func.sum(tasks.c.id), 0)
+    ended = select(func.count()).select_from(rounds).where(rounds.c.live.is_(None)).scalar_subquery()
+    numbers = func.count(), func.coalesce(func.max(tasks.c.id), 0), func.coalesce(func.sum(tasks.c.id), 0), ended
     return tuple(conn.execute(select(*numbers).where(free(), allowed(takes))).one())
 
 

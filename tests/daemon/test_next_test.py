@@ -97,7 +97,7 @@ async def ended(store: Store, spec: RoundSpec, state: RoundState = RoundState.RE
         move(conn, row.id, RoundState.PLANNED, RoundState.TRAINING)
         rounds.store_result(conn, row.id, result_of(spec, **values))
         move(conn, row.id, RoundState.TRAINING, RoundState.EVALUATING)
-        rounds.finish(conn, row.id, RoundState.EVALUATING, state, "test")
+        rounds.finish(conn, row.id, RoundState.EVALUATING, state, "test", max_uses=3)
 
     await store.write(end)
 

@@ -29,7 +29,7 @@ from flywheel.config import Config
 from flywheel.files import tree_sha256
 from flywheel.judge_usage import Purpose, UsageFile
 from flywheel.progress import progress_of
-from flywheel.round import AdapterRef, RoundResult, RoundSpec, RoundTask
+from flywheel.round import AdapterRef, GateTest, RoundResult, RoundSpec, RoundTask
 from flywheel.serving.probe import compare
 from flywheel.training.process import LOCK_FILE
 from tests.training.test_directory import POLICY
@@ -124,6 +124,7 @@ def spec(judge_url: str, **changes: Any) -> RoundSpec:
         "held_out": [*tasks(some[30 : 30 + HELD_OUT + 5], "held-"), *tasks(some[46:47], "same-")],
         "rubric": RUBRIC,
         "settings": settings.model_dump(mode="json"),
+        "test": GateTest(epoch=1, number=1, alpha=0.0024),
     }
     return RoundSpec(**{**fields, **changes})
 
