@@ -19,7 +19,7 @@ FOLDERS: Final = tuple(
 )  # fmt: skip
 NAME: Final = "flywheel.service"
 TEMPLATE: Final = "flywheel@.service"
-_NONE: Final = "no flywheel.service is installed: `flywheel init` lays one out in systemd/"
+_NONE: Final = "no flywheel.service is installed: `flywheel init --systemd` lays one out in systemd/"
 _SPECIFIERS: Final = {"%S": "/var/lib", "%C": "/var/cache", "%L": "/var/log", "%t": "/run", "%E": "/etc"}
 
 
