@@ -37,6 +37,8 @@ class SkipReason(StrEnum):
     """a line of a task file without an answer: there is nothing to judge"""
     AGENT_EXCLUDED = "agent_excluded"
     """the configuration excludes this agent"""
+    IN_TASK_FILE = "in_task_file"
+    """it stands in the task file that AgentJet wrote, and was judged there"""
 
 
 class TaskState(StrEnum):

@@ -20,8 +20,12 @@ paths are relative to the file, and secrets are never in it: it names the enviro
 
 A configuration made for AgentJet or ASTuner works as it is: `feedback_tracing`, at the root or in `task_reader` below
 `ajet:` or `astuner:`, is read with its own key names (`base_url`, `train_output_path`, `alien_llm_model`,
-`alien_llm_response_length`, `filters`, `train_ratio`, `split_seed`); an unknown key in it is an error. What stands
-beside it is told of once and left alone, and Flywheel's own sections may be added.
+`alien_llm_response_length`, `filters`, `train_ratio`, `split_seed`); an unknown key in it is an error. Below `ajet:`
+or `astuner:`, `model.path` is taken as `model.base`, `rollout.num_repeat` as `training.group_size`, and
+`rollout.temperature` as Flywheel's; `task_reader.type` is `tracing` or, for a file of tasks, `jsonl` (or
+`jsonl_dataset_file`). Any other type is an error, and so is a missing model. What else stands there is told of once
+and left alone. Flywheel's own sections may be added and count more. Where `train_output_path` is a file that AgentJet
+wrote, it is renamed to `tasks-1.jsonl`, and nothing that is in it is judged or written again.
 
 This page is generated from the settings themselves (`python -m scripts.configuration_page`); a test compares the two.
 """

@@ -1,7 +1,8 @@
 """Configurations made for AgentJet or ASTuner, read with their own key names.
 
 Their section `feedback_tracing` (at the root, or in `task_reader` below `ajet` or `astuner`) says where Studio's
-database is, where tasks go, which model judges, and how. What they hold beside it is for another program.
+database is, where tasks go, which model judges, and how. Below the root, `model.path` is what is trained, and
+`rollout` how often and at which temperature each task is rolled out. What else they hold is for another program.
 """
 
 from __future__ import annotations
@@ -27,6 +28,11 @@ KEYS: Final = (
     "train_ratio",
     "split_seed",
 )
+TRACING: Final = "tracing"
+LINES: Final = ("jsonl", "jsonl_dataset_file", "dataset_file")
+"""The types of `task_reader` that read files of tasks; below a key of that name, `training.file_path` is the file."""
+USED: Final[Mapping[str, tuple[str, ...]]] = {"model": ("path",), "rollout": ("num_repeat", "temperature")}
+"""What is used of the sections below the root, beside `task_reader`."""
 
 
 def section_in(raw: Any) -> tuple[str, Any] | None:
@@ -62,6 +68,11 @@ def translated(raw: Mapping[str, Any], known: Collection[str], name: str, file: 
         return raw
     place, section = found
     attempted = f"use configuration {name}"
+    root = place.partition(".")[0]
+    below = raw[root] if root in ROOTS else {}
+    lines = _lines_of(_mapping(below.get("task_reader")), f"{root}.task_reader", attempted)
+    if lines is not None and section is None:
+        section = {}
     if not isinstance(section, Mapping):
         raise ConfigError(
             attempted, f"`{place}` is missing: nothing says where the traces are", "Add it, with a `base_url`."
@@ -72,9 +83,21 @@ def translated(raw: Mapping[str, Any], known: Collection[str], name: str, file: 
         raise ConfigError(attempted, f"unknown key `{place}.{unknown[0]}` ({meant})", "Correct the file.")
     _tell_of_the_rest(raw, known, place, name)
     own = {key: value for key, value in raw.items() if key in known}
+    model, rollout = _mapping(below.get("model")), _mapping(below.get("rollout"))
+    base = _given({"base": model.get("path")}, own.get("model"))
+    if isinstance(base, Mapping) and not base.get("base"):
+        key = f"{root}.model.path" if below else "model.base"
+        raise ConfigError(
+            attempted,
+            f"`{key}` is missing: nothing says which model is trained",
+            "Add it: `model: {base: MODEL}` at the root.",
+        )
     return {
         **own,
-        "sources": own.get("sources", [_given({"path": section.get("base_url")})]),
+        "sources": own.get("sources", [lines or _given({"path": section.get("base_url")})]),
+        "model": base,
+        "training": _given({"group_size": rollout.get("num_repeat")}, own.get("training")),
+        "rollout": _given({"temperature": rollout.get("temperature")}, own.get("rollout")),
         "ingest": _given(
             {
                 "output": section.get("train_output_path"),
@@ -91,6 +114,30 @@ def translated(raw: Mapping[str, Any], known: Collection[str], name: str, file: 
     }
 
 
+def _lines_of(reader: Mapping[str, Any], place: str, attempted: str) -> Mapping[str, Any] | None:
+    """The source that `task_reader` names where it reads a file of tasks; None for traces. Raises ConfigError."""
+    kind = reader.get("type", TRACING)
+    if kind == TRACING:
+        return None
+    if kind not in LINES:
+        raise ConfigError(
+            attempted,
+            f"`{place}.type` is {kind}, which Flywheel does not read",
+            f"It reads {', '.join((TRACING, *LINES))}. Write such tasks to a file of JSON lines, or trace the agent.",
+        )
+    section = _mapping(reader.get(kind))
+    path = _mapping(section.get("training")).get("file_path") or section.get("file_path") or section.get("path")
+    if not path:
+        raise ConfigError(
+            attempted, f"`{place}.{kind}.training.file_path` is missing: nothing says where the tasks are", "Add it."
+        )
+    return {"type": "jsonl", "path": path}
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
 def _given(values: Mapping[str, Any], own: Any = None) -> Any:
     if own is not None and not isinstance(own, Mapping):
         return own  # which is told of as it would be beside any other section
@@ -102,8 +149,12 @@ def _tell_of_the_rest(raw: Mapping[str, Any], known: Collection[str], place: str
     rest = [str(key) for key in raw if key not in known and key != root]
     if root in ROOTS:
         below = raw[root]
-        rest += [f"{root}.{key}" for key in below if key not in ("task_reader", SECTION)]
-        if isinstance(reader := below.get("task_reader"), Mapping):
-            rest += [f"{root}.task_reader.{key}" for key in reader if key not in (SECTION, "type")]
+        reader = _mapping(below.get("task_reader"))
+        used = {**USED, "task_reader": (SECTION, "type", *([reader["type"]] if reader.get("type") in LINES else []))}
+        for key, value in below.items():
+            if key in used and isinstance(value, Mapping):
+                rest += [f"{root}.{key}.{inner}" for inner in value if inner not in used[key]]
+            elif key not in ("task_reader", SECTION):
+                rest.append(f"{root}.{key}")
     if rest:
-        log.warning("%s: only `%s` is used; these keys are for another program: %s", name, place, ", ".join(rest))
+        log.warning("%s: these keys are for another program and not used: %s", name, ", ".join(rest))

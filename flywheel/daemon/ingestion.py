@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from flywheel.config import Config, JsonlSource, OtlpSource, SourceSettings, StudioSource
+from flywheel.daemon.inherited import Inherited
 from flywheel.daemon.intake import Intake, SourceReport
 from flywheel.daemon.lines_feed import LinesFeed
 from flywheel.daemon.studio_feed import Shares, StudioFeed
@@ -35,6 +36,7 @@ class Ingestion:
         self._export = export_tasks
         # Another program, of another user perhaps, reads it where it was told to be.
         self._task_file = TaskFile(config.task_file, mode=PRIVATE if config.ingest.output is None else 0o666)
+        self._inherited = Inherited(config.task_file)
         self._redact = redactor_of(config.filter.chain)
         self._shares = Shares()
         self._line_threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="lines")
@@ -63,7 +65,9 @@ class Ingestion:
                 if kind == "jsonl"
                 else StudioFeed(path, self._config, self._store, kind=kind, shares=self._shares, models=models)
             )
-            self._intakes[path] = Intake(self._store, feed, self._config.ingest, redact=self._redact)
+            self._intakes[path] = Intake(
+                self._store, feed, self._config.ingest, redact=self._redact, inherited=self._inherited
+            )
 
     async def run(
         self, *, final: bool = False, sweep: bool = False, stop: asyncio.Event | None = None

@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol
 from flywheel.batch import Batch
 from flywheel.config import IngestSettings
 from flywheel.daemon import lines_feed
+from flywheel.daemon.inherited import Inherited
 from flywheel.daemon.redaction import redacted
 from flywheel.daemon.studio_feed import Progress, StudioFeed
 from flywheel.errors import FlywheelError, SourceError, StoreError
@@ -78,8 +79,17 @@ class SourceReport:
 class Intake:
     """One source. Passes and looks back take turns: what they store about a trace must come in order."""
 
-    def __init__(self, store: Store, feed: Feed, settings: IngestSettings, *, redact: Redactor | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        feed: Feed,
+        settings: IngestSettings,
+        *,
+        redact: Redactor | None = None,
+        inherited: Inherited | None = None,
+    ) -> None:
         self.feed = feed
+        self._inherited = inherited
         self._redact = redact
         self._store = store
         self._settings = settings
@@ -182,6 +192,9 @@ class Intake:
         return self._number
 
     async def _record(self, batch: Batch, done: Recorded) -> None:
+        if self._inherited is not None:
+            # Before personal data leaves it: the file was written with what was there.
+            batch = await asyncio.to_thread(self._inherited.skipped, batch)
         if self._redact is not None:
             batch = await asyncio.to_thread(redacted, batch, self._redact)
         recorded = await self._store.write(

@@ -9,6 +9,7 @@ import orjson
 
 from flywheel.config import Config, JudgeSettings
 from flywheel.errors import ConfigError
+from flywheel.filtering.agentjet_reasons import REASONS
 from flywheel.filtering.chain import Chain, load_chain
 from flywheel.filtering.llm_evaluate import AGENTJET_TEMPERATURE
 from flywheel.judge.rubric_file import load_rubric, parse_rubric
@@ -51,12 +52,13 @@ def rubric_of(config: Config, chain: Chain | None = None) -> Rubric:
 
 
 def _rubric_of(config: Config, chain: Chain | None) -> Rubric:
-    text = chain.judge.custom_rubrics if chain and chain.judge else None
-    if chain is None or text is None:
+    said = chain.judge if chain else None
+    if chain is None or said is None or said.custom_rubrics is None:
         return load_rubric(config.filter.rubric)
     if "rubric" in config.filter.model_fields_set:
         log.info("filter.rubric is not used: the chain %s has custom_rubrics of its own", config.filter.chain)
-    return parse_rubric({"id": chain.id, "custom_rubrics": text}, f"custom_rubrics of {config.filter.chain}")
+    raw = {"id": chain.id, "custom_rubrics": said.custom_rubrics, "criteria": list(REASONS) if said.builtin else []}
+    return parse_rubric(raw, f"custom_rubrics of {config.filter.chain}")
 
 
 def judge_settings(config: Config, chain: Chain | None) -> JudgeSettings:

@@ -18,6 +18,8 @@ class LlmEvaluate(BaseModel):
 
     custom_rubrics: str | None = None
     """AgentJet's flat text: the rubric, in place of `filter.rubric`."""
+    builtin: bool = True
+    """With `custom_rubrics`, the seven reasons for which AgentJet drops a task in any case are judged as well."""
     temperature: float | None = Field(default=None, ge=0)
     """Sampling temperature of the judge. With `custom_rubrics`: 0.5, as in AgentJet."""
     print_reason: bool = False

@@ -5,8 +5,9 @@ file but not marked; the next export looks at the end of the file before it appe
 append leaves a torn line: it is cut, and its task written again. Nothing is cut or appended before it is known that
 the file is of tasks and the torn line the beginning of one: whoever names the wrong file loses nothing.
 
-A file that was begun in an earlier format is renamed to `tasks-1.jsonl`, or the next number that is free, and a new
-one begun. Its end is still looked at: tasks that stand there and are not marked are not written again.
+A file that AgentJet began, or that was begun in an earlier format, is renamed to `tasks-1.jsonl`, or the next number
+that is free, and a new one begun. Of an earlier format the end is still looked at: tasks that stand there and are not
+marked are not written again.
 
 Tasks are numbered in the order they are committed and written in the order of their numbers, so the mark is the
 number of the last one: a mark at each task would write every page of the state a second time.
@@ -30,6 +31,7 @@ from sqlalchemy import Connection, CursorResult, LargeBinary, bindparam, cast, s
 from flywheel.errors import StoreError
 from flywheel.files import PRIVATE, append_lines, cut_torn_line, last_lines, sync_directory, torn_line
 from flywheel.store import file_mark
+from flywheel.store.agentjet_file import is_agentjets
 from flywheel.store.bulk import CHUNK, chunks, spelled
 from flywheel.store.database import Store
 from flywheel.store.file_mark import FileMark
@@ -142,18 +144,27 @@ def _mended(path: Path, lines_of: Callable[[BinaryIO], Iterable[bytes]]) -> set[
     So are those in files that were set aside, as this one is if its format is an earlier one. Raises StoreError, and
     leaves the file as it is, if it is none of Flywheel's.
     """
+    try:
+        if is_agentjets(path):
+            _set_aside(path, "was written by AgentJet")
+    except OSError as error:
+        raise _unwritable(path, error) from error
     there = _tasks_in(path, lines_of)
     try:
         if _is_of_an_earlier_format(path):
-            path.rename(free := _free_name(path))
-            sync_directory(path.parent)
-            log.info("%s is of an earlier format: it is %s now, and a new one begins", path, free.name)
+            _set_aside(path, "is of an earlier format")
         for aside in set_aside(path):
             with aside.open("rb") as file:
                 there.update(_id(aside, line) for line in lines_of(file))
     except OSError as error:
         raise _unwritable(path, error) from error
     return there
+
+
+def _set_aside(path: Path, why: str) -> None:
+    path.rename(free := _free_name(path))
+    sync_directory(path.parent)
+    log.info("%s %s: it is %s now, and a new one begins", path, why, free.name)
 
 
 def set_aside(path: Path) -> list[Path]:
