@@ -26,6 +26,7 @@ LAYERS: dict[str, int] = {
     "request_id": 1,
     "round": 1,
     "progress": 1,
+    "seating": 1,
     "judge_usage": 1,
     "files": 1,
     "adapter_files": 1,

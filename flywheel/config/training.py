@@ -156,8 +156,9 @@ class RolloutSettings(Section):
     """Prompt and rollout together, at most. Longer prompts are left out of training."""
     timeout_seconds: float = Field(default=600.0, gt=0)
     """Longest wait for one batch of rollouts. An answer of the gate that takes longer is cut and graded as it is."""
-    gpu_memory_utilization: float = Field(default=0.45, gt=0, le=1)
-    """Share of a GPU that a rollout engine may take (the trainer needs the rest)."""
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """Share of a GPU's memory that a rollout engine may take. Default: 0.9 where it has the GPU to itself, 0.45 where
+    two share it (an engine and the trainer, or two engines), and so on."""
     cpu_kv_cache_gib: int = Field(default=1, gt=0)
     """Key-value cache of a rollout engine without a GPU, GiB."""
 
@@ -218,3 +219,5 @@ class GateSettings(Section):
 class RaySettings(Section):
     address: str | None = None
     """An existing Ray cluster. Default: a local one for the length of the round."""
+    placement_seconds: float = Field(default=300.0, gt=0)
+    """How long a round waits for room in the cluster for all its processes. Then it fails, and may be tried again."""

@@ -8,22 +8,27 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-import math
 import os
 import secrets
 import shutil
+import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 import ray
 from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from flywheel.config import Config
 from flywheel.errors import FlywheelError, TrainError
+from flywheel.seating import Seat, Seating
 from flywheel.training.process import POLL_SECONDS, check_stopped
 
 log = logging.getLogger(__name__)
@@ -38,6 +43,7 @@ SHORT_PATH = 20
 session's name and `/sockets/plasma_store` take up to 86."""
 GRACE_SECONDS = 8.0
 KILL_SECONDS = 5.0
+CONNECT_SECONDS = 30.0
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -48,6 +54,16 @@ ENVIRONMENT = {
     # training step took five times as long.
     "OMP_WAIT_POLICY": "PASSIVE",
 }
+
+
+CARRIED = frozenset(
+    {
+        *("OPENAI_BASE_URL", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"),
+        *(f"{name}_proxy" for name in ("http", "https", "no", "all")),
+        *(f"{name}_PROXY" for name in ("HTTP", "HTTPS", "NO", "ALL")),
+    }
+)
+CARRIED_PREFIXES = ("HF_", "VLLM_", "NCCL_", "TRANSFORMERS_", "PYTORCH_", "TORCH_")
 
 
 def adopt_orphans() -> None:
@@ -95,8 +111,12 @@ def session(settings: Config) -> Iterator[None]:
 
 def _connect(address: str) -> None:
     try:
+        host, _, port = address.rpartition(":")
+        if port.isdigit() and "/" not in host:
+            # Ray would try for many minutes to reach a place where nobody is.
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
         ray.init(address=address, configure_logging=False, runtime_env={"env_vars": ENVIRONMENT})
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise TrainError(
             f"reach the Ray cluster at {address}",
             " ".join(str(error).split())[:300],
@@ -115,19 +135,77 @@ def end_processes(processes: Sequence[psutil.Process]) -> None:
         log.error("process %d would not end", process.pid)
 
 
-def start(kind: type, *arguments: Any, gpus: float) -> Any:
-    """An actor of that class with its share of a GPU (0: none)."""
-    return ray.remote(kind).options(num_cpus=1, num_gpus=gpus).remote(*arguments)
+def start(kind: type, *arguments: Any, gpus: float, within: Any = None) -> Any:
+    """An actor of that class with its share of a GPU (0: none); `within` is where, see `Places.at`."""
+    return ray.remote(kind).options(num_cpus=1, num_gpus=gpus, scheduling_strategy=within).remote(*arguments)
 
 
-def gpu_share(engines: int) -> float:
-    """The share of a GPU for each engine and the trainer: whole ones while they last, else equal parts."""
-    gpus = int(ray.cluster_resources().get("GPU", 0))
-    if gpus == 0:
-        return 0.0
-    sharing = math.ceil((engines + 1) / gpus)
-    # Rounded down, so that the parts fit.
-    return math.floor(100 / sharing) / 100
+def gpus() -> int:
+    """Those of the whole cluster."""
+    return int(ray.cluster_resources().get("GPU", 0))
+
+
+class Places:
+    """Room in the cluster for all processes of a round, taken at once and given back with the session."""
+
+    def __init__(self, seats: Seating, seconds: float) -> None:
+        """Raises TrainError when there is no such room within so many seconds."""
+        with_gpus = any(seat.share for seat in seats.engines)
+        self._wanted = [{"CPU": float(number), **({"GPU": 1.0} if with_gpus else {})} for number in seats.occupied]
+        self._group = placement_group(self._wanted, strategy="PACK")
+        end = time.monotonic() + seconds
+        while not self._group.wait(POLL_SECONDS):
+            check_stopped()
+            if time.monotonic() >= end:
+                refusal = self._refusal(seconds)
+                remove_placement_group(self._group)
+                raise refusal
+
+    def at(self, seat: Seat) -> PlacementGroupSchedulingStrategy:
+        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=seat.place)
+
+    def _refusal(self, seconds: float) -> TrainError:
+        counts = Counter(_told(wanted) for wanted in self._wanted)
+        asked = ", ".join(f"{number} × ({wanted})" for wanted, number in counts.items())
+        nodes = ", ".join(_told(node["Resources"]) for node in ray.nodes() if node["Alive"])
+        return TrainError(
+            "place the round's processes in the Ray cluster",
+            f"there was no room within {seconds:g} s. Asked for, each on one node: {asked}. Free in all of the"
+            f" cluster: {_told(ray.available_resources())}. What its nodes have, free or not: {nodes}",
+            "Free some of it, set rollout.engines lower, or raise ray.placement_seconds.",
+            retryable=True,
+        )
+
+
+def _told(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{resources.get(name, 0):g} {name}" for name in ("GPU", "CPU"))
+
+
+def gather(members: Sequence[Any], settings: Config, paths: Sequence[Path]) -> None:
+    """Give actors the worker's environment, secrets included, and see that each finds all it needs.
+
+    Raises TrainError that names the node and the paths that it does not have.
+    """
+    shown = [str(path.absolute()) for path in paths]
+    for node, missing in wait([member.join.remote(_carried(settings), shown) for member in members]):
+        if missing:
+            raise TrainError(
+                f"start the round on the node {node}",
+                f"it has no {', no '.join(missing)}",
+                "All nodes must find state.dir, the base model and the adapters at the same paths: put them on a file"
+                " system that they share, or leave ray.address out.",
+            )
+
+
+def _carried(settings: Config) -> dict[str, str]:
+    """What of this process's environment its actors need, wherever they run."""
+    judge = settings.judge
+    secrets_of_judge = {judge.api_key_env, *([judge.backup.api_key_env] if judge.backup else [])}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in secrets_of_judge or name in CARRIED or name.startswith(CARRIED_PREFIXES)
+    }
 
 
 def cpu_threads() -> int:
@@ -173,8 +251,3 @@ def stop(engines: Sequence[Any]) -> None:
     """Let engines end their own processes; what does not answer in time is killed with the session."""
     with contextlib.suppress(Exception):
         ray.wait([engine.stop.remote() for engine in engines], num_returns=len(engines), timeout=GRACE_SECONDS)
-
-
-def visible(path: Path) -> str:
-    """A path as actors on other nodes need it: absolute, on a file system that the nodes share."""
-    return str(path.absolute())

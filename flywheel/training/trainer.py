@@ -22,6 +22,7 @@ from flywheel.files import append_jsonl
 from flywheel.round import ADAPTER_DIR, ROLLOUTS_FILE, RoundSpec
 from flywheel.training.collector import Collector, Grade
 from flywheel.training.directory import SYNC_DIR, TRL_DIR
+from flywheel.training.member import Member
 from flywheel.training.meter import Meter
 from flywheel.training.metrics import Metrics
 from flywheel.training.policy import load_policy, save_adapter
@@ -47,7 +48,7 @@ class RefusedError(Exception):
     """Nothing can be learned from this round's tasks; the message says why."""
 
 
-class Trainer:
+class Trainer(Member):
     """Runs as a Ray actor. `start` comes first."""
 
     def __init__(self, spec: RoundSpec, directory: str, threads: int) -> None:

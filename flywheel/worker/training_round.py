@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -19,6 +20,7 @@ from flywheel.files import tree_sha256
 from flywheel.judge_usage import Purpose
 from flywheel.model_family import parsers_of
 from flywheel.round import ADAPTER_DIR, AdapterRef, Comparison, RoundResult, RoundSpec, RoundTask
+from flywheel.seating import seating
 from flywheel.serving.arguments import parser_arguments
 from flywheel.training import cluster
 from flywheel.training.chat import ChatFormat, served_format
@@ -70,24 +72,51 @@ class Round:
     def start(self) -> None:
         """Start engines and trainer side by side."""
         rollout, training = self.settings.rollout, self.settings.training
-        share = cluster.gpu_share(rollout.engines)
-        engine = EngineSettings(
-            model=self.spec.base_model,
-            max_model_len=rollout.max_model_len,
-            max_lora_rank=rank(self.spec.parent, training.lora),
-            seed=self.spec.seed,
-            gpu_memory_utilization=rollout.gpu_memory_utilization,
-            kv_cache_gib=rollout.cpu_kv_cache_gib,
-            cpu_threads=cluster.cpu_threads(),
-            chat=chat_of(self.spec, self.settings),
-        )
-        self.engines = [cluster.start(Engine, engine, gpus=share) for _ in range(rollout.engines)]
-        started = [engine.start.remote() for engine in self.engines]
-        if not self.spec.debug:
-            self.trainer = cluster.start(Trainer, self.spec, str(self.directory), cluster.cpu_threads(), gpus=share)
-            started.append(self.trainer.start.remote())
-        told = cluster.wait(started)[: rollout.engines]
+        seats = seating(rollout.engines, cluster.gpus(), with_trainer=not self.spec.debug)
+        places = cluster.Places(seats, self.settings.ray.placement_seconds)
+        chat, threads = chat_of(self.spec, self.settings), cluster.cpu_threads()
+        for seat in seats.engines:
+            engine = EngineSettings(
+                model=self.spec.base_model,
+                max_model_len=rollout.max_model_len,
+                max_lora_rank=rank(self.spec.parent, training.lora),
+                seed=self.spec.seed,
+                gpu_memory_utilization=seat.memory(rollout.gpu_memory_utilization),
+                kv_cache_gib=rollout.cpu_kv_cache_gib,
+                cpu_threads=threads,
+                chat=chat,
+            )
+            self.engines.append(cluster.start(Engine, engine, gpus=seat.share, within=places.at(seat)))
+        members = list(self.engines)
+        if (seat_of_trainer := seats.trainer) is not None:
+            self.trainer = cluster.start(
+                Trainer,
+                self.spec,
+                str(self.directory),
+                threads,
+                gpus=seat_of_trainer.share,
+                within=places.at(seat_of_trainer),
+            )
+            members.append(self.trainer)
+        with self._mark() as mark:
+            cluster.gather(members, self.settings, [mark, *self._needed()])
+        told = cluster.wait([member.start.remote() for member in members])[: rollout.engines]
         self.about = {**told[0], "context": min(each["context"] for each in told)}
+
+    @contextlib.contextmanager
+    def _mark(self) -> Iterator[Path]:
+        """A file in the round's directory: who sees it has the same directory, and not one of its name."""
+        mark = self.directory / f".seen-{secrets.token_hex(8)}"
+        mark.touch()
+        try:
+            yield mark
+        finally:
+            mark.unlink(missing_ok=True)
+
+    def _needed(self) -> list[Path]:
+        """What actors read of the base model and the parent; a name on a hub is no path."""
+        named = [self.spec.base_model, self.spec.parent.path if self.spec.parent else ""]
+        return [Path(name) for name in named if Path(name).is_absolute()]
 
     def asked(self, tasks: Sequence[RoundTask]) -> Asked:
         """The tasks that can be trained on: rendered by the model's template, short enough, and none twice."""

@@ -12,6 +12,7 @@ from flywheel.daemon.doctor.gpus import Gpu, remedy_of
 from flywheel.daemon.doctor.machine import Machine
 from flywheel.daemon.doctor.model import Base
 from flywheel.daemon.doctor.servers import is_local
+from flywheel.seating import seating
 
 PROCESS_BYTES: Final = 1_200 << 20
 """What a process with torch and vLLM takes beside weights and cache, measured."""
@@ -52,7 +53,8 @@ def _gpus(config: Config, machine: Machine, base: Base, build: str) -> Iterator[
         remedy = "Install the build that uses them: pip install 'agentscope-flywheel[gpu]'."
         yield Finding("gpu", Result.WARNING, f"{told}: unused, vLLM is the build for CPUs", remedy, figures=figures)
         return
-    share = config.rollout.gpu_memory_utilization
+    seats = seating(config.rollout.engines, len(gpus), with_trainer=True)
+    share = min(seat.memory(config.rollout.gpu_memory_utilization) for seat in seats.engines)
     room = int(share * memory)
     if base.weights and base.weights >= room:
         told = f"{told}: an engine's share, {size(room)}, does not hold the model's {size(base.weights)}"
