@@ -15,6 +15,7 @@ from demo.questions import questions
 from flywheel.config import Config, LoraSettings
 from flywheel.errors import TrainError
 from flywheel.round import RoundTask
+from flywheel.seating import seating
 from flywheel.training import cluster
 from flywheel.training.engine import Engine, EngineSettings
 from flywheel.training.prompts import Prompt
@@ -53,7 +54,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(model: Path) -> Iterator[Any]:
     with cluster.session(Config()):
-        actor = cluster.start(Engine, settings(str(model)), gpus=cluster.gpu_share(1))
+        [seat] = seating(1, cluster.gpus(), with_trainer=True).engines
+        actor = cluster.start(Engine, settings(str(model)), gpus=seat.share)
         [about] = cluster.wait([actor.start.remote()])
         # The server's, which is the model's own, although rollouts to learn from need less.
         assert about["context"] == 2048
