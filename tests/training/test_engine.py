@@ -38,6 +38,11 @@ def settings(model: str) -> EngineSettings:
     )
 
 
+def share_of_an_engine() -> float:
+    [seat] = seating(1, cluster.gpus(), with_trainer=True).engines
+    return seat.share
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's policy, with defaults of sampling that no round may learn from."""
@@ -54,8 +59,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(model: Path) -> Iterator[Any]:
     with cluster.session(Config()):
-        [seat] = seating(1, cluster.gpus(), with_trainer=True).engines
-        actor = cluster.start(Engine, settings(str(model)), gpus=seat.share)
+        actor = cluster.start(Engine, settings(str(model)), gpus=share_of_an_engine())
         [about] = cluster.wait([actor.start.remote()])
         # The server's, which is the model's own, although rollouts to learn from need less.
         assert about["context"] == 2048
@@ -232,12 +236,12 @@ def test_a_context_that_memory_does_not_hold_is_cut_and_one_that_the_round_needs
         setattr(config, name, value)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "wide")
     with cluster.session(Config()):
-        actor = cluster.start(Engine, settings(str(tmp_path / "wide")), gpus=cluster.gpu_share(1))
+        actor = cluster.start(Engine, settings(str(tmp_path / "wide")), gpus=share_of_an_engine())
         [about] = cluster.wait([actor.start.remote()])
         assert 1000 < about["context"] < 4000
         cluster.stop([actor])
         needs_more = replace(settings(str(tmp_path / "wide")), max_model_len=6000)
-        actor = cluster.start(Engine, needs_more, gpus=cluster.gpu_share(1))
+        actor = cluster.start(Engine, needs_more, gpus=share_of_an_engine())
         with pytest.raises(
             TrainError, match=r"memory holds a context of \d+ tokens, and rollout\.max_model_len is 6000"
         ):
