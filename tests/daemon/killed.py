@@ -79,16 +79,16 @@ def set_up(trap: Trap) -> None:
         trap.pass_by("after commit")
         return result
 
-    def trapped_append(path: Path, lines: list[bytes]) -> int:
+    def trapped_append(path: Path, lines: list[bytes], **kwargs: Any) -> int:
         if not lines:
-            return append(path, lines)
+            return append(path, lines, **kwargs)
         trap.pass_by("before append")
         if trap.is_next("in append"):
             torn = b"".join(lines)
             with path.open("ab") as file:
                 file.write(torn[: max(1, len(torn) * 2 // 3)])
             os.kill(os.getpid(), signal.SIGKILL)
-        count = append(path, lines)
+        count = append(path, lines, **kwargs)
         trap.pass_by("after append")
         return count
 
