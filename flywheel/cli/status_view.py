@@ -36,6 +36,7 @@ class _Parts(NamedTuple):
     sources: list[Fact]
     servers: list[Fact]
     left_out: list[Fact]
+    samples: str
 
 
 def show(state: dict[str, Any]) -> None:
@@ -102,6 +103,7 @@ def _forms(state: dict[str, Any], width: int) -> Iterator[RenderableType]:
         [("source", _short(source)) for source in state["sources"]],
         [("server", replica_line(replica)) for replica in state["replicas"]],
         [],
+        _samples(state),
     )
     hint: Fact = ("", "(shortened to this screen: `flywheel status` shows all)")
     for most in (len(state["rounds"]), FEW_ROUNDS):
@@ -111,6 +113,7 @@ def _forms(state: dict[str, Any], width: int) -> Iterator[RenderableType]:
         _counted("sources", state["sources"], "read"),
         _counted("servers", state["replicas"], "looked at"),
         [],
+        _counts_of_samples(state),
     )
     yield grid([*_facts(state, together), hint])
     # A terminal of a few lines: what may need somebody comes first.
@@ -137,6 +140,7 @@ def _in_full(state: dict[str, Any]) -> _Parts:
             ("left out", f"{quantity(each['tasks'], 'task')}: {each['why']}\n{each['do']}")
             for each in state["left_out"]
         ],
+        _samples(state),
     )
 
 
@@ -186,7 +190,7 @@ def _facts(state: dict[str, Any], parts: _Parts) -> list[Fact]:
         ("skipped", counted(state["skipped"]) or "none"),
         ("tasks", counted(state["tasks"]) or "none yet"),
         *(("verdicts", text) for text in _verdicts(state["recent_verdicts"])),
-        ("samples", _samples(state)),
+        ("samples", parts.samples),
         *parts.left_out,
         ("judge", _judge(state["judge"])),
         ("deployed", f"{deployed['alias']} → {deployed['adapter'] or 'the base model'}"),
@@ -234,8 +238,11 @@ def _live(live: dict[str, Any] | None) -> list[Fact]:
     return [("round", f"{live['round']}: {told}")]
 
 
+def _counts_of_samples(state: dict[str, Any]) -> str:
+    return f"{state['free_samples']} free of {state['min_samples']} needed, {state['held_out']} held out"
+
+
 def _samples(state: dict[str, Any]) -> str:
-    text = f"{state['free_samples']} free of {state['min_samples']} needed, {state['held_out']} held out"
     waiting = [f"{number:,} {why}" for why, number in state["waiting_samples"].items()]
     if wait := state["new_samples"]["wait"]:
         waiting.insert(0, wait)
@@ -243,7 +250,7 @@ def _samples(state: dict[str, Any]) -> str:
         waiting.append(f"{missing} held-out conversations missing" if missing else "gate.max_tasks is too low")
     if left_out := counted({each["reason"]: each["tasks"] for each in state["left_out"]}):
         waiting.append(f"left out: {left_out}")
-    return "; ".join((text, *waiting))
+    return "; ".join((_counts_of_samples(state), *waiting))
 
 
 def _rounds(state: dict[str, Any]) -> Iterator[tuple[str, ...]]:
