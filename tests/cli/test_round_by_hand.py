@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pty
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from flywheel.cli import status_view
+from flywheel.judge_usage import today
 from tests.cli.conftest import Run
 from tests.cli.test_metrics import by, parsed
 from tests.waiting import wait_for
@@ -289,3 +291,26 @@ def test_a_running_round_is_shown_on_a_terminal(config: Path, worker: Path, half
     assert "r0001" in text
     assert "training, step 3 of 5" in text
     assert out.startswith("r0001: rejected: no spread\n")
+
+
+def test_what_a_debug_round_took_of_the_judge_is_counted_once_and_under_the_budget(
+    flywheel: Run, config: Path, worker: Path
+) -> None:
+    config.write_text(config.read_text() + "judge: {budget: {tokens_per_day: 100000}}\n")
+    before = flywheel("status", "--json", "-c", config).json["judge"]
+    line = f'{{"day": "{today()}", "purpose": "rounds", "calls": 1, "prompt_tokens": 700, "completion_tokens": 50}}'
+    worker.write_text(
+        f"#!/bin/sh\necho '{line}' >> $3/usage.jsonl\ncp $3/allowance.json {worker.parent}/lent.json\n"
+        'echo \'{"round_id": "debug", "outcome": "debug"}\' > "$3/result.json"\n'
+    )
+    for times in (1, 2):
+        assert flywheel("round", "--debug", "-c", config).code == 0
+        judge = flywheel("status", "--json", "-c", config).json["judge"]
+        assert judge["by_purpose"]["rounds"]["calls"] == times
+        assert judge["tokens_today"] == before["tokens_today"] + times * 750
+        lent = json.loads((worker.parent / "lent.json").read_text())["tokens"]
+        assert lent == 100_000 - before["tokens_today"] - (times - 1) * 750
+    config.write_text(config.read_text().replace("100000", "1500"))
+    ran = flywheel("round", "--debug", "-c", config)
+    assert ran.code == 1
+    assert "judge.budget.tokens_per_day (1,500) is spent; it goes on at midnight UTC" in ran.err

@@ -16,6 +16,7 @@ from flywheel.config import Config
 from flywheel.daemon.exposition import exposition
 from flywheel.daemon.round_account import RoundAccount
 from flywheel.daemon.rounds import Rounds
+from flywheel.daemon.service import Service
 from flywheel.daemon.status import snapshot
 from flywheel.errors import TrainError
 from flywheel.judge.budget import Budget
@@ -182,6 +183,22 @@ async def test_what_a_round_uses_is_gone_for_the_filter(wheel: Wheel) -> None:
     assert filtering.left() == 900
     filtering.book(250)
     assert filtering.left() == 650
+
+
+async def test_filter_and_rounds_of_a_daemon_have_one_budget(
+    wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works(
+        tmp_path,
+        monkeypatch,
+        f"echo '{line(300)}' >> $3/usage.jsonl;"
+        """ echo '{"round_id": "r0001", "outcome": "refused", "reason": "no spread"}' > $3/result.json""",
+    )
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    service = Service(with_judge(wheel, budget={"tokens_per_run": 1000}), wheel.store)
+    assert await service._rounds.start_due()
+    assert await service._rounds.finish_live() is RoundState.REJECTED
+    assert service._filtering.budget.run_left() == 700
 
 
 @pytest.mark.parametrize("limit", ["tokens_per_day", "tokens_per_run"])
