@@ -14,7 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
-from flywheel.files import append_jsonl, cut_torn_line, write_json
+from flywheel.files import PRIVATE, append_jsonl, cut_torn_line, write_json
 
 USAGE_FILE: Final = "usage.jsonl"
 ALLOWANCE_FILE: Final = "allowance.json"
@@ -91,7 +91,7 @@ class Allowance:
     why: str
 
     def write(self, round_dir: Path) -> None:
-        write_json(round_dir / ALLOWANCE_FILE, asdict(self))
+        write_json(round_dir / ALLOWANCE_FILE, asdict(self), mode=PRIVATE)
 
     @classmethod
     def read(cls, round_dir: Path) -> Allowance | None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from flywheel.config import Config, ServingSettings
 from flywheel.config.serving import own_url
 from flywheel.errors import ServeError
+from flywheel.files import make_private
 from flywheel.model_family import parsers_of
 from flywheel.serving.arguments import check_arguments, has_tls, parser_arguments
 from flywheel.serving.environment import (
@@ -114,7 +115,7 @@ def prepare(config: Config) -> None:
     ServeError."""
     folder = alias_file(config).parent
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private(folder)
         if not config.serving.admin_key_env:
             make_admin_key(config)
     except OSError as error:

@@ -252,6 +252,13 @@ def test_an_address_to_receive_at(bench: Bench) -> None:
         assert_failed(bench()["source"], "the daemon runs and nobody listens there")
 
 
+def test_a_token_that_is_not_set(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = {"type": "otlp", "listen": "0.0.0.0:0", "token_env": "TOKEN_OF_A_TEST"}
+    assert_failed(bench(sources=[source])["source"], "TOKEN_OF_A_TEST, which token_env names, is not set")
+    monkeypatch.setenv("TOKEN_OF_A_TEST", "a-long-random-text")
+    assert "not set" not in bench(sources=[source])["source"]["found"]
+
+
 def test_a_wrong_rubric_or_chain_ends_with_78(bench: Bench) -> None:
     (bench.folder / "rubric.yaml").write_text("version: 1\nid: x\nthreshold: 7\n")
     ran, report = bench.report(filter={"rubric": "rubric.yaml"})

@@ -98,6 +98,9 @@ def _receiver(config: Config, source: OtlpSource) -> Finding:
     listen = source.listen
     name, subject = "source", listen
     host, port = host_and_port(listen)
+    if source.token_env is not None and not os.environ.get(source.token_env):
+        why = f"the variable {source.token_env}, which token_env names, is not set"
+        return Finding(name, Result.FAILED, why, "Put a long random text into it, here and for the daemon.", subject)
     is_served = False
     try:
         running = holder(config.state_dir) is not None
