@@ -192,7 +192,7 @@ async def test_replaced_by_another_file(sources: Sources) -> None:
     sources.tell(other)
     other.path.replace(sources.path)
     await sources.well()
-    assert (await source(sources.config, sources.path))["generation"] == 1
+    assert (await source(sources.config, sources.path))["restarts"] == 1
     sources.tell(Studio(sources.path))
     await sources.well()
 
