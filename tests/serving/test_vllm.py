@@ -73,7 +73,7 @@ async def test_a_version_is_proven_and_swapped_in_and_back(
     assert await answered_by(vllm_server, "swap-agent") == "swap-agent@r0001"
     probe = first.replicas[0].probe
     assert probe is not None
-    assert probe.distinct
+    assert probe.indistinct == ()
     assert probe.to_adapter < 0.01  # float32 on both sides
     await put(replica, vllm_server, "swap-agent", "r0002", other.path, other)
     assert await answered_by(vllm_server, "swap-agent") == "swap-agent@r0002"

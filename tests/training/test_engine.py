@@ -223,27 +223,3 @@ def test_a_model_that_is_none_is_said_to_be_none(engine: Any, tmp_path: Path) ->
     actor = cluster.start(Engine, settings(str(tmp_path)), gpus=0)
     with pytest.raises(TrainError, match=f"cannot load base model {tmp_path}"):
         cluster.wait([actor.start.remote()])
-
-
-def test_a_context_that_memory_does_not_hold_is_cut_and_one_that_the_round_needs_is_refused(tmp_path: Path) -> None:
-    """A token takes half a megabyte here, so that a gigabyte holds a quarter of the model's context."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    shutil.copytree(POLICY, tmp_path / "wide")
-    config = AutoConfig.from_pretrained(POLICY)
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "num_hidden_layers": 16}
-    for name, value in {**heads, "layer_types": ["full_attention"] * 16, "max_position_embeddings": 8192}.items():
-        setattr(config, name, value)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "wide")
-    with cluster.session(Config()):
-        actor = cluster.start(Engine, settings(str(tmp_path / "wide")), gpus=share_of_an_engine())
-        [about] = cluster.wait([actor.start.remote()])
-        assert 1000 < about["context"] < 4000
-        cluster.stop([actor])
-        needs_more = replace(settings(str(tmp_path / "wide")), max_model_len=6000)
-        actor = cluster.start(Engine, needs_more, gpus=share_of_an_engine())
-        with pytest.raises(
-            TrainError, match=r"memory holds a context of \d+ tokens, and rollout\.max_model_len is 6000"
-        ):
-            cluster.wait([actor.start.remote()])
-        cluster.stop([actor])
