@@ -97,6 +97,7 @@ def spec(judge_url: str, **changes: Any) -> RoundSpec:
     some = questions()
     random.Random(1).shuffle(some)
     too_long = RoundTask(task_id="t-long", query="?", answer="", prompt=[{"role": "user", "content": "word " * 500}])
+    hidden = tasks([Question("What is 1 plus 1?", 2)], "hidden-")[0].model_copy(update={"prompt_tokens": 120})
     settings = Config.model_validate(
         {
             "judge": {"base_url": judge_url, "model": "demo-judge", "max_thread": 4, "max_attempts": 1},
@@ -120,7 +121,7 @@ def spec(judge_url: str, **changes: Any) -> RoundSpec:
         "debug": False,
         "base_model": str(POLICY),
         "parent": None,
-        "train": [*tasks(some[:30], "train-"), too_long],
+        "train": [*tasks(some[:30], "train-"), too_long, hidden],
         "held_out": [*tasks(some[30 : 30 + HELD_OUT + 5], "held-"), *tasks(some[46:47], "same-")],
         "rubric": RUBRIC,
         "settings": settings.model_dump(mode="json"),
@@ -349,8 +350,10 @@ def test_metrics_tell_phases_and_steps_while_it_runs(trained: Done) -> None:
     phases = [line["phase"] for line in trained.metrics if line["event"] == "phase"]
     assert phases == ["starting", "training", "evaluating"]
     training = next(line for line in trained.metrics if line.get("phase") == "training")
-    assert (training["prompts"], training["left_out"]) == (30, 1)
-    assert list(trained.result.left_out) == ["t-long"]
+    assert (training["prompts"], training["left_out"]) == (30, 2)
+    assert sorted(trained.result.left_out) == ["t-hidden-0", "t-long"]
+    assert list(trained.result.inexact) == ["t-hidden-0"]
+    assert "and the model was sent 120" in trained.result.inexact["t-hidden-0"]
     assert "leaves room for 112" in trained.result.left_out["t-long"]
     assert [(step["step"], step["steps"]) for step in trained.steps] == [(1, 3), (2, 3), (3, 3)]
     for step in trained.steps:
