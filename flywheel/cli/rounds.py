@@ -35,7 +35,10 @@ T = TypeVar("T")
 def train_round(
     config: ConfigOption = None,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Rollouts and rewards only: no optimizer, no state.")
+        bool,
+        typer.Option(
+            "--debug", help="Rollouts and rewards only: no optimizer, and nothing is stored but what the judge took."
+        ),
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Do not wait for trigger.min_samples.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="With --force: do not ask about too few samples.")] = False,
