@@ -35,7 +35,7 @@ class _Parts(NamedTuple):
 
     sources: list[Fact]
     servers: list[Fact]
-    left_out: list[Fact]
+    gathering: list[Fact]
     samples: str
 
 
@@ -137,8 +137,11 @@ def _in_full(state: dict[str, Any]) -> _Parts:
         [("source", source_text(source)) for source in state["sources"]],
         [("server", replica_text(replica)) for replica in state["replicas"]],
         [
-            ("left out", f"{quantity(each['tasks'], 'task')}: {each['why']}\n{each['do']}")
-            for each in state["left_out"]
+            *(("gate", why) for why in (state["gate"]["shortfall"],) if why),
+            *(
+                ("left out", f"{quantity(each['tasks'], 'task')}: {each['why']}\n{each['do']}")
+                for each in state["left_out"]
+            ),
         ],
         _samples(state),
     )
@@ -191,7 +194,7 @@ def _facts(state: dict[str, Any], parts: _Parts) -> list[Fact]:
         ("tasks", counted(state["tasks"]) or "none yet"),
         *(("verdicts", text) for text in _verdicts(state["recent_verdicts"])),
         ("samples", parts.samples),
-        *parts.left_out,
+        *parts.gathering,
         ("judge", _judge(state["judge"])),
         ("deployed", f"{deployed['alias']} → {deployed['adapter'] or 'the base model'}"),
         *parts.servers,
@@ -239,15 +242,14 @@ def _live(live: dict[str, Any] | None) -> list[Fact]:
 
 
 def _counts_of_samples(state: dict[str, Any]) -> str:
-    return f"{state['free_samples']} free of {state['min_samples']} needed, {state['held_out']} held out"
+    text = f"{state['free_samples']} free of {state['min_samples']} needed, {state['held_out']} held out"
+    return f"{text} ({missing} more needed)" if (missing := state["gate"]["missing"]) else text
 
 
 def _samples(state: dict[str, Any]) -> str:
     waiting = [f"{number:,} {why}" for why, number in state["waiting_samples"].items()]
     if wait := state["new_samples"]["wait"]:
         waiting.insert(0, wait)
-    if (missing := state["gate"]["missing"]) != 0:
-        waiting.append(f"{missing} held-out conversations missing" if missing else "gate.max_tasks is too low")
     if left_out := counted({each["reason"]: each["tasks"] for each in state["left_out"]}):
         waiting.append(f"left out: {left_out}")
     return "; ".join((_counts_of_samples(state), *waiting))

@@ -48,12 +48,6 @@ def spend(conn: Connection, round_id: int, comparison: Comparison) -> None:
         )
 
 
-def is_spent(conn: Connection, round_id: int) -> bool:
-    """Whether the rewards of a round's test were seen."""
-    where = gate_tests.c.round_id == round_id, gate_tests.c.conversations.is_not(None)
-    return conn.execute(select(gate_tests.c.round_id).where(*where)).one_or_none() is not None
-
-
 def spent(conn: Connection, limit: int) -> list[SpentTest]:
     """The tests of which the rewards were seen, the newest first."""
     rows = conn.execute(

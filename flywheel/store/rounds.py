@@ -144,16 +144,16 @@ def retry(conn: Connection, round_id: int, old: RoundState, why: str) -> None:
 
 
 def finish(conn: Connection, round_id: int, old: RoundState, new: RoundState, why: str, *, max_uses: int = 1) -> None:
-    """End a round. A promoted one has consumed its samples; one that failed or was refused gives all of them back.
+    """End a round. A promoted one has consumed its samples; one that failed gives all of them back.
 
-    One that was rejected by its comparison gives those back that fewer than `max_uses` compared rounds have used.
+    A rejected one gives those back that fewer than `max_uses` compared rounds have used; a refused round is no use.
     """
     move(conn, round_id, old, new, why, reason=why, live=None, pid=None, finished_at=utcnow())
     used = samples_of(conn, round_id, Split.TRAIN)
     spent: set[int] = set()
     if new is RoundState.PROMOTED:
         spent = set(used)
-    elif new is RoundState.REJECTED and gate_tests.is_spent(conn, round_id):
+    elif new is RoundState.REJECTED:
         spent = _used_in(conn, used, max_uses)
     move_all(conn, sorted(spent), TaskState.RESERVED, TaskState.CONSUMED, why[:200])
     move_all(conn, (task for task in used if task not in spent), TaskState.RESERVED, TaskState.ACCEPTED, why[:200])
