@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from contextlib import contextmanager
 from typing import Final
 
 CRITERIA: Final = ("correct", "clear", "complete")
+NO_NONCE: Final = "0" * 16
+_NONCE: Final = re.compile(rb'\\"check\\": \\"([0-9a-f]{16})\\"')
 _VERDICT: Final = {
     "criteria": {name: {"reason": "It is so, as the steps show.", "choice": "yes"} for name in CRITERIA}
 }
@@ -28,16 +31,19 @@ _BODY: Final = json.dumps(
             {
                 "index": 0,
                 "finish_reason": "stop",
-                "message": {"role": "assistant", "content": json.dumps({**_VERDICT, "check": ""})},
+                "message": {"role": "assistant", "content": json.dumps({**_VERDICT, "check": NO_NONCE})},
             }
         ],
         "usage": {"prompt_tokens": 400, "completion_tokens": 60, "total_tokens": 460},
     }
 ).encode()
-ANSWER: Final = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (
-    len(_BODY),
-    _BODY,
-)
+HEAD: Final = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(_BODY)
+
+
+def answer_to(request: bytes) -> bytes:
+    """The body of the answer to a request, whose nonce it repeats as a verdict has to."""
+    nonce = _NONCE.search(request)
+    return _BODY.replace(NO_NONCE.encode(), nonce[1]) if nonce else _BODY
 
 
 class _Connection(asyncio.Protocol):
@@ -58,11 +64,12 @@ class _Connection(asyncio.Protocol):
             length = int(head.partition(b"content-length:")[2].split(b"\r\n", 1)[0])
             if len(self._read) < end + 4 + length:
                 return
+            answer = HEAD + answer_to(self._read[end : end + 4 + length])
             self._read = self._read[end + 4 + length :]
             if self._seconds:
-                asyncio.get_running_loop().call_later(self._seconds, self._transport.write, ANSWER)
+                asyncio.get_running_loop().call_later(self._seconds, self._transport.write, answer)
             else:
-                self._transport.write(ANSWER)
+                self._transport.write(answer)
 
 
 @contextmanager

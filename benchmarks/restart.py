@@ -8,7 +8,6 @@ second, without a call.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import threading
@@ -22,7 +21,7 @@ import yaml
 from sqlalchemy import Connection, insert
 
 from benchmarks import measurement
-from benchmarks.judge_endpoint import CRITERIA
+from benchmarks.judge_endpoint import CRITERIA, answer_to
 from flywheel.config import JudgeSettings
 from flywheel.judge.grader import Grader
 from flywheel.rubric import Rubric
@@ -46,18 +45,6 @@ class Judge:
         judge = self
         self.calls = 0
         self.first = 0.0
-        verdict = {name: {"reason": "It is so.", "choice": "yes"} for name in CRITERIA}
-        message = {"role": "assistant", "content": json.dumps({"criteria": verdict, "check": ""})}
-        body = json.dumps(
-            {
-                "id": "chatcmpl-1",
-                "object": "chat.completion",
-                "created": 1,
-                "model": "judge",
-                "choices": [{"index": 0, "finish_reason": "stop", "message": message}],
-                "usage": {"prompt_tokens": 400, "completion_tokens": 60, "total_tokens": 460},
-            }
-        ).encode()
 
         class Handler(BaseHTTPRequestHandler):
             def log_message(self, *_: object) -> None:
@@ -66,7 +53,7 @@ class Judge:
             def do_POST(self) -> None:
                 judge.first = judge.first or time.perf_counter()
                 judge.calls += 1
-                self.rfile.read(int(self.headers["content-length"]))
+                body = answer_to(self.rfile.read(int(self.headers["content-length"])))
                 self.send_response(200)
                 self.send_header("content-type", "application/json")
                 self.send_header("content-length", str(len(body)))

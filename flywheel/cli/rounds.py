@@ -13,7 +13,6 @@ import typer
 
 from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async, tell
 from flywheel.cli.facts import criterion_lines
-from flywheel.cli.round_progress import shown
 from flywheel.cli.state import absence, ask, look_at
 from flywheel.disarmed import disarmed
 from flywheel.errors import EXIT_FAILED, ServeError, StoreError, TrainError
@@ -107,6 +106,7 @@ async def _round(config: Config, force: bool, *, quiet: bool) -> dict[str, Any]:
 
 async def _train(rounds: Rounds, store: Store, config: Config, force: bool, *, quiet: bool) -> str:
     """The round that was left unfinished, else a new one; its name when it has ended, or was stopped."""
+    from flywheel.cli.round_progress import shown
     from flywheel.daemon.planner import due
     from flywheel.store.rounds import by_name, live
 
@@ -136,6 +136,7 @@ def left_of_round(conn: Connection) -> str:
 
 
 async def _debug(config: Config, *, quiet: bool) -> dict[str, Any]:
+    from flywheel.cli.round_progress import shown
     from flywheel.daemon.interruption import Interruption
     from flywheel.daemon.judge_setup import rubric_of
     from flywheel.daemon.planner import debug_spec

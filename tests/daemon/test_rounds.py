@@ -262,7 +262,7 @@ async def test_a_server_that_can_serve_no_adapter_delays_the_swap_until_it_is_me
 async def test_a_key_that_is_not_set_delays_the_swap(wheel: Wheel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MY_KEY", raising=False)
     leave_result(wheel, await wheel.started())
-    serving = wheel.config.serving.model_copy(update={"api_key_env": "MY_KEY"})
+    serving = wheel.config.serving.model_copy(update={"admin_key_env": "MY_KEY"})
     keyed = Deployer(wheel.store, wheel.config.model_copy(update={"serving": serving}))
     with pytest.raises(ServeError, match="MY_KEY, which is not set"):
         await Rounds(wheel.store, wheel.config, wheel.rounds._rubric, keyed).finish_live()
