@@ -160,14 +160,25 @@ async def _debug(config: Config, *, quiet: bool) -> dict[str, Any]:
         if lent is not None:
             lent.write(directory)
 
-    worker = await WorkerProcess.start(directory, spec, begin_account)
     interruption = Interruption(config.daemon.drain_seconds)
-    watch = RoundWatch("debug", worker)
+    workers: list[WorkerProcess] = []
+
+    async def work() -> int | None:
+        # Signals are heard already: one that comes now must not leave the worker behind.
+        workers.append(await WorkerProcess.start(directory, spec, begin_account))
+        if interruption.by is not None:
+            await stop()
+        return await RoundWatch("debug", workers[0]).follow(math.inf)
+
+    async def stop() -> None:
+        for worker in workers:
+            await worker.stop()
+
     try:
         async with shown(directory, quiet=quiet):
-            code = await interruption.during(watch.follow(math.inf), worker.stop)
+            code = await interruption.during(work(), stop)
     except BaseException:
-        await worker.stop()
+        await stop()
         raise
     finally:
         await _book(config, usage)

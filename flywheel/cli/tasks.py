@@ -18,7 +18,7 @@ from flywheel.states import TaskState
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rich.table import Table
+    from rich.console import Console
     from sqlalchemy import Connection, Row
 
     from flywheel.config import Config
@@ -35,6 +35,8 @@ AllOption = Annotated[bool, typer.Option("--all", help="All that are held.")]
 EXCERPT = 60
 """Characters of a question and of an answer."""
 SHOWN = 50
+WIDE = 120
+"""From so many columns on, question and answer have room beside the verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ def show(
         print_json({"total": total, "tasks": shown})
         return
     if shown:
-        stdout().print(_table(disarmed(shown, one_line=True)))
+        _print(stdout(), disarmed(shown, one_line=True))
     kind = f" {state.value}" if state is not None else ""
     shortened = f"{len(shown):,} of {total:,}{kind}; --limit N shows more"
     typer.echo(f"{total:,}{kind}" if len(shown) == total else shortened)
@@ -108,7 +110,9 @@ def _task(row: Row[Any]) -> dict[str, Any]:
     }
 
 
-def _table(shown: list[dict[str, Any]]) -> Table:
+def _print(console: Console, shown: list[dict[str, Any]]) -> None:
+    """In a table, with question and answer in its last column, or on a line of their own where that has no room."""
+    from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
@@ -118,14 +122,22 @@ def _table(shown: list[dict[str, Any]]) -> Table:
     columns = ("task", "asked at", "origin") if held else ("task", "asked at", "state", "score", "failed")
     for name in columns:
         table.add_column(name, no_wrap=name != "failed", justify="right" if name == "score" else "left")
-    table.add_column("question → answer", overflow="fold")
+    is_wide = console.width >= WIDE
+    if is_wide:
+        table.add_column("question → answer", overflow="fold")
     for task in shown:
         score = "–" if task["score"] is None else f"{task['score']:.2f}"
         failed = ", ".join(task["failed"]) or "–"
         cells = (task["origin"] or "–",) if held else (task["state"], score, failed)
-        about = f"{_excerpt(task['query'])} → {_excerpt(task['answer'])}"
-        table.add_row(*(Text(cell) for cell in (task["task_id"], moment(task["started_at"]), *cells, about)))
-    return table
+        about = Text(f"{_excerpt(task['query'])} → {_excerpt(task['answer'])}")
+        facts = [Text(cell) for cell in (task["task_id"], moment(task["started_at"]), *cells)]
+        if is_wide:
+            table.add_row(*facts, about)
+        else:
+            console.print(Text("  ").join(facts))
+            console.print(Padding(about, (0, 0, 0, 2), expand=False))
+    if is_wide:
+        console.print(table)
 
 
 def _excerpt(text: str) -> str:

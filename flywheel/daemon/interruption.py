@@ -96,13 +96,14 @@ class Interruption:
             log.warning("second signal: not waiting for what is in flight")
             self._again.set()
             return
-        log.info("stopping; another signal does not wait for what is in flight")
         self.by = number
         self._heard.set()
 
     async def _end(self, task: asyncio.Task[T], stop: Callable[[], Awaitable[object]]) -> None:
         hurried = asyncio.create_task(self._again.wait())
         stopping = asyncio.ensure_future(stop())
+        await asyncio.sleep(0)  # it has begun when it is told
+        log.info("stopping; another signal does not wait for what is in flight")
         await asyncio.wait((task, hurried), timeout=self._patience, return_when=asyncio.FIRST_COMPLETED)
         hurried.cancel()
         await stopping

@@ -66,7 +66,9 @@ def ask(config: Path, command: str) -> dict[str, Any]:
     [
         (["round"], signal.SIGINT, "r0001 is planned"),
         pytest.param(["run", "--once"], signal.SIGTERM, "r0001 is planned", marks=pytest.mark.slow),
-        pytest.param(["round", "--debug"], signal.SIGTERM, "nothing was stored", marks=pytest.mark.slow),
+        pytest.param(
+            ["round", "--debug"], signal.SIGTERM, "nothing but what its judge took was stored", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_stopped_round_leaves_no_worker_and_goes_on_later(
