@@ -7,12 +7,13 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sqlalchemy import Connection, event
+from sqlalchemy import Connection, event, select
 
 from flywheel.batch import Batch
 from flywheel.exclusion import Exclusion
+from flywheel.round import GateTest
 from flywheel.states import SkipReason, Split, TaskState
-from flywheel.store import audit, funnel, judging, ledger, rounds, samples
+from flywheel.store import audit, funnel, judging, ledger, rounds, samples, schema
 from flywheel.store.database import Store
 from flywheel.store.ledger import Recorded
 from flywheel.trace import DeadRow
@@ -186,9 +187,10 @@ async def test_a_round_takes_the_oldest_training_samples_and_never_a_held_out_on
     assert await store.read(samples.count_held_out) == 3
 
     def plan(conn: Connection) -> tuple[str, list[int], list[int]]:
+        aside = select(schema.tasks.c.id).where(schema.tasks.c.split == Split.HELD_OUT.value).limit(2)
         row = rounds.plan(
-            conn, Path("/rounds"), trigger="t", max_samples=4, max_held_out=2, seed=1, parent=None,
-            config_hash="c", rubric_hash="r",
+            conn, Path("/rounds"), trigger="t", max_samples=4, test=GateTest(epoch=1, number=1, alpha=0.01),
+            held_out=list(conn.execute(aside).scalars()), seed=1, parent=None, config_hash="c", rubric_hash="r",
         )  # fmt: skip
         return row.name, rounds.samples_of(conn, row.id, Split.TRAIN), rounds.samples_of(conn, row.id, Split.HELD_OUT)
 
