@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,15 +40,15 @@ class Process(Member):
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """Of the cluster, which was started before this process had its secrets."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("RAY_AUTH_TOKEN", raising=False)
-        nodes = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
-        try:
-            nodes.add_node(**NODE)
-            nodes.wait_for_nodes()
-            yield nodes.address
-        finally:
-            nodes.shutdown()
+    # Ray reads its token once in a process: it stays what it is for whatever Ray is started here later.
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    nodes = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+    try:
+        nodes.add_node(**NODE)
+        nodes.wait_for_nodes()
+        yield nodes.address
+    finally:
+        nodes.shutdown()
 
 
 @contextlib.contextmanager
