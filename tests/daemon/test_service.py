@@ -132,10 +132,13 @@ def test_a_live_database_is_followed_beside_a_bad_one(tmp_path: Path, make: Call
         late.rename(tmp_path / "later.sqlite")
         wait_for(lambda: len(daemon.lines()) > len(expected) + 50, "the late source's tasks")
         assert "Traceback" not in daemon.log()
+
         # One line for each pass, and none for each reply.
-        passes = re.findall(r"(\d+) new tasks; judged (\d+): ", daemon.log())
-        assert sum(int(new) for new, _ in passes) >= len(expected)
-        assert len(re.findall("new tasks|judged", daemon.log())) == 2 * len(passes)
+        def told() -> list[str]:
+            return re.findall(r"(\d+) new tasks; judged \d+: ", daemon.log())
+
+        wait_for(lambda: sum(map(int, told())) >= len(expected), "the lines of the passes")
+        assert len(told()) < len(expected)
 
         second = subprocess.run(
             [sys.executable, "-m", "flywheel", "run", "-c", str(daemon.config)],
