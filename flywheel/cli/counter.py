@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any, Final, Self
 
 from rich.console import Console
@@ -21,6 +24,18 @@ from flywheel.quantity import duration
 
 LINE_SECONDS: Final = 10.0
 """How often there is a line where there is no terminal."""
+
+
+@contextlib.asynccontextmanager
+async def drawn(drawing: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run `drawing`, which does not end by itself, while the body runs."""
+    showing = asyncio.create_task(drawing)
+    try:
+        yield
+    finally:
+        showing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await showing
 
 
 class _Rate(ProgressColumn):

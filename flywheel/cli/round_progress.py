@@ -24,17 +24,14 @@ async def shown(round_dir: Path, *, quiet: bool) -> AsyncIterator[None]:
     """Show how far the round is while the body runs it."""
     from rich.console import Console
 
+    from flywheel.cli.counter import drawn
+
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
         yield
         return
-    showing = asyncio.create_task(_bar(console, round_dir))
-    try:
+    async with drawn(_bar(console, round_dir)):
         yield
-    finally:
-        showing.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await showing
 
 
 async def _bar(console: Console, round_dir: Path) -> None:

@@ -33,14 +33,11 @@ async def shown(ingestion: Ingestion) -> AsyncIterator[None]:
     """Show how far the sources are while the body reads them."""
     from rich.console import Console
 
+    from flywheel.cli.counter import drawn
+
     console = Console(stderr=True)
-    showing = asyncio.create_task(_bars(console, ingestion) if console.is_terminal else _lines(ingestion))
-    try:
+    async with drawn(_bars(console, ingestion) if console.is_terminal else _lines(ingestion)):
         yield
-    finally:
-        showing.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await showing
 
 
 async def _bars(console: Console, ingestion: Ingestion) -> None:

@@ -116,6 +116,8 @@ def _print(console: Console, shown: list[dict[str, Any]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from flywheel.cli.verdict_table import excerpt
+
     table = Table(box=None, pad_edge=False, header_style="dim")
     # Held tasks have no verdict; what matters of them is where they come from.
     held = all(task["state"] == TaskState.HELD for task in shown)
@@ -129,7 +131,7 @@ def _print(console: Console, shown: list[dict[str, Any]]) -> None:
         score = "–" if task["score"] is None else f"{task['score']:.2f}"
         failed = ", ".join(task["failed"]) or "–"
         cells = (task["origin"] or "–",) if held else (task["state"], score, failed)
-        about = Text(f"{_excerpt(task['query'])} → {_excerpt(task['answer'])}")
+        about = Text(" → ".join(excerpt(task[name], EXCERPT) for name in ("query", "answer")))
         facts = [Text(cell) for cell in (task["task_id"], moment(task["started_at"]), *cells)]
         if is_wide:
             table.add_row(*facts, about)
@@ -138,11 +140,6 @@ def _print(console: Console, shown: list[dict[str, Any]]) -> None:
             console.print(Padding(about, (0, 0, 0, 2), expand=False))
     if is_wide:
         console.print(table)
-
-
-def _excerpt(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= EXCERPT else f"{line[: EXCERPT - 1]}…"
 
 
 @tasks_app.command()

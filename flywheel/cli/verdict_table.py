@@ -246,7 +246,7 @@ def _why(each: Mapping[str, Any]) -> str:
     return f"{each['criterion']}: {gave} → {gives} ({each['why']})"
 
 
-def excerpt(text: str) -> str:
-    """The beginning of a text, on one line."""
+def excerpt(text: str, most: int = EXCERPT) -> str:
+    """The beginning of a text, on one line of so many characters at most."""
     line = " ".join(text.split())
-    return line if len(line) <= EXCERPT else f"{line[: EXCERPT - 1]}…"
+    return line if len(line) <= most else f"{line[: most - 1]}…"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,7 @@ import pytest
 from flywheel.adapter_files import unsafe_weights
 from flywheel.errors import ServeError
 from flywheel.serving.client import Replica
-from tests.serving.fake_vllm import FakeVllm, replica
-
-
-@pytest.fixture
-def app() -> FakeVllm:
-    return FakeVllm()
-
-
-@pytest.fixture
-def url(app: FakeVllm) -> Iterator[str]:
-    with replica(app) as url:
-        yield url
+from tests.serving.fake_vllm import FakeVllm
 
 
 @pytest.fixture

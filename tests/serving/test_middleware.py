@@ -8,7 +8,6 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -17,18 +16,7 @@ import pytest
 
 from flywheel.request_id import BASE_VERSION, mark_of
 from flywheel.serving.asgi import Message, Receive, Send
-from tests.serving.fake_vllm import BASE, FakeVllm, answer, replica, running, with_middleware
-
-
-@pytest.fixture
-def app() -> FakeVllm:
-    return FakeVllm()
-
-
-@pytest.fixture
-def url(app: FakeVllm) -> Iterator[str]:
-    with replica(app) as url:
-        yield url
+from tests.serving.fake_vllm import BASE, FakeVllm, answer, running, with_middleware
 
 
 def flip(url: str, target: str, **more: str) -> httpx2.Response:
