@@ -18,7 +18,7 @@ def floor(begin: Begin, path: Path) -> int:
     """
     import orjson
 
-    from flywheel.studio.schema import recognise
+    from flywheel.sources.studio.schema import recognise
 
     begin()
     database = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
@@ -43,7 +43,7 @@ def cold(begin: Begin, path: Path, folder: Path) -> int:
     Returns the number of replies and dead rows.
     """
     from flywheel.config import parse
-    from flywheel.daemon.studio_feed import StudioFeed
+    from flywheel.sources.studio_connector import StudioFeed
     from flywheel.store.database import Store
     from flywheel.trace import Cursor
 

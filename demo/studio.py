@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from flywheel.otlp.inbox import COLUMN_TYPES, COLUMNS
+from flywheel.sources.otlp.inbox import COLUMN_TYPES, COLUMNS
 
 SERVICE: Final = "flywheel-demo"
 PROVIDER: Final = "openai"

@@ -13,7 +13,7 @@ from flywheel import exclusion
 from flywheel.exclusion import Exclusion
 from flywheel.files import json_line
 from flywheel.models import ANY, Models
-from flywheel.opening import Opening, beginning_of, openings_of
+from flywheel.prompt_signature import Opening, beginning_of, openings_of
 from flywheel.states import SkipReason, Split
 from flywheel.task import Task, task_id
 from flywheel.trace import Cursor, DeadRow, Mark, Reply

@@ -8,8 +8,8 @@ import sys
 import time
 from typing import Final
 
-from flywheel.disarmed import disarmed
 from flywheel.known_secrets import hidden
+from flywheel.terminal import disarmed
 
 
 class _Lines(logging.Formatter):

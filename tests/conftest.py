@@ -206,7 +206,7 @@ def beside_studio(
         yield None
         return
     folder = tmp_path_factory.mktemp("beside")
-    command = [sys.executable, "-m", "tests.studio.beside", str(folder), str(BESIDE_SECONDS)]
+    command = [sys.executable, "-m", "tests.sources.studio.beside", str(folder), str(BESIDE_SECONDS)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, start_new_session=True) as process:
         try:
             yield process

@@ -16,7 +16,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flywheel import likeness, opening
+from flywheel import likeness, prompt_signature
 from flywheel.batch import Entry, entries_of, entry_of
 from flywheel.exclusion import NOT_RECORDED
 from flywheel.states import SkipReason
@@ -263,7 +263,7 @@ def test_questions_of_any_length_share_their_work() -> None:
     """One is longer than what is done at once, and the others do not fit beside each other."""
     lengths = [1, 4095, 1, 0, 5000, 3, 2000, 2000, 200, 0]
     questions = [" ".join(f"w{number + length}" for number in range(length)) for length in lengths]
-    assert opening.openings_of(questions) == [plain_opening(question) for question in questions]
+    assert prompt_signature.openings_of(questions) == [plain_opening(question) for question in questions]
 
 
 GOLDEN = {
@@ -352,7 +352,7 @@ def test_any_text_is_compared_by_what_the_plain_formula_says(text: str) -> None:
     assert likeness.normalised(text) == plain_normalised(text)
     assert likeness.words(text) == plain_words(text)
     assert likeness.numbers(text) == tuple(_NUMBERS.findall(plain_normalised(text)))
-    assert opening.opening_of(text) == plain_opening(text)
+    assert prompt_signature.opening_of(text) == plain_opening(text)
 
 
 def test_more_words_than_are_remembered_are_hashed_the_same() -> None:

@@ -20,7 +20,7 @@ from flywheel.filtering.llm_evaluate import LlmEvaluate
 from flywheel.filtering.pii import Pii
 from flywheel.filtering.rules import Rules
 from flywheel.formats import FORMATS
-from flywheel.judge.rubric_file import parse_rubric
+from flywheel.rubric.file import parse_rubric
 from flywheel.rubric.kinds import KINDS
 from flywheel.serving.condition import Condition
 from flywheel.states import SkipReason, TaskState

@@ -17,9 +17,9 @@ from typer.core import TyperGroup
 
 from flywheel import __version__, log
 from flywheel.cli import EXIT_INTERRUPTED, heed_interrupts
-from flywheel.disarmed import disarmed
 from flywheel.errors import EXIT_FAILED, ConfigError, ExportError, FlywheelError
 from flywheel.files import expanded, tidied
+from flywheel.terminal import disarmed
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
@@ -215,8 +215,8 @@ def tell(text: str) -> None:
 
 
 MODULES: Final = (
-    "run", "ingest", "filter", "rounds", "prune", "look", "letters", "tasks", "show", "rubric", "export", "setup",
-    "doctor",
+    "run", "ingest", "filter", "rounds", "prune", "status", "dead_letters", "tasks", "show", "rubric", "export",
+    "setup", "doctor",
 )  # fmt: skip
 """Each adds its commands to `app` when it is imported; the order is that of `--help`."""
 

@@ -17,7 +17,7 @@ from flywheel.quantity import quantity
 if TYPE_CHECKING:
     from flywheel.config import Config
     from flywheel.daemon.estimate import Cost
-    from flywheel.daemon.judged import Preview
+    from flywheel.daemon.task_result import Preview
     from flywheel.judge.budget import Budget
     from flywheel.judge.grader import Grader
     from flywheel.judge.labels import Labels
@@ -36,8 +36,8 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
     from flywheel.judge.calibration import calibrate
     from flywheel.judge.client import judge_of
     from flywheel.judge.grader import Grader
-    from flywheel.judge.rubric_file import load_rubric
     from flywheel.judge_usage import Purpose
+    from flywheel.rubric.file import load_rubric
     from flywheel.store import calibrations, spending
     from flywheel.store.database import Store
 
@@ -109,7 +109,7 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
 
 def _preview(grader: Grader, given: Labels, repeats: int) -> Preview:
     """What judging the labels would take, as far as that is known before."""
-    from flywheel.daemon.judged import Preview
+    from flywheel.daemon.task_result import Preview
 
     total = Preview()
     for label in given.labels:
@@ -164,7 +164,7 @@ async def suggest(config: Config, labels: Path, name: str) -> str:
 
 async def _unless_stopped(work: Callable[..., T | None], config: Config, attempted: str) -> T:
     """What work that asks the judge comes to; it is told when to `stop`. Raises StoppedError after a signal."""
-    from flywheel.daemon.interruption import Interruption, aside
+    from flywheel.daemon.signals import Interruption, aside
 
     stop = threading.Event()
 

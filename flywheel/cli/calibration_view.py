@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flywheel.disarmed import disarmed
 from flywheel.quantity import quantity
+from flywheel.terminal import disarmed
 
 if TYPE_CHECKING:
     from flywheel.judge.calibration import Calibration, Disagreement

@@ -12,11 +12,11 @@ import typer
 from flywheel import __version__
 from flywheel.cli.app import ConfigOption, JsonOption, app, find_config, print_json, run_async
 from flywheel.cli.facts import place, plain
-from flywheel.disarmed import disarmed
 from flywheel.errors import EXIT_CONFIG, EXIT_FAILED
+from flywheel.terminal import disarmed
 
 if TYPE_CHECKING:
-    from flywheel.daemon.doctor.finding import Finding
+    from flywheel.diagnostics.doctor.finding import Finding
 
 COLOURS: Final = {"ok": "green", "warning": "yellow", "failed": "red", "skipped": "dim"}
 
@@ -59,7 +59,7 @@ def doctor(
 
 
 async def _examined(path: Path | None, ask_judge: bool) -> list[Finding]:
-    from flywheel.daemon.doctor.checkup import checkup
+    from flywheel.diagnostics.doctor.checkup import checkup
 
     return [finding async for finding in checkup(path, ask_judge=ask_judge)]
 

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final
 import typer
 
 from flywheel.cli.app import ConfigOption, JsonOption, app, binary_stdout, load_config, print_json, run_async, tell
-from flywheel.disarmed import disarmed
 from flywheel.errors import ExportError
 from flywheel.files import whole_file
 from flywheel.formats import FORMATS, Format, FormatName, LeftOut, Sample, traits
 from flywheel.formats.format import Record, Sink
 from flywheel.quantity import quantity
 from flywheel.states import Split, TaskState
+from flywheel.terminal import disarmed
 
 if TYPE_CHECKING:
     from flywheel.store.database import Store

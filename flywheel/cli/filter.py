@@ -28,8 +28,8 @@ from flywheel.errors import EXIT_FAILED, EXIT_USAGE, FlywheelError
 if TYPE_CHECKING:
     from flywheel.config import Config
     from flywheel.daemon.estimate import Cost
-    from flywheel.daemon.filtering import Filtering
-    from flywheel.daemon.judged import Judged
+    from flywheel.daemon.judging import Filtering
+    from flywheel.daemon.task_result import Judged
     from flywheel.store.database import Store
 
 FORETOLD: Final = 2_000
@@ -143,8 +143,8 @@ async def _state(wanted: _Wanted) -> AsyncIterator[Store]:
 
 
 def _filtering(store: Store, wanted: _Wanted) -> Filtering:
-    from flywheel.daemon.filtering import Filtering
-    from flywheel.judge.rubric_file import load_rubric
+    from flywheel.daemon.judging import Filtering
+    from flywheel.rubric.file import load_rubric
 
     return Filtering(
         store, wanted.config, rubric=load_rubric(wanted.rubric, NAME_ONE) if wanted.rubric is not None else None
@@ -154,9 +154,9 @@ def _filtering(store: Store, wanted: _Wanted) -> Filtering:
 async def _filter(wanted: _Wanted) -> tuple[dict[str, Any], FlywheelError | None]:
     from flywheel.cli.counter import Counter
     from flywheel.daemon.estimate import Estimator, cost_of
-    from flywheel.daemon.interruption import Interruption
     from flywheel.daemon.judge_setup import exchange_of
-    from flywheel.store import funnel
+    from flywheel.daemon.signals import Interruption
+    from flywheel.store import pipeline_counts
 
     stop = threading.Event()
     interruption = Interruption(wanted.config.daemon.drain_seconds)
@@ -183,7 +183,7 @@ async def _filter(wanted: _Wanted) -> tuple[dict[str, Any], FlywheelError | None
 
             judging_all = filtering.run(limit=wanted.limit, stop=stop, on_judged=on_judged, rejudge=wanted.rejudge)
             report = await interruption.during(judging_all, halt)
-        if warning := await store.read(funnel.none_accepted, wanted.config.filter.warn_window):
+        if warning := await store.read(pipeline_counts.none_accepted, wanted.config.filter.warn_window):
             complain(f"warning: {warning}")
     if interruption.by is not None:
         left = "Nothing was written." if wanted.dry_run else "Verdicts are stored; the other tasks stay as they were."
@@ -212,11 +212,11 @@ async def _estimate(wanted: _Wanted) -> dict[str, Any]:
 async def _compare(wanted: _Wanted, against: Path) -> tuple[dict[str, Any], FlywheelError | None]:
     from flywheel.cli.counter import Counter
     from flywheel.daemon.estimate import Estimator, cost_of
-    from flywheel.daemon.filtering import Filtering
-    from flywheel.daemon.interruption import Interruption
+    from flywheel.daemon.judging import Filtering
     from flywheel.daemon.rubric_changes import changes
     from flywheel.daemon.rubric_diff import DiffReport, RubricDiff
-    from flywheel.judge.rubric_file import load_rubric
+    from flywheel.daemon.signals import Interruption
+    from flywheel.rubric.file import load_rubric
     from flywheel.store import judging
 
     earlier = load_rubric(against, NAME_ONE)

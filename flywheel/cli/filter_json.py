@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flywheel.daemon.estimate import Cost
-    from flywheel.daemon.filtering import Filtering
-    from flywheel.daemon.judged import FilterReport, Judged
+    from flywheel.daemon.judging import Filtering
     from flywheel.daemon.rubric_diff import Compared
+    from flywheel.daemon.task_result import FilterReport, Judged
     from flywheel.verdict import CriterionResult
 
 

@@ -10,9 +10,9 @@ import typer
 from flywheel.allocation import economise
 from flywheel.cli.app import ConfigOption, JsonOption, absolute, app, complain, load_config, print_json, run_async
 from flywheel.cli.facts import place, show, source_text
-from flywheel.disarmed import disarmed
 from flywheel.errors import EXIT_FAILED
 from flywheel.files import allow_open_files
+from flywheel.terminal import disarmed
 
 if TYPE_CHECKING:
     from flywheel.config import Config
@@ -61,7 +61,7 @@ async def _ingest(config: Config, out: Path | None, sweep: bool) -> tuple[dict[s
     from flywheel.cli.sources_progress import shown
     from flywheel.daemon.ingestion import Ingestion
     from flywheel.daemon.lock import InstanceLock
-    from flywheel.store import funnel
+    from flywheel.store import pipeline_counts
     from flywheel.store.database import Store
     from flywheel.store.export import export_sources
 
@@ -73,7 +73,7 @@ async def _ingest(config: Config, out: Path | None, sweep: bool) -> tuple[dict[s
                 reports = await ingestion.run(final=True, sweep=sweep)
             if out is not None:
                 await export_sources(store, out, [report.source_id for report in reports])
-            known = {row["id"]: row for row in await store.read(funnel.all_sources)}
+            known = {row["id"]: row for row in await store.read(pipeline_counts.all_sources)}
         finally:
             await ingestion.close()
             await store.close()

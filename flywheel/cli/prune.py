@@ -9,8 +9,8 @@ import typer
 
 from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async
 from flywheel.cli.state import absence
-from flywheel.disarmed import disarmed
 from flywheel.errors import ConfigError, StoreError
+from flywheel.terminal import disarmed
 
 if TYPE_CHECKING:
     from flywheel.config import Config
@@ -78,7 +78,7 @@ def _as_json(done: Removal, *, dry_run: bool) -> dict[str, Any]:
 
 
 def _lines(done: Removal, *, dry_run: bool) -> list[str]:
-    from flywheel.daemon.doctor.finding import size as of
+    from flywheel.diagnostics.doctor.finding import size as of
 
     lines = [
         f"{each.name}  {each.state}  {each.finished_at[:10]}  {of(size)}  {each.dir}" for each, size in done.removed

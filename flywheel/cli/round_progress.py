@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from flywheel.disarmed import disarmed
 from flywheel.progress import Progress, progress_of
+from flywheel.terminal import disarmed
 
 if TYPE_CHECKING:
     from rich.console import Console

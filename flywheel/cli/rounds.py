@@ -14,9 +14,9 @@ import typer
 from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async, tell
 from flywheel.cli.facts import criterion_lines
 from flywheel.cli.state import absence, ask, look_at
-from flywheel.disarmed import disarmed
 from flywheel.errors import EXIT_FAILED, ServeError, StoreError, TrainError
 from flywheel.quantity import quantity
+from flywheel.terminal import disarmed
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -82,10 +82,10 @@ def _ask_about(shortage: str, yes: bool) -> None:
 
 async def _round(config: Config, force: bool, *, quiet: bool) -> dict[str, Any]:
     from flywheel.daemon.deployer import Deployer
-    from flywheel.daemon.interruption import Interruption
     from flywheel.daemon.judge_setup import rubric_of
     from flywheel.daemon.lock import InstanceLock
     from flywheel.daemon.rounds import Rounds
+    from flywheel.daemon.signals import Interruption
     from flywheel.daemon.status import snapshot
     from flywheel.store.database import Store
 
@@ -137,11 +137,11 @@ def left_of_round(conn: Connection) -> str:
 
 async def _debug(config: Config, *, quiet: bool) -> dict[str, Any]:
     from flywheel.cli.round_progress import shown
-    from flywheel.daemon.interruption import Interruption
     from flywheel.daemon.judge_setup import rubric_of
     from flywheel.daemon.planner import debug_spec
     from flywheel.daemon.round_account import left
     from flywheel.daemon.round_watch import RoundWatch
+    from flywheel.daemon.signals import Interruption
     from flywheel.daemon.status import metrics_of
     from flywheel.daemon.worker_process import WorkerProcess, result_of
     from flywheel.judge.budget import Budget
@@ -299,7 +299,7 @@ async def _rollback(config: Config, to: str | None, attempted: str) -> dict[str,
 
 async def _undisturbed(swap: Coroutine[Any, Any, T], attempted: str) -> T:
     """What `swap` returns. A signal has it taken back, which no second one breaks off. Raises StoppedError."""
-    from flywheel.daemon.interruption import Interruption
+    from flywheel.daemon.signals import Interruption
 
     async def nothing_more() -> None: ...
 

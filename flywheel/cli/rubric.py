@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from flywheel.cli.app import ConfigOption, Group, JsonOption, app, load_config, print_json, run_async
-from flywheel.disarmed import disarmed
 from flywheel.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError
 from flywheel.files import write_atomic
+from flywheel.terminal import disarmed
 
 rubric = typer.Typer(cls=Group, help="Work on rubric files.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(rubric, name="rubric")
@@ -29,8 +29,8 @@ def check(
 
     Warnings are of what can hardly be meant, such as a pattern with a backspace in it; they are no error.
     """
-    from flywheel.judge.rubric_examples import contradictions
-    from flywheel.judge.rubric_file import read_rubric
+    from flywheel.rubric.examples import contradictions
+    from flywheel.rubric.file import read_rubric
 
     wrong = False
     for file in files:

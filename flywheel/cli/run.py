@@ -42,9 +42,9 @@ def _tell_stacks() -> None:
 
 async def _run(config: Config, once: bool, max_rounds: int | None) -> bool:
     from flywheel.cli.rounds import left_of_round
-    from flywheel.daemon.interruption import Interruption
     from flywheel.daemon.lock import InstanceLock
     from flywheel.daemon.service import Service
+    from flywheel.daemon.signals import Interruption
     from flywheel.store.database import Store
 
     with InstanceLock(config.state_dir):

@@ -11,8 +11,8 @@ import typer
 from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async
 from flywheel.cli.facts import moment
 from flywheel.cli.state import look_at
-from flywheel.disarmed import disarmed
 from flywheel.errors import StoreError
+from flywheel.terminal import disarmed
 
 if TYPE_CHECKING:
     from sqlalchemy import Row

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from flywheel.cli.facts import place
-from flywheel.disarmed import disarmed
+from flywheel.terminal import disarmed
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
     from flywheel.daemon.ingestion import Ingestion
-    from flywheel.daemon.studio_feed import Progress as Pace
+    from flywheel.sources.studio_connector import Progress as Pace
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ import typer
 from flywheel.cli.app import ConfigOption, Group, JsonOption, app, load_config, print_json, run_async
 from flywheel.cli.facts import moment, stdout
 from flywheel.cli.state import look_at
-from flywheel.disarmed import disarmed
 from flywheel.errors import EXIT_USAGE, StoreError
 from flywheel.states import TaskState
+from flywheel.terminal import disarmed
 
 if TYPE_CHECKING:
     from collections.abc import Callable

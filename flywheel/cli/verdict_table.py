@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from flywheel.cli.facts import UNBROKEN
-from flywheel.disarmed import disarmed
 from flywheel.quantity import quantity
+from flywheel.terminal import disarmed
 
 COLOURS: Final = {
     "accepted": "green",

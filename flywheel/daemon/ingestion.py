@@ -9,15 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from flywheel.config import Config, JsonlSource, OtlpSource, SourceSettings, StudioSource
-from flywheel.daemon.inherited import Inherited
-from flywheel.daemon.intake import Intake, SourceReport
-from flywheel.daemon.lines_feed import LinesFeed
-from flywheel.daemon.studio_feed import Shares, StudioFeed
 from flywheel.errors import SourceError, StoreError
 from flywheel.files import PRIVATE
 from flywheel.filtering.chain import redactor_of
-from flywheel.lines.file import files_of
-from flywheel.otlp.inbox import inbox_path
+from flywheel.sources.connector import Intake, SourceReport
+from flywheel.sources.inherited import Inherited
+from flywheel.sources.jsonl.file import files_of
+from flywheel.sources.jsonl_connector import LinesFeed
+from flywheel.sources.otlp.inbox import inbox_path
+from flywheel.sources.studio_connector import Shares, StudioFeed
 from flywheel.store.database import Store
 from flywheel.store.export import TaskFile
 

@@ -12,8 +12,8 @@ from flywheel.errors import ConfigError
 from flywheel.filtering.agentjet_reasons import REASONS
 from flywheel.filtering.chain import Chain, load_chain
 from flywheel.filtering.llm_evaluate import AGENTJET_TEMPERATURE
-from flywheel.judge.rubric_file import load_rubric, parse_rubric
 from flywheel.rubric import Rubric
+from flywheel.rubric.file import load_rubric, parse_rubric
 from flywheel.verdict import Exchange
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ def source_of(config: Config, path: Path) -> SourceSettings | None:
     for source in config.sources:
         if isinstance(source, OtlpSource):
             # Not above: whoever receives nothing need not wait for a web server.
-            from flywheel.otlp.inbox import inbox_path
+            from flywheel.sources.otlp.inbox import inbox_path
 
             name = inbox_path(config.state_dir, source.listen)
         else:

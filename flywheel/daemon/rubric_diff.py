@@ -14,9 +14,9 @@ from functools import partial
 from typing import Final
 
 from flywheel.config import JudgeSettings
-from flywheel.daemon.interruption import aside
 from flywheel.daemon.judge_setup import exchange_of
-from flywheel.daemon.judged import Preview
+from flywheel.daemon.signals import aside
+from flywheel.daemon.task_result import Preview
 from flywheel.errors import FlywheelError, JudgeError
 from flywheel.filtering.pii import Redactor
 from flywheel.judge.budget import Budget

@@ -18,18 +18,18 @@ from apscheduler.triggers.cron import CronTrigger
 
 from flywheel.config import Config
 from flywheel.daemon.deployer import Deployer
-from flywheel.daemon.filtering import Filtering
 from flywheel.daemon.ingestion import Ingestion
-from flywheel.daemon.notify import beat, notify
+from flywheel.daemon.judging import Filtering
 from flywheel.daemon.retention import Retention
 from flywheel.daemon.rounds import Rounds
 from flywheel.daemon.sources import Sources
 from flywheel.daemon.stage import Stage
+from flywheel.daemon.systemd import beat, notify
 from flywheel.daemon.worker_process import STOP_SECONDS
 from flywheel.errors import FlywheelError, LockedError, ServeError, TrainError
 from flywheel.serving.client import QUICK_SECONDS
 from flywheel.states import RoundState
-from flywheel.store import funnel, judging
+from flywheel.store import judging, pipeline_counts
 from flywheel.store.database import Store
 
 log = logging.getLogger(__name__)
@@ -228,7 +228,7 @@ class Service:
             raise report.error
 
     async def _warn_of_rejections(self) -> None:
-        warning = await self._store.read(funnel.none_accepted, self._config.filter.warn_window)
+        warning = await self._store.read(pipeline_counts.none_accepted, self._config.filter.warn_window)
         # Once for each time that it begins.
         if warning and not self._rejects_all:
             log.warning("%s", warning)

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from flywheel.config import Config, JsonlSource, OtlpSource
 from flywheel.daemon.ingestion import Ingestion
-from flywheel.daemon.intake import Intake
 from flywheel.daemon.stage import Stage
-from flywheel.daemon.watcher import Watcher
 from flywheel.errors import FlywheelError
-from flywheel.otlp.inbox import inbox_path, prune
-from flywheel.otlp.receiver import Receiver
+from flywheel.sources.connector import Intake
+from flywheel.sources.otlp.inbox import inbox_path, prune
+from flywheel.sources.otlp.receiver import Receiver
+from flywheel.sources.watcher import Watcher
 from flywheel.store.database import Store
 from flywheel.store.ledger import Recorded
 

@@ -24,7 +24,17 @@ from flywheel.judge_usage import Purpose
 from flywheel.progress import progress_of
 from flywheel.round import METRICS_FILE
 from flywheel.states import ReplyState, RoundState, TaskState
-from flywheel.store import deployments, file_mark, funnel, judging, replicas, rounds, samples, sides, spending
+from flywheel.store import (
+    deployments,
+    file_mark,
+    judging,
+    pipeline_counts,
+    replicas,
+    rounds,
+    samples,
+    spending,
+    splits,
+)
 from flywheel.store.audit import balance
 from flywheel.store.ledger import SourceCounts
 
@@ -41,7 +51,7 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
     live = rounds.live(conn)
     takes = config.training.takes
     supply, wrong_chain = _supply(conn, config)
-    others = funnel.other_models(conn, config.models_of(None))
+    others = pipeline_counts.other_models(conn, config.models_of(None))
     waits = patience(conn, config, config.trigger.min_samples)
     active = deployments.active(conn, config.model.alias)
     seen = replicas.noted(conn, config.model.alias)
@@ -69,9 +79,9 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
         "left_out": _left_out(samples.count_left_out(conn, takes), others),
         "due": judging.count_due(conn),
         "judge": _judge(conn, config),
-        "recent_verdicts": funnel.recent_verdicts(conn, VERDICTS_SHOWN),
+        "recent_verdicts": pipeline_counts.recent_verdicts(conn, VERDICTS_SHOWN),
         "warnings": [*wrong_chain, *_warnings(conn, config, supply)],
-        "waiting_for": funnel.noted(conn, funnel.ROUND_NOTE),
+        "waiting_for": pipeline_counts.noted(conn, pipeline_counts.ROUND_NOTE),
         "rounds": [_round(row) for row in shown],
         "rounds_by_state": {state.value: rounds.count(conn, state) for state in RoundState},
         "promoted": rounds.count(conn, RoundState.PROMOTED),
@@ -84,9 +94,9 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
             "reason": active.reason if active else "",
         },
         "replicas": [_replica(url, seen.get(url)) for url in config.serving.urls],
-        "by_adapter": funnel.by_adapter(conn, config.models_of(None)),
+        "by_adapter": pipeline_counts.by_adapter(conn, config.models_of(None)),
         "other_models": others,
-        "dead_letters": funnel.count_dead_letters(conn),
+        "dead_letters": pipeline_counts.count_dead_letters(conn),
     }
 
 
@@ -117,8 +127,8 @@ def _warnings(conn: Connection, config: Config, supply: Supply) -> list[str]:
     """What keeps the wheel from turning, though nothing has failed."""
     found = (
         file_mark.warning(conn),
-        funnel.none_accepted(conn, config.filter.warn_window),
-        sides.empty_side(conn, config.ingest.train_ratio),
+        pipeline_counts.none_accepted(conn, config.filter.warn_window),
+        splits.empty_side(conn, config.ingest.train_ratio),
         supply.notice,
     )
     return [warning for warning in found if warning]
@@ -133,7 +143,7 @@ def _judge(conn: Connection, config: Config) -> dict[str, Any]:
         return {**used, "cost": cost_of(**used, prices=config.judge.prices).price}
 
     return {
-        "error": funnel.noted(conn, funnel.JUDGE_NOTE),
+        "error": pipeline_counts.noted(conn, pipeline_counts.JUDGE_NOTE),
         "usage": with_cost(together),
         "by_purpose": {purpose.value: with_cost(used) for purpose, used in by_purpose.items()},
         "tokens_today": spending.tokens_today(conn),
@@ -142,10 +152,10 @@ def _judge(conn: Connection, config: Config) -> dict[str, Any]:
 
 def _sources(conn: Connection, config: Config) -> list[dict[str, Any]]:
     """Those of the configuration, and of the others those that something came of: a mistyped path is not kept up."""
-    counts = funnel.counts_by_source(conn)
+    counts = pipeline_counts.counts_by_source(conn)
     found = [
         _source(row, counts.get(row["id"])) | {"configured": source_of(config, Path(row["path"])) is not None}
-        for row in funnel.all_sources(conn)
+        for row in pipeline_counts.all_sources(conn)
     ]
     return [source for source in found if source["configured"] or source["replies"]]
 

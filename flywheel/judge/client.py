@@ -14,8 +14,17 @@ from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge.completion import TOOL_NAME, Reply
 from flywheel.judge.endpoint import OPENAI_URL, THIS_CALL, Endpoint, Who
-from flywheel.judge.means import MAX_TOKENS, SEED, SYSTEM, TEMPERATURE, Learned, Means, in_request, names
-from flywheel.judge.refusal import CallError
+from flywheel.judge.response_errors import CallError
+from flywheel.judge.response_formats import (
+    MAX_TOKENS,
+    SEED,
+    SYSTEM,
+    TEMPERATURE,
+    Learned,
+    Means,
+    in_request,
+    names,
+)
 from flywheel.rubric import ALIEN, Rubric
 from flywheel.trace import ChatMessage
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 import orjson
 
 from flywheel.files import json_line
-from flywheel.judge.means import Means
+from flywheel.judge.response_formats import Means
 
 TOOL_NAME: Final = "verdict"
 """The function that a judge calls to give its verdict, where it is asked by a tool call."""

@@ -27,11 +27,11 @@ from tenacity import (
 from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge.completion import Reply
+from flywheel.judge.concurrency_limit import InFlight
 from flywheel.judge.keys import Key, KeyPool
-from flywheel.judge.limiter import InFlight
-from flywheel.judge.means import in_request, names
-from flywheel.judge.pace import Pace
-from flywheel.judge.refusal import CallError, read_answer
+from flywheel.judge.rate_limiter import Pace
+from flywheel.judge.response_errors import CallError, read_answer
+from flywheel.judge.response_formats import in_request, names
 from flywheel.transport import Answer, TooLargeError, Transport, TransportError, is_address
 
 log = logging.getLogger(__name__)

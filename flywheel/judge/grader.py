@@ -12,12 +12,12 @@ from itertools import count
 from flywheel.config import JudgeSettings
 from flywheel.errors import CheckError, JudgeError
 from flywheel.judge import prompt
-from flywheel.judge.checks import ask_the_judge, check_all
 from flywheel.judge.client import NEVER, JudgeClient, judge_of
-from flywheel.judge.inquiry import Findings, Inquiry
-from flywheel.judge.recall import Recall, criterion_hashes
+from flywheel.judge.judge_call import Findings, Inquiry
+from flywheel.judge.reuse import Recall, criterion_hashes
 from flywheel.judge.vote import majority, tally
 from flywheel.rubric import Criterion, Rubric
+from flywheel.rubric.checks import ask_the_judge, check_all
 from flywheel.verdict import CriterionResult, Exchange, Judgement, Outcome, Verdict
 
 FIRST, AGAIN = "first", "again"

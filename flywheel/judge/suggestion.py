@@ -12,13 +12,13 @@ import json_repair
 import yaml
 
 from flywheel.errors import CheckError, JudgeError
-from flywheel.judge.checks import check
 from flywheel.judge.client import NEVER, JudgeClient
 from flywheel.judge.completion import storable_value
 from flywheel.judge.delimiters import block, new_nonce, turn
 from flywheel.judge.labels import Label
-from flywheel.judge.rubric_file import examine
 from flywheel.rubric import Rubric
+from flywheel.rubric.checks import check
+from flywheel.rubric.file import examine
 from flywheel.trace import ChatMessage
 from flywheel.yaml_place import Places
 

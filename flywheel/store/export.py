@@ -35,7 +35,7 @@ from flywheel.store.agentjet_file import is_agentjets
 from flywheel.store.bulk import CHUNK, chunks, spelled
 from flywheel.store.database import Store
 from flywheel.store.file_mark import FileMark
-from flywheel.store.funnel import note, noted
+from flywheel.store.pipeline_counts import note, noted
 from flywheel.store.schema import replies, tasks
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import Final, Self
 
 from sqlalchemy import Connection
 
-from flywheel.store.funnel import note, noted
+from flywheel.store.pipeline_counts import note, noted
 
 _NOTE: Final = "task_file"
 _BEGINNING: Final = 40

@@ -27,7 +27,7 @@ from flywheel.quantity import quantity
 from flywheel.states import Split, TaskState
 from flywheel.store import spending, stored_verdicts
 from flywheel.store.bulk import chunks
-from flywheel.store.letters import TASK, bury
+from flywheel.store.dead_letters import TASK, bury
 from flywheel.store.schema import influences, tasks, verdicts
 from flywheel.store.transitions import move, move_all, utcnow
 from flywheel.verdict import Outcome, Verdict

@@ -18,14 +18,14 @@ from sqlalchemy import Connection, Row, bindparam, func, insert, select, update
 from flywheel.batch import Batch, Entry, storable
 from flywheel.files import tidied
 from flywheel.states import ReplyState, SkipReason, Split, TaskState
-from flywheel.store import turns
+from flywheel.store import conversations
 from flywheel.store.bulk import Lookup, first_free, insert_many
+from flywheel.store.checkpoints import remember
 from flywheel.store.completion import completed
-from flywheel.store.letters import ROW, bury
-from flywheel.store.marks import remember
-from flywheel.store.retelling import renewed, retell
+from flywheel.store.dead_letters import ROW, bury
+from flywheel.store.reingestion import renewed, retell
 from flywheel.store.schema import replies, sources, tasks
-from flywheel.store.sides import Sides
+from flywheel.store.splits import Sides
 from flywheel.store.transitions import record, utcnow
 from flywheel.trace import Cursor, DeadRow
 
@@ -239,7 +239,7 @@ def _record_tasks(conn: Connection, new: Sequence[Entry], sides: Sides, done: Re
                     entry.excluded,
                     entry.model,
                     entry.beginning if side is Split.HELD_OUT and not earlier else None,
-                    turns.line(entry, side, earlier),
+                    conversations.line(entry, side, earlier),
                     now,
                 )
             )
@@ -258,13 +258,13 @@ _TASK_COLUMNS: Final = (
 
 def _earlier(conn: Connection, entry: Entry) -> list[tuple[str, str]]:
     """The turns before a reply that its own spans do not show."""
-    return turns.before(conn, entry) if entry.linked else []
+    return conversations.before(conn, entry) if entry.linked else []
 
 
 def _line_of_known(conn: Connection, sides: Sides, entry: Entry, side: Split) -> bytes:
     """The task as it is exported that is on a side already: its conversation goes there too, if that is a new one."""
     sides.keep(entry, side)
-    return turns.line(entry, side, _earlier(conn, entry))
+    return conversations.line(entry, side, _earlier(conn, entry))
 
 
 def _record_dead(conn: Connection, source: int, row: DeadRow, done: Recorded) -> None:

@@ -11,9 +11,9 @@ from sqlalchemy.schema import CreateColumn
 
 from flywheel import exclusion
 from flywheel.errors import StoreError
-from flywheel.opening import beginning_of
+from flywheel.prompt_signature import beginning_of
 from flywheel.states import TaskState
-from flywheel.store import openings_filter, samples
+from flywheel.store import samples, signature_filter
 from flywheel.store.schema import SCHEMA_VERSION, meta, metadata, sources, tasks
 from flywheel.task import conversation_key
 
@@ -76,7 +76,7 @@ def _to_4(conn: Connection) -> None:
 
 def _to_5(conn: Connection) -> None:
     _grow(conn)
-    openings_filter.make(conn)
+    signature_filter.make(conn)
 
 
 def _to_6(conn: Connection) -> None:
@@ -156,7 +156,7 @@ def _remember_beginnings(conn: Connection) -> None:
         "WHERE split = 'held-out'",
     ):
         conn.execute(text(statement))
-    openings_filter.make(conn)
+    signature_filter.make(conn)
     both = text("SELECT beginning FROM begun GROUP BY beginning HAVING count(DISTINCT split) > 1")
     samples.leave_gate(conn, set(conn.execute(both).scalars()))
     conn.execute(text("DROP TABLE begun"))

@@ -10,7 +10,7 @@ from sqlalchemy import Connection, select, update
 from flywheel import exclusion
 from flywheel.exclusion import Exclusion
 from flywheel.models import Models
-from flywheel.store.funnel import note, noted
+from flywheel.store.pipeline_counts import note, noted
 from flywheel.store.schema import replies, sources, tasks
 
 _NOTE: Final = "model_rules"

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from sqlalchemy import Connection
 
-from flywheel.store import funnel
+from flywheel.store import pipeline_counts
 from flywheel.store.transitions import record, utcnow
 
 KIND: Final = "replicas"
@@ -43,12 +43,12 @@ def note(conn: Connection, alias: str, sightings: Sequence[Sighting]) -> None:
             "since": last["since"] if is_as_before else now,
             "looked_at": now,
         }
-    funnel.note(conn, _key(alias), json.dumps(found))
+    pipeline_counts.note(conn, _key(alias), json.dumps(found))
 
 
 def noted(conn: Connection, alias: str) -> dict[str, Any]:
     """What was found on each replica, by its URL: condition, serves, error, since, looked_at."""
-    text = funnel.noted(conn, _key(alias))
+    text = pipeline_counts.noted(conn, _key(alias))
     found: dict[str, Any] = json.loads(text) if text else {}
     return found
 

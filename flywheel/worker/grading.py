@@ -25,7 +25,7 @@ NEVER: Final = threading.Event()
 
 def rubric_of(spec: RoundSpec) -> Rubric:
     """The round's rubric. Raises ConfigError."""
-    from flywheel.judge.rubric_file import parse_rubric
+    from flywheel.rubric.file import parse_rubric
 
     return parse_rubric(spec.rubric, f"the rubric of {spec.round_id}")
 

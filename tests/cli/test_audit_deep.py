@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import Run
-from tests.studio.writer import DATA, NAMES, Studio, agent, labels, renamed
+from tests.sources.studio.writer import DATA, NAMES, Studio, agent, labels, renamed
 
 LINES = [{"task_id": f"line-{n}", "main_query": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(5)]
 

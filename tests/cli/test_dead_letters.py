@@ -13,7 +13,7 @@ import pytest
 from flywheel.daemon.lock import InstanceLock
 from tests.cli.conftest import Ran, Run
 from tests.judge_server import JudgeServer
-from tests.studio.writer import Studio, agent
+from tests.sources.studio.writer import Studio, agent
 
 BAD = {**agent("bad", trace="bad-trace", began=5, ended=6), "attributes": "{broken"}
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import Run
-from tests.studio.writer import DATA
+from tests.sources.studio.writer import DATA
 
 PAGE = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.cli.conftest import Run
 from tests.cli.terminal import in_terminal
-from tests.studio.writer import DATA
+from tests.sources.studio.writer import DATA
 
 FOLDER = Path("a-rather-long-name-of-a-folder") / "for-the-database-of-an-agentscope-studio" / "of-some-team"
 FACTS = ("ok, generation 1", "105 replies = 96 tasks", "skipped: 3 error", "open traces, longest read")

@@ -15,7 +15,7 @@ from flywheel.daemon.ingestion import Ingestion
 from flywheel.store.database import Store
 from tests.cli.conftest import Run
 from tests.cli.terminal import in_terminal
-from tests.studio.writer import empty_like, renamed
+from tests.sources.studio.writer import empty_like, renamed
 
 SPANS = 10_000
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import Run
-from tests.studio.writer import DATA
+from tests.sources.studio.writer import DATA
 
 FIXTURE = DATA / "dialogues" / "agentscope_2_0_10.sqlite"
 LABELS = [json.loads(line) for line in FIXTURE.with_suffix(".jsonl").read_text().splitlines()]

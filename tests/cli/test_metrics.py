@@ -10,9 +10,9 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from flywheel.otlp import inbox_path
+from flywheel.sources.otlp import inbox_path
 from tests.cli.conftest import Run
-from tests.studio.writer import DATA
+from tests.sources.studio.writer import DATA
 
 ROOT = Path(__file__).parents[2]
 
@@ -122,7 +122,8 @@ def test_every_condition_is_on_the_page(flywheel: Run) -> None:
     page = (ROOT / "docs" / "operations.md").read_text()
     named = set(re.findall(r"^\| `([\w' ]+)` \|", page.split("## Conditions")[1].split("\n## ")[0], re.M))
     code = "\n".join(
-        (ROOT / "flywheel" / "studio" / name).read_text() for name in ("database.py", "faults.py", "table.py")
+        (ROOT / "flywheel" / "sources" / "studio" / name).read_text()
+        for name in ("database.py", "faults.py", "table.py")
     )
     raised = set(re.findall(r'^ +"([\w\' ]{4,16})",?$', code, re.M)) | set(
         re.findall(r', "([\w\' ]+)"\)$', code, re.M)

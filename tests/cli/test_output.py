@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Run
-from tests.studio.writer import DATA
+from tests.sources.studio.writer import DATA
 
 COMMANDS = (
     ["--help"],

@@ -14,8 +14,8 @@ import pytest
 from sqlalchemy import select
 
 from flywheel.judge.labels import Label
-from flywheel.judge.rubric_file import load_rubric
 from flywheel.judge.suggestion import MOST, chosen, messages
+from flywheel.rubric.file import load_rubric
 from flywheel.store import ledger
 from flywheel.store.database import Store
 from flywheel.store.schema import tasks

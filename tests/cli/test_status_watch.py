@@ -24,7 +24,7 @@ from rich.console import Console
 from flywheel.cli import status_view
 from flywheel.cli.status_view import fitted
 from tests.cli.conftest import Run
-from tests.studio.writer import DATA
+from tests.sources.studio.writer import DATA
 
 SECONDS = 120
 SOURCES = 5

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.studio.writer import renamed
+from tests.sources.studio.writer import renamed
 
 PAUSE_SECONDS = 0.1
 

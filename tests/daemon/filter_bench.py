@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import select
 
 from flywheel.config import Config
-from flywheel.daemon.filtering import Filtering, FilterReport, Judged
+from flywheel.daemon.judging import Filtering, FilterReport, Judged
 from flywheel.states import Split
 from flywheel.store import ledger, schema
 from flywheel.store.database import Store

@@ -17,10 +17,10 @@ from typing import Any, Final
 from flywheel.config import load
 from flywheel.daemon.ingestion import Ingestion
 from flywheel.files import append_lines
-from flywheel.lines.reader import LinesReader
+from flywheel.sources.jsonl.reader import LinesReader
+from flywheel.sources.studio import database, page, reader
 from flywheel.store import export
 from flywheel.store.database import Store
-from flywheel.studio import database, page, reader
 
 POINTS: Final = (
     "before read",

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from flywheel.config import Config, parse
-from flywheel.daemon.deep_audit import deep_audit
-from flywheel.daemon.filtering import Filtering
 from flywheel.daemon.ingestion import Ingestion
+from flywheel.daemon.judging import Filtering
+from flywheel.diagnostics.audit import deep_audit
 from flywheel.judge.prompt import parse_sections
 from flywheel.store import audit
 from flywheel.store.database import Store
 from tests.judge_server import JudgeServer
-from tests.studio.writer import DATA
+from tests.sources.studio.writer import DATA
 
 
 def agentjets(query: str, answer: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.daemon.following import CANNOT, Following, becomes, configuration, exported, source, status, until
-from tests.studio.writer import Studio, agent, empty_like
+from tests.sources.studio.writer import Studio, agent, empty_like
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from flywheel.daemon.filtering import Filtering
+from flywheel.daemon.judging import Filtering
 from flywheel.states import TaskState
-from flywheel.store import judging, letters
+from flywheel.store import dead_letters, judging
 from flywheel.store.database import Store
 from tests.daemon.conftest import Make
 from tests.daemon.filter_bench import questions, states, tell
@@ -149,7 +149,7 @@ async def test_a_verdict_between_two_crashes_starts_the_count_anew(store: Store)
             await store.write(judging.claim_suspect, "r", "j")
         )
         assert (await store.write(judging.recover))[0] == 1
-    assert await store.read(letters.count) == {"open": 0, "retried": 0, "dropped": 0}
+    assert await store.read(dead_letters.count) == {"open": 0, "retried": 0, "dropped": 0}
 
 
 async def test_an_estimate_counts_what_was_in_work(make: Make, store: Store) -> None:

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from flywheel.config import Config, parse
-from flywheel.daemon.doctor import gpus
-from flywheel.daemon.doctor.finding import Finding, Result, size
-from flywheel.daemon.doctor.gpus import Gpu, Gpus
-from flywheel.daemon.doctor.machine import Machine, file_system, is_network
-from flywheel.daemon.doctor.model import Base
-from flywheel.daemon.doctor.packages import packages
-from flywheel.daemon.doctor.resources import resources
-from flywheel.daemon.doctor.state import clock
-from flywheel.daemon.doctor.unit import unit
+from flywheel.diagnostics.doctor import gpus
+from flywheel.diagnostics.doctor.finding import Finding, Result, size
+from flywheel.diagnostics.doctor.gpus import Gpu, Gpus
+from flywheel.diagnostics.doctor.machine import Machine, file_system, is_network
+from flywheel.diagnostics.doctor.model import Base
+from flywheel.diagnostics.doctor.packages import packages
+from flywheel.diagnostics.doctor.resources import resources
+from flywheel.diagnostics.doctor.state import clock
+from flywheel.diagnostics.doctor.unit import unit
 
 GIB = 1 << 30
 WANTED = (

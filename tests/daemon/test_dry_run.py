@@ -13,11 +13,11 @@ import yaml
 from sqlalchemy import Connection, func, select
 
 from flywheel.daemon import planner
-from flywheel.daemon.filtering import Filtering
-from flywheel.daemon.judged import FilterReport, Judged, Preview
+from flywheel.daemon.judging import Filtering
 from flywheel.daemon.rubric_diff import RubricDiff
+from flywheel.daemon.task_result import FilterReport, Judged, Preview
 from flywheel.judge.grader import Needed
-from flywheel.judge.rubric_file import load_rubric
+from flywheel.rubric.file import load_rubric
 from flywheel.rubric.kinds import KINDS
 from flywheel.states import Split, TaskState
 from flywheel.store import influence, schema

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from sqlalchemy import func, select
 
-from flywheel.daemon.filtering import Filtering
-from flywheel.daemon.judged import Judged
+from flywheel.daemon.judging import Filtering
+from flywheel.daemon.task_result import Judged
 from flywheel.store import schema
 from flywheel.store.audit import balance
 from flywheel.store.database import Store

@@ -15,9 +15,9 @@ import yaml
 from sqlalchemy import Connection, select
 
 from flywheel.config import Config, parse
-from flywheel.daemon.filtering import Filtering, FilterReport
+from flywheel.daemon.judging import Filtering, FilterReport
 from flywheel.errors import ConfigError
-from flywheel.store import funnel, ledger, schema, spending
+from flywheel.store import ledger, pipeline_counts, schema, spending
 from flywheel.store.database import Store
 from flywheel.verdict import Outcome, Verdict
 from tests.judge_server import JudgeServer
@@ -81,7 +81,9 @@ async def test_a_spent_budget_leaves_the_rest_pending_and_the_status_says_why(st
         assert report.error is not None
         assert report.error.retryable
         assert await states(store) == {"accepted": 5, "pending": 15}
-        assert "budget of 600 tokens a day is spent" in await store.read(funnel.noted, funnel.JUDGE_NOTE)
+        assert "budget of 600 tokens a day is spent" in await store.read(
+            pipeline_counts.noted, pipeline_counts.JUDGE_NOTE
+        )
         assert await store.read(spending.tokens_today) == 600
         # A restart knows what was spent, and another limit is judging again at once.
         again = await Filtering(store, config(tmp_path, judge, budget={"tokens_per_day": 600})).run()
@@ -91,7 +93,7 @@ async def test_a_spent_budget_leaves_the_rest_pending_and_the_status_says_why(st
         rest = await Filtering(store, config(tmp_path, judge)).run()
     assert rest.error is None
     assert await states(store) == {"accepted": 20}
-    assert await store.read(funnel.noted, funnel.JUDGE_NOTE) == ""
+    assert await store.read(pipeline_counts.noted, pipeline_counts.JUDGE_NOTE) == ""
 
 
 async def test_yesterday_s_tokens_are_not_today_s(store: Store) -> None:
@@ -214,7 +216,7 @@ async def test_a_judge_that_is_away_costs_nothing_but_delay(store: Store, tmp_pa
         counts = await states(store)
         assert counts["pending"] >= 32
         assert counts.keys() <= {"pending", "undecided"}
-        assert "in a row" in await store.read(funnel.noted, funnel.JUDGE_NOTE)
+        assert "in a row" in await store.read(pipeline_counts.noted, pipeline_counts.JUDGE_NOTE)
         assert await store.read(spending.tokens_today) == 0
         judge.behave("good")
         await Filtering(store, config(tmp_path, judge, retry_undecided_seconds=0)).run()

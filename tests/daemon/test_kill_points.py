@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from tests.daemon.killed import POINTS
-from tests.studio.reading import MUCH_LATER, by_id, read_all
-from tests.studio.writer import empty_like
+from tests.sources.studio.reading import MUCH_LATER, by_id, read_all
+from tests.sources.studio.writer import empty_like
 
 ROOT = Path(__file__).parents[2]
 AGENTS = {"old": "spanKind = 'AGENT'", "new_v1": "operationName = 'invoke_agent'"}

@@ -14,7 +14,7 @@ from flywheel.daemon.rounds import Rounds
 from flywheel.daemon.status import snapshot
 from flywheel.errors import TrainError
 from flywheel.judge.grader import Grader
-from flywheel.judge.rubric_file import load_rubric
+from flywheel.rubric.file import load_rubric
 from flywheel.store import calibrations, rounds
 from flywheel.store.database import Store
 from tests.daemon.test_rounds import put_tasks

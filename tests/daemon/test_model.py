@@ -23,13 +23,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sqlalchemy import Connection, select
 
 from flywheel.config import parse
-from flywheel.daemon import studio_feed
 from flywheel.daemon.ingestion import Ingestion
+from flywheel.sources import studio_connector
 from flywheel.states import ReplyState
 from flywheel.store import audit, ledger
 from flywheel.store.database import Store
 from flywheel.store.schema import replies, sources, tasks
-from tests.studio.writer import Studio, agent, chat, message, part
+from tests.sources.studio.writer import Studio, agent, chat, message, part
 
 T = TypeVar("T")
 Seen = tuple[str, str]
@@ -67,7 +67,7 @@ class Source(RuleBasedStateMachine):
         self.store: Store | None = None
         self.ingestion: Ingestion | None = None
         # So that the newest rows, which are looked at whenever something changes, are not all of them.
-        self.recent, studio_feed.RECENT_ROWS = studio_feed.RECENT_ROWS, 2
+        self.recent, studio_connector.RECENT_ROWS = studio_connector.RECENT_ROWS, 2
         self.number = 0
         self.migrations = 0
         self.ever: dict[str, set[Seen]] = {}
@@ -92,7 +92,7 @@ class Source(RuleBasedStateMachine):
     def teardown(self) -> None:
         if self.store is not None:
             self.end()
-        studio_feed.RECENT_ROWS = self.recent
+        studio_connector.RECENT_ROWS = self.recent
         self.loop.close()
         shutil.rmtree(self.folder)
 

@@ -17,8 +17,8 @@ from flywheel.daemon.service import Service
 from flywheel.errors import ConfigError, ReceiverError
 from flywheel.store.database import Store
 from tests.daemon.following import Following, exported, status, until
-from tests.otlp.exporting import PROTOBUF, fixture, request_of
-from tests.studio.writer import labels
+from tests.sources.otlp.exporting import PROTOBUF, fixture, request_of
+from tests.sources.studio.writer import labels
 
 LISTEN = "127.0.0.1:0"
 

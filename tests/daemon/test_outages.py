@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 from sqlalchemy import select
 
-from flywheel.daemon.filtering import Filtering
+from flywheel.daemon.judging import Filtering
 from flywheel.states import Split
 from flywheel.store import duplicates, schema
 from flywheel.store.audit import balance

@@ -13,16 +13,16 @@ import httpx
 import pytest
 
 from flywheel.config import Config, parse
-from flywheel.daemon.doctor.finding import Finding, Result
-from flywheel.daemon.doctor.state import state
 from flywheel.daemon.lock import InstanceLock
 from flywheel.daemon.worker_process import WorkerProcess
+from flywheel.diagnostics.doctor.finding import Finding, Result
+from flywheel.diagnostics.doctor.state import state
 from flywheel.files import write_json
 from flywheel.round import ERROR_FILE, LOG_FILE, SPEC_FILE
 from flywheel.serving.aliases import AliasTable, Target
 from flywheel.store.database import Store
 from tests.daemon.following import Following, exported, until
-from tests.otlp.exporting import PROTOBUF, fixture, request_of
+from tests.sources.otlp.exporting import PROTOBUF, fixture, request_of
 from tests.training.test_directory import spec
 
 

@@ -13,15 +13,15 @@ import pytest
 from flywheel import content
 from flywheel.cli import status_view
 from flywheel.config import Config
-from flywheel.daemon.exposition import exposition
+from flywheel.daemon.prometheus import exposition
 from flywheel.daemon.round_account import RoundAccount
 from flywheel.daemon.rounds import Rounds
 from flywheel.daemon.service import Service
 from flywheel.daemon.status import snapshot
 from flywheel.errors import TrainError
 from flywheel.judge.budget import Budget
-from flywheel.judge.rubric_file import load_rubric
 from flywheel.judge_usage import Allowance, Purpose, UsageFile, Used, today
+from flywheel.rubric.file import load_rubric
 from flywheel.states import RoundState
 from flywheel.store import rounds, schema, spending
 from flywheel.verdict import Outcome, Verdict

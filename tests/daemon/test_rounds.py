@@ -22,10 +22,19 @@ from flywheel.daemon.planner import due, spec_of
 from flywheel.daemon.rounds import Rounds
 from flywheel.errors import ServeError, StoreError, TrainError
 from flywheel.files import tree_sha256, write_json
-from flywheel.judge.rubric_file import load_rubric
 from flywheel.round import AdapterRef, Comparison, RoundResult, Score
+from flywheel.rubric.file import load_rubric
 from flywheel.states import RoundState, Split
-from flywheel.store import audit, deployments, funnel, judging, ledger, lineage, rounds, schema
+from flywheel.store import (
+    audit,
+    deployments,
+    judging,
+    ledger,
+    lineage,
+    pipeline_counts,
+    rounds,
+    schema,
+)
 from flywheel.store.database import Store
 from flywheel.store.transitions import move
 from tests.samples import accepted, batch, rejected, replies_on
@@ -150,9 +159,9 @@ async def test_a_candidate_that_is_not_shown_to_be_better_changes_nothing_on_the
 
 
 async def test_nothing_is_waited_for_once_a_round_is_planned(wheel: Wheel) -> None:
-    await wheel.store.write(funnel.note, funnel.ROUND_NOTE, "3 of 4 samples are free")
+    await wheel.store.write(pipeline_counts.note, pipeline_counts.ROUND_NOTE, "3 of 4 samples are free")
     assert await wheel.rounds.start_due()
-    assert not await wheel.store.read(funnel.noted, funnel.ROUND_NOTE)
+    assert not await wheel.store.read(pipeline_counts.noted, pipeline_counts.ROUND_NOTE)
 
 
 async def test_a_refused_round_says_why(wheel: Wheel) -> None:
@@ -219,9 +228,9 @@ async def test_files_that_cannot_be_read_just_now_delay_the_decision(
             await wheel.rounds.finish_live()
     assert caught.value.retryable
     assert await wheel.state() == "evaluating"
-    assert "Input/output error" in await wheel.store.read(funnel.noted, funnel.ROUND_NOTE)
+    assert "Input/output error" in await wheel.store.read(pipeline_counts.noted, pipeline_counts.ROUND_NOTE)
     assert await wheel.rounds.finish_live() is RoundState.PROMOTED
-    assert await wheel.store.read(funnel.noted, funnel.ROUND_NOTE) == ""
+    assert await wheel.store.read(pipeline_counts.noted, pipeline_counts.ROUND_NOTE) == ""
 
 
 async def test_a_server_that_is_away_delays_the_swap_and_loses_nothing(wheel: Wheel) -> None:

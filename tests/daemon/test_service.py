@@ -18,7 +18,7 @@ import pytest
 
 from tests import waiting
 from tests.judge_server import JudgeServer
-from tests.studio.writer import empty_like, insert, labels, rows
+from tests.sources.studio.writer import empty_like, insert, labels, rows
 
 SOON = 180.0
 wait_for = partial(waiting.wait_for, seconds=SOON)

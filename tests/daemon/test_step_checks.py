@@ -11,11 +11,11 @@ from flywheel import worker
 from flywheel.config import Config, parse
 from flywheel.daemon import planner
 from flywheel.daemon.deployer import Deployer
-from flywheel.daemon.doctor.finding import Result
-from flywheel.daemon.doctor.judging import Judging
 from flywheel.daemon.judge_setup import rubric_of
 from flywheel.daemon.rounds import Rounds
 from flywheel.daemon.status import snapshot
+from flywheel.diagnostics.doctor.finding import Result
+from flywheel.diagnostics.doctor.judging import Judging
 from flywheel.errors import TrainError
 from flywheel.round import RoundSpec
 from flywheel.states import RoundState

@@ -14,7 +14,7 @@ from flywheel.daemon.ingestion import Ingestion
 from flywheel.store import audit
 from flywheel.store.database import Store
 from flywheel.store.schema import dead_letters, replies
-from tests.studio.writer import Studio, agent, chat, message, part, span, tool
+from tests.sources.studio.writer import Studio, agent, chat, message, part, span, tool
 
 HALF = "\ud83d"
 FAILED = [{"name": "exception", "attributes": {"exception": {"type": "ValueError", "message": f"no {HALF}"}}}]

@@ -18,7 +18,7 @@ from demo.studio import StudioDatabase, Turn, agent_row, call_row
 from demo.traffic import Traffic, TrafficError
 from flywheel.trace import Reply
 from tests.serving.fake_vllm import FakeVllm, replica, running
-from tests.studio.reading import read_all
+from tests.sources.studio.reading import read_all
 
 FIXTURE = Path(__file__).parent.parent / "data" / "studio" / "new_v2.sqlite"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flywheel.lines.record import LineEntry, entry_of_line
+from flywheel.sources.jsonl.record import LineEntry, entry_of_line
 from flywheel.states import SkipReason
 from tests.formats.conftest import Exported
 from tests.formats.filling import after_tools, bad, every_kind, good, line, reply

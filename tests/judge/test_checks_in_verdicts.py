@@ -10,8 +10,8 @@ import pytest
 from flywheel.config import JudgeSettings
 from flywheel.judge.grader import Grader
 from flywheel.judge.pool import grade_all
-from flywheel.judge.rubric_file import load_rubric, parse_rubric
 from flywheel.rubric import Rubric
+from flywheel.rubric.file import load_rubric, parse_rubric
 from flywheel.verdict import Exchange, Outcome
 from tests.judge_server import JudgeServer
 

@@ -17,7 +17,7 @@ from flywheel.judge.client import judges
 from flywheel.judge.endpoint import Endpoint
 from flywheel.judge.grader import Grader
 from flywheel.judge.pool import BROKEN_IN_A_ROW, grade_all
-from flywheel.judge.refusal import CallError
+from flywheel.judge.response_errors import CallError
 from flywheel.rubric import Rubric
 from flywheel.transport import seconds
 from flywheel.verdict import Exchange, Outcome, Verdict

@@ -20,17 +20,20 @@ import pytest
 import regex
 
 import flywheel
-from flywheel.disarmed import disarmed
 from flywheel.filtering import pattern, personal_data
 from flywheel.judge import prompt
-from flywheel.judge.checks import check, maths, prose
 from flywheel.likeness import normalised, numbers, words
-from flywheel.opening import opening_of
+from flywheel.prompt_signature import opening_of
 from flywheel.rubric import Criterion, Rubric
+from flywheel.rubric.checks import check, maths, prose
 from flywheel.rubric.length import seen
+from flywheel.terminal import disarmed
 from flywheel.verdict import Exchange
 
-READERS = ("judge", "judge.checks", "filtering", "rubric", "studio", "lines", "otlp", "store", "formats")
+READERS = (
+    "judge", "filtering", "rubric", "rubric.checks", "store", "formats", "sources", "sources.studio", "sources.jsonl",
+    "sources.otlp",
+)  # fmt: skip
 """Packages whose code sees what agents, tools and models wrote."""
 SHORT, LONG = 3_000, 12_000
 FLOOR_SECONDS = 0.01

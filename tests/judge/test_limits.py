@@ -18,12 +18,12 @@ from flywheel.errors import JudgeError
 from flywheel.judge.budget import Budget, BudgetSpentError
 from flywheel.judge.client import NEVER
 from flywheel.judge.completion import MAX_COUNT
+from flywheel.judge.concurrency_limit import InFlight
 from flywheel.judge.endpoint import Endpoint
 from flywheel.judge.grader import Grader
 from flywheel.judge.keys import LONGEST_SECONDS, REFUSED_SECONDS, SLOW_SECONDS, KeyPool
-from flywheel.judge.limiter import InFlight
-from flywheel.judge.pace import Pace
 from flywheel.judge.pool import MOST_ASIDE, grade_all
+from flywheel.judge.rate_limiter import Pace
 from flywheel.rubric import Rubric
 from flywheel.verdict import Exchange, Outcome, Verdict
 from tests.judge_server import JudgeServer

@@ -14,8 +14,8 @@ from flywheel.judge.answer import UnreadableError, read, response_format
 from flywheel.judge.client import JudgeClient
 from flywheel.judge.delimiters import new_nonce
 from flywheel.judge.grader import Grader
-from flywheel.judge.means import Learned, Means
 from flywheel.judge.prompt import messages
+from flywheel.judge.response_formats import Learned, Means
 from flywheel.rubric import Rubric
 from flywheel.verdict import Exchange, Outcome
 from tests.conftest import POLICY, free_port, serve_config, start_server, stop_server

@@ -14,8 +14,8 @@ from sqlalchemy import Connection, func, select
 from flywheel.config import parse
 from flywheel.daemon import ingestion
 from flywheel.daemon.ingestion import Ingestion
-from flywheel.daemon.intake import Intake, SourceReport
 from flywheel.errors import StoreError
+from flywheel.sources.connector import Intake, SourceReport
 from flywheel.store import export, ledger
 from flywheel.store.bulk import CHUNK
 from flywheel.store.database import Store
@@ -23,7 +23,7 @@ from flywheel.store.export import TaskFile, exported_to
 from flywheel.store.file_mark import FileMark
 from flywheel.store.schema import tasks
 from tests.samples import batch, reply
-from tests.studio.writer import DATA
+from tests.sources.studio.writer import DATA
 
 MANY = 2 * CHUNK + 7
 

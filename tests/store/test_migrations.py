@@ -11,13 +11,20 @@ from flywheel.config import parse
 from flywheel.daemon.ingestion import Ingestion
 from flywheel.exclusion import Exclusion
 from flywheel.judge_usage import Purpose
-from flywheel.store import audit, gate_tests, holdings, ledger, samples, spending
+from flywheel.store import (
+    audit,
+    gate_tests,
+    ledger,
+    ledger_snapshot,
+    samples,
+    spending,
+)
 from flywheel.store.database import Store
 from flywheel.store.export import TaskFile
 from flywheel.store.schema import SCHEMA_VERSION, conversations, events, metadata, replies, sources, tasks
 from flywheel.trace import Reply
 from tests.samples import batch, reply
-from tests.studio.writer import DATA
+from tests.sources.studio.writer import DATA
 
 BEFORE_7 = (
     "DROP INDEX tasks_for_rounds; DROP INDEX tasks_by_beginning; DROP INDEX conversations_joined;"
@@ -129,7 +136,7 @@ async def test_what_was_written_to_the_task_file_is_not_written_again(tmp_path: 
         assert await TaskFile(tmp_path / "tasks.jsonl").follow(store) == 1
         assert (tmp_path / "tasks.jsonl").read_text() == '{"task_id":"t-3"}\n'
         assert await TaskFile(tmp_path / "tasks.jsonl").follow(store) == 0
-        assert await store.read(holdings.exported) == {"t-1": 1, "t-2": 2, "t-3": 3}
+        assert await store.read(ledger_snapshot.exported) == {"t-1": 1, "t-2": 2, "t-3": 3}
     finally:
         await store.close()
 

@@ -13,7 +13,7 @@ import orjson
 import pytest
 from sqlalchemy import Connection, select
 
-from flywheel.daemon.task_file_audit import compare_task_file
+from flywheel.diagnostics.task_file_audit import compare_task_file
 from flywheel.store import export, ledger
 from flywheel.store.database import Store
 from flywheel.store.export import TaskFile, set_aside

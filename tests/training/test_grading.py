@@ -12,8 +12,8 @@ import pytest
 from flywheel.config import Config
 from flywheel.errors import JudgeError
 from flywheel.judge.grader import Grader
-from flywheel.judge.rubric_file import parse_rubric
 from flywheel.judge_usage import Allowance, Purpose, UsageFile
+from flywheel.rubric.file import parse_rubric
 from flywheel.verdict import Exchange
 from flywheel.worker.grading import Grading
 from flywheel.worker.patience import Patience

@@ -6,7 +6,7 @@ from transformers import AutoTokenizer
 
 from flywheel.training.prompts import TOLERANCE, Prompt, asked
 from tests.conftest import POLICY
-from tests.studio.test_exactness import FIXTURE, line_of, replies
+from tests.sources.studio.test_exactness import FIXTURE, line_of, replies
 from tests.training.rollouts import task
 
 

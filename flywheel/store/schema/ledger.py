@@ -100,8 +100,8 @@ openings, recent_openings = (
     )
     for name in ("openings", "recent_openings")
 )
-"""Where conversations that begin alike are found, see `flywheel.store.openings`: bands of a MinHash signature, and a
-hash of exactly what one begins with."""
+"""Where conversations that begin alike are found, see `flywheel.store.signature_bands`: bands of a MinHash signature,
+and a hash of exactly what one begins with."""
 
 openings_filter = Table(
     "openings_filter",
@@ -111,7 +111,7 @@ openings_filter = Table(
     Column("bands", BigInteger, nullable=False),
     Column("bits", LargeBinary, nullable=False),
 )
-"""The Bloom filter of the large table, see `flywheel.store.openings_filter`: one row, with how many bands are in it.
+"""The Bloom filter of the large table, see `flywheel.store.signature_filter`: one row, with how many bands are in it.
 `stamp` is another number whenever it has changed."""
 
 tasks = Table(

@@ -1,0 +1,1 @@
+"""Diagnostics: `flywheel doctor` checks an installation, `flywheel audit` compares the ledger with its sources."""

@@ -1,0 +1,281 @@
+"""One source with the ledger: passes that bring what is new, looks back at what was changed, and its condition."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from flywheel.batch import Batch
+from flywheel.config import IngestSettings
+from flywheel.errors import FlywheelError, SourceError, StoreError
+from flywheel.filtering.pii import Redactor
+from flywheel.sources import jsonl_connector
+from flywheel.sources.inherited import Inherited
+from flywheel.sources.redaction import redacted
+from flywheel.sources.studio_connector import Progress, StudioFeed
+from flywheel.store import ledger
+from flywheel.store.database import Store
+from flywheel.store.ledger import Recorded, SourceCounts
+from flywheel.store.transitions import utcnow
+from flywheel.trace import Cursor
+
+SWEEP_SHARE: Final = 0.2
+"""The share of the time that a look back at a whole source takes while it goes on."""
+
+
+class Feed(Protocol):
+    """What brings one source's batches."""
+
+    path: Path
+    progress: Progress
+
+    @property
+    def type(self) -> str: ...
+    @property
+    def schema(self) -> str: ...
+    @property
+    def longest_read_ms(self) -> float: ...
+    @property
+    def due_at(self) -> float | None: ...
+    def read(self, number: int, cursor: Cursor, *, final: bool) -> AsyncGenerator[Batch]: ...
+    def forget(self) -> None: ...
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SourceReport:
+    """What one pass over one source found: `counts` is all that the ledger holds, `new` the pass's tasks."""
+
+    path: Path
+    source_id: int
+    schema: str
+    counts: SourceCounts
+    new: int
+    warnings: tuple[str, ...] = ()
+    error: FlywheelError | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        report: dict[str, Any] = {
+            "path": str(self.path),
+            "schema": self.schema,
+            "replies": self.counts.replies,
+            "tasks": self.counts.tasks,
+            "skipped": dict(self.counts.skipped),
+            "dead": self.counts.dead,
+            "new": self.new,
+            "warnings": list(self.warnings),
+        }
+        if self.error is not None:
+            report["error"] = str(self.error)
+        return report
+
+
+class Intake:
+    """One source. Passes and looks back take turns: what they store about a trace must come in order."""
+
+    def __init__(
+        self,
+        store: Store,
+        feed: Feed,
+        settings: IngestSettings,
+        *,
+        redact: Redactor | None = None,
+        inherited: Inherited | None = None,
+    ) -> None:
+        self.feed = feed
+        self._inherited = inherited
+        self._redact = redact
+        self._store = store
+        self._settings = settings
+        self._turn = asyncio.Lock()
+        self._number: int | None = None
+        self._noted: dict[str, Any] = {}
+        self._warnings: tuple[str, ...] = ()
+        self._recheck_at: float | None = None
+        self._swept_at: datetime | None = None
+        self._counts: SourceCounts | None = None
+        self._has_looked = False
+
+    @property
+    def path(self) -> Path:
+        return self.feed.path
+
+    async def read(self, *, final: bool = False, stop: asyncio.Event | None = None) -> SourceReport:
+        """One pass, to the end or to `stop`. What goes wrong is in the report.
+
+        Nothing is lost then: the next pass begins before it.
+        """
+        done = Recorded()
+        error: FlywheelError | None = None
+        moved = False
+        async with self._turn:
+            try:
+                number = await self._source()
+                cursor = await self._store.read(ledger.cursor_of, number)
+                async with aclosing(self.feed.read(number, cursor, final=final)) as batches:
+                    while (batch := await _next(batches, stop)) is not None:
+                        if _says_something(batch, cursor):
+                            await self._record(batch, done)
+                            moved = moved or (batch.cursor is not None and batch.cursor.rowid != cursor.rowid)
+                            cursor = batch.cursor or cursor
+            except (SourceError, StoreError) as failure:
+                self.feed.forget()
+                error = failure
+            if moved or not self._has_looked:
+                # What is new may come with changes in place; so may what happened while nobody looked.
+                self._recheck_at = time.time() + (0 if final else self._settings.settle_seconds)
+                self._has_looked = True
+            return await self._report(done, cursor if error is None else None, error)
+
+    async def look_back(self, *, whole: bool = False, at_leisure: bool = True) -> Recorded:
+        """Look for what was changed in place: in the newest rows, or in all. Raises FlywheelError."""
+        self._recheck_at = None
+        done = Recorded()
+        if not isinstance(self.feed, StudioFeed):
+            return done
+        look = self.feed.look_back(await self._source(), whole=whole)
+        while True:
+            began = time.monotonic()
+            async with self._turn:
+                try:
+                    batch = await look.next()
+                    if batch is None:
+                        break
+                    if _says_something(batch, None):
+                        await self._record(batch, done)
+                except BaseException:
+                    self.feed.forget()
+                    await look.close()
+                    raise
+            if whole and at_leisure:
+                await asyncio.sleep((time.monotonic() - began) * (1 / SWEEP_SHARE - 1))
+        if whole:
+            self._swept_at = await self._swept()
+        return done
+
+    @property
+    def due_at(self) -> float | None:
+        """When this source should be looked at although nothing happens, seconds since 1970."""
+        return min((at for at in (self.feed.due_at, self._recheck_at) if at is not None), default=None)
+
+    @property
+    def is_recheck_due(self) -> bool:
+        return self._recheck_at is not None and self._recheck_at <= time.time()
+
+    async def is_sweep_due(self) -> bool:
+        """Whether the whole source has not been compared with the ledger for long enough."""
+        if not isinstance(self.feed, StudioFeed):
+            return False
+        if self._swept_at is None:
+            last = await self._store.read(ledger.swept_at, await self._source())
+            # What was just read for the first time needs no second look.
+            self._swept_at = datetime.fromisoformat(last) if last else await self._swept()
+        return (datetime.now(UTC) - self._swept_at).total_seconds() >= self._settings.sweep_seconds
+
+    async def _swept(self) -> datetime:
+        now = datetime.now(UTC)
+        await self._store.write(ledger.note_source, await self._source(), swept_at=now.isoformat())
+        return now
+
+    async def close(self) -> None:
+        await self.feed.close()
+
+    async def _source(self) -> int:
+        if self._number is None:
+            self._number = await self._store.write(ledger.source_id, str(self.path), self.feed.type)
+        return self._number
+
+    async def _record(self, batch: Batch, done: Recorded) -> None:
+        if self._inherited is not None:
+            # Before personal data leaves it: the file was written with what was there.
+            batch = await asyncio.to_thread(self._inherited.skipped, batch)
+        if self._redact is not None:
+            batch = await asyncio.to_thread(redacted, batch, self._redact)
+        recorded = await self._store.write(
+            jsonl_connector.record if self.feed.type == "jsonl" else ledger.record_batch,
+            await self._source(),
+            batch,
+            train_ratio=self._settings.train_ratio,
+            split_seed=self._settings.split_seed,
+        )
+        done.add(recorded)
+        self._counts = None if recorded.retold or self._counts is None else recorded.onto(self._counts)
+
+    async def _report(self, done: Recorded, cursor: Cursor | None, error: FlywheelError | None) -> SourceReport:
+        if self._number is None:
+            # The state itself cannot be used.
+            return SourceReport(self.path, 0, "", SourceCounts(0, 0, {}, 0), 0, (), error)
+        try:
+            if self._counts is None:
+                # Once: counting all replies takes the longer, the more there are.
+                self._counts = await self._store.read(ledger.counts_of, self._number)
+            counts = self._counts
+            if cursor is not None:
+                self._warnings = self._warned(counts, cursor, tuple(dict.fromkeys(done.warnings)))
+            noted = {
+                "schema": self.feed.schema,
+                "longest_read_ms": round(self.feed.longest_read_ms, 1),
+                "condition": _condition(error),
+                "error": str(error or ""),
+                "warning": "; ".join(self._warnings),
+            }
+            if noted != self._noted:
+                await self._store.write(ledger.note_source, self._number, read_at=utcnow(), **noted)
+                self._noted = noted
+        except StoreError as failure:
+            return SourceReport(self.path, self._number, "", SourceCounts(0, 0, {}, 0), 0, (), error or failure)
+        return SourceReport(self.path, self._number, self.feed.schema, counts, done.new_tasks, self._warnings, error)
+
+    def _warned(self, counts: SourceCounts, cursor: Cursor, told: tuple[str, ...]) -> tuple[str, ...]:
+        """A database without agents is told about for as long as it has none, never passed over in silence."""
+        if not isinstance(self.feed, StudioFeed) or counts.replies or not cursor.rowid:
+            return told
+        if not self.feed.kinds:
+            return self._warnings
+        found = ", ".join(f"{count} {kind}" for kind, count in self.feed.kinds.most_common())
+        return (
+            f"{self.path} holds {self.feed.kinds.total()} spans and not one of them is an agent's ({found}): "
+            "only agents' replies become tasks. Trace the agent itself, with AgentScope's own tracing.",
+        )
+
+
+async def _next(batches: AsyncGenerator[Batch], stop: asyncio.Event | None) -> Batch | None:
+    """The next batch; None at the end, or when `stop` comes first: many long histories wait for each other."""
+    if stop is None:
+        return await anext(batches, None)
+    if stop.is_set():
+        return None
+    coming = asyncio.ensure_future(_of(batches))
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((coming, stopped), return_when=asyncio.FIRST_COMPLETED)
+        return coming.result() if coming.done() else None
+    finally:
+        for task in (coming, stopped):
+            task.cancel()
+        await asyncio.gather(coming, stopped, return_exceptions=True)
+
+
+async def _of(batches: AsyncGenerator[Batch]) -> Batch | None:
+    return await anext(batches, None)
+
+
+def _condition(error: FlywheelError | None) -> str:
+    """One or two words for what `error` tells in full."""
+    match error:
+        case None:
+            return "ok"
+        case SourceError():
+            return error.condition
+        case _:
+            return "not stored"
+
+
+def _says_something(batch: Batch, cursor: Cursor | None) -> bool:
+    return bool(batch.entries or batch.dead or batch.marks or batch.warnings or batch.cursor != cursor)

@@ -1,0 +1,174 @@
+"""The receiver's life in the daemon: bind, serve on the daemon's event loop, stop without losing what was accepted.
+
+It owns the socket, the web server and the one thread that reads requests; it installs no signal handlers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from flywheel.config.ingest import host_and_port
+from flywheel.errors import ConfigError, ReceiverError
+from flywheel.sources.otlp.inbox import BUSY_SECONDS, Inbox
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import uvicorn
+
+log = logging.getLogger(__name__)
+
+STOP_SECONDS: Final = 3
+_BACKLOG: Final = 128
+_HINTS: Final = {
+    errno.EADDRINUSE: "Stop the program that listens there, often a collector, or choose another port.",
+    errno.EADDRNOTAVAIL: "Name an address of this machine, usually 127.0.0.1.",
+    errno.EACCES: "Choose a port above 1023.",
+}
+
+
+class Receiver:
+    """Receives at `listen` (HOST:PORT; with port 0 the system chooses one) and stores into `inbox`.
+
+    `token_env` names the environment variable with the token that senders must know. Without one everybody may send
+    who reaches the address.
+    """
+
+    def __init__(
+        self, listen: str, inbox: Path, *, token_env: str | None = None, busy_seconds: float = BUSY_SECONDS
+    ) -> None:
+        self._listen = listen
+        self._token_env = token_env
+        self._inbox = Inbox(inbox, busy_seconds=busy_seconds)
+        self._thread: ThreadPoolExecutor | None = None
+        self._server: uvicorn.Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._address: tuple[str, int] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where clients send to; the port is known when `start` has returned."""
+        host, port = self._address or _host_and_port(self._listen)
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1/traces"
+
+    async def start(self) -> None:
+        """Open the inbox and listen. Raises ReceiverError, retryable where waiting may help, and ConfigError."""
+        host, port = _host_and_port(self._listen)
+        token = _token(self._listen, self._token_env)
+        bound = _bound(host, port)
+        try:
+            await self._inbox.open()
+        except BaseException:
+            bound.close()
+            raise
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="otlp")
+        self._address = (host, bound.getsockname()[1])
+        self._server = _server(self._inbox, self._thread, token)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[bound]), name=f"otlp {self._listen}")
+        while not self._server.started and not self._serving.done():  # noqa: ASYNC110 - a flag is all that it sets
+            await asyncio.sleep(0.01)
+        if self._serving.done():
+            await self.stop()
+            raise ReceiverError(f"receive spans at {self._listen}", "the web server ended at once", "See the log.")
+        _tell_refused_accepts(self.url, bound.fileno())
+        log.info("receiving spans at %s", self.url)
+
+    async def stop(self) -> None:
+        """Stop listening, finish the requests in flight (at most a few seconds) and close the inbox."""
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await asyncio.wait([self._serving])
+            if not self._serving.cancelled() and (error := self._serving.exception()):
+                log.error("the receiver at %s ended with an error", self._listen, exc_info=error)
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.shutdown)
+        await self._inbox.close()
+        self._server = self._serving = self._thread = None
+
+
+def _token(listen: str, variable: str | None) -> str | None:
+    """What senders must know. Raises ConfigError."""
+    if variable is None:
+        return None
+    token = os.environ.get(variable, "")
+    if not token or token != token.strip() or not (token.isascii() and token.isprintable()):
+        why = f"the variable {variable}, which token_env names, {'holds no token' if token else 'is not set'}"
+        raise ConfigError(
+            f"receive spans at {listen}", why, "Put a long random text of printable ASCII characters into it."
+        )
+    return token
+
+
+def _tell_refused_accepts(url: str, fileno: int) -> None:
+    from flywheel.sources.otlp.connections import tell_refused_accepts
+
+    tell_refused_accepts(asyncio.get_running_loop(), url, fileno)
+
+
+def _server(inbox: Inbox, thread: ThreadPoolExecutor, token: str | None) -> uvicorn.Server:
+    # A daemon without a receiver must not carry a web server and protobuf in its memory.
+    import uvicorn
+
+    from flywheel.sources.otlp.connections import Protocol
+    from flywheel.sources.otlp.service import Service
+
+    class Server(uvicorn.Server):
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            """Signals belong to the daemon."""
+            yield
+
+    return Server(
+        uvicorn.Config(
+            Service(inbox.store, thread, token=token).app,
+            http=Protocol,
+            backlog=_BACKLOG,
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=STOP_SECONDS,
+        )
+    )
+
+
+def _host_and_port(listen: str) -> tuple[str, int]:
+    try:
+        return host_and_port(listen)
+    except ValueError as error:
+        raise ReceiverError("receive spans", str(error), "Correct `listen`.") from None
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    attempt = f"receive spans at {host}:{port}"
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise ReceiverError(
+            attempt, f"the host is not known ({error})", "Correct `listen`.", retryable=True
+        ) from error
+    # Of a name with both, clients try both: the older family is the one that is always there.
+    family, kind, protocol, _, address = sorted(found, key=lambda one: one[0] != socket.AF_INET)[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen(_BACKLOG)
+    except OSError as error:
+        bound.close()
+        retryable = error.errno == errno.EADDRINUSE
+        hint = _HINTS.get(error.errno or 0, "Correct `listen`.")
+        raise ReceiverError(attempt, error.strerror or str(error), hint, retryable=retryable) from error
+    bound.setblocking(False)
+    return bound

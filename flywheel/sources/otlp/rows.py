@@ -1,0 +1,218 @@
+"""Spans as rows of Studio's span table: what Studio itself would have stored, with exact times.
+
+Dotted attribute keys become nested objects, and attributes whose text is JSON become that JSON, as Studio does it;
+except for texts that read as a number, true or false: an answer "1e3" must stay what the agent said.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import orjson
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+from flywheel.nested import dig
+from flywheel.sources.otlp import conventions
+from flywheel.sources.otlp.bounds import MAX_VALUES
+from flywheel.sources.otlp.inbox import COLUMNS, Row
+
+_TRACE_ID_BYTES: Final = 16
+_SPAN_ID_BYTES: Final = 8
+_LATEST_NS: Final = 10**19
+"""Times from here on, in the year 2286, the reader takes for garbage."""
+_LARGEST: Final = 2**63
+"""The numbers that SQLite can hold are smaller."""
+_DEEP: Final = 100
+_TOLD_REASONS: Final = 5
+
+
+class SpanError(ValueError):
+    """A span that cannot be stored."""
+
+
+@dataclass(slots=True)
+class Rows:
+    """The spans of a request: rows to store, and how many spans were refused, with the first reasons."""
+
+    accepted: list[Row] = field(default_factory=list)
+    rejected: int = 0
+    reasons: list[str] = field(default_factory=list)
+
+    @property
+    def why(self) -> str:
+        more = self.rejected - len(self.reasons)
+        return "; ".join((*self.reasons, *([f"and {more} more"] if more else [])))
+
+
+def rows_of(request: ExportTraceServiceRequest) -> Rows:
+    """Every span of a request as a row or as a refusal."""
+    rows = Rows()
+    nested = _Nested()
+    for of_resource in request.resource_spans:
+        resource = {"attributes": nested(of_resource.resource.attributes)}
+        for of_scope in of_resource.scope_spans:
+            scope = {
+                "name": of_scope.scope.name,
+                "version": of_scope.scope.version,
+                "attributes": nested(of_scope.scope.attributes),
+            }
+            for span in of_scope.spans:
+                try:
+                    rows.accepted.append(_row(span, resource, scope, nested))
+                except SpanError as error:
+                    rows.rejected += 1
+                    if len(rows.reasons) < _TOLD_REASONS:
+                        rows.reasons.append(f"span {span.span_id.hex() or '?'} ({span.name[:80]}): {error}")
+    return rows
+
+
+class _Nested:
+    """Attributes as Studio nests them; of two that claim one place, the later has it.
+
+    Text that is JSON becomes its value, as long as the texts of one request hold no more values than are accepted.
+    Behind that, and where a value has more levels than can be written, it stays text, which the reader takes too.
+    """
+
+    def __init__(self) -> None:
+        self._left = MAX_VALUES
+
+    def __call__(self, pairs: Iterable[KeyValue]) -> dict[str, Any]:
+        nested: dict[str, Any] = {}
+        for pair in pairs:
+            value = _value(pair.value)
+            *path, last = pair.key.split(".")
+            place = nested
+            for name in path:
+                inner = place.get(name)
+                if not isinstance(inner, dict):
+                    inner = place[name] = {}
+                place = inner
+            place[last] = self._loaded(value) if isinstance(value, str) else value
+        return nested
+
+    def _loaded(self, text: str) -> Any:
+        if text.lstrip()[:1] not in ("{", "[", '"') and text.strip() != "null":
+            return text
+        openings = text.count("[") + text.count("{")
+        values = openings + text.count(",")
+        if values > self._left:
+            return text
+        try:
+            value = orjson.loads(text)
+            if openings > _DEEP:
+                orjson.dumps(value)
+        except (orjson.JSONDecodeError, orjson.JSONEncodeError):
+            return text
+        self._left -= values
+        return value
+
+
+def _row(span: Span, resource: dict[str, Any], scope: dict[str, Any], nested: _Nested) -> Row:
+    span_id = _identifier(span.span_id, _SPAN_ID_BYTES, "span id")
+    start, end = _time(span.start_time_unix_nano, "start"), _time(span.end_time_unix_nano, "end")
+    attributes = nested(span.attributes)
+    events = [_event(event, nested) for event in span.events]
+    conventions.complete(attributes, events)
+    gen_ai = attributes.get("gen_ai")
+    tokens = [_count(dig(gen_ai, "usage", name)) for name in ("input_tokens", "output_tokens")]
+    values = {
+        "id": span_id,
+        "traceId": _identifier(span.trace_id, _TRACE_ID_BYTES, "trace id"),
+        "spanId": span_id,
+        "traceState": span.trace_state,
+        "parentSpanId": _identifier(span.parent_span_id, _SPAN_ID_BYTES, "parent span id")
+        if any(span.parent_span_id)  # all zero is how some write that there is none
+        else "",
+        "flags": span.flags,
+        "name": span.name,
+        "kind": span.kind,
+        "startTimeUnixNano": str(start),
+        "endTimeUnixNano": str(end),
+        "attributes": _json(attributes, "attributes"),
+        "droppedAttributesCount": span.dropped_attributes_count,
+        "events": _json(events, "events"),
+        "droppedEventsCount": span.dropped_events_count,
+        "links": _json([_link(link, nested) for link in span.links], "links"),
+        "droppedLinksCount": span.dropped_links_count,
+        "status": _json({"code": span.status.code, "message": span.status.message}, "status"),
+        "resource": _json(resource, "resource"),
+        "scope": _json(scope, "scope"),
+        "statusCode": span.status.code,
+        "serviceName": _text(dig(resource, "attributes", "service", "name")),
+        "operationName": conventions.operation(attributes),
+        "instrumentationName": _text(dig(scope, "attributes", "server", "name")),
+        "instrumentationVersion": _text(dig(scope, "attributes", "server", "version")),
+        "model": _text(dig(gen_ai, "request", "model")),
+        "inputTokens": tokens[0],
+        "outputTokens": tokens[1],
+        "totalTokens": None if tokens == [None, None] else min(sum(count or 0 for count in tokens), _LARGEST - 1),
+        "conversationId": conventions.conversation(attributes),
+        "latencyNs": float(end - start),
+    }
+    return [values[column] for column in COLUMNS]
+
+
+def _identifier(raw: bytes, length: int, name: str) -> str:
+    if len(raw) != length or not any(raw):
+        raise SpanError(f"its {name} is not {length} bytes, or all zero")
+    return raw.hex()
+
+
+def _time(ns: int, name: str) -> int:
+    if not 0 < ns < _LATEST_NS:
+        raise SpanError(f"it has no {name} time" if ns == 0 else f"its {name} time is out of range")
+    return ns
+
+
+def _event(event: Span.Event, nested: _Nested) -> dict[str, Any]:
+    return {
+        "name": event.name,
+        "time": str(event.time_unix_nano),
+        "attributes": nested(event.attributes),
+        "droppedAttributesCount": event.dropped_attributes_count,
+    }
+
+
+def _link(link: Span.Link, nested: _Nested) -> dict[str, Any]:
+    return {
+        "traceId": link.trace_id.hex(),
+        "spanId": link.span_id.hex(),
+        "traceState": link.trace_state,
+        "flags": link.flags,
+        "attributes": nested(link.attributes),
+        "droppedAttributesCount": link.dropped_attributes_count,
+    }
+
+
+def _value(value: AnyValue) -> Any:
+    match value.WhichOneof("value"):
+        case "array_value":
+            return [_value(item) for item in value.array_value.values]
+        case "kvlist_value":
+            return {pair.key: _value(pair.value) for pair in value.kvlist_value.values}
+        case "bytes_value":
+            return base64.b64encode(value.bytes_value).decode()
+        case None:
+            return None
+        case chosen:
+            return getattr(value, chosen)
+
+
+def _json(value: Any, name: str) -> str:
+    try:
+        return orjson.dumps(value).decode()
+    except orjson.JSONEncodeError as error:
+        raise SpanError(f"its {name} cannot be written as JSON: {error}") from error
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _LARGEST else None

@@ -1,0 +1,234 @@
+"""The spans of one trace as a tree: who called whom, which spans belong to which agent, who answered the user.
+
+Roles. An agent below another agent was called by it (as a tool): nested. Agents beside each other under one root that
+is no agent's ran after each other: a pipeline, whose last stage the user sees. Two cases look like a pipeline and are
+none: agents that overlap in time are a fan-out, and an agent that is handed something new, neither the answer of one
+before it nor what another one was asked, is the next turn of a conversation that the application wrapped into one
+span.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from enum import StrEnum
+from typing import Final
+
+from msgspec import Struct
+
+from flywheel.sources.studio import attributes as at
+from flywheel.sources.studio.messages import text_of
+from flywheel.sources.studio.reprs import ReprError
+from flywheel.sources.studio.span import Span, SpanKind, in_order
+from flywheel.trace import SpanStatus
+
+QUOTED: Final = 24
+"""Characters from which on a user's message does not hold an answer by chance; about "Paris" one may ask further."""
+
+
+class Role(StrEnum):
+    ROOT = "root"
+    NESTED = "nested"
+    STAGE = "stage"
+    LAST = "last"
+
+
+class Placement(Struct, frozen=True):
+    """An agent span's role; `asked` is the span whose input is what the user asked."""
+
+    role: Role
+    asked: Span
+
+
+class Tree:
+    """`spans` by id. `buried` are ids of spans that exist but could not be read."""
+
+    def __init__(self, spans: Mapping[str, Span], buried: Collection[str] = ()) -> None:
+        self.spans = spans
+        ordered = sorted(spans.values(), key=in_order)
+        self._is_plain = _is_plain(ordered)
+        """Whether one agent, at the top, called everything else by itself. Most traces are no more than that."""
+        self._children: dict[str, list[Span]] = {}
+        if self._is_plain:
+            self.agents = ordered[:1]
+            self._children[ordered[0].span_id] = ordered[1:]
+        else:
+            self.agents = [span for span in ordered if span.kind is SpanKind.AGENT]
+            """The agent spans in the order they began."""
+            for span in ordered:
+                if span.parent_id:
+                    self._children.setdefault(span.parent_id, []).append(span)
+        self.missing = {
+            parent: under for parent, under in self._children.items() if parent not in spans and parent not in buried
+        }
+        """Ids that spans name as their parent and that are not there, with those spans."""
+        self.missing_agents = {parent: under for parent, under in self.missing.items() if _is_agents(under)}
+        """The missing parents that must be agents."""
+        self._placements: dict[str, Placement] | None = None
+
+    def cyclic(self) -> list[Span]:
+        """The spans that are their own ancestors."""
+        if self._is_plain:
+            return []
+        seen: set[str] = set()
+        circles: set[str] = set()
+        for span in self.spans.values():
+            line: dict[str, None] = {}
+            above: Span | None = span
+            while above is not None and above.span_id not in seen:
+                seen.add(above.span_id)
+                line[above.span_id] = None
+                above = self.spans.get(above.parent_id)
+            if above is not None and above.span_id in line:
+                way = list(line)
+                circles.update(way[way.index(above.span_id) :])
+        return [span for span in self.spans.values() if span.span_id in circles]
+
+    def own(self, agent_id: str) -> list[Span]:
+        """The spans of one agent in the order they began, without those of agents it called as tools.
+
+        A reply that only delegates to its superclass is two spans of one agent, one right below the other: the inner
+        spans belong to both.
+        """
+        if self._is_plain:
+            return self._children[agent_id]
+        agent = self.spans.get(agent_id)
+        found: list[Span] = []
+        waiting = list(self._children.get(agent_id, ()))
+        seen = {agent_id}
+        while waiting:
+            span = waiting.pop()
+            if span.span_id in seen:
+                continue
+            seen.add(span.span_id)
+            if span.kind is SpanKind.AGENT:
+                if agent is None or span.parent_id != agent_id or not _is_delegated(agent, span):
+                    continue
+            else:
+                found.append(span)
+            waiting += self._children.get(span.span_id, ())
+        found.sort(key=in_order)
+        return found
+
+    def placement(self, agent: Span) -> Placement:
+        """The role of an agent span."""
+        if self._is_plain:
+            return Placement(Role.ROOT, agent)
+        if self._placements is None:
+            self._placements = self._placed()
+        return self._placements[agent.span_id]
+
+    def _placed(self) -> dict[str, Placement]:
+        placed: dict[str, Placement] = {}
+        beside: dict[str, list[Span]] = {}
+        known: dict[str, tuple[Span, bool]] = {}
+        for agent in self.agents:
+            top, is_below_agent = self._above(agent, known)
+            if is_below_agent or self._below_missing_agent(top, agent):
+                placed[agent.span_id] = Placement(Role.NESTED, agent)
+            else:
+                beside.setdefault(top.parent_id or top.span_id, []).append(agent)
+        for agents in beside.values():
+            placed |= _pipeline(agents)
+        return placed
+
+    def _above(self, span: Span, known: dict[str, tuple[Span, bool]]) -> tuple[Span, bool]:
+        """The span at the top of the ancestors, and whether one of them is an agent; `known` has some already."""
+        line: list[Span] = []
+        here = span
+        while here.span_id not in known:
+            parent = self.spans.get(here.parent_id)
+            if parent is None:
+                known[here.span_id] = (here, False)
+                break
+            line.append(here)
+            here = parent
+        for below in reversed(line):
+            top, is_below_agent = known[here.span_id]
+            known[below.span_id] = (top, is_below_agent or here.kind is SpanKind.AGENT)
+            here = below
+        return known[span.span_id]
+
+    def _below_missing_agent(self, top: Span, agent: Span) -> bool:
+        """Whether the trace ends above `agent` where an agent must have been that never arrived."""
+        if not top.parent_id or top.parent_id not in self.missing:
+            return False
+        others = (child for children in self.missing_agents.values() for child in children if child is not top)
+        return top.parent_id in self.missing_agents or any(child.started_ns <= agent.started_ns for child in others)
+
+
+def _is_plain(ordered: Sequence[Span]) -> bool:
+    if not ordered or ordered[0].kind is not SpanKind.AGENT or ordered[0].parent_id:
+        return False
+    top = ordered[0].span_id
+    return all(span.parent_id == top and span.kind is not SpanKind.AGENT for span in ordered[1:])
+
+
+def _is_agents(children: list[Span]) -> bool:
+    """Whether the spans below a missing one are such as only an agent has: model calls, tools, formatters."""
+    return any(child.kind is not SpanKind.AGENT and child.kind is not SpanKind.OTHER for child in children)
+
+
+def _is_delegated(agent: Span, below: Span) -> bool:
+    """Whether the agent right below is the same one: another of that name has an id of its own."""
+    ids = {at.agent_id(agent), at.agent_id(below)} - {""}
+    return len(ids) < 2 and at.agent_name(agent) == at.agent_name(below)
+
+
+class _Stage(Struct, frozen=True):
+    """An agent beside others: what it was handed, as roles and texts, and what it answered."""
+
+    span: Span
+    name: str
+    handed: list[tuple[str, str]]
+    answer: str
+
+    def follows(self, earlier: _Stage) -> bool:
+        """Whether this one works on from what `earlier` answered or was asked, rather than from what came next."""
+        said = earlier.answer
+        if not said or earlier.span.ended_ns > self.span.started_ns:
+            return False
+        if not self.handed:
+            # It answers what it has observed: another agent's answer, or its own user.
+            return earlier.name != self.name
+        for role, text in self.handed:
+            if text == said or ((role == "assistant" or len(said) >= QUOTED) and said in text):
+                return True
+            if earlier.name != self.name and any(
+                asked and (asked == text or (len(asked) >= QUOTED and asked in text)) for _, asked in earlier.handed
+            ):
+                # A router sends the same question on; a classifier's finding is put before it.
+                return True
+        return False
+
+
+def _stage(agent: Span) -> _Stage:
+    try:
+        output = at.agent_output(agent)
+        handed = [(str(message.get("role")), _plain(text_of(message))) for message in at.agent_input(agent)]
+    except ReprError:
+        # It costs its own reply, which is told elsewhere.
+        return _Stage(agent, at.agent_name(agent), [("user", "")], "")
+    answer = _plain(text_of(output)) if output and agent.status is not SpanStatus.ERROR else ""
+    return _Stage(agent, at.agent_name(agent), handed, answer)
+
+
+def _plain(text: str) -> str:
+    """A text without what is often changed when it is handed on."""
+    return " ".join(text.casefold().split())
+
+
+def _pipeline(agents: list[Span]) -> dict[str, Placement]:
+    """The roles of agents beside each other, given in the order they began."""
+    stages = [_stage(agent) for agent in agents]
+    asked: dict[str, Span] = {}
+    went_on: set[str] = set()
+    for place, stage in enumerate(stages):
+        before = [earlier for earlier in stages[:place] if stage.follows(earlier)]
+        went_on |= {earlier.span.span_id for earlier in before}
+        asked[stage.span.span_id] = asked[before[0].span.span_id] if before else stage.span
+    placed: dict[str, Placement] = {}
+    for agent in agents:
+        first = asked[agent.span_id]
+        role = Role.STAGE if agent.span_id in went_on else Role.ROOT if first is agent else Role.LAST
+        placed[agent.span_id] = Placement(role, agent if role is Role.STAGE else first)
+    return placed

@@ -1,0 +1,251 @@
+"""How a verdict's form is asked for: by the best means that the endpoint has, learned once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from flywheel.config import JudgeSettings
+from flywheel.judge.client import JudgeClient
+from flywheel.judge.endpoint import Endpoint
+from flywheel.judge.grader import Grader
+from flywheel.judge.response_formats import MONTH_SECONDS, Learned, Means, names
+from flywheel.rubric import Rubric
+from flywheel.verdict import Exchange, Outcome
+from tests.judge_server import JudgeServer, nonce_of
+
+RUBRIC = Rubric.model_validate(
+    {"id": "test", "criteria": [{"id": "correct", "value": "It is right."}, {"id": "clear", "value": "It is clear."}]}
+)
+GOOD = Exchange("What is 3 plus 4?", "\\boxed{7}")
+BAD = Exchange("What is 3 plus 4?", "seven")
+Make = Callable[..., Grader]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    monkeypatch.setenv("OPENAI_API_KEY", "the-key")
+    monkeypatch.setattr(Endpoint, "_wait", lambda *_: 0.0)
+    made: list[Grader] = []
+
+    def make(judge: JudgeServer, rubric: Rubric = RUBRIC, learned: Learned | None = None, **settings: Any) -> Grader:
+        given = JudgeSettings(**{"model": "m", "base_url": judge.base_url, "max_attempts": 2, **settings})
+        made.append(Grader(rubric, given, JudgeClient(given, learned)))
+        return made[-1]
+
+    yield make
+    for grader in made:
+        grader.close()
+
+
+def means(judge: JudgeServer) -> list[str]:
+    return [
+        "schema" if "response_format" in request else "tool" if "tools" in request else "text"
+        for request in judge.requests
+    ]
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "asked"),
+    [
+        ("good", ["schema", "schema", "schema"]),
+        ("no schema", ["schema", "tool", "tool", "tool"]),
+        ("no schema, no tools", ["schema", "tool", "text", "text", "text"]),
+        # The refusal does not say what it is about: words are tried, and since they work it was the schema.
+        ("refuses silently", ["schema", "text", "tool", "tool"]),
+        # The reply shows that nobody looked at the schema, but it carries the nonce: it is used, and not asked again.
+        ("ignoring, prose", ["schema", "schema", "schema"]),
+        ("ignoring, without nonce", ["schema", "tool", "text", "text", "text", "text", "text", "text"]),
+    ],
+)
+def test_the_best_means_that_are_left(make: Make, behaviour: str, asked: list[str]) -> None:
+    with JudgeServer(behaviour=behaviour) as judge:
+        outcomes = {make_verdict.outcome for make_verdict in map(make(judge).grade, [GOOD] * 3)}
+    assert means(judge) == asked
+    assert outcomes == {Outcome.UNDECIDED if "without nonce" in behaviour else Outcome.ACCEPTED}
+
+
+def test_a_tool_call_is_forced_and_read(make: Make) -> None:
+    with JudgeServer(behaviour="no schema") as judge:
+        grader = make(judge)
+        assert grader.grade(GOOD).outcome is Outcome.ACCEPTED
+        assert grader.grade(BAD).outcome is Outcome.REJECTED
+    tool = judge.requests[-1]
+    assert tool["tool_choice"]["function"]["name"] == tool["tools"][0]["function"]["name"] == "verdict"
+    assert tool["tools"][0]["function"]["parameters"]["required"] == ["criteria", "check"]
+
+
+def test_what_was_learned_outlives_the_process(make: Make) -> None:
+    with JudgeServer(behaviour="no schema, no tools") as judge:
+        first = make(judge)
+        first.grade(GOOD)
+        later = Learned()
+        later.restore(first.client.learned.snapshot())
+        assert make(judge, learned=later).grade(GOOD).outcome is Outcome.ACCEPTED
+        assert means(judge) == ["schema", "tool", "text", "text"]
+        make(judge, learned=later, model="another").grade(GOOD)
+        assert means(judge)[4:] == ["schema", "tool", "text"], "it is learned of one model"
+
+
+def test_what_was_learned_is_forgotten_after_a_month() -> None:
+    now = [1e9]
+    learned = Learned(lambda: now[0])
+    assert learned.note("m at http://x", Means.SCHEMA)
+    assert not learned.note("m at http://x", Means.SCHEMA)
+    assert learned.means("m at http://x") == [Means.TOOL, Means.TEXT]
+    now[0] += MONTH_SECONDS + 1
+    assert learned.means("m at http://x") == list(Means)
+
+
+@pytest.mark.parametrize("stored", ["", "{", "[]", '{"x": 3}', '{"x": {"schema": "y"}}', "null"])
+def test_a_broken_snapshot_is_nothing(stored: str) -> None:
+    learned = Learned()
+    learned.note("x", Means.TOOL)
+    learned.restore(stored)
+    assert learned.means("x") == [Means.SCHEMA, Means.TEXT]
+
+
+def test_the_retry_shows_what_was_wrong_by_the_means_that_are_left(make: Make) -> None:
+    with JudgeServer(behaviour=["no schema, no tools"] * 3 + ["missing criterion", "good"]) as judge:
+        grader = make(judge)
+        grader.grade(GOOD)
+        verdict = grader.grade(GOOD)
+    assert (verdict.outcome, verdict.calls) == (Outcome.ACCEPTED, 2)
+    assert "missing: correct" in judge.requests[-1]["messages"][-1]["content"]
+    assert means(judge)[-2:] == ["text", "text"]
+
+
+@pytest.mark.parametrize("behaviour", ["fenced", "broken json", "prose"])
+def test_words_are_read_in_fences_prose_and_broken_json(make: Make, behaviour: str) -> None:
+    with JudgeServer(behaviour=["no schema, no tools", "no schema, no tools", behaviour, behaviour]) as judge:
+        grader = make(judge)
+        good = grader.grade(GOOD)
+        bad = grader.grade(BAD)
+    assert (good.outcome, bad.outcome) == (Outcome.ACCEPTED, Outcome.REJECTED), (good.error, bad.error)
+    assert (good.calls, bad.calls) == (1, 1)
+
+
+def test_parameters_that_are_not_known_are_left_out_from_then_on(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    twice = RUBRIC.model_copy(update={"judge": RUBRIC.judge.model_copy(update={"repeats": 2})})
+    with JudgeServer(behaviour="no seed") as judge:
+        assert make(judge, twice).grade(GOOD).outcome is Outcome.ACCEPTED
+        assert make(judge, twice).grade(GOOD).outcome is Outcome.ACCEPTED
+    assert ["seed" in request for request in judge.requests] == [False, True, False] * 2
+    with JudgeServer(behaviour="newer") as judge:
+        grader = make(judge)
+        for _ in range(2):
+            assert grader.grade(GOOD).outcome is Outcome.ACCEPTED
+    assert [request.get("max_tokens") for request in judge.requests] == [2048, None, None]
+    assert [request.get("max_completion_tokens") for request in judge.requests] == [None, 2048, 2048]
+    assert "takes no max_tokens" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "behaviour", ["no temperature", "no max_tokens", "no system message", "breaks on a system message"]
+)
+def test_a_judge_that_refuses_a_parameter_is_asked_without(make: Make, behaviour: str) -> None:
+    with JudgeServer(behaviour=behaviour) as judge:
+        grader = make(judge)
+        for _ in range(2):
+            assert grader.grade(GOOD).outcome is Outcome.ACCEPTED
+    assert judge.calls == 3, "it is learned once"
+    last = judge.requests[-1]
+    assert ("temperature" in last) is (behaviour != "no temperature")
+    assert ("max_tokens" in last) is (behaviour != "no max_tokens")
+    assert [each["role"] for each in last["messages"]] == (
+        ["user"] if "system message" in behaviour else ["system", "user"]
+    )
+    assert "response_format" in last, "that was not refused"
+
+
+def test_a_server_that_breaks_where_others_refuse_is_asked_by_other_means(make: Make) -> None:
+    with JudgeServer(behaviour="breaks on schema and tools") as judge:
+        grader = make(judge)
+        for _ in range(2):
+            assert grader.grade(GOOD).outcome is Outcome.ACCEPTED
+    assert judge.calls == 4, "one each for schema and tools, and the two that were answered"
+
+
+def test_a_failure_that_names_nothing_that_was_sent_is_a_failure(make: Make) -> None:
+    with JudgeServer(behaviour=["500", "breaks on a system message", "500", "good"]) as judge:
+        verdict = make(judge, max_attempts=4).grade(GOOD)
+    assert verdict.outcome is Outcome.ACCEPTED
+    assert judge.requests[-1]["messages"][0]["role"] == "system"
+
+
+@pytest.mark.parametrize(
+    ("said", "what"),
+    [
+        ("Unsupported parameter: 'temperature' is not supported with this model.", "temperature"),
+        ("'temperature' is deprecated for this model.", "temperature"),
+        ("temperature: must be between 0 and 1", ""),
+        ("Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead.", "max_tokens"),
+        ("'max_tokens' or 'max_completion_tokens' is too large: 9. This model's maximum context length is 8.", ""),
+        ("max_tokens is too large: 2048. This model supports at most 1024 completion tokens", ""),
+        ("Conversation roles must alternate user/assistant/user/assistant/...", "system"),
+        ("Only user and assistant roles are supported!", "system"),
+        ("Developer instruction is not enabled for models/gemma-3-27b-it", "system"),
+        ("the operating system failed", ""),
+    ],
+)
+def test_a_refusal_names_a_parameter_or_its_value(said: str, what: str) -> None:
+    assert [each for each in ("temperature", "max_tokens", "system") if names(said, each)] == ([what] if what else [])
+
+
+def test_each_call_has_a_nonce_of_its_own_and_one_schema(make: Make) -> None:
+    with JudgeServer() as judge:
+        grader = make(judge)
+        for _ in range(5):
+            grader.grade(GOOD)
+    assert len({nonce_of(request) for request in judge.requests}) == 5
+    assert len({str(request["response_format"]) for request in judge.requests}) == 1, "servers compile and keep it"
+
+
+def test_one_call_for_each_criterion(make: Make) -> None:
+    each = RUBRIC.model_copy(update={"judge": RUBRIC.judge.model_copy(update={"per_criterion": True})})
+    with JudgeServer() as judge:
+        verdict = make(judge, each).grade(GOOD)
+        assert make(judge, each).preview(GOOD) > make(judge).preview(GOOD)
+    assert [result.criterion for result in verdict.results] == ["correct", "clear"]
+    assert (verdict.calls, verdict.prompt_tokens) == (2, 200)
+    asked = [
+        request["response_format"]["json_schema"]["schema"]["properties"]["criteria"] for request in judge.requests
+    ]
+    assert [list(criteria["properties"]) for criteria in asked] == [["correct"], ["clear"]]
+    assert "- clear:" not in judge.requests[0]["messages"][0]["content"]
+
+
+def test_one_unreadable_criterion_of_several_calls_is_no_verdict_but_is_billed(make: Make) -> None:
+    each = RUBRIC.model_copy(update={"judge": RUBRIC.judge.model_copy(update={"per_criterion": True})})
+    with JudgeServer(behaviour=["good", "unknown choice", "unknown choice"]) as judge:
+        verdict = make(judge, each).grade(GOOD)
+    assert (verdict.outcome, verdict.score, verdict.results) == (Outcome.UNDECIDED, None, ())
+    assert (verdict.calls, verdict.prompt_tokens) == (3, 300)
+
+
+def test_a_stream_that_nobody_asked_for_is_read(make: Make) -> None:
+    with JudgeServer(behaviour="streamed") as judge:
+        grader = make(judge)
+        good, bad = grader.grade(GOOD), grader.grade(BAD)
+    assert (good.outcome, bad.outcome) == (Outcome.ACCEPTED, Outcome.REJECTED)
+    assert (good.calls, good.prompt_tokens, good.completion_tokens) == (1, 100, 20)
+
+
+def test_a_billed_error_is_billed_and_not_asked_again(make: Make) -> None:
+    with JudgeServer(behaviour="billed error object") as judge:
+        verdict = make(judge).grade(GOOD)
+    assert (verdict.outcome, verdict.calls, verdict.prompt_tokens) == (Outcome.UNDECIDED, 1, 100)
+    assert judge.calls == 1
+
+
+def test_a_huge_body_is_not_read_to_its_end(make: Make) -> None:
+    with JudgeServer(behaviour="huge") as judge:
+        verdict = make(judge).grade(GOOD)
+    assert (verdict.outcome, judge.calls) == (Outcome.UNDECIDED, 1)
+    assert "larger than" in verdict.error

@@ -1,0 +1,354 @@
+"""Task files on their way into the ledger: each task once, and the books balanced."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from sqlalchemy import select, update
+
+from flywheel.config import Config, parse
+from flywheel.daemon.ingestion import Ingestion
+from flywheel.diagnostics.audit import compare_sources
+from flywheel.diagnostics.audit_findings import Compared
+from flywheel.sources.connector import SourceReport
+from flywheel.store import audit
+from flywheel.store.database import Store
+from flywheel.store.schema import replies, tasks
+from tests.samples import reply
+from tests.sources.jsonl.reading import line
+
+
+def config(tmp_path: Path, path: Path) -> Config:
+    return parse({"sources": [{"type": "jsonl", "path": str(path)}], "state": {"dir": "state"}}, "test", tmp_path)
+
+
+async def ingest(tmp_path: Path, path: Path, *, passes: int = 1) -> list[SourceReport]:
+    """Some passes of one process; the last one's reports."""
+    settings = config(tmp_path, path)
+    store = await Store.open(settings.state_dir)
+    ingestion = Ingestion(store, settings)
+    try:
+        for _ in range(passes):
+            reports = await ingestion.run(final=True)
+        assert (await store.read(audit.balance)).balanced
+    finally:
+        await ingestion.close()
+        await store.close()
+    return reports
+
+
+async def compared(tmp_path: Path, path: Path) -> Compared:
+    """The only source of the state against the ledger."""
+    settings = config(tmp_path, path)
+    store = await Store.open(settings.state_dir)
+    try:
+        [found] = await compare_sources(store, settings)
+    finally:
+        await store.close()
+    return found
+
+
+def exported(tmp_path: Path) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in (tmp_path / "state" / "tasks.jsonl").read_bytes().splitlines()]
+
+
+async def test_agentjet_tasks_without_ids_stay_apart_and_come_once(tmp_path: Path) -> None:
+    path = tmp_path / "agentjet.jsonl"
+    told = [
+        {
+            "task_id": "no_id",
+            "main_query": f"q{n}",
+            "init_messages": [],
+            "env_type": "no_env",
+            "metadata": {"answer": "a"},
+        }
+        for n in range(700)
+    ]
+    path.write_text("".join(json.dumps(task) + "\n" for task in [*told, *told[:50], {"main_query": "no answer"}]))
+    [report] = await ingest(tmp_path, path, passes=2)
+    assert (report.schema, report.error) == ("jsonl", None)
+    assert (report.counts.tasks, dict(report.counts.skipped), report.counts.dead) == (700, {"no_answer": 1}, 0)
+    [report] = await ingest(tmp_path, path)
+    assert (report.new, report.counts.replies) == (0, 701)
+    assert {task["main_query"] for task in exported(tmp_path)} == {task["main_query"] for task in told}
+    assert len(exported(tmp_path)) == 700
+
+
+async def test_files_of_a_directory_come_and_go(tmp_path: Path) -> None:
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    assert await ingest(tmp_path, folder) == []
+    (folder / "b.jsonl").write_bytes(line(1) + b"nonsense\n")
+    (folder / "a.jsonl").write_bytes(line(2) + line(1))
+    reports = await ingest(tmp_path, folder)
+    assert [report.path.name for report in reports] == ["a.jsonl", "b.jsonl"]
+    assert [(report.counts.replies, report.counts.dead) for report in reports] == [(2, 0), (2, 1)]
+    # The same task in two files is one.
+    assert len(exported(tmp_path)) == 2
+    (folder / "a.jsonl").rename(folder / "c.jsonl")
+    (folder / "b.jsonl").unlink()
+    assert [report.path.name for report in await ingest(tmp_path, folder)] == ["c.jsonl"]
+    assert len(exported(tmp_path)) == 2
+
+
+async def test_a_file_whose_name_is_no_text_costs_itself(tmp_path: Path) -> None:
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    (folder / "good.jsonl").write_bytes(line(1))
+    misnamed = Path(os.fsdecode(os.fsencode(folder) + b"/\xff.jsonl"))
+    misnamed.write_bytes(line(2))
+    good, bad = await ingest(tmp_path, folder)
+    assert (good.path.name, good.counts.tasks, good.error) == ("good.jsonl", 1, None)
+    assert "not UTF-8: b'\\xff.jsonl'. Rename it" in str(bad.error)
+    misnamed.rename(folder / "renamed.jsonl")
+    assert [report.new for report in await ingest(tmp_path, folder)] == [0, 1]
+
+
+async def test_what_was_exported_is_read_back_into_another_state(tmp_path: Path) -> None:
+    from flywheel.batch import entry_of
+
+    first = tmp_path / "exported.jsonl"
+    first.write_bytes(b"".join(entry_of(reply(number), "/a.sqlite").line + b"\n" for number in range(20)))
+    [report] = await ingest(tmp_path, first)
+    assert report.new == 20
+    before = {task["task_id"]: task for task in map(json.loads, first.read_text().splitlines())}
+    for task in exported(tmp_path):
+        told = before[task["task_id"]]
+        assert task["init_messages"] == told["init_messages"]
+        assert task["metadata"]["conversation_id"] == told["metadata"]["conversation_id"]
+        assert task["metadata"]["started_at"] == told["metadata"]["started_at"]
+
+
+async def test_a_missing_file_is_an_error_of_its_source(tmp_path: Path) -> None:
+    [report] = await ingest(tmp_path, tmp_path / "nowhere.jsonl")
+    assert "No such file" in str(report.error)
+    (tmp_path / "nowhere.jsonl").write_bytes(line(1))
+    [report] = await ingest(tmp_path, tmp_path / "nowhere.jsonl")
+    assert (report.error, report.new) == (None, 1)
+
+
+@pytest.mark.parametrize("conversation", [None, "", "unknown"])
+async def test_answers_to_one_question_are_on_one_side(tmp_path: Path, conversation: str | None) -> None:
+    path = tmp_path / "tasks.jsonl"
+    metadata = {} if conversation is None else {"conversation_id": conversation}
+    rows = [{"question": f"q{n}", "answer": answer, "metadata": metadata} for n in range(30) for answer in "ab"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    await ingest(tmp_path, path)
+    store = await Store.view(tmp_path / "state")
+    found = await store.read(lambda conn: conn.execute(select(tasks.c.payload, tasks.c.split)).all())
+    await store.close()
+    sides: dict[str, set[str]] = {}
+    for payload, split in found:
+        sides.setdefault(payload["question"], set()).add(split)
+    assert len(found) == 60
+    assert all(len(side) == 1 for side in sides.values())
+    assert len(set.union(*sides.values())) == 2
+
+
+def told(own: str, question: str, answer: str | None = "a", **more: Any) -> dict[str, Any]:
+    return {"task_id": own, "question": question, "answer": answer, **more}
+
+
+def write(path: Path, *lines: dict[str, Any]) -> None:
+    path.write_text("".join(json.dumps(each) + "\n" for each in lines))
+
+
+def add(path: Path, *lines: dict[str, Any]) -> None:
+    with path.open("a") as out:
+        out.writelines(json.dumps(each) + "\n" for each in lines)
+
+
+def asked(tmp_path: Path) -> dict[str, str]:
+    """The exported questions and answers by their ids."""
+    return {task["task_id"]: f"{task['question']} {task['answer']}" for task in exported(tmp_path)}
+
+
+async def test_two_files_that_number_their_tasks_alike_lose_none(tmp_path: Path) -> None:
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    for name in ("gsm", "law"):
+        write(folder / f"{name}.jsonl", *(told(str(n), f"{name} {n}") for n in (1, 2, 3)))
+    reports = await ingest(tmp_path, folder)
+    assert sum(report.new for report in reports) == 6
+    assert [len(report.warnings) for report in reports].count(1) == 1
+    found = asked(tmp_path)
+    assert sorted(found.values()) == sorted(f"{name} {n} a" for name in ("gsm", "law") for n in (1, 2, 3))
+    assert {"1", "2", "3"} < set(found)
+    # The same again, from the beginning and in other places, is nothing new.
+    for name in ("gsm", "law"):
+        text = (folder / f"{name}.jsonl").read_text()
+        (folder / f"{name}.jsonl").unlink()
+        (folder / f"again-{name}.jsonl").write_text(text)
+    assert [report.new for report in await ingest(tmp_path, folder)] == [0, 0]
+    assert asked(tmp_path) == found
+
+
+@pytest.mark.parametrize("answers", ["a", "ab"])
+async def test_an_id_on_many_lines_of_a_file_loses_none(tmp_path: Path, answers: str) -> None:
+    path = tmp_path / "tasks.jsonl"
+    lines = [told("math", f"q{n}", answer) for n in range(700) for answer in answers]
+    write(path, *lines)
+    [report] = await ingest(tmp_path, path)
+    assert (report.new, report.counts.replies) == (len(lines), len(lines))
+    assert report.warnings == (
+        "some lines have the task_id of another task: each is a task of its own, named by a hash",
+    )
+    assert asked(tmp_path)["math"] == "q0 a"
+    add(path, told("math", "another"), told("math", "q1"))
+    assert [report.new for report in await ingest(tmp_path, path)] == [1]
+    write(path, *reversed(lines))
+    assert [report.new for report in await ingest(tmp_path, path)] == [0]
+    assert len(exported(tmp_path)) == len(lines) + 1
+
+
+async def test_a_line_with_the_same_to_say_is_the_same_task_whatever_is_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    write(path, told("x", "q"), told("x", "q", metadata={"model": "m"}))
+    [report] = await ingest(tmp_path, path)
+    assert (report.new, report.counts.replies, report.warnings) == (1, 1, ())
+    add(path, told("x", "q", metadata={"model": "n"}), told("x", "q"))
+    [report] = await ingest(tmp_path, path)
+    assert (report.new, report.counts.replies, report.warnings) == (0, 1, ())
+
+
+async def test_an_edited_line_is_another_task_and_the_earlier_one_stays(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    write(path, told("x", "q", "wrong"), told("y", "r"))
+    await ingest(tmp_path, path)
+    write(path, told("x", "q", "right"), told("y", "r"))
+    for new in (1, 0):
+        assert [report.new for report in await ingest(tmp_path, path)] == [new]
+    found = asked(tmp_path)
+    assert (found.pop("x"), found.pop("y")) == ("q wrong", "r a")
+    assert list(found.values()) == ["q right"]
+
+
+async def test_a_line_without_an_answer_takes_no_task_away_and_may_get_one(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    write(path, told("x", "q"), told("x", "other", None), told("y", "r", None))
+    [report] = await ingest(tmp_path, path)
+    assert (report.counts.tasks, dict(report.counts.skipped)) == (1, {"no_answer": 1})
+    assert report.warnings == ("some lines that are no tasks have the task_id of a task: they add nothing",)
+    add(path, told("x", "third", None), told("y", "r"))
+    [report] = await ingest(tmp_path, path)
+    assert (report.counts.tasks, dict(report.counts.skipped)) == (2, {})
+    assert asked(tmp_path) == {"x": "q a", "y": "r a"}
+
+
+async def test_a_line_whose_answer_came_later_is_counted_once_however_often_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    # Of two lines without an answer, the second is no earlier form of the task.
+    lines = [told("x", "q", None), told("x", "other", None), told("x", "q")]
+    write(path, *lines)
+    [report] = await ingest(tmp_path, path)
+    assert (report.counts.tasks, dict(report.counts.skipped), report.warnings) == (1, {"no_answer": 1}, ())
+    for beside in (1, 2):
+        write(path, told("z", "z", beside=beside), *lines)
+        assert (await compared(tmp_path, path)).missing == []
+        [report] = await ingest(tmp_path, path)
+        assert (report.counts.tasks, dict(report.counts.skipped)) == (2, {"no_answer": 1})
+        found = await compared(tmp_path, path)
+        assert (found.problems, found.in_ledger, found.not_read_yet, found.gone) == ([], 3, 0, 0)
+
+
+async def test_the_task_of_another_file_is_not_told_by_a_line_that_says_something_else(tmp_path: Path) -> None:
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    write(folder / "a.jsonl", told("x", "q", None))
+    await ingest(tmp_path, folder)
+    write(folder / "b.jsonl", told("x", "q", "b"))
+    await ingest(tmp_path, folder)
+    write(folder / "a.jsonl", told("z", "z"), told("x", "q", None), told("x", "q", "a"))
+    assert sum(report.new for report in await ingest(tmp_path, folder)) == 2
+    assert sorted(asked(tmp_path).values()) == ["q a", "q b", "z a"]
+
+
+async def test_an_older_state_gets_no_doubles_and_what_it_lost(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    write(path, told("x", "q1"), told("y", "r"))
+    await ingest(tmp_path, path)
+    store = await Store.open(tmp_path / "state")
+    await store.write(lambda conn: conn.execute(update(replies).values(content=None)))
+    await store.close()
+    write(path, told("x", "q1"), told("x", "q2"), told("y", "r"))
+    assert [report.new for report in await ingest(tmp_path, path)] == [1]
+    assert sorted(asked(tmp_path).values()) == ["q1 a", "q2 a", "r a"]
+
+
+async def test_redaction_keeps_lines_the_same(tmp_path: Path) -> None:
+    chain = tmp_path / "chain.yaml"
+    chain.write_text(
+        json.dumps({"id": "c", "filters": [{"type": "pii", "params": {"action": "redact", "kinds": ["email"]}}]})
+    )
+    path = tmp_path / "tasks.jsonl"
+    lines = [told("x", "mail a@example.org"), told("x", "mail b@example.org please")]
+    write(path, *lines)
+    for chained in (None, chain):
+        settings = parse(
+            {
+                "sources": [{"type": "jsonl", "path": str(path)}],
+                "state": {"dir": "state"},
+                **({"filter": {"chain": str(chained)}} if chained else {}),
+            },
+            "test",
+            tmp_path,
+        )
+        store = await Store.open(settings.state_dir)
+        ingestion = Ingestion(store, settings)
+        [report] = await ingestion.run(final=True)
+        await ingestion.close()
+        await store.close()
+        assert report.new == (0 if chained else 2)
+        write(path, {**lines[1]}, lines[0])
+
+
+@pytest.mark.parametrize("between", [0, 1200])
+async def test_what_differs_in_redacted_data_alone_is_one_task_wherever_it_stands(
+    tmp_path: Path, between: int
+) -> None:
+    chain = tmp_path / "chain.yaml"
+    chain.write_text(json.dumps({"id": "c", "filters": [{"type": "pii", "params": {"kinds": ["email"]}}]}))
+    path = tmp_path / "tasks.jsonl"
+    lines = [told("x", f"mail {name}@example.org") for name in ("ann", "bob")]
+    lines[1:1] = [told(f"y{n}", "q") for n in range(between)]
+    write(path, *lines)
+    settings = config(tmp_path, path)
+    settings = settings.model_copy(update={"filter": settings.filter.model_copy(update={"chain": chain})})
+    store = await Store.open(settings.state_dir)
+    ingestion = Ingestion(store, settings)
+    try:
+        [before] = await compare_sources(store, settings)
+        [report] = await ingestion.run(final=True)
+        [after] = await compare_sources(store, settings)
+    finally:
+        await ingestion.close()
+        await store.close()
+    assert (report.new, report.counts.replies) == (1 + between, 1 + between)
+    assert (before.not_read_yet, before.problems) == (1 + between, [])
+    assert (after.in_ledger, after.not_read_yet, after.problems, after.gone) == (1 + between, 0, [], 0)
+
+
+async def test_a_directory_of_many_files_takes_few_threads(tmp_path: Path) -> None:
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for number in range(60):
+        (folder / f"{number}.jsonl").write_text(
+            f'{{"question": "What is {number} plus 1?", "answer": "{number + 1}"}}\n'
+        )
+    settings = config(tmp_path, folder)
+    store = await Store.open(settings.state_dir)
+    ingestion = Ingestion(store, settings)
+    before, opened = threading.active_count(), psutil.Process().num_fds()
+    reports = await asyncio.gather(*(intake.read(final=True) for intake in ingestion.intakes()))
+    assert threading.active_count() - before <= 20
+    assert psutil.Process().num_fds() - opened <= 20
+    assert [(report.counts.tasks, report.error) for report in reports] == [(1, None)] * 60
+    await ingestion.close()
+    await store.close()

@@ -1,0 +1,431 @@
+"""Each complete line once, however the file is written, torn, rotated, truncated and rewritten."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flywheel.errors import SourceError
+from flywheel.sources.jsonl import file as line_file
+from flywheel.sources.jsonl import reader as line_reader
+from flywheel.sources.jsonl.file import MAX_LINE, files_of
+from flywheel.sources.jsonl.reader import LinesReader
+from flywheel.sources.jsonl.record import entry_of_line
+from tests.sources.jsonl.reading import Stored, asked, line
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "tasks.jsonl"
+
+
+@pytest.fixture
+def reader(path: Path) -> Iterator[LinesReader]:
+    reader = LinesReader(path)
+    yield reader
+    reader.close()
+
+
+def append(path: Path, *parts: bytes) -> None:
+    with path.open("ab") as out:
+        out.write(b"".join(parts))
+
+
+def test_what_is_appended_comes_once(path: Path, reader: LinesReader) -> None:
+    stored = Stored(path)
+    append(path, line(1), line(2))
+    assert stored.read(reader) == asked(1, 2)
+    assert (reader.schema, reader.identity) == ("jsonl", stored.cursor.identity)
+    assert stored.cursor.rowid == path.stat().st_size
+    assert stored.read(reader) == []
+    append(path, line(3))
+    assert stored.read(reader) == asked(3)
+    assert stored.read() == []
+    assert stored.cursor.generation == 0
+    assert reader.longest_read_ms > 0
+
+
+def test_a_pass_over_an_unchanged_file_brings_nothing_to_store(path: Path, reader: LinesReader) -> None:
+    stored = Stored(path)
+    append(path, line(1))
+    stored.read(reader)
+    assert list(reader.read(stored.cursor)) == []
+
+
+def test_an_empty_file_is_known_by_its_identity(path: Path, reader: LinesReader) -> None:
+    stored = Stored(path)
+    path.touch()
+    assert stored.read(reader) == []
+    assert stored.cursor.identity == reader.identity != ""
+    assert list(reader.read(stored.cursor)) == []
+
+
+def test_a_line_without_a_line_end_waits_and_is_told_about(path: Path, reader: LinesReader) -> None:
+    stored = Stored(path)
+    append(path, line(1), line(2).strip())
+    assert stored.read(reader) == asked(1)
+    assert stored.warnings == []
+    assert stored.read(reader) == []
+    assert "without a line end" in stored.warnings[0]
+    append(path, b"\n")
+    assert stored.read(reader) == asked(2)
+
+
+def test_a_final_pass_takes_a_last_line_that_is_whole(path: Path) -> None:
+    stored = Stored(path)
+    append(path, line(1), line(2).strip())
+    assert stored.read(final=True) == asked(1, 2)
+    append(path, b"\n", line(3)[:20])
+    assert stored.read(final=True) == []
+    append(path, line(3)[20:])
+    assert stored.read(final=True) == asked(3)
+    assert (stored.dead, stored.cursor.generation) == ([], 0)
+
+
+def test_pages_are_small_and_each_has_its_cursor(path: Path, reader: LinesReader) -> None:
+    append(path, *(line(number) for number in range(1200)))
+    batches = list(reader.read(Stored(path).cursor))
+    assert [len(batch.entries) for batch in batches] == [500, 500, 200]
+    again = Stored(path)
+    again.take(batches[0])
+    again.entries.clear()
+    assert again.read() == asked(*range(500, 1200))
+
+
+def test_a_page_ends_early_when_its_lines_are_long(path: Path, reader: LinesReader) -> None:
+    append(path, *(line(number, note="x" * (1 << 20)) for number in range(12)))
+    batches = list(reader.read(Stored(path).cursor))
+    assert [len(batch.entries) for batch in batches] == [4, 4, 4]
+
+
+def test_a_file_that_was_moved_away_is_read_to_its_end_first(path: Path, reader: LinesReader) -> None:
+    stored = Stored(path)
+    append(path, line(1))
+    stored.read(reader)
+    append(path, line(2), line(3)[:-1])
+    path.rename(path.with_suffix(".1"))
+    with pytest.raises(SourceError, match="No such file"):
+        stored.read(reader)
+    append(path.with_suffix(".1"), b"\n")
+    append(path, line(4))
+    assert stored.read(reader) == asked(3, 4)
+    assert [entry.key for entry in stored.entries] == list(dict.fromkeys(entry.key for entry in stored.entries))
+    assert len(stored.entries) == 4
+    assert stored.cursor.generation == 1
+
+
+def test_what_a_moved_file_leaves_torn_is_a_dead_row(path: Path, reader: LinesReader) -> None:
+    stored = Stored(path)
+    append(path, line(1), line(2)[:12])
+    stored.read(reader)
+    path.rename(path.with_suffix(".1"))
+    append(path, line(3))
+    assert stored.read(reader) == asked(3)
+    assert [row.excerpt for row in stored.dead] == [line(2)[:12].decode()]
+
+
+def test_a_file_that_is_gone_for_a_while_goes_on_where_it_was(path: Path, reader: LinesReader) -> None:
+    stored = Stored(path)
+    append(path, line(1), line(2)[:12])
+    stored.read(reader)
+    path.rename(path.with_suffix(".away"))
+    with pytest.raises(SourceError) as raised:
+        stored.read(reader)
+    assert raised.value.retryable
+    path.with_suffix(".away").rename(path)
+    append(path, line(2)[12:])
+    assert stored.read(reader) == asked(2)
+    assert (stored.dead, stored.cursor.generation) == ([], 0)
+
+
+def test_a_deleted_file_is_let_go_of(path: Path, reader: LinesReader) -> None:
+    stored = Stored(path)
+    append(path, line(1))
+    stored.read(reader)
+    append(path, line(2))
+    path.unlink()
+    with pytest.raises(SourceError):
+        stored.read(reader)
+    assert [entry.key for entry in stored.entries] == [entry.key for entry in stored.entries[:2]]
+    assert not [
+        fd for fd in Path("/proc/self/fd").iterdir() if "(deleted)" in _target(fd) and path.name in _target(fd)
+    ]
+    append(path, line(3))
+    assert stored.read(reader) == asked(3)
+
+
+def _target(fd: Path) -> str:
+    try:
+        return str(fd.readlink())
+    except OSError:
+        return ""
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["same reader", "new reader"])
+def test_rotation_truncation_and_rewriting_start_over(path: Path, reader: LinesReader, *, again: bool) -> None:
+    stored = Stored(path)
+    own = reader if again else None
+    append(path, line(1), line(2))
+    stored.read(own)
+    # Truncated in place, as logrotate's copytruncate does, and shorter than before.
+    path.write_bytes(line(3))
+    assert stored.read(own) == asked(3)
+    # Rewritten in place, and longer than before.
+    path.write_bytes(line(4) + line(5) + line(6))
+    assert stored.read(own) == asked(4, 5, 6)
+    # Rewritten in place with the same length and the same last line.
+    path.write_bytes(line(7) + line(5) + line(6))
+    assert stored.read(own) == asked(7, 5, 6)
+    # Rewritten in place, with the same first line.
+    path.write_bytes(line(7) + line(6) + line(5) + line(6))
+    assert stored.read(own) == asked(7, 6, 5, 6)
+    # Replaced by another file.
+    path.with_suffix(".new").write_bytes(line(8) + line(5) + line(6))
+    path.with_suffix(".new").replace(path)
+    assert stored.read(own) == asked(8, 5, 6)
+    path.write_bytes(b"")
+    assert stored.read(own) == []
+    append(path, line(9))
+    assert stored.read(own) == asked(9)
+    assert stored.cursor.generation == 6
+
+
+def test_the_same_line_is_the_same_entry_but_for_the_time_of_reading(path: Path) -> None:
+    append(path, line(1))
+    first, second = Stored(path), Stored(path)
+    first.read()
+    second.read()
+    [one], [two] = first.entries, second.entries
+    assert (one.key, one.content, one.trace_id) == (two.key, two.content, two.trace_id)
+
+
+POISON = [
+    b"{",
+    b"nonsense",
+    b"7",
+    b"[]",
+    b"null",
+    b'{"question": "q", "answer": NaN}',
+    b"\xff\xfe\x00",
+    b'{"question": "\xff", "answer": "a"}',
+    b'{"question": ["q"], "answer": "a"}',
+    b'{"question": "q", "answer": {"text": "a"}}',
+    b'{"question": "q", "answer": true}',
+    b'{"prompt": 7}',
+    b'{"messages": "hello"}',
+    b'{"messages": ["hello"]}',
+    b'{"messages": [{"content": "no role"}]}',
+    b'{"messages": [{"role": "user", "content": 7}]}',
+    b'{"messages": [{"role": "user", "content": [7]}]}',
+    b'{"question": "q", "answer": "a", "metadata": []}',
+    b"[" * 100_000,
+    b'{"a":' * 100_000,
+]
+
+
+def test_a_bad_line_costs_itself(path: Path) -> None:
+    append(path, line(1), *(bad + b"\n" + line(place + 2) for place, bad in enumerate(POISON)))
+    stored = Stored(path)
+    assert stored.read() == asked(*range(1, len(POISON) + 2))
+    assert len(stored.dead) == len(POISON)
+    assert len({row.span_id for row in stored.dead}) == len(POISON)
+    assert all(row.span_id.startswith(f"line at byte {row.rowid} ") and row.error for row in stored.dead)
+    assert all(len(row.excerpt) <= 2000 for row in stored.dead)
+    again = Stored(path)
+    again.read()
+    assert again.dead == stored.dead
+
+
+def test_a_line_that_is_nested_very_deeply_holds_up_no_other(path: Path) -> None:
+    deep = b'{"question": "q", "answer": "a", "tools": [{"f": ' + b"[" * 980 + b"]" * 980 + b"}]}\n"
+    path.write_bytes(line(1) + deep + line(2))
+    stored = Stored(path)
+    assert stored.read() == asked(1, 2)
+    assert [row.error for row in stored.dead] == [
+        f"line at byte {len(line(1))}: it is nested more than 254 levels deep"
+    ]
+
+
+def test_a_line_that_breaks_the_reading_holds_up_no_other(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(text: bytes, *given: Any) -> Any:
+        if b'"poison"' in text:
+            raise KeyError("x")
+        return entry_of_line(text, *given)
+
+    monkeypatch.setattr("flywheel.sources.jsonl.reader.entry_of_line", breaks)
+    path.write_bytes(line(1) + b'"poison"\n' + line(2))
+    stored = Stored(path)
+    assert stored.read() == asked(1, 2)
+    assert [row.error for row in stored.dead] == [
+        f"line at byte {len(line(1))}: KeyError: 'x'. This is a defect; please report it."
+    ]
+
+
+def test_another_bad_line_at_the_same_place_is_another_dead_row(path: Path) -> None:
+    stored = Stored(path)
+    append(path, b"nonsense\n")
+    stored.read()
+    path.write_bytes(b"hokum\n")
+    stored.read()
+    assert len({row.span_id for row in stored.dead}) == 2
+
+
+def test_a_line_of_100_mb_costs_itself_and_no_memory(path: Path, reader: LinesReader) -> None:
+    import tracemalloc
+
+    piece = b"x" * (1 << 20)
+    append(path, line(1), b'{"question": "', *([piece] * 100))
+    stored = Stored(path)
+    tracemalloc.start()
+    try:
+        assert stored.read(reader) == asked(1)
+        assert stored.read(reader) == []
+        assert "without a line end" in stored.warnings[0]
+        append(path, b'"}\n', line(2))
+        assert stored.read(reader) == asked(2)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert [row.error for row in stored.dead] == [f"line at byte {len(line(1))}: it is longer than 16 MiB"]
+    assert peak < 6 * MAX_LINE
+    assert stored.read() == []
+    assert stored.cursor.generation == 0
+
+
+def test_a_long_line_that_waits_is_not_looked_through_again(
+    path: Path, reader: LinesReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line_file, "MAX_LINE", 1000)
+    monkeypatch.setattr(line_reader, "MAX_LINE", 1000)
+    stored = Stored(path)
+    append(path, line(1), b"y" * 50_000)
+    stored.read(reader)
+
+    def forbidden(self: object, start: int) -> Iterator[object]:
+        raise AssertionError("read again")
+
+    with monkeypatch.context() as during:
+        during.setattr(line_file.LineFile, "lines", forbidden)
+        stored.read(reader)
+    append(path, b"\n", line(2))
+    assert stored.read(reader) == asked(2)
+    assert len(stored.dead) == 1
+
+
+def test_blank_lines_windows_line_ends_and_a_byte_order_mark_are_no_trouble(path: Path) -> None:
+    append(path, b"\xef\xbb\xbf", line(1).replace(b"\n", b"\r\n"), b"\n   \n", line(2))
+    stored = Stored(path)
+    assert stored.read() == asked(1, 2)
+    assert stored.dead == []
+
+
+def test_the_files_of_a_directory(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.jsonl", "c.json", ".hidden.jsonl", "b.jsonl.1"):
+        (tmp_path / name).touch()
+    (tmp_path / "folder.jsonl").mkdir()
+    assert files_of(tmp_path) == [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    assert files_of(tmp_path / "c.json") == [tmp_path / "c.json"]
+    with pytest.raises(SourceError, match=r"nowhere.*No such file.*Correct the source's path"):
+        files_of(tmp_path / "nowhere")
+
+
+def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        reader = LinesReader(path)
+        with pytest.raises(SourceError):
+            list(reader.read(Stored(path).cursor))
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_every_complete_line_comes_exactly_once(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Lines and nonsense are appended torn at any byte, files are rotated, readers die with batches not stored."""
+    path = tmp_path_factory.mktemp("lines") / "tasks.jsonl"
+    kinds = data.draw(st.lists(st.sampled_from(["task", "unicode", "bad", "blank"]), max_size=30))
+    lines = []
+    for number, kind in enumerate(kinds, start=1):
+        lines.append(
+            {
+                "task": line(number),
+                "unicode": line(number, note="é😀\u2028\x85"),
+                "bad": b"bad \x00\xff" + str(number).encode() + b"\n",
+                "blank": b" \r\n",
+            }[kind]
+        )
+    whole = b"".join(lines)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=12)))
+    rotations = set(data.draw(st.lists(st.integers(1, 12), max_size=2)))
+    pages = data.draw(st.sampled_from([1, 3, 500]))
+    pieces = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
+    stored, reader = Stored(path), LinesReader(path)
+    path.touch()
+    with pytest.MonkeyPatch.context() as during:
+        during.setattr(line_reader, "PAGE_LINES", pages)
+        during.setattr(line_file, "_PIECE", data.draw(st.sampled_from([1, 7, 64, 1 << 20])))
+        for place, piece in enumerate(pieces):
+            ended = path.read_bytes().endswith(b"\n")
+            if place in rotations and ended:
+                # A reader that lives through a rotation has the old file open; one that does not has read it.
+                stored.read(reader)
+                path.rename(path.with_name(f"{place}.old"))
+                path.touch()
+            append(path, piece)
+            match data.draw(st.sampled_from(["wait", "read", "die", "restart"])):
+                case "read":
+                    stored.read(reader)
+                case "die":
+                    for batch in reader.read(stored.cursor):
+                        if data.draw(st.booleans()):
+                            break
+                        stored.take(batch)
+                    reader.close()
+                    reader = LinesReader(path)
+                    stored.read(reader)
+                case "restart":
+                    stored.read(reader)
+                    reader.close()
+                    reader = LinesReader(path)
+        stored.read(reader)
+    reader.close()
+    tasks = [place + 1 for place, kind in enumerate(kinds) if kind in ("task", "unicode")]
+    found = [entry.key for entry in stored.entries]
+    assert len(found) == len(tasks)
+    assert len(set(found)) == len(tasks)
+    assert [b"bad" in row.excerpt.encode() for row in stored.dead] == [True] * kinds.count("bad")
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (gzip.compress(b'{"question": "q", "answer": "a"}\n' * 50), "gzip"),
+        (bz2.compress(b'{"question": "q", "answer": "a"}\n' * 50), "bzip2"),
+        (lzma.compress(b'{"question": "q", "answer": "a"}\n' * 50), "xz"),
+        ('{"question": "q", "answer": "a"}\n'.encode("utf-16"), "UTF-16"),
+    ],
+)
+def test_a_file_in_another_format_is_one_error_and_read_once_it_is_lines(
+    path: Path, content: bytes, what: str
+) -> None:
+    path.write_bytes(content)
+    stored = Stored(path)
+    reader = LinesReader(path)
+    for _ in range(2):
+        with pytest.raises(SourceError, match=what) as refused:
+            stored.read(reader)
+    assert refused.value.condition == "not lines"
+    assert (stored.entries, stored.dead) == ([], [])
+    path.write_text('{"question": "q", "answer": "a"}\n')
+    assert stored.read(reader) == ["q"]
+    reader.close()

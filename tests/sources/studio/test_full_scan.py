@@ -1,0 +1,31 @@
+"""A look at a whole database holds a few traces at a time, fewer where their rows are large."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flywheel.sources.studio import full_scan
+from flywheel.sources.studio.full_scan import Census
+from tests.sources.studio.writer import Studio, agent
+
+
+@pytest.mark.parametrize(("letters", "groups"), [(10, range(2, 8)), (20_000, range(20, 120))])
+def test_groups_are_smaller_where_rows_are_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, letters: int, groups: range
+) -> None:
+    monkeypatch.setattr(full_scan, "_FIRST_ROWS", 10)
+    monkeypatch.setattr(full_scan, "_BYTES_AT_ONCE", 100_000)
+    studio = Studio(tmp_path / "studio.sqlite")
+    studio.write(*(agent(f"a{number}", "q", "x" * letters, trace=f"t{number}") for number in range(100)))
+    sizes = []
+    names: list[str] = []
+    with Census(studio.path) as looked:
+        looked.list_rows()
+        for group in looked.groups():
+            names += [trace.trace_id for trace in group.traces]
+            sizes.append(sum(len(row) for trace in group.traces for row in trace.rows.values()))
+    assert names == [f"t{number}" for number in range(100)]
+    assert len(sizes) in groups
+    assert max(sizes[1:]) < 130_000

@@ -1,0 +1,284 @@
+"""A long history on its way: converted here or in a process, it arrives in order, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flywheel.batch import Batch, joined
+from flywheel.config import Config, parse
+from flywheel.daemon.ingestion import Ingestion
+from flywheel.errors import StudioError
+from flywheel.sources import studio_connector
+from flywheel.sources.studio import conversion_process, page, scan, uncommitted
+from flywheel.sources.studio import reader as reading
+from flywheel.sources.studio_connector import StudioFeed
+from flywheel.store import checkpoints
+from flywheel.store.database import Store
+from flywheel.trace import Cursor
+from tests.sources.studio.writer import (
+    DATA,
+    Studio,
+    agent,
+    chat,
+    empty_like,
+    insert,
+    message,
+    part,
+    renamed,
+)
+
+
+@pytest.fixture(autouse=True)
+def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is otherwise long."""
+    monkeypatch.setattr(page, "PAGE_ROWS", 10)
+    monkeypatch.setattr(page, "HOLD_SECONDS", 60.0)
+    monkeypatch.setattr(reading, "STEP_ROWS", 20)
+    monkeypatch.setattr(scan, "NEAR_ROWS", 5)
+    monkeypatch.setattr(studio_connector, "LONG_ROWS", 40)
+    monkeypatch.setattr(studio_connector, "TOGETHER", 1)
+
+
+def config_of(path: Path, folder: Path) -> Config:
+    return parse({"state": {"dir": "state"}, "sources": [{"path": str(path)}]}, "the test's", folder)
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[Store]:
+    store = await Store.open(tmp_path / "state")
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def feed(store: Store, tmp_path: Path) -> AsyncIterator[StudioFeed]:
+    path = DATA / "new_v2.sqlite"
+    feed = StudioFeed(path, config_of(path, tmp_path), store)
+    yield feed
+    await feed.close()
+
+
+async def batches_of(feed: StudioFeed) -> list[Batch]:
+    batches = [batch async for batch in feed.read(1, Cursor(), final=True)]
+    feed.forget()
+    return batches
+
+
+async def test_whoever_converts_the_batches_are_the_same(feed: StudioFeed, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    for long_rows, enough in ((10**9, 0), (40, 0), (40, 1), (40, 10**9)):
+        monkeypatch.setattr(studio_connector, "LONG_ROWS", long_rows)
+        monkeypatch.setattr(studio_connector, "ENOUGH", enough)
+        told.append(await batches_of(feed))
+    assert told[1:] == told[:1] * 3
+    cursors = [batch.cursor.rowid for batch in told[0] if batch.cursor is not None]
+    assert cursors == [*range(20, 247, 20), 247]
+    assert sum(len(batch.entries) for batch in told[0]) == 105
+
+
+@pytest.mark.parametrize("steps", [2, 5, 100])
+async def test_what_is_stored_together_is_what_would_be_stored_one_by_one(
+    feed: StudioFeed, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    alone = await batches_of(feed)
+    monkeypatch.setattr(studio_connector, "TOGETHER", steps)
+    together = await batches_of(feed)
+    assert len(alone) == 13
+    assert together == [joined(alone[start : start + steps]) for start in range(0, 13, steps)]
+    assert sum(len(batch.entries) for batch in together) == 105
+    assert together[-1].cursor == alone[-1].cursor
+
+
+async def test_a_source_that_fails_on_the_way_loses_nothing_of_what_was_read(
+    feed: StudioFeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = await batches_of(feed)
+    monkeypatch.setattr(studio_connector, "TOGETHER", 100)
+    read = feed.reader._pages
+    left = iter(range(4))
+
+    def pages(*args: Any, **options: Any) -> Any:
+        if next(left, None) is None:
+            raise StudioError("read it", "it is gone")
+        return read(*args, **options)
+
+    monkeypatch.setattr(feed.reader, "_pages", pages)
+    stored: list[Batch] = []
+    with pytest.raises(StudioError, match="it is gone"):
+        async for batch in feed.read(1, Cursor(), final=True):
+            stored.append(batch)
+    assert stored == [joined(whole[:4])]
+
+
+async def test_a_process_that_dies_ends_the_pass_and_the_next_goes_on(
+    feed: StudioFeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(studio_connector, "ENOUGH", 10**9)
+    whole = await batches_of(feed)
+    stored: list[Batch] = []
+    with pytest.raises(StudioError, match="has died"):
+        async for batch in feed.read(1, Cursor(), final=True):
+            stored.append(batch)
+            if len(stored) == 2:
+                assert feed.converter is not None
+                os.kill(feed.converter, signal.SIGKILL)
+    assert feed.converter is None
+    assert stored == whole[: len(stored)], "a whole prefix"
+    cursor = stored[-1].cursor
+    assert cursor is not None and cursor.rowid < 247
+    assert await batches_of(feed) == whole
+
+
+async def test_a_pass_that_is_left_leaves_no_process(feed: StudioFeed) -> None:
+    async with aclosing(feed.read(1, Cursor(), final=True)) as batches:
+        async for batch in batches:
+            if batch.cursor is not None and batch.cursor.rowid >= 60:
+                break
+        child = feed.converter
+    assert child is not None and feed.converter is None
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
+async def test_a_process_that_hangs_holds_up_nobody_who_leaves(
+    feed: StudioFeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(studio_connector, "ENOUGH", 10**9)
+    monkeypatch.setattr(studio_connector, "AHEAD", 3)
+    monkeypatch.setattr(conversion_process, "_UNDER_WAY", 1)
+    stopped = asyncio.Event()
+
+    async def read() -> None:
+        async with aclosing(feed.read(1, Cursor(), final=True)) as batches:
+            async for _ in batches:
+                if (child := feed.converter) is not None and not stopped.is_set():
+                    os.kill(child, signal.SIGSTOP)
+                    stopped.set()
+
+    reading = asyncio.create_task(read())
+    await stopped.wait()
+    # By now the reader's thread waits for room to ask.
+    done, _ = await asyncio.wait((reading,), timeout=1)
+    assert not done
+    reading.cancel()
+    done, _ = await asyncio.wait((reading,), timeout=60)
+    assert done and reading.cancelled() and feed.converter is None
+
+
+async def test_a_trace_that_is_met_again_in_a_first_pass_is_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its mark was stored in this very pass, long enough ago that only the ledger remembers it."""
+    monkeypatch.setattr(uncommitted, "MOST", 1)
+    asked = [message("system", part("s")), message("user", part("q"))]
+    studio = Studio(tmp_path / "studio.sqlite")
+    studio.write(
+        agent("a1", "q", "a", trace="again", ended=3),
+        *(agent(f"b{number}", trace=f"other {number}") for number in range(200)),
+        chat("late", asked, "a", parent="a1", trace="again", ended=2),
+        *(agent(f"c{number}", trace=f"more {number}") for number in range(30)),
+    )
+    store = await Store.open(tmp_path / "state")
+    ingestion = Ingestion(store, config_of(studio.path, tmp_path))
+    (intake,) = ingestion.intakes()
+    report = await intake.read(final=True)
+    assert (report.counts.replies, report.counts.dead, report.error) == (231, 0, None)
+    remembered = await store.read(checkpoints.marks_of, report.source_id, ["again"])
+    assert (remembered["again"].rowids, remembered["again"].is_open) == ((1, 202), False)
+    await ingestion.close()
+    await store.close()
+
+
+async def test_large_rows_are_not_read_far_ahead(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many steps as of small rows would be a hundred times the memory."""
+    monkeypatch.setattr(studio_connector, "LONG_ROWS", 10**9)
+    monkeypatch.setattr(studio_connector, "AHEAD_BYTES", 50_000)
+    monkeypatch.setattr(page, "PAGE_ROWS", 1)
+    monkeypatch.setattr(reading, "STEP_ROWS", 1)
+    monkeypatch.setattr(scan, "NEAR_ROWS", 1)
+    studio = Studio(tmp_path / "studio.sqlite")
+    studio.write(*(agent(f"a{number}", "q", "x" * 10_000, trace=f"t{number}") for number in range(30)))
+    feed = StudioFeed(studio.path, config_of(studio.path, tmp_path), store)
+    batches = feed.read(1, Cursor(), final=True)
+    told = 0
+    async for batch in batches:
+        told += len(batch.entries)
+        # Until the reader waits.
+        read = -1
+        while read < feed.progress.read:
+            read = feed.progress.read
+            await feed.in_thread(lambda: None)
+            await asyncio.sleep(0)
+        assert read - told <= 5, "a line is longer than 10,000 bytes"
+    assert told == 30
+    await feed.close()
+
+
+async def test_many_long_histories_have_few_processes_and_all_of_them_end(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon may begin with fifty of them."""
+    made: list[int] = []
+    at_once: list[int] = []
+
+    class Counted(conversion_process.ConversionProcess):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self.pid)
+            at_once.append(len(made))
+
+        def close(self) -> None:
+            super().close()
+            made.remove(self.pid)
+
+    monkeypatch.setattr(studio_connector, "ConversionProcess", Counted)
+    paths = [tmp_path / f"{number}.sqlite" for number in range(6)]
+    for number, path in enumerate(paths):
+        empty_like("new_v2", path)
+        insert(path, renamed("new_v2", number))
+    config = parse({"state": {"dir": "state"}, "sources": [{"path": str(path)} for path in paths]}, "t", tmp_path)
+    ingestion = Ingestion(store, config)
+    reports = await asyncio.gather(*(intake.read(final=True) for intake in ingestion.intakes()))
+    await ingestion.close()
+    assert [(report.counts.replies, report.error) for report in reports] == [(105, None)] * 6
+    assert 1 <= max(at_once) <= 2
+    assert made == []
+    assert ingestion._shares.room.taken == 0
+
+
+async def test_long_histories_take_turns_and_a_short_pass_waits_for_none(store: Store, tmp_path: Path) -> None:
+    """A pass that waits for its turn ends when everything is to end, and goes on with the next one."""
+    short = Studio(tmp_path / "short.sqlite")
+    short.write(agent("a1", "q", "a"))
+    sources = [{"path": str(DATA / "new_v2.sqlite")}, {"path": str(short.path)}]
+    ingestion = Ingestion(store, parse({"state": {"dir": "state"}, "sources": sources}, "the test's", tmp_path))
+    long, quick = ingestion.intakes()
+    turns = ingestion._shares.turns
+    for _ in range(4):
+        await turns.acquire()
+    stop = asyncio.Event()
+    reading = asyncio.create_task(long.read(final=True, stop=stop))
+    report = await asyncio.wait_for(quick.read(final=True, stop=stop), 60)
+    assert (report.counts.replies, report.error) == (1, None)
+    while long.feed.progress.read < 20:
+        await asyncio.sleep(0)
+    stop.set()
+    report = await asyncio.wait_for(reading, 60)
+    assert report.error is None
+    assert report.counts.replies < 105
+    for _ in range(4):
+        turns.release()
+    report = await asyncio.wait_for(long.read(final=True), 60)
+    assert (report.counts.replies, report.error) == (105, None)
+    assert ingestion._shares.room.taken == 0
+    await ingestion.close()

@@ -1,0 +1,232 @@
+"""Which side a conversation is on: the same for ever, and the same for those that begin alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Connection, func, select, update
+
+from flywheel.config import parse
+from flywheel.daemon.ingestion import Ingestion
+from flywheel.states import Split
+from flywheel.store import gate_tests, ledger, samples, signature_bands, splits
+from flywheel.store.database import Store
+from flywheel.store.lineage import why
+from flywheel.store.schema import openings as large_openings
+from flywheel.store.schema import recent_openings, tasks
+from flywheel.task import split_of
+from flywheel.trace import Reply
+from tests.samples import batch, reply
+from tests.sources.studio.writer import DATA
+
+QUESTION = "A train travels at 150 km/h for 7 hours. How many kilometres does it cover?"
+LIKE_IT = (
+    QUESTION.lower(),
+    f"Please: {QUESTION}",
+    QUESTION.replace(" ", "  "),
+    f"{QUESTION}\n",
+    QUESTION.replace("?", "  ??"),
+)
+OTHERS = (QUESTION.replace("150", "160"), "Who wrote the Odyssey?", "")
+
+
+def put(conn: Connection, *replies: Reply) -> None:
+    ledger.record_batch(conn, ledger.source_id(conn, "/a"), batch(*replies), train_ratio=0.5, split_seed=1)
+
+
+async def told(store: Store) -> dict[str, Split]:
+    rows = await store.read(lambda conn: conn.execute(select(tasks.c.payload, tasks.c.split)).all())
+    for payload, split in rows:
+        assert payload["metadata"]["split"] == split
+    return {payload["metadata"]["span_id"]: Split(split) for payload, split in rows}
+
+
+def by_hash(one: Reply) -> Split:
+    return split_of(one.conversation_id, one.trace_id, train_ratio=0.5, seed=1)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_near_duplicates_share_their_side_in_whatever_order_they_come(store: Store, at_once: bool) -> None:
+    first = [reply(n, query=QUESTION) for n in (1,)]
+    later = [reply(10 + 7 * n, query=text) for n, text in enumerate(LIKE_IT * 3)]
+    assert {by_hash(one) for one in later} == {Split.TRAIN, Split.HELD_OUT}, "the hash alone would part them"
+    for some in ([*first, *later],) if at_once else ([one] for one in (*first, *later)):
+        await store.write(put, *some)
+    assert set((await told(store)).values()) == {by_hash(first[0])}
+
+
+async def test_other_questions_are_decided_by_the_hash(store: Store) -> None:
+    many = [reply(n, query=text.replace("Odyssey", f"Odyssey {n}")) for n, text in enumerate(OTHERS * 8)]
+    many = [one for n, one in enumerate(many) if n % 3]
+    await store.write(put, *many)
+    wanted = {one.span_id: by_hash(one) for one in many if one.query}
+    found = await told(store)
+    assert {span: found[span] for span in wanted} == wanted
+
+
+async def test_a_later_turn_stays_with_its_conversation(store: Store) -> None:
+    one = reply(1, query=QUESTION, conversation_id="k")
+    await store.write(put, one)
+    more = [reply(n, conversation_id="k", turn=n, query=f"Now double that, {n}.") for n in range(2, 9)]
+    await store.write(put, *more)
+    assert set((await told(store)).values()) == {by_hash(one)}
+
+
+@pytest.mark.parametrize("portion", [1, 3, 60])
+async def test_a_template_is_no_duplicate(store: Store, monkeypatch: pytest.MonkeyPatch, portion: int) -> None:
+    """Repetitions among its members change nothing: each follows its own first one, and counts for nothing."""
+    many = [reply(n, query=QUESTION + "?" * n) for n in range(60)]
+    hashes = [by_hash(one) for one in many]
+    # Both the last that joins and the first that does not would be elsewhere by their hash.
+    most = next(n for n in range(5, 60) if hashes[n - 1] is hashes[n] is not hashes[0])
+    monkeypatch.setattr(splits, "TEMPLATE", most)
+    again = [reply(100 + n, query=one.query) for n, one in enumerate(many)]
+    for start in range(0, 60, portion):
+        await store.write(put, *many[start : start + portion], *again[start : start + portion])
+    found = await told(store)
+    assert {found[one.span_id] for one in many[:most]} == {hashes[0]}
+    assert [found[one.span_id] for one in many[most:]] == hashes[most:]
+    assert [found[one.span_id] for one in again] == [found[one.span_id] for one in many]
+
+
+@pytest.mark.parametrize("portion", [1, 7, 300])
+@pytest.mark.parametrize("query", [QUESTION, ""])
+async def test_exact_repeats_follow_their_first_however_many(store: Store, portion: int, query: str) -> None:
+    many = [reply(n, query=query) for n in range(300)]
+    assert {by_hash(one) for one in many} == {Split.TRAIN, Split.HELD_OUT}
+    for start in range(0, 300, portion):
+        await store.write(put, *many[start : start + portion])
+    assert set((await told(store)).values()) == {by_hash(many[0])}
+
+
+ANOTHER_PROMPT = {"history": ({"role": "system", "content": "You are terse."},)}
+ANOTHER_TOOL = {"tools": ({"type": "function", "function": {"name": "add"}},)}
+
+
+@pytest.mark.parametrize("other", [ANOTHER_PROMPT, ANOTHER_TOOL])
+async def test_only_what_is_the_same_in_prompt_tools_and_question_is_an_exact_repeat(
+    store: Store, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+) -> None:
+    """The rest is a near-repeat, of which `TEMPLATE` are one."""
+    monkeypatch.setattr(splits, "TEMPLATE", 1)
+    first = reply(1, query=QUESTION)
+    second = next(
+        one for n in range(2, 99) if by_hash(one := reply(n, query=QUESTION, **other)) is not by_hash(first)
+    )
+    for one in (first, second):
+        await store.write(put, one)
+    for n in range(100, 120):
+        await store.write(put, reply(n, query=QUESTION), reply(100 + n, query=QUESTION, **other))
+    found = await told(store)
+    assert {found[f"span{n:012d}"] for n in range(100, 120)} == {by_hash(first)}
+    assert {found[f"span{n:012d}"] for n in range(200, 220)} == {by_hash(second)}
+
+
+async def test_a_conversation_whose_later_turn_comes_first_follows_what_it_begins_with(store: Store) -> None:
+    begun = ({"role": "system", "content": "You do sums."}, {"role": "user", "content": QUESTION})
+    later = (*begun, {"role": "assistant", "content": "1050"})
+    await store.write(put, first := reply(1, query=QUESTION))
+    many = [reply(n, query="And back?", turn=1, history=later) for n in range(2, 12)]
+    assert {by_hash(one) for one in many} == {Split.TRAIN, Split.HELD_OUT}
+    await store.write(put, *many)
+    assert set((await told(store)).values()) == {by_hash(first)}
+
+
+async def gate_of(store: Store) -> set[str]:
+    """The span ids of the tasks that the gate may ask."""
+    await store.write(lambda conn: conn.execute(update(tasks).values(state="accepted")))
+    ids = [number for number, _ in await store.read(gate_tests.never_tested, 1000, ())]
+    rows = await store.read(
+        lambda conn: conn.execute(select(tasks.c.payload).where(tasks.c.id.in_(ids))).scalars().all()
+    )
+    assert len(ids) == await store.read(samples.count_held_out)
+    assert sum((await store.read(samples.count_left_out)).values()) == 2
+    return {payload["metadata"]["span_id"] for payload in rows}
+
+
+def on(side: Split, number: int, **values: Any) -> Reply:
+    """A reply whose conversation the hash puts on a side."""
+    return next(one for n in range(number, number + 99) if by_hash(one := reply(n, **values)) is side)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("trained_first", [True, False])
+async def test_a_held_out_task_that_is_repeated_in_training_leaves_the_gate(
+    store: Store, at_once: bool, trained_first: bool
+) -> None:
+    """Dialogues that share a conversation id are on its side, whatever they ask."""
+    trained = on(Split.TRAIN, 100, query="Who wrote the Odyssey?")
+    kept = on(Split.HELD_OUT, 300, query="Where is Ithaca?")
+    alike = [
+        reply(n, query=QUESTION, conversation_id=one.conversation_id)
+        for n, one in ((500, trained), (501, kept), (502, kept))
+    ]
+    other = reply(503, query="Where is Troy?", conversation_id=kept.conversation_id)
+    order = [trained, kept, other, *(alike if trained_first else alike[::-1])]
+    for some in (order,) if at_once else ([one] for one in order):
+        await store.write(put, *some)
+    found = await told(store)
+    assert [found[one.span_id] for one in alike] == [Split.TRAIN, Split.HELD_OUT, Split.HELD_OUT], "where they were"
+    assert await gate_of(store) == {kept.span_id, other.span_id}
+    await store.write(put, late := reply(504, query=QUESTION))
+    assert (await told(store))[late.span_id] is Split.TRAIN, "what is trained on already is followed"
+    for one in alike[1:]:
+        story = await store.read(why, one.span_id)
+        assert story is not None
+        (told_of,) = story["replies"][0]["task"]["left_out"]
+        assert told_of["why"] == "a conversation in training begins exactly as this held-out one does"
+
+
+async def test_those_that_joined_are_counted_without_a_look_at_the_others(store: Store) -> None:
+    plan = await store.read(
+        lambda conn: conn.exec_driver_sql(f"EXPLAIN QUERY PLAN {splits._FOLLOWERS}", ("k",)).all()
+    )
+    assert "conversations_joined" in str(plan)
+
+
+@pytest.mark.parametrize("recent", [0, 25, 10**6])
+async def test_what_begins_alike_is_found_wherever_it_is_kept(
+    store: Store, monkeypatch: pytest.MonkeyPatch, recent: int
+) -> None:
+    monkeypatch.setattr(signature_bands, "RECENT", recent)
+    texts = [f"{QUESTION} And what about number {n} of them?" for n in range(12)]
+    first = [reply(n, query=text) for n, text in enumerate(texts)]
+    later = [reply(100 + n, query=text.lower()) for n, text in enumerate(texts)]
+    assert any(by_hash(one) != by_hash(other) for one, other in zip(first, later, strict=True))
+    for one in (*first, *later):
+        await store.write(put, one)
+    kept = await store.read(
+        lambda conn: [
+            conn.execute(select(func.count()).select_from(table)).scalar_one()
+            for table in (recent_openings, large_openings)
+        ]
+    )
+    assert sum(kept) == 12 * 10 + 24 and kept[0] <= recent, "bands of the first ones alone, and how each begins"
+    assert (kept[1] > 0) is (recent < 144)
+    found = await told(store)
+    assert [found[one.span_id] for one in later] == [by_hash(one) for one in first]
+
+
+async def test_near_duplicates_of_the_fixtures(tmp_path: Path, store: Store) -> None:
+    config = parse(
+        {
+            "state": {"dir": str(tmp_path)},
+            # Here each dialogue is a conversation; with clients of 1.x, a whole run of them is one.
+            "sources": [{"path": str(DATA / "new_v2.sqlite")}],
+        },
+        "test",
+        tmp_path,
+    )
+    ingestion = Ingestion(store, config, export_tasks=False)
+    await ingestion.run(final=True)
+    await ingestion.close()
+    rows = await store.read(lambda conn: conn.execute(select(tasks.c.payload, tasks.c.split)).all())
+    sides_of: dict[str, set[str]] = {}
+    for payload, split in rows:
+        query = payload["main_query"].casefold().removeprefix("please: ")
+        key = "".join(char for char in query if char.isalnum() or char in "+*%/")
+        if payload["metadata"]["turn"] == 0:
+            sides_of.setdefault(key, set()).add(split)
+    assert {key: found for key, found in sides_of.items() if len(found) > 1} == {}

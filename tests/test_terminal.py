@@ -1,0 +1,48 @@
+"""Texts that would command a terminal are shown; everything else stays as it is."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flywheel import log
+from flywheel.terminal import disarmed
+
+ANY_TEXT = st.text(st.characters(codec=None, exclude_categories=()))
+
+
+@given(ANY_TEXT)
+def test_no_text_commands_a_terminal(text: str) -> None:
+    for safe in (disarmed(text), disarmed(text, one_line=True)):
+        safe.encode()
+        assert not [sign for sign in safe if sign < " " and sign not in "\n\t"]
+        assert not set(safe) & {*map(chr, range(0x7F, 0xA0)), "\u202e", "\u2066", "\u2028"}
+    assert "\n" not in disarmed(text, one_line=True)
+
+
+@pytest.mark.parametrize("text", ["two\nlines\tand a tab", "什么　是", "👩‍👩‍👧 नमस्ते می‌خواهم", "a\u00a0b", "", "�"])
+def test_what_people_write_stays(text: str) -> None:
+    assert disarmed(text) == text
+
+
+def test_a_command_is_shown() -> None:
+    assert disarmed("\x1b]0;x\x07\x7f\x9b2J\ud83d") == "␛]0;x␇␡�2J�"
+
+
+def test_every_text_of_a_report_is_looked_at() -> None:
+    told = {"a\x1b": ["\x1b", ("\x1b", 1, None)], "b": {"c": "\x1b\n"}}
+    assert disarmed(told) == {"a␛": ["␛", ["␛", 1, None]], "b": {"c": "␛\n"}}
+    assert disarmed(told, one_line=True)["b"] == {"c": "␛"}
+
+
+def test_what_is_logged_is_disarmed(capsys: pytest.CaptureFixture[str]) -> None:
+    before = logging.getLogger().handlers
+    try:
+        log.setup()
+        logging.getLogger("flywheel.test").warning("agent %s", "\x1b[2J")
+    finally:
+        logging.getLogger().handlers = before
+    assert "agent ␛[2J" in capsys.readouterr().err
