@@ -23,7 +23,7 @@ _variables: set[str] = set()
 _values: set[str] = set()
 
 
-def know_variable(name: str) -> None:
+def register_secret_variable(name: str) -> None:
     """An environment variable of this name holds a secret, or several as `k1|k2`."""
     _variables.add(name)
 

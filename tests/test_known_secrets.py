@@ -17,7 +17,7 @@ from flywheel import known_secrets, log
 from flywheel.config import parse
 from flywheel.daemon.worker_process import result_of
 from flywheel.errors import JudgeError, TrainError
-from flywheel.known_secrets import HIDDEN, environment, hidden, know, know_variable
+from flywheel.known_secrets import HIDDEN, environment, hidden, know, register_secret_variable
 from flywheel.python_process import PythonProcess
 from flywheel.round import LOG_FILE
 from flywheel.serving.client import Replica
@@ -121,7 +121,7 @@ def test_a_users_function_inherits_no_key_and_repeats_none(monkeypatch: pytest.M
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setenv("OF_THE_JUDGE", "another-secret")
     monkeypatch.setenv("MY_SETTING", "kept")
-    know_variable("OF_THE_JUDGE")
+    register_secret_variable("OF_THE_JUDGE")
     keep = PythonProcess(FUNCTION, Path("mine.py"), "keep", attempted="load it", seconds=60)
     said = keep({"do": "say", "key": KEY}).reason
     assert said is not None

@@ -40,7 +40,7 @@ LAYERS: dict[str, int] = {
     "yaml_place": 1,
     "python_source": 1,
     "python_process": 1,
-    "transport": 1,
+    "model_http_client": 1,
     "allocation": 1,
     "config": 2,
     "sources.studio": 3,

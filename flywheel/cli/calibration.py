@@ -31,18 +31,18 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
     """Judge the labels, store the outcome, and report it as one JSON object."""
     from flywheel.daemon.estimate import Estimator, cost_of
     from flywheel.daemon.judge_setup import chain_of, judge_settings
-    from flywheel.judge.alien import check_alien
     from flywheel.judge.budget import Budget, BudgetSpentError
     from flywheel.judge.calibration import calibrate
     from flywheel.judge.client import judge_of
     from flywheel.judge.grader import Grader
+    from flywheel.judge.independence import check_independence
     from flywheel.judge_usage import Purpose
     from flywheel.rubric.file import load_rubric
     from flywheel.store import calibrations, spending
     from flywheel.store.database import Store
 
     rubric = load_rubric(file, "Name a rubric in YAML.")
-    check_alien(config, rubric)
+    check_independence(config, rubric)
     # As tasks are judged: by the chain's `llm_evaluate`, too.
     settings = judge_settings(config, chain_of(config))
     # Opened before the judge is paid. A running daemon is not in the way: a row is added, and what was spent.
@@ -144,12 +144,12 @@ def _beyond(attempted: str, why: str) -> JudgeError:
 
 async def suggest(config: Config, labels: Path, name: str) -> str:
     """The text of a drafted rubric."""
-    from flywheel.judge.alien import check_alien
     from flywheel.judge.client import JudgeClient
+    from flywheel.judge.independence import check_independence
     from flywheel.judge.suggestion import draft
     from flywheel.store.database import Store
 
-    check_alien(config)
+    check_independence(config)
     store = await Store.open(config.state_dir)
     try:
         given = await _labels(labels, store)

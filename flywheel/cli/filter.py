@@ -213,8 +213,7 @@ async def _compare(wanted: _Wanted, against: Path) -> tuple[dict[str, Any], Flyw
     from flywheel.cli.counter import Counter
     from flywheel.daemon.estimate import Estimator, cost_of
     from flywheel.daemon.judging import Filtering
-    from flywheel.daemon.rubric_changes import changes
-    from flywheel.daemon.rubric_diff import DiffReport, RubricDiff
+    from flywheel.daemon.rubric_diff import DiffReport, RubricDiff, changes
     from flywheel.daemon.signals import Interruption
     from flywheel.rubric.file import load_rubric
     from flywheel.store import judging

@@ -68,7 +68,7 @@ def report(
 
 def flip(compared: Compared, old: Filtering, new: Filtering) -> dict[str, Any]:
     from flywheel.cli.verdict_table import excerpt
-    from flywheel.daemon.rubric_changes import contributions
+    from flywheel.daemon.rubric_diff import contributions
 
     line = compared.task.line
     before, after = old.rubric.threshold, new.rubric.threshold

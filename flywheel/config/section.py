@@ -8,7 +8,7 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from flywheel.files import expanded
-from flywheel.known_secrets import know_variable
+from flywheel.known_secrets import register_secret_variable
 
 UserPath = Annotated[Path, AfterValidator(expanded)]
 """A path in which `~` is expanded."""
@@ -23,5 +23,5 @@ class Section(BaseModel):
         """Settings that end in `_env` name variables with keys."""
         for name in type(self).model_fields:
             if name.endswith("_env") and (variable := getattr(self, name)):
-                know_variable(variable)
+                register_secret_variable(variable)
         return self

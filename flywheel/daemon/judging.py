@@ -19,9 +19,9 @@ from flywheel.daemon.linked_event import LinkedEvent
 from flywheel.daemon.pre_filter import Ask, Screened, Screening, without_embeddings
 from flywheel.daemon.task_result import FilterReport, Judged, Preview
 from flywheel.errors import FilterError, FlywheelError, JudgeError
-from flywheel.judge.alien import check_alien
 from flywheel.judge.budget import Budget
-from flywheel.judge.grader import Grader, Needed
+from flywheel.judge.grader import CallEstimate, Grader
+from flywheel.judge.independence import check_independence
 from flywheel.judge.pool import grade_all
 from flywheel.rubric import Rubric
 from flywheel.states import TaskState
@@ -63,7 +63,7 @@ class Filtering:
         for notice in self._chain.notices if self._chain else ():
             log.info("%s", notice)
         self.rubric = rubric or rubric_of(config, self._chain)
-        check_alien(config, self.rubric)
+        check_independence(config, self.rubric)
         self.judge = judge_settings(config, self._chain)
         self.grader = Grader(self.rubric, self.judge)
         self.budget = Budget(self.judge.budget, lambda: self._ask(spending.tokens_today))
@@ -149,7 +149,7 @@ class Filtering:
         suspects = iter(lambda: next(taking.suspect(), []), [])
         for batch in chain(suspects, taking.batches(rejudge=rejudge)):
             for each in screening.through(batch) if screening else map(Screened, batch):
-                needed = Needed()
+                needed = CallEstimate()
                 if each.goes_on and each.task.stored is None:
                     needed = self.grader.needs(exchange_of(each.task.line), each.task.earlier)
                 total.add(needed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flywheel.errors import FlywheelError
-from flywheel.judge.grader import Needed
+from flywheel.judge.grader import CallEstimate
 from flywheel.store.duplicates import Repeats
 from flywheel.store.judging import Claimed
 from flywheel.verdict import Verdict
@@ -73,7 +73,7 @@ class Preview:
     prompt_tokens: int = 0
     more: int = 0
 
-    def add(self, *needed: Needed) -> None:
+    def add(self, *needed: CallEstimate) -> None:
         """One more task, and what it needs."""
         self.tasks += 1
         self.free += not any(each.calls for each in needed)

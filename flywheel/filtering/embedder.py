@@ -26,7 +26,7 @@ from tenacity import (
 
 from flywheel.errors import FilterError
 from flywheel.filtering.deduplication import Deduplication
-from flywheel.transport import TooLargeError, Transport, TransportError, is_address
+from flywheel.model_http_client import ModelHttpClient, RequestFailedError, ResponseTooLargeError, is_http_url
 
 OPENAI_URL: Final = "https://api.openai.com/v1"
 LONGEST: Final = 8000
@@ -85,12 +85,12 @@ class Embedder:
         self._settings = settings
         self._url = (settings.base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI_URL).rstrip("/")
         key = settings.api_key or os.environ.get("OPENAI_API_KEY") or "none"
-        if not is_address(self._url):
+        if not is_http_url(self._url):
             raise self._failure(
                 "its endpoint is no URL", "Set deduplication's base_url to one such as http://host/v1."
             )
         try:
-            self._transport = Transport(
+            self._transport = ModelHttpClient(
                 self._url,
                 timeout_seconds=settings.timeout_seconds,
                 most_bytes=settings.batch_size * MOST_BYTES,
@@ -146,8 +146,8 @@ class Embedder:
         wanted = {"model": self.model, "input": sent, "encoding_format": "float"}
         try:
             answer = self._transport.post("/embeddings", orjson.dumps(wanted), self._key)
-        except (TransportError, TooLargeError) as error:
-            raise _AnswerError(str(error), is_odd=isinstance(error, TooLargeError)) from error
+        except (RequestFailedError, ResponseTooLargeError) as error:
+            raise _AnswerError(str(error), is_odd=isinstance(error, ResponseTooLargeError)) from error
         if not answer.is_good:
             said = f"it answered {answer.status} ({answer.words})"
             raise _AnswerError(said, status=answer.status, retry_after=answer.retry_after)

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import re
 import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge import prompt
 from flywheel.judge.answer import UnreadableError, read, response_format
 from flywheel.judge.client import JudgeClient
-from flywheel.judge.completion import Reply
-from flywheel.judge.nonces import Nonces
+from flywheel.judge.prompt import new_nonce
+from flywheel.judge.response import Reply
 from flywheel.rubric import Criterion, Rubric
 from flywheel.verdict import CriterionResult, Exchange
 
 
 @dataclass(slots=True)
-class Findings:
+class JudgeCallResult:
     """What the judge said, if it could be read, and what that cost, in any case.
 
     `failure` is set when no reply came at all; `error` says why there are no results, in both cases.
@@ -47,22 +49,22 @@ class _NoTextError(Exception):
     """There is no reply to read, and asking again would not bring one."""
 
 
-class Inquiry:
+class JudgeCall:
     """Asks the judge about a rubric's criteria: all in one call, or each in its own. Thread-safe."""
 
     def __init__(self, rubric: Rubric, settings: JudgeSettings, client: JudgeClient) -> None:
         self._rubric = rubric
         self._client = client
-        self._nonces = Nonces()
+        self._nonces = NonceHistory()
         self._formats: dict[tuple[str, ...], dict[str, Any]] = {}
         self.temperature = rubric.judge.temperature if settings.temperature is None else settings.temperature
         self.max_tokens = settings.max_tokens or rubric.judge.max_tokens
 
     def run(
         self, exchange: Exchange, criteria: Sequence[Criterion], seed: int | None, stop: threading.Event
-    ) -> Findings:
+    ) -> JudgeCallResult:
         """Ask about these criteria of the rubric."""
-        findings = Findings()
+        findings = JudgeCallResult()
         results: list[CriterionResult] = []
         try:
             for some in self.calls(criteria):
@@ -96,7 +98,7 @@ class Inquiry:
         criteria: Sequence[Criterion],
         form: dict[str, Any],
         seed: int | None,
-        findings: Findings,
+        findings: JudgeCallResult,
         stop: threading.Event,
     ) -> tuple[CriterionResult, ...]:
         """The judge's results; after an unreadable reply it is asked once more, and told what was wrong.
@@ -141,3 +143,31 @@ class Inquiry:
 
     def _told(self, problem: str, reply: Reply) -> str:
         return f"{problem} (it was cut off at judge.max_tokens = {self.max_tokens})" if reply.cut_off else problem
+
+
+REMEMBERED: Final = 16_384
+"""So many of the last calls are known."""
+CHECK: Final = re.compile(r"""\bcheck\\?["']\s*:\s*\\?["']([0-9a-f]{16})\b""", re.IGNORECASE)
+
+
+class NonceHistory:
+    """Draws nonces and remembers them. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._last: deque[str] = deque()
+        self._known: set[str] = set()
+        self._lock = threading.Lock()
+
+    def new(self) -> str:
+        nonce = new_nonce()
+        with self._lock:
+            self._last.append(nonce)
+            self._known.add(nonce)
+            if len(self._last) > REMEMBERED:
+                self._known.discard(self._last.popleft())
+        return nonce
+
+    def is_of_another(self, reply: str, nonce: str) -> bool:
+        """Whether a reply to the call with this nonce repeats that of another call."""
+        given = {match.lower() for match in CHECK.findall(reply)} - {nonce}
+        return any(other in self._known for other in given)

@@ -13,7 +13,7 @@ from typing import Generic, ParamSpec, TypeVar
 from flywheel.config import JudgeBudget
 from flywheel.errors import FlywheelError, JudgeError
 from flywheel.judge.budget import Budget
-from flywheel.judge.grader import Asking, Grader
+from flywheel.judge.grader import Grader, PendingJudgeCall
 from flywheel.verdict import Exchange, Outcome, Verdict
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class _Pool(Generic[K]):
         self._earlier = earlier or (lambda _: ())
         self._taking = threading.Lock()
         self._exhausted = False
-        self._aside: deque[tuple[K, Asking]] = deque()
+        self._aside: deque[tuple[K, PendingJudgeCall]] = deque()
         self._done: SimpleQueue[tuple[K, Verdict] | None] = SimpleQueue()
         # What is in flight or waits to be read: a slow reader must not pile up verdicts that a crash would lose.
         self.room = threading.Semaphore(2 * threads)
@@ -110,10 +110,10 @@ class _Pool(Generic[K]):
         if found is None:
             return False
         key, begun = found
-        self._done.put((key, self._paid(begun) if isinstance(begun, Asking) else begun))
+        self._done.put((key, self._paid(begun) if isinstance(begun, PendingJudgeCall) else begun))
         return True
 
-    def _next(self) -> tuple[K, Verdict | Asking] | None:
+    def _next(self) -> tuple[K, Verdict | PendingJudgeCall] | None:
         """One that is decided for nothing, or one to ask about with room in the budget for it.
 
         While there is no room, what has to be asked about is put aside, so that what costs nothing goes past it.
@@ -125,14 +125,14 @@ class _Pool(Generic[K]):
             if may_take and (item := self._take()) is not None:
                 key, exchange = item
                 begun = self._unbroken(self._grader.begin, exchange, self._earlier(key))
-                if not isinstance(begun, Asking):
+                if not isinstance(begun, PendingJudgeCall):
                     return key, begun
                 self._aside.append((key, begun))
             elif self._exhausted and not self._aside:
                 break
         return None
 
-    def _affordable(self, stop: threading.Event | None) -> tuple[K, Asking] | None:
+    def _affordable(self, stop: threading.Event | None) -> tuple[K, PendingJudgeCall] | None:
         """The first that was put aside, if there is room for it in the budget; with `stop`, waits for that."""
         if not self._aside or not self._budget.enter(stop):
             return None
@@ -150,7 +150,7 @@ class _Pool(Generic[K]):
             self._exhausted = item is None
             return item
 
-    def _paid(self, asking: Asking) -> Verdict:
+    def _paid(self, asking: PendingJudgeCall) -> Verdict:
         """The judge's verdict; gives the room for it back."""
         verdict = None
         try:

@@ -1,7 +1,7 @@
-"""How an endpoint is asked for a verdict's form, and what it turned out not to do.
+"""How an endpoint is asked for the verdict's format, and which formats and parameters it does not support.
 
-What is learned is kept in this process by `Learned`, and by whoever stores its `snapshot`. It is believed for a
-month: servers learn too.
+`EndpointCapabilities` holds what was learned in this process; its `snapshot` can be stored. An entry expires after a
+month, because servers change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final
 MONTH_SECONDS: Final = 30 * 86_400.0
 
 
-class Means(StrEnum):
+class ResponseFormat(StrEnum):
     """From the one that leaves the judge least freedom to the one that leaves it all."""
 
     SCHEMA = "schema"
@@ -43,8 +43,10 @@ def _refused(name: str, *also: str) -> re.Pattern[str]:
 
 
 _NAMED: Final = {
-    Means.SCHEMA.value: re.compile(r"response_?format|json_?\s?schema|structured|guided|grammar|schema", re.I),
-    Means.TOOL.value: re.compile(r"\btools?\b|tool_choice|tool-call|function", re.I),
+    ResponseFormat.SCHEMA.value: re.compile(
+        r"response_?format|json_?\s?schema|structured|guided|grammar|schema", re.I
+    ),
+    ResponseFormat.TOOL.value: re.compile(r"\btools?\b|tool_choice|tool-call|function", re.I),
     SEED: re.compile(r"\bseed\b", re.I),
     TEMPERATURE: _refused("temperature"),
     MAX_TOKENS: _refused("max_tokens", r"use\W+max_completion_tokens", r"max_completion_tokens\W+instead"),
@@ -58,8 +60,8 @@ _NAMED: Final = {
 
 
 _NAMED_IN_A_FAILURE: Final = {
-    Means.SCHEMA.value: re.compile(r"response_?format|json_?schema|grammar", re.I),
-    Means.TOOL.value: re.compile(r"\btools? param|tool_choice", re.I),
+    ResponseFormat.SCHEMA.value: re.compile(r"response_?format|json_?schema|grammar", re.I),
+    ResponseFormat.TOOL.value: re.compile(r"\btools? param|tool_choice", re.I),
     TEMPERATURE: _NAMED[TEMPERATURE],
     MAX_TOKENS: _NAMED[MAX_TOKENS],
     SYSTEM: _NAMED[SYSTEM],
@@ -77,11 +79,11 @@ def in_request(sent: Mapping[str, Any]) -> list[str]:
     """The means and the parameters that a request has."""
     found = [parameter for parameter in (SEED, TEMPERATURE, MAX_TOKENS) if parameter in sent]
     found += [SYSTEM] if any(message["role"] == SYSTEM for message in sent["messages"]) else []
-    found += [Means.SCHEMA] if "response_format" in sent else []
-    return found + ([Means.TOOL] if "tools" in sent else [])
+    found += [ResponseFormat.SCHEMA] if "response_format" in sent else []
+    return found + ([ResponseFormat.TOOL] if "tools" in sent else [])
 
 
-class Learned:
+class EndpointCapabilities:
     """What endpoints refused or ignored, by endpoint and model. Thread-safe."""
 
     def __init__(self, now: Callable[[], float] = time.time) -> None:
@@ -94,9 +96,9 @@ class Learned:
         since = self._known.get(endpoint, {}).get(what)
         return since is not None and since + MONTH_SECONDS > self._now()
 
-    def means(self, endpoint: str) -> list[Means]:
+    def means(self, endpoint: str) -> list[ResponseFormat]:
         """The means that are left, the best first; words always are."""
-        return [means for means in Means if means is Means.TEXT or not self.lacks(endpoint, means)]
+        return [means for means in ResponseFormat if means is ResponseFormat.TEXT or not self.lacks(endpoint, means)]
 
     def note(self, endpoint: str, what: str) -> bool:
         """The endpoint does not do this; whether that is news."""

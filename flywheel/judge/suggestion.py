@@ -13,9 +13,9 @@ import yaml
 
 from flywheel.errors import CheckError, JudgeError
 from flywheel.judge.client import NEVER, JudgeClient
-from flywheel.judge.completion import storable_value
-from flywheel.judge.delimiters import block, new_nonce, turn
 from flywheel.judge.labels import Label
+from flywheel.judge.prompt import block, new_nonce, turn
+from flywheel.judge.response import storable_value
 from flywheel.rubric import Rubric
 from flywheel.rubric.checks import check
 from flywheel.rubric.file import examine

@@ -10,7 +10,7 @@ from typing import Final
 
 from flywheel.config import Config, JudgeBudget
 from flywheel.judge.budget import Budget, BudgetSpentError
-from flywheel.judge.grader import Asking, Grader
+from flywheel.judge.grader import Grader, PendingJudgeCall
 from flywheel.judge_usage import Allowance, Purpose, UsageFile, Used, today
 from flywheel.round import RoundSpec
 from flywheel.rubric import Rubric
@@ -72,7 +72,7 @@ class Grading:
         self._grader, self._purpose, self._patience = grader, purpose, patience
         self._budget = Lent(limits, round_dir)
         self._file = UsageFile(round_dir)
-        self._answered: Asking | None = None
+        self._answered: PendingJudgeCall | None = None
 
     def __call__(self, exchange: Exchange) -> Verdict:
         """Raises JudgeError when no exchange would fare better: a wrong key, an unknown model."""
@@ -93,10 +93,10 @@ class Grading:
                 break
         return verdict
 
-    def _answers(self, probe: Asking) -> bool:
+    def _answers(self, probe: PendingJudgeCall) -> bool:
         return not self._paid(probe).unreachable
 
-    def _paid(self, begun: Asking) -> Verdict:
+    def _paid(self, begun: PendingJudgeCall) -> Verdict:
         """One verdict of the judge, written down before anybody sees it."""
         while True:
             try:

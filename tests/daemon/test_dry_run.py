@@ -16,7 +16,7 @@ from flywheel.daemon import planner
 from flywheel.daemon.judging import Filtering
 from flywheel.daemon.rubric_diff import RubricDiff
 from flywheel.daemon.task_result import FilterReport, Judged, Preview
-from flywheel.judge.grader import Needed
+from flywheel.judge.grader import CallEstimate
 from flywheel.rubric.file import load_rubric
 from flywheel.rubric.kinds import KINDS
 from flywheel.states import Split, TaskState
@@ -238,11 +238,11 @@ async def test_an_estimate_that_is_cancelled_ends_with_the_tasks_that_it_has_tak
     begun, go_on = threading.Event(), threading.Event()
     seen: list[Any] = []
 
-    def needs(exchange: Any, *_: Any) -> Needed:
+    def needs(exchange: Any, *_: Any) -> CallEstimate:
         seen.append(exchange)
         begun.set()
         go_on.wait(60)
-        return Needed()
+        return CallEstimate()
 
     monkeypatch.setattr(filtering.grader, "needs", needs)
     estimate = asyncio.create_task(filtering.preview())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flywheel.judge.agreement import confusion, consistency, kappa_of
+from flywheel.judge.calibration import confusion, consistency, kappa_of
 
 
 def pairs(both: int, only_people: int, only_judge: int, neither: int) -> tuple[list[bool], list[bool]]:

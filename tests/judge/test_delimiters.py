@@ -14,9 +14,8 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from flywheel.judge import suggestion
-from flywheel.judge.delimiters import inert
 from flywheel.judge.labels import Label
-from flywheel.judge.prompt import messages
+from flywheel.judge.prompt import escape, messages
 from flywheel.rubric import Rubric
 from flywheel.verdict import Exchange
 
@@ -122,11 +121,11 @@ def test_a_task_adds_no_message_to_the_conversation(tokenizer: PreTrainedTokeniz
     )
 )
 def test_no_composition_of_control_tokens_is_one(text: str) -> None:
-    safe = inert(text, "0123456789abcdef")
+    safe = escape(text, "0123456789abcdef")
     for token in CONTROLS:
         assert token not in safe
     assert safe.replace(" ", "") == text.replace(" ", ""), "only spaces are added"
-    assert inert(safe, "0123456789abcdef") == safe
+    assert escape(safe, "0123456789abcdef") == safe
 
 
 @pytest.mark.parametrize(
@@ -137,4 +136,4 @@ def test_no_composition_of_control_tokens_is_one(text: str) -> None:
     ],
 )  # fmt: skip
 def test_code_and_markup_stay_as_they_are(text: str) -> None:
-    assert inert(text, "0123456789abcdef") == text
+    assert escape(text, "0123456789abcdef") == text

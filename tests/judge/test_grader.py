@@ -13,13 +13,12 @@ from tenacity import RetryCallState, Retrying
 from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge import prompt
-from flywheel.judge.client import judges
-from flywheel.judge.endpoint import Endpoint
+from flywheel.judge.client import Endpoint, judges
 from flywheel.judge.grader import Grader
 from flywheel.judge.pool import BROKEN_IN_A_ROW, grade_all
-from flywheel.judge.response_errors import CallError
+from flywheel.judge.response import CallError
+from flywheel.model_http_client import seconds
 from flywheel.rubric import Rubric
-from flywheel.transport import seconds
 from flywheel.verdict import Exchange, Outcome, Verdict
 from tests.judge_server import FAULTS, JudgeServer
 

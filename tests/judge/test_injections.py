@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 from flywheel.config import JudgeSettings
 from flywheel.judge.answer import UnreadableError, read
-from flywheel.judge.delimiters import inert, new_nonce
 from flywheel.judge.grader import Grader
-from flywheel.judge.prompt import NAMES, PROBLEM, REMINDER, messages, parse_sections
+from flywheel.judge.prompt import NAMES, PROBLEM, REMINDER, escape, messages, new_nonce, parse_sections
 from flywheel.rubric import Rubric
 from flywheel.verdict import Exchange, Outcome
 from tests.judge_server import JudgeServer
@@ -99,7 +98,7 @@ def begins_turn(line: str, nonce: str) -> bool:
 
 def told(text: str, nonce: str) -> str:
     """A text as it is to be shown, without white space: names are shown on one line."""
-    return "".join(inert(text, nonce).split())
+    return "".join(escape(text, nonce).split())
 
 
 def test_the_corpus_is_what_it_claims() -> None:

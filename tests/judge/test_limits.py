@@ -16,14 +16,18 @@ from hypothesis import strategies as st
 from flywheel.config import JudgeBudget, JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge.budget import Budget, BudgetSpentError
-from flywheel.judge.client import NEVER
-from flywheel.judge.completion import MAX_COUNT
-from flywheel.judge.concurrency_limit import InFlight
-from flywheel.judge.endpoint import Endpoint
+from flywheel.judge.client import NEVER, Endpoint
 from flywheel.judge.grader import Grader
-from flywheel.judge.keys import LONGEST_SECONDS, REFUSED_SECONDS, SLOW_SECONDS, KeyPool
 from flywheel.judge.pool import MOST_ASIDE, grade_all
-from flywheel.judge.rate_limiter import Pace
+from flywheel.judge.rate_limit import (
+    LONGEST_SECONDS,
+    REFUSED_SECONDS,
+    SLOW_SECONDS,
+    ConcurrencyLimit,
+    KeyPool,
+    RateLimiter,
+)
+from flywheel.judge.response import MAX_COUNT
 from flywheel.rubric import Rubric
 from flywheel.verdict import Exchange, Outcome, Verdict
 from tests.judge_server import JudgeServer
@@ -70,7 +74,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 # In flight
 
 
-def enter(limiter: InFlight) -> Any:
+def enter(limiter: ConcurrencyLimit) -> Any:
     place = limiter.enter(NEVER)
     assert place is not None
     return place
@@ -78,7 +82,7 @@ def enter(limiter: InFlight) -> Any:
 
 def test_a_refusal_for_speed_halves_and_answers_add_one_for_each_round() -> None:
     clock = Clock()
-    limiter = InFlight(16, clock)
+    limiter = ConcurrencyLimit(16, clock)
     clock.now += 1
     first = [enter(limiter) for _ in range(4)]
     clock.now += 1
@@ -98,7 +102,7 @@ def test_a_refusal_for_speed_halves_and_answers_add_one_for_each_round() -> None
 
 def test_an_answer_that_says_nothing_of_speed_changes_nothing() -> None:
     clock = Clock()
-    limiter = InFlight(8, clock)
+    limiter = ConcurrencyLimit(8, clock)
     limiter.leave(enter(limiter), throttled=True)
     for _ in range(100):
         limiter.leave(enter(limiter), throttled=None)
@@ -107,7 +111,7 @@ def test_an_answer_that_says_nothing_of_speed_changes_nothing() -> None:
 
 def test_at_least_one_is_always_let_in() -> None:
     clock = Clock()
-    limiter = InFlight(2, clock)
+    limiter = ConcurrencyLimit(2, clock)
     for _ in range(10):
         clock.now += 1
         limiter.leave(enter(limiter), throttled=True)
@@ -115,7 +119,7 @@ def test_at_least_one_is_always_let_in() -> None:
 
 
 def test_who_waits_for_a_place_notices_the_stop() -> None:
-    limiter = InFlight(1)
+    limiter = ConcurrencyLimit(1)
     enter(limiter)
     stop = threading.Event()
     threading.Timer(0.05, stop.set).start()
@@ -123,7 +127,7 @@ def test_who_waits_for_a_place_notices_the_stop() -> None:
 
 
 def test_who_waits_for_a_place_gets_the_next() -> None:
-    limiter = InFlight(1)
+    limiter = ConcurrencyLimit(1)
     place = enter(limiter)
     threading.Timer(0.05, limiter.leave, [place], {"throttled": False}).start()
     assert limiter.enter(threading.Event()) is not None
@@ -144,12 +148,12 @@ def test_after_429_fewer_are_in_flight_and_all_are_judged(make: Make, fault: str
     assert seen[-1] == 8, "it recovers by itself"
 
 
-# Pace
+# RateLimiter
 
 
 def test_turns_are_evenly_spaced() -> None:
     clock = Clock()
-    pace = Pace(120, clock)
+    pace = RateLimiter(120, clock)
     assert [pace.reserve() for _ in range(4)] == [0.0, 0.5, 1.0, 1.5]
     clock.now += 60
     assert [pace.reserve() for _ in range(2)] == [0.0, 0.5], "unused turns are not saved up"
@@ -157,17 +161,17 @@ def test_turns_are_evenly_spaced() -> None:
 
 def test_what_was_estimated_is_corrected() -> None:
     clock = Clock()
-    pace = Pace(6000, clock)
+    pace = RateLimiter(6000, clock)
     pace.reserve(300)
     pace.correct(-200)
     assert pace.reserve(1) == pytest.approx(1.0)
-    assert Pace(None, clock).reserve(10**9) == 0.0
+    assert RateLimiter(None, clock).reserve(10**9) == 0.0
 
 
 @given(st.integers(1, 10_000), st.lists(st.floats(0, 30), min_size=1, max_size=200))
 def test_no_minute_holds_more_than_was_allowed(per_minute: int, pauses: list[float]) -> None:
     clock = Clock()
-    pace = Pace(per_minute, clock)
+    pace = RateLimiter(per_minute, clock)
     turns = []
     for pause in pauses:
         clock.now += pause / per_minute

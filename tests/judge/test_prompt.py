@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from flywheel.judge.answer import UnreadableError
 from flywheel.judge.answer import read as read_reply
-from flywheel.judge.delimiters import inert
-from flywheel.judge.prompt import REMINDER, messages, parse_sections
+from flywheel.judge.prompt import REMINDER, escape, messages, parse_sections
 from flywheel.rubric import Rubric
 from flywheel.verdict import CriterionResult, Exchange
 
@@ -73,7 +72,7 @@ def test_nothing_of_the_task_is_outside_its_delimiters(
         outside = outside.replace(block, "")
     assert outside.strip() == REMINDER
     assert NONCE not in shown["QUESTION"] + shown["ANSWER"] + shown.get("REFERENCE ANSWER", "")
-    assert (shown["QUESTION"], shown["ANSWER"]) == (inert(query, NONCE), inert(answer, NONCE))
+    assert (shown["QUESTION"], shown["ANSWER"]) == (escape(query, NONCE), escape(answer, NONCE))
 
 
 def test_the_judge_sees_all_there_is_and_nothing_empty() -> None:

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from flywheel.config import JudgeSettings
-from flywheel.judge.client import JudgeClient
-from flywheel.judge.endpoint import Endpoint
+from flywheel.judge.client import Endpoint, JudgeClient
 from flywheel.judge.grader import Grader
-from flywheel.judge.response_formats import MONTH_SECONDS, Learned, Means, names
+from flywheel.judge.response_formats import MONTH_SECONDS, EndpointCapabilities, ResponseFormat, names
 from flywheel.rubric import Rubric
 from flywheel.verdict import Exchange, Outcome
 from tests.judge_server import JudgeServer, nonce_of
@@ -31,7 +30,9 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setattr(Endpoint, "_wait", lambda *_: 0.0)
     made: list[Grader] = []
 
-    def make(judge: JudgeServer, rubric: Rubric = RUBRIC, learned: Learned | None = None, **settings: Any) -> Grader:
+    def make(
+        judge: JudgeServer, rubric: Rubric = RUBRIC, learned: EndpointCapabilities | None = None, **settings: Any
+    ) -> Grader:
         given = JudgeSettings(**{"model": "m", "base_url": judge.base_url, "max_attempts": 2, **settings})
         made.append(Grader(rubric, given, JudgeClient(given, learned)))
         return made[-1]
@@ -82,7 +83,7 @@ def test_what_was_learned_outlives_the_process(make: Make) -> None:
     with JudgeServer(behaviour="no schema, no tools") as judge:
         first = make(judge)
         first.grade(GOOD)
-        later = Learned()
+        later = EndpointCapabilities()
         later.restore(first.client.learned.snapshot())
         assert make(judge, learned=later).grade(GOOD).outcome is Outcome.ACCEPTED
         assert means(judge) == ["schema", "tool", "text", "text"]
@@ -92,20 +93,20 @@ def test_what_was_learned_outlives_the_process(make: Make) -> None:
 
 def test_what_was_learned_is_forgotten_after_a_month() -> None:
     now = [1e9]
-    learned = Learned(lambda: now[0])
-    assert learned.note("m at http://x", Means.SCHEMA)
-    assert not learned.note("m at http://x", Means.SCHEMA)
-    assert learned.means("m at http://x") == [Means.TOOL, Means.TEXT]
+    learned = EndpointCapabilities(lambda: now[0])
+    assert learned.note("m at http://x", ResponseFormat.SCHEMA)
+    assert not learned.note("m at http://x", ResponseFormat.SCHEMA)
+    assert learned.means("m at http://x") == [ResponseFormat.TOOL, ResponseFormat.TEXT]
     now[0] += MONTH_SECONDS + 1
-    assert learned.means("m at http://x") == list(Means)
+    assert learned.means("m at http://x") == list(ResponseFormat)
 
 
 @pytest.mark.parametrize("stored", ["", "{", "[]", '{"x": 3}', '{"x": {"schema": "y"}}', "null"])
 def test_a_broken_snapshot_is_nothing(stored: str) -> None:
-    learned = Learned()
-    learned.note("x", Means.TOOL)
+    learned = EndpointCapabilities()
+    learned.note("x", ResponseFormat.TOOL)
     learned.restore(stored)
-    assert learned.means("x") == [Means.SCHEMA, Means.TEXT]
+    assert learned.means("x") == [ResponseFormat.SCHEMA, ResponseFormat.TEXT]
 
 
 def test_the_retry_shows_what_was_wrong_by_the_means_that_are_left(make: Make) -> None:

@@ -12,10 +12,9 @@ from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge.answer import UnreadableError, read, response_format
 from flywheel.judge.client import JudgeClient
-from flywheel.judge.delimiters import new_nonce
 from flywheel.judge.grader import Grader
-from flywheel.judge.prompt import messages
-from flywheel.judge.response_formats import Learned, Means
+from flywheel.judge.prompt import messages, new_nonce
+from flywheel.judge.response_formats import EndpointCapabilities, ResponseFormat
 from flywheel.rubric import Rubric
 from flywheel.verdict import Exchange, Outcome
 from tests.conftest import POLICY, free_port, serve_config, start_server, stop_server
@@ -51,11 +50,13 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JudgeSettings]:
     stop_server(process)
 
 
-@pytest.mark.parametrize("means", [Means.SCHEMA, Means.TOOL])
-def test_a_guided_reply_is_the_complete_set_whatever_the_model_says(judge: JudgeSettings, means: Means) -> None:
+@pytest.mark.parametrize("means", [ResponseFormat.SCHEMA, ResponseFormat.TOOL])
+def test_a_guided_reply_is_the_complete_set_whatever_the_model_says(
+    judge: JudgeSettings, means: ResponseFormat
+) -> None:
     client = JudgeClient(judge)
-    if means is Means.TOOL:
-        client.learned.note(str(client._endpoints[0].who), Means.SCHEMA)
+    if means is ResponseFormat.TOOL:
+        client.learned.note(str(client._endpoints[0].who), ResponseFormat.SCHEMA)
     nonce = new_nonce()
     reply = client.ask(
         messages(RUBRIC, EXCHANGE, nonce=nonce),
@@ -78,10 +79,10 @@ def test_a_guided_reply_is_the_complete_set_whatever_the_model_says(judge: Judge
 
 
 def test_words_of_a_random_model_are_no_verdict_and_are_billed(judge: JudgeSettings) -> None:
-    learned = Learned()
+    learned = EndpointCapabilities()
     short = judge.model_copy(update={"max_tokens": 50})
     client = JudgeClient(short, learned)
-    for means in (Means.SCHEMA, Means.TOOL):
+    for means in (ResponseFormat.SCHEMA, ResponseFormat.TOOL):
         learned.note(str(client._endpoints[0].who), means)
     verdict = Grader(RUBRIC, short, client).grade(EXCHANGE)
     client.close()

@@ -9,9 +9,8 @@ import pytest
 
 from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
-from flywheel.judge.endpoint import Endpoint
-from flywheel.judge.grader import Grader
-from flywheel.judge.vote import majority
+from flywheel.judge.client import Endpoint
+from flywheel.judge.grader import Grader, majority
 from flywheel.rubric import Rubric
 from flywheel.verdict import Exchange, Judgement, Outcome
 from tests.judge_server import JudgeServer

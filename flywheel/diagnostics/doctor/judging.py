@@ -18,13 +18,12 @@ from flywheel.daemon.judge_setup import judge_settings, rubric_of
 from flywheel.diagnostics.doctor.finding import Finding, Result
 from flywheel.errors import ConfigError, FlywheelError, JudgeError
 from flywheel.filtering.chain import Chain, load_chain
-from flywheel.judge.alien import doubts
-from flywheel.judge.client import JudgeClient, judge_of, judges
-from flywheel.judge.endpoint import KEY_REFUSED, Endpoint, Who
+from flywheel.judge.client import KEY_REFUSED, Endpoint, EndpointConfig, JudgeClient, judge_of, judges
+from flywheel.judge.independence import doubts
+from flywheel.model_http_client import HttpAnswer
 from flywheel.rubric import FIT_FOR_ROLLOUTS, Rubric
 from flywheel.rubric.examples import contradictions
 from flywheel.rubric.file import read_rubric
-from flywheel.transport import Answer
 
 PATIENCE_SECONDS: Final = 10.0
 """Longest wait for an endpoint that only lists its models."""
@@ -102,11 +101,11 @@ class Judging:
             )
         return Finding("rubric", Result.OK, told)
 
-    def _judge(self, who: Who, settings: JudgeSettings) -> Finding:
+    def _judge(self, who: EndpointConfig, settings: JudgeSettings) -> Finding:
         finding = self._listed(who, settings)
         return self._asked(who, settings, finding) if self.ask else finding
 
-    def _listed(self, who: Who, settings: JudgeSettings) -> Finding:
+    def _listed(self, who: EndpointConfig, settings: JudgeSettings) -> Finding:
         patience = min(settings.timeout_seconds, PATIENCE_SECONDS)
         endpoint = Endpoint(who, settings.model_copy(update={"timeout_seconds": patience}))
         try:
@@ -118,13 +117,13 @@ class Judging:
         self._note_time(anybody)
         return _told(who, anybody, by_key)
 
-    def _note_time(self, answer: Answer) -> None:
+    def _note_time(self, answer: HttpAnswer) -> None:
         try:
             self.server_time = parsedate_to_datetime(answer.headers["date"]).timestamp()
         except (KeyError, ValueError, OverflowError):
             return
 
-    def _asked(self, who: Who, settings: JudgeSettings, listed: Finding) -> Finding:
+    def _asked(self, who: EndpointConfig, settings: JudgeSettings, listed: Finding) -> Finding:
         alone = {
             "model": who.model,
             "base_url": who.base_url,
@@ -161,7 +160,7 @@ class Judging:
         return Finding(who.section, Result.OK, told, subject=str(who), figures=figures)
 
 
-def _told(who: Who, anybody: Answer, by_key: list[Answer]) -> Finding:
+def _told(who: EndpointConfig, anybody: HttpAnswer, by_key: list[HttpAnswer]) -> Finding:
     name, subject = who.section, str(who)
     key = f"${who.api_key_env}"
     has_key = bool(os.environ.get(who.api_key_env, "").strip())
@@ -208,7 +207,7 @@ def _told(who: Who, anybody: Answer, by_key: list[Answer]) -> Finding:
     return Finding(name, Result.OK, f"{told}; it wants no key", subject=subject)
 
 
-def _models(answer: Answer) -> list[str] | None:
+def _models(answer: HttpAnswer) -> list[str] | None:
     try:
         cards = orjson.loads(answer.body)["data"]
         return [str(card["id"]) for card in cards]

@@ -13,8 +13,8 @@ import pytest
 from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge.grader import Grader
+from flywheel.model_http_client import MAX_BODY_BYTES, ModelHttpClient, RequestFailedError, ResponseTooLargeError
 from flywheel.rubric import Rubric
-from flywheel.transport import MAX_BODY_BYTES, TooLargeError, Transport, TransportError
 from flywheel.verdict import Exchange
 
 Play = Callable[[BaseHTTPRequestHandler], None]
@@ -90,8 +90,8 @@ def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name.upper(), raising=False)
 
 
-def transport(url: str, timeout: float = 30) -> Transport:
-    return Transport(url, timeout_seconds=timeout)
+def transport(url: str, timeout: float = 30) -> ModelHttpClient:
+    return ModelHttpClient(url, timeout_seconds=timeout)
 
 
 def test_one_connection_serves_many_calls() -> None:
@@ -130,7 +130,7 @@ def test_an_answer_that_drips_is_given_up(play: Play, proxied: bool, monkeypatch
             monkeypatch.setenv("http_proxy", served.url)
         url = "http://judge.example" if proxied else served.url
         sender = transport(url, timeout=0.3)
-        with pytest.raises(TransportError, match=r"not whole after 0\.[23]"):
+        with pytest.raises(RequestFailedError, match=r"not whole after 0\.[23]"):
             sender.post("/v1", b"{}", "key")
         sender.close()
 
@@ -151,7 +151,7 @@ def test_a_slow_answer_leaves_its_connection_the_whole_time_for_the_next() -> No
 def test_an_answer_that_is_too_large_is_not_read() -> None:
     with serving(answers(b" " * (MAX_BODY_BYTES + 1))) as served:
         sender = transport(served.url)
-        with pytest.raises(TooLargeError, match="4 MiB"):
+        with pytest.raises(ResponseTooLargeError, match="4 MiB"):
             sender.post("/v1", b"{}", "key")
         sender.close()
 

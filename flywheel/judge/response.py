@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -10,7 +11,8 @@ from typing import Any, Final
 import orjson
 
 from flywheel.files import json_line
-from flywheel.judge.response_formats import Means
+from flywheel.judge.response_formats import ResponseFormat
+from flywheel.model_http_client import HttpAnswer
 
 TOOL_NAME: Final = "verdict"
 """The function that a judge calls to give its verdict, where it is asked by a tool call."""
@@ -35,7 +37,7 @@ class Reply:
     tells_usage: bool = False
     calls: int = 1
     error_status: int = 0
-    means: Means = Means.TEXT
+    means: ResponseFormat = ResponseFormat.TEXT
     judge: str = ""
 
 
@@ -152,3 +154,48 @@ def _status(error: Any) -> int:
 def _count(value: Any) -> int:
     is_count = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
     return int(min(value, MAX_COUNT)) if is_count else 0
+
+
+RETRIED: Final = frozenset({408, 409, 429})
+NOT_OURS: Final = frozenset({401, 402, 403, 404})
+"""What is refused to us whatever we ask: the key, the account, the model."""
+
+THE_KEY: Final = re.compile(
+    r"\b(?:invalid|incorrect|wrong|expired|missing|revoked) (?:\w+ )?(?:api[ _-]?key|token(?! (?:id|count|at|in)\b))",
+    re.I,
+)
+"""What some endpoints say of the key in a 400, where others answer 401."""
+
+
+class CallError(Exception):
+    """An attempt that brought no reply. `status` is that of the answer, 0 where none came."""
+
+    def __init__(self, said: str, *, status: int = 0, retry_after: float | None = None, final: bool = False) -> None:
+        super().__init__(said)
+        self.said = said
+        self.status = status
+        self.retry_after = retry_after
+        self._final = final
+
+    @property
+    def can_pass(self) -> bool:
+        """Whether the same call may succeed in a moment."""
+        return not self._final and (self.status == 0 or self.status in RETRIED or self.status >= 500)
+
+
+def read_answer(answer: HttpAnswer) -> Reply:
+    """The reply in an answer. Raises CallError for one that holds none."""
+    if not answer.is_good:
+        said = f"it answered {answer.status} ({answer.words})"
+        status = 401 if answer.status == 400 and THE_KEY.search(answer.words) else answer.status
+        raise CallError(said, status=status, retry_after=answer.retry_after)
+    try:
+        reply = reply_of(answer.body)
+    except ValueError as error:
+        raise CallError(str(error)) from error
+    failed = CallError(reply.problem, status=reply.error_status)
+    # What was billed is kept, though it is no verdict; what was not can be had again, or says what is wrong with all.
+    told = reply.error_status and (failed.can_pass or reply.error_status in NOT_OURS)
+    if told and not reply.prompt_tokens + reply.completion_tokens:
+        raise failed
+    return reply

@@ -34,16 +34,16 @@ HEADERS: Final = {"accept": "application/json", "accept-encoding": "identity", "
 """An answer that is packed could be far larger than what was read of it."""
 
 
-class TransportError(Exception):
+class RequestFailedError(Exception):
     """No whole answer came: refused, reset, too late. The key is not in its words."""
 
 
-class TooLargeError(Exception):
+class ResponseTooLargeError(Exception):
     """The answer is larger than any that is wanted."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpAnswer:
     """An answer with its body, without the key, which some endpoints repeat; names of headers are in lower case."""
 
     status: int
@@ -73,7 +73,7 @@ class Answer:
         return seconds(self.headers.get("retry-after", ""))
 
 
-class Transport:
+class ModelHttpClient:
     """`openai` clients for one endpoint, each with one connection that is kept open between calls. Thread-safe."""
 
     def __init__(self, url: str, *, timeout_seconds: float, most_bytes: int = MAX_BODY_BYTES) -> None:
@@ -92,20 +92,20 @@ class Transport:
         # Also of one that nobody closed.
         self.close = weakref.finalize(self, _close, self._idle)
 
-    def post(self, path: str, body: bytes, key: str) -> Answer:
-        """Send JSON to `path` below the root. Raises TransportError, TooLargeError."""
+    def post(self, path: str, body: bytes, key: str) -> HttpAnswer:
+        """Send JSON to `path` below the root. Raises RequestFailedError, ResponseTooLargeError."""
         headers = {**_headers(key), "content-type": "application/json"}
         return self._answered(
             lambda client: client.post(path, cast_to=httpx2.Response, content=body, options={"headers": headers})
         )
 
-    def get(self, path: str, key: str = "") -> Answer:
-        """Without a key where none is given. Raises TransportError, TooLargeError."""
+    def get(self, path: str, key: str = "") -> HttpAnswer:
+        """Without a key where none is given. Raises RequestFailedError, ResponseTooLargeError."""
         return self._answered(
             lambda client: client.get(path, cast_to=httpx2.Response, options={"headers": _headers(key)})
         )
 
-    def _answered(self, ask: Callable[[openai.OpenAI], httpx2.Response]) -> Answer:
+    def _answered(self, ask: Callable[[openai.OpenAI], httpx2.Response]) -> HttpAnswer:
         """The answer, whatever its status is."""
         try:
             client = self._idle.pop()
@@ -117,7 +117,7 @@ class Transport:
             response = error.response
         finally:
             self._idle.append(client)
-        return Answer(response.status_code, response.headers, hidden(response.content))
+        return HttpAnswer(response.status_code, response.headers, hidden(response.content))
 
     def _client(self) -> openai.OpenAI:
         # A key is given with its request; who calls retries, and counts; a redirect would carry the key on.
@@ -164,7 +164,7 @@ class _Requests(httpx2.BaseTransport):
                 headers = httpx2.Headers(answer.headers)
                 body = self._body(answer.iter_stream(), headers.pop("content-encoding", ""))
         except (*_FAILURES, OSError, ValueError, zlib.error) as error:
-            raise TransportError(hidden(_cause(error))) from error
+            raise RequestFailedError(hidden(_cause(error))) from error
         return httpx2.Response(answer.status, headers=headers, content=body, request=request)
 
     def _body(self, stream: Iterable[bytes], encoding: str) -> bytes:
@@ -176,7 +176,7 @@ class _Requests(httpx2.BaseTransport):
             pieces.append(packed.decompress(piece, self._most_bytes + 1) if packed else piece)
             size += len(pieces[-1])
             if size > self._most_bytes:
-                raise TooLargeError(f"the answer is larger than {self._most_bytes >> 20} MiB")
+                raise ResponseTooLargeError(f"the answer is larger than {self._most_bytes >> 20} MiB")
         return b"".join(pieces)
 
     def close(self) -> None:
@@ -268,7 +268,7 @@ class _Stream(httpcore2.NetworkStream):
         return self._stream.get_extra_info(info)
 
 
-def is_address(url: str) -> bool:
+def is_http_url(url: str) -> bool:
     """Whether something can be asked there at all."""
     try:
         parts = urlsplit(url)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flywheel.config import Config, parse
 from flywheel.errors import ConfigError
-from flywheel.judge.alien import check_alien, place
+from flywheel.judge.independence import check_independence, place
 from flywheel.rubric import Rubric
 
 
@@ -42,13 +42,13 @@ def config(judge: dict[str, Any], urls: tuple[str, ...] = ("http://127.0.0.1:800
 def test_the_trained_model_at_its_own_server_is_refused(model: str, judge: str, served: str) -> None:
     given_config = {"base_url": judge, "model": model}
     with pytest.raises(ConfigError, match=r"judge\.allow_self"):
-        check_alien(config(given_config, ("http://elsewhere:1", served)))
-    check_alien(config({**given_config, "allow_self": True}, (served,)))
+        check_independence(config(given_config, ("http://elsewhere:1", served)))
+    check_independence(config({**given_config, "allow_self": True}, (served,)))
 
 
 def test_the_alias_is_refused_wherever_it_is_asked_for() -> None:
     with pytest.raises(ConfigError):
-        check_alien(config({"base_url": "http://proxy.example/v1", "model": "my-agent@r0001"}))
+        check_independence(config({"base_url": "http://proxy.example/v1", "model": "my-agent@r0001"}))
 
 
 @pytest.mark.parametrize(
@@ -64,23 +64,23 @@ def test_what_may_be_somebody_else_is_warned_of(
     judge: dict[str, Any], warning: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        check_alien(config(judge))
+        check_independence(config(judge))
     assert (warning in caplog.text) if warning else not caplog.text
 
 
 def test_a_backup_and_a_rubric_s_judge_are_checked_too() -> None:
     other = {"base_url": "https://api.example/v1", "model": "other"}
     with pytest.raises(ConfigError, match=r"judge\.backup\.model"):
-        check_alien(config({**other, "backup": {"base_url": "http://localhost:8000/v1", "model": "Base-7B"}}))
+        check_independence(config({**other, "backup": {"base_url": "http://localhost:8000/v1", "model": "Base-7B"}}))
     rubric = Rubric.model_validate({"id": "r", "custom_rubrics": "x", "judge": {"model": "my-agent"}})
     with pytest.raises(ConfigError):
-        check_alien(config(other), rubric)
+        check_independence(config(other), rubric)
 
 
 def test_the_endpoint_of_the_environment_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_BASE_URL", "http://localhost:8000/v1")
     with pytest.raises(ConfigError):
-        check_alien(config({"base_url": None, "model": "Base-7B"}))
+        check_independence(config({"base_url": None, "model": "Base-7B"}))
 
 
 @given(st.text())

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 PORTS = {"http": 80, "https": 443}
 
 
-def check_alien(config: Config, rubric: Rubric | None = None) -> None:
+def check_independence(config: Config, rubric: Rubric | None = None) -> None:
     """Refuse a judge, or a backup, that is the trained model; a rubric may name another one. Raises ConfigError.
 
     What else speaks against it is warned of.
