@@ -207,3 +207,19 @@ def allow_open_files() -> int:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+SHIPPED_FOLDERS: Final = ("configs", "filters", "rubrics", "systemd")
+"""Folders that users edit; `flywheel init` copies them."""
+
+
+def shipped_folder() -> Path:
+    """The folder of the files that come with Flywheel: inside an installed package, or beside it in a checkout."""
+    package = Path(__file__).parent
+    installed = package / "shipped"
+    return installed if installed.is_dir() else package.parent
+
+
+def documentation_pages() -> dict[str, Path]:
+    """The pages of the documentation by name, as `flywheel docs` takes them."""
+    return {path.stem: path for path in sorted((shipped_folder() / "docs").glob("*.md"))}

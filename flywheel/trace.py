@@ -113,3 +113,12 @@ class Selection(Struct, frozen=True):
     include: frozenset[str] = frozenset()
     exclude: frozenset[str] = frozenset()
     models: Models = ANY
+
+
+def get_path(value: Any, *keys: str) -> Any:
+    """The value below nested keys, or None where there is no such path."""
+    for key in keys:
+        if not isinstance(value, dict):
+            return None
+        value = value.get(key)
+    return value

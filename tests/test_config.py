@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flywheel import content
+from flywheel import files
 from flywheel.config import Config, default_state_dir, defaults, load, parse
 from flywheel.errors import ConfigError
 
@@ -98,7 +98,7 @@ def test_settings_survive_the_way_to_the_worker(tmp_path: Path) -> None:
     assert Config.model_validate(config.model_dump(mode="json")) == config
 
 
-@pytest.mark.parametrize("path", sorted((content.folder() / "configs").glob("*.yaml")), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", sorted((files.shipped_folder() / "configs").glob("*.yaml")), ids=lambda p: p.name)
 def test_every_shipped_configuration_loads(path: Path) -> None:
     load(path)
 

@@ -14,14 +14,14 @@ from pydantic import BaseModel
 from flywheel.cli.app import MODULES, app
 from flywheel.config import parse
 from flywheel.filtering.chain import RANK, load_chain
-from flywheel.filtering.deduplication import Deduplication
+from flywheel.filtering.fingerprint import Deduplication
 from flywheel.filtering.influence import Influence
 from flywheel.filtering.llm_evaluate import LlmEvaluate
 from flywheel.filtering.pii import Pii
 from flywheel.filtering.rules import Rules
 from flywheel.formats import FORMATS
+from flywheel.rubric.criterion import KINDS
 from flywheel.rubric.file import parse_rubric
-from flywheel.rubric.kinds import KINDS
 from flywheel.serving.condition import Condition
 from flywheel.states import SkipReason, TaskState
 from flywheel.store.schema import SCHEMA_VERSION, metadata

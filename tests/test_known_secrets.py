@@ -18,9 +18,9 @@ from flywheel.config import parse
 from flywheel.daemon.worker_process import result_of
 from flywheel.errors import JudgeError, TrainError
 from flywheel.known_secrets import HIDDEN, environment, hidden, know, register_secret_variable
-from flywheel.python_process import PythonProcess
 from flywheel.round import LOG_FILE
 from flywheel.serving.client import Replica
+from flywheel.user_code import PythonProcess
 
 KEY = 'sk-"of/a\\test'
 

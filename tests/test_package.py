@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
-from flywheel import content
+from flywheel import files
 from flywheel.errors import EXIT_CONFIG, EXIT_USAGE
 
 ROOT = Path(__file__).parent.parent
@@ -45,7 +45,7 @@ def test_the_wheel_carries_what_users_edit(tmp_path: Path) -> None:
         inside = set(archive.namelist())
     shipped = {
         f"flywheel/shipped/{folder}/{path.name}"
-        for folder in (*content.FOLDERS, "docs")
+        for folder in (*files.SHIPPED_FOLDERS, "docs")
         for path in (ROOT / folder).iterdir()
         if path.is_file()
     }
@@ -57,17 +57,19 @@ def test_the_wheel_carries_what_users_edit(tmp_path: Path) -> None:
 
 def test_the_pages_that_texts_refer_to_exist_and_their_links_lead_somewhere() -> None:
     """`flywheel docs PAGE` works for an installed package, where nobody has the checkout's docs/ at hand."""
-    edited = [path for folder in content.FOLDERS for path in (ROOT / folder).iterdir() if path.is_file()]
+    edited = [path for folder in files.SHIPPED_FOLDERS for path in (ROOT / folder).iterdir() if path.is_file()]
     sources = [*(ROOT / "flywheel").rglob("*.py"), *edited]
     texts = {path: path.read_text() for path in sources}
     assert not [path for path, text in texts.items() if re.search(r"\bdocs/[a-z-]+\.md", text)]
     named = {page for text in texts.values() for page in re.findall(r"flywheel docs ([a-z-]+)", text)}
-    assert named and named <= content.pages().keys()
-    for path in content.pages().values():
+    assert named and named <= files.documentation_pages().keys()
+    for path in files.documentation_pages().values():
         for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text()):
             there = (path.parent / link).resolve()
             assert there.exists(), f"{path.name}: {link}"
-            assert there.parts[len(ROOT.parts)] in (*content.FOLDERS, "docs"), f"{path.name}: {link} is not shipped"
+            assert there.parts[len(ROOT.parts)] in (*files.SHIPPED_FOLDERS, "docs"), (
+                f"{path.name}: {link} is not shipped"
+            )
 
 
 def service_of(unit: str) -> configparser.SectionProxy:

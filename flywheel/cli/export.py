@@ -169,7 +169,7 @@ async def _singles(store: Store, form: Format, states: Collection[TaskState], sp
 
 
 async def _pairs(store: Store, form: Format, splits: Collection[Split], margin: float) -> Survey:
-    from flywheel.formats.pairing import Pairing, candidate
+    from flywheel.formats.preference_pairs import Pairing, candidate
 
     pairing = Pairing(margin)
     for wanted, add in ((Wanted.REJECTED, pairing.add_rejected), (Wanted.ACCEPTED, pairing.add_accepted)):

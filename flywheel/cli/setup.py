@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flywheel import content
+from flywheel import files
 from flywheel.cli.app import ConfigOption, app, load_config
 from flywheel.errors import ExportError
 from flywheel.quantity import quantity
@@ -58,7 +58,7 @@ def init(
 
 def _laid_out(*, systemd: bool) -> Iterator[tuple[Path, str]]:
     """Each file to write, by its path below the directory, and its text."""
-    shipped = content.folder()
+    shipped = files.shipped_folder()
     # Commands look for the configuration in the current directory; its paths are relative to where it lies.
     yield Path("flywheel.yaml"), (shipped / "configs" / "flywheel.yaml").read_text().replace("../", "")
     for name in ("filters", "rubrics", *(("systemd",) if systemd else ())):
@@ -72,7 +72,7 @@ def docs(
     page: Annotated[str | None, typer.Argument(metavar="PAGE", help="A page's name; without it, list them.")] = None,
 ) -> None:
     """Show a page of the documentation."""
-    pages = content.pages()
+    pages = files.documentation_pages()
     if page is None:
         for name, path in pages.items():
             title = path.read_text().partition("\n")[0].lstrip("# ")

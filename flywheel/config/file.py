@@ -36,8 +36,7 @@ from flywheel.config.training import (
 from flywheel.errors import ConfigError
 from flywheel.files import expanded, tidied
 from flywheel.models import Models
-from flywheel.yaml_file import explain, read_yaml
-from flywheel.yaml_place import Places
+from flywheel.yaml_file import Places, explain, read_yaml
 
 
 class StateSettings(Section):

@@ -6,7 +6,7 @@ from typing import Final
 
 from pydantic import Field
 
-from flywheel import content
+from flywheel import files
 from flywheel.config.section import Section, UserPath
 
 MAX_THREADS: Final = 1024
@@ -78,7 +78,7 @@ class JudgeSettings(Section):
 
 
 class FilterSettings(Section):
-    rubric: UserPath = Field(default_factory=lambda: content.folder() / "rubrics" / "qa-quality.yaml")
+    rubric: UserPath = Field(default_factory=lambda: files.shipped_folder() / "rubrics" / "qa-quality.yaml")
     """The rubric: what a good reply is. Relative to the configuration file. Default: the shipped `qa-quality`."""
     chain: UserPath | None = None
     """A filter chain (`filters/*.yaml`) that runs before the rubric's model criteria are paid for."""

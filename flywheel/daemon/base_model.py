@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from flywheel.model_family import folder_of
+from flywheel.model_parsers import folder_of
 
 _OFF: Final = ("", "0", "false", "off", "no")
 _NAME: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")

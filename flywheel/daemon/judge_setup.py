@@ -9,9 +9,8 @@ import orjson
 
 from flywheel.config import Config, JudgeSettings
 from flywheel.errors import ConfigError
-from flywheel.filtering.agentjet_reasons import REASONS
 from flywheel.filtering.chain import Chain, load_chain
-from flywheel.filtering.llm_evaluate import AGENTJET_TEMPERATURE
+from flywheel.filtering.llm_evaluate import AGENTJET_TEMPERATURE, REASONS
 from flywheel.rubric import Rubric
 from flywheel.rubric.file import load_rubric, parse_rubric
 from flywheel.verdict import Exchange

@@ -16,7 +16,7 @@ from sqlalchemy import Connection
 
 from flywheel.errors import FilterError
 from flywheel.filtering.chain import Chain, LineFilter, Step
-from flywheel.filtering.deduplication import Deduplication, fingerprint
+from flywheel.filtering.fingerprint import Deduplication, fingerprint
 from flywheel.filtering.influence import weigh
 from flywheel.likeness import NEAR
 from flywheel.states import TaskState

@@ -26,13 +26,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from flywheel.config.agentjet import filters_in
 from flywheel.errors import ConfigError, FlywheelError
 from flywheel.files import expanded
-from flywheel.filtering.deduplication import Deduplication
+from flywheel.filtering.fingerprint import Deduplication
 from flywheel.filtering.influence import Influence
 from flywheel.filtering.llm_evaluate import LlmEvaluate
 from flywheel.filtering.pii import Pii, Redactor
-from flywheel.filtering.python_file import PythonFile, load_function
+from flywheel.filtering.python_function import PythonFile, load_function
 from flywheel.filtering.rules import Rules
-from flywheel.python_process import FunctionError
+from flywheel.user_code import FunctionError
 from flywheel.yaml_file import explain, read_yaml
 
 REMEDY: Final = "Correct the file; see `flywheel docs filters`."

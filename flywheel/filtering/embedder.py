@@ -25,7 +25,7 @@ from tenacity import (
 )
 
 from flywheel.errors import FilterError
-from flywheel.filtering.deduplication import Deduplication
+from flywheel.filtering.fingerprint import Deduplication
 from flywheel.model_http_client import ModelHttpClient, RequestFailedError, ResponseTooLargeError, is_http_url
 
 OPENAI_URL: Final = "https://api.openai.com/v1"

@@ -17,7 +17,7 @@ from typing import Any, Final
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field
 
-from flywheel.filtering.pattern import template
+from flywheel.filtering.query_template import template
 from flywheel.task import conversation_key
 
 

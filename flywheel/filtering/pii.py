@@ -1,25 +1,233 @@
-"""The filter `pii`: tasks with personal data are rejected, or go on without it.
+"""Personal data and secrets in a text: where they stand and what they are. No model is asked.
 
-Either way the data leaves the task before it is stored, exported or shown to a judge: each piece becomes a
-placeholder such as `[EMAIL_1]`, the same for the same piece everywhere in the task. Identifiers (conversation, trace,
-user) stay: by them tasks belong together.
+Numbers are believed only when their check digits are right (cards, IBANs) or when a library that knows the numbering
+plans takes them (phones); everything else that has many digits is an order number, a time or a sum.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, StringConstraints
 
 from flywheel.errors import ConfigError
-from flywheel.filtering import personal_data
-from flywheel.filtering.personal_data import KINDS, Found, Kind
 from flywheel.task import qa_hash
+
+Kind = Literal["email", "phone", "card", "iban", "api-key", "private-key"]
+KINDS: Final[tuple[Kind, ...]] = ("private-key", "api-key", "email", "iban", "card", "phone")
+"""What is looked for. Of two that overlap, the earlier one of this list is believed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A piece of a text, `text[start:end]`, and what it is."""
+
+    kind: str
+    start: int
+    end: int
+
+
+_LATIN: Final = "A-Za-z0-9_\u00c0-\u024f"
+"""Letters of addresses. Not every letter: Chinese is written right up to an address or a number."""
+
+# fmt: off
+_PRIVATE_KEY: Final = re.compile(
+    r"-----BEGIN (?P<what>[A-Z0-9 ]*)PRIVATE KEY(?: BLOCK)?-----.*?"
+    r"(?:-----END (?P=what)PRIVATE KEY(?: BLOCK)?-----|\Z)", re.S)
+_EMAIL: Final = re.compile(
+    rf"(?<![{_LATIN}.+%@-])[{_LATIN}.+%-]{{1,64}}@(?:[{_LATIN}](?:[{_LATIN}-]{{0,61}}[{_LATIN}])?\.)+"
+    rf"[A-Za-z\u00c0-\u024f]{{2,24}}(?![{_LATIN}@])(?!-[{_LATIN}])")
+_IBAN: Final = re.compile(r"(?<![A-Za-z0-9])[A-Za-z]{2}\d{2}(?:[ -]?[A-Za-z0-9]){11,30}(?![A-Za-z0-9])")
+_CARD: Final = re.compile(rf"(?<![{_LATIN}.,-])[0-9](?:[ -]?[0-9]){{12,18}}(?![{_LATIN}-])(?![.,][0-9])")
+_CARD_FORM: Final = re.compile(
+    r"\d{13,19}|\d{4}([ -])\d{4}\1\d{4}\1\d{1,7}|\d{4}([ -])\d{6}\2\d{4,5}|\d{4}([ -])\d{4}\3\d{4}\3\d{4}\3\d{3}")
+_ISSUER: Final = re.compile(r"4|5[0678]|5[1-5]|2[2-7]|3[0-9]|6")
+_KEY_PREFIXES: Final = re.compile(
+    r"(?<![A-Za-z0-9_-])(?:"
+    r"sk-[\w-]{20,}|[rsp]k_(?:live|test)_\w{16,}|whsec_\w{20,}"                         # OpenAI and its like, Stripe
+    r"|gh[pousr]_\w{30,}|github_pat_\w{22,}|glpat-[\w-]{20,}|npm_\w{30,}|pypi-[\w-]{40,}"     # code hosts, registries
+    r"|(?:AKIA|ASIA)[0-9A-Z]{16}|AIza[\w-]{35}|ya29\.[\w-]{20,}|LTAI\w{12,30}|AKID\w{20,}"      # clouds
+    r"|xox[abeprs]-[\w-]{10,}|xapp-[\w-]{20,}|hf_[A-Za-z0-9]{30,}|gsk_\w{30,}|dop_v1_[0-9a-f]{64}"
+    r"|SG\.[\w-]{16,}\.[\w-]{16,}|key-[0-9a-f]{32}|\d{8,10}:AA[\w-]{33}"                     # mail, Telegram
+    r"|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,}"                                          # JSON web tokens
+    r")(?![A-Za-z0-9_-])", re.A)
+_KEY_NAMED: Final = re.compile(
+    r"(?i)(?:api[ _-]?key|access[ _-]?key|secret(?:[ _-]?key)?|auth[ _-]?token|access[ _-]?token|bearer|passwo?r?d"
+    r"|api[ _-]?token|密钥|口令|密码)\w{0,12}[\"'”]?(?:\s{1,3}is|\s{0,3}[:=：]|\s{1,3})[\s\"'“`]{0,4}"
+    r"(?P<key>[A-Za-z0-9_+/=.~-]{20,200})")
+_PHONE: Final = re.compile(
+    rf"(?<![{_LATIN}.,/+-])(?:(?P<plus>\+|00(?=[1-9]))[0-9]|\(\+?[0-9]|[0-9])"
+    rf"(?:[ ().\-\u2010-\u2015/]{{0,3}}[0-9]){{6,16}}(?![{_LATIN}%])(?!(?:[.,:/-]|\s?[*/=+^×÷])\s?[0-9])")
+# fmt: on
+_NEAR_A_PHONE: Final = re.compile(
+    r"(?i)(?:\b(?:phones?|tel|telephone|telefon|téléphone|teléfono|telefono|mobile|mobil|móvil|handy|cell|call|fax|"
+    r"whats?app|sms|text me|contact|reach(?: me)?|dial|rufnummer)\b"
+    r"|电话|手机|號碼|号码|联系|拨打|致电|微信|携帯|電話|전화)"
+    r"[^\d\n]{0,25}$"
+)
+_NEAR_ANOTHER: Final = re.compile(
+    r"(?i)(?:\b(?:orders?|invoice|ticket|case|article|item|sku|isbn|issn|ean|doi|arxiv|pmid|ids?|no|nr|ref(?:erence)?|"
+    r"number of|version|build|commit|serial|tracking|parcel|account|timestamp|unix|epoch|date|seed|port|"
+    r"customer|row|line|bug|pr)\b[ .]*+(?:number|no\.?|nr\.?|id|is|of)?"
+    r"|(?<!#)#|№|\$|€|£|¥|订单|单号|编号|序列号)[\s.:#=\"'(]*$"
+)
+_CALCULATED: Final = re.compile(r"(?:[*/^×÷=]|(?<=[\d)\w]) ?[+-]) ?$")
+_DATE: Final = re.compile(
+    r"\d{4}([-./ ])\d{1,2}\1\d{1,2}(?:[ T.-]?\d{0,6}.*)?"
+    r"|\d{1,2}([-./])\d{1,2}\2\d{4}.*|(?:19|20)\d{2}[- ]+(?:19|20)\d{2}"
+)
+_GROUPED: Final = re.compile(r"\(?\d{2,5}\)?[ ./-]{1,3}\d{2,5}(?:[ .-]\d{2,6}){0,3}|0\d{1,5}[ /-]\d{4,10}")
+
+
+def find(text: str, kinds: Sequence[str] = KINDS, regions: Sequence[str] = ()) -> list[Found]:
+    """What of these kinds is in the text, in the order it stands there; no two pieces overlap.
+
+    `regions` are the countries (ISO 3166, two letters) whose phone numbers are known without a country code.
+    """
+    finders = (_FINDERS[kind](text, regions) for kind in KINDS if kind in kinds)
+    return apart(len(text), itertools.chain.from_iterable(finders))
+
+
+def apart(length: int, pieces: Iterable[Found]) -> list[Found]:
+    """Pieces of a text of this length in the order they stand there; of two that overlap, the one that came first."""
+    taken = bytearray(length)
+    kept = []
+    for found in pieces:
+        if taken.find(1, found.start, found.end) < 0:
+            taken[found.start : found.end] = b"\1" * (found.end - found.start)
+            kept.append(found)
+    return sorted(kept, key=lambda found: found.start)
+
+
+def _private_keys(text: str, _regions: Sequence[str]) -> Iterator[Found]:
+    if "PRIVATE KEY" in text:
+        for found in _PRIVATE_KEY.finditer(text):
+            yield Found("private-key", found.start(), found.end())
+
+
+def _api_keys(text: str, _regions: Sequence[str]) -> Iterator[Found]:
+    for found in _KEY_PREFIXES.finditer(text):
+        # A prefix that only words follow ("sk-learn-contrib-…") is a name.
+        if any(char.isdigit() for char in found[0]) or any(char.isupper() for char in found[0][3:]):
+            yield Found("api-key", found.start(), found.end())
+    for found in _KEY_NAMED.finditer(text):
+        if _is_random(found["key"]):
+            yield Found("api-key", found.start("key"), found.end("key"))
+
+
+def _is_random(text: str) -> bool:
+    """Whether a text has the letters of a key: mixed kinds, and 3.5 bits of entropy for each or more (hex: 3)."""
+    counts = Counter(text)
+    entropy = -sum(number / len(text) * math.log2(number / len(text)) for number in counts.values())
+    has_digit, has_letter = any(c.isdigit() for c in text), any(c.isalpha() for c in text)
+    is_hex = all(char in "0123456789abcdefABCDEF" for char in text)
+    return has_digit and has_letter and entropy >= (3.0 if is_hex else 3.5)
+
+
+def _emails(text: str, _regions: Sequence[str]) -> Iterator[Found]:
+    if "@" in text:
+        for found in _EMAIL.finditer(text):
+            if not found[0].startswith("."):
+                yield Found("email", found.start(), found.end())
+
+
+def _ibans(text: str, _regions: Sequence[str]) -> Iterator[Found]:
+    for found in _IBAN.finditer(text):
+        # White space does not end it for sure: what follows may be the next word.
+        piece = found[0]
+        while len(piece) >= 15:
+            if _is_iban(piece):
+                yield Found("iban", found.start(), found.start() + len(piece))
+                break
+            shorter = piece.rpartition(" ")[0]
+            if shorter == piece:
+                break
+            piece = shorter
+
+
+def _is_iban(piece: str) -> bool:
+    from stdnum import iban
+
+    # The check digits, and the form that the registry gives for the country.
+    return bool(iban.is_valid(piece, check_country=False))
+
+
+def _cards(text: str, _regions: Sequence[str]) -> Iterator[Found]:
+    from stdnum import luhn
+
+    for found in _CARD.finditer(text):
+        digits = re.sub(r"\D", "", found[0])
+        if (
+            _CARD_FORM.fullmatch(found[0])
+            and _ISSUER.match(digits)
+            and len(set(digits)) > 1
+            and luhn.is_valid(digits)
+            and not _CALCULATED.search(text[max(0, found.start() - 4) : found.start()])
+            and not _NEAR_ANOTHER.search(text[max(0, found.start() - 30) : found.start()])
+        ):
+            yield Found("card", found.start(), found.end())
+
+
+def _phones(text: str, regions: Sequence[str]) -> Iterator[Found]:
+    for found in _PHONE.finditer(text):
+        before = text[max(0, found.start() - 40) : found.start()]
+        if not _CALCULATED.search(before) and _is_phone(found[0], bool(found["plus"]), before, regions):
+            yield Found("phone", found.start(), found.end())
+
+
+def _is_phone(piece: str, international: bool, before: str, regions: Sequence[str]) -> bool:
+    import phonenumbers
+
+    if international or piece.startswith("(+"):
+        number = "+" + re.sub(r"\D", "", piece).removeprefix("00" if piece.startswith("00") else "")
+        # Possible is enough: numbering plans grow, and examples ("555") are in nobody's.
+        return _parses(number, None, strict=piece.startswith("00") and not _NEAR_A_PHONE.search(before))
+    if _DATE.fullmatch(piece) or _NEAR_ANOTHER.search(before):
+        return False
+    named = bool(_NEAR_A_PHONE.search(before))
+    if named:
+        return any(_parses(piece, region, strict=False) for region in regions)
+    digits = re.sub(r"\D", "", piece)
+    if digits == piece:
+        # A bare run of digits is believed only where mobile numbers have a form of their own.
+        mobile = phonenumbers.PhoneNumberType.MOBILE
+        return "CN" in regions and len(digits) == 11 and _parses(piece, "CN", strict=True, kind=mobile)
+    return bool(_GROUPED.fullmatch(piece)) and any(_parses(piece, region, strict=True) for region in regions)
+
+
+def _parses(piece: str, region: str | None, *, strict: bool, kind: int | None = None) -> bool:
+    import phonenumbers
+
+    try:
+        number = phonenumbers.parse(piece, region)
+    except phonenumbers.NumberParseException:
+        return False
+    if kind is not None and phonenumbers.number_type(number) != kind:
+        return False
+    if strict:
+        return bool(phonenumbers.is_valid_number(number))
+    possible = phonenumbers.ValidationResult.IS_POSSIBLE
+    return bool(phonenumbers.is_possible_number_with_reason(number) == possible)
+
+
+_FINDERS: Final[dict[str, Callable[[str, Sequence[str]], Iterator[Found]]]] = {
+    "private-key": _private_keys,
+    "api-key": _api_keys,
+    "email": _emails,
+    "iban": _ibans,
+    "card": _cards,
+    "phone": _phones,
+}
+
 
 Redactor = Callable[[dict[str, Any]], dict[str, Any]]
 """A task line in, the same line without personal data out. The line that is given stays as it is."""
@@ -82,7 +290,7 @@ class Pii(BaseModel):
         """The personal data in a text, in its order, no two pieces overlapping."""
         found = list(_found(text, self.kinds, self.regions))
         if self.engine == "presidio":
-            found = personal_data.apart(len(text), [*found, *self._by_presidio(text)])
+            found = apart(len(text), [*found, *self._by_presidio(text)])
         allowed = {piece.casefold() for piece in self.allow}
         return [each for each in found if text[each.start : each.end].casefold() not in allowed]
 
@@ -124,7 +332,7 @@ def _label(kind: str) -> str:
 @lru_cache(maxsize=256)
 def _found(text: str, kinds: tuple[str, ...], regions: tuple[str, ...]) -> Sequence[Found]:
     # The same text comes several times on a line, and the same tools on many.
-    return personal_data.find(text, kinds, regions)
+    return find(text, kinds, regions)
 
 
 class _Redaction:

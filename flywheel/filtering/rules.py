@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from flywheel.rubric import pattern
-from flywheel.rubric.length import seen, trimmed
+from flywheel.rubric.pattern import seen, trimmed
 
 
 def _checked(text: str) -> str:

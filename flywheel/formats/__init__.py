@@ -6,8 +6,8 @@ from typing import Final
 
 from flywheel.formats import agentscope, trl
 from flywheel.formats.format import Format, FormatName, LeftOut, Sample, traits
-from flywheel.formats.sink import JsonLines, VerlTable
 from flywheel.formats.verl import verl
+from flywheel.formats.writer import JsonLines, VerlTable
 
 __all__ = ["FORMATS", "Format", "FormatName", "LeftOut", "Sample", "traits"]
 

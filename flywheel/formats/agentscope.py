@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from flywheel.formats import chat
+from flywheel.formats import messages
 from flywheel.formats.format import Record, Sample
 
 AGENTJET = ("main_query", "init_messages", "task_id", "env_type", "metadata")
@@ -22,13 +22,13 @@ def trinity(sample: Sample) -> Record:
     by the `datasets` versions that it allows.
     """
     line = sample.line
-    given = chat.prompt(line)
+    given = messages.prompt(line)
     return {
         "task_id": line["task_id"],
         "system_prompt": "\n\n".join(m["content"] for m in given if m["role"] in ("system", "developer")),
         "question": line["question"],
         "answer": line["answer"],
         "prompt": json.dumps(given, ensure_ascii=False),
-        "messages": json.dumps([*given, *chat.reply(line)], ensure_ascii=False),
-        "tools": chat.tools(line),
+        "messages": json.dumps([*given, *messages.reply(line)], ensure_ascii=False),
+        "tools": messages.tools(line),
     }

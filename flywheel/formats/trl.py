@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flywheel.formats import chat
+from flywheel.formats import messages
 from flywheel.formats.format import Record, Sample
 
 
@@ -10,10 +10,10 @@ def grpo(sample: Sample) -> Record:
     """A prompt; the other columns are what reward functions get as keyword arguments."""
     line = sample.line
     return {
-        "prompt": chat.prompt(line),
+        "prompt": messages.prompt(line),
         "answer": line["answer"],
         "structured": line["metadata"]["structured_json"],
-        "tools": chat.tools(line),
+        "tools": messages.tools(line),
         "task_id": line["task_id"],
         "agent_name": line["metadata"]["agent_name"],
         "score": sample.score,
@@ -24,9 +24,9 @@ def sft(sample: Sample) -> Record:
     """Prompt and completion, so that the loss is on this reply alone: earlier turns had verdicts of their own."""
     line = sample.line
     return {
-        "prompt": chat.prompt(line),
-        "completion": chat.reply(line),
-        "tools": chat.tools(line),
+        "prompt": messages.prompt(line),
+        "completion": messages.reply(line),
+        "tools": messages.tools(line),
         "task_id": line["task_id"],
         "score": sample.score,
     }
@@ -35,10 +35,10 @@ def sft(sample: Sample) -> Record:
 def dpo(chosen: Sample, rejected: Sample) -> Record:
     """One prompt with a better and a worse reply."""
     return {
-        "prompt": chat.prompt(chosen.line),
-        "chosen": chat.reply(chosen.line),
-        "rejected": chat.reply(rejected.line),
-        "tools": chat.tools(chosen.line),
+        "prompt": messages.prompt(chosen.line),
+        "chosen": messages.reply(chosen.line),
+        "rejected": messages.reply(rejected.line),
+        "tools": messages.tools(chosen.line),
         "chosen_score": chosen.score,
         "rejected_score": rejected.score,
         "chosen_task_id": chosen.line["task_id"],

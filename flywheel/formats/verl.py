@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from flywheel.formats import chat
+from flywheel.formats import messages
 from flywheel.formats.format import Record, Sample
 from flywheel.trace import ChatMessage
 
@@ -17,7 +17,7 @@ def verl(sample: Sample) -> Record:
     about = line["metadata"]
     return {
         "data_source": DATA_SOURCE,
-        "prompt": [_flat(message) for message in chat.prompt(line)],
+        "prompt": [_flat(message) for message in messages.prompt(line)],
         "ability": "agent",
         "reward_model": {"style": "rule", "ground_truth": line["answer"]},
         "extra_info": {
@@ -27,7 +27,7 @@ def verl(sample: Sample) -> Record:
             "answer": line["answer"],
             "agent_name": about["agent_name"],
             "score": sample.score,
-            "tools_json": chat.tools(line),
+            "tools_json": messages.tools(line),
             "structured_json": about["structured_json"],
         },
     }

@@ -20,7 +20,7 @@ import json_repair
 
 from flywheel.batch import storable
 from flywheel.rubric import Criterion
-from flywheel.rubric.length import seen
+from flywheel.rubric.pattern import seen
 from flywheel.verdict import CriterionResult
 
 OPENING = re.compile(r"""\{\s*["']|\{\s*\w+\s*:""")

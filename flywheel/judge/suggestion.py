@@ -20,7 +20,7 @@ from flywheel.rubric import Rubric
 from flywheel.rubric.checks import check
 from flywheel.rubric.file import examine
 from flywheel.trace import ChatMessage
-from flywheel.yaml_place import Places
+from flywheel.yaml_file import Places
 
 TYPES: Final = ("llm-rubric", "regex", "not-regex", "contains")
 MOST: Final = 40

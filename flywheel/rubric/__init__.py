@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from flywheel.rubric.criterion import Criterion, CriterionType
-from flywheel.rubric.kinds import KINDS, MODEL_TYPE, Kind
+from flywheel.rubric.criterion import KINDS, MODEL_TYPE, Criterion, CriterionType, Kind
 from flywheel.rubric.rubric import (
     ALIEN,
     FIT_FOR_ROLLOUTS,

@@ -9,7 +9,7 @@ from flywheel.rubric import KINDS, Criterion, Example, Rubric
 from flywheel.rubric.checks import check
 from flywheel.rubric.file import Problem
 from flywheel.verdict import CriterionResult, Exchange
-from flywheel.yaml_place import Places
+from flywheel.yaml_file import Places
 
 
 def contradictions(rubric: Rubric, places: Places) -> list[Problem]:

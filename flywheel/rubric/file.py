@@ -20,11 +20,10 @@ from pydantic import ValidationError
 from flywheel.errors import ConfigError
 from flywheel.files import expanded
 from flywheel.rubric import FLAT_ID, Criterion, Rubric, UsedFile
-from flywheel.rubric.checks.function import load
-from flywheel.rubric.kinds import MODEL_TYPE
-from flywheel.rubric.suspicious_patterns import doubts
-from flywheel.yaml_file import explain, explain_one, read_yaml
-from flywheel.yaml_place import START, Place, Places
+from flywheel.rubric.checks.python_function import load
+from flywheel.rubric.criterion import MODEL_TYPE
+from flywheel.rubric.lint import doubts
+from flywheel.yaml_file import START, Place, Places, explain, explain_one, read_yaml
 
 REMEDY: Final = "Correct the file; see `flywheel docs rubrics`."
 _PASSES: Final = 50

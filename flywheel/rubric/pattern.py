@@ -56,3 +56,17 @@ def search(pattern: str, text: str, flags: int = 0) -> bool:
 @lru_cache(maxsize=256)
 def _compiled(pattern: str, flags: int) -> regex.Pattern[str]:
     return regex.compile(pattern, flags)
+
+
+_UNSEEN: Final = regex.compile(r"[\p{Default_Ignorable_Code_Point}\p{Cf}\u2800]|[^\s\P{Cc}]")
+"""Zero-width and other characters that show nothing, which white space does between others."""
+
+
+def seen(text: str) -> str:
+    """The text without what shows nothing and without white space at its ends, composed (é is one character)."""
+    return str(_UNSEEN.sub("", unicodedata.normalize("NFC", text)).strip())
+
+
+def trimmed(text: str) -> str:
+    """The text without white space at its ends, composed; what shows nothing takes room all the same."""
+    return unicodedata.normalize("NFC", text).strip()

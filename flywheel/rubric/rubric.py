@@ -9,8 +9,7 @@ from typing import Any, Final, Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
-from flywheel.rubric.criterion import Criterion, Part, no_truth_value, wrong
-from flywheel.rubric.kinds import KINDS
+from flywheel.rubric.criterion import KINDS, Criterion, Part, no_truth_value, wrong
 
 FLAT_ID: Final = "custom_rubrics"
 FLAT_CHOICES: Final = ("BAD", "GOOD")

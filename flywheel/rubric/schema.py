@@ -6,8 +6,7 @@ from typing import Any, Final
 
 from pydantic.json_schema import GenerateJsonSchema
 
-from flywheel.rubric.criterion import Criterion
-from flywheel.rubric.kinds import KINDS, MODEL_TYPE, OPTIONS
+from flywheel.rubric.criterion import KINDS, MODEL_TYPE, OPTIONS, Criterion
 from flywheel.rubric.rubric import Rubric
 
 DIALECT: Final = GenerateJsonSchema.schema_dialect

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from flywheel.errors import ServeError
-from flywheel.model_family import Parsers
+from flywheel.model_parsers import Parsers
 
 OWN_ARGUMENTS: Final = {
     "--api-key": "serving.api_key_env",

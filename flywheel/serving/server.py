@@ -19,7 +19,7 @@ from flywheel.config import Config, ServingSettings
 from flywheel.config.serving import own_url
 from flywheel.errors import ServeError
 from flywheel.files import make_private
-from flywheel.model_family import parsers_of
+from flywheel.model_parsers import parsers_of
 from flywheel.serving.arguments import check_arguments, has_tls, parser_arguments
 from flywheel.serving.environment import (
     ADDRESS_VARIABLE,

@@ -28,7 +28,7 @@ LIKELY: Final = 256
 
 
 class Compared(Protocol):
-    """What this module stores of a question, see `flywheel.filtering.deduplication.Fingerprint`."""
+    """What this module stores of a question, see `flywheel.filtering.fingerprint.Fingerprint`."""
 
     @property
     def scope(self) -> int: ...

@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from flywheel.config import Config
 from flywheel.errors import FlywheelError, TrainError
-from flywheel.seating import Seat, Seating
+from flywheel.gpu_placement import Seat, Seating
 from flywheel.training.process import POLL_SECONDS, check_stopped
 
 log = logging.getLogger(__name__)

@@ -17,10 +17,10 @@ from flywheel.config import Config
 from flywheel.errors import TrainError
 from flywheel.evaluation.compare import Paired, compare, compare_criterion
 from flywheel.files import tree_sha256
+from flywheel.gpu_placement import seating
 from flywheel.judge_usage import Purpose
-from flywheel.model_family import parsers_of
+from flywheel.model_parsers import parsers_of
 from flywheel.round import ADAPTER_DIR, AdapterRef, Comparison, RoundResult, RoundSpec, RoundTask
-from flywheel.seating import seating
 from flywheel.serving.arguments import parser_arguments
 from flywheel.training import cluster
 from flywheel.training.chat import ChatFormat, served_format

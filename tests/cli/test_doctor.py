@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection
 
-from flywheel import content
+from flywheel import files
 from flywheel.daemon.lock import InstanceLock
 from flywheel.states import Split
 from flywheel.store import judging, ledger
@@ -504,7 +504,7 @@ def judged(folder: Path, *replies: Reply) -> None:
 
 
 def test_whether_a_round_could_be_filled_is_computed_from_the_state(bench: Bench) -> None:
-    chain = content.folder() / "filters" / "default.yaml"
+    chain = files.shipped_folder() / "filters" / "default.yaml"
     enough: dict[str, Any] = {
         "trigger": {"min_samples": 8}, "gate": {"min_tasks": 2, "min_power": 0}, "filter": {"chain": str(chain)}
     }  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, select
 
-from flywheel.filtering.deduplication import fingerprint
+from flywheel.filtering.fingerprint import fingerprint
 from flywheel.filtering.influence import weigh
 from flywheel.states import TaskState
 from flywheel.store import duplicates, influence, ledger, schema

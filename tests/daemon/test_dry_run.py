@@ -17,8 +17,8 @@ from flywheel.daemon.judging import Filtering
 from flywheel.daemon.rubric_diff import RubricDiff
 from flywheel.daemon.task_result import FilterReport, Judged, Preview
 from flywheel.judge.grader import CallEstimate
+from flywheel.rubric.criterion import KINDS
 from flywheel.rubric.file import load_rubric
-from flywheel.rubric.kinds import KINDS
 from flywheel.states import Split, TaskState
 from flywheel.store import influence, schema
 from flywheel.store.database import Store

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flywheel import content
+from flywheel import files
 from flywheel.config import parse
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.rounds import Rounds
@@ -29,7 +29,7 @@ async def test_a_round_waits_for_a_calibration(tmp_path: Path, monkeypatch: pyte
         "judge": {"min_kappa": 0.6, "base_url": "http://127.0.0.1:9/v1", "model": "judge"},
     }
     config = parse(raw, "test", tmp_path)
-    rubric = load_rubric(content.folder() / "rubrics" / "math-boxed.yaml")
+    rubric = load_rubric(files.shipped_folder() / "rubrics" / "math-boxed.yaml")
     store = await Store.open(config.state_dir)
     try:
         await store.write(put_tasks, 6, 4)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, select
 
-from flywheel import content
+from flywheel import files
 from flywheel.config import Config, parse
 from flywheel.daemon import planner
 from flywheel.daemon import rounds as rounds_module
@@ -41,7 +41,7 @@ def made(tmp_path: Path, **gate: Any) -> Config:
     return parse(
         {
             "state": {"dir": str(tmp_path / "state")},
-            "filter": {"rubric": str(content.folder() / "rubrics" / "math-boxed.yaml")},
+            "filter": {"rubric": str(files.shipped_folder() / "rubrics" / "math-boxed.yaml")},
             "training": {"steps": 1, "prompts_per_step": 1},
             "trigger": {"min_samples": 1, "min_held_out": 1},
             "gate": {**EVERY_ROUND, **gate},

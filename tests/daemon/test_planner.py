@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from sqlalchemy import Connection, insert, select, update
 
-from flywheel import content, exclusion
+from flywheel import exclusion, files
 from flywheel.config import Config, parse
 from flywheel.daemon import planner
 from flywheel.daemon.deployer import Deployer
@@ -30,7 +30,7 @@ from flywheel.store.transitions import move_all
 from flywheel.verdict import Outcome, Verdict
 from tests.samples import accepted, batch, rejected, replies_on
 
-RUBRIC = content.folder() / "rubrics" / "math-boxed.yaml"
+RUBRIC = files.shipped_folder() / "rubrics" / "math-boxed.yaml"
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flywheel import content
+from flywheel import files
 from flywheel.cli import status_view
 from flywheel.config import Config
 from flywheel.daemon.prometheus import exposition
@@ -55,7 +55,7 @@ def with_judge(wheel: Wheel, **settings: Any) -> Config:
 
 
 def rounds_of(wheel: Wheel, config: Config) -> Rounds:
-    rubric = load_rubric(content.folder() / "rubrics" / "math-boxed.yaml")
+    rubric = load_rubric(files.shipped_folder() / "rubrics" / "math-boxed.yaml")
     return Rounds(wheel.store, config, rubric, wheel.deployer)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, select, update
 
-from flywheel import content
+from flywheel import files
 from flywheel.config import Config, parse
 from flywheel.daemon import rounds as rounds_module
 from flywheel.daemon.deployer import Deployer
@@ -107,7 +107,7 @@ async def wheel(tmp_path: Path, server: tuple[FakeVllm, str]) -> AsyncIterator[W
     )
     store = await Store.open(config.state_dir)
     await store.write(put_tasks, 6, 4)
-    rubric = load_rubric(content.folder() / "rubrics" / "math-boxed.yaml")
+    rubric = load_rubric(files.shipped_folder() / "rubrics" / "math-boxed.yaml")
     deployer = Deployer(store, config)
     yield Wheel(store, config, app, Rounds(store, config, rubric, deployer), deployer)
     await store.close()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flywheel import content
+from flywheel import files
 from flywheel.cli import status_view
 from flywheel.config import Config
 from flywheel.daemon import planner
@@ -20,7 +20,7 @@ from flywheel.trace import Reply
 from tests.daemon.filter_bench import Make, burst, run, states, tell
 from tests.samples import replies_on, reply
 
-CHAINS = content.folder() / "filters"
+CHAINS = files.shipped_folder() / "filters"
 NEEDED: dict[str, Any] = {"trigger": {"min_samples": 40}, "gate": {"min_tasks": 2, "min_power": 0}}
 
 

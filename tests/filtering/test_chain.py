@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from flywheel import content
+from flywheel import files
 from flywheel.errors import ConfigError
 from flywheel.filtering.chain import Chain, LineFilter, Step, influence_of, load_chain
 from flywheel.filtering.influence import Burst, Influence
 from flywheel.filtering.llm_evaluate import LlmEvaluate
-from flywheel.filtering.python_file import load_function
+from flywheel.filtering.python_function import load_function
 from flywheel.rubric import pattern
 from flywheel.states import Split
 from flywheel.task import Task
@@ -206,7 +206,7 @@ def test_the_hash_changes_with_the_chain_and_with_the_python_file(tmp_path: Path
     assert load_chain(tmp_path / "chain.yaml").hash != first
 
 
-SHIPPED = sorted((content.folder() / "filters").glob("*.yaml"))
+SHIPPED = sorted((files.shipped_folder() / "filters").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.name)
@@ -221,7 +221,7 @@ def test_every_shipped_chain_loads_with_all_its_filters_on(path: Path, tmp_path:
 
 
 def test_the_shipped_python_filter_drops_greetings() -> None:
-    shipped = content.folder() / "filters" / "example_filter.py"
+    shipped = files.shipped_folder() / "filters" / "example_filter.py"
     keep = load_function(shipped, "keep", 30)
     assert keep(line("Hello!")) == (False, "only a greeting")
     assert keep(line())[0]

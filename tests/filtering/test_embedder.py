@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from flywheel.errors import FilterError
-from flywheel.filtering.deduplication import Deduplication
 from flywheel.filtering.embedder import Embedder
+from flywheel.filtering.fingerprint import Deduplication
 from tests.embedding_server import EmbeddingServer, by_words
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flywheel.filtering.influence import Candidate, Choice, Influence, choose, weigh, within_shares
-from flywheel.filtering.pattern import particulars, template
+from flywheel.filtering.query_template import particulars, template
 from flywheel.states import Split
 from flywheel.task import Task
 from tests.samples import START, reply

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from flywheel.errors import ConfigError
 from flywheel.filtering.chain import redactor_of
-from flywheel.filtering.pattern import particulars, template
-from flywheel.filtering.personal_data import find
-from flywheel.filtering.pii import Pii
+from flywheel.filtering.pii import Pii, find
+from flywheel.filtering.query_template import particulars, template
 from flywheel.states import Split
 from flywheel.task import Task, qa_hash
 from tests.samples import reply

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flywheel.formats import FORMATS, FormatName, LeftOut, Sample
-from flywheel.formats.chat import messages
+from flywheel.formats.messages import messages
 from flywheel.states import Split, TaskState
 from flywheel.task import Task
 from tests.formats.conftest import Exported

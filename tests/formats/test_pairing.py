@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.formats.pairing import Candidate, Pairing
+from flywheel.formats.preference_pairs import Candidate, Pairing
 
 candidates = st.lists(
     st.tuples(

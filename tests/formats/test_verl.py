@@ -12,8 +12,8 @@ import trl
 from transformers import AutoTokenizer
 
 from flywheel.formats.format import Sample
-from flywheel.formats.sink import ROW_GROUP, VerlTable
 from flywheel.formats.verl import verl
+from flywheel.formats.writer import ROW_GROUP, VerlTable
 from flywheel.states import TaskState
 from tests.conftest import POLICY
 from tests.formats.conftest import Exported, Load

@@ -20,13 +20,13 @@ import pytest
 import regex
 
 import flywheel
-from flywheel.filtering import pattern, personal_data
+from flywheel.filtering import pii, query_template
 from flywheel.judge import prompt
 from flywheel.likeness import normalised, numbers, words
 from flywheel.prompt_signature import opening_of
 from flywheel.rubric import Criterion, Rubric
-from flywheel.rubric.checks import check, maths, prose
-from flywheel.rubric.length import seen
+from flywheel.rubric.checks import check, markdown, math_equal
+from flywheel.rubric.pattern import seen
 from flywheel.terminal import disarmed
 from flywheel.verdict import Exchange
 
@@ -120,12 +120,12 @@ def checked(type_: str, text: str) -> None:
 
 FUNCTIONS: dict[str, Callable[[str], Any]] = {
     **{f"check {name}": partial(checked, name) for name in CHECKS},
-    "prose.split": prose.split,
-    "prose.words_only": prose.words_only,
-    "maths.boxed": maths.boxed,
-    "personal_data.find": lambda text: personal_data.find(text, regions=("US", "CN")),
-    "pattern.template": pattern.template,
-    "pattern.particulars": pattern.particulars,
+    "prose.split": markdown.split,
+    "prose.words_only": markdown.words_only,
+    "maths.boxed": math_equal.boxed,
+    "pii.find": lambda text: pii.find(text, regions=("US", "CN")),
+    "pattern.template": query_template.template,
+    "pattern.particulars": query_template.particulars,
     "likeness.words": words,
     "likeness.numbers": numbers,
     "likeness.normalised": normalised,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from flywheel.errors import CheckError
 from flywheel.rubric import Criterion, Rubric, pattern
-from flywheel.rubric.checks import CHECKS, WHOLE, ask_the_judge, check, check_all, maths
+from flywheel.rubric.checks import CHECKS, WHOLE, ask_the_judge, check, check_all, math_equal
 from flywheel.rubric.checks.bound import MOST
 from flywheel.rubric.checks.found import Found
 from flywheel.rubric.file import load_rubric, parse_rubric
@@ -147,10 +147,10 @@ def test_the_references_in_their_order() -> None:
 
 def test_a_result_that_computes_for_ever_is_ended_and_the_next_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert passes(r"\boxed{1+1}", "math-equal", 2)
-    monkeypatch.setattr(maths, "SECONDS", 0.5)
+    monkeypatch.setattr(math_equal, "SECONDS", 0.5)
     with pytest.raises(CheckError, match=r"took longer than 0\.5 s"):
         passes(r"\boxed{9^{9^{9^{9}}}+1}", "math-equal", r"8^{8^{8^{8}}}")
-    monkeypatch.setattr(maths, "SECONDS", 60)
+    monkeypatch.setattr(math_equal, "SECONDS", 60)
     assert passes(r"\boxed{1+1}", "math-equal", 2)
 
 
@@ -366,4 +366,4 @@ def boxed_by_looking_on_from_each(text: str) -> str | None:
     st.lists(st.sampled_from(["\\boxed{", "\\fbox {", "{", "}", "\\", "\\{", "\\}", "a", " ", "boxed{"])).map("".join)
 )
 def test_the_last_box_is_found_in_one_look(text: str) -> None:
-    assert maths.boxed(text) == boxed_by_looking_on_from_each(text)
+    assert math_equal.boxed(text) == boxed_by_looking_on_from_each(text)

@@ -6,7 +6,7 @@ import pytest
 
 from flywheel.rubric import Criterion
 from flywheel.rubric.checks import check
-from flywheel.rubric.checks.prose import split
+from flywheel.rubric.checks.markdown import split
 from flywheel.verdict import CriterionResult, Exchange
 from tests.judge.legitimate import LEGITIMATE
 from tests.rubric.degenerate_texts import BROKEN, LOOPS, TOOL_TEXTS

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flywheel import content
+from flywheel import files
 from flywheel.errors import ConfigError
 from flywheel.rubric import Criterion, Rubric
 from flywheel.rubric.checks import check
@@ -128,7 +128,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
             load_rubric(path)
 
 
-@pytest.mark.parametrize("path", sorted((content.folder() / "rubrics").glob("*.yaml")), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", sorted((files.shipped_folder() / "rubrics").glob("*.yaml")), ids=lambda p: p.name)
 def test_every_shipped_rubric_loads_and_is_named_like_its_file(path: Path) -> None:
     rubric = load_rubric(path)
     assert rubric.id == path.stem
@@ -136,7 +136,7 @@ def test_every_shipped_rubric_loads_and_is_named_like_its_file(path: Path) -> No
 
 
 def test_the_seven_reasons_to_drop_are_in_qa_quality() -> None:
-    rubric = load_rubric(content.folder() / "rubrics" / "qa-quality.yaml")
+    rubric = load_rubric(files.shipped_folder() / "rubrics" / "qa-quality.yaml")
     ids = {criterion.id for criterion in rubric.every}
     assert {"present", "answers", "relevant", "no_excuses", "consistent", "safe", "same_language"} <= ids
 

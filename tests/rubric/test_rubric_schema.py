@@ -10,11 +10,11 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from flywheel import content
+from flywheel import files
 from flywheel.rubric import KINDS, Criterion, Rubric, json_schema
 from flywheel.rubric.file import load_rubric
 
-FOLDER = content.folder() / "rubrics"
+FOLDER = files.shipped_folder() / "rubrics"
 SHIPPED = sorted(FOLDER.glob("*.yaml"))
 YES = {"id": "a", "value": "It is so."}
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, func, select
 
-from flywheel.filtering.deduplication import fingerprint
+from flywheel.filtering.fingerprint import fingerprint
 from flywheel.states import TaskState
 from flywheel.store import duplicates, embeddings, ledger, schema
 from flywheel.store.database import Store

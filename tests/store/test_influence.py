@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import Connection, create_engine, select
 
-from flywheel.filtering.deduplication import fingerprint
+from flywheel.filtering.fingerprint import fingerprint
 from flywheel.filtering.influence import weigh
 from flywheel.states import TaskState
 from flywheel.store import duplicates, influence, ledger, schema

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, select
 
-from flywheel.filtering.deduplication import fingerprint
+from flywheel.filtering.fingerprint import fingerprint
 from flywheel.states import SkipReason
 from flywheel.store import audit, duplicates, judging, ledger
 from flywheel.store.database import Store

@@ -14,8 +14,8 @@ import pytest
 from demo.questions import questions
 from flywheel.config import Config, LoraSettings
 from flywheel.errors import TrainError
+from flywheel.gpu_placement import seating
 from flywheel.round import RoundTask
-from flywheel.seating import seating
 from flywheel.training import cluster
 from flywheel.training.engine import Engine, EngineSettings
 from flywheel.training.prompts import Prompt

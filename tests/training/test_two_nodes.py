@@ -15,7 +15,7 @@ from ray.cluster_utils import Cluster
 
 from flywheel.config import Config
 from flywheel.errors import TrainError
-from flywheel.seating import seating
+from flywheel.gpu_placement import seating
 from flywheel.training import cluster
 from flywheel.training.member import Member
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 from flywheel.config import Config
 from flywheel.daemon.base_model import missing
 from flywheel.diagnostics.doctor.finding import Finding, Result, size
-from flywheel.model_family import folder_of
+from flywheel.model_parsers import folder_of
 
 _TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 

@@ -12,7 +12,7 @@ from flywheel.diagnostics.doctor.gpus import Gpu, remedy_of
 from flywheel.diagnostics.doctor.machine import Machine
 from flywheel.diagnostics.doctor.model import Base
 from flywheel.diagnostics.doctor.servers import is_local
-from flywheel.seating import seating
+from flywheel.gpu_placement import seating
 
 PROCESS_BYTES: Final = 1_200 << 20
 """What a process with torch and vLLM takes beside weights and cache, measured."""

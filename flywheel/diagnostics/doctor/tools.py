@@ -8,7 +8,7 @@ import httpx2
 
 from flywheel.config import Config
 from flywheel.diagnostics.doctor.finding import Finding, Result
-from flywheel.model_family import parsers_of
+from flywheel.model_parsers import parsers_of
 from flywheel.serving.refusals import message_of
 
 PATIENCE_SECONDS: Final = 60.0

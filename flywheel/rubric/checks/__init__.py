@@ -11,10 +11,10 @@ from flywheel.rubric import Criterion, Rubric
 from flywheel.rubric.checks.bound import bounded
 from flywheel.rubric.checks.degenerate import is_sound
 from flywheel.rubric.checks.found import Found
-from flywheel.rubric.checks.function import says_yes
-from flywheel.rubric.checks.json_answer import fits_schema
+from flywheel.rubric.checks.json_schema import fits_schema
 from flywheel.rubric.checks.language import is_in_language
-from flywheel.rubric.checks.maths import equals_reference
+from flywheel.rubric.checks.math_equal import equals_reference
+from flywheel.rubric.checks.python_function import says_yes
 from flywheel.rubric.checks.text import (
     contains,
     is_long_enough,
@@ -22,7 +22,7 @@ from flywheel.rubric.checks.text import (
     regex_is_found,
     regex_is_not_found,
 )
-from flywheel.rubric.checks.tools import nothing_failed, were_called, were_called_in_order
+from flywheel.rubric.checks.tool_calls import nothing_failed, were_called, were_called_in_order
 from flywheel.verdict import CriterionResult, Exchange
 
 Check = Callable[[Criterion, Exchange, Rubric | None], Found]

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Final
 
 from flywheel.rubric import Criterion, Rubric
 from flywheel.rubric.checks.found import Found, found
-from flywheel.rubric.checks.prose import words_only
-from flywheel.rubric.kinds import QUERY
-from flywheel.rubric.languages import NAMES, code_of, english_name
+from flywheel.rubric.checks.markdown import words_only
+from flywheel.rubric.criterion import QUERY
+from flywheel.rubric.language_names import NAMES, code_of, english_name
 from flywheel.verdict import Exchange
 
 if TYPE_CHECKING:

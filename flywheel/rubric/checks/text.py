@@ -7,7 +7,7 @@ import regex
 from flywheel.errors import CheckError
 from flywheel.rubric import Criterion, Rubric, pattern
 from flywheel.rubric.checks.found import Found, found
-from flywheel.rubric.length import seen, trimmed
+from flywheel.rubric.pattern import seen, trimmed
 from flywheel.verdict import Exchange
 
 

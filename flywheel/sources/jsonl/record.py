@@ -23,7 +23,6 @@ from flywheel import exclusion
 from flywheel.batch import Entry, entry_of, line_bytes
 from flywheel.files import json_line
 from flywheel.models import ANY, Models
-from flywheel.nested import dig
 from flywheel.sources.jsonl.description import (
     MAX_DEPTH,
     count_of,
@@ -46,7 +45,7 @@ from flywheel.sources.jsonl.messages import (
 )
 from flywheel.states import SkipReason, Split
 from flywheel.task import Task
-from flywheel.trace import ChatMessage, Reply
+from flywheel.trace import ChatMessage, Reply, get_path
 
 QUERY: Final = ("main_query", "question", "prompt", "messages", "init_messages")
 """Where the question is. In a list of messages it is the last one of the user."""
@@ -167,12 +166,14 @@ def _parsed(text: bytes) -> dict[str, Any]:
 
 def _correct_numbers(line: dict[str, Any], text: bytes) -> None:
     """Integers beyond 64 bits, which parsing has rounded, become their digits where a text is looked for."""
-    rounded = [path for path in _NUMBERS if isinstance(value := dig(line, *path), float) and abs(value) >= _ROUNDED]
+    rounded = [
+        path for path in _NUMBERS if isinstance(value := get_path(line, *path), float) and abs(value) >= _ROUNDED
+    ]
     if rounded:
         exact = json.loads(text.removeprefix(_MARK).decode(errors="replace"), parse_int=str)
         for *above, key in rounded:
-            if isinstance(digits := dig(exact, *above, key), str):
-                dig(line, *above)[key] = digits
+            if isinstance(digits := get_path(exact, *above, key), str):
+                get_path(line, *above)[key] = digits
 
 
 def _content(line: Mapping[str, Any]) -> int:

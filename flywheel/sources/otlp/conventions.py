@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from flywheel.nested import dig
+from flywheel.trace import get_path
 
 _MODEL_CALLS: Final = {"generate_content", "text_completion"}
 _SPAN_KINDS: Final = {"AGENT": "invoke_agent", "LLM": "chat", "TOOL": "execute_tool", "FORMATTER": "format"}
@@ -25,21 +25,21 @@ def complete(attributes: dict[str, Any], events: Sequence[dict[str, Any]]) -> No
     """Add to a span's nested attributes what its events and its system instructions say."""
     for path in _IN_EVENTS:
         for event in reversed(events):
-            told = dig(event, "attributes", "gen_ai", *path)
-            if told is not None and dig(attributes, "gen_ai", *path) is None:
+            told = get_path(event, "attributes", "gen_ai", *path)
+            if told is not None and get_path(attributes, "gen_ai", *path) is None:
                 _put(attributes, told, "gen_ai", *path)
     if operation(attributes) == "chat":
         _lead_with_instructions(attributes)
 
 
 def _lead_with_instructions(attributes: dict[str, Any]) -> None:
-    parts = dig(attributes, "gen_ai", "system_instructions")
+    parts = get_path(attributes, "gen_ai", "system_instructions")
     if isinstance(parts, str):
         parts = [{"type": "text", "content": parts}]
-    given = dig(attributes, "gen_ai", "input", "messages")
+    given = get_path(attributes, "gen_ai", "input", "messages")
     if not (isinstance(parts, list) and parts and isinstance(given, list)):
         return
-    if not any(dig(message, "role") == "system" for message in given):
+    if not any(get_path(message, "role") == "system" for message in given):
         _put(attributes, [{"role": "system", "parts": parts}, *given], "gen_ai", "input", "messages")
 
 
@@ -53,9 +53,9 @@ def _put(attributes: dict[str, Any], value: Any, *path: str) -> None:
 
 def operation(attributes: dict[str, Any]) -> str | None:
     """The operation in the words the reader knows, where it has one for it."""
-    written = dig(attributes, "gen_ai", "operation", "name")
+    written = get_path(attributes, "gen_ai", "operation", "name")
     if written is None:
-        kind = dig(attributes, "span", "kind")
+        kind = get_path(attributes, "span", "kind")
         return _SPAN_KINDS.get(kind) if isinstance(kind, str) else None
     return "chat" if written in _MODEL_CALLS else str(written)
 
@@ -63,6 +63,6 @@ def operation(attributes: dict[str, Any]) -> str | None:
 def conversation(attributes: dict[str, Any]) -> str:
     """Which dialogue a span belongs to."""
     for path in (("gen_ai", "conversation", "id"), ("project", "run_id"), ("session", "id")):
-        if (found := dig(attributes, *path)) not in (None, "", {}, []):
+        if (found := get_path(attributes, *path)) not in (None, "", {}, []):
             return str(found)
     return UNKNOWN

@@ -16,10 +16,10 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from flywheel.nested import dig
 from flywheel.sources.otlp import conventions
 from flywheel.sources.otlp.bounds import MAX_VALUES
 from flywheel.sources.otlp.inbox import COLUMNS, Row
+from flywheel.trace import get_path
 
 _TRACE_ID_BYTES: Final = 16
 _SPAN_ID_BYTES: Final = 8
@@ -119,7 +119,7 @@ def _row(span: Span, resource: dict[str, Any], scope: dict[str, Any], nested: _N
     events = [_event(event, nested) for event in span.events]
     conventions.complete(attributes, events)
     gen_ai = attributes.get("gen_ai")
-    tokens = [_count(dig(gen_ai, "usage", name)) for name in ("input_tokens", "output_tokens")]
+    tokens = [_count(get_path(gen_ai, "usage", name)) for name in ("input_tokens", "output_tokens")]
     values = {
         "id": span_id,
         "traceId": _identifier(span.trace_id, _TRACE_ID_BYTES, "trace id"),
@@ -143,11 +143,11 @@ def _row(span: Span, resource: dict[str, Any], scope: dict[str, Any], nested: _N
         "resource": _json(resource, "resource"),
         "scope": _json(scope, "scope"),
         "statusCode": span.status.code,
-        "serviceName": _text(dig(resource, "attributes", "service", "name")),
+        "serviceName": _text(get_path(resource, "attributes", "service", "name")),
         "operationName": conventions.operation(attributes),
-        "instrumentationName": _text(dig(scope, "attributes", "server", "name")),
-        "instrumentationVersion": _text(dig(scope, "attributes", "server", "version")),
-        "model": _text(dig(gen_ai, "request", "model")),
+        "instrumentationName": _text(get_path(scope, "attributes", "server", "name")),
+        "instrumentationVersion": _text(get_path(scope, "attributes", "server", "version")),
+        "model": _text(get_path(gen_ai, "request", "model")),
         "inputTokens": tokens[0],
         "outputTokens": tokens[1],
         "totalTokens": None if tokens == [None, None] else min(sum(count or 0 for count in tokens), _LARGEST - 1),

@@ -11,7 +11,6 @@ from typing import Any, Final
 
 from msgspec import Raw, Struct
 
-from flywheel.nested import dig
 from flywheel.sources.studio.messages import (
     FINISH_FUNCTIONS,
     Message,
@@ -26,7 +25,7 @@ from flywheel.sources.studio.messages import (
 from flywheel.sources.studio.recorded import NOTHING, first_of, items_of, value_of
 from flywheel.sources.studio.reprs import is_result, parse_call
 from flywheel.sources.studio.span import Span
-from flywheel.trace import ChatMessage
+from flywheel.trace import ChatMessage, get_path
 
 _REMEMBERED: Final = 8_192
 """Bytes of a message or of tool definitions, above which their meaning is not kept for the next time."""
@@ -54,14 +53,14 @@ def agent_name(span: Span) -> str:
     attributes = span.attributes
     return (
         attributes.gen_ai.agent.name
-        or first_text(dig(value_of(attributes.metadata), "name"))
+        or first_text(get_path(value_of(attributes.metadata), "name"))
         or span.name.removeprefix("invoke_agent ")
     )
 
 
 def agent_id(span: Span) -> str:
     """Which agent it was, whatever its name; empty where the client or the server left it out."""
-    return span.attributes.gen_ai.agent.id or first_text(dig(value_of(span.attributes.metadata), "id"))
+    return span.attributes.gen_ai.agent.id or first_text(get_path(value_of(span.attributes.metadata), "id"))
 
 
 def user_id(span: Span) -> str:
@@ -154,13 +153,13 @@ def model_output(span: Span) -> Message | None:
     output = value_of(span.attributes.recorded.output)
     if isinstance(output, str) and is_result(output):
         output = parse_call(output)
-    content = dig(output, "content")
+    content = get_path(output, "content")
     return None if content is None else {"role": "assistant", "content": content}
 
 
 def model_name(span: Span) -> str:
     attributes = span.attributes
-    return attributes.gen_ai.request.model or first_text(dig(value_of(attributes.metadata), "model_name"))
+    return attributes.gen_ai.request.model or first_text(get_path(value_of(attributes.metadata), "model_name"))
 
 
 def answering_model(span: Span) -> str:
@@ -221,7 +220,7 @@ _TEMPLATE: Final = ("chat_template", "chat_template_kwargs", "documents", "reaso
 def tokens(span: Span) -> tuple[int, int]:
     """Input and output tokens of a model call."""
     attributes = span.attributes
-    usage = value_of(attributes.gen_ai.usage) or dig(value_of(attributes.recorded.output), "usage")
+    usage = value_of(attributes.gen_ai.usage) or get_path(value_of(attributes.recorded.output), "usage")
     if not isinstance(usage, dict):
         return 0, 0
     return _count(usage.get("input_tokens")), _count(usage.get("output_tokens"))
@@ -293,5 +292,5 @@ def tool_use(span: Span) -> ToolUse:
         old = called or value_of(span.attributes.metadata)
         call = call_of(old if isinstance(old, dict) else {"name": name})
     if arguments is None:
-        arguments = dig(called, "input")
+        arguments = get_path(called, "input")
     return ToolUse(span, call, arguments, value_of(recorded.output) if output is None else output)

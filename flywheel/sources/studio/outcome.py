@@ -9,12 +9,11 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-from flywheel.nested import dig
 from flywheel.sources.studio.attributes import ToolUse, first_text
 from flywheel.sources.studio.recorded import NOTHING, value_of
 from flywheel.sources.studio.reprs import ReprError, is_result, parse_call
 from flywheel.sources.studio.span import Span
-from flywheel.trace import SpanStatus
+from flywheel.trace import SpanStatus, get_path
 
 _ERROR_TEXT: Final = re.compile(r"\A(?:Error|[A-Z]\w*(?:Error|Exception)): ")
 _STATE: Final = "state=<ToolResultState."
@@ -27,8 +26,8 @@ def exception(span: Span) -> tuple[str, str]:
         if event.get("name") != "exception":
             continue
         details = event.get("attributes")
-        kind = first_text(dig(details, "exception", "type"), dig(details, "exception.type"))
-        return kind, first_text(dig(details, "exception", "message"), dig(details, "exception.message"))
+        kind = first_text(get_path(details, "exception", "type"), get_path(details, "exception.type"))
+        return kind, first_text(get_path(details, "exception", "message"), get_path(details, "exception.message"))
     return "", ""
 
 
@@ -65,7 +64,7 @@ def tool_failure(tool: ToolUse) -> str:
 def _state(returned: Any) -> Any:
     """The state that 2.x gives a tool's result, up to 2.0.6 in a repr; None where there is none."""
     if not isinstance(returned, str):
-        return dig(returned, "state")
+        return get_path(returned, "state")
     if not is_result(returned) or _STATE not in returned:
         return None
     try:
@@ -93,7 +92,7 @@ def was_cut_short(span: Span) -> bool:
     found = value_of(reasons)
     if isinstance(found, list) and "interrupted" in found:
         return True
-    returned = dig(value_of(call), "result")
+    returned = get_path(value_of(call), "result")
     returned = value_of(output) if returned is None else returned
     if _state(returned) == "interrupted":
         return True
@@ -102,7 +101,7 @@ def was_cut_short(span: Span) -> bool:
             return "is_interrupted=True" in returned and parse_call(returned).get("is_interrupted") is True
         except ReprError:
             return False
-    return dig(returned, "is_interrupted") is True
+    return get_path(returned, "is_interrupted") is True
 
 
 def waits_for(span: Span) -> list[str]:

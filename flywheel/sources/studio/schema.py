@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from flywheel.nested import dig
 from flywheel.sources.studio.recorded import NOTHING, with_first_argument
 from flywheel.sources.studio.row import (
     TABLE,
@@ -27,7 +26,7 @@ from flywheel.sources.studio.row import (
     what_it_is,
 )
 from flywheel.sources.studio.span import Span, SpanKind
-from flywheel.trace import DeadRow, SpanStatus
+from flywheel.trace import DeadRow, SpanStatus, get_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +128,7 @@ def _span_2(row: Row) -> Span:
 
 def _status_of(value: Any) -> tuple[SpanStatus, str]:
     status = json_in(value, "status")
-    code, message = dig(status, "code"), dig(status, "message")
+    code, message = get_path(status, "code"), get_path(status, "message")
     known = {1: SpanStatus.OK, 2: SpanStatus.ERROR}.get(code) if isinstance(code, int) else None
     return known or SpanStatus.UNSET, message if isinstance(message, str) else ""
 

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from flywheel.errors import ConfigError
-from flywheel.python_process import FunctionError, function_of
+from flywheel.user_code import FunctionError, function_of
 
 
 class PythonFile(BaseModel):

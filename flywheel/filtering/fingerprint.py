@@ -15,7 +15,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from flywheel import likeness
-from flywheel.filtering.pattern import particulars
+from flywheel.filtering.query_template import particulars
 
 
 class Deduplication(BaseModel):

@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,7 +29,6 @@ from typing import IO, Any, Final
 
 from flywheel.errors import ConfigError
 from flywheel.known_secrets import environment, hidden
-from flywheel.python_source import load_function
 
 LOADING_SECONDS: Final = 60.0
 """What loading a file may take: some load a model."""
@@ -238,3 +238,22 @@ def _told(said: Any) -> dict[str, Any]:
     if not isinstance(value, bool):
         value = float(value) if isinstance(value, int | float) else None
     return {"value": value, "reason": None if reason is None else str(reason), "shown": repr(said)[:SHOWN]}
+
+
+def load_function(source: bytes | str, path: Path, name: str, attempted: str) -> Callable[..., Any]:
+    """The function `name` of a file's text. Raises ConfigError when it is not there or the text does not run."""
+    # Not by the import system, which would write its bytecode beside the user's file. It is registered all the same:
+    # dataclasses look their module up.
+    text = source if isinstance(source, bytes) else source.encode()
+    digest = hashlib.sha256(str(path.absolute()).encode() + text).hexdigest()[:16]
+    module = types.ModuleType(f"flywheel_file_{digest}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module
+    try:
+        exec(compile(text, str(path), "exec", dont_inherit=True), module.__dict__)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(attempted, f"{type(error).__name__}: {error}", "Correct the file.") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(attempted, f"it has no function {name}", "Name one that is in the file.")
+    return function  # type: ignore[no-any-return]

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flywheel.formats import chat
+from flywheel.formats import messages
 from flywheel.formats.format import LeftOut, Sample
 
 ALONE = "no reply with the other verdict to the same prompt"
@@ -33,10 +33,10 @@ class Candidate:
 def candidate(number: int, sample: Sample) -> Candidate:
     """Raises LeftOut for a reply that cannot be part of a pair."""
     line = sample.line
-    chat.reply(line)
+    messages.reply(line)
     if sample.score is None:
         raise LeftOut("there is no score")
-    given = [chat.prompt(line), chat.tools(line)]
+    given = [messages.prompt(line), messages.tools(line)]
     return Candidate(
         number, _digest(json.dumps(given, sort_keys=True)), _digest(line["answer"].strip()), sample.score
     )

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from flywheel.errors import ConfigError
-from flywheel.python_process import FunctionError, PythonProcess, Said, function_of
+from flywheel.user_code import FunctionError, PythonProcess, Said, function_of
 
 FILE = """
 import os, signal, subprocess, sys, time
@@ -145,7 +145,7 @@ def test_a_file_that_does_not_load_is_told(source: str, complaint: str) -> None:
 
 
 def test_a_file_that_hangs_while_it_loads_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flywheel.python_process.LOADING_SECONDS", 1.0)
+    monkeypatch.setattr("flywheel.user_code.LOADING_SECONDS", 1.0)
     with pytest.raises(ConfigError, match="not loaded after 1 s"):
         made(source="while True: pass")
 
@@ -172,7 +172,7 @@ def test_the_same_function_has_one_process_while_somebody_has_it() -> None:
 
 PARENT = """
 import sys
-from tests.test_python_process import made
+from tests.test_user_code import made
 made()({"do": "hang", "pid": sys.argv[1], "grandchild": sys.argv[2]})
 """
 

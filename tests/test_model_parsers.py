@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.model_family import _FAMILIES, _FORMATS, Parsers, parsers_of
+from flywheel.model_parsers import _FAMILIES, _FORMATS, Parsers, parsers_of
 from flywheel.serving.arguments import _known
 from tests.conftest import POLICY
 

@@ -11,9 +11,9 @@ from typing import Any, Final
 import orjson
 
 from flywheel.errors import CheckError, ConfigError
-from flywheel.python_process import FunctionError, PythonProcess, Said, function_of
 from flywheel.rubric import Criterion, Rubric, UsedFile
 from flywheel.rubric.checks.found import Found
+from flywheel.user_code import FunctionError, PythonProcess, Said, function_of
 from flywheel.verdict import Exchange
 
 SECONDS: Final = 30.0

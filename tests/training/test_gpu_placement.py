@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.seating import Seat, seating
+from flywheel.gpu_placement import Seat, seating
 
 
 def test_eight_engines_and_the_trainer_use_all_of_eight_gpus() -> None:
