@@ -67,15 +67,15 @@ def ingest(begin: Begin, path: Path, folder: Path) -> dict[str, Any]:
 
     With a `folder` that it has filled before, it is a second pass. Returns the source's report.
     """
-    from flywheel.allocation import economise
     from flywheel.config import parse
     from flywheel.daemon.ingestion import Ingestion
+    from flywheel.process_tuning import tune_malloc
     from flywheel.store.database import Store
 
     async def run() -> dict[str, Any]:
         config = parse({"state": {"dir": "state"}, "sources": [{"path": str(path)}]}, "the benchmark's", folder)
         begin()
-        economise()
+        tune_malloc()
         store = await Store.open(config.state_dir)
         ingestion = Ingestion(store, config)
         try:

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import os
-import resource
 import secrets
 import stat
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,8 +16,6 @@ NAME_BYTES: Final = 255
 PATH_BYTES: Final = 4096
 PRIVATE: Final = 0o600
 """For the user of this process alone: what users said, and what was made of it, is in such files."""
-OPEN_FILES: Final = 65_536
-"""More than a shell or systemd gives by itself, which is often 1,024."""
 
 
 def make_private(directory: Path) -> None:
@@ -194,19 +191,6 @@ def tree_sha256(directory: Path) -> str:
             while block := file.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()
-
-
-def allow_open_files() -> int:
-    """Up to OPEN_FILES open files, as far as the system lets this process have them; how many it may have then.
-
-    A directory of lines may hold more, and each of its files stays open: it is read to its end if it is moved away.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and wanted > soft:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 SHIPPED_FOLDERS: Final = ("configs", "filters", "rubrics", "systemd")

@@ -9,12 +9,12 @@ import time
 from typing import Final
 
 from flywheel.known_secrets import hidden
-from flywheel.terminal import disarmed
+from flywheel.terminal import escape_terminal
 
 
 class _Lines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return disarmed(hidden(super().format(record)))
+        return escape_terminal(hidden(super().format(record)))
 
 
 class _JournalLines(_Lines):

@@ -1,7 +1,7 @@
-"""Texts of other people made safe for a terminal: what would command it is shown instead.
+"""Text for people: numbers with their nouns, sizes and durations, and control characters made harmless.
 
-Questions, answers, names and reasons come from traces and models. Printed as they are, an escape sequence in one of
-them could clear the screen, rename the window or hide what stands beside it. Programs get them exact (`--json`).
+Questions, answers, names and reasons come from traces and models. An escape sequence in one of them could clear the
+screen, rename the window or hide other output. Programs get the exact text (`--json`).
 """
 
 from __future__ import annotations
@@ -12,34 +12,56 @@ from typing import Any, Final, TypeVar
 T = TypeVar("T")
 
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
-_COMMANDS: Final = re.compile(
-    "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f"  # control characters but tab and line feed
+_CONTROL: Final = re.compile(
+    "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f"  # control characters except tab and line feed
     "\\u2028\\u2029"  # line and paragraph separators, which some terminals obey
-    "\\u202a-\\u202e\\u2066-\\u2069"  # directions, which let a text stand where it is not
-    "\\ud800-\\udfff]"  # halves of surrogate pairs, which cannot be written at all
+    "\\u202a-\\u202e\\u2066-\\u2069"  # directional formatting, which can reorder the text on screen
+    "\\ud800-\\udfff]"  # lone surrogates, which cannot be encoded
 )
 
 
-def disarmed(value: T, *, one_line: bool = False) -> T:
-    """A text without what commands a terminal, or a report with none in any of its texts.
+def escape_terminal(value: T, *, one_line: bool = False) -> T:
+    """A text, or every text in a nested report, with control characters replaced by visible symbols (`␛`).
 
-    A control character becomes its picture, `␛` for an escape. Line feeds and tabs stay, unless a layout has
-    `one_line` for each text.
+    Line feeds and tabs stay, unless `one_line` asks for spaces in their place.
     """
-    return _disarmed(value, one_line)  # type: ignore[no-any-return]
-
-
-def _disarmed(value: Any, one_line: bool) -> Any:
+    escaped: Any = value
     if isinstance(value, str):
-        text = _COMMANDS.sub(_shown, value)
-        return " ".join(text.splitlines()).replace("\t", " ") if one_line else text
-    if isinstance(value, dict):
-        return {_disarmed(key, one_line): _disarmed(item, one_line) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_disarmed(item, one_line) for item in value]
-    return value
+        escaped = _CONTROL.sub(_symbol, value)
+        if one_line:
+            escaped = " ".join(escaped.splitlines()).replace("\t", " ")
+    elif isinstance(value, dict):
+        escaped = {
+            escape_terminal(key, one_line=one_line): escape_terminal(item, one_line=one_line)
+            for key, item in value.items()
+        }
+    elif isinstance(value, list | tuple):
+        escaped = [escape_terminal(item, one_line=one_line) for item in value]
+    return escaped  # type: ignore[no-any-return]
 
 
-def _shown(match: re.Match[str]) -> str:
+def _symbol(match: re.Match[str]) -> str:
     code = ord(match[0])
     return chr(0x2400 + code) if code < 0x20 else "\N{SYMBOL FOR DELETE}" if code == 0x7F else REPLACEMENT
+
+
+def quantity(number: int, one: str, several: str = "") -> str:
+    """A number with its noun: `1 call`, `1,200 calls`. `several` is the plural, by default `one` with an s."""
+    return f"{number:,} {one if number == 1 else several or one + 's'}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words: `8 s`, `2 min 5 s`, `3 h 20 min`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def byte_size(count: int) -> str:
+    """Bytes in binary units: `512 bytes`, `1.5 GiB`."""
+    amount = float(count)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if amount < 1024:
+            return f"{amount:,.0f} {unit}" if unit == "bytes" or amount >= 100 else f"{amount:,.1f} {unit}"
+        amount /= 1024
+    return f"{amount:,.1f} TiB"

@@ -148,7 +148,7 @@ def test_a_path_is_tidied_where_it_leads_to_the_same_place(tmp_path: Path) -> No
 
 def test_as_many_open_files_as_the_system_allows() -> None:
     script = (
-        "import resource; from flywheel.files import allow_open_files as allow; "
+        "import resource; from flywheel.process_tuning import raise_open_file_limit as allow; "
         "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 1024)); print(allow(), allow()); "
         "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
     )

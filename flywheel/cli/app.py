@@ -7,25 +7,27 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, TextIO, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Concatenate, Final, ParamSpec, TextIO, TypeVar
 
 import typer
 from typer.core import TyperGroup
 
 from flywheel import __version__, log
 from flywheel.cli import EXIT_INTERRUPTED, heed_interrupts
+from flywheel.cli.tables import short_path
 from flywheel.errors import EXIT_FAILED, ConfigError, ExportError, FlywheelError
 from flywheel.files import expanded, tidied
-from flywheel.terminal import disarmed
+from flywheel.terminal import escape_terminal
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
 
     from flywheel.config import Config
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 EXIT_UNREAD: Final = 141
@@ -202,7 +204,7 @@ def absolute(path: Path) -> Path:
 
 
 def complain(error: FlywheelError | str) -> None:
-    tell(f"flywheel: {disarmed(str(error))}")
+    tell(f"flywheel: {escape_terminal(str(error))}")
 
 
 def tell(text: str) -> None:
@@ -271,3 +273,49 @@ def _run() -> int:
 def _let_go(descriptor: int) -> None:
     """What is still to be written would fail once more when the program ends, and change its exit code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+    from flywheel.config import Config
+
+
+def missing_state(config: Config) -> str:
+    """That there is no state where it is looked for, and what that can mean; empty where there is one."""
+    path = config.state_dir / "state.db"
+    try:
+        # One without a byte is what an interrupted copy leaves, or a disk that was full at the first step.
+        if path.stat().st_size:
+            return ""
+    except FileNotFoundError:
+        pass
+    except OSError:
+        return ""  # who looks is told why that may not be known
+    return (
+        f"there is no state at {short_path(path)}: nothing was read yet, or it is kept elsewhere "
+        "(by another configuration, user or $FLYWHEEL_HOME)"
+    )
+
+
+async def read_state_or_warn(
+    config: Config, look: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """What a question to the state answers; on stderr, if there is none. Raises StoreError."""
+    if missing := missing_state(config):
+        typer.echo(f"flywheel: {missing}", err=True)
+    return await read_state(config, look, *args, **kwargs)
+
+
+async def read_state(
+    config: Config, look: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """The same, by a command that says itself when there is no state."""
+    # Not above: commands that only read their configuration must not wait for a database library.
+    from flywheel.store.database import Store
+
+    store = await Store.view(config.state_dir)
+    try:
+        return await store.read(look, *args, **kwargs)
+    finally:
+        await store.close()

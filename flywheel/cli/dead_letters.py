@@ -10,11 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async
-from flywheel.cli.facts import UNBROKEN, moment, stdout
-from flywheel.cli.state import absence, ask
-from flywheel.quantity import quantity
-from flywheel.terminal import disarmed
+from flywheel.cli.app import (
+    ConfigOption,
+    JsonOption,
+    app,
+    load_config,
+    missing_state,
+    print_json,
+    read_state,
+    run_async,
+)
+from flywheel.cli.tables import UNBROKEN, moment, stdout
+from flywheel.terminal import escape_terminal, quantity
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -80,17 +87,17 @@ def _show(config: Config, ids: list[int], every: bool, as_json: bool) -> None:
         told = [asdict(letter) | history for letter, history in zip(found, histories, strict=True)]
         return told, dead_letters.count(conn)
 
-    found, counts = run_async(ask(config, look))
+    found, counts = run_async(read_state(config, look))
     if as_json:
         print_json({"letters": found, **counts})
         return
-    found = disarmed(found)
+    found = escape_terminal(found)
     if ids:
         for letter in found:
             _print_whole(letter)
     else:
         _print_table(found, counts, every)
-        if missing := absence(config):
+        if missing := missing_state(config):
             typer.echo(missing)
 
 
@@ -102,7 +109,7 @@ def _retry(config: Config, ids: list[int] | None, as_json: bool) -> None:
         print_json({"retried": [{**_named(letter), "next": then.value} for letter, then in done]})
         return
     for letter, then in done:
-        typer.echo(f"{letter.id}: {disarmed(letter.subject)}: {NEXT[then]}")
+        typer.echo(f"{letter.id}: {escape_terminal(letter.subject)}: {NEXT[then]}")
     typer.echo(f"{len(done)} retried; one that fails again is open again, and counted" if done else "none is open")
 
 
@@ -136,7 +143,7 @@ async def _change(config: Config, change: Callable[[Connection], T]) -> T:
 
 def _print_table(letters: list[dict[str, Any]], counts: dict[str, int], every: bool) -> None:
     console = stdout()
-    rows = [tuple(disarmed(list(_row(letter)), one_line=True)) for letter in letters]
+    rows = [tuple(escape_terminal(list(_row(letter)), one_line=True)) for letter in letters]
     if rows and console.width == UNBROKEN:
         for row in (COLUMNS, *rows):
             typer.echo("\t".join(row))

@@ -11,9 +11,9 @@ import typer
 
 from flywheel import __version__
 from flywheel.cli.app import ConfigOption, JsonOption, app, find_config, print_json, run_async
-from flywheel.cli.facts import place, plain
+from flywheel.cli.tables import plain, short_path
 from flywheel.errors import EXIT_CONFIG, EXIT_FAILED
-from flywheel.terminal import disarmed
+from flywheel.terminal import escape_terminal
 
 if TYPE_CHECKING:
     from flywheel.diagnostics.doctor.finding import Finding
@@ -88,7 +88,7 @@ def _show(findings: Sequence[Finding], counts: Counter[str]) -> None:
 
 def _text(finding: Finding) -> str:
     """What was found, below what it is about, and above what to do."""
-    shown: dict[str, Any] = disarmed(finding.as_json(), one_line=True)
-    subject = place(shown["subject"]) if shown["subject"].startswith("/") else shown["subject"]
+    shown: dict[str, Any] = escape_terminal(finding.as_json(), one_line=True)
+    subject = short_path(shown["subject"]) if shown["subject"].startswith("/") else shown["subject"]
     needs = finding.remedy and finding.result not in ("ok", "skipped")
     return "\n".join(line for line in (subject, shown["found"], f"→ {shown['do']}" if needs else "") if line)

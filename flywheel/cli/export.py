@@ -19,9 +19,8 @@ from flywheel.errors import ExportError
 from flywheel.files import whole_file
 from flywheel.formats import FORMATS, Format, FormatName, LeftOut, Sample, traits
 from flywheel.formats.format import Record, Sink
-from flywheel.quantity import quantity
 from flywheel.states import Split, TaskState
-from flywheel.terminal import disarmed
+from flywheel.terminal import escape_terminal, quantity
 
 if TYPE_CHECKING:
     from flywheel.store.database import Store
@@ -128,7 +127,7 @@ def export(
     if as_json:
         print_json(report)
     else:
-        _print(disarmed(report), tell if out == "-" else print)
+        _print(escape_terminal(report), tell if out == "-" else print)
 
 
 def _print(report: dict[str, Any], say: Callable[[str], None]) -> None:

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from flywheel.allocation import economise
-from flywheel.cli import filter_json
 from flywheel.cli.app import (
     ConfigOption,
     JsonOption,
@@ -24,13 +22,16 @@ from flywheel.cli.app import (
     run_async,
 )
 from flywheel.errors import EXIT_FAILED, EXIT_USAGE, FlywheelError
+from flywheel.process_tuning import tune_malloc
 
 if TYPE_CHECKING:
     from flywheel.config import Config
     from flywheel.daemon.estimate import Cost
     from flywheel.daemon.judging import Filtering
-    from flywheel.daemon.task_result import Judged
+    from flywheel.daemon.rubric_diff import Compared
+    from flywheel.daemon.task_result import FilterReport, Judged
     from flywheel.store.database import Store
+    from flywheel.verdict import CriterionResult
 
 FORETOLD: Final = 2_000
 """Up to so many tasks, a dry run says first what it will ask."""
@@ -86,7 +87,7 @@ def filter_tasks(
         )
     dry = dry_run or estimate or against is not None
     wanted = _Wanted(settings, find_config(config) is not None, dry, rubric, limit, rejudge, as_json)
-    economise()
+    tune_malloc()
     if estimate:
         shown, error = run_async(_estimate(wanted)), None
     elif against is not None:
@@ -152,7 +153,7 @@ def _filtering(store: Store, wanted: _Wanted) -> Filtering:
 
 
 async def _filter(wanted: _Wanted) -> tuple[dict[str, Any], FlywheelError | None]:
-    from flywheel.cli.counter import Counter
+    from flywheel.cli.progress_bars import TaskCounter
     from flywheel.daemon.estimate import Estimator, cost_of
     from flywheel.daemon.judge_setup import exchange_of
     from flywheel.daemon.signals import Interruption
@@ -173,12 +174,12 @@ async def _filter(wanted: _Wanted) -> tuple[dict[str, Any], FlywheelError | None
             estimator = await Estimator.of(store, filtering.grader.judge_hash, prices)
             _foretell(preview.tasks, preview.free, estimator.cost(preview))
         found: dict[int, dict[str, Any]] = {}
-        with Counter("judging", total, quiet=wanted.quiet) as counter:
+        with TaskCounter("judging", total, quiet=wanted.quiet) as counter:
 
             def on_judged(judged: Judged) -> None:
                 # Only machines are told what a call for each task would send: it takes time to know.
                 tokens = filtering.grader.preview(exchange_of(judged.task.line)) if wanted.quiet else 0
-                found[judged.task.id] = filter_json.told(judged, filtering, tokens)
+                found[judged.task.id] = verdict_json(judged, filtering, tokens)
                 counter.step()
 
             judging_all = filtering.run(limit=wanted.limit, stop=stop, on_judged=on_judged, rejudge=wanted.rejudge)
@@ -194,7 +195,7 @@ async def _filter(wanted: _Wanted) -> tuple[dict[str, Any], FlywheelError | None
     assert report is not None
     cost = cost_of(report.calls, report.prompt_tokens, report.completion_tokens, prices)
     verdicts = [found[task] for task in sorted(found)]
-    return filter_json.report(report, total, verdicts, wanted.dry_run, cost.price), report.error
+    return report_json(report, total, verdicts, wanted.dry_run, cost.price), report.error
 
 
 async def _estimate(wanted: _Wanted) -> dict[str, Any]:
@@ -205,12 +206,12 @@ async def _estimate(wanted: _Wanted) -> dict[str, Any]:
         estimator = await Estimator.of(store, filtering.grader.judge_hash, wanted.config.judge.prices)
         preview = await filtering.preview(limit=wanted.limit, rejudge=wanted.rejudge)
     filtering.grader.close()
-    told = filter_json.estimated(estimator.cost(preview))
+    told = cost_json(estimator.cost(preview))
     return {"estimate": {"tasks": preview.tasks, "without_a_call": preview.free, **told}, "dry_run": True}
 
 
 async def _compare(wanted: _Wanted, against: Path) -> tuple[dict[str, Any], FlywheelError | None]:
-    from flywheel.cli.counter import Counter
+    from flywheel.cli.progress_bars import TaskCounter
     from flywheel.daemon.estimate import Estimator, cost_of
     from flywheel.daemon.judging import Filtering
     from flywheel.daemon.rubric_diff import DiffReport, RubricDiff, changes
@@ -232,7 +233,7 @@ async def _compare(wanted: _Wanted, against: Path) -> tuple[dict[str, Any], Flyw
             _foretell(preview.tasks, preview.free, estimator.cost(preview))
         interruption = Interruption(wanted.config.daemon.drain_seconds)
         try:
-            with Counter("comparing", total, quiet=wanted.quiet) as counter:
+            with TaskCounter("comparing", total, quiet=wanted.quiet) as counter:
                 found = await interruption.during(diff.run(wanted.limit, counter.step), diff.halt)
         finally:
             new.grader.close()
@@ -258,10 +259,10 @@ async def _compare(wanted: _Wanted, against: Path) -> tuple[dict[str, Any], Flyw
         "compared": len(report.compared),
         "same": sum(each.is_decided and not each.flips for each in report.compared),
         "undecided": sum(not each.is_decided for each in report.compared),
-        "flips": [filter_json.flip(each, old, new) for each in report.compared if each.flips],
+        "flips": [flip_json(each, old, new) for each in report.compared if each.flips],
         "again": {
-            "from_nothing": filter_json.estimated(estimator.cost(report.from_nothing)),
-            "with_what_is_stored": filter_json.estimated(estimator.cost(report.again)),
+            "from_nothing": cost_json(estimator.cost(report.from_nothing)),
+            "with_what_is_stored": cost_json(estimator.cost(report.again)),
         },
         "usage": usage,
         "reused": sum(not each.paid for each in report.compared),
@@ -276,13 +277,13 @@ def _foretell(tasks: int, free: int, cost: Cost) -> None:
 
     from flywheel.cli.verdict_table import estimated, foretold
 
-    text = f"{foretold(tasks, free)}: {estimated(filter_json.estimated(cost))}"
+    text = f"{foretold(tasks, free)}: {estimated(cost_json(cost))}"
     Console(stderr=True, highlight=False, markup=False).print(text, style="dim")
 
 
 def _print(shown: dict[str, Any], *, has_prices: bool) -> None:
     from flywheel.cli import verdict_table as tables
-    from flywheel.cli.facts import stdout
+    from flywheel.cli.tables import stdout
 
     console = stdout()
     if (estimate := shown.get("estimate")) is not None:
@@ -304,3 +305,93 @@ def _print(shown: dict[str, Any], *, has_prices: bool) -> None:
             console.print("dry run: nothing was written")
     if not has_prices and shown["dry_run"]:
         console.print("`judge.prices` in the configuration adds what it costs", style="dim")
+
+
+def verdict_json(judged: Judged, filtering: Filtering, tokens: int) -> dict[str, Any]:
+    verdict, repeats = judged.verdict, judged.repeats
+    return {
+        "task_id": judged.task.key,
+        "span_id": judged.task.line["metadata"]["span_id"],
+        "outcome": verdict.outcome.value if verdict else "held" if judged.held else "dead",
+        "score": verdict.score if verdict else None,
+        "failed": list(verdict.failed) if verdict else [],
+        "reason": (verdict.reason or verdict.error) if verdict else judged.error,
+        "criteria": [_criterion(result, filtering) for result in verdict.results] if verdict else [],
+        "estimated_tokens": tokens,
+        "reused": judged.reused,
+        "repeats": repeats and {"task_id": repeats.key, "similarity": repeats.similarity, "method": repeats.method},
+    }
+
+
+def _criterion(result: CriterionResult, filtering: Filtering) -> dict[str, Any]:
+    return {
+        "criterion": result.criterion,
+        "by_judge": result.criterion in filtering.grader.hashes,
+        "choice": result.choice,
+        "value": result.value,
+        "passed": result.passed,
+        "reason": result.reason,
+    }
+
+
+def report_json(
+    report: FilterReport, due: int, verdicts: list[dict[str, Any]], dry_run: bool, cost: dict[str, Any] | None
+) -> dict[str, Any]:
+    """`due` tasks were there to be judged before the first of them was."""
+    return {
+        "due": due,
+        "judged": report.judged,
+        "accepted": report.accepted,
+        "rejected": report.rejected,
+        "undecided": report.undecided,
+        "dead": report.dead,
+        "held": report.held,
+        "reused": report.reused,
+        "changed": report.changed,
+        "verdicts": verdicts,
+        "usage": {
+            "calls": report.calls,
+            "prompt_tokens": report.prompt_tokens,
+            "completion_tokens": report.completion_tokens,
+        },
+        "cost": cost,
+        "estimated_tokens": sum(verdict["estimated_tokens"] for verdict in verdicts),
+        "dry_run": dry_run,
+        "error": str(report.error) if report.error else None,
+    }
+
+
+def flip_json(compared: Compared, old: Filtering, new: Filtering) -> dict[str, Any]:
+    from flywheel.cli.verdict_table import excerpt
+    from flywheel.daemon.rubric_diff import contributions
+
+    line = compared.task.line
+    before, after = old.rubric.threshold, new.rubric.threshold
+    why = [
+        {"criterion": each.criterion, "old": each.old, "new": each.new, "why": each.why}
+        for each in contributions(old.rubric, new.rubric, compared.old, compared.new)
+    ]
+    if before != after:
+        why.insert(0, {"criterion": "", "old": before, "new": after, "why": f"threshold {before:g} → {after:g}"})
+    return {
+        "task_id": compared.task.key,
+        "state": compared.task.was.value,
+        **{
+            side: {"outcome": verdict.outcome.value, "score": verdict.score, "reason": verdict.reason}
+            for side, verdict in (("old", compared.old), ("new", compared.new))
+        },
+        "why": why,
+        "query": excerpt(line["main_query"]),
+        "answer": excerpt(line["answer"]),
+    }
+
+
+def cost_json(cost: Cost) -> dict[str, Any]:
+    return {
+        "calls": cost.calls,
+        "prompt_tokens": cost.prompt_tokens,
+        "completion_tokens": cost.completion_tokens,
+        "cost": cost.price,
+        "learned_from": cost.learned_from,
+        "more_calls_if_close": cost.more,
+    }

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flywheel.allocation import economise
 from flywheel.cli.app import ConfigOption, JsonOption, absolute, app, complain, load_config, print_json, run_async
-from flywheel.cli.facts import place, show, source_text
+from flywheel.cli.tables import short_path, show, source_text
 from flywheel.errors import EXIT_FAILED
-from flywheel.files import allow_open_files
-from flywheel.terminal import disarmed
+from flywheel.process_tuning import raise_open_file_limit, tune_malloc
+from flywheel.terminal import escape_terminal
 
 if TYPE_CHECKING:
     from flywheel.config import Config
@@ -44,13 +43,13 @@ def ingest(
                 f"{appended} is read by the source {read}; Flywheel does not write to what it reads",
                 param_hint="--out" if out else "--source",
             )
-    economise()
-    allow_open_files()
+    tune_malloc()
+    raise_open_file_limit()
     report, errors = run_async(_ingest(settings, out, sweep))
     if as_json:
         print_json(report)
     else:
-        _print(disarmed(report))
+        _print(escape_terminal(report))
     for error in errors:
         complain(error)
     if errors:
@@ -58,7 +57,7 @@ def ingest(
 
 
 async def _ingest(config: Config, out: Path | None, sweep: bool) -> tuple[dict[str, Any], list[str]]:
-    from flywheel.cli.sources_progress import shown
+    from flywheel.cli import progress_bars
     from flywheel.daemon.ingestion import Ingestion
     from flywheel.daemon.lock import InstanceLock
     from flywheel.store import pipeline_counts
@@ -69,7 +68,7 @@ async def _ingest(config: Config, out: Path | None, sweep: bool) -> tuple[dict[s
         store = await Store.open(config.state_dir)
         ingestion = Ingestion(store, config, export_tasks=out is None)
         try:
-            async with shown(ingestion):
+            async with progress_bars.of_sources(ingestion):
                 reports = await ingestion.run(final=True, sweep=sweep)
             if out is not None:
                 await export_sources(store, out, [report.source_id for report in reports])
@@ -94,7 +93,7 @@ _UNKNOWN: dict[str, Any] = {"condition": "not stored", "open_traces": 0, "longes
 
 def _print(report: dict[str, Any]) -> None:
     facts = [("source", source_text(source)) for source in map(_without_error, report["sources"])]
-    facts.append(("tasks", f"{report['tasks']:,}, of them {report['new']:,} new, in {place(report['out'])}"))
+    facts.append(("tasks", f"{report['tasks']:,}, of them {report['new']:,} new, in {short_path(report['out'])}"))
     show(facts)
 
 

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async
-from flywheel.cli.state import absence
+from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, missing_state, print_json, run_async
 from flywheel.errors import ConfigError, StoreError
-from flywheel.terminal import disarmed
+from flywheel.terminal import escape_terminal
 
 if TYPE_CHECKING:
     from flywheel.config import Config
@@ -45,14 +44,14 @@ def prune(
         print_json(_as_json(done, dry_run=dry_run))
         return
     for line in _lines(done, dry_run=dry_run):
-        typer.echo(disarmed(line, one_line=True))
+        typer.echo(escape_terminal(line, one_line=True))
 
 
 async def _prune(config: Config, keep_days: float, *, dry_run: bool) -> Removal:
     from flywheel.daemon.retention import Retention
     from flywheel.store.database import Store
 
-    if missing := absence(config):
+    if missing := missing_state(config):
         hint = "Name the configuration with -c, or set state.dir or $FLYWHEEL_HOME to where the daemon has it."
         raise StoreError("remove files of old rounds", missing, hint)
     store = await (Store.view if dry_run else Store.open)(config.state_dir)

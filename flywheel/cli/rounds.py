@@ -11,12 +11,21 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async, tell
-from flywheel.cli.facts import criterion_lines
-from flywheel.cli.state import absence, ask, look_at
+from flywheel.cli.app import (
+    ConfigOption,
+    JsonOption,
+    app,
+    load_config,
+    missing_state,
+    print_json,
+    read_state,
+    read_state_or_warn,
+    run_async,
+    tell,
+)
+from flywheel.cli.tables import criterion_lines
 from flywheel.errors import EXIT_FAILED, ServeError, StoreError, TrainError
-from flywheel.quantity import quantity
-from flywheel.terminal import disarmed
+from flywheel.terminal import escape_terminal, quantity
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -46,12 +55,12 @@ def train_round(
     """Run one training round now."""
     settings = load_config(config)
     if force and not debug:
-        _ask_about(run_async(ask(settings, _shortage, settings)), yes)
+        _ask_about(run_async(read_state(settings, _shortage, settings)), yes)
     report = run_async(_debug(settings, quiet=as_json) if debug else _round(settings, force, quiet=as_json))
     if as_json:
         print_json(report)
     else:
-        _print(disarmed(report))
+        _print(escape_terminal(report))
     if report["state"] == "failed":
         raise typer.Exit(EXIT_FAILED)
 
@@ -106,7 +115,7 @@ async def _round(config: Config, force: bool, *, quiet: bool) -> dict[str, Any]:
 
 async def _train(rounds: Rounds, store: Store, config: Config, force: bool, *, quiet: bool) -> str:
     """The round that was left unfinished, else a new one; its name when it has ended, or was stopped."""
-    from flywheel.cli.round_progress import shown
+    from flywheel.cli import progress_bars
     from flywheel.daemon.planner import due
     from flywheel.store.rounds import by_name, live
 
@@ -121,7 +130,7 @@ async def _train(rounds: Rounds, store: Store, config: Config, force: bool, *, q
         name = await rounds.plan(wanted.reason)
     row = await store.read(by_name, name)
     assert row is not None
-    async with shown(Path(row.dir), quiet=quiet):
+    async with progress_bars.of_round(Path(row.dir), quiet=quiet):
         await rounds.finish_live()
     return name
 
@@ -136,7 +145,7 @@ def left_of_round(conn: Connection) -> str:
 
 
 async def _debug(config: Config, *, quiet: bool) -> dict[str, Any]:
-    from flywheel.cli.round_progress import shown
+    from flywheel.cli import progress_bars
     from flywheel.daemon.judge_setup import rubric_of
     from flywheel.daemon.planner import debug_spec
     from flywheel.daemon.round_account import left
@@ -148,9 +157,12 @@ async def _debug(config: Config, *, quiet: bool) -> dict[str, Any]:
     from flywheel.judge_usage import UsageFile
 
     rubric = rubric_of(config)
-    spec = await look_at(config, debug_spec, config, rubric)
+    spec = await read_state_or_warn(config, debug_spec, config, rubric)
     directory = config.state_dir / "rounds" / "debug"
-    usage, lent = UsageFile(directory), await look_at(config, left, config.judge.budget, Budget(config.judge.budget))
+    usage, lent = (
+        UsageFile(directory),
+        await read_state_or_warn(config, left, config.judge.budget, Budget(config.judge.budget)),
+    )
     if lent is not None and lent.tokens <= 0:
         raise TrainError("try a round", lent.why, "Or raise it.")
 
@@ -175,7 +187,7 @@ async def _debug(config: Config, *, quiet: bool) -> dict[str, Any]:
             await worker.stop()
 
     try:
-        async with shown(directory, quiet=quiet):
+        async with progress_bars.of_round(directory, quiet=quiet):
             code = await interruption.during(work(), stop)
     except BaseException:
         await stop()
@@ -274,7 +286,7 @@ async def _deployer(config: Config, attempted: str) -> AsyncIterator[Deployer]:
     from flywheel.daemon.deployer import Deployer
     from flywheel.store.database import Store
 
-    if missing := absence(config):
+    if missing := missing_state(config):
         # An empty one would know nothing to go back to, and would be made in a wrong place.
         hint = "Name the configuration with -c, or set state.dir or $FLYWHEEL_HOME to where the daemon has it."
         raise StoreError(attempted, missing, hint)

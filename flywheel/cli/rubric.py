@@ -10,7 +10,7 @@ import typer
 from flywheel.cli.app import ConfigOption, Group, JsonOption, app, load_config, print_json, run_async
 from flywheel.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError
 from flywheel.files import write_atomic
-from flywheel.terminal import disarmed
+from flywheel.terminal import escape_terminal
 
 rubric = typer.Typer(cls=Group, help="Work on rubric files.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(rubric, name="rubric")
@@ -39,9 +39,9 @@ def check(
         if read.rubric is not None and read.places is not None:
             problems += contradictions(read.rubric, read.places)
         for problem in problems:
-            typer.echo(disarmed(f"{file}:{problem}"))
+            typer.echo(escape_terminal(f"{file}:{problem}"))
         for warning in read.warnings:
-            typer.echo(disarmed(f"{file}:{warning.line}:{warning.column}: warning: {warning.message}"))
+            typer.echo(escape_terminal(f"{file}:{warning.line}:{warning.column}: warning: {warning.message}"))
         if problems or read.rubric is None:
             wrong = True
             continue
@@ -71,14 +71,14 @@ def calibrate(
 
     What it will take is said first, and counts in judge.budget. Exit 1 when judge.min_kappa is set and not reached.
     """
-    from flywheel.cli import calibration, calibration_view
+    from flywheel.cli import calibration
 
     settings = load_config(config)
     report = run_async(calibration.run(settings, file, labels, repeats, quiet=as_json))
     if as_json:
         print_json(report)
     else:
-        calibration_view.show(report)
+        calibration.show(report)
     if report["shortfall"]:
         raise typer.Exit(EXIT_FAILED)
 

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flywheel.allocation import economise
 from flywheel.cli.app import ConfigOption, app, load_config, run_async
 from flywheel.errors import EXIT_FAILED
-from flywheel.files import allow_open_files
+from flywheel.process_tuning import raise_open_file_limit, tune_malloc
 
 if TYPE_CHECKING:
     from flywheel.config import Config
@@ -27,8 +26,8 @@ def run(
     ] = None,
 ) -> None:
     """Watch the sources, judge, train and swap, until it is stopped."""
-    economise()
-    allow_open_files()
+    tune_malloc()
+    raise_open_file_limit()
     _tell_stacks()
     if not run_async(_run(load_config(config), once, max_rounds)):
         raise typer.Exit(EXIT_FAILED)

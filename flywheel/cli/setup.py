@@ -12,7 +12,7 @@ import typer
 from flywheel import files
 from flywheel.cli.app import ConfigOption, app, load_config
 from flywheel.errors import ExportError
-from flywheel.quantity import quantity
+from flywheel.terminal import quantity
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, run_async
-from flywheel.cli.facts import moment
-from flywheel.cli.state import look_at
+from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, read_state_or_warn, run_async
+from flywheel.cli.tables import moment
 from flywheel.errors import StoreError
-from flywheel.terminal import disarmed
+from flywheel.terminal import escape_terminal
 
 if TYPE_CHECKING:
     from sqlalchemy import Row
@@ -27,7 +26,7 @@ def show(
     """Show a task: conversation, question, steps, answer, and the verdict with its reasons."""
     from flywheel.store.task_list import of_subject
 
-    found = run_async(look_at(load_config(config), lambda conn: of_subject(conn, subject)))
+    found = run_async(read_state_or_warn(load_config(config), lambda conn: of_subject(conn, subject)))
     if not found:
         raise StoreError(
             f"show {subject}",
@@ -38,7 +37,7 @@ def show(
     if as_json:
         print_json({"tasks": tasks})
         return
-    typer.echo("\n\n".join(_text(task) for task in disarmed(tasks)))
+    typer.echo("\n\n".join(_text(task) for task in escape_terminal(tasks)))
 
 
 def _task(row: Row[Any]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flywheel.allocation import economise
 from flywheel.cli.app import (
     ConfigOption,
     JsonOption,
@@ -15,14 +14,16 @@ from flywheel.cli.app import (
     app,
     binary_stdout,
     load_config,
+    missing_state,
     print_json,
+    read_state,
+    read_state_or_warn,
     run_async,
 )
-from flywheel.cli.facts import criterion_lines
-from flywheel.cli.state import absence, ask, look_at
+from flywheel.cli.tables import criterion_lines
 from flywheel.errors import EXIT_FAILED, StoreError
-from flywheel.quantity import quantity
-from flywheel.terminal import disarmed
+from flywheel.process_tuning import tune_malloc
+from flywheel.terminal import escape_terminal, quantity
 
 if TYPE_CHECKING:
     from flywheel.config import Config
@@ -47,7 +48,9 @@ def status(
     settings = load_config(config)
 
     def look() -> dict[str, Any]:
-        return run_async(ask(settings, lambda conn: snapshot(conn, settings))) | {"no_state": absence(settings)}
+        return run_async(read_state(settings, lambda conn: snapshot(conn, settings))) | {
+            "no_state": missing_state(settings)
+        }
 
     if as_json:
         print_json(look())
@@ -60,9 +63,9 @@ def status(
     from flywheel.cli import status_view
 
     if watch:
-        status_view.watch(lambda: disarmed(look()))
+        status_view.watch(lambda: escape_terminal(look()))
     else:
-        status_view.show(disarmed(look()))
+        status_view.show(escape_terminal(look()))
 
 
 @app.command()
@@ -84,10 +87,10 @@ def audit(
         from flywheel.config import StudioSource
 
         settings = settings.model_copy(update={"sources": [StudioSource(path=absolute(path)) for path in source]})
-    economise()
+    tune_malloc()
     books, found = run_async(_audit(settings, deep=deep))
     problems = [*books.problems, *(found.problems if found else ())]
-    missing = absence(settings)
+    missing = missing_state(settings)
     report = {
         "balanced": books.balanced,
         "replies": books.replies,
@@ -107,9 +110,9 @@ def audit(
             + " + ".join(f"{number:,} {end}" for end, number in books.ends.items())
         )
         for line in found.lines if found else ():
-            typer.echo(disarmed(line, one_line=True))
+            typer.echo(escape_terminal(line, one_line=True))
         for problem in problems:
-            typer.echo(f"wrong: {disarmed(problem, one_line=True)}")
+            typer.echo(f"wrong: {escape_terminal(problem, one_line=True)}")
         beyond = len(problems) - len(books.problems)
         told = "balanced, but for what is wrong beyond the ledger" if beyond else "balanced"
         typer.echo(missing or (told if books.balanced else "NOT balanced"))
@@ -142,7 +145,7 @@ def why(
     """Tell which conversations made an adapter, or what became of a trace."""
     from flywheel.store.lineage import why as tell
 
-    story = run_async(look_at(load_config(config), lambda conn: tell(conn, subject)))
+    story = run_async(read_state_or_warn(load_config(config), lambda conn: tell(conn, subject)))
     if story is None:
         raise StoreError(
             f"explain {subject}",
@@ -152,7 +155,7 @@ def why(
     if as_json:
         print_json(story)
         return
-    story = disarmed(story, one_line=True)
+    story = escape_terminal(story, one_line=True)
     if story["kind"] == "round":
         _print_round(story)
     else:

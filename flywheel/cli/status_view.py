@@ -15,9 +15,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-from flywheel.cli.facts import Fact, condition, counted, grid, place, plain, replica_line, replica_text, source_text
-from flywheel.progress import Progress
-from flywheel.quantity import quantity
+from flywheel.cli.tables import (
+    Fact,
+    condition,
+    counted,
+    grid,
+    plain,
+    replica_line,
+    replica_text,
+    short_path,
+    source_text,
+)
+from flywheel.round_progress import RoundProgress
+from flywheel.terminal import quantity
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -177,7 +187,7 @@ def _plain(state: dict[str, Any]) -> str:
 
 def _short(source: dict[str, Any]) -> str:
     counts = f"{quantity(source['replies'], 'reply', 'replies')}, {quantity(source['tasks'], 'task')}"
-    return f"{place(source['path'])}: {condition(source)}, {counts}"
+    return f"{short_path(source['path'])}: {condition(source)}, {counts}"
 
 
 def _facts(state: dict[str, Any], parts: _Parts) -> list[Fact]:
@@ -187,7 +197,7 @@ def _facts(state: dict[str, Any], parts: _Parts) -> list[Fact]:
     return [
         *(("WARNING", text) for text in state["warnings"]),
         ("daemon", f"running (process {daemon})" if daemon else "not running"),
-        ("state", missing or place(state["state_dir"])),
+        ("state", missing or short_path(state["state_dir"])),
         *parts.sources,
         ("replies", counted(state["replies"]) or "none yet"),
         ("skipped", counted(state["skipped"]) or "none"),
@@ -237,7 +247,7 @@ def _live(live: dict[str, Any] | None) -> list[Fact]:
     if live is None:
         return []
     progress = live["progress"]
-    told = Progress.model_validate(progress).told if progress is not None else live["state"]
+    told = RoundProgress.model_validate(progress).summary if progress is not None else live["state"]
     return [("round", f"{live['round']}: {told}")]
 
 

@@ -8,12 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flywheel.cli.app import ConfigOption, Group, JsonOption, app, load_config, print_json, run_async
-from flywheel.cli.facts import moment, stdout
-from flywheel.cli.state import look_at
+from flywheel.cli.app import (
+    ConfigOption,
+    Group,
+    JsonOption,
+    app,
+    load_config,
+    print_json,
+    read_state_or_warn,
+    run_async,
+)
+from flywheel.cli.tables import moment, stdout
 from flywheel.errors import EXIT_USAGE, StoreError
 from flywheel.states import TaskState
-from flywheel.terminal import disarmed
+from flywheel.terminal import escape_terminal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,7 +83,7 @@ def show(
     wanted = task_list.conditions(state, adapter, criterion, text)
     most = limit if as_json else limit or SHOWN
     found, total = run_async(
-        look_at(
+        read_state_or_warn(
             load_config(config),
             lambda conn: (task_list.listed(conn, wanted, most), task_list.count(conn, wanted)),
         )
@@ -85,7 +93,7 @@ def show(
         print_json({"total": total, "tasks": shown})
         return
     if shown:
-        _print(stdout(), disarmed(shown, one_line=True))
+        _print(stdout(), escape_terminal(shown, one_line=True))
     kind = f" {state.value}" if state is not None else ""
     shortened = f"{len(shown):,} of {total:,}{kind}; --limit N shows more"
     typer.echo(f"{total:,}{kind}" if len(shown) == total else shortened)

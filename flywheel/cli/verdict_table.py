@@ -14,9 +14,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from flywheel.cli.facts import UNBROKEN
-from flywheel.quantity import quantity
-from flywheel.terminal import disarmed
+from flywheel.cli.tables import UNBROKEN
+from flywheel.terminal import escape_terminal, quantity
 
 COLOURS: Final = {
     "accepted": "green",
@@ -36,7 +35,7 @@ NO_VERDICT: Final = ("undecided", "dead")
 
 def verdict_table(console: Console, verdicts: Sequence[Mapping[str, Any]]) -> None:
     """Key, verdict, score, failed criteria and the judge's reasons for each task."""
-    verdicts = _errors_once(disarmed(verdicts))
+    verdicts = _errors_once(escape_terminal(verdicts))
     if WIDE <= console.width < UNBROKEN:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True, show_edge=False)
         for name in ("task", "verdict", "score"):
@@ -161,7 +160,7 @@ def learned(estimate: Mapping[str, Any]) -> str:
 
 def rubric_diff(console: Console, diff: Mapping[str, Any]) -> None:
     """What changed in the rubric, which verdicts flip and why, and what judging everything again would take."""
-    diff = disarmed(diff)
+    diff = escape_terminal(diff)
     console.print(Text(f"{diff['old']['name']} → {diff['new']['name']}", style="bold"))
     width = max((len(change["criterion"]) for change in diff["changes"]), default=0)
     for change in diff["changes"]:

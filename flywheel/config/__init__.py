@@ -10,13 +10,13 @@ from flywheel.config.ingest import (
     StudioSource,
 )
 from flywheel.config.judge import BackupJudge, FilterSettings, JudgeBudget, JudgePrices, JudgeSettings
-from flywheel.config.retention import RetentionSettings
 from flywheel.config.serving import DaemonSettings, ServingSettings
 from flywheel.config.training import (
     GateSettings,
     LoraSettings,
     ModelSettings,
     RaySettings,
+    RetentionSettings,
     RolloutSettings,
     TrainingSettings,
     TriggerSettings,

@@ -22,13 +22,13 @@ from flywheel.config.ingest import (
     StudioSource,
 )
 from flywheel.config.judge import FilterSettings, JudgeSettings
-from flywheel.config.retention import RetentionSettings
 from flywheel.config.section import Section, UserPath
 from flywheel.config.serving import DaemonSettings, ServingSettings
 from flywheel.config.training import (
     GateSettings,
     ModelSettings,
     RaySettings,
+    RetentionSettings,
     RolloutSettings,
     TrainingSettings,
     TriggerSettings,

@@ -221,3 +221,14 @@ class RaySettings(Section):
     """An existing Ray cluster. Default: a local one for the length of the round."""
     placement_seconds: float = Field(default=300.0, gt=0)
     """How long a round waits for room in the cluster for all its processes. Then it fails, and may be tried again."""
+
+
+class RetentionSettings(Section):
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    keep_days: float | None = Field(default=90.0, ge=0, le=36_500)
+    """How long the adapter, rollouts and log of a round stay after it has ended. What it was told and what it
+    measured stays for ever; so do, whatever their age, what serves, what a rollback goes back to and what the round
+    under way goes on from. `null` keeps everything."""
+    keep_served: int = Field(default=5, ge=0)
+    """So many of the adapters that have served last stay besides, whatever their age."""

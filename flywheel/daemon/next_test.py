@@ -11,9 +11,9 @@ from sqlalchemy import Connection
 
 from flywheel.config import Config, GateSettings
 from flywheel.evaluation import budget
-from flywheel.quantity import quantity
 from flywheel.round import GateTest
 from flywheel.store import gate_tests
+from flywheel.terminal import quantity
 
 LOOKED_AT: Final = 10
 """So many times `gate.max_tasks` tasks are looked at for those to ask: conversations have several."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from sqlalchemy import Connection
 
 from flywheel.config import Config
-from flywheel.quantity import quantity
 from flywheel.store import rounds, samples
+from flywheel.terminal import quantity
 
 
 @dataclass(frozen=True, slots=True)

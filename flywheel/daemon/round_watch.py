@@ -10,7 +10,7 @@ from typing import Final
 from flywheel.daemon.round_account import RoundAccount
 from flywheel.daemon.worker_process import WorkerProcess
 from flywheel.errors import TrainError
-from flywheel.progress import Progress, progress_of
+from flywheel.round_progress import RoundProgress, progress_of
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class RoundWatch:
 
     def __init__(self, name: str, worker: WorkerProcess, account: RoundAccount | None = None) -> None:
         self._name, self._worker, self._account = name, worker, account
-        self._told: Progress | None = None
+        self._told: RoundProgress | None = None
         self._told_at = float("-inf")
         self._looked_at = time.monotonic()
         self._worked_seconds = 0.0
@@ -51,7 +51,7 @@ class RoundWatch:
         finally:
             waiting.cancel()
 
-    async def look(self) -> Progress | None:
+    async def look(self) -> RoundProgress | None:
         """What there is; it is logged if it is news."""
         now = time.monotonic()
         between, self._looked_at = now - self._looked_at, now
@@ -64,6 +64,6 @@ class RoundWatch:
         turned = before is None or (before.phase, before.paused) != (progress.phase, progress.paused)
         moved = before is None or (before.step, before.rollouts) != (progress.step, progress.rollouts)
         if turned or (moved and now - self._told_at >= LOG_SECONDS):
-            log.info("%s: %s", self._name, progress.told)
+            log.info("%s: %s", self._name, progress.summary)
             self._told, self._told_at = progress, now
         return progress

@@ -21,8 +21,8 @@ from flywheel.daemon.supply import Supplies, Supply
 from flywheel.errors import ConfigError
 from flywheel.exclusion import WORDS, Exclusion
 from flywheel.judge_usage import Purpose
-from flywheel.progress import progress_of
 from flywheel.round import METRICS_FILE
+from flywheel.round_progress import progress_of
 from flywheel.states import ReplyState, RoundState, TaskState
 from flywheel.store import (
     deployments,

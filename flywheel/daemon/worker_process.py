@@ -18,8 +18,8 @@ from pydantic import ValidationError
 from flywheel.errors import TrainError
 from flywheel.files import PRIVATE, make_private, private, write_atomic
 from flywheel.known_secrets import hidden
-from flywheel.progress import PROGRESS_FILE
 from flywheel.round import ERROR_FILE, LOG_FILE, RESULT_FILE, SPEC_FILE, RoundResult, RoundSpec
+from flywheel.round_progress import PROGRESS_FILE
 
 STOP_SECONDS = 20.0
 ADOPTED_POLL_SECONDS = 1.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from flywheel.quantity import quantity
+from flywheel.terminal import quantity
 
 SHOWN: Final = 5
 """Names that a message lists, at most."""

@@ -23,13 +23,13 @@ from sqlalchemy import (
 )
 
 from flywheel.batch import line_bytes, storable
-from flywheel.quantity import quantity
 from flywheel.states import Split, TaskState
 from flywheel.store import spending, stored_verdicts
 from flywheel.store.bulk import chunks
 from flywheel.store.dead_letters import TASK, bury
 from flywheel.store.schema import influences, tasks, verdicts
 from flywheel.store.transitions import move, move_all, utcnow
+from flywheel.terminal import quantity
 from flywheel.verdict import Outcome, Verdict
 
 CHAIN: Final = "chain:"

@@ -21,12 +21,12 @@ from sqlalchemy import Connection, bindparam, exists, func, select
 
 from flywheel import likeness
 from flywheel.batch import Entry
-from flywheel.quantity import quantity
 from flywheel.states import Split, TaskState
 from flywheel.store import samples, signature_bands
 from flywheel.store.bulk import Lookup, insert_many, spelled
 from flywheel.store.schema import conversations, tasks
 from flywheel.task import conversation_key, split_of
+from flywheel.terminal import quantity
 
 TEMPLATE: Final = 50
 

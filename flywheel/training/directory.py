@@ -11,7 +11,6 @@ from pydantic import ValidationError
 from flywheel.config import Config
 from flywheel.errors import FlywheelError, TrainError
 from flywheel.files import tree_sha256, write_json
-from flywheel.progress import PROGRESS_FILE
 from flywheel.round import (
     ADAPTER_DIR,
     ERROR_FILE,
@@ -22,6 +21,7 @@ from flywheel.round import (
     RoundResult,
     RoundSpec,
 )
+from flywheel.round_progress import PROGRESS_FILE
 from flywheel.yaml_file import explain
 
 SYNC_DIR = "sync"

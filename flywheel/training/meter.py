@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from flywheel.files import write_atomic
-from flywheel.progress import PROGRESS_FILE, Phase, Progress
+from flywheel.round_progress import PROGRESS_FILE, Phase, RoundProgress
 
 WRITE_SECONDS: Final = 1.0
 """How often the file is replaced at most while nothing but rollouts come in."""
@@ -33,7 +33,7 @@ class Meter:
         self._gate_rollouts = gate_rollouts
         self._clock = clock
         self._lock = threading.Lock()
-        self._now = Progress(phase="starting", steps=steps)
+        self._now = RoundProgress(phase="starting", steps=steps)
         self._written = float("-inf")
         self._began = self._batch_began = clock()
         self._tokens = 0

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from flywheel.files import append_jsonl
-from flywheel.progress import Phase
 from flywheel.round import METRICS_FILE
+from flywheel.round_progress import Phase
 
 
 class Metrics:

@@ -6,15 +6,15 @@ import re
 
 import pytest
 
-from flywheel.cli import counter
-from flywheel.cli.counter import Counter
+from flywheel.cli import progress_bars
+from flywheel.cli.progress_bars import TaskCounter
 
 
 def test_a_line_says_how_far_how_fast_and_how_long(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(counter, "LINE_SECONDS", 0.0)
-    with Counter("judging", 3_000) as progress:
+    monkeypatch.setattr(progress_bars, "LINE_SECONDS", 0.0)
+    with TaskCounter("judging", 3_000) as progress:
         progress.step()
         progress.step()
     out, err = capsys.readouterr()
@@ -25,14 +25,14 @@ def test_a_line_says_how_far_how_fast_and_how_long(
 def test_lines_are_rare_and_a_quiet_one_says_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with Counter("judging", 3) as progress:
+    with TaskCounter("judging", 3) as progress:
         progress.step()
-    monkeypatch.setattr(counter, "LINE_SECONDS", 0.0)
-    with Counter("judging", 3, quiet=True) as progress:
+    monkeypatch.setattr(progress_bars, "LINE_SECONDS", 0.0)
+    with TaskCounter("judging", 3, quiet=True) as progress:
         progress.step()
     assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(("speed", "told"), [(1234.4, "1,234/s"), (2.55, "2.5/s"), (0.5, "30/min")])
 def test_rates_have_as_many_figures_as_they_are_worth(speed: float, told: str) -> None:
-    assert counter._rate(speed) == told
+    assert progress_bars._rate(speed) == told

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.cli import sources_progress
+from flywheel.cli import progress_bars
 from flywheel.config import parse
 from flywheel.daemon.ingestion import Ingestion
 from flywheel.store.database import Store
@@ -69,7 +69,7 @@ def test_json_is_alone_on_stdout_while_the_terminal_shows_the_bar(config: Path, 
 def test_without_a_terminal_lines_say_it_now_and_then(
     flywheel: Run, config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources_progress, "LOG_SECONDS", 0.05)
+    monkeypatch.setattr(progress_bars, "LINE_SECONDS", 0.05)
     ran = flywheel("ingest", "--json", "-c", config)
     assert ran.code == 0
     assert ran.json["new"] > 0

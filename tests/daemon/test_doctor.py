@@ -12,15 +12,13 @@ from typing import Any
 import pytest
 
 from flywheel.config import Config, parse
-from flywheel.diagnostics.doctor import gpus
+from flywheel.diagnostics.doctor import resources
 from flywheel.diagnostics.doctor.finding import Finding, Result, size
-from flywheel.diagnostics.doctor.gpus import Gpu, Gpus
-from flywheel.diagnostics.doctor.machine import Machine, file_system, is_network
 from flywheel.diagnostics.doctor.model import Base
 from flywheel.diagnostics.doctor.packages import packages
-from flywheel.diagnostics.doctor.resources import resources
+from flywheel.diagnostics.doctor.resources import Gpu, Gpus, Machine, check_resources, file_system, is_network
 from flywheel.diagnostics.doctor.state import clock
-from flywheel.diagnostics.doctor.unit import unit
+from flywheel.diagnostics.doctor.systemd_unit import unit
 
 GIB = 1 << 30
 WANTED = (
@@ -82,7 +80,7 @@ HALF = {"serving": {"extra_args": ["--gpu-memory-utilization", "0.4"]}}
 def looked_at(changes: dict[str, Any], build: str, weights: int = GIB, **raw: Any) -> dict[str, Finding]:
     here = Machine(**{name: changes.get(name, getattr(WELL, name)) for name in Machine.__slots__})
     config = parse(raw, "a test", Path("/"))
-    return by_name(list(resources(config, here, Base(Path("/model"), weights), build=build)))
+    return by_name(list(check_resources(config, here, Base(Path("/model"), weights), build=build)))
 
 
 def test_a_machine_that_has_enough() -> None:
@@ -247,7 +245,7 @@ def test_a_driver_that_fails_is_quoted(
 ) -> None:
     the_driver(tmp_path, monkeypatch, said, code=code)
     a_program(tmp_path, "python", "exit 0")
-    monkeypatch.setattr(gpus.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(resources.sys, "executable", str(tmp_path / "python"))
     here = Gpus.here(has_gpu_build=True)
     assert here.seen == ()
     assert " ".join(said.split()) in here.trouble
@@ -260,7 +258,7 @@ def test_a_driver_that_fails_is_quoted(
 def test_a_driver_that_fails_leaves_it_to_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     the_driver(tmp_path, monkeypatch, "NVIDIA-SMI has failed", code=9)
     a_program(tmp_path, "python", "printf 'MI300X\\t1024\\n'")
-    monkeypatch.setattr(gpus.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(resources.sys, "executable", str(tmp_path / "python"))
     assert Gpus.here(has_gpu_build=True) == Gpus((Gpu("MI300X", 1024),), 1, "torch")
     assert Gpus.here(has_gpu_build=False).seen == ()
 

@@ -15,7 +15,7 @@ from flywheel.daemon.judge_setup import rubric_of
 from flywheel.daemon.rounds import Rounds
 from flywheel.daemon.status import snapshot
 from flywheel.diagnostics.doctor.finding import Result
-from flywheel.diagnostics.doctor.judging import Judging
+from flywheel.diagnostics.doctor.judge import Judging
 from flywheel.errors import TrainError
 from flywheel.round import RoundSpec
 from flywheel.states import RoundState

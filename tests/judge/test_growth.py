@@ -27,7 +27,7 @@ from flywheel.prompt_signature import opening_of
 from flywheel.rubric import Criterion, Rubric
 from flywheel.rubric.checks import check, markdown, math_equal
 from flywheel.rubric.pattern import seen
-from flywheel.terminal import disarmed
+from flywheel.terminal import escape_terminal
 from flywheel.verdict import Exchange
 
 READERS = (
@@ -131,7 +131,7 @@ FUNCTIONS: dict[str, Callable[[str], Any]] = {
     "likeness.normalised": normalised,
     "opening_of": opening_of,
     "length.seen": seen,
-    "disarmed": disarmed,
+    "disarmed": escape_terminal,
     "prompt.messages": lambda text: prompt.messages(
         RUBRIC, Exchange(text, text, history=({"role": "user", "content": text},))
     ),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.progress import Progress, progress_of
+from flywheel.round_progress import RoundProgress, progress_of
 from flywheel.training.meter import Meter
 
 
@@ -23,7 +23,7 @@ def clock() -> Clock:
     return Clock()
 
 
-def read(directory: Path) -> Progress:
+def read(directory: Path) -> RoundProgress:
     progress = progress_of(directory)
     assert progress is not None
     return progress
@@ -110,11 +110,13 @@ def test_what_another_version_wrote_is_no_progress(tmp_path: Path) -> None:
 
 
 def test_progress_reads_as_one_line() -> None:
-    assert Progress(phase="starting", steps=50).told == "starting"
-    told = Progress(
+    assert RoundProgress(phase="starting", steps=50).summary == "starting"
+    told = RoundProgress(
         phase="training", step=2, steps=50, rollouts=40, rollouts_planned=64, reward=0.4125, tokens_per_second=812.4,
         seconds_left=725.0,
-    ).told  # fmt: skip
+    ).summary  # fmt: skip
     assert told == "training, step 3 of 50, 40 of 64 rollouts, reward 0.412, 812 tokens/s, about 12 min 5 s left"
-    paused = Progress(phase="evaluating", step=50, steps=50, rollouts_planned=8, paused="the judge is away").told
+    paused = RoundProgress(
+        phase="evaluating", step=50, steps=50, rollouts_planned=8, paused="the judge is away"
+    ).summary
     assert paused == "evaluating, step 50 of 50, 0 of 8 rollouts, paused: the judge is away"

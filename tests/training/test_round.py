@@ -28,8 +28,8 @@ from demo.questions import SYSTEM_PROMPT, Question, questions
 from flywheel.config import Config
 from flywheel.files import tree_sha256
 from flywheel.judge_usage import Purpose, UsageFile
-from flywheel.progress import progress_of
 from flywheel.round import AdapterRef, GateTest, RoundResult, RoundSpec, RoundTask
+from flywheel.round_progress import progress_of
 from flywheel.serving.probe import compare
 from flywheel.training.process import LOCK_FILE
 from tests.training.test_directory import POLICY

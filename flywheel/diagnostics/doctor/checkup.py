@@ -12,15 +12,13 @@ from typing import Final
 from flywheel.config import Config, defaults, load
 from flywheel.diagnostics.doctor import model, packages
 from flywheel.diagnostics.doctor.finding import Finding, Result
-from flywheel.diagnostics.doctor.judging import Judging
-from flywheel.diagnostics.doctor.left_out import left_out
-from flywheel.diagnostics.doctor.machine import Machine
-from flywheel.diagnostics.doctor.resources import resources
-from flywheel.diagnostics.doctor.samples import samples
+from flywheel.diagnostics.doctor.judge import Judging
+from flywheel.diagnostics.doctor.resources import Machine, check_resources
+from flywheel.diagnostics.doctor.samples import check_left_out, check_samples
 from flywheel.diagnostics.doctor.servers import serve, servers
 from flywheel.diagnostics.doctor.sources import sources
 from flywheel.diagnostics.doctor.state import clock, state
-from flywheel.diagnostics.doctor.unit import unit
+from flywheel.diagnostics.doctor.systemd_unit import unit
 from flywheel.errors import ConfigError
 
 NEED_SETTINGS: Final = (
@@ -59,11 +57,11 @@ def _configuration(path: Path | None) -> Finding:
 async def _of_settings(config: Config, *, ask_judge: bool) -> AsyncIterator[Finding]:
     for finding in (*state(config), *sources(config)):
         yield finding
-    yield await left_out(config)
+    yield await check_left_out(config)
     judging = Judging(config, ask=ask_judge)
     for finding in judging.findings():
         yield finding
-    yield await samples(config)
+    yield await check_samples(config)
     yield serve(config)
     async for finding in servers(config):
         yield finding
@@ -72,6 +70,6 @@ async def _of_settings(config: Config, *, ask_judge: bool) -> AsyncIterator[Find
         yield finding
     build = next((extra for extra, name in packages.EXTRAS.items() if packages.version_of(name) is not None), "")
     machine = Machine.here(has_gpu_build=build == "gpu")
-    for finding in resources(config, machine, base, build=build):
+    for finding in check_resources(config, machine, base, build=build):
         yield finding
     yield clock(config, judging.server_time)

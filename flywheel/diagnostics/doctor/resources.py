@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
-from collections.abc import Iterator, Sequence
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Final
 
 from flywheel.config import Config
 from flywheel.diagnostics.doctor.finding import Finding, Result, size
-from flywheel.diagnostics.doctor.gpus import Gpu, remedy_of
-from flywheel.diagnostics.doctor.machine import Machine
 from flywheel.diagnostics.doctor.model import Base
 from flywheel.diagnostics.doctor.servers import is_local
 from flywheel.gpu_placement import seating
@@ -25,7 +31,7 @@ SERVER_UTILIZATION: Final = 0.9
 """vLLM's own default for the share of a GPU that a server takes."""
 
 
-def resources(config: Config, machine: Machine, base: Base, *, build: str) -> Iterator[Finding]:
+def check_resources(config: Config, machine: Machine, base: Base, *, build: str) -> Iterator[Finding]:
     """GPUs, memory, shared memory, limits. `build` is the vLLM that is installed: "cpu", "gpu" or none ("")."""
     yield from _gpus(config, machine, base, build)
     if not build:
@@ -154,3 +160,244 @@ def _limits(machine: Machine) -> Finding:
         return Finding("limits", Result.WARNING, f"this user may have {'; '.join(low)}", remedy)
     files = "any number of" if machine.open_files is None else f"{machine.open_files:,}"
     return Finding("limits", Result.OK, f"{files} open files; processes and address space are enough")
+
+
+ASK_SECONDS: Final = 20.0
+"""Longest wait for the driver."""
+IMPORT_SECONDS: Final = 120.0
+"""Longest wait for a process that imports torch."""
+_TORCH: Final = (
+    "import torch\nfor n in range(torch.cuda.device_count()):\n"
+    " p = torch.cuda.get_device_properties(n)\n print(p.name, p.total_memory, sep='\\t')"
+)
+_FIELDS: Final = ("index", "uuid", "mig.mode.current", "name", "memory.total")
+_QUERY: Final = (f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
+_CARD: Final = re.compile(r"GPU (\d+):")
+_PART: Final = re.compile(r"\s+MIG\s+(\S+)\s+Device\s+\d+:\s+\(UUID:\s+([^)\s]+)\)")
+_PART_SIZE: Final = re.compile(r"\.(\d+)gb")
+_NO_SIZE: Final = re.compile(r"\[?(N/A|Not Supported|Insufficient Permissions)\]?")
+_MIB: Final = 1 << 20
+_PART_SHARE: Final = 0.95
+"""Of the gigabytes in a part's name, the least that it has: 4,864 MiB of 1g.5gb, 9,728 of 1g.10gb."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU or part of one. `memory` in bytes; None where the driver tells of none: it shares the system's."""
+
+    name: str
+    memory: int | None
+    uuid: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """Those that programs see, of `all_told`. `asked` is who told, empty where nobody could; `trouble` what was said
+    of others, or instead."""
+
+    seen: tuple[Gpu, ...] = ()
+    all_told: int = 0
+    asked: str = ""
+    trouble: str = ""
+
+    @classmethod
+    def here(cls, *, has_gpu_build: bool) -> Gpus:
+        """Those of this machine. Where the driver tells of none, and with `has_gpu_build`, a process of its own asks
+        torch: ROCm, or a container without nvidia-smi."""
+        told = _by_driver() if shutil.which("nvidia-smi") else cls()
+        return _by_torch(told) if has_gpu_build and not told.all_told else told
+
+
+def remedy_of(trouble: str) -> str:
+    """What to do about what the driver said."""
+    for words, remedy in _REMEDIES.items():
+        if words.lower() in trouble.lower():
+            return remedy
+    return "See what nvidia-smi and the kernel's log (dmesg) say."
+
+
+_REMEDIES: Final = {
+    "version mismatch": "Restart the machine: its driver was updated, and the kernel still has the old one.",
+    "communicate with the NVIDIA driver": "Install or load the driver (modprobe nvidia); a new kernel needs it anew.",
+    "Insufficient Permissions": "Let this user open /dev/nvidia*, often by the group video.",
+    "No devices were found": "Give the container a GPU, or see what the kernel's log says of it.",
+    "CUDA_VISIBLE_DEVICES": "Correct that variable, or unset it.",
+    "Unknown Error": "In a container: start it anew, it has lost its devices. Else see the kernel's log (dmesg).",
+    "is lost": "Restart the machine.",
+    "MIG is enabled": "Divide it (nvidia-smi mig -cgi … -C), or disable MIG (nvidia-smi -mig 0).",
+    "requires reset": "Reset that GPU, or restart the machine.",
+}
+"""The first whose words were said."""
+
+
+def _by_driver() -> Gpus:
+    lines, trouble = _said(["nvidia-smi", *_QUERY], ASK_SECONDS)
+    if lines is None:
+        return Gpus(trouble=f"nvidia-smi: {trouble}")
+    parts = _parts()
+    cards: dict[str, Gpu] = {}
+    troubles = []
+    for line in lines:
+        fields = [text.strip() for text in line.split(",")]
+        if not fields[0].isdecimal() or len(fields) < len(_FIELDS):
+            continue  # a warning of the driver
+        index, uuid, mig, *name, memory = fields
+        gpu = Gpu(", ".join(name), None, uuid)
+        if mig == "Enabled" and index not in parts:
+            troubles.append(f"GPU {index}, {gpu.name}: MIG is enabled, and it has no parts")
+        elif memory.isdecimal():
+            cards[index] = replace(gpu, memory=int(memory) * _MIB)
+        elif _NO_SIZE.fullmatch(memory):
+            cards[index] = gpu
+        else:
+            troubles.append(f"GPU {index}, {gpu.name}: {memory.strip('[]')}")
+    trouble = "; ".join(troubles)
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    seen = tuple(_visible(cards, parts, chosen))
+    if chosen is not None and cards and not seen:
+        trouble = f"CUDA_VISIBLE_DEVICES={chosen} lets programs see none of {len(cards)}"
+    return Gpus(seen, len(cards), "nvidia-smi", trouble)
+
+
+def _parts() -> dict[str, list[Gpu]]:
+    """The parts of each GPU that is divided, by its index."""
+    lines, _ = _said(["nvidia-smi", "-L"], ASK_SECONDS)
+    found: dict[str, list[Gpu]] = {}
+    index = ""
+    for line in lines or ():
+        if card := _CARD.match(line):
+            index = card[1]
+        elif part := _PART.match(line):
+            size = _PART_SIZE.search(part[1])
+            memory = int(int(size[1]) * _PART_SHARE * (1 << 30)) if size else None
+            found.setdefault(index, []).append(Gpu(f"MIG {part[1]}", memory, part[2]))
+    return found
+
+
+def _visible(cards: dict[str, Gpu], parts: dict[str, list[Gpu]], chosen: str | None) -> Iterator[Gpu]:
+    """As CUDA has it: whole GPUs, else one part; of a list, all before the first that there is not."""
+    whole = {index: gpu for index, gpu in cards.items() if index not in parts}
+    if chosen is None:
+        yield from whole.values() or list(_every(parts.values()))[:1]
+        return
+    for name in (text.strip() for text in chosen.split(",")):
+        by_number = [whole[name]] if name in whole else parts.get(name, [])[:1]
+        by_uuid = [gpu for gpu in (*cards.values(), *_every(parts.values())) if name and gpu.uuid.startswith(name)]
+        found = by_number or by_uuid[:1]
+        if not found:
+            return
+        yield found[0]
+
+
+def _every(parts: Iterable[list[Gpu]]) -> Iterator[Gpu]:
+    return (gpu for each in parts for gpu in each)
+
+
+def _by_torch(driver: Gpus) -> Gpus:
+    lines, _ = _said([sys.executable, "-c", _TORCH], IMPORT_SECONDS)
+    fields = [line.split("\t") for line in lines or ()]
+    seen = tuple(Gpu(each[0], int(each[1])) for each in fields if len(each) == 2 and each[1].isdecimal())
+    return Gpus(seen, len(seen), "torch") if seen else driver
+
+
+def _said(command: Sequence[str], seconds: float) -> tuple[list[str] | None, str]:
+    """The lines that a program prints, or None and what it says where it fails."""
+    try:
+        done = subprocess.run(
+            command,
+            check=False,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=seconds,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired:
+        return None, f"no answer within {seconds:g} s"
+    except (OSError, ValueError) as error:
+        return None, str(error)
+    if done.returncode != 0:
+        # It says what is wrong on either.
+        said = " ".join((done.stdout + " " + done.stderr).split())
+        return None, said[:300] or f"it ended with {done.returncode}"
+    return [line for line in done.stdout.splitlines() if line.strip()], ""
+
+
+NETWORK: Final = re.compile(
+    r"nfs\d?|cifs|smb\d?|smbfs|9p|ceph|glusterfs|lustre|afs|fuse\.(sshfs|s3fs|glusterfs|rclone)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Bytes and counts; None where the system does not tell. `open_files` and `processes` are this user's limits."""
+
+    memory: int | None = None
+    memory_free: int | None = None
+    shared_memory: int | None = None
+    open_files: int | None = None
+    processes: int | None = None
+    address_space: int | None = None
+    gpus: Gpus = field(default_factory=Gpus)
+
+    @classmethod
+    def here(cls, *, has_gpu_build: bool) -> Machine:
+        """This one. With `has_gpu_build` a process of its own asks torch for GPUs, where the driver tells of none."""
+        memory, free = _system_memory()
+        shared = None
+        with contextlib.suppress(OSError):
+            shared = shutil.disk_usage("/dev/shm").free
+        return cls(
+            memory,
+            free,
+            shared,
+            _limit(resource.RLIMIT_NOFILE),
+            _limit(resource.RLIMIT_NPROC),
+            _limit(resource.RLIMIT_AS),
+            Gpus.here(has_gpu_build=has_gpu_build),
+        )
+
+
+def _limit(number: int) -> int | None:
+    soft, _ = resource.getrlimit(number)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _system_memory() -> tuple[int | None, int | None]:
+    """All there is, and what is free or can be made so; a container's limit counts."""
+    try:
+        told = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE))
+        total, free = int(told["MemTotal"]) << 10, int(told["MemAvailable"]) << 10
+    except (OSError, KeyError, ValueError):
+        return None, None
+    for limit_file, used_file in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "")):
+        with contextlib.suppress(OSError, ValueError):
+            limit = int(Path("/sys/fs/cgroup", limit_file).read_text())
+            used = int(Path("/sys/fs/cgroup", used_file).read_text()) if used_file else 0
+            total, free = min(total, limit), min(free, max(0, limit - used))
+    return total, free
+
+
+def file_system(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
+    """The type of the file system that a path is on; empty where that cannot be told."""
+    real = os.path.realpath(path)
+    found, kind = "", ""
+    try:
+        lines = mounts.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        fields = line.split(" ")
+        if len(fields) < 3:
+            continue
+        place = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[1])
+        below = real == place or real.startswith(place.rstrip("/") + "/")
+        # Of two at one place the later one covers the other.
+        if below and len(place) >= len(found):
+            found, kind = place, fields[2]
+    return kind
+
+
+def is_network(kind: str) -> bool:
+    """Whether other machines write to a file system of this type without this one's being told."""
+    return NETWORK.fullmatch(kind) is not None

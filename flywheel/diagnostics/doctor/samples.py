@@ -11,12 +11,13 @@ from flywheel.daemon.next_test import next_test
 from flywheel.daemon.supply import OVER, Supplies, Supply
 from flywheel.diagnostics.doctor.finding import Finding, Result
 from flywheel.errors import FlywheelError
-from flywheel.quantity import quantity
+from flywheel.exclusion import WORDS, Exclusion
 from flywheel.states import TaskState
-from flywheel.store import judging, splits
+from flywheel.store import judging, samples, splits
 from flywheel.store.database import Store, found_version
 from flywheel.store.samples import count_held_out
 from flywheel.store.schema import SCHEMA_VERSION, tasks
+from flywheel.terminal import quantity
 
 _NAME: Final = "samples"
 _SHARES: Final = (
@@ -27,7 +28,7 @@ _HELD: Final = "Look at them with `flywheel tasks --state held`, and release or 
 _SIDE: Final = "Collect conversations that begin otherwise; ingest.train_ratio must leave something for both sides."
 
 
-async def samples(config: Config) -> Finding:
+async def check_samples(config: Config) -> Finding:
     """Whether a round could be filled from the state as it is."""
     try:
         if found_version(config.state_dir) != SCHEMA_VERSION:
@@ -72,3 +73,24 @@ def _obstacles(conn: Connection, config: Config, supply: Supply) -> list[tuple[s
     if empty := splits.empty_side(conn, config.ingest.train_ratio):
         found.append((f"; {empty}", _SIDE))
     return found
+
+
+_PROMPTS: Final = "prompts"
+
+
+async def check_left_out(config: Config) -> Finding:
+    """Whether tasks are left out, most of all for a message that agents are sent and their traces hide."""
+    try:
+        store = await Store.view(config.state_dir)
+        try:
+            counts = await store.read(samples.count_left_out, config.training.takes)
+        finally:
+            await store.close()
+    except FlywheelError as error:
+        # A state of another version, or none that can be read, is the matter of another check.
+        return Finding(_PROMPTS, Result.SKIPPED, f"cannot {error.attempted}: {error.why}")
+    told = "; ".join(f"{quantity(number, 'task')} left out: {WORDS[each].why}" for each, number in counts.items())
+    figures = {f"{each.value}_tasks": number for each, number in counts.items()}
+    to_do = next((WORDS[each].remedy for each in (Exclusion.HIDDEN, *counts) if each in counts), "")
+    result = Result.WARNING if Exclusion.HIDDEN in counts else Result.OK
+    return Finding(_PROMPTS, result, told or "no task is left out of rounds", to_do, figures=figures)

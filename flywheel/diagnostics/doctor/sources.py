@@ -14,7 +14,7 @@ from flywheel.config import Config, JsonlSource, OtlpSource, StudioSource
 from flywheel.config.ingest import host_and_port, is_loopback
 from flywheel.daemon.lock import holder
 from flywheel.diagnostics.doctor.finding import Finding, Result, size
-from flywheel.diagnostics.doctor.machine import file_system, is_network
+from flywheel.diagnostics.doctor.resources import file_system, is_network
 from flywheel.errors import FlywheelError
 from flywheel.sources.jsonl.file import LineFile, files_of, is_listed
 from flywheel.sources.studio.database import Database

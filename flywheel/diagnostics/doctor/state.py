@@ -13,7 +13,7 @@ from typing import Final
 from flywheel.config import Config
 from flywheel.daemon.lock import holder
 from flywheel.diagnostics.doctor.finding import Finding, Result, size
-from flywheel.diagnostics.doctor.machine import file_system, is_network
+from flywheel.diagnostics.doctor.resources import file_system, is_network
 from flywheel.errors import FlywheelError
 from flywheel.store.database import found_version
 from flywheel.store.schema import SCHEMA_VERSION

@@ -19,9 +19,9 @@ from typing import IO, Final
 import msgspec
 from msgspec import Struct
 
-from flywheel.allocation import economise
 from flywheel.batch import Entry
 from flywheel.errors import StudioError
+from flywheel.process_tuning import tune_malloc
 from flywheel.sources.studio.conversion import Told, convert
 from flywheel.trace import DeadRow, Selection
 
@@ -174,7 +174,7 @@ def _serve(decoder: msgspec.msgpack.Decoder[Question]) -> bool:
 
 def main() -> None:
     """The child: answer until the input ends."""
-    economise()
+    tune_malloc()
     decoder = msgspec.msgpack.Decoder(Question)
     while _serve(decoder):
         pass

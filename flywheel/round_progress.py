@@ -8,15 +8,15 @@ from typing import Final, Literal
 
 from pydantic import ValidationError
 
-from flywheel.quantity import duration
 from flywheel.round import Frozen
+from flywheel.terminal import duration
 
 PROGRESS_FILE: Final = "progress.json"
 
 Phase = Literal["starting", "training", "evaluating"]
 
 
-class Progress(Frozen):
+class RoundProgress(Frozen):
     """One look at a running round.
 
     `step` counts the steps that are done. `rollouts` of `rollouts_planned` are those of the step under way, or of the
@@ -37,7 +37,7 @@ class Progress(Frozen):
     updated_at: str = ""
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """All of it in one line."""
         parts: list[str] = [self.phase]
         if self.phase != "starting":
@@ -56,8 +56,8 @@ class Progress(Frozen):
         return ", ".join(parts)
 
 
-def progress_of(round_dir: Path) -> Progress | None:
+def progress_of(round_dir: Path) -> RoundProgress | None:
     """What the round's worker has last written; None before it has, or when it is of another version."""
     with contextlib.suppress(OSError, ValidationError):
-        return Progress.model_validate_json((round_dir / PROGRESS_FILE).read_bytes())
+        return RoundProgress.model_validate_json((round_dir / PROGRESS_FILE).read_bytes())
     return None

@@ -1,4 +1,4 @@
-"""Memory that a burst needed goes back to the system."""
+"""glibc's malloc is limited to a few arenas."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-# Blocks of 2 MB make glibc keep such for later; what a thread of its own leaves behind lies in an arena of its own.
+# Without the limit each of the eight threads gets an arena of its own.
 _ARENAS = """
 import concurrent.futures, sys, threading
 from pathlib import Path
-if sys.argv[1] == "economical":
-    from flywheel.allocation import economise
-    assert economise()
+if sys.argv[1] == "tuned":
+    from flywheel.process_tuning import tune_malloc
+    assert tune_malloc()
 together = threading.Barrier(8)
 def burst():
     together.wait()
@@ -37,4 +37,4 @@ def test_threads_share_arenas() -> None:
         run = subprocess.run([sys.executable, "-c", _ARENAS, kind], capture_output=True, text=True, check=True)
         return int(run.stdout)
 
-    assert arenas("economical") <= 2 < arenas("as it is")
+    assert arenas("tuned") <= 2 < arenas("as it is")

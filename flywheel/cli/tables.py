@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
-from flywheel.quantity import quantity
+from flywheel.terminal import quantity
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,7 +24,7 @@ Fact = tuple[str, str]
 """A name and its text, of one line or more."""
 
 
-def place(path: Path | str) -> str:
+def short_path(path: Path | str) -> str:
     """A path as people write it: `~` for the home directory."""
     path = Path(path)
     try:
@@ -63,7 +63,7 @@ def source_text(source: Mapping[str, Any]) -> str:
     skipped = sum(source["skipped"].values())
     ends = [f"{quantity(source['tasks'], 'task')}{new}", f"{skipped:,} skipped", f"{source['dead']:,} dead"]
     lines = [
-        place(source["path"]),
+        short_path(source["path"]),
         f"{condition(source)}, {source['schema'] or source.get('type') or 'schema not known'}",
         f"{quantity(source['replies'], 'reply', 'replies')} = {' + '.join(ends)}",
     ]

@@ -1,0 +1,209 @@
+"""Progress of long commands on stderr: bars on a terminal, otherwise a line or a log entry every ten seconds.
+
+Of tasks that are judged (`TaskCounter`), of sources that are read (`of_sources`), of a round (`of_round`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from flywheel.cli.tables import short_path
+from flywheel.round_progress import RoundProgress, progress_of
+from flywheel.terminal import duration, escape_terminal
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import TaskID
+
+    from flywheel.daemon.ingestion import Ingestion
+
+log = logging.getLogger(__name__)
+
+LINE_SECONDS = 10.0
+"""Time between two lines where there is no terminal."""
+DRAW_SECONDS: Final = 0.1
+LONG_ROWS: Final = 4_000
+"""Sources with fewer rows to read are not shown."""
+
+
+class TaskCounter:
+    """A context manager; `step` counts one task of `total`."""
+
+    def __init__(self, what: str, total: int, *, quiet: bool = False) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._what, self._total, self._done = what, total, 0
+        self._console = Console(stderr=True, quiet=quiet)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}", style="progress.data.speed"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+        )
+        is_drawn = self._console.is_terminal and not quiet
+        self._bar = Progress(*columns, console=self._console, transient=True, expand=True, disable=not is_drawn)
+        self._task = self._bar.add_task(what, total=total, rate="")
+
+    def __enter__(self) -> Self:
+        self._began = self._printed = time.monotonic()
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def step(self) -> None:
+        self._done += 1
+        now = time.monotonic()
+        per_second = self._done / max(now - self._began, 1e-9)
+        # A filter chain can release held tasks while others are judged, so there may be more than counted at first.
+        total = max(self._total, self._done)
+        rate = _rate(per_second)
+        self._bar.update(self._task, completed=self._done, total=total, rate=rate)
+        if self._bar.disable and now - self._printed >= LINE_SECONDS:
+            self._printed = now
+            left = duration((total - self._done) / per_second)
+            line = f"{self._what}: {self._done:,} of {total:,}, {rate}, {left} left"
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _rate(per_second: float) -> str:
+    if per_second >= 1:
+        return f"{per_second:,.0f}/s" if per_second >= 10 else f"{per_second:.1f}/s"
+    return f"{60 * per_second:.0f}/min"
+
+
+@contextlib.asynccontextmanager
+async def of_sources(ingestion: Ingestion) -> AsyncIterator[None]:
+    """Show how much of each long source was read while the body reads them."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    async with _beside(_draw_sources(console, ingestion) if console.is_terminal else _log_sources(ingestion)):
+        yield
+
+
+async def _draw_sources(console: Console, ingestion: Ingestion) -> None:
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        TaskProgressColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+    )
+    width = max(12, console.width - 60)
+    bars: dict[Path, TaskID] = {}
+    intakes = ingestion.intakes()
+    with Progress(*columns, console=console, transient=True, expand=True) as drawing:
+        while True:
+            for intake in intakes:
+                found = intake.feed.progress
+                most = max(found.in_all, found.read)
+                if most < LONG_ROWS:
+                    continue
+                if intake.path not in bars:
+                    name = escape_terminal(short_path(intake.path))
+                    bars[intake.path] = drawing.add_task(
+                        name if len(name) <= width else f"…{name[1 - width :]}", rate=""
+                    )
+                total = most if found.in_all else None
+                rate = f"{found.rate:,.0f} rows/s"
+                drawing.update(bars[intake.path], total=total, completed=found.read, rate=rate)
+            await asyncio.sleep(DRAW_SECONDS)
+
+
+async def _log_sources(ingestion: Ingestion) -> None:
+    intakes = ingestion.intakes()
+    while True:
+        await asyncio.sleep(LINE_SECONDS)
+        for intake in intakes:
+            found = intake.feed.progress
+            if found.read and (not found.in_all or found.read < found.in_all):
+                total = f" of {found.in_all:,}" if found.in_all else ""
+                left = "" if found.left is None else f", about {found.left:,.0f} s left"
+                log.info("%s: %s%s rows read, %s rows/s%s", intake.path, f"{found.read:,}", total,
+                         f"{found.rate:,.0f}", left)  # fmt: skip
+
+
+@contextlib.asynccontextmanager
+async def of_round(round_dir: Path, *, quiet: bool) -> AsyncIterator[None]:
+    """Show the phase, step and rollouts of a round while the body runs it. Without a terminal the log has them."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield
+        return
+    async with _beside(_draw_round(console, round_dir)):
+        yield
+
+
+async def _draw_round(console: Console, round_dir: Path) -> None:
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    columns = (
+        TextColumn(escape_terminal(round_dir.name, one_line=True), markup=False),
+        BarColumn(bar_width=20),
+        TextColumn("{task.description}", markup=False),
+    )
+    with Progress(*columns, console=console, transient=True) as drawing, _log_above():
+        bar = drawing.add_task("starting", total=None)
+        while True:
+            if (progress := progress_of(round_dir)) is not None:
+                total = None if progress.phase == "starting" else 1.0
+                text = escape_terminal(progress.summary, one_line=True)
+                drawing.update(bar, description=text, total=total, completed=_share_done(progress))
+            await asyncio.sleep(DRAW_SECONDS)
+
+
+def _share_done(progress: RoundProgress) -> float:
+    """The share of the current phase that is done, 0 to 1."""
+    of_step = progress.rollouts / progress.rollouts_planned if progress.rollouts_planned else 0.0
+    if progress.phase == "evaluating" or not progress.steps:
+        return of_step
+    return min(1.0, (progress.step + of_step) / progress.steps)
+
+
+@contextlib.contextmanager
+def _log_above() -> Iterator[None]:
+    """Log lines are printed above the bar: handlers write to the stderr that rich has redirected."""
+    handlers = [each for each in logging.getLogger().handlers if isinstance(each, logging.StreamHandler)]
+    before = [each.setStream(sys.stderr) for each in handlers]
+    try:
+        yield
+    finally:
+        for handler, stream in zip(handlers, before, strict=True):
+            if stream is not None:
+                handler.setStream(stream)
+
+
+@contextlib.asynccontextmanager
+async def _beside(drawing: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run `drawing`, which never ends by itself, while the body runs."""
+    task = asyncio.create_task(drawing)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
