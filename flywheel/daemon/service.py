@@ -22,7 +22,7 @@ from flywheel.daemon.ingestion import Ingestion
 from flywheel.daemon.judging import Filtering
 from flywheel.daemon.retention import Retention
 from flywheel.daemon.rounds import Rounds
-from flywheel.daemon.sources import Sources
+from flywheel.daemon.sources import SourceSupervisor
 from flywheel.daemon.stage import Stage
 from flywheel.daemon.systemd import beat, notify
 from flywheel.daemon.worker_process import STOP_SECONDS
@@ -63,7 +63,7 @@ class Service:
         self._round = Stage("rounds", self._do_round)
         self._new_tasks = 0
         self._rejects_all = False
-        self._sources = Sources(store, config, self._ingestion, self._stopping, self._judge_new)
+        self._sources = SourceSupervisor(store, config, self._ingestion, self._stopping, self._judge_new)
         self._reconcile = Stage("reconcile", self._do_reconcile)
         self._prune = Stage("prune", self._sources.prune)
         self._retention = Retention(store, config)

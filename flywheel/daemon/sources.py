@@ -29,7 +29,7 @@ GATHER_SECONDS = 0.01
 """How long a change is waited on before it is read: a burst of commits is one pass."""
 
 
-class Sources:
+class SourceSupervisor:
     """Starts and stops what reads the sources; `on_tasks` is called with the number of new tasks."""
 
     def __init__(
@@ -74,7 +74,7 @@ class Sources:
             return
         for intake in self._ingestion.intakes():
             if intake.path not in self._stages:
-                stage = Stage(f"source {intake.path}", functools.partial(self._read, intake))
+                stage = Stage(f"source {source.path}", functools.partial(self._read, intake))
                 self._run(stage)
                 self._stages[intake.path] = stage
                 self._watcher.watch(intake.path, stage.wake.set)

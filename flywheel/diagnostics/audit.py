@@ -15,7 +15,7 @@ from typing import Any
 from flywheel.batch import Batch
 from flywheel.config import Config
 from flywheel.daemon.ingestion import Ingestion
-from flywheel.diagnostics.audit_findings import Compared, TaskFile
+from flywheel.diagnostics.audit_findings import SourceAudit, TaskFileAudit
 from flywheel.diagnostics.task_file_audit import compare_task_file
 from flywheel.errors import SourceError
 from flywheel.filtering.chain import redactor_of
@@ -40,8 +40,8 @@ from flywheel.trace import Cursor, Selection
 class DeepAudit:
     """What was found in the sources and in the task file."""
 
-    sources: list[Compared]
-    task_file: TaskFile
+    sources: list[SourceAudit]
+    task_file: TaskFileAudit
 
     @property
     def problems(self) -> list[str]:
@@ -60,14 +60,14 @@ async def deep_audit(store: Store, config: Config) -> DeepAudit:
     return DeepAudit(await compare_sources(store, config), await compare_task_file(store, config.task_file))
 
 
-async def compare_sources(store: Store, config: Config) -> list[Compared]:
+async def compare_sources(store: Store, config: Config) -> list[SourceAudit]:
     """Every source of the configuration with the ledger. What cannot be read is a problem of its own."""
     found = []
     ingestion = Ingestion(store, config)
     redact = redactor_of(config.filter.chain)
     try:
         for intake in ingestion.intakes():
-            compared = Compared(intake.path, intake.feed.type)
+            compared = SourceAudit(intake.path, intake.feed.type)
             try:
                 if compared.type == "jsonl":
                     await _Lines(store, compared, redact).compare()
@@ -84,7 +84,7 @@ async def compare_sources(store: Store, config: Config) -> list[Compared]:
 class _Spans:
     """A comparison with a database of spans."""
 
-    def __init__(self, store: Store, selection: Selection, found: Compared) -> None:
+    def __init__(self, store: Store, selection: Selection, found: SourceAudit) -> None:
         self._store = store
         self._found = found
         self._selection = selection
@@ -194,7 +194,7 @@ def _is_followed(census: Census, cursor: Cursor) -> bool:
 class _Lines:
     """A comparison with a file of lines."""
 
-    def __init__(self, store: Store, found: Compared, redact: Redactor | None) -> None:
+    def __init__(self, store: Store, found: SourceAudit, redact: Redactor | None) -> None:
         self._store = store
         self._found = found
         self._redact = redact

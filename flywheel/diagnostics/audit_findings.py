@@ -14,7 +14,7 @@ _REMEDY: Final = "Put the file back from a backup, or move it away: the next tas
 
 
 @dataclass(slots=True)
-class Compared:
+class SourceAudit:
     """One source. `agent_spans` is the sum of `in_ledger`, `missing` and `not_read_yet`; `changed` are in the ledger.
 
     `gone` are in the ledger and no longer in the source; `told_otherwise` are those whose rows are what they were and
@@ -81,7 +81,7 @@ class Compared:
 
 
 @dataclass(slots=True)
-class TaskFile:
+class TaskFileAudit:
     """`exported` tasks are in this file, were `moved_away` with an earlier one, or are `lost`.
 
     `set_aside` are its earlier files, of another format, which are looked at as well; `torn` are lines by file and

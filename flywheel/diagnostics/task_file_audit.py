@@ -14,7 +14,7 @@ from typing import Final
 
 import orjson
 
-from flywheel.diagnostics.audit_findings import TaskFile
+from flywheel.diagnostics.audit_findings import TaskFileAudit
 from flywheel.store import ledger_snapshot
 from flywheel.store.database import Store
 from flywheel.store.export import set_aside
@@ -24,12 +24,12 @@ _PAUSE_SECONDS: Final = 0.1
 """A line that is just being appended is whole soon."""
 
 
-async def compare_task_file(store: Store, path: Path) -> TaskFile:
+async def compare_task_file(store: Store, path: Path) -> TaskFileAudit:
     """The task file with the state, beside whoever appends to it."""
     # The state first: what is marked as exported is in the file.
     exported = await store.read(ledger_snapshot.exported)
     waiting = await store.read(ledger_snapshot.count_unexported)
-    found = TaskFile(path, exported=len(exported), waiting=waiting)
+    found = TaskFileAudit(path, exported=len(exported), waiting=waiting)
     try:
         files = await _read(found)
     except OSError as error:
@@ -48,7 +48,7 @@ async def compare_task_file(store: Store, path: Path) -> TaskFile:
     return found
 
 
-async def _read(found: TaskFile) -> list[Counter[str]]:
+async def _read(found: TaskFileAudit) -> list[Counter[str]]:
     """How often each task stands in each file: those that were set aside, and last the one that is appended to."""
     files = []
     found.set_aside = await asyncio.to_thread(set_aside, found.path)

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from flywheel.config import Config, parse
 from flywheel.daemon.ingestion import Ingestion
-from flywheel.daemon.sources import Sources
+from flywheel.daemon.sources import SourceSupervisor
 from flywheel.daemon.status import snapshot
 from flywheel.store.database import Store
 
@@ -54,7 +54,7 @@ class Following:
     async def __aenter__(self) -> Self:
         self._store = await Store.open(self._config.state_dir)
         self._ingestion = Ingestion(self._store, self._config)
-        self._sources = Sources(self._store, self._config, self._ingestion, self._stopping, lambda _: None)
+        self._sources = SourceSupervisor(self._store, self._config, self._ingestion, self._stopping, lambda _: None)
         await self._sources.start()
         self._polling = asyncio.create_task(self._poll())
         return self

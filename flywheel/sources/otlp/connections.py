@@ -33,7 +33,7 @@ def max_connections() -> int:
     return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, soft // SHARE_OF_DESCRIPTORS)
 
 
-class Rate:
+class LogRateLimit:
     """Says whether something may be logged again."""
 
     def __init__(self, seconds: float = TOLD_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
@@ -52,7 +52,7 @@ class Rate:
 class Protocol(H11Protocol):
     """A connection with a deadline for each header. Those beyond the limit are closed at once."""
 
-    too_many = Rate()
+    too_many = LogRateLimit()
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -94,7 +94,7 @@ class Protocol(H11Protocol):
 def tell_refused_accepts(loop: asyncio.AbstractEventLoop, where: str, fileno: int) -> None:
     """Log at a rate that no connection can be accepted at a socket; asyncio logs it hundreds of times a second."""
     before = loop.get_exception_handler() or (lambda loop, context: loop.default_exception_handler(context))
-    rate = Rate()
+    rate = LogRateLimit()
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> Any:
         error, socket = context.get("exception"), context.get("socket")

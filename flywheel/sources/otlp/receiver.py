@@ -118,7 +118,7 @@ def _server(inbox: Inbox, thread: ThreadPoolExecutor, token: str | None) -> uvic
     import uvicorn
 
     from flywheel.sources.otlp.connections import Protocol
-    from flywheel.sources.otlp.service import Service
+    from flywheel.sources.otlp.service import TracesEndpoint
 
     class Server(uvicorn.Server):
         @contextmanager
@@ -128,7 +128,7 @@ def _server(inbox: Inbox, thread: ThreadPoolExecutor, token: str | None) -> uvic
 
     return Server(
         uvicorn.Config(
-            Service(inbox.store, thread, token=token).app,
+            TracesEndpoint(inbox.store, thread, token=token).app,
             http=Protocol,
             backlog=_BACKLOG,
             log_config=None,

@@ -61,7 +61,7 @@ _CODES: Final = {
 }
 
 
-class Service:
+class TracesEndpoint:
     """Receives requests on the event loop; unpacks and reads them one after the other in `executor`."""
 
     def __init__(

@@ -16,7 +16,7 @@ from sqlalchemy import select, update
 from flywheel.config import Config, parse
 from flywheel.daemon.ingestion import Ingestion
 from flywheel.diagnostics.audit import compare_sources
-from flywheel.diagnostics.audit_findings import Compared
+from flywheel.diagnostics.audit_findings import SourceAudit
 from flywheel.sources.connector import SourceReport
 from flywheel.store import audit
 from flywheel.store.database import Store
@@ -44,7 +44,7 @@ async def ingest(tmp_path: Path, path: Path, *, passes: int = 1) -> list[SourceR
     return reports
 
 
-async def compared(tmp_path: Path, path: Path) -> Compared:
+async def compared(tmp_path: Path, path: Path) -> SourceAudit:
     """The only source of the state against the ledger."""
     settings = config(tmp_path, path)
     store = await Store.open(settings.state_dir)

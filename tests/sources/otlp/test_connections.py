@@ -15,7 +15,7 @@ import pytest
 from flywheel.config import parse
 from flywheel.errors import ConfigError
 from flywheel.sources.otlp import Receiver, connections
-from flywheel.sources.otlp.connections import Rate, max_connections
+from flywheel.sources.otlp.connections import LogRateLimit, max_connections
 from tests.sources.otlp.exporting import PROTOBUF, ids, request, span
 
 GOOD = request(span(1)).SerializeToString()
@@ -77,7 +77,7 @@ async def test_connections_beyond_the_limit_are_closed_and_it_is_told_once(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(connections, "MAX_CONNECTIONS", 4)
-    monkeypatch.setattr(connections.Protocol, "too_many", Rate())
+    monkeypatch.setattr(connections.Protocol, "too_many", LogRateLimit())
     idle = [await connected(receiver) for _ in range(4)]
     while len(receiver._server.server_state.connections) < 4:  # type: ignore[union-attr]
         await asyncio.sleep(0.01)
@@ -126,7 +126,7 @@ async def test_connections_that_cannot_be_accepted_are_told_at_a_rate(
 
 def test_a_rate_allows_one_in_its_time() -> None:
     now = 0.0
-    rate = Rate(60, lambda: now)
+    rate = LogRateLimit(60, lambda: now)
     assert [rate.allows() for _ in range(3)] == [True, False, False]
     now = 61
     assert [rate.allows() for _ in range(2)] == [True, False]

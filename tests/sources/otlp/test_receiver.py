@@ -17,7 +17,7 @@ import pytest
 from flywheel.errors import ReceiverError
 from flywheel.sources.otlp import Receiver, inbox_path
 from flywheel.sources.otlp.inbox import Row
-from flywheel.sources.otlp.service import READ_SECONDS, Service
+from flywheel.sources.otlp.service import READ_SECONDS, TracesEndpoint
 from tests.sources.otlp.exporting import PROTOBUF, ids, request, span
 from tests.sources.studio.reading import read_all
 
@@ -123,7 +123,7 @@ async def test_what_there_is_no_room_for_may_be_sent_again() -> None:
         yield GOOD[-1:]
 
     with ThreadPoolExecutor(1) as thread:
-        service = Service(store, thread, max_held=len(GOOD) * 3 // 2)
+        service = TracesEndpoint(store, thread, max_held=len(GOOD) * 3 // 2)
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(service.app), base_url="http://here") as client:
             first = asyncio.create_task(client.post("/v1/traces", content=slowly(), headers=PROTOBUF))
             async with asyncio.timeout(60):
