@@ -21,7 +21,7 @@ from benchmarks import measurement
 from benchmarks.databases import SCHEMAS, Database, cached
 from benchmarks.writer import Writer, copy
 from flywheel.config import parse
-from flywheel.daemon.ingestion import Ingestion
+from flywheel.sources.ingestion import Ingestion
 from flywheel.store.database import Store
 
 NEW_SPANS = 100
@@ -50,7 +50,7 @@ class Follower:
     async def start(self, tasks: int) -> None:
         self.store = await Store.open(self.state)
         self.ingestion = Ingestion(self.store, self._config)
-        (self.intake,) = self.ingestion.intakes()
+        (self.source,) = self.ingestion.sources()
         await self._pass(tasks)
         self.state_ms.clear()
         await self._look_back()
@@ -72,7 +72,7 @@ class Follower:
     async def _pass(self, tasks: int) -> float:
         """As the daemon does it; milliseconds."""
         began = time.perf_counter()
-        report = await self.intake.read()
+        report = await self.source.read()
         if report.new:
             self.state_ms.append((time.perf_counter() - began) * 1000)
             await self.ingestion.export()
@@ -83,7 +83,7 @@ class Follower:
 
     async def _look_back(self) -> float:
         began = time.perf_counter()
-        found = await self.intake.look_back()
+        found = await self.source.rescan()
         if found.new_tasks:
             sys.exit(f"a look back found {found.new_tasks} tasks that the pass had missed")
         return (time.perf_counter() - began) * 1000

@@ -43,7 +43,7 @@ def cold(begin: Begin, path: Path, folder: Path) -> int:
     Returns the number of replies and dead rows.
     """
     from flywheel.config import parse
-    from flywheel.sources.studio_connector import StudioFeed
+    from flywheel.sources.studio_connector import StudioConnector
     from flywheel.store.database import Store
     from flywheel.trace import Cursor
 
@@ -52,11 +52,13 @@ def cold(begin: Begin, path: Path, folder: Path) -> int:
         # A ledger that remembers nothing is asked whether it knows the traces.
         store = await Store.open(config.state_dir)
         begin()
-        feed = StudioFeed(path, config, store)
+        connector = StudioConnector(path, config, store)
         try:
-            return sum([len(batch.entries) + len(batch.dead) async for batch in feed.read(1, Cursor(), final=True)])
+            return sum(
+                [len(batch.entries) + len(batch.dead) async for batch in connector.read(1, Cursor(), final=True)]
+            )
         finally:
-            await feed.close()
+            await connector.close()
             await store.close()
 
     return asyncio.run(run())
@@ -68,8 +70,8 @@ def ingest(begin: Begin, path: Path, folder: Path) -> dict[str, Any]:
     With a `folder` that it has filled before, it is a second pass. Returns the source's report.
     """
     from flywheel.config import parse
-    from flywheel.daemon.ingestion import Ingestion
     from flywheel.process_tuning import tune_malloc
+    from flywheel.sources.ingestion import Ingestion
     from flywheel.store.database import Store
 
     async def run() -> dict[str, Any]:

@@ -10,9 +10,8 @@ import xxhash
 from msgspec import Struct
 
 from flywheel import exclusion
-from flywheel.exclusion import Exclusion
+from flywheel.exclusion import ANY_MODEL, Exclusion, TrainedModels
 from flywheel.files import json_line
-from flywheel.models import ANY, Models
 from flywheel.prompt_signature import Opening, beginning_of, openings_of
 from flywheel.states import SkipReason, Split
 from flywheel.task import Task, task_id
@@ -85,12 +84,12 @@ def joined(batches: Sequence[Batch]) -> Batch:
 _NOT_BEGUN: Final[Opening] = ((), ())
 
 
-def entry_of(reply: Reply, source: str, models: Models = ANY) -> Entry:
+def entry_of(reply: Reply, source: str, models: TrainedModels = ANY_MODEL) -> Entry:
     """A reply from `source` in the ledger's form; `models` says whose replies are trained on."""
     return entries_of((reply,), source, models)[0]
 
 
-def entries_of(replies: Sequence[Reply], source: str, models: Models = ANY) -> list[Entry]:
+def entries_of(replies: Sequence[Reply], source: str, models: TrainedModels = ANY_MODEL) -> list[Entry]:
     """`entry_of` each of them; many take less time at once."""
     begin = [reply.turn == 0 and not reply.skip for reply in replies]
     openings = iter(openings_of([reply.query for reply, begins in zip(replies, begin, strict=True) if begins]))
@@ -100,7 +99,7 @@ def entries_of(replies: Sequence[Reply], source: str, models: Models = ANY) -> l
     ]
 
 
-def _entry(reply: Reply, source: str, opening: Opening, models: Models) -> Entry:
+def _entry(reply: Reply, source: str, opening: Opening, models: TrainedModels) -> Entry:
     line = Task(task_id(reply.trace_id, reply.span_id), Split.TRAIN, source, reply).line()
     whole = line_bytes(line)
     skip = reply.skip
@@ -130,7 +129,7 @@ def _entry(reply: Reply, source: str, opening: Opening, models: Models) -> Entry
     )
 
 
-def _exclusions(reply: Reply, prompt_reason: str, model: str, models: Models) -> set[Exclusion]:
+def _exclusions(reply: Reply, prompt_reason: str, model: str, models: TrainedModels) -> set[Exclusion]:
     """Why rounds leave a reply out of training and gate."""
     found = exclusion.of_prompt(prompt_reason)
     if reply.tools or any(step.get("tool_calls") or step.get("role") == "tool" for step in reply.trajectory):

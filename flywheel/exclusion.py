@@ -1,12 +1,15 @@
-"""Why rounds leave a task out of training and gate: the reasons, and how a task's column holds them."""
+"""Why rounds leave a task out of training and gate, and which models' replies are trained on."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from itertools import combinations
 from types import MappingProxyType
 from typing import Final, NamedTuple
+
+from msgspec import Struct
 
 HIDDEN_MESSAGE: Final = "the model was sent a message that the trace does not show"
 HIDDEN_EARLIER: Final = "in an earlier turn the model was sent a message that the traces do not show"
@@ -92,3 +95,31 @@ def parsed(text: str) -> tuple[Exclusion, ...]:
 def columns_within(taken: Collection[Exclusion]) -> list[str]:
     """Every value of the column that holds nothing but what is `taken`, the empty one first."""
     return [column(some) for count in range(len(taken) + 1) for some in combinations(sorted(taken), count)]
+
+
+class TrainedModels(Struct, frozen=True):
+    """`alias` is what agents call, `base` what it stands for at first, and its versions are named `ALIAS@rNNNN`.
+
+    Replies of these are trained on, and those of models that match a pattern of `include`; those that match one of
+    `exclude` never are. A model whose name is not known counts as one of these.
+    """
+
+    alias: str = ""
+    base: str = ""
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+    def is_own(self, model: str, adapter: str) -> bool:
+        """Whether the alias, a version of it or its base gave a reply that was asked of `model`."""
+        version = f"{self.alias}@"
+        return model in ("", self.alias, self.base) or adapter.startswith(version) or model.startswith(version)
+
+    def trains(self, model: str, adapter: str) -> bool:
+        """Whether such a reply is trained on."""
+        if any(fnmatchcase(model, pattern) for pattern in self.exclude):
+            return False
+        return self.is_own(model, adapter) or any(fnmatchcase(model, pattern) for pattern in self.include)
+
+
+ANY_MODEL: Final = TrainedModels(include=("*",))
+"""Replies of all models are trained on."""

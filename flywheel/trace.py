@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from flywheel.models import ANY, Models
+from flywheel.exclusion import ANY_MODEL, TrainedModels
 from flywheel.states import SkipReason
 
 ChatMessage = dict[str, Any]
@@ -112,7 +112,7 @@ class Selection(Struct, frozen=True):
 
     include: frozenset[str] = frozenset()
     exclude: frozenset[str] = frozenset()
-    models: Models = ANY
+    models: TrainedModels = ANY_MODEL
 
 
 def get_path(value: Any, *keys: str) -> Any:

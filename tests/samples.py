@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from flywheel.batch import Batch, entry_of
-from flywheel.models import ANY, Models
+from flywheel.exclusion import ANY_MODEL, TrainedModels
 from flywheel.states import Split
 from flywheel.task import split_of
 from flywheel.trace import Cursor, Reply
@@ -31,7 +31,9 @@ def reply(number: int, **values: Any) -> Reply:
     return Reply(**{**defaults, **values})
 
 
-def batch(*replies: Reply, rowid: int = 1, source: str = "/a", models: Models = ANY, **values: Any) -> Batch:
+def batch(
+    *replies: Reply, rowid: int = 1, source: str = "/a", models: TrainedModels = ANY_MODEL, **values: Any
+) -> Batch:
     entries = tuple(entry_of(reply, source, models) for reply in replies)
     return Batch(cursor=Cursor(rowid=rowid, identity="1:2", fingerprint="f"), entries=entries, **values)
 

@@ -14,7 +14,6 @@ LAYERS: dict[str, int] = {
     "states": 0,
     "known_secrets": 0,
     "trace": 1,
-    "models": 1,
     "exclusion": 1,
     "task": 1,
     "batch": 1,

@@ -110,8 +110,8 @@ def filter_tasks(
 @asynccontextmanager
 async def _state(wanted: _Wanted) -> AsyncIterator[Store]:
     """The state with what is new in the sources: for a dry run a copy of its own, else the real one, locked."""
-    from flywheel.daemon.ingestion import Ingestion
     from flywheel.daemon.lock import InstanceLock
+    from flywheel.sources.ingestion import Ingestion
     from flywheel.store import judging
     from flywheel.store.database import Store
 

@@ -58,8 +58,8 @@ def ingest(
 
 async def _ingest(config: Config, out: Path | None, sweep: bool) -> tuple[dict[str, Any], list[str]]:
     from flywheel.cli import progress_bars
-    from flywheel.daemon.ingestion import Ingestion
     from flywheel.daemon.lock import InstanceLock
+    from flywheel.sources.ingestion import Ingestion
     from flywheel.store import pipeline_counts
     from flywheel.store.database import Store
     from flywheel.store.export import export_sources

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import TaskID
 
-    from flywheel.daemon.ingestion import Ingestion
+    from flywheel.sources.ingestion import Ingestion
 
 log = logging.getLogger(__name__)
 
@@ -113,35 +113,35 @@ async def _draw_sources(console: Console, ingestion: Ingestion) -> None:
     )
     width = max(12, console.width - 60)
     bars: dict[Path, TaskID] = {}
-    intakes = ingestion.intakes()
+    sources = ingestion.sources()
     with Progress(*columns, console=console, transient=True, expand=True) as drawing:
         while True:
-            for intake in intakes:
-                found = intake.feed.progress
+            for source in sources:
+                found = source.connector.progress
                 most = max(found.in_all, found.read)
                 if most < LONG_ROWS:
                     continue
-                if intake.path not in bars:
-                    name = escape_terminal(short_path(intake.path))
-                    bars[intake.path] = drawing.add_task(
+                if source.path not in bars:
+                    name = escape_terminal(short_path(source.path))
+                    bars[source.path] = drawing.add_task(
                         name if len(name) <= width else f"…{name[1 - width :]}", rate=""
                     )
                 total = most if found.in_all else None
                 rate = f"{found.rate:,.0f} rows/s"
-                drawing.update(bars[intake.path], total=total, completed=found.read, rate=rate)
+                drawing.update(bars[source.path], total=total, completed=found.read, rate=rate)
             await asyncio.sleep(DRAW_SECONDS)
 
 
 async def _log_sources(ingestion: Ingestion) -> None:
-    intakes = ingestion.intakes()
+    sources = ingestion.sources()
     while True:
         await asyncio.sleep(LINE_SECONDS)
-        for intake in intakes:
-            found = intake.feed.progress
+        for source in sources:
+            found = source.connector.progress
             if found.read and (not found.in_all or found.read < found.in_all):
                 total = f" of {found.in_all:,}" if found.in_all else ""
                 left = "" if found.left is None else f", about {found.left:,.0f} s left"
-                log.info("%s: %s%s rows read, %s rows/s%s", intake.path, f"{found.read:,}", total,
+                log.info("%s: %s%s rows read, %s rows/s%s", source.path, f"{found.read:,}", total,
                          f"{found.rate:,.0f}", left)  # fmt: skip
 
 

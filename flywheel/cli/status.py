@@ -28,7 +28,7 @@ from flywheel.terminal import escape_terminal, quantity
 if TYPE_CHECKING:
     from flywheel.config import Config
     from flywheel.diagnostics.audit import DeepAudit
-    from flywheel.store.audit import Balance
+    from flywheel.store.balance import Balance
 
 
 @app.command()
@@ -121,7 +121,7 @@ def audit(
 
 
 async def _audit(config: Config, *, deep: bool) -> tuple[Balance, DeepAudit | None]:
-    from flywheel.store.audit import balance
+    from flywheel.store.balance import balance
     from flywheel.store.database import Store
 
     store = await Store.view(config.state_dir)

@@ -34,8 +34,8 @@ from flywheel.config.training import (
     TriggerSettings,
 )
 from flywheel.errors import ConfigError
+from flywheel.exclusion import TrainedModels
 from flywheel.files import expanded, tidied
-from flywheel.models import Models
 from flywheel.yaml_file import Places, explain, read_yaml
 
 
@@ -85,10 +85,10 @@ class Config(Section):
             )
         return self
 
-    def models_of(self, source: SourceSettings | None) -> Models:
+    def models_of(self, source: SourceSettings | None) -> TrainedModels:
         """Which models' replies of a source are trained on; None is one that is in the configuration no more."""
         chosen = source.models if source is not None else ModelFilter()
-        return Models(self.model.alias, self.model.base, tuple(chosen.include), tuple(chosen.exclude))
+        return TrainedModels(self.model.alias, self.model.base, tuple(chosen.include), tuple(chosen.exclude))
 
     @property
     def state_dir(self) -> Path:

@@ -18,9 +18,9 @@ from sqlalchemy import Connection, Row
 
 from flywheel.config import Config
 from flywheel.daemon import planner
+from flywheel.daemon.configured_source import apply_model_rules
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.judge_setup import chain_of, judge_settings
-from flywheel.daemon.origins import apply_model_rules
 from flywheel.daemon.round_account import RoundAccount, left
 from flywheel.daemon.round_watch import RoundWatch
 from flywheel.daemon.supply import Supplies

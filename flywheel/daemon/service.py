@@ -18,16 +18,16 @@ from apscheduler.triggers.cron import CronTrigger
 
 from flywheel.config import Config
 from flywheel.daemon.deployer import Deployer
-from flywheel.daemon.ingestion import Ingestion
 from flywheel.daemon.judging import Filtering
 from flywheel.daemon.retention import Retention
 from flywheel.daemon.rounds import Rounds
-from flywheel.daemon.sources import SourceSupervisor
+from flywheel.daemon.source_supervisor import SourceSupervisor
 from flywheel.daemon.stage import Stage
 from flywheel.daemon.systemd import beat, notify
 from flywheel.daemon.worker_process import STOP_SECONDS
 from flywheel.errors import FlywheelError, LockedError, ServeError, TrainError
 from flywheel.serving.client import QUICK_SECONDS
+from flywheel.sources.ingestion import Ingestion
 from flywheel.states import RoundState
 from flywheel.store import judging, pipeline_counts
 from flywheel.store.database import Store

@@ -12,10 +12,10 @@ from sqlalchemy import Connection, Row
 
 from flywheel import __version__
 from flywheel.config import Config
+from flywheel.daemon.configured_source import source_of
 from flywheel.daemon.estimate import cost_of
 from flywheel.daemon.lock import holder
 from flywheel.daemon.next_test import next_test
-from flywheel.daemon.origins import source_of
 from flywheel.daemon.patience import patience
 from flywheel.daemon.supply import Supplies, Supply
 from flywheel.errors import ConfigError
@@ -35,7 +35,7 @@ from flywheel.store import (
     spending,
     splits,
 )
-from flywheel.store.audit import balance
+from flywheel.store.balance import balance
 from flywheel.store.ledger import SourceCounts
 
 ROUNDS_SHOWN = 20

@@ -14,21 +14,21 @@ from typing import Any
 
 from flywheel.batch import Batch
 from flywheel.config import Config
-from flywheel.daemon.ingestion import Ingestion
 from flywheel.diagnostics.audit_findings import SourceAudit, TaskFileAudit
 from flywheel.diagnostics.task_file_audit import compare_task_file
 from flywheel.errors import SourceError
 from flywheel.filtering.chain import redactor_of
 from flywheel.filtering.pii import Redactor
+from flywheel.sources.ingestion import Ingestion
 from flywheel.sources.jsonl.file import is_listed
-from flywheel.sources.jsonl.names import Names
-from flywheel.sources.jsonl.reader import LinesReader
+from flywheel.sources.jsonl.reader import JsonlReader
+from flywheel.sources.jsonl.task_ids import TaskIds
 from flywheel.sources.jsonl_connector import named
 from flywheel.sources.studio.conversion import convert
 from flywheel.sources.studio.full_scan import Census, Group, WholeTrace
 from flywheel.sources.studio.open_traces import digest_of
 from flywheel.sources.studio.row import shown
-from flywheel.sources.studio_connector import StudioFeed
+from flywheel.sources.studio_connector import StudioConnector
 from flywheel.states import ReplyState
 from flywheel.store import ledger, ledger_snapshot
 from flywheel.store.database import Store
@@ -66,13 +66,13 @@ async def compare_sources(store: Store, config: Config) -> list[SourceAudit]:
     ingestion = Ingestion(store, config)
     redact = redactor_of(config.filter.chain)
     try:
-        for intake in ingestion.intakes():
-            compared = SourceAudit(intake.path, intake.feed.type)
+        for source in ingestion.sources():
+            compared = SourceAudit(source.path, source.connector.type)
             try:
                 if compared.type == "jsonl":
                     await _Lines(store, compared, redact).compare()
-                elif isinstance(intake.feed, StudioFeed):
-                    await _Spans(store, intake.feed.selection, compared).compare()
+                elif isinstance(source.connector, StudioConnector):
+                    await _Spans(store, source.connector.selection, compared).compare()
             except SourceError as error:
                 compared.condition, compared.error = error.condition, str(error)
             found.append(compared)
@@ -232,8 +232,8 @@ class _Lines:
         """
         found: dict[str, int | None] = {}
         renamed: dict[str, str] = {}
-        names = Names(self._redact)
-        reader = LinesReader(self._found.path)
+        names = TaskIds(self._redact)
+        reader = JsonlReader(self._found.path)
         try:
             batches: Iterator[Batch] = reader.read(cursor, final=True)
             while (batch := await asyncio.to_thread(next, batches, None)) is not None:

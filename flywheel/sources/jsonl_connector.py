@@ -13,11 +13,11 @@ from msgspec.structs import replace
 from sqlalchemy import Connection
 
 from flywheel.batch import Batch, Entry
-from flywheel.models import ANY, Models
+from flywheel.exclusion import ANY_MODEL, TrainedModels
 from flywheel.sources.jsonl.file import is_listed
-from flywheel.sources.jsonl.names import Names
-from flywheel.sources.jsonl.reader import LinesReader
-from flywheel.sources.jsonl.record import LineEntry
+from flywheel.sources.jsonl.reader import JsonlReader
+from flywheel.sources.jsonl.record import JsonlEntry
+from flywheel.sources.jsonl.task_ids import TaskIds
 from flywheel.sources.studio_connector import Progress
 from flywheel.store import ledger, reply_sources
 from flywheel.store.ledger import Recorded
@@ -26,7 +26,7 @@ from flywheel.trace import Cursor
 
 def record(conn: Connection, source: int, batch: Batch, *, train_ratio: float, split_seed: int) -> Recorded:
     """Store one batch of lines by names that tell them apart, in the caller's transaction."""
-    by_name = named(conn, source, Names(), batch.entries)
+    by_name = named(conn, source, TaskIds(), batch.entries)
     # The same words for every batch: they are told once.
     warnings = batch.warnings
     if any(entry and entry.line and entry.key != own.key for entry, own in zip(by_name, batch.entries, strict=True)):
@@ -37,10 +37,10 @@ def record(conn: Connection, source: int, batch: Batch, *, train_ratio: float, s
     return ledger.record_batch(conn, source, apart, train_ratio=train_ratio, split_seed=split_seed)
 
 
-def named(conn: Connection, source: int, names: Names, entries: tuple[Entry, ...]) -> list[Entry | None]:
+def named(conn: Connection, source: int, names: TaskIds, entries: tuple[Entry, ...]) -> list[Entry | None]:
     """The entries by the names that they have in the ledger, or will have; None for one that adds nothing to it."""
     keys = {entry.key for entry in entries}
-    keys |= {entry.otherwise for entry in entries if isinstance(entry, LineEntry) and not entry.line}
+    keys |= {entry.otherwise for entry in entries if isinstance(entry, JsonlEntry) and not entry.line}
     known = reply_sources.told(conn, source, sorted(keys))
     return names.given(entries, known, partial(reply_sources.line_of, conn))
 
@@ -48,17 +48,17 @@ def named(conn: Connection, source: int, names: Names, entries: tuple[Entry, ...
 T = TypeVar("T")
 
 
-class LinesFeed:
+class JsonlConnector:
     """The reader of one file. It runs in a few `threads` for all files, since a directory may hold thousands; what is
     done with one file is done in order."""
 
     type = "jsonl"
     due_at: float | None = None
 
-    def __init__(self, path: Path, threads: Executor, models: Models = ANY) -> None:
+    def __init__(self, path: Path, threads: Executor, models: TrainedModels = ANY_MODEL) -> None:
         self.path = path
         self.progress = Progress()
-        self._reader = LinesReader(path, models)
+        self._reader = JsonlReader(path, models)
         self._threads = threads
         self._last: asyncio.Future[Any] | None = None
 

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from flywheel.batch import Batch, joined
 from flywheel.config import Config
-from flywheel.models import ANY, Models
+from flywheel.exclusion import ANY_MODEL, TrainedModels
 from flywheel.sources.checkpoint_cache import LedgerMemory
 from flywheel.sources.queue import Ahead, Room
 from flywheel.sources.studio.conversion import Told, convert
@@ -95,7 +95,7 @@ class _Portion:
     size: int
 
 
-class StudioFeed:
+class StudioConnector:
     """The reader of one database with its thread and, while it is needed, its converting process."""
 
     def __init__(
@@ -106,7 +106,7 @@ class StudioFeed:
         *,
         kind: str = "studio",
         shares: Shares | None = None,
-        models: Models = ANY,
+        models: TrainedModels = ANY_MODEL,
     ) -> None:
         self.type = kind
         self.path = path
@@ -151,11 +151,11 @@ class StudioFeed:
         """When a trace that is waited for is done if nothing more comes, seconds since 1970; None if none is."""
         return self.reader.due_ns / 1e9 if self.reader.due_ns < FOREVER_NS else None
 
-    def look_back(self, number: int, *, whole: bool) -> LookBack:
+    def rescan(self, number: int, *, whole: bool) -> Rescan:
         """Look for what was changed in place, in the newest rows or in all of them."""
         memory = LedgerMemory(self._store, number)
         steps = self.reader.sweep(memory, now=datetime.now(UTC), last=None if whole else RECENT_ROWS)
-        return LookBack(self, steps, whole=whole)
+        return Rescan(self, steps, whole=whole)
 
     def forget(self) -> None:
         """What was handed out last was not stored."""
@@ -277,21 +277,21 @@ class StudioFeed:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-class LookBack:
+class Rescan:
     """A look at rows that were read before, page by page, so that passes can go on in between."""
 
-    def __init__(self, feed: StudioFeed, steps: Generator[Step], *, whole: bool) -> None:
-        self._feed = feed
+    def __init__(self, connector: StudioConnector, steps: Generator[Step], *, whole: bool) -> None:
+        self._connector = connector
         self._steps = steps
         self._whole = whole
         self._progress = Progress()
 
     async def next(self) -> Batch | None:
         """What the next page brought; None at the end. It has no cursor: a pass may have moved that since."""
-        return await self._feed.in_thread(self._next)
+        return await self._connector.in_thread(self._next)
 
     async def close(self) -> None:
-        await self._feed.in_thread(self._steps.close)
+        await self._connector.in_thread(self._steps.close)
 
     def _next(self) -> Batch | None:
         step = next(self._steps, None)
@@ -299,7 +299,7 @@ class LookBack:
             return None
         if self._whole:
             if step.more and not self._progress.in_all:
-                self._progress.in_all = self._feed.reader.rows_in_all()
+                self._progress.in_all = self._connector.reader.rows_in_all()
             self._progress.read += step.rows
-            self._feed.progress = self._progress
-        return replace(self._feed.convert(step), cursor=None)
+            self._connector.progress = self._progress
+        return replace(self._connector.convert(step), cursor=None)

@@ -1,16 +1,53 @@
-"""Task files that AgentJet began: what is in them is known by the hash of question and answer."""
+"""Task files that AgentJet wrote: their replies were judged there and are not judged again."""
 
 from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import orjson
+from msgspec.structs import replace
 
+from flywheel.batch import Batch, Entry
 from flywheel.errors import StoreError
+from flywheel.states import SkipReason
+
+
+class AgentJetTasks:
+    """What such a file at the task file's place holds. It is read once, when the first replies come. Thread-safe."""
+
+    def __init__(self, task_file: Path) -> None:
+        self._path = task_file
+        self._reading = threading.Lock()
+        self._hashes: QaHashes | None = None
+
+    def skipped(self, batch: Batch) -> Batch:
+        """The batch in which no reply that the file holds becomes a task. The hashes of contents stay: they only
+        notice changes."""
+        with self._reading:
+            if self._hashes is None:
+                self._hashes = hashes_in(self._path)
+        if not self._hashes:
+            return batch
+        return replace(batch, entries=tuple(self._entry(entry, self._hashes) for entry in batch.entries))
+
+    def _entry(self, entry: Entry, hashes: QaHashes) -> Entry:
+        if not entry.line or orjson.loads(entry.line)["metadata"]["qa_hash"] not in hashes:
+            return entry
+        return replace(
+            entry,
+            line=b"",
+            beginning=0,
+            words=(),
+            bands=(),
+            excluded="",
+            skip=SkipReason.IN_TASK_FILE,
+            detail=f"its question and answer stand in the file that AgentJet wrote at {self._path}",
+        )
 
 
 class QaHashes:

@@ -8,8 +8,7 @@ from typing import Final
 from sqlalchemy import Connection, select, update
 
 from flywheel import exclusion
-from flywheel.exclusion import Exclusion
-from flywheel.models import Models
+from flywheel.exclusion import Exclusion, TrainedModels
 from flywheel.store.pipeline_counts import note, noted
 from flywheel.store.schema import replies, sources, tasks
 
@@ -26,7 +25,7 @@ def note_applied(conn: Connection, digest: str) -> None:
     note(conn, _NOTE, digest)
 
 
-def apply(conn: Connection, models_of: Callable[[str], Models], after: int) -> int | None:
+def apply(conn: Connection, models_of: Callable[[str], TrainedModels], after: int) -> int | None:
     """Look at some tasks behind `after` anew; the number of the last one, None if there are no more.
 
     `models_of` says by the path of a source whose replies are trained on. What one of several sources takes is taken.
@@ -39,7 +38,7 @@ def apply(conn: Connection, models_of: Callable[[str], Models], after: int) -> i
         .outerjoin(sources, sources.c.id == replies.c.source_id)
         .order_by(tasks.c.id)
     ).all()
-    known: dict[str, Models] = {}
+    known: dict[str, TrainedModels] = {}
     trained: dict[int, bool] = {}
     for row in rows:
         path = row.path or ""

@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import Connection, func, select
 
-from flywheel.models import Models
+from flywheel.exclusion import TrainedModels
 from flywheel.states import LetterState, ReplyState, TaskState
 from flywheel.store.judging import CHAIN, PERSON
 from flywheel.store.ledger import SourceCounts
@@ -23,7 +23,7 @@ ROUND_NOTE = "round"
 _ACCEPTED = [TaskState.ACCEPTED.value, TaskState.RESERVED.value, TaskState.CONSUMED.value]
 
 
-def by_adapter(conn: Connection, models: Models) -> list[dict[str, Any]]:
+def by_adapter(conn: Connection, models: TrainedModels) -> list[dict[str, Any]]:
     """What became of the tasks that each adapter answered; "" is the base model. `acceptance` leaves out the rest.
 
     What was asked of other `models` than the alias, its versions and its base is none of theirs.
@@ -46,7 +46,7 @@ def by_adapter(conn: Connection, models: Models) -> list[dict[str, Any]]:
     ]
 
 
-def other_models(conn: Connection, models: Models) -> dict[str, int]:
+def other_models(conn: Connection, models: TrainedModels) -> dict[str, int]:
     """How many tasks other models answered, by their names, the most first."""
     rows = conn.execute(select(tasks.c.model, tasks.c.adapter, func.count()).group_by(tasks.c.model, tasks.c.adapter))
     found: Counter[str] = Counter()

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.databases import SCHEMAS, Database, cached, generate
 from benchmarks.templates import SOURCES, open_read_only
 from flywheel.config import parse
-from flywheel.daemon.ingestion import Ingestion
+from flywheel.sources.ingestion import Ingestion
 from flywheel.store.database import Store
 
 SPANS = 1_500

@@ -11,7 +11,7 @@ import pytest
 
 from flywheel.cli import progress_bars
 from flywheel.config import parse
-from flywheel.daemon.ingestion import Ingestion
+from flywheel.sources.ingestion import Ingestion
 from flywheel.store.database import Store
 from tests.cli.conftest import Run
 from tests.cli.terminal import in_terminal
@@ -91,17 +91,17 @@ async def test_progress_counts_what_this_pass_has_to_read(tmp_path: Path) -> Non
     config = parse({"state": {"dir": "home"}, "sources": [{"path": str(path)}]}, "the test's", tmp_path)
     store = await Store.open(config.state_dir)
     ingestion = Ingestion(store, config)
-    (intake,) = ingestion.intakes()
+    (source,) = ingestion.sources()
     try:
-        await intake.read(final=True)
-        assert (intake.feed.progress.read, intake.feed.progress.in_all) == (first, first)
-        assert intake.feed.progress.rate > 0
-        assert intake.feed.progress.left == 0
+        await source.read(final=True)
+        assert (source.connector.progress.read, source.connector.progress.in_all) == (first, first)
+        assert source.connector.progress.rate > 0
+        assert source.connector.progress.left == 0
         second = grow(path, 5_000, first=1_000)
-        await intake.read(final=True)
-        assert (intake.feed.progress.read, intake.feed.progress.in_all) == (second, second)
-        await intake.look_back(whole=True, at_leisure=False)
-        assert (intake.feed.progress.read, intake.feed.progress.in_all) == (first + second, first + second)
+        await source.read(final=True)
+        assert (source.connector.progress.read, source.connector.progress.in_all) == (second, second)
+        await source.rescan(whole=True, throttled=False)
+        assert (source.connector.progress.read, source.connector.progress.in_all) == (first + second, first + second)
     finally:
         await ingestion.close()
         await store.close()

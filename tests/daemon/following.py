@@ -19,9 +19,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from flywheel.config import Config, parse
-from flywheel.daemon.ingestion import Ingestion
-from flywheel.daemon.sources import SourceSupervisor
+from flywheel.daemon.source_supervisor import SourceSupervisor
 from flywheel.daemon.status import snapshot
+from flywheel.sources.ingestion import Ingestion
 from flywheel.store.database import Store
 
 SOON = 120.0

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from flywheel.config import load
-from flywheel.daemon.ingestion import Ingestion
 from flywheel.files import append_lines
-from flywheel.sources.jsonl.reader import LinesReader
+from flywheel.sources.ingestion import Ingestion
+from flywheel.sources.jsonl.reader import JsonlReader
 from flywheel.sources.studio import database, page, reader
 from flywheel.store import export
 from flywheel.store.database import Store
@@ -54,7 +54,7 @@ class Trap:
 
 
 def set_up(trap: Trap) -> None:
-    read, lines, write, append = database.Database.page, LinesReader.read, Store.write, append_lines
+    read, lines, write, append = database.Database.page, JsonlReader.read, Store.write, append_lines
 
     def trapped_page(self: database.Database, *args: Any) -> Any:
         trap.pass_by("before read")
@@ -62,7 +62,7 @@ def set_up(trap: Trap) -> None:
         trap.pass_by("after read")
         return found
 
-    def trapped_lines(self: LinesReader, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    def trapped_lines(self: JsonlReader, *args: Any, **kwargs: Any) -> Iterator[Any]:
         trap.pass_by("before read")
         for batch in lines(self, *args, **kwargs):
             trap.pass_by("after read")
@@ -94,7 +94,7 @@ def set_up(trap: Trap) -> None:
 
     page.PAGE_ROWS = reader.STEP_ROWS = PAGE_ROWS  # type: ignore[misc]  # many commits in a pass
     database.Database.page = trapped_page  # type: ignore[method-assign,assignment]
-    LinesReader.read = trapped_lines  # type: ignore[method-assign]
+    JsonlReader.read = trapped_lines  # type: ignore[method-assign]
     Store.write = trapped_write  # type: ignore[method-assign]
     export.append_lines = trapped_append  # type: ignore[attr-defined]
 

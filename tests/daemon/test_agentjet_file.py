@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from flywheel.config import Config, parse
-from flywheel.daemon.ingestion import Ingestion
 from flywheel.daemon.judging import Filtering
 from flywheel.diagnostics.audit import deep_audit
 from flywheel.judge.prompt import parse_sections
-from flywheel.store import audit
+from flywheel.sources.ingestion import Ingestion
+from flywheel.store import balance
 from flywheel.store.database import Store
 from tests.judge_server import JudgeServer
 from tests.sources.studio.writer import DATA
@@ -87,7 +87,7 @@ async def test_nothing_in_it_is_judged_or_written_again(tmp_path: Path) -> None:
         assert 10 < judge.calls <= len(expected)
         shown = [parse_sections(request["messages"][-1]["content"]) for request in judge.requests]
         assert not {(each["QUESTION"], each["ANSWER"]) for each in shown} & set(known)
-        assert (await store.read(audit.balance)).balanced
+        assert (await store.read(balance.balance)).balanced
         found = await deep_audit(store, settings)
         assert found.problems == []
         await store.close()

@@ -10,7 +10,7 @@ from sqlalchemy import func, select
 from flywheel.daemon.judging import Filtering
 from flywheel.daemon.task_result import Judged
 from flywheel.store import schema
-from flywheel.store.audit import balance
+from flywheel.store.balance import balance
 from flywheel.store.database import Store
 from tests.daemon.filter_bench import WORDY, Make, by_model, questions, run, states, tell
 from tests.embedding_server import EmbeddingServer, by_words

@@ -19,7 +19,7 @@ from flywheel.daemon.judging import Filtering
 from flywheel.filtering.pii import Pii, Redactor
 from flywheel.states import Split, TaskState
 from flywheel.store import duplicates, judging, ledger, lineage, schema, spending
-from flywheel.store.audit import balance
+from flywheel.store.balance import balance
 from flywheel.store.database import Store
 from flywheel.store.transitions import move
 from flywheel.verdict import Outcome, Verdict

@@ -23,10 +23,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sqlalchemy import Connection, select
 
 from flywheel.config import parse
-from flywheel.daemon.ingestion import Ingestion
 from flywheel.sources import studio_connector
+from flywheel.sources.ingestion import Ingestion
 from flywheel.states import ReplyState
-from flywheel.store import audit, ledger
+from flywheel.store import balance, ledger
 from flywheel.store.database import Store
 from flywheel.store.schema import replies, sources, tasks
 from tests.sources.studio.writer import Studio, agent, chat, message, part
@@ -287,7 +287,7 @@ class Source(RuleBasedStateMachine):
     @invariant()
     def balanced(self) -> None:
         if self.store is not None:
-            books = self.run(self.store.read(audit.balance))
+            books = self.run(self.store.read(balance.balance))
             assert books.balanced, books.problems
 
 

@@ -16,7 +16,7 @@ from sqlalchemy import select
 from flywheel.daemon.judging import Filtering
 from flywheel.states import Split
 from flywheel.store import duplicates, schema
-from flywheel.store.audit import balance
+from flywheel.store.balance import balance
 from flywheel.store.database import Store
 from tests.daemon.filter_bench import Make, by_model, states, tell
 from tests.embedding_server import EmbeddingServer

@@ -20,11 +20,19 @@ from flywheel.daemon.judge_setup import rubric_of
 from flywheel.daemon.rounds import Rounds
 from flywheel.daemon.status import snapshot
 from flywheel.errors import ConfigError, TrainError
-from flywheel.exclusion import Exclusion
-from flywheel.models import Models
+from flywheel.exclusion import Exclusion, TrainedModels
 from flywheel.round import RoundSpec
 from flywheel.states import AdapterState, DeploymentState, RoundState, Split, TaskState
-from flywheel.store import audit, influence, judging, ledger, lineage, rounds, samples, schema
+from flywheel.store import (
+    balance,
+    influence,
+    judging,
+    ledger,
+    lineage,
+    rounds,
+    samples,
+    schema,
+)
 from flywheel.store.database import Store
 from flywheel.store.transitions import move_all
 from flywheel.verdict import Outcome, Verdict
@@ -146,7 +154,7 @@ async def test_a_round_takes_no_more_samples_than_its_steps_look_at(tmp_path: Pa
     config = made(tmp_path, training={"steps": 3, "prompts_per_step": 2, "group_size": 4})
     spec = await planned(store, config)
     assert len(spec.train) == 6
-    books = await store.read(audit.balance)
+    books = await store.read(balance.balance)
     assert (books.task_states["reserved"], books.task_states["accepted"]) == (6, 3 + 1)
 
 
@@ -236,7 +244,7 @@ async def test_a_round_that_the_gate_could_only_reject_is_not_planned_by_hand_ei
     with pytest.raises(TrainError, match=r"3 held-out tasks are judged, and gate\.min_tasks is 4"):
         await planned(store, config)
     assert await store.read(rounds.live) is None
-    books = await store.read(audit.balance)
+    books = await store.read(balance.balance)
     assert "reserved" not in books.task_states
 
 
@@ -247,7 +255,7 @@ LEFT_OUT: dict[Exclusion, dict[str, Any]] = {
     Exclusion.TOOLS: {"tools": ({"type": "function", "function": {"name": "add"}},)},
     Exclusion.MODEL: {"model": "helper-model"},
 }
-ALIAS = Models("agent", "/models/a")
+ALIAS = TrainedModels("agent", "/models/a")
 
 
 def judged_with_some_left_out(conn: Connection, train: int, held_out: int, values: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from flywheel.daemon.retention import STAYS, Removal, Retention
 from flywheel.errors import LockedError, ServeError, StoreError
 from flywheel.files import tree_sha256, write_json
 from flywheel.states import AdapterState, RoundState
-from flywheel.store import audit, deployments, lineage, rounds, schema
+from flywheel.store import balance, deployments, lineage, rounds, schema
 from flywheel.store import retention as records
 from flywheel.store.database import Store
 from flywheel.store.transitions import utcnow
@@ -141,7 +141,7 @@ async def test_what_a_round_was_told_and_measured_stays_and_the_rest_goes(state:
     story = await state.store.read(lineage.why, "r0001")
     assert story is not None
     assert story["adapter"]["state"] == "removed"
-    assert (await state.store.read(audit.balance)).balanced
+    assert (await state.store.read(balance.balance)).balanced
     assert (await state.remove()).removed == ()
 
 

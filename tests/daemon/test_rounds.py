@@ -26,7 +26,7 @@ from flywheel.round import AdapterRef, Comparison, RoundResult, Score
 from flywheel.rubric.file import load_rubric
 from flywheel.states import RoundState, Split
 from flywheel.store import (
-    audit,
+    balance,
     deployments,
     judging,
     ledger,
@@ -67,7 +67,7 @@ class Wheel:
         return str(row.state)
 
     async def books(self) -> dict[str, int]:
-        books = await self.store.read(audit.balance)
+        books = await self.store.read(balance.balance)
         assert books.balanced, books.problems
         return books.task_states
 

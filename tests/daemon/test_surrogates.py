@@ -10,8 +10,8 @@ import pytest
 from sqlalchemy import select
 
 from flywheel.config import parse
-from flywheel.daemon.ingestion import Ingestion
-from flywheel.store import audit
+from flywheel.sources.ingestion import Ingestion
+from flywheel.store import balance
 from flywheel.store.database import Store
 from flywheel.store.schema import dead_letters, replies
 from tests.sources.studio.writer import Studio, agent, chat, message, part, span, tool
@@ -54,7 +54,7 @@ async def test_it_becomes_a_question_mark_and_costs_nothing_else(spans: list[dic
         (report,) = await ingestion.run(final=True)
         assert report.error is None
         assert report.counts.replies == 2
-        assert (await store.read(audit.balance)).balanced
+        assert (await store.read(balance.balance)).balanced
         told = await store.read(lambda conn: [tuple(row) for row in conn.execute(select(replies))])
         letters = await store.read(lambda conn: [tuple(row) for row in conn.execute(select(dead_letters))])
         lines = config.task_file.read_text().splitlines()

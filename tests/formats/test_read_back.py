@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flywheel.sources.jsonl.record import LineEntry, entry_of_line
+from flywheel.sources.jsonl.record import JsonlEntry, entry_of_line
 from flywheel.states import SkipReason
 from tests.formats.conftest import Exported
 from tests.formats.filling import after_tools, bad, every_kind, good, line, reply
@@ -17,7 +17,7 @@ from tests.formats.filling import after_tools, bad, every_kind, good, line, repl
 NOW = datetime(2026, 5, 6, tzinfo=UTC)
 
 
-def read(path: Path) -> list[LineEntry]:
+def read(path: Path) -> list[JsonlEntry]:
     return [entry_of_line(text, path, NOW) for text in path.read_bytes().splitlines()]
 
 

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 from flywheel.config import parse
-from flywheel.daemon.ingestion import Ingestion
-from flywheel.store import audit
+from flywheel.sources.ingestion import Ingestion
+from flywheel.store import balance
 from flywheel.store.database import Store
 from tests.sources.studio.writer import DATA, labels
 
@@ -30,7 +30,7 @@ async def test_no_file_of_ours_holds_personal_data(tmp_path: Path) -> None:
     for final in (True, True):
         reports = await ingestion.run(final=final, sweep=True)
     assert [report.error for report in reports] == [None, None]
-    assert (await store.read(audit.balance)).balanced
+    assert (await store.read(balance.balance)).balanced
     await ingestion.close()
     await store.close()
     # Names and addresses of machines are not what the filter looks for.

@@ -14,12 +14,12 @@ import pytest
 
 from flywheel.batch import Batch, joined
 from flywheel.config import Config, parse
-from flywheel.daemon.ingestion import Ingestion
 from flywheel.errors import StudioError
 from flywheel.sources import studio_connector
+from flywheel.sources.ingestion import Ingestion
 from flywheel.sources.studio import conversion_process, page, scan, uncommitted
 from flywheel.sources.studio import reader as reading
-from flywheel.sources.studio_connector import StudioFeed
+from flywheel.sources.studio_connector import StudioConnector
 from flywheel.store import checkpoints
 from flywheel.store.database import Store
 from flywheel.trace import Cursor
@@ -59,25 +59,27 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
 
 
 @pytest.fixture
-async def feed(store: Store, tmp_path: Path) -> AsyncIterator[StudioFeed]:
+async def connector(store: Store, tmp_path: Path) -> AsyncIterator[StudioConnector]:
     path = DATA / "new_v2.sqlite"
-    feed = StudioFeed(path, config_of(path, tmp_path), store)
-    yield feed
-    await feed.close()
+    connector = StudioConnector(path, config_of(path, tmp_path), store)
+    yield connector
+    await connector.close()
 
 
-async def batches_of(feed: StudioFeed) -> list[Batch]:
-    batches = [batch async for batch in feed.read(1, Cursor(), final=True)]
-    feed.forget()
+async def batches_of(connector: StudioConnector) -> list[Batch]:
+    batches = [batch async for batch in connector.read(1, Cursor(), final=True)]
+    connector.forget()
     return batches
 
 
-async def test_whoever_converts_the_batches_are_the_same(feed: StudioFeed, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_whoever_converts_the_batches_are_the_same(
+    connector: StudioConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told = []
     for long_rows, enough in ((10**9, 0), (40, 0), (40, 1), (40, 10**9)):
         monkeypatch.setattr(studio_connector, "LONG_ROWS", long_rows)
         monkeypatch.setattr(studio_connector, "ENOUGH", enough)
-        told.append(await batches_of(feed))
+        told.append(await batches_of(connector))
     assert told[1:] == told[:1] * 3
     cursors = [batch.cursor.rowid for batch in told[0] if batch.cursor is not None]
     assert cursors == [*range(20, 247, 20), 247]
@@ -86,11 +88,11 @@ async def test_whoever_converts_the_batches_are_the_same(feed: StudioFeed, monke
 
 @pytest.mark.parametrize("steps", [2, 5, 100])
 async def test_what_is_stored_together_is_what_would_be_stored_one_by_one(
-    feed: StudioFeed, monkeypatch: pytest.MonkeyPatch, steps: int
+    connector: StudioConnector, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
-    alone = await batches_of(feed)
+    alone = await batches_of(connector)
     monkeypatch.setattr(studio_connector, "TOGETHER", steps)
-    together = await batches_of(feed)
+    together = await batches_of(connector)
     assert len(alone) == 13
     assert together == [joined(alone[start : start + steps]) for start in range(0, 13, steps)]
     assert sum(len(batch.entries) for batch in together) == 105
@@ -98,11 +100,11 @@ async def test_what_is_stored_together_is_what_would_be_stored_one_by_one(
 
 
 async def test_a_source_that_fails_on_the_way_loses_nothing_of_what_was_read(
-    feed: StudioFeed, monkeypatch: pytest.MonkeyPatch
+    connector: StudioConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = await batches_of(feed)
+    whole = await batches_of(connector)
     monkeypatch.setattr(studio_connector, "TOGETHER", 100)
-    read = feed.reader._pages
+    read = connector.reader._pages
     left = iter(range(4))
 
     def pages(*args: Any, **options: Any) -> Any:
@@ -110,46 +112,46 @@ async def test_a_source_that_fails_on_the_way_loses_nothing_of_what_was_read(
             raise StudioError("read it", "it is gone")
         return read(*args, **options)
 
-    monkeypatch.setattr(feed.reader, "_pages", pages)
+    monkeypatch.setattr(connector.reader, "_pages", pages)
     stored: list[Batch] = []
     with pytest.raises(StudioError, match="it is gone"):
-        async for batch in feed.read(1, Cursor(), final=True):
+        async for batch in connector.read(1, Cursor(), final=True):
             stored.append(batch)
     assert stored == [joined(whole[:4])]
 
 
 async def test_a_process_that_dies_ends_the_pass_and_the_next_goes_on(
-    feed: StudioFeed, monkeypatch: pytest.MonkeyPatch
+    connector: StudioConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(studio_connector, "ENOUGH", 10**9)
-    whole = await batches_of(feed)
+    whole = await batches_of(connector)
     stored: list[Batch] = []
     with pytest.raises(StudioError, match="has died"):
-        async for batch in feed.read(1, Cursor(), final=True):
+        async for batch in connector.read(1, Cursor(), final=True):
             stored.append(batch)
             if len(stored) == 2:
-                assert feed.converter is not None
-                os.kill(feed.converter, signal.SIGKILL)
-    assert feed.converter is None
+                assert connector.converter is not None
+                os.kill(connector.converter, signal.SIGKILL)
+    assert connector.converter is None
     assert stored == whole[: len(stored)], "a whole prefix"
     cursor = stored[-1].cursor
     assert cursor is not None and cursor.rowid < 247
-    assert await batches_of(feed) == whole
+    assert await batches_of(connector) == whole
 
 
-async def test_a_pass_that_is_left_leaves_no_process(feed: StudioFeed) -> None:
-    async with aclosing(feed.read(1, Cursor(), final=True)) as batches:
+async def test_a_pass_that_is_left_leaves_no_process(connector: StudioConnector) -> None:
+    async with aclosing(connector.read(1, Cursor(), final=True)) as batches:
         async for batch in batches:
             if batch.cursor is not None and batch.cursor.rowid >= 60:
                 break
-        child = feed.converter
-    assert child is not None and feed.converter is None
+        child = connector.converter
+    assert child is not None and connector.converter is None
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
 
 
 async def test_a_process_that_hangs_holds_up_nobody_who_leaves(
-    feed: StudioFeed, monkeypatch: pytest.MonkeyPatch
+    connector: StudioConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(studio_connector, "ENOUGH", 10**9)
     monkeypatch.setattr(studio_connector, "AHEAD", 3)
@@ -157,9 +159,9 @@ async def test_a_process_that_hangs_holds_up_nobody_who_leaves(
     stopped = asyncio.Event()
 
     async def read() -> None:
-        async with aclosing(feed.read(1, Cursor(), final=True)) as batches:
+        async with aclosing(connector.read(1, Cursor(), final=True)) as batches:
             async for _ in batches:
-                if (child := feed.converter) is not None and not stopped.is_set():
+                if (child := connector.converter) is not None and not stopped.is_set():
                     os.kill(child, signal.SIGSTOP)
                     stopped.set()
 
@@ -170,7 +172,7 @@ async def test_a_process_that_hangs_holds_up_nobody_who_leaves(
     assert not done
     reading.cancel()
     done, _ = await asyncio.wait((reading,), timeout=60)
-    assert done and reading.cancelled() and feed.converter is None
+    assert done and reading.cancelled() and connector.converter is None
 
 
 async def test_a_trace_that_is_met_again_in_a_first_pass_is_remembered(
@@ -188,8 +190,8 @@ async def test_a_trace_that_is_met_again_in_a_first_pass_is_remembered(
     )
     store = await Store.open(tmp_path / "state")
     ingestion = Ingestion(store, config_of(studio.path, tmp_path))
-    (intake,) = ingestion.intakes()
-    report = await intake.read(final=True)
+    (source,) = ingestion.sources()
+    report = await source.read(final=True)
     assert (report.counts.replies, report.counts.dead, report.error) == (231, 0, None)
     remembered = await store.read(checkpoints.marks_of, report.source_id, ["again"])
     assert (remembered["again"].rowids, remembered["again"].is_open) == ((1, 202), False)
@@ -208,20 +210,20 @@ async def test_large_rows_are_not_read_far_ahead(
     monkeypatch.setattr(scan, "NEAR_ROWS", 1)
     studio = Studio(tmp_path / "studio.sqlite")
     studio.write(*(agent(f"a{number}", "q", "x" * 10_000, trace=f"t{number}") for number in range(30)))
-    feed = StudioFeed(studio.path, config_of(studio.path, tmp_path), store)
-    batches = feed.read(1, Cursor(), final=True)
+    connector = StudioConnector(studio.path, config_of(studio.path, tmp_path), store)
+    batches = connector.read(1, Cursor(), final=True)
     told = 0
     async for batch in batches:
         told += len(batch.entries)
         # Until the reader waits.
         read = -1
-        while read < feed.progress.read:
-            read = feed.progress.read
-            await feed.in_thread(lambda: None)
+        while read < connector.progress.read:
+            read = connector.progress.read
+            await connector.in_thread(lambda: None)
             await asyncio.sleep(0)
         assert read - told <= 5, "a line is longer than 10,000 bytes"
     assert told == 30
-    await feed.close()
+    await connector.close()
 
 
 async def test_many_long_histories_have_few_processes_and_all_of_them_end(
@@ -248,7 +250,7 @@ async def test_many_long_histories_have_few_processes_and_all_of_them_end(
         insert(path, renamed("new_v2", number))
     config = parse({"state": {"dir": "state"}, "sources": [{"path": str(path)} for path in paths]}, "t", tmp_path)
     ingestion = Ingestion(store, config)
-    reports = await asyncio.gather(*(intake.read(final=True) for intake in ingestion.intakes()))
+    reports = await asyncio.gather(*(source.read(final=True) for source in ingestion.sources()))
     await ingestion.close()
     assert [(report.counts.replies, report.error) for report in reports] == [(105, None)] * 6
     assert 1 <= max(at_once) <= 2
@@ -262,7 +264,7 @@ async def test_long_histories_take_turns_and_a_short_pass_waits_for_none(store: 
     short.write(agent("a1", "q", "a"))
     sources = [{"path": str(DATA / "new_v2.sqlite")}, {"path": str(short.path)}]
     ingestion = Ingestion(store, parse({"state": {"dir": "state"}, "sources": sources}, "the test's", tmp_path))
-    long, quick = ingestion.intakes()
+    long, quick = ingestion.sources()
     turns = ingestion._shares.turns
     for _ in range(4):
         await turns.acquire()
@@ -270,7 +272,7 @@ async def test_long_histories_take_turns_and_a_short_pass_waits_for_none(store: 
     reading = asyncio.create_task(long.read(final=True, stop=stop))
     report = await asyncio.wait_for(quick.read(final=True, stop=stop), 60)
     assert (report.counts.replies, report.error) == (1, None)
-    while long.feed.progress.read < 20:
+    while long.connector.progress.read < 20:
         await asyncio.sleep(0)
     stop.set()
     report = await asyncio.wait_for(reading, 60)

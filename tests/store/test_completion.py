@@ -9,14 +9,14 @@ import pytest
 from sqlalchemy import Connection, insert, select
 
 from flywheel import exclusion
-from flywheel.models import Models
+from flywheel.exclusion import TrainedModels
 from flywheel.states import DeploymentState
 from flywheel.store import deployments, ledger, pipeline_counts, schema
 from flywheel.store.database import Store
 from flywheel.trace import Reply
 from tests.samples import START, batch, reply
 
-ALIAS = Models("my-agent", "/models/base")
+ALIAS = TrainedModels("my-agent", "/models/base")
 
 
 def put(conn: Connection, *replies: Reply) -> None:

@@ -10,7 +10,7 @@ from sqlalchemy import Connection, insert, select, update
 
 from flywheel.errors import StoreError
 from flywheel.states import LetterState, ReplyState, TaskState
-from flywheel.store import audit, dead_letters, pipeline_counts
+from flywheel.store import balance, dead_letters, pipeline_counts
 from flywheel.store.database import Store
 from flywheel.store.dead_letters import Letter, Next, bury
 from flywheel.store.schema import events, replies, sources, tasks, traces
@@ -108,7 +108,7 @@ async def test_a_task_that_is_retried_is_pending_and_counted_when_it_fails_again
     assert (letter.subject, then) == (KEY, Next.JUDGED)
     row = (await store.read(lambda conn: conn.execute(select(tasks.c.state, tasks.c.retry_at)).all()))[0]
     assert tuple(row) == ("pending", None)
-    assert (await store.read(audit.balance)).balanced
+    assert (await store.read(balance.balance)).balanced
     assert await store.read(pipeline_counts.count_dead_letters) == 0
 
     def fail_again(conn: Connection) -> None:
@@ -131,7 +131,7 @@ async def test_a_row_that_is_retried_has_its_trace_looked_at_and_no_other(store:
         ("x1", True, 0, "7-9"),
         ("x2", False, 5, "7-9"),
     ]
-    books = await store.read(audit.balance)
+    books = await store.read(balance.balance)
     assert books.balanced
     assert books.ends["dead"] == 1
 
@@ -168,7 +168,7 @@ async def test_a_dropped_letter_stays_closed_and_its_unit_dead(store: Store) -> 
     await store.write(bury, "row", "s1", "no JSON either", "", number)
     [letter] = await store.read(every)
     assert (letter.state, letter.attempts, letter.error) == (LetterState.DROPPED, 1, "no JSON")
-    books = await store.read(audit.balance)
+    books = await store.read(balance.balance)
     assert books.balanced
     assert books.ends["dead"] == 1
     assert await store.read(pipeline_counts.count_dead_letters) == 0

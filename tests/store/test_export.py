@@ -12,10 +12,9 @@ import pytest
 from sqlalchemy import Connection, func, select
 
 from flywheel.config import parse
-from flywheel.daemon import ingestion
-from flywheel.daemon.ingestion import Ingestion
 from flywheel.errors import StoreError
-from flywheel.sources.connector import Intake, SourceReport
+from flywheel.sources import ingestion
+from flywheel.sources.ingestion import Ingestion, SourceIngestion, SourceReport
 from flywheel.store import export, ledger
 from flywheel.store.bulk import CHUNK
 from flywheel.store.database import Store
@@ -108,16 +107,16 @@ async def test_what_was_appended_and_not_marked_is_not_appended_again(
 async def test_the_file_follows_while_a_pass_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse({"state": {"dir": "state"}, "sources": [{"path": str(DATA / "new_v2.sqlite")}]}, "test", tmp_path)
     monkeypatch.setattr(ingestion, "FOLLOW_SECONDS", 0.01)
-    read = Intake.read
+    read = SourceIngestion.read
 
-    async def read_and_wait(self: Intake, **how: Any) -> SourceReport:
+    async def read_and_wait(self: SourceIngestion, **how: Any) -> SourceReport:
         report = await read(self, **how)
         async with asyncio.timeout(60):
             while len(written(config.task_file)) < report.counts.tasks:
                 await asyncio.sleep(0.01)
         return report
 
-    monkeypatch.setattr(Intake, "read", read_and_wait)
+    monkeypatch.setattr(SourceIngestion, "read", read_and_wait)
     store = await Store.open(config.state_dir)
     reading = Ingestion(store, config)
     (report,) = await reading.run(final=True)

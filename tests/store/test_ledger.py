@@ -14,7 +14,7 @@ from flywheel.exclusion import Exclusion
 from flywheel.round import GateTest
 from flywheel.states import SkipReason, Split, TaskState
 from flywheel.store import (
-    audit,
+    balance,
     judging,
     ledger,
     pipeline_counts,
@@ -46,7 +46,7 @@ async def test_the_same_reply_through_two_sources_is_one_task(store: Store) -> N
     await store.write(put, "/a", batch(reply(1)))
     second = await store.write(put, "/copy-of-a", batch(reply(1)))
     assert second.new_tasks == 0
-    books = await store.read(audit.balance)
+    books = await store.read(balance.balance)
     assert books.balanced
     assert books.task_states == {"pending": 1}
 
@@ -73,7 +73,7 @@ async def test_a_late_agent_span_that_makes_no_task_corrects_the_reason(store: S
     await store.write(put, "/a", batch(reply(1, skip=SkipReason.NESTED), reply(2, skip=SkipReason.UNFINISHED)))
     counts = await store.read(ledger.counts_of, 1)
     assert dict(counts.skipped) == {"error": 1, "nested": 1}
-    assert (await store.read(audit.balance)).balanced
+    assert (await store.read(balance.balance)).balanced
 
 
 async def test_the_cursor_is_stored_with_the_replies(store: Store) -> None:
@@ -118,7 +118,7 @@ async def test_undecided_is_retried_when_its_time_has_come_and_its_cost_is_kept(
         return [(row[0], row[1]) for row in conn.exec_driver_sql("SELECT outcome, calls FROM verdicts")]
 
     assert await store.read(calls) == [("accepted", 5)]
-    assert (await store.read(audit.balance)).balanced
+    assert (await store.read(balance.balance)).balanced
 
 
 def states(conn: Connection) -> dict[str, int]:
@@ -127,7 +127,7 @@ def states(conn: Connection) -> dict[str, int]:
 
 async def test_the_audit_notices_what_is_wrong(store: Store) -> None:
     await store.write(put, "/a", batch(*replies_on(Split.TRAIN, 3)))
-    assert (await store.read(audit.balance)).balanced
+    assert (await store.read(balance.balance)).balanced
     damages = {
         "UPDATE tasks SET state = 'accepted' WHERE id = 1": "no verdict",
         "UPDATE tasks SET state = 'reserved' WHERE id = 1": "no live round",
@@ -138,10 +138,10 @@ async def test_the_audit_notices_what_is_wrong(store: Store) -> None:
     }
     for damage, complaint in damages.items():
 
-        def break_it(conn: Connection, damage: str = damage) -> audit.Balance:
+        def break_it(conn: Connection, damage: str = damage) -> balance.Balance:
             conn.exec_driver_sql("SAVEPOINT before")
             conn.exec_driver_sql(damage)
-            books = audit.balance(conn)
+            books = balance.balance(conn)
             conn.exec_driver_sql("ROLLBACK TO before")
             return books
 
@@ -178,7 +178,7 @@ async def test_the_books_balance_after_any_sequence(steps: list[tuple[str, int]]
                 else:
                     verdict = {"accept": accepted(), "reject": rejected(), "undecided": undecided()}[action]
                     await store.write(judging.settle, task, verdict, "r", "j", 0.0)
-            books = await store.read(audit.balance)
+            books = await store.read(balance.balance)
             assert books.balanced, books.problems
             assert sum(books.ends.values()) == books.replies
         assert len(claimed) == (await store.read(states)).get(TaskState.JUDGING, 0)
@@ -206,13 +206,13 @@ async def test_a_round_takes_the_oldest_training_samples_and_never_a_held_out_on
     assert name == "r0001"
     assert len(trained) == 4
     assert len(tested) == 2
-    books = await store.read(audit.balance)
+    books = await store.read(balance.balance)
     assert books.balanced
     assert books.task_states == {"reserved": 4, "accepted": 4}
 
-    def sneak(conn: Connection) -> audit.Balance:
+    def sneak(conn: Connection) -> balance.Balance:
         conn.exec_driver_sql("UPDATE round_samples SET split = 'train'")
-        return audit.balance(conn)
+        return balance.balance(conn)
 
     assert any("held-out" in problem for problem in (await store.write(sneak)).problems)
 

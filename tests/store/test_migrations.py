@@ -8,11 +8,11 @@ from pathlib import Path
 from sqlalchemy import Connection, inspect, select
 
 from flywheel.config import parse
-from flywheel.daemon.ingestion import Ingestion
 from flywheel.exclusion import Exclusion
 from flywheel.judge_usage import Purpose
+from flywheel.sources.ingestion import Ingestion
 from flywheel.store import (
-    audit,
+    balance,
     gate_tests,
     ledger,
     ledger_snapshot,
@@ -86,7 +86,7 @@ async def test_version_1_grows_into_the_present_schema(tmp_path: Path) -> None:
         assert await old.read(indexes) == await new.read(indexes)
         rows = await old.read(lambda conn: conn.execute(select(sources.c.rowid_done, sources.c.condition)).all())
         assert [tuple(row) for row in rows] == [(0, "")], "read anew once: the keys stop duplicates"
-        assert (await old.read(audit.balance)).balanced
+        assert (await old.read(balance.balance)).balanced
     finally:
         await old.close()
         await new.close()

@@ -10,7 +10,7 @@ from sqlalchemy import Connection, select
 
 from flywheel.filtering.fingerprint import fingerprint
 from flywheel.states import SkipReason
-from flywheel.store import audit, duplicates, judging, ledger
+from flywheel.store import balance, duplicates, judging, ledger
 from flywheel.store.database import Store
 from flywheel.store.ledger import Recorded
 from flywheel.store.schema import events, replies, tasks
@@ -44,7 +44,7 @@ async def test_before_a_verdict_the_task_becomes_what_the_reply_is_now(store: St
     assert (done.retold, done.new_replies, done.new_tasks) == (1, 0, 0)
     assert await store.read(look) == [("converted", None, "pending", "new")]
     assert await store.read(story, "replies") == ["converted", "open", "closed", "converted"]
-    assert (await store.read(audit.balance)).balanced
+    assert (await store.read(balance.balance)).balanced
 
 
 async def test_after_a_verdict_the_change_is_an_event(store: Store) -> None:
@@ -55,7 +55,7 @@ async def test_after_a_verdict_the_change_is_an_event(store: Store) -> None:
         await store.write(put, reply(1, answer="new"))
     assert await store.read(look) == [("converted", None, "accepted", "old")]
     assert await store.read(story, "replies") == ["converted", "changed"], "once, however often it is read"
-    assert (await store.read(audit.balance)).balanced
+    assert (await store.read(balance.balance)).balanced
 
 
 async def test_while_it_is_judged_it_stays_as_it_is(store: Store) -> None:
@@ -70,7 +70,7 @@ async def test_a_reply_that_is_none_any_more_takes_its_task_back_and_may_return(
     await store.write(put, reply(1, skip=SkipReason.ERROR, skip_detail="it failed after all"))
     assert await store.read(look) == [("skipped", "error", "", "")]
     assert await store.read(story, "tasks") == ["pending", "withdrawn"]
-    books = await store.read(audit.balance)
+    books = await store.read(balance.balance)
     assert books.balanced and books.ends["pending"] == 0
     await store.write(put, reply(1, answer="right"))
     assert await store.read(look) == [("converted", None, "pending", "right")]
@@ -90,11 +90,11 @@ async def test_a_reply_that_two_sources_tell_is_what_the_last_one_to_change_says
     assert await store.read(look) == [("converted", None, "pending", "new")] * 2
     await store.write(put, reply(1, answer="", skip=SkipReason.ERROR, skip_detail="it failed"), source="/b")
     assert await store.read(look) == [("converted", None, "pending", "new"), ("skipped", "error", "", "")]
-    assert (await store.read(audit.balance)).balanced
+    assert (await store.read(balance.balance)).balanced
     await store.write(put, reply(1, answer="", skip=SkipReason.ERROR, skip_detail="it failed"))
     assert await store.read(look) == [("skipped", "error", "", "")] * 2
     assert (await store.read(story, "tasks"))[-1] == "withdrawn", "none tells it any more"
-    assert (await store.read(audit.balance)).balanced
+    assert (await store.read(balance.balance)).balanced
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ async def test_what_nothing_was_paid_for_may_change(
     await store.write(put, reply(1, answer="new"))
     now = ("pending", "new") if is_free else (before, "old")
     assert await store.read(look) == [("converted", None, *now)]
-    assert (await store.read(audit.balance)).balanced
+    assert (await store.read(balance.balance)).balanced
     assert len(await store.write(judging.claim, 10, rubric, "j")) == is_free
 
 
@@ -131,7 +131,7 @@ async def test_a_task_that_was_put_aside_for_nothing_is_withdrawn_with_its_reply
     await store.write(put, reply(1, skip=SkipReason.NESTED, skip_detail="another agent called it"))
     assert await store.read(look) == [("skipped", "nested", "", "")]
     assert await store.read(story, "tasks") == ["pending", "judging", "undecided", "pending", "withdrawn"]
-    assert (await store.read(audit.balance)).balanced
+    assert (await store.read(balance.balance)).balanced
 
 
 async def test_a_task_that_was_withdrawn_comes_back_with_whoever_tells_it(store: Store) -> None:
@@ -139,7 +139,7 @@ async def test_a_task_that_was_withdrawn_comes_back_with_whoever_tells_it(store:
     await store.write(put, reply(1, skip=SkipReason.NESTED, skip_detail="another agent called it"))
     await store.write(put, reply(1, answer="whole"), source="/b")
     assert await store.read(look) == [("skipped", "nested", "", ""), ("converted", None, "pending", "whole")]
-    assert (await store.read(audit.balance)).balanced
+    assert (await store.read(balance.balance)).balanced
 
 
 @pytest.mark.parametrize("becomes", ["another question", "none"])
@@ -172,7 +172,7 @@ async def test_a_reply_in_another_trace_is_another_task(store: Store) -> None:
     states = await store.read(lambda conn: conn.execute(select(tasks.c.state).order_by(tasks.c.id)).scalars().all())
     assert states == ["withdrawn", "pending"]
     assert await store.read(lambda conn: conn.execute(select(replies.c.trace_id)).scalars().all()) == ["another"]
-    assert (await store.read(audit.balance)).balanced
+    assert (await store.read(balance.balance)).balanced
 
 
 async def test_a_conversation_that_gets_another_id_stays_on_its_side(store: Store) -> None:

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import Connection, func, select, update
 
 from flywheel.config import parse
-from flywheel.daemon.ingestion import Ingestion
+from flywheel.sources.ingestion import Ingestion
 from flywheel.states import Split
 from flywheel.store import gate_tests, ledger, samples, signature_bands, splits
 from flywheel.store.database import Store

@@ -16,7 +16,7 @@ from flywheel.daemon.lock import holder
 from flywheel.diagnostics.doctor.finding import Finding, Result, size
 from flywheel.diagnostics.doctor.resources import file_system, is_network
 from flywheel.errors import FlywheelError
-from flywheel.sources.jsonl.file import LineFile, files_of, is_listed
+from flywheel.sources.jsonl.file import JsonlFile, files_of, is_listed
 from flywheel.sources.studio.database import Database
 from flywheel.sources.studio.table import schema_of
 
@@ -79,7 +79,7 @@ def _lines(path: Path) -> Finding:
         files = files_of(path)
         for file in files:
             if not is_listed(file):
-                LineFile(file).close()
+                JsonlFile(file).close()
     except FlywheelError as error:
         return Finding.of(name, error, subject=subject)
     total = sum(file.stat().st_size for file in files)

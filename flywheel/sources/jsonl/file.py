@@ -108,7 +108,7 @@ def _files_in(path: Path) -> tuple[list[Path], list[Path]]:
     return [file for file in found if file not in misnamed], misnamed
 
 
-class LineFile:
+class JsonlFile:
     """An open file. It stays the same one when its name is given to another."""
 
     def __init__(self, path: Path) -> None:

@@ -19,8 +19,8 @@ from msgspec.structs import replace
 
 from flywheel.batch import Batch, Entry
 from flywheel.errors import SourceError
-from flywheel.models import ANY, Models
-from flywheel.sources.jsonl.file import MAX_LINE, Line, LineFile
+from flywheel.exclusion import ANY_MODEL, TrainedModels
+from flywheel.sources.jsonl.file import MAX_LINE, JsonlFile, Line
 from flywheel.sources.jsonl.messages import LineError
 from flywheel.sources.jsonl.record import entry_of_line
 from flywheel.trace import Cursor, DeadRow
@@ -32,16 +32,16 @@ PAGE_BYTES: Final = 4 << 20
 EXCERPT: Final = 2000
 
 
-class LinesReader:
+class JsonlReader:
     """One file. It is opened when it is first read; one thread at a time may use it."""
 
     schema = "jsonl"
 
-    def __init__(self, path: Path, models: Models = ANY) -> None:
+    def __init__(self, path: Path, models: TrainedModels = ANY_MODEL) -> None:
         """`models` says whose tasks are trained on."""
         self.path = path
         self._models = models
-        self._file: LineFile | None = None
+        self._file: JsonlFile | None = None
         self._identity = ""
         self._longest_read_ms = 0.0
         self._waiting: tuple[int, int] | None = None
@@ -73,7 +73,7 @@ class LinesReader:
             for batch in self._if_moved(self._file, cursor):
                 yield batch
                 cursor = batch.cursor or cursor
-        file = self._file = self._file or LineFile(self.path)
+        file = self._file = self._file or JsonlFile(self.path)
         self._identity = file.identity
         begin, state = _resumed(file, cursor), file.state
         if not begin.rowid:
@@ -90,7 +90,7 @@ class LinesReader:
         if begin != cursor:
             yield Batch(begin)
 
-    def _if_moved(self, file: LineFile, cursor: Cursor) -> Iterator[Batch]:
+    def _if_moved(self, file: JsonlFile, cursor: Cursor) -> Iterator[Batch]:
         """What is left in a file that is no longer where it was; it is closed when it will not come back."""
         missing: SourceError | None = None
         try:
@@ -109,14 +109,14 @@ class LinesReader:
         if missing is not None:
             raise missing
 
-    def _pages(self, file: LineFile, cursor: Cursor) -> Iterator[Batch]:
+    def _pages(self, file: JsonlFile, cursor: Cursor) -> Iterator[Batch]:
         lines = file.lines(cursor.rowid)
         while page := list(_page(lines)):
             batch = self._batch(page, cursor)
             yield batch
             cursor = batch.cursor or cursor
 
-    def _open_line(self, file: LineFile, cursor: Cursor, state: tuple[int, int], *, final: bool) -> Iterator[Batch]:
+    def _open_line(self, file: JsonlFile, cursor: Cursor, state: tuple[int, int], *, final: bool) -> Iterator[Batch]:
         """What lies behind the last line end."""
         line, waited, self._waiting, self._still = file.unfinished, self._waiting, None, None
         if line is None or not line.text.strip():
@@ -131,7 +131,7 @@ class LinesReader:
         if waited == (line.start, line.end):
             yield Batch(cursor, warnings=self._warnings(file))
 
-    def _warnings(self, file: LineFile) -> tuple[str, ...]:
+    def _warnings(self, file: JsonlFile) -> tuple[str, ...]:
         assert file.unfinished is not None
         return (
             f"{self.path} ends at byte {file.unfinished.start} in a line without a line end: it is read when that is "
@@ -158,7 +158,7 @@ class LinesReader:
         return Batch(moved, tuple(entries), tuple(dead))
 
 
-def _resumed(file: LineFile, cursor: Cursor) -> Cursor:
+def _resumed(file: JsonlFile, cursor: Cursor) -> Cursor:
     """Where to go on in this file: at the cursor, or at its beginning if the cursor is not about what it holds."""
     if cursor.identity == file.identity:
         first, _, last = cursor.anchor.partition(" ")

@@ -1,8 +1,8 @@
-"""What a line of another program's task file means: which key is the question, the answer, the history.
+"""Converts one line of another program's task file into a task: which key is the question, the history, the answer.
 
-`QUERY`, `HISTORY` and `ANSWER` are the whole of it; the first key that says something is taken. They cover what
-Flywheel itself exports, AgentJet's tasks, Trinity's question and answer, TRL's prompt and completion, and OpenAI's
-messages.
+`QUERY`, `HISTORY` and `ANSWER` list the accepted keys; the first one with a value is used. They cover Flywheel's own
+exports, AgentJet's tasks, Trinity's question and answer, TRL's prompt and completion, and OpenAI's messages. Other
+keys only describe the task; values of an unexpected type are ignored.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,19 +21,8 @@ from msgspec.structs import asdict, replace
 
 from flywheel import exclusion
 from flywheel.batch import Entry, entry_of, line_bytes
+from flywheel.exclusion import ANY_MODEL, TrainedModels
 from flywheel.files import json_line
-from flywheel.models import ANY, Models
-from flywheel.sources.jsonl.description import (
-    MAX_DEPTH,
-    count_of,
-    id_of,
-    json_in,
-    reference_of,
-    steps_of,
-    text_of,
-    times_of,
-    tools_of,
-)
 from flywheel.sources.jsonl.messages import (
     Dialogue,
     LineError,
@@ -46,6 +35,82 @@ from flywheel.sources.jsonl.messages import (
 from flywheel.states import SkipReason, Split
 from flywheel.task import Task
 from flywheel.trace import ChatMessage, Reply, get_path
+
+MAX_DEPTH: Final = 254
+"""Levels of JSON inside each other, as deep as it can be written again."""
+
+
+def text_of(metadata: Mapping[str, Any], key: str) -> str:
+    value = metadata.get(key)
+    return value if isinstance(value, str) else ""
+
+
+def reference_of(metadata: Mapping[str, Any]) -> str:
+    """The right answer; task files of maths have it as a number too."""
+    value = metadata.get("reference")
+    return str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
+
+
+def id_of(metadata: Mapping[str, Any], key: str) -> str:
+    """An id, which many number."""
+    value = metadata.get(key)
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else text_of(metadata, key)
+
+
+def count_of(metadata: Mapping[str, Any], key: str) -> int:
+    value = metadata.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0
+
+
+def json_in(metadata: Mapping[str, Any], key: str, wanted: type) -> Any:
+    """What a JSON text holds, if it is of the type `wanted`; else an empty one."""
+    text = text_of(metadata, key)
+    try:
+        value = orjson.loads(text)
+        if text.count("[") + text.count("{") > MAX_DEPTH:
+            orjson.dumps(value)
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
+        return wanted()
+    return value if isinstance(value, wanted) else wanted()
+
+
+def steps_of(metadata: Mapping[str, Any]) -> tuple[ChatMessage, ...]:
+    """The messages of the trajectory, without what is none."""
+    return tuple(step for part in json_in(metadata, "trajectory_json", list) for step in _step(part))
+
+
+def _step(part: Any) -> list[ChatMessage]:
+    try:
+        read = messages_of([part], "trajectory_json")[0]
+    except LineError:
+        return []
+    return [in_chat_form(part if isinstance(part.get("content", ""), str) else read)]
+
+
+def tools_of(line: Mapping[str, Any], metadata: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+    """The tools that were offered, without what describes none."""
+    value = line.get("tools")
+    # Flywheel's own exports have them as JSON text.
+    offered = _tools(value if isinstance(value, list) else json_in(line, "tools", list))
+    return offered or _tools(json_in(metadata, "tools_json", list))
+
+
+def _tools(offered: list[Any]) -> tuple[dict[str, Any], ...]:
+    return tuple(tool for tool in offered if isinstance(tool, dict) and isinstance(tool.get("function", tool), dict))
+
+
+def times_of(metadata: Mapping[str, Any], now: datetime) -> tuple[datetime, datetime]:
+    started = _time(metadata, "started_at") or now
+    return started, _time(metadata, "ended_at") or started
+
+
+def _time(metadata: Mapping[str, Any], key: str) -> datetime | None:
+    try:
+        found = datetime.fromisoformat(text_of(metadata, key))
+        return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
+    except (ValueError, OverflowError):
+        return None
+
 
 QUERY: Final = ("main_query", "question", "prompt", "messages", "init_messages")
 """Where the question is. In a list of messages it is the last one of the user."""
@@ -68,7 +133,7 @@ NO_ID: Final = frozenset({"no_id"})
 MAX_ID: Final = 200
 
 
-class LineEntry(Entry, frozen=True, gc=False):
+class JsonlEntry(Entry, frozen=True, gc=False):
     """A line's entry, by the line's own id; `otherwise` is the key that it has where its id tells nothing apart."""
 
     otherwise: str = ""
@@ -86,7 +151,7 @@ class _Asked:
     trajectory: tuple[ChatMessage, ...]
 
 
-def entry_of_line(text: bytes, source: Path, now: datetime, models: Models = ANY) -> LineEntry:
+def entry_of_line(text: bytes, source: Path, now: datetime, models: TrainedModels = ANY_MODEL) -> JsonlEntry:
     """The task that a line holds, or why it is none. Raises LineError.
 
     The same line is the same task whenever and wherever it is read; `now` is the time of one that has none. `models`
@@ -150,7 +215,7 @@ def entry_of_line(text: bytes, source: Path, now: datetime, models: Models = ANY
         asked_alias="",
         follows=False,
     )
-    return LineEntry(**asdict(entry), otherwise=otherwise)
+    return JsonlEntry(**asdict(entry), otherwise=otherwise)
 
 
 def _parsed(text: bytes) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def _token(listen: str, variable: str | None) -> str | None:
 
 
 def _tell_refused_accepts(url: str, fileno: int) -> None:
-    from flywheel.sources.otlp.connections import tell_refused_accepts
+    from flywheel.sources.otlp.server import tell_refused_accepts
 
     tell_refused_accepts(asyncio.get_running_loop(), url, fileno)
 
@@ -117,8 +117,7 @@ def _server(inbox: Inbox, thread: ThreadPoolExecutor, token: str | None) -> uvic
     # A daemon without a receiver must not carry a web server and protobuf in its memory.
     import uvicorn
 
-    from flywheel.sources.otlp.connections import Protocol
-    from flywheel.sources.otlp.service import TracesEndpoint
+    from flywheel.sources.otlp.server import Protocol, TracesEndpoint
 
     class Server(uvicorn.Server):
         @contextmanager

@@ -17,7 +17,7 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from flywheel.sources.otlp import conventions
-from flywheel.sources.otlp.bounds import MAX_VALUES
+from flywheel.sources.otlp.decoding import MAX_VALUES
 from flywheel.sources.otlp.inbox import COLUMNS, Row
 from flywheel.trace import get_path
 

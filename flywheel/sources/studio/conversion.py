@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from flywheel.batch import Entry, entries_of, entry_of, storable
-from flywheel.models import Models
+from flywheel.exclusion import TrainedModels
 from flywheel.sources.studio.recorded import Attributes
 from flywheel.sources.studio.replies import finished_reply, unfinished_reply
 from flywheel.sources.studio.row import shown, unpacked
@@ -57,7 +57,7 @@ def convert(
     return told
 
 
-def _enter(told: Told, replies: Sequence[Reply], source: str, models: Models) -> None:
+def _enter(told: Told, replies: Sequence[Reply], source: str, models: TrainedModels) -> None:
     """Replies in the ledger's form; one that has none is dead by itself."""
     try:
         told.entries += entries_of(replies, source, models)

@@ -8,7 +8,7 @@ from functools import cached_property
 from operator import itemgetter
 from typing import Any
 
-from flywheel.models import Models
+from flywheel.exclusion import TrainedModels
 from flywheel.request_id import BASE_VERSION, mark_of
 from flywheel.sources.studio import attributes as at
 from flywheel.sources.studio import outcome
@@ -43,7 +43,7 @@ class Work:
             last -= 1
         self._results = _Results(self.models)
 
-    def of_models(self, models: Models) -> dict[str, Any]:
+    def of_models(self, models: TrainedModels) -> dict[str, Any]:
         """What the model calls say together, by the names of a reply's fields; the last one to answer names the model
         and, as far as it says, the version of the alias."""
         model = adapter = source = ""
@@ -167,7 +167,7 @@ class Work:
         return [text_of(message) for message in self.said if message]
 
 
-def _answerer(span: Span, asked: str, models: Models) -> tuple[str, str] | None:
+def _answerer(span: Span, asked: str, models: TrainedModels) -> tuple[str, str] | None:
     """Which version of the alias answered a call, empty for the base model, and what tells it; None: nothing does."""
     if (mark := mark_of(at.response_id(span))) is not None:
         return "" if mark.version == BASE_VERSION else mark.version, "id"

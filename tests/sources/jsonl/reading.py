@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flywheel.batch import Batch, Entry
-from flywheel.sources.jsonl.reader import LinesReader
+from flywheel.sources.jsonl.reader import JsonlReader
 from flywheel.trace import Cursor, DeadRow
 
 
@@ -28,10 +28,10 @@ class Stored:
         self.dead += batch.dead
         self.warnings += batch.warnings
 
-    def read(self, reader: LinesReader | None = None, *, final: bool = False) -> list[str]:
+    def read(self, reader: JsonlReader | None = None, *, final: bool = False) -> list[str]:
         """One pass by `reader`, or by one of its own; the questions that were new."""
         before = len(self.entries)
-        own = reader or LinesReader(self.path)
+        own = reader or JsonlReader(self.path)
         try:
             for batch in own.read(self.cursor, final=final):
                 self.take(batch)

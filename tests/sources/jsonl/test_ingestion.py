@@ -14,11 +14,10 @@ import pytest
 from sqlalchemy import select, update
 
 from flywheel.config import Config, parse
-from flywheel.daemon.ingestion import Ingestion
 from flywheel.diagnostics.audit import compare_sources
 from flywheel.diagnostics.audit_findings import SourceAudit
-from flywheel.sources.connector import SourceReport
-from flywheel.store import audit
+from flywheel.sources.ingestion import Ingestion, SourceReport
+from flywheel.store import balance
 from flywheel.store.database import Store
 from flywheel.store.schema import replies, tasks
 from tests.samples import reply
@@ -37,7 +36,7 @@ async def ingest(tmp_path: Path, path: Path, *, passes: int = 1) -> list[SourceR
     try:
         for _ in range(passes):
             reports = await ingestion.run(final=True)
-        assert (await store.read(audit.balance)).balanced
+        assert (await store.read(balance.balance)).balanced
     finally:
         await ingestion.close()
         await store.close()
@@ -346,7 +345,7 @@ async def test_a_directory_of_many_files_takes_few_threads(tmp_path: Path) -> No
     store = await Store.open(settings.state_dir)
     ingestion = Ingestion(store, settings)
     before, opened = threading.active_count(), psutil.Process().num_fds()
-    reports = await asyncio.gather(*(intake.read(final=True) for intake in ingestion.intakes()))
+    reports = await asyncio.gather(*(source.read(final=True) for source in ingestion.sources()))
     assert threading.active_count() - before <= 20
     assert psutil.Process().num_fds() - opened <= 20
     assert [(report.counts.tasks, report.error) for report in reports] == [(1, None)] * 60

@@ -18,7 +18,7 @@ from flywheel.errors import SourceError
 from flywheel.sources.jsonl import file as line_file
 from flywheel.sources.jsonl import reader as line_reader
 from flywheel.sources.jsonl.file import MAX_LINE, files_of
-from flywheel.sources.jsonl.reader import LinesReader
+from flywheel.sources.jsonl.reader import JsonlReader
 from flywheel.sources.jsonl.record import entry_of_line
 from tests.sources.jsonl.reading import Stored, asked, line
 
@@ -29,8 +29,8 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def reader(path: Path) -> Iterator[LinesReader]:
-    reader = LinesReader(path)
+def reader(path: Path) -> Iterator[JsonlReader]:
+    reader = JsonlReader(path)
     yield reader
     reader.close()
 
@@ -40,7 +40,7 @@ def append(path: Path, *parts: bytes) -> None:
         out.write(b"".join(parts))
 
 
-def test_what_is_appended_comes_once(path: Path, reader: LinesReader) -> None:
+def test_what_is_appended_comes_once(path: Path, reader: JsonlReader) -> None:
     stored = Stored(path)
     append(path, line(1), line(2))
     assert stored.read(reader) == asked(1, 2)
@@ -54,14 +54,14 @@ def test_what_is_appended_comes_once(path: Path, reader: LinesReader) -> None:
     assert reader.longest_read_ms > 0
 
 
-def test_a_pass_over_an_unchanged_file_brings_nothing_to_store(path: Path, reader: LinesReader) -> None:
+def test_a_pass_over_an_unchanged_file_brings_nothing_to_store(path: Path, reader: JsonlReader) -> None:
     stored = Stored(path)
     append(path, line(1))
     stored.read(reader)
     assert list(reader.read(stored.cursor)) == []
 
 
-def test_an_empty_file_is_known_by_its_identity(path: Path, reader: LinesReader) -> None:
+def test_an_empty_file_is_known_by_its_identity(path: Path, reader: JsonlReader) -> None:
     stored = Stored(path)
     path.touch()
     assert stored.read(reader) == []
@@ -69,7 +69,7 @@ def test_an_empty_file_is_known_by_its_identity(path: Path, reader: LinesReader)
     assert list(reader.read(stored.cursor)) == []
 
 
-def test_a_line_without_a_line_end_waits_and_is_told_about(path: Path, reader: LinesReader) -> None:
+def test_a_line_without_a_line_end_waits_and_is_told_about(path: Path, reader: JsonlReader) -> None:
     stored = Stored(path)
     append(path, line(1), line(2).strip())
     assert stored.read(reader) == asked(1)
@@ -91,7 +91,7 @@ def test_a_final_pass_takes_a_last_line_that_is_whole(path: Path) -> None:
     assert (stored.dead, stored.cursor.generation) == ([], 0)
 
 
-def test_pages_are_small_and_each_has_its_cursor(path: Path, reader: LinesReader) -> None:
+def test_pages_are_small_and_each_has_its_cursor(path: Path, reader: JsonlReader) -> None:
     append(path, *(line(number) for number in range(1200)))
     batches = list(reader.read(Stored(path).cursor))
     assert [len(batch.entries) for batch in batches] == [500, 500, 200]
@@ -101,13 +101,13 @@ def test_pages_are_small_and_each_has_its_cursor(path: Path, reader: LinesReader
     assert again.read() == asked(*range(500, 1200))
 
 
-def test_a_page_ends_early_when_its_lines_are_long(path: Path, reader: LinesReader) -> None:
+def test_a_page_ends_early_when_its_lines_are_long(path: Path, reader: JsonlReader) -> None:
     append(path, *(line(number, note="x" * (1 << 20)) for number in range(12)))
     batches = list(reader.read(Stored(path).cursor))
     assert [len(batch.entries) for batch in batches] == [4, 4, 4]
 
 
-def test_a_file_that_was_moved_away_is_read_to_its_end_first(path: Path, reader: LinesReader) -> None:
+def test_a_file_that_was_moved_away_is_read_to_its_end_first(path: Path, reader: JsonlReader) -> None:
     stored = Stored(path)
     append(path, line(1))
     stored.read(reader)
@@ -123,7 +123,7 @@ def test_a_file_that_was_moved_away_is_read_to_its_end_first(path: Path, reader:
     assert stored.cursor.generation == 1
 
 
-def test_what_a_moved_file_leaves_torn_is_a_dead_row(path: Path, reader: LinesReader) -> None:
+def test_what_a_moved_file_leaves_torn_is_a_dead_row(path: Path, reader: JsonlReader) -> None:
     stored = Stored(path)
     append(path, line(1), line(2)[:12])
     stored.read(reader)
@@ -133,7 +133,7 @@ def test_what_a_moved_file_leaves_torn_is_a_dead_row(path: Path, reader: LinesRe
     assert [row.excerpt for row in stored.dead] == [line(2)[:12].decode()]
 
 
-def test_a_file_that_is_gone_for_a_while_goes_on_where_it_was(path: Path, reader: LinesReader) -> None:
+def test_a_file_that_is_gone_for_a_while_goes_on_where_it_was(path: Path, reader: JsonlReader) -> None:
     stored = Stored(path)
     append(path, line(1), line(2)[:12])
     stored.read(reader)
@@ -147,7 +147,7 @@ def test_a_file_that_is_gone_for_a_while_goes_on_where_it_was(path: Path, reader
     assert (stored.dead, stored.cursor.generation) == ([], 0)
 
 
-def test_a_deleted_file_is_let_go_of(path: Path, reader: LinesReader) -> None:
+def test_a_deleted_file_is_let_go_of(path: Path, reader: JsonlReader) -> None:
     stored = Stored(path)
     append(path, line(1))
     stored.read(reader)
@@ -171,7 +171,7 @@ def _target(fd: Path) -> str:
 
 
 @pytest.mark.parametrize("again", [True, False], ids=["same reader", "new reader"])
-def test_rotation_truncation_and_rewriting_start_over(path: Path, reader: LinesReader, *, again: bool) -> None:
+def test_rotation_truncation_and_rewriting_start_over(path: Path, reader: JsonlReader, *, again: bool) -> None:
     stored = Stored(path)
     own = reader if again else None
     append(path, line(1), line(2))
@@ -279,7 +279,7 @@ def test_another_bad_line_at_the_same_place_is_another_dead_row(path: Path) -> N
     assert len({row.span_id for row in stored.dead}) == 2
 
 
-def test_a_line_of_100_mb_costs_itself_and_no_memory(path: Path, reader: LinesReader) -> None:
+def test_a_line_of_100_mb_costs_itself_and_no_memory(path: Path, reader: JsonlReader) -> None:
     import tracemalloc
 
     piece = b"x" * (1 << 20)
@@ -302,7 +302,7 @@ def test_a_line_of_100_mb_costs_itself_and_no_memory(path: Path, reader: LinesRe
 
 
 def test_a_long_line_that_waits_is_not_looked_through_again(
-    path: Path, reader: LinesReader, monkeypatch: pytest.MonkeyPatch
+    path: Path, reader: JsonlReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(line_file, "MAX_LINE", 1000)
     monkeypatch.setattr(line_reader, "MAX_LINE", 1000)
@@ -314,7 +314,7 @@ def test_a_long_line_that_waits_is_not_looked_through_again(
         raise AssertionError("read again")
 
     with monkeypatch.context() as during:
-        during.setattr(line_file.LineFile, "lines", forbidden)
+        during.setattr(line_file.JsonlFile, "lines", forbidden)
         stored.read(reader)
     append(path, b"\n", line(2))
     assert stored.read(reader) == asked(2)
@@ -341,7 +341,7 @@ def test_the_files_of_a_directory(tmp_path: Path) -> None:
 def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path):
-        reader = LinesReader(path)
+        reader = JsonlReader(path)
         with pytest.raises(SourceError):
             list(reader.read(Stored(path).cursor))
 
@@ -369,7 +369,7 @@ def test_every_complete_line_comes_exactly_once(
     rotations = set(data.draw(st.lists(st.integers(1, 12), max_size=2)))
     pages = data.draw(st.sampled_from([1, 3, 500]))
     pieces = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
-    stored, reader = Stored(path), LinesReader(path)
+    stored, reader = Stored(path), JsonlReader(path)
     path.touch()
     with pytest.MonkeyPatch.context() as during:
         during.setattr(line_reader, "PAGE_LINES", pages)
@@ -391,12 +391,12 @@ def test_every_complete_line_comes_exactly_once(
                             break
                         stored.take(batch)
                     reader.close()
-                    reader = LinesReader(path)
+                    reader = JsonlReader(path)
                     stored.read(reader)
                 case "restart":
                     stored.read(reader)
                     reader.close()
-                    reader = LinesReader(path)
+                    reader = JsonlReader(path)
         stored.read(reader)
     reader.close()
     tasks = [place + 1 for place, kind in enumerate(kinds) if kind in ("task", "unicode")]
@@ -420,7 +420,7 @@ def test_a_file_in_another_format_is_one_error_and_read_once_it_is_lines(
 ) -> None:
     path.write_bytes(content)
     stored = Stored(path)
-    reader = LinesReader(path)
+    reader = JsonlReader(path)
     for _ in range(2):
         with pytest.raises(SourceError, match=what) as refused:
             stored.read(reader)

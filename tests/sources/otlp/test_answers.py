@@ -15,8 +15,8 @@ from google.rpc import code_pb2
 from google.rpc.status_pb2 import Status
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
-from flywheel.sources.otlp import service
-from flywheel.sources.otlp.messages import TooLargeError, UndecodableError, inflated
+from flywheel.sources.otlp import server
+from flywheel.sources.otlp.decoding import TooLargeError, UndecodableError, inflated
 from tests.sources.otlp.exporting import BEGAN, JSON, PROTOBUF, ids, request, span, stored
 
 GOOD = request(span(1)).SerializeToString()
@@ -80,7 +80,7 @@ async def test_a_body_that_cannot_be_decoded_is_a_400(
     assert code == code_pb2.INVALID_ARGUMENT
     assert message
     assert ids(inbox) == []
-    (told,) = [record.getMessage() for record in caplog.records if record.name == "flywheel.sources.otlp.service"]
+    (told,) = [record.getMessage() for record in caplog.records if record.name == "flywheel.sources.otlp.server"]
     assert told == f"what 127.0.0.1 sent was answered with 400: {message}"[: len(told)]
 
 
@@ -117,7 +117,7 @@ async def in_pieces(body: bytes) -> AsyncIterator[bytes]:
 
 
 async def test_a_body_above_the_limit_is_a_413_however_it_comes(client: httpx2.AsyncClient, inbox: Path) -> None:
-    huge = b"\0" * (service.MAX_BODY + 1)
+    huge = b"\0" * (server.MAX_BODY + 1)
     packed = {**PROTOBUF, "Content-Encoding": "gzip"}
     for content, headers in ((huge, PROTOBUF), (in_pieces(huge), PROTOBUF), (gzip.compress(huge, 1), packed)):
         answer = await client.post("/v1/traces", content=content, headers=headers)

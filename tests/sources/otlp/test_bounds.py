@@ -15,18 +15,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from flywheel.sources.otlp import bounds, messages, rows
-from flywheel.sources.otlp.bounds import (
+from flywheel.sources.otlp import decoding, rows
+from flywheel.sources.otlp.decoding import (
+    FREE_OF_RATIO,
+    MAX_RATIO,
     MAX_SPANS,
     MAX_VALUES,
+    Encoding,
     TooLargeError,
     WireError,
     check_json,
     check_wire,
+    inflated,
+    request_of,
 )
-from flywheel.sources.otlp.messages import FREE_OF_RATIO, MAX_RATIO, Encoding, inflated, request_of
 from flywheel.sources.otlp.rows import rows_of
-from flywheel.sources.otlp.service import MAX_BODY
+from flywheel.sources.otlp.server import MAX_BODY
 from tests.sources.otlp.exporting import JSON, PROTOBUF, fixture, ids, request, span, stored
 from tests.sources.otlp.exporting import request_of as request_from
 
@@ -75,7 +79,7 @@ def unread(*_: object) -> None:
 @pytest.mark.parametrize("kind", BOMBS)
 def test_what_would_be_too_many_objects_is_not_read(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ExportTraceServiceRequest.FromString(BOMBS[kind])  # it would be taken
-    monkeypatch.setattr(messages, "ExportTraceServiceRequest", lambda: SimpleNamespace(ParseFromString=unread))
+    monkeypatch.setattr(decoding, "ExportTraceServiceRequest", lambda: SimpleNamespace(ParseFromString=unread))
     with pytest.raises(TooLargeError, match=r"more than [\d,]+ (spans|values)"):
         request_of(BOMBS[kind], Encoding.PROTOBUF)
 
@@ -106,7 +110,7 @@ JSON_BOMBS = {
 
 @pytest.mark.parametrize("kind", JSON_BOMBS)
 def test_a_json_body_of_too_many_values_is_not_read(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "_json", unread)
+    monkeypatch.setattr(decoding, "_json", unread)
     with pytest.raises(TooLargeError, match="500,000 values"):
         request_of(JSON_BOMBS[kind], Encoding.JSON)
 
@@ -152,8 +156,8 @@ def test_what_is_no_json_is_left_to_the_parser(spans: bytes) -> None:
 
 
 def test_what_agents_send_is_far_below_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounds, "MAX_VALUES", MAX_VALUES // 5)
-    monkeypatch.setattr(bounds, "MAX_SPANS", MAX_SPANS // 20)
+    monkeypatch.setattr(decoding, "MAX_VALUES", MAX_VALUES // 5)
+    monkeypatch.setattr(decoding, "MAX_SPANS", MAX_SPANS // 20)
     rows = fixture("new_v2")
     batch = request_from(rows * (512 // len(rows) + 1))
     assert len(batch.resource_spans) >= 512

@@ -14,8 +14,8 @@ import pytest
 
 from flywheel.config import parse
 from flywheel.errors import ConfigError
-from flywheel.sources.otlp import Receiver, connections
-from flywheel.sources.otlp.connections import LogRateLimit, max_connections
+from flywheel.sources.otlp import Receiver, server
+from flywheel.sources.otlp.server import LogRateLimit, max_connections
 from tests.sources.otlp.exporting import PROTOBUF, ids, request, span
 
 GOOD = request(span(1)).SerializeToString()
@@ -42,7 +42,7 @@ async def ended(reader: asyncio.StreamReader) -> bool:
 
 @pytest.mark.parametrize("said", [b"", b"POST /v1/tra", HEAD, HEAD + b"Content-Length: 4\r\n"])
 async def test_a_header_has_a_deadline(receiver: Receiver, monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
-    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.3)
+    monkeypatch.setattr(server, "HEADER_SECONDS", 0.3)
     reader, writer = await connected(receiver)
     writer.write(said)
     assert await ended(reader)
@@ -52,7 +52,7 @@ async def test_a_header_has_a_deadline(receiver: Receiver, monkeypatch: pytest.M
 async def test_a_header_that_comes_after_another_request_has_a_deadline_too(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.3)
+    monkeypatch.setattr(server, "HEADER_SECONDS", 0.3)
     reader, writer = await connected(receiver)
     writer.write(HEAD + f"Content-Length: {len(GOOD)}\r\n\r\n".encode() + GOOD)
     assert b" 200 " in await reader.readline()
@@ -63,7 +63,7 @@ async def test_a_header_that_comes_after_another_request_has_a_deadline_too(
 
 async def test_a_body_has_its_own_deadline(receiver: Receiver, inbox: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large batch may arrive slowly."""
-    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.2)
+    monkeypatch.setattr(server, "HEADER_SECONDS", 0.2)
     reader, writer = await connected(receiver)
     writer.write(HEAD + f"Content-Length: {len(GOOD)}\r\n\r\n".encode() + GOOD[:9])
     await asyncio.sleep(0.6)
@@ -76,8 +76,8 @@ async def test_a_body_has_its_own_deadline(receiver: Receiver, inbox: Path, monk
 async def test_connections_beyond_the_limit_are_closed_and_it_is_told_once(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 4)
-    monkeypatch.setattr(connections.Protocol, "too_many", LogRateLimit())
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(server.Protocol, "too_many", LogRateLimit())
     idle = [await connected(receiver) for _ in range(4)]
     while len(receiver._server.server_state.connections) < 4:  # type: ignore[union-attr]
         await asyncio.sleep(0.01)
@@ -97,7 +97,7 @@ async def test_connections_beyond_the_limit_are_closed_and_it_is_told_once(
 @pytest.mark.parametrize("soft", [256, 1024, 65_536, resource.RLIM_INFINITY])
 def test_the_limit_leaves_descriptors_for_the_rest(monkeypatch: pytest.MonkeyPatch, soft: int) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft))
-    assert 0 < max_connections() <= (connections.MAX_CONNECTIONS if soft < 0 else soft / 2)
+    assert 0 < max_connections() <= (server.MAX_CONNECTIONS if soft < 0 else soft / 2)
 
 
 async def test_connections_that_cannot_be_accepted_are_told_at_a_rate(

@@ -17,7 +17,7 @@ import pytest
 from flywheel.errors import ReceiverError
 from flywheel.sources.otlp import Receiver, inbox_path
 from flywheel.sources.otlp.inbox import Row
-from flywheel.sources.otlp.service import READ_SECONDS, TracesEndpoint
+from flywheel.sources.otlp.server import READ_SECONDS, TracesEndpoint
 from tests.sources.otlp.exporting import PROTOBUF, ids, request, span
 from tests.sources.studio.reading import read_all
 

@@ -11,8 +11,7 @@ import pytest
 
 from flywheel import exclusion
 from flywheel.batch import entry_of
-from flywheel.exclusion import Exclusion
-from flywheel.models import Models
+from flywheel.exclusion import Exclusion, TrainedModels
 from flywheel.request_id import BASE_VERSION, new_request_id
 from flywheel.states import Split
 from flywheel.task import Task, task_id
@@ -20,7 +19,7 @@ from flywheel.trace import Reply, Selection
 from tests.sources.studio.reading import MUCH_LATER, by_id, read_all
 from tests.sources.studio.writer import DATA, NAMES, Studio, agent, chat, message, part
 
-OURS = Models("my-agent", "/models/base")
+OURS = TrainedModels("my-agent", "/models/base")
 FIXTURE = "agentscope_2_0_10"
 SENT = [message("system", part("s")), message("user", part("What is 1 + 1?"))]
 HIDDEN = message("assistant")
@@ -85,7 +84,7 @@ def test_an_exact_prompt_is_what_the_model_call_records(name: str) -> None:
         assert line_of(reply)["prompt"][0]["role"] == "system"
 
 
-def told(path: Path, *spans: dict[str, Any], models: Models = OURS) -> Reply:
+def told(path: Path, *spans: dict[str, Any], models: TrainedModels = OURS) -> Reply:
     studio = Studio(path / "studio.sqlite")
     studio.write(*spans)
     found, dead, _ = read_all(studio.path, selection=Selection(models=models))

@@ -19,7 +19,7 @@ from flywheel.sources.studio import conversion, database, page, reader, row
 from flywheel.sources.studio.reader import StudioReader
 from flywheel.sources.studio.span import Span
 from flywheel.sources.studio.trace_tree import Tree
-from flywheel.sources.studio_connector import StudioFeed
+from flywheel.sources.studio_connector import StudioConnector
 from flywheel.store.database import Store
 from flywheel.trace import Cursor, Reply, Selection
 from tests.sources.studio.reading import NOW, Ledger, by_id, read_all
@@ -335,16 +335,16 @@ def recorded(output: str) -> dict[str, Any]:
 async def entries_of_all(studio: Studio, folder: Path, *, in_process: bool) -> list[Batch]:
     config = parse({"state": {"dir": "state"}, "sources": [{"path": str(studio.path)}]}, "the test's", folder)
     store = await Store.open(folder / "state")
-    feed = StudioFeed(studio.path, config, store)
+    connector = StudioConnector(studio.path, config, store)
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(studio_connector, "LONG_ROWS", 5 if in_process else 10**9)
             patch.setattr(studio_connector, "ENOUGH", 10**9)
             patch.setattr(reader, "STEP_ROWS", 5)
             patch.setattr(page, "PAGE_ROWS", 5)
-            return [batch async for batch in feed.read(1, Cursor(), final=True)]
+            return [batch async for batch in connector.read(1, Cursor(), final=True)]
     finally:
-        await feed.close()
+        await connector.close()
         await store.close()
 
 

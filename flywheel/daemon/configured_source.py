@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 from flywheel.config import Config, JsonlSource, OtlpSource, SourceSettings
-from flywheel.models import Models
+from flywheel.exclusion import TrainedModels
 from flywheel.store import model_rules
 from flywheel.store.database import Store
 
@@ -33,7 +33,7 @@ async def apply_model_rules(store: Store, config: Config) -> None:
     if await store.read(model_rules.applied) == digest:
         return
 
-    def models_of(path: str) -> Models:
+    def models_of(path: str) -> TrainedModels:
         return config.models_of(source_of(config, Path(path)))
 
     after: int | None = 0

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, select
 
 from flywheel import exclusion
 from flywheel.config import Config, parse
-from flywheel.daemon.origins import apply_model_rules
+from flywheel.daemon.configured_source import apply_model_rules
 from flywheel.store import ledger, model_rules, schema
 from flywheel.store.database import Store
 from tests.samples import batch, reply

@@ -15,7 +15,7 @@ import xxhash
 from msgspec.structs import replace
 
 from flywheel.batch import Entry, line_bytes
-from flywheel.sources.jsonl.record import LineEntry
+from flywheel.sources.jsonl.record import JsonlEntry
 
 Redact = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -40,7 +40,7 @@ class _Holder:
         self._line: bytes | None = None
         self._says: bytes | None = None
 
-    def take(self, entry: LineEntry) -> None:
+    def take(self, entry: JsonlEntry) -> None:
         self.contents.add(entry.content)
         if entry.line and not self.is_task:
             self.is_task = True
@@ -58,7 +58,7 @@ class _Holder:
         return self._says
 
 
-class Names:
+class TaskIds:
     """Names of the lines that come one after the other; what they were given goes before what is stored.
 
     Lines are compared as they are stored: `redact` is what they still have to go through for that.
@@ -80,11 +80,11 @@ class Names:
         for holder in self._recent:
             holder.forget_line(self._redact)
         self._recent.clear()
-        return [self._named(entry, known, line_of) if isinstance(entry, LineEntry) else entry for entry in entries]
+        return [self._named(entry, known, line_of) if isinstance(entry, JsonlEntry) else entry for entry in entries]
 
     def _named(
-        self, entry: LineEntry, known: Mapping[str, Known], line_of: Callable[[str], bytes]
-    ) -> LineEntry | None:
+        self, entry: JsonlEntry, known: Mapping[str, Known], line_of: Callable[[str], bytes]
+    ) -> JsonlEntry | None:
         if entry.otherwise == entry.key:
             return entry
         holder = self._holders.get(entry.key)
@@ -99,7 +99,7 @@ class Names:
             return None
         return replace(entry, key=name, span_id=name, line=_renamed(entry.line, name))
 
-    def _is_its_own(self, entry: LineEntry, holder: _Holder, line_of: Callable[[str], bytes]) -> bool:
+    def _is_its_own(self, entry: JsonlEntry, holder: _Holder, line_of: Callable[[str], bytes]) -> bool:
         """Whether the id of a line is free or stands for the same."""
         if not holder.contents or entry.content in holder.contents:
             return True

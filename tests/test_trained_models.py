@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flywheel.models import ANY, Models
+from flywheel.exclusion import ANY_MODEL, TrainedModels
 
 
 @pytest.mark.parametrize(
@@ -21,10 +21,10 @@ from flywheel.models import ANY, Models
     ],
 )
 def test_the_alias_its_versions_and_its_base_are_own(model: str, adapter: str, own: bool) -> None:
-    models = Models("my-agent", "/models/base")
+    models = TrainedModels("my-agent", "/models/base")
     assert models.is_own(model, adapter) is own
     assert models.trains(model, adapter) is own
-    assert ANY.trains(model, adapter)
+    assert ANY_MODEL.trains(model, adapter)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,6 @@ def test_the_alias_its_versions_and_its_base_are_own(model: str, adapter: str, o
 def test_patterns_add_models_and_take_some_away(
     include: tuple[str, ...], exclude: tuple[str, ...], trained: set[str]
 ) -> None:
-    models = Models("my-agent", "/models/base", include, exclude)
+    models = TrainedModels("my-agent", "/models/base", include, exclude)
     names = ("my-agent", "gpt-4o", "gpt-5", "qwen-max")
     assert {name for name in names if models.trains(name, "")} == trained

@@ -13,10 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flywheel.config import Config, JsonlSource, OtlpSource
-from flywheel.daemon.ingestion import Ingestion
 from flywheel.daemon.stage import Stage
 from flywheel.errors import FlywheelError
-from flywheel.sources.connector import Intake
+from flywheel.sources.ingestion import Ingestion, SourceIngestion
 from flywheel.sources.otlp.inbox import inbox_path, prune
 from flywheel.sources.otlp.receiver import Receiver
 from flywheel.sources.watcher import Watcher
@@ -72,12 +71,12 @@ class SourceSupervisor:
         """Notice sources and directories that have appeared since."""
         if self._stopping.is_set() or self._watcher is None:
             return
-        for intake in self._ingestion.intakes():
-            if intake.path not in self._stages:
-                stage = Stage(f"source {source.path}", functools.partial(self._read, intake))
+        for source in self._ingestion.sources():
+            if source.path not in self._stages:
+                stage = Stage(f"source {source.path}", functools.partial(self._read, source))
                 self._run(stage)
-                self._stages[intake.path] = stage
-                self._watcher.watch(intake.path, stage.wake.set)
+                self._stages[source.path] = stage
+                self._watcher.watch(source.path, stage.wake.set)
                 stage.wake.set()
         self._watcher.refresh()
 
@@ -102,43 +101,43 @@ class SourceSupervisor:
     def _run(self, stage: Stage) -> None:
         self._running.add(asyncio.create_task(stage.run(self._stopping), name=stage.name))
 
-    async def _read(self, intake: Intake) -> None:
+    async def _read(self, source: SourceIngestion) -> None:
         await asyncio.sleep(GATHER_SECONDS)
-        report = await intake.read(stop=self._stopping)
+        report = await source.read(stop=self._stopping)
         if report.new:
             log.debug("%s: %d new tasks", report.path, report.new)
             self._tell(report.new)
         if report.error is not None:
             raise report.error
-        if intake.is_recheck_due:
-            self._tell_of(intake, await intake.look_back())
-        if intake.path not in self._sweeps and await intake.is_sweep_due():
-            self._sweeps[intake.path] = asyncio.create_task(self._sweep(intake))
-        self._wake_when_due(intake)
+        if source.is_rescan_due:
+            self._tell_of(source, await source.rescan())
+        if source.path not in self._sweeps and await source.is_full_scan_due():
+            self._sweeps[source.path] = asyncio.create_task(self._sweep(source))
+        self._wake_when_due(source)
 
-    def _wake_when_due(self, intake: Intake) -> None:
+    def _wake_when_due(self, source: SourceIngestion) -> None:
         """Each pass says anew when the next one is due; what the one before it said no longer holds."""
-        if (earlier := self._due.pop(intake.path, None)) is not None:
+        if (earlier := self._due.pop(source.path, None)) is not None:
             earlier.cancel()
-        if (due := intake.due_at) is not None:
-            wake = self._stages[intake.path].wake
-            self._due[intake.path] = asyncio.get_running_loop().call_later(
+        if (due := source.due_at) is not None:
+            wake = self._stages[source.path].wake
+            self._due[source.path] = asyncio.get_running_loop().call_later(
                 max(0.0, due - time.time()) + 0.001, wake.set
             )
 
-    async def _sweep(self, intake: Intake) -> None:
+    async def _sweep(self, source: SourceIngestion) -> None:
         try:
-            self._tell_of(intake, await intake.look_back(whole=True))
+            self._tell_of(source, await source.rescan(whole=True))
         except FlywheelError as error:
-            log.error("look through %s: %s", intake.path, error)
+            log.error("look through %s: %s", source.path, error)
         finally:
-            del self._sweeps[intake.path]
+            del self._sweeps[source.path]
 
-    def _tell_of(self, intake: Intake, found: Recorded) -> None:
+    def _tell_of(self, source: SourceIngestion, found: Recorded) -> None:
         if found.new_replies or found.retold:
             log.info(
                 "%s: %d replies had been missed, %d were changed in place",
-                intake.path,
+                source.path,
                 found.new_replies,
                 found.retold,
             )

@@ -1,35 +1,50 @@
-"""One source with the ledger: passes that bring what is new, looks back at what was changed, and its condition."""
+"""Ingestion: reads every configured source, stores its replies in the ledger and appends new tasks to the task file.
+
+`SourceIngestion` handles one source, `Ingestion` all of them.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from flywheel.batch import Batch
-from flywheel.config import IngestSettings
+from flywheel.config import Config, IngestSettings, JsonlSource, OtlpSource, SourceSettings, StudioSource
 from flywheel.errors import FlywheelError, SourceError, StoreError
+from flywheel.files import PRIVATE
+from flywheel.filtering.chain import redactor_of
 from flywheel.filtering.pii import Redactor
 from flywheel.sources import jsonl_connector
-from flywheel.sources.inherited import Inherited
+from flywheel.sources.jsonl.file import files_of
+from flywheel.sources.jsonl_connector import JsonlConnector
+from flywheel.sources.otlp.inbox import inbox_path
 from flywheel.sources.redaction import redacted
-from flywheel.sources.studio_connector import Progress, StudioFeed
+from flywheel.sources.studio_connector import Progress, Shares, StudioConnector
 from flywheel.store import ledger
+from flywheel.store.agentjet_file import AgentJetTasks
 from flywheel.store.database import Store
+from flywheel.store.export import TaskFile
 from flywheel.store.ledger import Recorded, SourceCounts
 from flywheel.store.transitions import utcnow
 from flywheel.trace import Cursor
 
-SWEEP_SHARE: Final = 0.2
+AT_ONCE = 8
+"""Sources that are read at the same time by a single pass over all of them, and files of lines at any time."""
+FOLLOW_SECONDS = 1.0
+"""How often the task file follows while a pass goes on: at the end of a long history little is left to write."""
+FULL_SCAN_SHARE: Final = 0.2
 """The share of the time that a look back at a whole source takes while it goes on."""
 
 
-class Feed(Protocol):
+class Connector(Protocol):
     """What brings one source's batches."""
 
     path: Path
@@ -76,20 +91,20 @@ class SourceReport:
         return report
 
 
-class Intake:
+class SourceIngestion:
     """One source. Passes and looks back take turns: what they store about a trace must come in order."""
 
     def __init__(
         self,
         store: Store,
-        feed: Feed,
+        connector: Connector,
         settings: IngestSettings,
         *,
         redact: Redactor | None = None,
-        inherited: Inherited | None = None,
+        agentjet_tasks: AgentJetTasks | None = None,
     ) -> None:
-        self.feed = feed
-        self._inherited = inherited
+        self.connector = connector
+        self._agentjet_tasks = agentjet_tasks
         self._redact = redact
         self._store = store
         self._settings = settings
@@ -104,7 +119,7 @@ class Intake:
 
     @property
     def path(self) -> Path:
-        return self.feed.path
+        return self.connector.path
 
     async def read(self, *, final: bool = False, stop: asyncio.Event | None = None) -> SourceReport:
         """One pass, to the end or to `stop`. What goes wrong is in the report.
@@ -118,14 +133,14 @@ class Intake:
             try:
                 number = await self._source()
                 cursor = await self._store.read(ledger.cursor_of, number)
-                async with aclosing(self.feed.read(number, cursor, final=final)) as batches:
+                async with aclosing(self.connector.read(number, cursor, final=final)) as batches:
                     while (batch := await _next(batches, stop)) is not None:
                         if _says_something(batch, cursor):
                             await self._record(batch, done)
                             moved = moved or (batch.cursor is not None and batch.cursor.rowid != cursor.rowid)
                             cursor = batch.cursor or cursor
             except (SourceError, StoreError) as failure:
-                self.feed.forget()
+                self.connector.forget()
                 error = failure
             if moved or not self._has_looked:
                 # What is new may come with changes in place; so may what happened while nobody looked.
@@ -133,13 +148,13 @@ class Intake:
                 self._has_looked = True
             return await self._report(done, cursor if error is None else None, error)
 
-    async def look_back(self, *, whole: bool = False, at_leisure: bool = True) -> Recorded:
+    async def rescan(self, *, whole: bool = False, throttled: bool = True) -> Recorded:
         """Look for what was changed in place: in the newest rows, or in all. Raises FlywheelError."""
         self._recheck_at = None
         done = Recorded()
-        if not isinstance(self.feed, StudioFeed):
+        if not isinstance(self.connector, StudioConnector):
             return done
-        look = self.feed.look_back(await self._source(), whole=whole)
+        look = self.connector.rescan(await self._source(), whole=whole)
         while True:
             began = time.monotonic()
             async with self._turn:
@@ -150,11 +165,11 @@ class Intake:
                     if _says_something(batch, None):
                         await self._record(batch, done)
                 except BaseException:
-                    self.feed.forget()
+                    self.connector.forget()
                     await look.close()
                     raise
-            if whole and at_leisure:
-                await asyncio.sleep((time.monotonic() - began) * (1 / SWEEP_SHARE - 1))
+            if whole and throttled:
+                await asyncio.sleep((time.monotonic() - began) * (1 / FULL_SCAN_SHARE - 1))
         if whole:
             self._swept_at = await self._swept()
         return done
@@ -162,15 +177,15 @@ class Intake:
     @property
     def due_at(self) -> float | None:
         """When this source should be looked at although nothing happens, seconds since 1970."""
-        return min((at for at in (self.feed.due_at, self._recheck_at) if at is not None), default=None)
+        return min((at for at in (self.connector.due_at, self._recheck_at) if at is not None), default=None)
 
     @property
-    def is_recheck_due(self) -> bool:
+    def is_rescan_due(self) -> bool:
         return self._recheck_at is not None and self._recheck_at <= time.time()
 
-    async def is_sweep_due(self) -> bool:
+    async def is_full_scan_due(self) -> bool:
         """Whether the whole source has not been compared with the ledger for long enough."""
-        if not isinstance(self.feed, StudioFeed):
+        if not isinstance(self.connector, StudioConnector):
             return False
         if self._swept_at is None:
             last = await self._store.read(ledger.swept_at, await self._source())
@@ -184,21 +199,21 @@ class Intake:
         return now
 
     async def close(self) -> None:
-        await self.feed.close()
+        await self.connector.close()
 
     async def _source(self) -> int:
         if self._number is None:
-            self._number = await self._store.write(ledger.source_id, str(self.path), self.feed.type)
+            self._number = await self._store.write(ledger.source_id, str(self.path), self.connector.type)
         return self._number
 
     async def _record(self, batch: Batch, done: Recorded) -> None:
-        if self._inherited is not None:
+        if self._agentjet_tasks is not None:
             # Before personal data leaves it: the file was written with what was there.
-            batch = await asyncio.to_thread(self._inherited.skipped, batch)
+            batch = await asyncio.to_thread(self._agentjet_tasks.skipped, batch)
         if self._redact is not None:
             batch = await asyncio.to_thread(redacted, batch, self._redact)
         recorded = await self._store.write(
-            jsonl_connector.record if self.feed.type == "jsonl" else ledger.record_batch,
+            jsonl_connector.record if self.connector.type == "jsonl" else ledger.record_batch,
             await self._source(),
             batch,
             train_ratio=self._settings.train_ratio,
@@ -219,8 +234,8 @@ class Intake:
             if cursor is not None:
                 self._warnings = self._warned(counts, cursor, tuple(dict.fromkeys(done.warnings)))
             noted = {
-                "schema": self.feed.schema,
-                "longest_read_ms": round(self.feed.longest_read_ms, 1),
+                "schema": self.connector.schema,
+                "longest_read_ms": round(self.connector.longest_read_ms, 1),
                 "condition": _condition(error),
                 "error": str(error or ""),
                 "warning": "; ".join(self._warnings),
@@ -230,17 +245,19 @@ class Intake:
                 self._noted = noted
         except StoreError as failure:
             return SourceReport(self.path, self._number, "", SourceCounts(0, 0, {}, 0), 0, (), error or failure)
-        return SourceReport(self.path, self._number, self.feed.schema, counts, done.new_tasks, self._warnings, error)
+        return SourceReport(
+            self.path, self._number, self.connector.schema, counts, done.new_tasks, self._warnings, error
+        )
 
     def _warned(self, counts: SourceCounts, cursor: Cursor, told: tuple[str, ...]) -> tuple[str, ...]:
         """A database without agents is told about for as long as it has none, never passed over in silence."""
-        if not isinstance(self.feed, StudioFeed) or counts.replies or not cursor.rowid:
+        if not isinstance(self.connector, StudioConnector) or counts.replies or not cursor.rowid:
             return told
-        if not self.feed.kinds:
+        if not self.connector.kinds:
             return self._warnings
-        found = ", ".join(f"{count} {kind}" for kind, count in self.feed.kinds.most_common())
+        found = ", ".join(f"{count} {kind}" for kind, count in self.connector.kinds.most_common())
         return (
-            f"{self.path} holds {self.feed.kinds.total()} spans and not one of them is an agent's ({found}): "
+            f"{self.path} holds {self.connector.kinds.total()} spans and not one of them is an agent's ({found}): "
             "only agents' replies become tasks. Trace the agent itself, with AgentScope's own tracing.",
         )
 
@@ -279,3 +296,106 @@ def _condition(error: FlywheelError | None) -> str:
 
 def _says_something(batch: Batch, cursor: Cursor | None) -> bool:
     return bool(batch.entries or batch.dead or batch.marks or batch.warnings or batch.cursor != cursor)
+
+
+class Ingestion:
+    """Reads all sources of a configuration into the store."""
+
+    def __init__(self, store: Store, config: Config, *, export_tasks: bool = True) -> None:
+        self._store = store
+        self._config = config
+        self._export = export_tasks
+        # Another program, of another user perhaps, reads it where it was told to be.
+        self._task_file = TaskFile(config.task_file, mode=PRIVATE if config.ingest.output is None else 0o666)
+        self._agentjet_tasks = AgentJetTasks(config.task_file)
+        self._redact = redactor_of(config.filter.chain)
+        self._shares = Shares()
+        self._line_threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="lines")
+        self._sources: dict[Path, SourceIngestion] = {}
+
+    def sources(self) -> list[SourceIngestion]:
+        """The sources there are now: the files of a directory come and go. The same one named twice is one."""
+        for source in self._config.sources:
+            match source:
+                case StudioSource():
+                    self._add(source.path.absolute(), "studio", source)
+                case OtlpSource():
+                    inbox = inbox_path(self._config.state_dir, source.listen)
+                    if inbox.exists():  # the daemon makes it when it begins to receive
+                        self._add(inbox, "otlp", source)
+                case JsonlSource():
+                    for file in _files(source.path.absolute()):
+                        self._add(file, "jsonl", source)
+        return list(self._sources.values())
+
+    def _add(self, path: Path, kind: str, source: SourceSettings) -> None:
+        if path not in self._sources:
+            models = self._config.models_of(source)
+            connector = (
+                JsonlConnector(path, self._line_threads, models)
+                if kind == "jsonl"
+                else StudioConnector(path, self._config, self._store, kind=kind, shares=self._shares, models=models)
+            )
+            self._sources[path] = SourceIngestion(
+                self._store, connector, self._config.ingest, redact=self._redact, agentjet_tasks=self._agentjet_tasks
+            )
+
+    async def run(
+        self, *, final: bool = False, sweep: bool = False, stop: asyncio.Event | None = None
+    ) -> list[SourceReport]:
+        """One pass. A source that fails reports its error and leaves the others alone.
+
+        `final` closes replies at once instead of waiting for their traces to settle; `sweep` compares whole sources
+        with the ledger instead of their newest rows. After `stop` passes end at their next batch.
+        """
+        seats = asyncio.Semaphore(AT_ONCE)
+
+        async def one(source: SourceIngestion) -> SourceReport:
+            async with seats:
+                report = await source.read(final=final, stop=stop)
+                is_stopped = stop is not None and stop.is_set()
+                if report.error is None and not is_stopped and (source.is_rescan_due or sweep):
+                    found = await source.rescan(whole=sweep, throttled=False)
+                    # Traces that were found to be open are waited for by a pass.
+                    again = await source.read(final=final, stop=stop)
+                    warnings = tuple(dict.fromkeys((*report.warnings, *again.warnings)))
+                    new = report.new + found.new_tasks + again.new
+                    report = replace(again, new=new, warnings=warnings)
+                return report
+
+        done = asyncio.Event()
+        following = asyncio.create_task(self._follow(done))
+        try:
+            reports = await asyncio.gather(*(one(source) for source in self.sources()))
+        finally:
+            done.set()
+            await following
+        await self.export()
+        return list(reports)
+
+    async def export(self) -> None:
+        """Append what is new to the task file."""
+        if self._export:
+            await self._task_file.follow(self._store)
+
+    async def _follow(self, done: asyncio.Event) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(done.wait(), FOLLOW_SECONDS)
+                return
+            with contextlib.suppress(StoreError):
+                # What goes wrong is told at the end, if it still does then.
+                await self.export()
+
+    async def close(self) -> None:
+        for source in self._sources.values():
+            await source.close()
+        self._line_threads.shutdown()
+
+
+def _files(path: Path) -> list[Path]:
+    """The files of a source of lines; its own path if they cannot be listed, for reading it tells why."""
+    try:
+        return files_of(path)
+    except SourceError:
+        return [path]
