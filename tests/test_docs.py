@@ -86,7 +86,7 @@ def test_every_rubric_and_chain_in_the_pages_is_valid(tmp_path: Path) -> None:
 
 def test_every_state_of_a_task_and_every_reason_to_skip_a_reply_is_on_the_operations_page() -> None:
     page_text = (ROOT / "docs" / "operations.md").read_text()
-    for head, values in (("| a task is | when |", TaskState), ("| reason | what it was |", SkipReason)):
+    for head, values in (("| a task is | when |", TaskState), ("| reason | meaning |", SkipReason)):
         assert first_cells(page_text, head) == {value.value for value in values}
 
 
