@@ -1,4 +1,5 @@
-# Two commands do everything: `make demo` turns the wheel, `make test` proves that it turns.
+# Two commands do everything: `make demo` turns the wheel, `make test` proves that it turns. `make test-quick` leaves out
+# what is slow, `make test-soak` is ten minutes beside Studio, `make test-all` is everything, long demo and soak included.
 # Both install into .venv what is missing; `make install EXTRA=gpu` prepares a machine with a GPU.
 
 PYTHON ?= python3
@@ -11,7 +12,11 @@ TORCH_INDEX := https://download.pytorch.org/whl/cpu
 LISTS := $(if $(filter cpu,$(EXTRA)),requirements/torch-cpu.txt) requirements/$(EXTRA).txt requirements/dev.txt
 READY := $(VENV)/installed-$(EXTRA)
 
-.PHONY: install demo test test-quick check clean
+PYTEST := $(BIN)/python -m pytest
+# Two workers share the tests, as tests/conftest.py divides them.
+WORKERS := -n 2 --no-loadscope-reorder
+
+.PHONY: install demo test test-quick test-soak test-all check clean
 
 install: $(READY)
 
@@ -38,10 +43,16 @@ check: $(READY)
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/python -m pytest
+	$(PYTEST) $(WORKERS)
 
 test-quick: $(READY)
-	$(BIN)/python -m pytest -m "not slow and not e2e and not gpu"
+	$(PYTEST) $(WORKERS) -m "not slow and not e2e and not gpu and not long"
+
+test-soak: $(READY)
+	FLYWHEEL_SOAK_SECONDS=600 $(PYTEST) tests/sources/studio/test_manners.py
+
+test-all: check
+	FLYWHEEL_SOAK_SECONDS=600 $(PYTEST) $(WORKERS) -m "not gpu"
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info demo-run

@@ -1,4 +1,4 @@
-"""What several areas' tests share: one real vLLM server for the whole session, and ten minutes beside Studio."""
+"""What several areas' tests share: one real vLLM server for the whole session, and a soak beside Studio."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import httpx2
@@ -28,7 +29,18 @@ from flywheel.serving.restart import alias_file, base_name
 ROOT = Path(__file__).parent.parent
 POLICY = ROOT / "demo" / "policy"
 START_SECONDS = 300
-BESIDE_SECONDS = 600
+SOAK_SECONDS = float(os.environ.get("FLYWHEEL_SOAK_SECONDS", "60"))
+GROUPS = {
+    "rounds": ("training/test_round.py", "sources/studio/test_manners.py"),
+    "vllm": ("serving/test_vllm.py", "judge/test_vllm.py", "training/test_chat.py"),
+    "ray": ("training/test_engine.py", "training/test_engine_memory.py", "training/test_collector.py",
+            "training/test_two_nodes.py"),
+    "demo": ("demo/test_demo.py",),
+    "torch": ("formats/test_agentscope.py", "formats/test_fixtures.py", "formats/test_trl.py", "formats/test_verl.py",
+              "training/test_grpo.py", "training/test_recorded_tokens.py"),
+}  # fmt: skip
+"""Modules that share a server, a cluster or a costly import, in the order in which they begin."""
+GROUP_OF = {f"tests/{module}": group for group, modules in GROUPS.items() for module in modules}
 
 # How long an example takes says how busy the machine is, and nothing else.
 hypothesis.settings.register_profile("flywheel", deadline=None)
@@ -188,25 +200,51 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory, adapters: dict[str, Ma
         stop_server(process)
 
 
+def module_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What waits for something that began with the run comes last."""
-    items.sort(key=lambda item: item.get_closest_marker("last") is not None)
+    """What is slow begins first, so that no worker is left with a long module at the end."""
+    slow = {module_of(item) for item in items if item.get_closest_marker("slow")}
+    groups = list(GROUPS)
+
+    def place(item: pytest.Item) -> tuple[bool, int]:
+        module = module_of(item)
+        group = GROUP_OF.get(module)
+        begins = groups.index(group) if group else len(groups) + (module not in slow)
+        return item.get_closest_marker("last") is not None, begins
+
+    items.sort(key=place)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Gives each module or group of modules to one worker, so that what its tests share exists once."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            module = nodeid.partition("::")[0]
+            return GROUP_OF.get(module, module)
+
+    return Groups(config, log)
+
+
+@pytest.fixture(scope="session")
 def beside_studio(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[subprocess.Popen[bytes] | None]:
-    """Flywheel beside Studio servers for ten minutes, begun with the first test if a test is selected that asks.
+    """Flywheel beside Studio servers, in the background of the tests of the same group, if its own test is selected.
 
-    The process works in the folder that is its argument; closing its standard input ends it.
+    The process works in the folder that is its argument. It ends when its standard input is closed.
     """
     if not any(item.get_closest_marker("last") for item in request.session.items):
         yield None
         return
     folder = tmp_path_factory.mktemp("beside")
-    command = [sys.executable, "-m", "tests.sources.studio.beside", str(folder), str(BESIDE_SECONDS)]
+    command = [sys.executable, "-m", "tests.sources.studio.beside", str(folder), str(SOAK_SECONDS)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, start_new_session=True) as process:
         try:
             yield process

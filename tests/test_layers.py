@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import for_each
+
 PACKAGE = Path(__file__).parent.parent / "flywheel"
 
 LAYERS: dict[str, int] = {
@@ -109,7 +111,7 @@ def violations(path: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+@for_each("path", modules())
 def test_imports_go_down(path: Path) -> None:
     if path.name in ("__init__.py", "__main__.py") and path.parent == PACKAGE:
         return

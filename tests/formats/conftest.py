@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import pytest
 
 from tests.cli.conftest import Run, flywheel
 from tests.formats.filling import Judged, fill
 
+if TYPE_CHECKING:
+    import datasets
+
 __all__ = ["flywheel"]
+
+TRL = importlib.util.find_spec("trl")
+assert TRL is not None and TRL.origin is not None
+TEMPLATES = Path(TRL.origin).parent / "chat_templates"
+"""The chat templates that TRL ships. TRL and `datasets` take seconds to import: tests do it when they run."""
 
 Exported = Callable[..., Path]
 Load = Callable[..., "datasets.Dataset"]
@@ -38,6 +46,8 @@ def exported(flywheel: Run, tmp_path: Path) -> Exported:
 @pytest.fixture
 def load(tmp_path: Path) -> Load:
     """`datasets.load_dataset` of one file, with its cache in the test's directory."""
+
+    import datasets
 
     def load(path: Path, **options: Any) -> datasets.Dataset:
         kind = "parquet" if path.suffix == ".parquet" else "json"

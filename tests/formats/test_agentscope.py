@@ -6,14 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 from pydantic import BaseModel, ConfigDict
-from transformers import AutoTokenizer
 
 from flywheel.task import qa_hash
 from tests.conftest import POLICY
-from tests.formats.conftest import Exported
+from tests.formats.conftest import TEMPLATES, Exported
 from tests.formats.filling import after_tools, every_kind, good, later_turn, line, lines, reply, with_tools
 
 # AgentJet
@@ -44,6 +42,8 @@ def test_agentjet_gets_every_kind_of_task(exported: Exported) -> None:
 def test_agentjet_makes_its_data_set_of_the_tasks(exported: Exported) -> None:
     """As its `task_to_standard_dataset` does."""
     rows = lines(exported("agentjet", [good(told) for told in every_kind()]))
+    import datasets
+
     made = datasets.Dataset.from_dict({key: [row[key] for row in rows] for key in Task.model_fields})
     assert [row["metadata"] for row in made] == [row["metadata"] for row in rows]
 
@@ -66,6 +66,8 @@ def test_agentjet_gets_reference_and_history(exported: Exported) -> None:
 
 def read(path: Path, cache: Path) -> list[dict[str, Any]]:
     """As its file readers do: the path of a directory, and a split."""
+    import datasets
+
     return list(datasets.load_dataset(str(path.parent), split="train", cache_dir=str(cache)))
 
 
@@ -82,11 +84,12 @@ def test_trinity_workflows_get_question_and_answer(exported: Exported, tmp_path:
 @pytest.mark.parametrize("template", ["qwen3", "qwen3_5_nothink", "llama3_1"])
 def test_trinity_trains_on_messages_and_tools(exported: Exported, tmp_path: Path, template: str) -> None:
     """Its SFT formatter decodes both columns and renders them, and all but the last message as the prompt."""
-    import trl
 
     path = exported("trinity", [good(told) for told in every_kind()])
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(str(POLICY))
-    tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / f"{template}.jinja").read_text()
+    tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
     rows = read(path, tmp_path / "cache")
     assert rows == lines(path)
     assert len(rows) == 6
@@ -103,6 +106,8 @@ def test_trinity_trains_on_messages_and_tools(exported: Exported, tmp_path: Path
 def test_trinity_columns_have_one_type_however_rows_differ(exported: Exported, tmp_path: Path) -> None:
     entries = [good(reply(number)) for number in range(100)] + [good(with_tools(200)), good(after_tools(201))]
     path = exported("trinity", entries)
+    import datasets
+
     made = datasets.load_dataset(
         "json", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"), chunksize=2_000
     )

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import trl
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
-from trl.data_utils import is_conversational, maybe_apply_chat_template
 
 from tests.conftest import POLICY
-from tests.formats.conftest import Exported, Load
+from tests.formats.conftest import TEMPLATES, Exported, Load
 from tests.formats.filling import (
     CALCULATE,
     LOOK_UP,
@@ -28,11 +25,14 @@ from tests.formats.filling import (
     with_tools,
 )
 
-TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
     return AutoTokenizer.from_pretrained(str(POLICY))
 
 
@@ -43,6 +43,8 @@ def template(request: pytest.FixtureRequest) -> str:
 
 
 def rendered(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], template: str) -> dict[str, str]:
+    from trl.data_utils import is_conversational, maybe_apply_chat_template
+
     assert is_conversational(row)
     tools = json.loads(row["tools"])
     done: dict[str, str] = maybe_apply_chat_template(row, tokenizer, tools=tools, chat_template=template)
@@ -196,6 +198,9 @@ def chatty(tokenizer: PreTrainedTokenizerBase, template: str) -> PreTrainedToken
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_sft_trains_on_the_reply_alone(exported: Exported, load: Load, tmp_path: Path) -> None:
+    import trl
+    from transformers import AutoTokenizer
+
     tokenizer = chatty(AutoTokenizer.from_pretrained(str(POLICY)), "qwen3_training.jinja")
     rows = load(exported("trl-sft", [good(with_tools(1)), good(later_turn(2))]))
     trainer = trl.SFTTrainer(
@@ -219,6 +224,9 @@ def test_sft_trains_on_the_reply_alone(exported: Exported, load: Load, tmp_path:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_dpo_trains_on_the_pairs(exported: Exported, load: Load, tmp_path: Path) -> None:
+    import trl
+    from transformers import AutoTokenizer
+
     tokenizer = chatty(AutoTokenizer.from_pretrained(str(POLICY)), "qwen3.jinja")
     entries = [
         *pair(1, 0.9, 0.2),
@@ -237,6 +245,9 @@ def test_dpo_trains_on_the_pairs(exported: Exported, load: Load, tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_grpo_hands_the_columns_to_the_reward_function(exported: Exported, load: Load, tmp_path: Path) -> None:
+    import trl
+    from transformers import AutoTokenizer
+
     tokenizer = chatty(AutoTokenizer.from_pretrained(str(POLICY)), "qwen3.jinja")
     seen: list[tuple[str, float]] = []
 

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import io
 import json
-from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
-import trl
-from transformers import AutoTokenizer
 
 from flywheel.formats.format import Sample
 from flywheel.formats.verl import verl
 from flywheel.formats.writer import ROW_GROUP, VerlTable
 from flywheel.states import TaskState
 from tests.conftest import POLICY
-from tests.formats.conftest import Exported, Load
+from tests.formats.conftest import TEMPLATES, Exported, Load
 from tests.formats.filling import Judged, after_tools, every_kind, good, later_turn, line, reply, with_tools
 
 
@@ -41,8 +37,10 @@ def test_every_prompt_is_rendered(exported: Exported, load: Load, template: str,
     told = [one for one in every_kind() if history_with_tools or one.query != "And half?"]
     rows = load(exported("verl", [good(one) for one in told]))
     assert len(rows) == len(told) - 1
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(str(POLICY))
-    tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / f"{template}.jinja").read_text()
+    tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
     if history_with_tools and template == "llama3_1":
         # What the page on export says of such a file: this template takes a null for a list of tool calls.
         with pytest.raises(TypeError):
@@ -68,6 +66,8 @@ def test_rows_are_written_in_groups_and_all_of_them() -> None:
     for number in range(ROW_GROUP * 2 + 7):
         table.write(verl(Sample(line(kinds[number % 3]), TaskState.ACCEPTED, 1.0)))
     table.close()
+    import pyarrow.parquet as pq
+
     made = pq.ParquetFile(io.BytesIO(file.getvalue()))
     assert [made.metadata.row_group(at).num_rows for at in range(made.num_row_groups)] == [ROW_GROUP, ROW_GROUP, 7]
     last = made.read().slice(ROW_GROUP * 2 + 6).to_pylist()

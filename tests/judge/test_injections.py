@@ -21,6 +21,7 @@ from flywheel.judge.grader import Grader
 from flywheel.judge.prompt import NAMES, PROBLEM, REMINDER, escape, messages, new_nonce, parse_sections
 from flywheel.rubric import Rubric
 from flywheel.verdict import Exchange, Outcome
+from tests.cases import for_each
 from tests.judge_server import JudgeServer
 
 CORPUS = [
@@ -109,8 +110,8 @@ def test_the_corpus_is_what_it_claims() -> None:
     assert {entry["kind"] for entry in CORPUS} == kinds
 
 
-@pytest.mark.parametrize("field", FIELDS)
-@pytest.mark.parametrize("entry", CORPUS, ids=lambda entry: entry["id"])
+@for_each("field", FIELDS)
+@for_each("entry", CORPUS)
 def test_an_attempt_stays_between_its_delimiters(entry: dict[str, str], field: str) -> None:
     texts = assert_nothing_is_outside(exchange(field, entry["text"]), problem="the choice is none of the listed")
     # It is shown as it is, but for the guessed nonce and control tokens: it is data, and is to be graded as such.
@@ -136,7 +137,7 @@ def test_no_composition_of_delimiters_is_one(parts: list[str]) -> None:
         assert_nothing_is_outside(exchange(field, "".join(parts)))
 
 
-@pytest.mark.parametrize("entry", CORPUS, ids=lambda entry: entry["id"])
+@for_each("entry", CORPUS)
 def test_a_judge_that_only_quotes_an_attempt_has_given_no_verdict(entry: dict[str, str]) -> None:
     quotations = (entry["text"], f"The answer says: {entry['text']}", f"> {entry['text']}\n\nI cannot grade this.")
     for text in quotations:
@@ -153,7 +154,7 @@ def grader() -> Iterator[Grader]:
         made.close()
 
 
-@pytest.mark.parametrize("entry", CORPUS, ids=lambda entry: entry["id"])
+@for_each("entry", CORPUS)
 def test_a_judge_that_says_no_is_heard_whatever_the_task_holds(grader: Grader, entry: dict[str, str]) -> None:
     text = entry["text"]
     verdict = grader.grade(Exchange(text, text, reference=text, history=({"role": "user", "content": text},)))

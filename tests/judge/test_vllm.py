@@ -19,7 +19,9 @@ from flywheel.rubric import Rubric
 from flywheel.verdict import Exchange, Outcome
 from tests.conftest import POLICY, free_port, serve_config, start_server, stop_server
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+]
 
 RUBRIC = Rubric.model_validate(
     {"id": "r", "criteria": [{"id": "good", "value": "It is good.", "choices": ["poor", "fair", "fine"]}]}

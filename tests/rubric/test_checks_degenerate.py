@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
 from flywheel.rubric import Criterion
 from flywheel.rubric.checks import check
 from flywheel.rubric.checks.markdown import split
 from flywheel.verdict import CriterionResult, Exchange
+from tests.cases import for_each
 from tests.judge.legitimate import LEGITIMATE
 from tests.rubric.degenerate_texts import BROKEN, LOOPS, TOOL_TEXTS
 
@@ -18,27 +17,27 @@ def checked(answer: str) -> CriterionResult:
     return check(CRITERION, Exchange("q", answer))
 
 
-@pytest.mark.parametrize("name", LEGITIMATE)
+@for_each("name", LEGITIMATE)
 def test_a_legitimate_answer_is_no_false_alarm(name: str) -> None:
     result = checked(LEGITIMATE[name])
     assert result.passed, result.reason
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@for_each("name", LOOPS)
 def test_every_loop_is_caught(name: str) -> None:
     result = checked(LOOPS[name])
     assert not result.passed
     assert "repeated" in result.reason or "word groups" in result.reason
 
 
-@pytest.mark.parametrize("name", TOOL_TEXTS)
+@for_each("name", TOOL_TEXTS)
 def test_a_tool_call_that_became_text_is_caught(name: str) -> None:
     result = checked(TOOL_TEXTS[name])
     assert not result.passed
     assert "tool call" in result.reason or "chat template" in result.reason
 
 
-@pytest.mark.parametrize("name", BROKEN)
+@for_each("name", BROKEN)
 def test_broken_encoding_is_caught(name: str) -> None:
     result = checked(BROKEN[name])
     assert not result.passed
@@ -59,7 +58,7 @@ def test_a_very_long_answer_is_no_burden() -> None:
     assert not checked(words + " and again" * 400).passed
 
 
-@pytest.mark.parametrize("fence", ["`", "~"])
+@for_each("fence", ["`", "~"])
 def test_a_fence_that_never_ends_is_gone_through_once(fence: str) -> None:
     """And not once more for each of its characters, which takes minutes."""
     text = fence * 1_000_000

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
-
 from flywheel.rubric import Criterion
 from flywheel.rubric.checks import check
 from flywheel.verdict import CriterionResult, Exchange
+from tests.cases import for_each
 from tests.judge.legitimate import LEGITIMATE
 
 QUESTIONS = {
@@ -54,13 +53,13 @@ def checked(query: str, answer: str, value: str = "") -> CriterionResult:
     return check(Criterion(id="language", type="language", value=value), Exchange(query, answer))
 
 
-@pytest.mark.parametrize("code", QUESTIONS)
+@for_each("code", QUESTIONS)
 def test_an_answer_in_the_language_of_the_question_passes_in_any_pair(code: str) -> None:
     assert checked(QUESTIONS[code], ANSWERS[code]).passed
     assert checked("?", ANSWERS[code], code).passed
 
 
-@pytest.mark.parametrize(("asked", "spoken"), list(itertools.permutations(QUESTIONS, 2)))
+@for_each(("asked", "spoken"), list(itertools.permutations(QUESTIONS, 2)))
 def test_an_answer_in_another_language_is_found(asked: str, spoken: str) -> None:
     for query, value in ((QUESTIONS[asked], ""), ("?", asked)):
         result = checked(query, ANSWERS[spoken], value)
@@ -84,8 +83,8 @@ SHORT = [
 ]
 
 
-@pytest.mark.parametrize("answer", SHORT)
-@pytest.mark.parametrize("code", ["en", "de", "zh", "ar"])
+@for_each("answer", SHORT)
+@for_each("code", ["en", "de", "zh", "ar"])
 def test_a_short_answer_is_no_false_alarm(code: str, answer: str) -> None:
     assert checked(QUESTIONS[code], answer).passed
 
@@ -106,14 +105,14 @@ MIXED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MIXED)
+@for_each("name", MIXED)
 def test_a_mixed_answer_is_no_false_alarm(name: str) -> None:
     code, answer = MIXED[name]
     result = checked(QUESTIONS[code], answer)
     assert result.passed, result.reason
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("query", "answer"),
     [
         ("Please translate into French: The square of the longest side.", ANSWERS["fr"]),
@@ -132,7 +131,7 @@ def test_a_question_that_leaves_the_language_open_is_no_alarm(query: str, answer
     assert result.passed, result.reason
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("asked", "spoken"),
     [
         ("Hvad er hovedstaden i Danmark, og hvor mange mennesker bor der i byen i dag?",
@@ -160,13 +159,13 @@ FOREIGN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name for name in LEGITIMATE if name not in FOREIGN])
+@for_each("name", [name for name in LEGITIMATE if name not in FOREIGN])
 def test_strange_answers_to_an_english_question_are_no_false_alarm(name: str) -> None:
     result = checked(QUESTIONS["en"], LEGITIMATE[name])
     assert result.passed, result.reason
 
 
-@pytest.mark.parametrize("value", ["de", "German", "german", "de-AT", "deutsch"])
+@for_each("value", ["de", "German", "german", "de-AT", "deutsch"])
 def test_a_language_can_be_named_in_several_ways(value: str) -> None:
     assert checked("?", ANSWERS["de"], value).passed
     assert not checked("?", ANSWERS["fr"], value).passed

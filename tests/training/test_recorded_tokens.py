@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from transformers import AutoTokenizer
-
 from flywheel.training.prompts import TOLERANCE, Prompt, asked
 from tests.conftest import POLICY
 from tests.sources.studio.test_exactness import FIXTURE, line_of, replies
@@ -11,6 +9,8 @@ from tests.training.rollouts import task
 
 
 def test_only_prompts_without_a_hidden_message_are_as_long_as_what_was_sent() -> None:
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(POLICY)
     prompts = []
     for reply in replies(FIXTURE).values():

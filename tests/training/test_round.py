@@ -35,7 +35,12 @@ from flywheel.training.process import LOCK_FILE
 from tests.training.test_directory import POLICY
 from tests.waiting import wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    # It has the time of the rounds.
+    pytest.mark.usefixtures("beside_studio"),
+]
 
 STEPS, PROMPTS, GROUP = 3, 4, 8
 HELD_OUT, SAMPLES = 12, 2

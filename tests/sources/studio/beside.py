@@ -1,7 +1,8 @@
 """Studio servers and Flywheel beside each other for a while, in the background: what happened, as JSON.
 
-`python -m tests.sources.studio.beside FOLDER SECONDS` writes FOLDER/result.json at the end. It ends early, without a
-result, when its standard input does, and takes everything with it that it started.
+`python -m tests.sources.studio.beside FOLDER SECONDS` spreads the servers' commits over about so many seconds and
+writes FOLDER/result.json at the end. It ends early, without a result, when its standard input does, and takes
+everything with it that it started.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from tests.sources.studio.reading import MUCH_LATER, by_id, read_all
 CYCLES = {"old": 54, "new_v1": 67}
 """How often each fixture is in its database at the beginning: 50,000 spans together."""
 SEED = 7
+COMMITS = 600
+"""Of each server, however long they take."""
 CATCH_UP_SECONDS = 400.0
 NICENESS = 10
 
@@ -53,14 +56,15 @@ class Server:
         return report
 
 
-def configured(folder: Path, paths: list[Path]) -> Path:
+def configured(folder: Path, paths: list[Path], seconds: float) -> Path:
+    sweep = min(45.0, seconds / 4)
     file = folder / "flywheel.yaml"
     file.write_text(
         json.dumps(
             {
                 "state": {"dir": "state"},
                 "sources": [{"path": str(path)} for path in paths],
-                "ingest": {"settle_seconds": 0.5, "poll_seconds": 0.5, "sweep_seconds": 45, "abandon_seconds": 30},
+                "ingest": {"settle_seconds": 0.5, "poll_seconds": 0.5, "sweep_seconds": sweep, "abandon_seconds": 30},
                 # Nobody answers there: what is told of stays open for changes.
                 "judge": {"base_url": "http://127.0.0.1:9/v1", "model": "none"},
                 "serving": {"urls": ["http://127.0.0.1:9"]},
@@ -142,17 +146,17 @@ def turn(folder: Path, seconds: float, log: IO[bytes], children: list[subprocess
     for name, cycles in CYCLES.items():
         (folder / name).mkdir()
         path = server.filled(folder / name / "database.sqlite", name, cycles)
-        command = ["tests.sources.studio.server", str(path), name, str(SEED), str(cycles)]
+        pause = str(seconds / COMMITS)
+        command = ["tests.sources.studio.server", str(path), name, str(SEED), str(cycles), str(COMMITS), pause]
         process = begun(command, log, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         children.append(process)
         servers.append(Server(name, path, process, set()))
-    config_file = configured(folder, [each.path for each in servers])
+    config_file = configured(folder, [each.path for each in servers], seconds)
     config = load(config_file)
     state = config.state_dir / "state.db"
     daemon = begun(["flywheel", "run", "-c", str(config_file)], log)
     children.append(daemon)
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    while any(each.process.poll() is None for each in servers):
         waited(0.25)
         for each in servers:
             each.sample()

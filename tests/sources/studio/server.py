@@ -1,8 +1,9 @@
-"""Writes to its database as a Studio server does: `python -m tests.sources.studio.server PATH NAME SEED`.
+"""Writes to its database as a Studio server does.
 
-NAME is a fixture, whose rows it stores over and over under new ids, until its standard input ends; the cycle it is in
-is finished then. The old server (generation 1) waits a second for a lock; the new one waits five, and spans that come
-a second time are updated in their rows. What became of its commits is printed as JSON.
+`python -m tests.sources.studio.server PATH NAME SEED FIRST_CYCLE COMMITS PAUSE`: NAME is a fixture, whose rows it
+stores over and over under new ids, with pauses of PAUSE seconds on average, until it has made COMMITS or its standard
+input ends. The cycle it is in is finished then. The old server (generation 1) waits a second for a lock; the new one
+waits five, and spans that come a second time are updated in their rows. The result is printed as JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from tests.sources.studio.writer import GENERATION, empty_like, renamed
 
 BUSY_SECONDS = {"generation 1": 1.0, "generation 2": 5.0}
 MOST_ROWS = 108
-PAUSE_SECONDS = (0.1, 1.9)
 
 Row = tuple[Any, ...]
 ID, ATTRIBUTES = 0, {"generation 1": 5, "generation 2": 10}
@@ -84,7 +84,7 @@ def store(database: sqlite3.Connection, name: str, commit: Sequence[Row]) -> Non
             database.execute(f"INSERT INTO span_table VALUES ({','.join('?' * len(row))})", row)
 
 
-def serve(path: Path, name: str, seed: int, first_cycle: int) -> dict[str, Any]:
+def serve(path: Path, name: str, seed: int, first_cycle: int, wanted: int, pause: float) -> dict[str, Any]:
     database = sqlite3.connect(path, timeout=BUSY_SECONDS[GENERATION[name]], isolation_level=None)
     database.execute("PRAGMA journal_mode = DELETE")
     chance = random.Random(seed)
@@ -105,16 +105,17 @@ def serve(path: Path, name: str, seed: int, first_cycle: int) -> dict[str, Any]:
         longest = max(longest, time.perf_counter() - began)
         done += 1
         if is_ending:
-            time.sleep(0.1)
+            time.sleep(0.1 * pause)
         else:
-            is_ending = bool(select.select([sys.stdin], [], [], chance.uniform(*PAUSE_SECONDS))[0])
+            seconds = chance.uniform(0.1, 1.9) * pause
+            is_ending = done >= wanted or bool(select.select([sys.stdin], [], [], seconds)[0])
     database.close()
     return {"commits": done, "failures": failures, "longest_commit_ms": round(longest * 1000, 1)}
 
 
 def main() -> None:
-    path, name, seed, first_cycle = sys.argv[1:]
-    json.dump(serve(Path(path), name, int(seed), int(first_cycle)), sys.stdout)
+    path, name, seed, first_cycle, wanted, pause = sys.argv[1:]
+    json.dump(serve(Path(path), name, int(seed), int(first_cycle), int(wanted), float(pause)), sys.stdout)
 
 
 if __name__ == "__main__":

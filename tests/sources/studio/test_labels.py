@@ -13,6 +13,7 @@ from flywheel.config import IngestSettings
 from flywheel.sources.studio.reader import StudioReader
 from flywheel.states import SkipReason
 from flywheel.trace import Reply, SpanStatus
+from tests.cases import for_each
 from tests.sources.studio.reading import NOW, Ledger, by_id, read_all
 from tests.sources.studio.writer import DATA, GENERATION, NAMES, labels
 
@@ -54,7 +55,7 @@ def test_each_label_is_one_reply_and_nothing_else_is(name: str) -> None:
     assert sorted(wanted) == sorted(replies(name))
 
 
-@pytest.mark.parametrize(("name", "label"), CASES)
+@for_each(("name", "label"), CASES)
 def test_reply(name: str, label: dict[str, Any]) -> None:
     reply = reply_of(name, label)
     assert reply.query == (label.get("user_query") or label["query"])
@@ -70,7 +71,7 @@ def test_reply(name: str, label: dict[str, Any]) -> None:
     assert reply.skip is expected_skip(label)
 
 
-@pytest.mark.parametrize(("name", "label"), [case for case in CASES if case.values[1]["status"] == "ERROR"])
+@for_each(("name", "label"), [case for case in CASES if case.values[1]["status"] == "ERROR"])
 def test_an_error_says_why(name: str, label: dict[str, Any]) -> None:
     reply = reply_of(name, label)
     assert reply.status is SpanStatus.ERROR
