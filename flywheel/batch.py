@@ -12,7 +12,7 @@ from msgspec import Struct
 from flywheel import exclusion
 from flywheel.exclusion import ANY_MODEL, Exclusion, TrainedModels
 from flywheel.files import json_line
-from flywheel.prompt_signature import Opening, beginning_of, openings_of
+from flywheel.similarity import PromptSignature, beginning_of, prompt_signatures
 from flywheel.states import SkipReason, Split
 from flywheel.task import Task, task_id
 from flywheel.trace import Cursor, DeadRow, Mark, Reply
@@ -24,7 +24,7 @@ class Entry(Struct, frozen=True, gc=False):
     `line` is the task in UTF-8 without a line end, empty where `skip` says why there is none. Its split is
     provisional: the ledger knows which side the conversation is on. `content` is a 63-bit hash of all that, to notice
     that a reply looks different when it is read again. `beginning` says what its conversation begins with, 0 where it
-    has no task; `words` and `bands` what that is like (see `opening`), where this is the first turn. A reply is
+    has no task; `words` and `bands` what that is like (see `similarity`), where this is the first turn. A reply is
     `linked` when its own spans do not show the conversation before it: the ledger then finds the earlier turns by
     conversation id and time. `excluded` says why rounds leave its task out (see `exclusion`), `model` which model was
     asked. Where nothing recorded tells which version of the alias answered, `asked_alias` is the alias; where an
@@ -81,7 +81,7 @@ def joined(batches: Sequence[Batch]) -> Batch:
     )
 
 
-_NOT_BEGUN: Final[Opening] = ((), ())
+_NO_SIGNATURE: Final = PromptSignature()
 
 
 def entry_of(reply: Reply, source: str, models: TrainedModels = ANY_MODEL) -> Entry:
@@ -92,14 +92,16 @@ def entry_of(reply: Reply, source: str, models: TrainedModels = ANY_MODEL) -> En
 def entries_of(replies: Sequence[Reply], source: str, models: TrainedModels = ANY_MODEL) -> list[Entry]:
     """`entry_of` each of them; many take less time at once."""
     begin = [reply.turn == 0 and not reply.skip for reply in replies]
-    openings = iter(openings_of([reply.query for reply, begins in zip(replies, begin, strict=True) if begins]))
+    signatures = iter(
+        prompt_signatures([reply.query for reply, begins in zip(replies, begin, strict=True) if begins])
+    )
     return [
-        _entry(reply, source, next(openings) if begins else _NOT_BEGUN, models)
+        _entry(reply, source, next(signatures) if begins else _NO_SIGNATURE, models)
         for reply, begins in zip(replies, begin, strict=True)
     ]
 
 
-def _entry(reply: Reply, source: str, opening: Opening, models: TrainedModels) -> Entry:
+def _entry(reply: Reply, source: str, signature: PromptSignature, models: TrainedModels) -> Entry:
     line = Task(task_id(reply.trace_id, reply.span_id), Split.TRAIN, source, reply).line()
     whole = line_bytes(line)
     skip = reply.skip
@@ -117,8 +119,8 @@ def _entry(reply: Reply, source: str, opening: Opening, models: TrainedModels) -
         line=b"" if skip else whole,
         content=xxhash.xxh3_64_intdigest(whole + str(skip).encode()) >> 1,
         beginning=0 if skip else beginning_of(line),
-        words=opening[0],
-        bands=opening[1],
+        words=signature.words,
+        bands=signature.bands,
         linked=not reply.history and not reply.model,
         excluded="" if skip else exclusion.column(_exclusions(reply, reason, model, models)),
         model=model,

@@ -16,7 +16,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flywheel import likeness, prompt_signature
+from flywheel import similarity
 from flywheel.batch import Entry, entries_of, entry_of
 from flywheel.exclusion import NOT_RECORDED
 from flywheel.states import SkipReason
@@ -263,7 +263,7 @@ def test_questions_of_any_length_share_their_work() -> None:
     """One is longer than what is done at once, and the others do not fit beside each other."""
     lengths = [1, 4095, 1, 0, 5000, 3, 2000, 2000, 200, 0]
     questions = [" ".join(f"w{number + length}" for number in range(length)) for length in lengths]
-    assert prompt_signature.openings_of(questions) == [plain_opening(question) for question in questions]
+    assert similarity.prompt_signatures(questions) == [plain_opening(question) for question in questions]
 
 
 GOLDEN = {
@@ -349,14 +349,14 @@ def test_any_reply_is_stored_as_the_plain_formula_says(told: Reply) -> None:
 @settings(max_examples=500)
 @given(marked_text | st.text(max_size=80) | st.text(st.characters(max_codepoint=127), max_size=80))
 def test_any_text_is_compared_by_what_the_plain_formula_says(text: str) -> None:
-    assert likeness.normalised(text) == plain_normalised(text)
-    assert likeness.words(text) == plain_words(text)
-    assert likeness.numbers(text) == tuple(_NUMBERS.findall(plain_normalised(text)))
-    assert prompt_signature.opening_of(text) == plain_opening(text)
+    assert similarity.normalised(text) == plain_normalised(text)
+    assert similarity.words(text) == plain_words(text)
+    assert similarity.numbers(text) == tuple(_NUMBERS.findall(plain_normalised(text)))
+    assert similarity.prompt_signatures([text])[0] == plain_opening(text)
 
 
 def test_more_words_than_are_remembered_are_hashed_the_same() -> None:
     for start in range(0, 40_000, 1000):
         text = " ".join(f"w{number}" for number in range(start, start + 1000))
-        assert likeness.words(text) == {xxhash.xxh32_intdigest(word.encode()) for word in text.split()}
-    assert likeness.words("x" * 1000) == {xxhash.xxh32_intdigest(b"x" * 1000)}
+        assert similarity.words(text) == {xxhash.xxh32_intdigest(word.encode()) for word in text.split()}
+    assert similarity.words("x" * 1000) == {xxhash.xxh32_intdigest(b"x" * 1000)}

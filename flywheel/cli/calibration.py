@@ -39,7 +39,7 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
     from flywheel.judge.independence import check_independence
     from flywheel.judge_usage import Purpose
     from flywheel.rubric.file import load_rubric
-    from flywheel.store import calibrations, spending
+    from flywheel.store import calibrations, verdicts
     from flywheel.store.database import Store
 
     rubric = load_rubric(file, "Name a rubric in YAML.")
@@ -52,7 +52,7 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
     loop = asyncio.get_running_loop()
     try:
         given = await _labels(labels, store)
-        spent = await store.read(spending.tokens_today)
+        spent = await store.read(verdicts.tokens_today)
         budget = Budget(settings.budget, lambda: spent)
         estimator = await Estimator.of(store, grader.judge_hash, settings.prices)
         cost = estimator.cost(await asyncio.to_thread(_preview, grader, given, repeats))
@@ -62,7 +62,7 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
             def on_verdict(verdict: Verdict) -> None:
                 # At once: what was spent is spent, whatever becomes of the calibration.
                 asyncio.run_coroutine_threadsafe(
-                    store.write(spending.add, verdict, Purpose.CALIBRATION), loop
+                    store.write(verdicts.book_verdict, verdict, Purpose.CALIBRATION), loop
                 ).result()
                 progress.step()
 

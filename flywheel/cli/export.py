@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 from collections import Counter
@@ -24,7 +25,7 @@ from flywheel.terminal import escape_terminal, quantity
 
 if TYPE_CHECKING:
     from flywheel.store.database import Store
-    from flywheel.store.selection import Selected
+    from flywheel.store.export_selection import Selected
 
 PAGE: Final = 200
 
@@ -138,7 +139,7 @@ def _print(report: dict[str, Any], say: Callable[[str], None]) -> None:
 
 
 async def _export(state_dir: Path, form: Format, out: str, wanted: Wanted, split: Side, margin: float) -> Survey:
-    from flywheel.store import selection
+    from flywheel.store import export_selection
     from flywheel.store.database import Store
 
     store = await Store.view(state_dir)
@@ -149,7 +150,7 @@ async def _export(state_dir: Path, form: Format, out: str, wanted: Wanted, split
             survey = await _singles(store, form, STATES[wanted], SPLITS[split])
         if not survey.groups:
             what = "accepted and rejected" if form.paired else wanted.value
-            raise _nothing(form, what, split, survey, await store.read(selection.counts), state_dir)
+            raise _nothing(form, what, split, survey, await store.read(export_selection.counts), state_dir)
         with _target(out) as file:
             sink = form.sink(file, survey.traits)
             await _write(store, form, survey.groups, sink)
@@ -183,11 +184,11 @@ async def _pairs(store: Store, form: Format, splits: Collection[Split], margin: 
 
 
 async def _tasks(store: Store, states: Collection[TaskState], splits: Collection[Split]) -> AsyncIterator[Selected]:
-    from flywheel.store import selection
+    from flywheel.store import export_selection
 
     after = 0
-    while ids := await store.read(selection.page, states, splits, after=after, limit=PAGE):
-        for one in await store.read(selection.read, ids):
+    while ids := await store.read(export_selection.page, states, splits, after=after, limit=PAGE):
+        for one in await store.read(export_selection.read, ids):
             yield one
         after = ids[-1]
 
@@ -195,13 +196,11 @@ async def _tasks(store: Store, states: Collection[TaskState], splits: Collection
 async def _records(
     store: Store, form: Format, groups: Sequence[tuple[int, ...]]
 ) -> AsyncIterator[tuple[tuple[int, ...], Record]]:
-    from flywheel.store import selection
+    from flywheel.store import export_selection
 
     for start in range(0, len(groups), PAGE):
         some = groups[start : start + PAGE]
-        found = {
-            one.id: one for one in await store.read(selection.read, [number for group in some for number in group])
-        }
+        found = {one.id: one for one in await store.read(export_selection.read, list(itertools.chain(*some)))}
         for group in some:
             yield group, form.record(*(_sample(found[number]) for number in group))
 

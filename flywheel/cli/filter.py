@@ -112,15 +112,15 @@ async def _state(wanted: _Wanted) -> AsyncIterator[Store]:
     """The state with what is new in the sources: for a dry run a copy of its own, else the real one, locked."""
     from flywheel.daemon.lock import InstanceLock
     from flywheel.sources.ingestion import Ingestion
-    from flywheel.store import judging
+    from flywheel.store import claims
     from flywheel.store.database import Store
 
     async def ready(store: Store) -> None:
         if wanted.dry_run:
             # What is in work there may be a living daemon's.
-            await store.write(judging.release_all, "not judged")
+            await store.write(claims.release_all, "not judged")
         else:
-            await store.write(judging.recover)
+            await store.write(claims.recover)
         if not wanted.has_sources:
             return
         ingestion = Ingestion(store, wanted.config, export_tasks=not wanted.dry_run)
@@ -157,7 +157,7 @@ async def _filter(wanted: _Wanted) -> tuple[dict[str, Any], FlywheelError | None
     from flywheel.daemon.estimate import Estimator, cost_of
     from flywheel.daemon.judge_setup import exchange_of
     from flywheel.daemon.signals import Interruption
-    from flywheel.store import pipeline_counts
+    from flywheel.store import verdicts
 
     stop = threading.Event()
     interruption = Interruption(wanted.config.daemon.drain_seconds)
@@ -184,7 +184,7 @@ async def _filter(wanted: _Wanted) -> tuple[dict[str, Any], FlywheelError | None
 
             judging_all = filtering.run(limit=wanted.limit, stop=stop, on_judged=on_judged, rejudge=wanted.rejudge)
             report = await interruption.during(judging_all, halt)
-        if warning := await store.read(pipeline_counts.none_accepted, wanted.config.filter.warn_window):
+        if warning := await store.read(verdicts.none_accepted, wanted.config.filter.warn_window):
             complain(f"warning: {warning}")
     if interruption.by is not None:
         left = "Nothing was written." if wanted.dry_run else "Verdicts are stored; the other tasks stay as they were."
@@ -194,8 +194,8 @@ async def _filter(wanted: _Wanted) -> tuple[dict[str, Any], FlywheelError | None
         report.error = stopped
     assert report is not None
     cost = cost_of(report.calls, report.prompt_tokens, report.completion_tokens, prices)
-    verdicts = [found[task] for task in sorted(found)]
-    return report_json(report, total, verdicts, wanted.dry_run, cost.price), report.error
+    judged = [found[task] for task in sorted(found)]
+    return report_json(report, total, judged, wanted.dry_run, cost.price), report.error
 
 
 async def _estimate(wanted: _Wanted) -> dict[str, Any]:
@@ -217,14 +217,14 @@ async def _compare(wanted: _Wanted, against: Path) -> tuple[dict[str, Any], Flyw
     from flywheel.daemon.rubric_diff import DiffReport, RubricDiff, changes
     from flywheel.daemon.signals import Interruption
     from flywheel.rubric.file import load_rubric
-    from flywheel.store import judging
+    from flywheel.store import claims
 
     earlier = load_rubric(against, NAME_ONE)
     prices = wanted.config.judge.prices
     async with _state(wanted) as store:
         new = _filtering(store, wanted)
         old = Filtering(store, wanted.config, rubric=earlier)
-        tasks, triable = await store.read(judging.count), await store.read(judging.count_triable)
+        tasks, triable = await store.read(claims.count), await store.read(claims.count_triable)
         total = triable if wanted.limit is None else min(triable, wanted.limit)
         diff = RubricDiff(store, old.grader, new.grader, new.judge, new.redact)
         estimator = await Estimator.of(store, new.grader.judge_hash, prices)

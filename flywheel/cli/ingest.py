@@ -11,6 +11,7 @@ from flywheel.cli.app import ConfigOption, JsonOption, absolute, app, complain, 
 from flywheel.cli.tables import short_path, show, source_text
 from flywheel.errors import EXIT_FAILED
 from flywheel.process_tuning import raise_open_file_limit, tune_malloc
+from flywheel.store import ledger
 from flywheel.terminal import escape_terminal
 
 if TYPE_CHECKING:
@@ -60,9 +61,8 @@ async def _ingest(config: Config, out: Path | None, sweep: bool) -> tuple[dict[s
     from flywheel.cli import progress_bars
     from flywheel.daemon.lock import InstanceLock
     from flywheel.sources.ingestion import Ingestion
-    from flywheel.store import pipeline_counts
     from flywheel.store.database import Store
-    from flywheel.store.export import export_sources
+    from flywheel.store.task_file import export_sources
 
     with InstanceLock(config.state_dir):
         store = await Store.open(config.state_dir)
@@ -72,7 +72,7 @@ async def _ingest(config: Config, out: Path | None, sweep: bool) -> tuple[dict[s
                 reports = await ingestion.run(final=True, sweep=sweep)
             if out is not None:
                 await export_sources(store, out, [report.source_id for report in reports])
-            known = {row["id"]: row for row in await store.read(pipeline_counts.all_sources)}
+            known = {row["id"]: row for row in await store.read(ledger.all_sources)}
         finally:
             await ingestion.close()
             await store.close()

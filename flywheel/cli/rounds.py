@@ -210,7 +210,7 @@ async def _debug(config: Config, *, quiet: bool) -> dict[str, Any]:
 async def _book(config: Config, usage: UsageFile) -> None:
     """Count what a debug round's judge was used for. A running daemon is not in the way: what was spent is added."""
     from flywheel.store.database import Store
-    from flywheel.store.spending import book
+    from flywheel.store.verdicts import book
 
     found, _ = usage.read(0)
     if not found:

@@ -159,7 +159,7 @@ def release(
     as_json: JsonOption = False,
 ) -> None:
     """Let held tasks go on to the filters and the judge; they are not held again."""
-    from flywheel.store.judging import release_held
+    from flywheel.store.claims import release_held
 
     before: _Before = context.obj
     settings = load_config(config or before.config)
@@ -175,7 +175,7 @@ def reject(
     as_json: JsonOption = False,
 ) -> None:
     """Reject held tasks, as a person's verdict."""
-    from flywheel.store.judging import reject_held
+    from flywheel.store.claims import reject_held
 
     before: _Before = context.obj
     settings = load_config(config or before.config)

@@ -1,1 +1,1 @@
-"""The daemon: composes reading, judging, rounds and swaps. It never imports torch, vLLM or Ray."""
+"""The daemon: composes reading, claims, rounds and swaps. It never imports torch, vLLM or Ray."""

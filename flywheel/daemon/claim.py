@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from threading import Event
 
 from flywheel.daemon.pre_filter import Ask
-from flywheel.store import judging
-from flywheel.store.judging import Claimed
+from flywheel.store import claims
+from flywheel.store.claims import Claimed
 
 
 @dataclass(slots=True)
@@ -31,10 +31,10 @@ class Taking:
         while (room := self._room(size)) > 0 and not self.stop.is_set():
             size = min(2 * size, self.most)
             if after is None:
-                found = self.ask(judging.claim, room, self.rubric_hash, self.judge_hash)
+                found = self.ask(claims.claim, room, self.rubric_hash, self.judge_hash)
                 self.claimed.update({task.id: task for task in found})
             else:
-                found = self.ask(judging.decided, room, after, self.rubric_hash, self.judge_hash)
+                found = self.ask(claims.decided, room, after, self.rubric_hash, self.judge_hash)
             if found:
                 after = None if after is None else found[-1].id
                 self.taken += len(found)
@@ -47,7 +47,7 @@ class Taking:
     def suspect(self) -> Iterator[list[Claimed]]:
         """One due task that was in work when a process ended, which is claimed, if there is one."""
         if self._room(1) > 0 and not self.stop.is_set():
-            found = self.ask(judging.claim_suspect, self.rubric_hash, self.judge_hash)
+            found = self.ask(claims.claim_suspect, self.rubric_hash, self.judge_hash)
             self.claimed.update({task.id: task for task in found})
             self.taken += len(found)
             if found:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flywheel.config import Config, JsonlSource, OtlpSource, SourceSettings
 from flywheel.exclusion import TrainedModels
-from flywheel.store import model_rules
+from flywheel.store import samples
 from flywheel.store.database import Store
 
 
@@ -30,7 +30,7 @@ async def apply_model_rules(store: Store, config: Config) -> None:
     """Let `sources[].models`, `model.alias` and `model.base` hold for what was read before they were changed."""
     told = [source.model_dump_json() for source in config.sources]
     digest = hashlib.sha256("\n".join((config.model.alias, config.model.base, *told)).encode()).hexdigest()
-    if await store.read(model_rules.applied) == digest:
+    if await store.read(samples.applied_model_rules) == digest:
         return
 
     def models_of(path: str) -> TrainedModels:
@@ -38,5 +38,5 @@ async def apply_model_rules(store: Store, config: Config) -> None:
 
     after: int | None = 0
     while after is not None:
-        after = await store.write(model_rules.apply, models_of, after)
-    await store.write(model_rules.note_applied, digest)
+        after = await store.write(samples.apply_model_rules, models_of, after)
+    await store.write(samples.note_model_rules, digest)

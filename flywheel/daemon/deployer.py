@@ -23,7 +23,7 @@ from flywheel.serving.report import ReplicaReport, RollbackError, SwapReport
 from flywheel.serving.retirement import retire
 from flywheel.serving.swap import Proven, reconcile, rollback, swap
 from flywheel.states import AdapterState, DeploymentState
-from flywheel.store import deployments, replicas, rounds
+from flywheel.store import deployments, rounds
 from flywheel.store.database import Store
 from flywheel.store.transitions import move
 
@@ -247,8 +247,8 @@ def _failed(conn: Connection, number: int, error: BaseException) -> None:
 
 
 def _noted(conn: Connection, report: SwapReport) -> None:
-    found = [replicas.Sighting(each.url, each.condition, each.serves, each.error) for each in report.replicas]
-    replicas.note(conn, report.alias, found)
+    found = [deployments.Sighting(each.url, each.condition, each.serves, each.error) for each in report.replicas]
+    deployments.note_replicas(conn, report.alias, found)
 
 
 def _ref(row: Row[Any] | None) -> AdapterRef | None:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
 from flywheel.config import JudgePrices
-from flywheel.store import usage
+from flywheel.store import verdicts
 from flywheel.store.database import Store
-from flywheel.store.usage import Usage
+from flywheel.store.verdicts import Usage
 
 ANSWER_TOKENS: Final = 20
 CRITERION_TOKENS: Final = 45
@@ -67,7 +67,7 @@ class Estimator:
     @classmethod
     async def of(cls, store: Store, judge_hash: str, prices: JudgePrices | None) -> Estimator:
         """One that knows what this judge's calls have taken."""
-        return cls(await store.read(usage.of_judge, judge_hash), prices)
+        return cls(await store.read(verdicts.usage_of_judge, judge_hash), prices)
 
     def cost(self, asked: Asked) -> Cost:
         """Prompts are as much longer or shorter than thought as they were before, and answers as long as before."""

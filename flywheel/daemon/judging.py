@@ -25,9 +25,9 @@ from flywheel.judge.independence import check_independence
 from flywheel.judge.pool import grade_all
 from flywheel.rubric import Rubric
 from flywheel.states import TaskState
-from flywheel.store import duplicates, judging, pipeline_counts, spending
+from flywheel.store import claims, deduplication, notes, verdicts
+from flywheel.store.claims import Claimed
 from flywheel.store.database import Store
-from flywheel.store.judging import Claimed
 from flywheel.verdict import Exchange, Outcome, Verdict
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Filtering:
         check_independence(config, self.rubric)
         self.judge = judge_settings(config, self._chain)
         self.grader = Grader(self.rubric, self.judge)
-        self.budget = Budget(self.judge.budget, lambda: self._ask(spending.tokens_today))
+        self.budget = Budget(self.judge.budget, lambda: self._ask(verdicts.tokens_today))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failed = False
         self._screening = Screening(self._chain, self._ask) if self._chain else None
@@ -91,13 +91,13 @@ class Filtering:
         report = FilterReport()
         self._loop = loop = asyncio.get_running_loop()
         learned = self.grader.client.learned
-        learned.restore(await self._store.read(pipeline_counts.noted, MEANS_NOTE))
+        learned.restore(await self._store.read(notes.noted, MEANS_NOTE))
         known = learned.snapshot()
         try:
             while True:
                 feed.freed = 0
                 taken = feed.taking.taken
-                suspect = await self._store.read(judging.has_suspects)
+                suspect = await self._store.read(claims.has_suspects)
                 given = (feed, loop, rejudge, suspect)
                 threading.Thread(target=self._work, args=given, name="judging", daemon=True).start()
                 await self._settle_all(feed, report, on_judged)
@@ -111,17 +111,17 @@ class Filtering:
             feed.stop.set()
             left = list(feed.taking.claimed)
             if left:
-                await asyncio.shield(self._store.write(judging.release, left, "not judged"))
-        await self._store.write(pipeline_counts.note, pipeline_counts.JUDGE_NOTE, str(report.error or ""))
+                await asyncio.shield(self._store.write(claims.release, left, "not judged"))
+        await self._store.write(notes.note, notes.JUDGE_NOTE, str(report.error or ""))
         if learned.snapshot() != known:
-            await self._store.write(pipeline_counts.note, MEANS_NOTE, learned.snapshot())
+            await self._store.write(notes.note, MEANS_NOTE, learned.snapshot())
         return report
 
     async def count(self, *, limit: int | None = None, rejudge: bool = False) -> int:
         """How many tasks `run` would take."""
-        total = await self._store.read(judging.count_due)
+        total = await self._store.read(claims.count_due)
         if rejudge:
-            total += await self._store.read(judging.count_decided, self.rubric.hash, self.grader.judge_hash)
+            total += await self._store.read(claims.count_decided, self.rubric.hash, self.grader.judge_hash)
         return total if limit is None else min(total, limit)
 
     async def preview(self, *, limit: int | None = None, rejudge: bool = False) -> Preview:
@@ -203,23 +203,23 @@ class Filtering:
             if item.held:
                 continue
             if item.paid is not None and item.paid is not item.task.stored:
-                judging.store_verdict(conn, item.task.id, item.paid, self.rubric.hash, self.grader.judge_hash)
+                verdicts.store(conn, item.task.id, item.paid, self.rubric.hash, self.grader.judge_hash)
             if item.repeats is not None:
-                duplicates.note(conn, item.task.id, item.repeats)
+                deduplication.note(conn, item.task.id, item.repeats)
             if item.verdict is None:
-                judging.bury_task(conn, item.task.id, item.task.key, item.error)
+                claims.dead_letter_task(conn, item.task.id, item.task.key, item.error)
                 continue
             if item.verdict is not item.task.stored:
-                judging.store_verdict(conn, item.task.id, item.verdict, item.rubric_hash, self.grader.judge_hash)
+                verdicts.store(conn, item.task.id, item.verdict, item.rubric_hash, self.grader.judge_hash)
             if item.task.was is TaskState.JUDGING:
-                judging.apply(conn, item.task.id, item.verdict, retry)
+                claims.apply(conn, item.task.id, item.verdict, retry)
             else:
-                changed += judging.apply_again(conn, item.task.id, item.task.was, item.verdict)
+                changed += claims.apply_again(conn, item.task.id, item.task.was, item.verdict)
         # What repeats a task that is rejected now has nothing to repeat any more, nor has what was found to repeat
         # one that was rejected since.
         gone = [item.task.id for item in done if item.verdict is None or item.verdict.outcome is Outcome.REJECTED]
-        gone += duplicates.gone(conn, [item.repeats.task for item in done if item.repeats is not None])
-        return changed, duplicates.free_repetitions(conn, gone)
+        gone += deduplication.gone(conn, [item.repeats.task for item in done if item.repeats is not None])
+        return changed, deduplication.free_repetitions(conn, gone)
 
     def _work(self, feed: _Feed, loop: asyncio.AbstractEventLoop, rejudge: bool, suspect: bool) -> None:
         """The judging thread: claims, filters and grades, and hands everything to the loop. A `suspect`, which was in
@@ -305,7 +305,7 @@ class Filtering:
         if screened.error or screened.held:
             return Judged(screened.task, None, "", error=screened.error, held=screened.held)
         verdict = Verdict(Outcome.REJECTED, 0.0, reason=screened.reason)
-        return Judged(screened.task, verdict, f"{judging.CHAIN}{self._chain.hash}", repeats=screened.repeats)
+        return Judged(screened.task, verdict, f"{verdicts.CHAIN}{self._chain.hash}", repeats=screened.repeats)
 
     def _ask(self, function: Callable[..., T], *args: Any) -> T:
         """One transaction of the store, from the judging thread."""

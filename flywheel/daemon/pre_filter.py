@@ -18,16 +18,16 @@ from flywheel.errors import FilterError
 from flywheel.filtering.chain import Chain, LineFilter, Step
 from flywheel.filtering.fingerprint import Deduplication, fingerprint
 from flywheel.filtering.influence import weigh
-from flywheel.likeness import NEAR
+from flywheel.similarity import NEAR
 from flywheel.states import TaskState
-from flywheel.store import duplicates, embeddings, influence, judging
-from flywheel.store.duplicates import Near, Repeats
-from flywheel.store.judging import Claimed
+from flywheel.store import deduplication, embeddings, influence, ledger
+from flywheel.store.claims import Claimed
+from flywheel.store.deduplication import Near, Repeats
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Prints = dict[int, duplicates.Entry]
+Prints = dict[int, deduplication.Entry]
 TAKEN_IN: Final = 256
 """Earlier tasks that are taken in at once when a filter is new."""
 
@@ -101,7 +101,7 @@ class Screening:
         if not self._chain.after:
             return Screened(task)
         prints = self._prints([task])
-        near = self._ask(duplicates.enter, list(prints.values()), self._threshold) if prints else {}
+        near = self._ask(deduplication.enter, list(prints.values()), self._threshold) if prints else {}
         return self._through(self._chain.after, {task.id: Screened(task)}, prints, near)[0]
 
     def redacted(self, tasks: Sequence[Claimed]) -> list[Screened]:
@@ -122,14 +122,14 @@ class Screening:
             if line != task.line:
                 changed[task.id] = line
         if changed:
-            self._ask(judging.rewrite, changed)
+            self._ask(ledger.rewrite_lines, changed)
         return found
 
     def _prints(self, tasks: Sequence[Claimed]) -> Prints:
         if self._deduplication is None and self._chain.influence is None:
             return {}
         return {
-            task.id: duplicates.Entry(task.id, task.key, fingerprint(task.line, self._threshold)) for task in tasks
+            task.id: deduplication.Entry(task.id, task.key, fingerprint(task.line, self._threshold)) for task in tasks
         }
 
     def _entered(self, tasks: Sequence[Claimed], prints: Prints) -> tuple[dict[int, list[Near]], set[int]]:
@@ -141,7 +141,7 @@ class Screening:
         burst = caps.burst if caps else None
 
         def enter(conn: Connection) -> tuple[dict[int, list[Near]], list[int]]:
-            near = duplicates.enter(conn, list(prints.values()), self._threshold)
+            near = deduplication.enter(conn, list(prints.values()), self._threshold)
             if weights:
                 influence.enter(conn, weights)
             if burst is None:
@@ -185,14 +185,14 @@ class Screening:
         return list(screened.values())
 
     def _repeating(
-        self, step: Deduplication, entries: Sequence[duplicates.Entry], near: dict[int, list[Near]]
+        self, step: Deduplication, entries: Sequence[deduplication.Entry], near: dict[int, list[Near]]
     ) -> dict[int, Repeats]:
         """Those of the tasks that repeat a kept one; the others are kept from now on."""
         vectors = self._vectors(step, {entry.compared.text: entry.compared.query for entry in entries})
 
         def compare(conn: Connection) -> dict[int, Repeats]:
             found: dict[int, Repeats] = {}
-            kept: list[duplicates.Entry] = []
+            kept: list[deduplication.Entry] = []
             for entry in entries:
                 now = {each.task for each in kept}
                 others = [other for other in near[entry.task] if other.kept or other.task in now]
@@ -209,9 +209,9 @@ class Screening:
                 kept.append(entry)
                 if step.model:
                     # Embeddings are compared with what the store has.
-                    duplicates.keep(conn, [entry])
+                    deduplication.keep(conn, [entry])
             if not step.model:
-                duplicates.keep(conn, kept)
+                deduplication.keep(conn, kept)
             return found
 
         return self._ask(compare)
@@ -271,9 +271,11 @@ class Screening:
     def _take_in(self) -> None:
         """Questions from before the chain had `deduplication`, or its model, are known from now on."""
         if (step := self._deduplication) is not None:
-            while rows := self._ask(duplicates.unknown, self._threshold, TAKEN_IN):
-                known = [duplicates.Entry(row.id, row.key, fingerprint(row.payload, self._threshold)) for row in rows]
-                self._ask(duplicates.take_in, known, self._threshold)
+            while rows := self._ask(deduplication.unknown, self._threshold, TAKEN_IN):
+                known = [
+                    deduplication.Entry(row.id, row.key, fingerprint(row.payload, self._threshold)) for row in rows
+                ]
+                self._ask(deduplication.take_in, known, self._threshold)
             while step.model is not None and (rows := self._ask(embeddings.lacking, step.model, TAKEN_IN)):
                 self._vectors(step, {row.text: row.payload["main_query"] for row in rows})
 

@@ -10,7 +10,7 @@ from sqlalchemy import Connection
 from flywheel.config import JudgeBudget
 from flywheel.judge.budget import Budget
 from flywheel.judge_usage import Allowance, UsageFile
-from flywheel.store import spending
+from flywheel.store import verdicts
 from flywheel.store.database import Store
 
 
@@ -21,7 +21,7 @@ def left(conn: Connection, limits: JudgeBudget, budget: Budget) -> Allowance | N
     """
     rows: list[Allowance] = []
     if limits.tokens_per_day is not None:
-        tokens = limits.tokens_per_day - spending.tokens_today(conn)
+        tokens = limits.tokens_per_day - verdicts.tokens_today(conn)
         name = f"judge.budget.tokens_per_day ({limits.tokens_per_day:,})"
         rows.append(Allowance(tokens, f"{name} is spent; it goes on at midnight UTC"))
     if (tokens_of_run := budget.run_left()) is not None:
@@ -43,9 +43,9 @@ class RoundAccount:
     async def settle(self) -> None:
         """Book what is new, and lend what is left now."""
         if self._booked is None:
-            self._booked = await self._store.read(spending.booked_of_round, self._round_id, self._dir)
+            self._booked = await self._store.read(verdicts.booked_of_round, self._round_id, self._dir)
         if (size := await asyncio.to_thread(UsageFile(self._dir).size)) != self._size:
-            found = await self._store.write(spending.book_round, self._round_id, self._dir)
+            found = await self._store.write(verdicts.book_round, self._round_id, self._dir)
             tokens = sum(used.tokens for used in found)
             self._budget.book(tokens)
             self._booked += tokens

@@ -34,7 +34,7 @@ from flywheel.round import RoundResult
 from flywheel.rubric import Rubric
 from flywheel.serving.condition import Condition
 from flywheel.states import RoundState
-from flywheel.store import calibrations, deployments, pipeline_counts, rounds
+from flywheel.store import calibrations, deployments, notes, rounds
 from flywheel.store.database import Store
 from flywheel.store.transitions import move
 
@@ -255,8 +255,8 @@ class Rounds:
             pass  # the round is planned again when whoever watched the worker is through
 
     async def _note(self, text: str) -> None:
-        if await self._store.read(pipeline_counts.noted, pipeline_counts.ROUND_NOTE) != text:
-            await self._store.write(pipeline_counts.note, pipeline_counts.ROUND_NOTE, text)
+        if await self._store.read(notes.noted, notes.ROUND_NOTE) != text:
+            await self._store.write(notes.note, notes.ROUND_NOTE, text)
 
 
 def _trained(conn: Connection, round_id: int, result: RoundResult) -> None:

@@ -22,9 +22,9 @@ from flywheel.filtering.pii import Redactor
 from flywheel.judge.budget import Budget
 from flywheel.judge.grader import CallEstimate, Grader, PendingJudgeCall
 from flywheel.rubric import Criterion, Rubric
-from flywheel.store import judging, spending
+from flywheel.store import claims, verdicts
+from flywheel.store.claims import Claimed
 from flywheel.store.database import Store
-from flywheel.store.judging import Claimed
 from flywheel.verdict import CriterionResult, Exchange, Outcome, Verdict
 
 BATCH: Final = 256
@@ -93,7 +93,7 @@ class RubricDiff:
         """Judge by both, as many at once as the settings allow. A judge that fails ends it, with what there is, and
         so does `halt`."""
         report = DiffReport()
-        spent = await self._store.read(spending.tokens_today)
+        spent = await self._store.read(verdicts.tokens_today)
         budget = Budget(self._settings.budget, lambda: spent)
         threads = self._settings.max_thread
         pending: set[asyncio.Future[Compared]] = set()
@@ -154,7 +154,7 @@ class RubricDiff:
         while left > 0:
             size = min(left, BATCH)
             new, old = [
-                await self._store.read(judging.triable, size, after, grader.rubric.hash, grader.judge_hash)
+                await self._store.read(claims.triable, size, after, grader.rubric.hash, grader.judge_hash)
                 for grader in (self._new, self._old)
             ]
             if not new:

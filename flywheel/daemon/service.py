@@ -29,7 +29,7 @@ from flywheel.errors import FlywheelError, LockedError, ServeError, TrainError
 from flywheel.serving.client import QUICK_SECONDS
 from flywheel.sources.ingestion import Ingestion
 from flywheel.states import RoundState
-from flywheel.store import judging, pipeline_counts
+from flywheel.store import claims, verdicts
 from flywheel.store.database import Store
 
 log = logging.getLogger(__name__)
@@ -72,11 +72,11 @@ class Service:
 
     async def recover(self) -> None:
         """Put right what a process that died left half done. Safe because of the instance lock."""
-        released, dead = await self._store.write(judging.recover)
+        released, dead = await self._store.write(claims.recover)
         failed = await self._deployer.recover()
         for task in dead:
             log.error(
-                "%s is a dead letter: the process ended %d times in a row while it was judged", task, judging.CRASHES
+                "%s is a dead letter: the process ended %d times in a row while it was judged", task, claims.CRASHES
             )
         if released or failed:
             log.info("after a crash: %d tasks judged again, %d swaps given up", released, failed)
@@ -228,7 +228,7 @@ class Service:
             raise report.error
 
     async def _warn_of_rejections(self) -> None:
-        warning = await self._store.read(pipeline_counts.none_accepted, self._config.filter.warn_window)
+        warning = await self._store.read(verdicts.none_accepted, self._config.filter.warn_window)
         # Once for each time that it begins.
         if warning and not self._rejects_all:
             log.warning("%s", warning)

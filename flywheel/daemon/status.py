@@ -25,15 +25,17 @@ from flywheel.round import METRICS_FILE
 from flywheel.round_progress import progress_of
 from flywheel.states import ReplyState, RoundState, TaskState
 from flywheel.store import (
+    acceptance,
+    claims,
+    dead_letters,
     deployments,
-    file_mark,
-    judging,
-    pipeline_counts,
-    replicas,
+    ledger,
+    notes,
     rounds,
     samples,
-    spending,
     splits,
+    task_file,
+    verdicts,
 )
 from flywheel.store.balance import balance
 from flywheel.store.ledger import SourceCounts
@@ -51,10 +53,10 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
     live = rounds.live(conn)
     takes = config.training.takes
     supply, wrong_chain = _supply(conn, config)
-    others = pipeline_counts.other_models(conn, config.models_of(None))
+    others = acceptance.other_models(conn, config.models_of(None))
     waits = patience(conn, config, config.trigger.min_samples)
     active = deployments.active(conn, config.model.alias)
-    seen = replicas.noted(conn, config.model.alias)
+    seen = deployments.replica_sightings(conn, config.model.alias)
     return {
         "version": __version__,
         "state_dir": str(config.state_dir),
@@ -63,7 +65,7 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
         "replies": {state.value: books.reply_states.get(state, 0) for state in ReplyState},
         "skipped": books.skipped,
         "tasks": {state.value: books.task_states.get(state, 0) for state in TaskState},
-        "balance": books.ends,
+        "compute": books.ends,
         "balanced": books.balanced,
         "free_samples": supply.usable,
         "waiting_samples": dict(supply.waiting),
@@ -77,11 +79,11 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
         "held_out": samples.count_held_out(conn, takes),
         "gate": next_test(conn, config).told(config.gate),
         "left_out": _left_out(samples.count_left_out(conn, takes), others),
-        "due": judging.count_due(conn),
+        "due": claims.count_due(conn),
         "judge": _judge(conn, config),
-        "recent_verdicts": pipeline_counts.recent_verdicts(conn, VERDICTS_SHOWN),
+        "recent_verdicts": verdicts.recent(conn, VERDICTS_SHOWN),
         "warnings": [*wrong_chain, *_warnings(conn, config, supply)],
-        "waiting_for": pipeline_counts.noted(conn, pipeline_counts.ROUND_NOTE),
+        "waiting_for": notes.noted(conn, notes.ROUND_NOTE),
         "rounds": [_round(row) for row in shown],
         "rounds_by_state": {state.value: rounds.count(conn, state) for state in RoundState},
         "promoted": rounds.count(conn, RoundState.PROMOTED),
@@ -94,9 +96,9 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
             "reason": active.reason if active else "",
         },
         "replicas": [_replica(url, seen.get(url)) for url in config.serving.urls],
-        "by_adapter": pipeline_counts.by_adapter(conn, config.models_of(None)),
+        "by_adapter": acceptance.by_adapter(conn, config.models_of(None)),
         "other_models": others,
-        "dead_letters": pipeline_counts.count_dead_letters(conn),
+        "dead_letters": dead_letters.count(conn)["open"],
     }
 
 
@@ -126,8 +128,8 @@ def _supply(conn: Connection, config: Config) -> tuple[Supply, list[str]]:
 def _warnings(conn: Connection, config: Config, supply: Supply) -> list[str]:
     """What keeps the wheel from turning, though nothing has failed."""
     found = (
-        file_mark.warning(conn),
-        pipeline_counts.none_accepted(conn, config.filter.warn_window),
+        task_file.warning(conn),
+        verdicts.none_accepted(conn, config.filter.warn_window),
         splits.empty_side(conn, config.ingest.train_ratio),
         supply.notice,
     )
@@ -136,26 +138,26 @@ def _warnings(conn: Connection, config: Config, supply: Supply) -> list[str]:
 
 def _judge(conn: Connection, config: Config) -> dict[str, Any]:
     """What judging waits for, and what it has used: together, and by what it was for."""
-    by_purpose = spending.by_purpose(conn)
+    by_purpose = verdicts.usage_by_purpose(conn)
     together = {name: sum(used[name] for used in by_purpose.values()) for name in by_purpose[Purpose.FILTER]}
 
     def with_cost(used: dict[str, int]) -> dict[str, Any]:
         return {**used, "cost": cost_of(**used, prices=config.judge.prices).price}
 
     return {
-        "error": pipeline_counts.noted(conn, pipeline_counts.JUDGE_NOTE),
+        "error": notes.noted(conn, notes.JUDGE_NOTE),
         "usage": with_cost(together),
         "by_purpose": {purpose.value: with_cost(used) for purpose, used in by_purpose.items()},
-        "tokens_today": spending.tokens_today(conn),
+        "tokens_today": verdicts.tokens_today(conn),
     }
 
 
 def _sources(conn: Connection, config: Config) -> list[dict[str, Any]]:
     """Those of the configuration, and of the others those that something came of: a mistyped path is not kept up."""
-    counts = pipeline_counts.counts_by_source(conn)
+    counts = ledger.counts_by_source(conn)
     found = [
         _source(row, counts.get(row["id"])) | {"configured": source_of(config, Path(row["path"])) is not None}
-        for row in pipeline_counts.all_sources(conn)
+        for row in ledger.all_sources(conn)
     ]
     return [source for source in found if source["configured"] or source["replies"]]
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from flywheel.errors import FlywheelError
 from flywheel.judge.grader import CallEstimate
-from flywheel.store.duplicates import Repeats
-from flywheel.store.judging import Claimed
+from flywheel.store.claims import Claimed
+from flywheel.store.deduplication import Repeats
 from flywheel.verdict import Verdict
 
 

@@ -17,7 +17,7 @@ import orjson
 from flywheel.diagnostics.audit_findings import TaskFileAudit
 from flywheel.store import ledger_snapshot
 from flywheel.store.database import Store
-from flywheel.store.export import set_aside
+from flywheel.store.existing_task_file import earlier_files
 
 _LOOKS: Final = 10
 _PAUSE_SECONDS: Final = 0.1
@@ -51,7 +51,7 @@ async def compare_task_file(store: Store, path: Path) -> TaskFileAudit:
 async def _read(found: TaskFileAudit) -> list[Counter[str]]:
     """How often each task stands in each file: those that were set aside, and last the one that is appended to."""
     files = []
-    found.set_aside = await asyncio.to_thread(set_aside, found.path)
+    found.set_aside = await asyncio.to_thread(earlier_files, found.path)
     for path in (*found.set_aside, found.path):
         for look in range(_LOOKS):
             try:

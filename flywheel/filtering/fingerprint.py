@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from flywheel import likeness
+from flywheel import similarity
 from flywheel.filtering.query_template import particulars
 
 
@@ -63,19 +63,19 @@ class Fingerprint:
 def fingerprint(line: Mapping[str, Any], threshold: float) -> Fingerprint:
     """The fingerprint of a task line; `threshold` decides the bands."""
     query = str(line["main_query"])
-    words = likeness.words(query)
+    words = similarity.words(query)
     before = "\0".join(
-        f"{message.get('role')}:{likeness.normalised(str(message.get('content')))}"
+        f"{message.get('role')}:{similarity.normalised(str(message.get('content')))}"
         for message in line["init_messages"]
         if message.get("role") not in ("system", "developer")
     )
-    scope = _hash(f"{line['metadata']['split']}\0{before}\0" + "\0".join(likeness.numbers(query)))
+    scope = _hash(f"{line['metadata']['split']}\0{before}\0" + "\0".join(similarity.numbers(query)))
     return Fingerprint(
         scope=scope,
-        exact=_hash(likeness.normalised(query)) ^ scope,
+        exact=_hash(similarity.normalised(query)) ^ scope,
         words=words,
         particulars=particulars(query),
-        bands=tuple(band ^ scope for band in likeness.bands(words, threshold=threshold)),
+        bands=tuple(band ^ scope for band in similarity.bands(words, threshold=threshold)),
         query=query,
         text=xxhash.xxh3_128_hexdigest(query.encode("utf-8", "replace")),
     )

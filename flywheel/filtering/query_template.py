@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from flywheel import likeness
+from flywheel import similarity
 
 _QUOTED: Final = re.compile(
     r"\"[^\"\n]*\"|“[^“”]*”|„[^„“”]*[“”]|«[^«»]*»|「[^「」]*」|『[^『』]*』|《[^《》]*》|`[^`\n]*`"
@@ -21,7 +21,7 @@ def template(query: str) -> str:
     """The question without its numbers, names and quoted parts."""
     for pattern, mask in ((_QUOTED, " q "), (_ADDRESS, " a "), (_NAME, "n"), (_NUMBER, "0")):
         query = pattern.sub(mask, query)
-    return likeness.normalised(query)
+    return similarity.normalised(query)
 
 
 def particulars(query: str) -> frozenset[int]:
@@ -29,4 +29,4 @@ def particulars(query: str) -> frozenset[int]:
     found = _QUOTED.findall(query)
     if any(char.islower() for char in query):
         found += _NAME.findall(_QUOTED.sub(" q ", query))
-    return likeness.words(" ".join(found)) if found else frozenset()
+    return similarity.words(" ".join(found)) if found else frozenset()

@@ -31,8 +31,8 @@ from flywheel.sources.studio_connector import Progress, Shares, StudioConnector
 from flywheel.store import ledger
 from flywheel.store.agentjet_file import AgentJetTasks
 from flywheel.store.database import Store
-from flywheel.store.export import TaskFile
 from flywheel.store.ledger import Recorded, SourceCounts
+from flywheel.store.task_file import TaskFile
 from flywheel.store.transitions import utcnow
 from flywheel.trace import Cursor
 

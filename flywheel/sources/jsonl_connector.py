@@ -19,7 +19,7 @@ from flywheel.sources.jsonl.reader import JsonlReader
 from flywheel.sources.jsonl.record import JsonlEntry
 from flywheel.sources.jsonl.task_ids import TaskIds
 from flywheel.sources.studio_connector import Progress
-from flywheel.store import ledger, reply_sources
+from flywheel.store import ledger, reingestion
 from flywheel.store.ledger import Recorded
 from flywheel.trace import Cursor
 
@@ -41,8 +41,8 @@ def named(conn: Connection, source: int, names: TaskIds, entries: tuple[Entry, .
     """The entries by the names that they have in the ledger, or will have; None for one that adds nothing to it."""
     keys = {entry.key for entry in entries}
     keys |= {entry.otherwise for entry in entries if isinstance(entry, JsonlEntry) and not entry.line}
-    known = reply_sources.told(conn, source, sorted(keys))
-    return names.given(entries, known, partial(reply_sources.line_of, conn))
+    known = reingestion.told(conn, source, sorted(keys))
+    return names.given(entries, known, partial(reingestion.line_of, conn))
 
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from flywheel.batch import Batch, Entry, line_bytes
 from flywheel.filtering.pii import Redactor
-from flywheel.prompt_signature import beginning_of, opening_of
+from flywheel.similarity import beginning_of, prompt_signatures
 from flywheel.trace import DeadRow
 
 
@@ -25,7 +25,7 @@ def _entry(entry: Entry, redact: Redactor) -> Entry:
     if not entry.line:
         return replace(entry, detail=detail)
     line = redact(orjson.loads(entry.line))
-    words, bands = opening_of(line["main_query"]) if entry.words else ((), ())
+    words, bands = prompt_signatures([line["main_query"]])[0] if entry.words else ((), ())
     begun = beginning_of(line)
     return replace(entry, line=line_bytes(line), detail=detail, beginning=begun, words=words, bands=bands)
 

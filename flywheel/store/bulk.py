@@ -11,7 +11,19 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, Final, TypeVar
 
-from sqlalchemy import JSON, ClauseElement, Column, Connection, Row, Select, Table, bindparam, func, select
+from sqlalchemy import (
+    JSON,
+    ClauseElement,
+    Column,
+    ColumnElement,
+    Connection,
+    Row,
+    Select,
+    Table,
+    bindparam,
+    func,
+    select,
+)
 from sqlalchemy.dialects.sqlite.pysqlite import SQLiteDialect_pysqlite
 
 T = TypeVar("T")
@@ -28,7 +40,15 @@ def chunks(values: Sequence[T]) -> Iterator[list[T]]:
         yield list(values[start : start + CHUNK])
 
 
-def spelled(statement: ClauseElement) -> str:
+def rows_in(
+    conn: Connection, query: Select[Any], column: ColumnElement[Any], values: Sequence[object]
+) -> Iterator[Any]:
+    """The rows of a query that have one of these values in a column, however many values."""
+    for some in chunks(values):
+        yield from conn.execute(query.where(column.in_(some)))
+
+
+def sql_text(statement: ClauseElement) -> str:
     """A statement as the driver takes it, with places for its values in the order they are written."""
     return str(statement.compile(dialect=_DIALECT))
 
@@ -41,7 +61,7 @@ class Lookup:
 
     def __init__(self, query: Select[Any], column: Column[Any]) -> None:
         wanted = column.in_(bindparam("wanted", expanding=True))
-        self._text = spelled(query.where(wanted))
+        self._text = sql_text(query.where(wanted))
         assert self._text.count(_HOLE) == 1
 
     def rows(self, conn: Connection, values: Sequence[object], *given: object) -> Iterator[Row[Any]]:
@@ -85,4 +105,4 @@ def _insertion(table: Table, columns: tuple[str, ...], replace: bool) -> str:
 
 @cache
 def _highest(column: Column[Any]) -> str:
-    return spelled(select(func.max(column)))
+    return sql_text(select(func.max(column)))

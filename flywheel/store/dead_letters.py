@@ -58,7 +58,9 @@ class Next(StrEnum):
     """nothing: it is not dead any more"""
 
 
-def bury(conn: Connection, kind: str, subject: str, error: str, excerpt: str = "", source: int | None = None) -> None:
+def dead_letter(
+    conn: Connection, kind: str, subject: str, error: str, excerpt: str = "", source: int | None = None
+) -> None:
     """Keep a unit that cannot go on, with its error. One that was retried is open again, and counted."""
     error, excerpt = storable(error), storable(excerpt)
     same = select(dead_letters.c.id, dead_letters.c.state).where(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NamedTuple
 
@@ -11,6 +13,7 @@ from sqlalchemy import Connection, Row, insert, select
 
 from flywheel.errors import StoreError
 from flywheel.states import DeploymentState
+from flywheel.store import notes
 from flywheel.store.schema import deployments
 from flywheel.store.transitions import move, record, utcnow
 
@@ -168,3 +171,48 @@ def fail_unfinished(conn: Connection, why: str) -> int:
     for deployment in ids:
         fail(conn, deployment, why)
     return len(ids)
+
+
+KIND: Final = "replicas"
+"""What events of replicas, and the notes about them, go by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """A replica as it was found. `serves` is what the alias stands for there, empty where that is not known; `error`
+    what is wrong and what to do."""
+
+    url: str
+    condition: str
+    serves: str
+    error: str = ""
+
+
+def note_replicas(conn: Connection, alias: str, sightings: Sequence[Sighting]) -> None:
+    """Remember what was found just now on every replica; a condition that has changed is an event."""
+    before, now = replica_sightings(conn, alias), utcnow()
+    found: dict[str, dict[str, str]] = {}
+    for each in sightings:
+        last = before.get(each.url, {})
+        if last.get("condition") != each.condition:
+            record(conn, KIND, [each.url], last.get("condition"), each.condition, each.error)
+        is_as_before = (last.get("condition"), last.get("serves")) == (each.condition, each.serves)
+        found[each.url] = {
+            "condition": each.condition,
+            "serves": each.serves,
+            "error": each.error,
+            "since": last["since"] if is_as_before else now,
+            "looked_at": now,
+        }
+    notes.note(conn, _key(alias), json.dumps(found))
+
+
+def replica_sightings(conn: Connection, alias: str) -> dict[str, Any]:
+    """What was found on each replica, by its URL: condition, serves, error, since, looked_at."""
+    text = notes.noted(conn, _key(alias))
+    found: dict[str, Any] = json.loads(text) if text else {}
+    return found
+
+
+def _key(alias: str) -> str:
+    return f"{KIND} of {alias}"

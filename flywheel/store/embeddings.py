@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, and_, delete, exists, func, insert, select
 
 from flywheel.store.bulk import chunks
-from flywheel.store.duplicates import GONE, Entry, Repeats, same_things, unpacked
+from flywheel.store.deduplication import GONE, Entry, Repeats, same_things, unpacked
 from flywheel.store.schema import embeddings, fingerprints, tasks
 
 

@@ -13,16 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from sqlalchemy import Connection, Row, bindparam, func, insert, select, update
+from sqlalchemy import Connection, Row, Text, bindparam, func, insert, select, type_coerce, update
 
-from flywheel.batch import Batch, Entry, storable
+from flywheel.batch import Batch, Entry, line_bytes, storable
 from flywheel.files import tidied
 from flywheel.states import ReplyState, SkipReason, Split, TaskState
-from flywheel.store import conversations
+from flywheel.store import enrichment
 from flywheel.store.bulk import Lookup, first_free, insert_many
 from flywheel.store.checkpoints import remember
-from flywheel.store.completion import completed
-from flywheel.store.dead_letters import ROW, bury
+from flywheel.store.dead_letters import ROW, dead_letter
+from flywheel.store.enrichment import completed
 from flywheel.store.reingestion import renewed, retell
 from flywheel.store.schema import replies, sources, tasks
 from flywheel.store.splits import Sides
@@ -140,7 +140,7 @@ def record_batch(conn: Connection, source: int, batch: Batch, *, train_ratio: fl
             _record_dead(conn, source, row, done)
         elif known[row.span_id].state == ReplyState.DEAD:
             # Its letter may have been retried.
-            bury(conn, ROW, row.span_id, row.error, row.excerpt, source)
+            dead_letter(conn, ROW, row.span_id, row.error, row.excerpt, source)
     remember(conn, source, batch.marks)
     if (cursor := batch.cursor) is not None:
         note_source(
@@ -239,7 +239,7 @@ def _record_tasks(conn: Connection, new: Sequence[Entry], sides: Sides, done: Re
                     entry.excluded,
                     entry.model,
                     entry.beginning if side is Split.HELD_OUT and not earlier else None,
-                    conversations.line(entry, side, earlier),
+                    enrichment.line(entry, side, earlier),
                     now,
                 )
             )
@@ -258,13 +258,13 @@ _TASK_COLUMNS: Final = (
 
 def _earlier(conn: Connection, entry: Entry) -> list[tuple[str, str]]:
     """The turns before a reply that its own spans do not show."""
-    return conversations.before(conn, entry) if entry.linked else []
+    return enrichment.before(conn, entry) if entry.linked else []
 
 
 def _line_of_known(conn: Connection, sides: Sides, entry: Entry, side: Split) -> bytes:
     """The task as it is exported that is on a side already: its conversation goes there too, if that is a new one."""
     sides.keep(entry, side)
-    return conversations.line(entry, side, _earlier(conn, entry))
+    return enrichment.line(entry, side, _earlier(conn, entry))
 
 
 def _record_dead(conn: Connection, source: int, row: DeadRow, done: Recorded) -> None:
@@ -278,21 +278,42 @@ def _record_dead(conn: Connection, source: int, row: DeadRow, done: Recorded) ->
             created_at=utcnow(),
         )
     )
-    bury(conn, ROW, row.span_id, row.error, row.excerpt, source)
+    dead_letter(conn, ROW, row.span_id, row.error, row.excerpt, source)
     done.dead += 1
 
 
+def all_sources(conn: Connection) -> list[dict[str, Any]]:
+    """Every source that was ever read, as its row."""
+    return [dict(row) for row in conn.execute(select(sources).order_by(sources.c.id)).mappings()]
+
+
 def counts_of(conn: Connection, source: int) -> SourceCounts:
-    query = (
-        select(replies.c.state, replies.c.skip_reason, func.count())
-        .where(replies.c.source_id == source)
-        .group_by(replies.c.state, replies.c.skip_reason)
-        .order_by(replies.c.state, replies.c.skip_reason)
-    )
-    by_state: Counter[str] = Counter()
-    skipped: dict[str, int] = {}
-    for state, reason, count in conn.execute(query):
-        by_state[state] += count
+    """The counts of one source."""
+    return counts_by_source(conn, source).get(source, SourceCounts(0, 0, {}, 0))
+
+
+def counts_by_source(conn: Connection, source: int | None = None) -> dict[int, SourceCounts]:
+    """The counts of every source that has replies, or of one `source`."""
+    states: dict[int, Counter[str]] = {}
+    skipped: dict[int, Counter[str]] = {}
+    columns = (replies.c.source_id, replies.c.state, replies.c.skip_reason)
+    query = select(*columns, func.count()).group_by(*columns).order_by(*columns)
+    for number, state, reason, count in conn.execute(
+        query if source is None else query.where(replies.c.source_id == source)
+    ):
+        states.setdefault(number, Counter())[state] += count
         if state == ReplyState.SKIPPED:
-            skipped[reason] = count
-    return SourceCounts(by_state.total(), by_state[ReplyState.CONVERTED], skipped, by_state[ReplyState.DEAD])
+            skipped.setdefault(number, Counter())[str(reason)] += count
+    return {
+        number: SourceCounts(
+            found.total(), found[ReplyState.CONVERTED], dict(skipped.get(number, ())), found[ReplyState.DEAD]
+        )
+        for number, found in states.items()
+    }
+
+
+def rewrite_lines(conn: Connection, lines: Mapping[int, Mapping[str, Any]]) -> None:
+    """Replace the lines of tasks, by the tasks' numbers, as filters do that redact personal data."""
+    for task, line in lines.items():
+        text = line_bytes(dict(line)).decode()
+        conn.execute(update(tasks).where(tasks.c.id == task).values(payload=type_coerce(text, Text)))

@@ -10,9 +10,9 @@ from sqlalchemy import Connection, func, select
 from flywheel.states import ReplyState
 from flywheel.store.bulk import chunks
 from flywheel.store.checkpoints import marks_of
-from flywheel.store.export import exported_to
 from flywheel.store.ledger import cursor_of
 from flywheel.store.schema import replies, tasks
+from flywheel.store.task_file import exported_to
 from flywheel.trace import Cursor, Mark
 
 

@@ -11,7 +11,7 @@ from sqlalchemy.schema import CreateColumn
 
 from flywheel import exclusion
 from flywheel.errors import StoreError
-from flywheel.prompt_signature import beginning_of
+from flywheel.similarity import beginning_of
 from flywheel.states import TaskState
 from flywheel.store import samples, signature_filter
 from flywheel.store.schema import SCHEMA_VERSION, meta, metadata, sources, tasks

@@ -6,20 +6,34 @@ an event, and the reply stays what was judged.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
 
 import orjson
-from sqlalchemy import Connection, Row, Text, delete, exists, or_, select, type_coerce, update
+from sqlalchemy import (
+    Connection,
+    LargeBinary,
+    Row,
+    Text,
+    bindparam,
+    cast,
+    delete,
+    exists,
+    or_,
+    select,
+    type_coerce,
+    update,
+)
 
 from flywheel import exclusion
 from flywheel.batch import Entry
 from flywheel.exclusion import Exclusion
 from flywheel.states import ReplyState, SkipReason, Split, TaskState
-from flywheel.store import duplicates
-from flywheel.store.judging import PERSON
+from flywheel.store import deduplication
+from flywheel.store.bulk import Lookup
 from flywheel.store.schema import replies, tasks, verdicts
 from flywheel.store.transitions import move, record
+from flywheel.store.verdicts import PERSON
 
 CHANGED = "changed"
 
@@ -116,7 +130,7 @@ def _due_again(conn: Connection, task: int) -> None:
     if state is not TaskState.PENDING:
         move(conn, task, state, TaskState.PENDING, "its reply changed, and nothing was paid for it", retry_at=None)
         conn.execute(delete(verdicts).where(verdicts.c.task_id == task))
-    duplicates.forget(conn, task)
+    deduplication.forget(conn, task)
 
 
 def renewed(conn: Connection, task: int | None, entry: Entry, line: Callable[[Entry, Split], bytes]) -> int | None:
@@ -147,3 +161,40 @@ def renewed(conn: Connection, task: int | None, entry: Entry, line: Callable[[En
             )
         )
     return int(found.id)
+
+
+_TELLERS: Final = Lookup(
+    select(tasks.c.key.label("name"), replies.c.content).select_from(
+        tasks.outerjoin(replies, replies.c.task_id == tasks.c.id)
+    ),
+    tasks.c.key,
+)
+_WITHOUT_TASK: Final = Lookup(
+    select(replies.c.span_id.label("name"), replies.c.content).where(
+        replies.c.source_id == bindparam("source"), replies.c.task_id.is_(None)
+    ),
+    replies.c.span_id,
+)
+
+
+class Told(NamedTuple):
+    """What is stored under a key: a task, or a reply that is none."""
+
+    has_task: bool
+    contents: frozenset[int | None]
+    """The hashes of the replies that told it, None where that is not known (an older state)."""
+
+
+def told(conn: Connection, source: int, keys: Sequence[str]) -> dict[str, Told]:
+    """What is known under these keys: tasks of any source, and replies of this one that are no tasks."""
+    found: dict[str, Told] = {}
+    for rows, has_task in ((_TELLERS.rows(conn, keys), True), (_WITHOUT_TASK.rows(conn, keys, source), False)):
+        for row in rows:
+            before = found.get(row.name, Told(has_task, frozenset()))
+            found[row.name] = Told(before.has_task, before.contents | {row.content})
+    return found
+
+
+def line_of(conn: Connection, key: str) -> bytes:
+    """The task of a key as its line."""
+    return bytes(conn.execute(select(cast(tasks.c.payload, LargeBinary)).where(tasks.c.key == key)).scalar_one())

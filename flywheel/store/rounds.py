@@ -22,7 +22,7 @@ from flywheel.round import AdapterRef, GateTest, RoundResult
 from flywheel.states import AdapterState, RoundState, Split, TaskState
 from flywheel.store import gate_tests
 from flywheel.store.bulk import chunks
-from flywheel.store.judging import rewrite
+from flywheel.store.ledger import rewrite_lines
 from flywheel.store.samples import LEFT_OUT, free_samples
 from flywheel.store.schema import adapters, round_samples, rounds, tasks
 from flywheel.store.schema import gate_tests as gate_tests_table
@@ -208,7 +208,9 @@ def _mark_inexact(conn: Connection, row: Row[Any, Any, Any, Any], why: str) -> N
     line = dict(row.payload)
     known = line["metadata"]["prompt_reason"]
     reason = exclusion.joined(filter(None, (known, why)))
-    rewrite(conn, {row.id: line | {"metadata": line["metadata"] | {"prompt_exact": False, "prompt_reason": reason}}})
+    rewrite_lines(
+        conn, {row.id: line | {"metadata": line["metadata"] | {"prompt_exact": False, "prompt_reason": reason}}}
+    )
     excluded = exclusion.column({*exclusion.parsed(row.excluded), Exclusion.INEXACT})
     conn.execute(update(tasks).where(tasks.c.id == row.id).values(excluded=excluded))
 

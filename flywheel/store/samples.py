@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Final
 
 from sqlalchemy import ColumnElement, Connection, and_, exists, func, or_, select, update
 
 from flywheel import exclusion
-from flywheel.exclusion import Exclusion
+from flywheel.exclusion import Exclusion, TrainedModels
 from flywheel.states import RoundState, Split, TaskState
 from flywheel.store.bulk import chunks
-from flywheel.store.judging import DECIDED, NOT_OF_THE_JUDGE, count, decided_by_others
-from flywheel.store.schema import round_samples, rounds, tasks, verdicts
+from flywheel.store.claims import DECIDED, count
+from flywheel.store.notes import note, noted
+from flywheel.store.schema import replies, round_samples, rounds, sources, tasks, verdicts
+from flywheel.store.verdicts import NOT_OF_THE_JUDGE, decided_by_others
 
 LEFT_OUT: Final = "left out"
 """What the history of a task says that a round had and its worker did not take."""
@@ -110,3 +112,44 @@ def leave_gate(conn: Connection, beginnings: Collection[int]) -> None:
             .where(tasks.c.beginning.in_(some), ~tasks.c.excluded.endswith(Exclusion.REPEATED.value))
             .values(excluded=func.ltrim(tasks.c.excluded + f" {Exclusion.REPEATED.value}"))
         )
+
+
+_MODEL_RULES: Final = "model_rules"
+_PAGE: Final = 1000
+
+
+def applied_model_rules(conn: Connection) -> str:
+    """The digest of the `TrainedModels` settings that all stored tasks were compared with."""
+    return noted(conn, _MODEL_RULES)
+
+
+def note_model_rules(conn: Connection, digest: str) -> None:
+    note(conn, _MODEL_RULES, digest)
+
+
+def apply_model_rules(conn: Connection, models_of: Callable[[str], TrainedModels], after: int) -> int | None:
+    """Look at some tasks behind `after` anew; the number of the last one, None if there are no more.
+
+    `models_of` says by the path of a source whose replies are trained on. What one of several sources takes is taken.
+    """
+    some = select(tasks.c.id).where(tasks.c.id > after).order_by(tasks.c.id).limit(_PAGE).subquery()
+    rows = conn.execute(
+        select(tasks.c.id, tasks.c.model, tasks.c.adapter, tasks.c.excluded, sources.c.path)
+        .join(some, some.c.id == tasks.c.id)
+        .outerjoin(replies, replies.c.task_id == tasks.c.id)
+        .outerjoin(sources, sources.c.id == replies.c.source_id)
+        .order_by(tasks.c.id)
+    ).all()
+    known: dict[str, TrainedModels] = {}
+    trained: dict[int, bool] = {}
+    for row in rows:
+        path = row.path or ""
+        if path not in known:
+            known[path] = models_of(path)
+        trained[row.id] = trained.get(row.id, False) or known[path].trains(row.model, row.adapter)
+    for row in {row.id: row for row in rows}.values():
+        others = set(exclusion.parsed(row.excluded)) - {Exclusion.MODEL}
+        now = exclusion.column(others if trained[row.id] else {*others, Exclusion.MODEL})
+        if now != row.excluded:
+            conn.execute(update(tasks).where(tasks.c.id == row.id).values(excluded=now))
+    return rows[-1].id if rows else None

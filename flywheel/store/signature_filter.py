@@ -13,7 +13,7 @@ from typing import Final
 from msgspec import Struct
 from sqlalchemy import Connection, func, select
 
-from flywheel.store.bulk import insert_many, spelled
+from flywheel.store.bulk import insert_many, sql_text
 from flywheel.store.schema import openings
 from flywheel.store.schema import openings_filter as filters
 
@@ -23,10 +23,10 @@ GROWTH: Final = 4
 """How many times the bits are multiplied when they no longer suffice."""
 SMALLEST: Final = 1 << 20
 
-_STAMP: Final = spelled(select(filters.c.stamp))
-_READ: Final = spelled(select(filters.c.stamp, filters.c.bands, filters.c.bits))
-_ENTERED: Final = spelled(select(func.count()).select_from(openings))
-_ALL: Final = spelled(select(openings.c.band))
+_STAMP: Final = sql_text(select(filters.c.stamp))
+_READ: Final = sql_text(select(filters.c.stamp, filters.c.bands, filters.c.bits))
+_ENTERED: Final = sql_text(select(func.count()).select_from(openings))
+_ALL: Final = sql_text(select(openings.c.band))
 _PORTION: Final = 1_000
 """Rows that are fetched at once, of two million."""
 _KEPT: Final = "flywheel.openings_filter"

@@ -13,25 +13,25 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 from msgspec import Struct
-from sqlalchemy import Connection, bindparam, exists, func, select
+from sqlalchemy import Connection, Row, Table, bindparam, delete, exists, func, insert, select
 
-from flywheel import likeness
+from flywheel import similarity
 from flywheel.batch import Entry
 from flywheel.states import Split, TaskState
-from flywheel.store import samples, signature_bands
-from flywheel.store.bulk import Lookup, insert_many, spelled
-from flywheel.store.schema import conversations, tasks
+from flywheel.store import samples, signature_filter
+from flywheel.store.bulk import Lookup, insert_many, sql_text
+from flywheel.store.schema import conversations, openings, recent_openings, tasks
 from flywheel.task import conversation_key, split_of
 from flywheel.terminal import quantity
 
 TEMPLATE: Final = 50
 
 _SIDES: Final = Lookup(select(conversations.c.key, conversations.c.split), conversations.c.key)
-_FOLLOWERS: Final = spelled(
+_FOLLOWERS: Final = sql_text(
     select(func.count()).where(
         conversations.c.like == bindparam("key"), conversations.c.like != conversations.c.key, ~conversations.c.exact
     )
@@ -114,7 +114,7 @@ class Sides:
     def store(self) -> None:
         """Write down what was decided, when the tasks are stored."""
         insert_many(self._conn, conversations, ("key", "split", "like", "words", "exact"), self._new)
-        signature_bands.enter(self._conn, self._new_openings)
+        enter(self._conn, self._new_openings)
         samples.leave_gate(self._conn, self._repeated)
 
     def _decide(self, key: str, entry: Entry, side: Split | None = None) -> Split:
@@ -161,8 +161,8 @@ class Sides:
         if not candidates:
             return None
         words = frozenset(entry.words)
-        share, key = max((likeness.likeness(words, opening.words), key) for key, opening in candidates.items())
-        return candidates[key] if share >= likeness.NEAR else None
+        share, key = max((similarity.jaccard(words, opening.words), key) for key, opening in candidates.items())
+        return candidates[key] if share >= similarity.NEAR else None
 
     def _followers_of(self, key: str) -> int:
         """How many conversations have joined this one; itself is counted too."""
@@ -172,7 +172,7 @@ class Sides:
 
     def _look_up(self, bands: set[int], beginnings: set[int]) -> None:
         read: dict[str, _Opening] = {}
-        for row in signature_bands.with_bands(self._conn, sorted(bands | beginnings)):
+        for row in with_bands(self._conn, sorted(bands | beginnings)):
             if row.key not in read:
                 read[row.key] = _Opening(row.key, Split(row.split), frozenset(array("I", row.words)))
             found = read[row.key]
@@ -181,3 +181,37 @@ class Sides:
             elif row.band not in self._begun or found.split is Split.TRAIN:
                 # Of what stands on both sides, that in training is followed.
                 self._begun[row.band] = found
+
+
+RECENT: Final = 50_000
+"""Rows of the small table, at most: two megabytes."""
+
+
+def _found_in(table: Table) -> Lookup:
+    query = select(table.c.band, table.c.key, conversations.c.split, conversations.c.words)
+    return Lookup(query.select_from(table.join(conversations)), table.c.band)
+
+
+_FOUND_RECENTLY: Final = _found_in(recent_openings)
+_FOUND: Final = _found_in(openings)
+_COUNT: Final = sql_text(select(func.count()).select_from(recent_openings))
+_BANDS: Final = sql_text(select(recent_openings.c.band))
+
+
+def with_bands(conn: Connection, bands: Sequence[int]) -> Iterator[Row[Any]]:
+    """Conversations (band, key, split, words) that have one of these bands; once for each that they have."""
+    yield from _FOUND_RECENTLY.rows(conn, bands)
+    yield from _FOUND.rows(conn, signature_filter.may_have(conn, bands))
+
+
+def enter(conn: Connection, rows: Sequence[tuple[object, ...]]) -> None:
+    """Have conversations be found: a row of band and key for each band."""
+    if not rows:
+        return
+    insert_many(conn, recent_openings, ("band", "key"), rows)
+    count = int(conn.exec_driver_sql(_COUNT).scalar_one())
+    if count > RECENT:
+        in_order = select(recent_openings.c.band, recent_openings.c.key).order_by(recent_openings.c.band)
+        conn.execute(insert(openings).from_select(("band", "key"), in_order))
+        signature_filter.add(conn, signature_filter.bands_in(conn, _BANDS), count)
+        conn.execute(delete(recent_openings))

@@ -22,7 +22,7 @@ from sqlalchemy import Connection
 from flywheel import files
 from flywheel.daemon.lock import InstanceLock
 from flywheel.states import Split
-from flywheel.store import judging, ledger
+from flywheel.store import claims, ledger
 from flywheel.store.database import Store
 from flywheel.trace import Reply
 from tests.cli.conftest import Ran, Run
@@ -494,8 +494,8 @@ def judged(folder: Path, *replies: Reply) -> None:
         def put(conn: Connection) -> None:
             source = ledger.source_id(conn, "/a")
             ledger.record_batch(conn, source, batch(*replies), train_ratio=0.7, split_seed=42)
-            for task in judging.claim(conn, 1000, "r", "j"):
-                judging.settle(conn, task.id, accepted(), "r", "j", 0.0)
+            for task in claims.claim(conn, 1000, "r", "j"):
+                claims.settle(conn, task.id, accepted(), "r", "j", 0.0)
 
         await store.write(put)
         await store.close()

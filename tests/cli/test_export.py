@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import Connection, select
 
 from flywheel.states import Split, TaskState
-from flywheel.store import selection
+from flywheel.store import export_selection
 from flywheel.store.database import Store
 from flywheel.store.schema import tasks
 from flywheel.verdict import Outcome
@@ -83,14 +83,14 @@ def test_the_report_counts_what_was_left_out(flywheel: Run, home: Path) -> None:
 def test_the_score_is_of_the_verdict_that_decided(flywheel: Run, tmp_path: Path) -> None:
     asyncio.run(fill(tmp_path / "home", [good(reply(1), 0.75), bad(reply(2), 0.125), Judged(reply(3), score=None)]))
 
-    async def judge_again() -> list[selection.Selected]:
+    async def judge_again() -> list[export_selection.Selected]:
         store = await Store.open(tmp_path / "home")
 
-        def again(conn: Connection) -> list[selection.Selected]:
+        def again(conn: Connection) -> list[export_selection.Selected]:
             # Another rubric rejected the first task before the old rubric came back.
             add_verdict(conn, 1, Outcome.REJECTED, 0.0, "another rubric")
             add_verdict(conn, 2, Outcome.UNDECIDED, None, "another rubric")
-            return selection.read(conn, [3, 1, 2, 99])
+            return export_selection.read(conn, [3, 1, 2, 99])
 
         try:
             return await store.write(again)

@@ -13,7 +13,7 @@ from sqlalchemy import Connection, select
 from flywheel.filtering.fingerprint import fingerprint
 from flywheel.filtering.influence import weigh
 from flywheel.states import TaskState
-from flywheel.store import duplicates, influence, ledger, schema
+from flywheel.store import deduplication, influence, ledger, schema
 from flywheel.store.database import Store
 from tests.cli.conftest import Run
 from tests.samples import batch, reply
@@ -39,8 +39,8 @@ def held(tmp_path: Path) -> list[str]:
         told = [reply(n, query="What is all this?") for n in range(3)]
         ledger.record_batch(conn, source, batch(*told, reply(9)), train_ratio=0.7, split_seed=42)
         rows = conn.execute(select(schema.tasks).order_by(schema.tasks.c.id)).all()
-        entries = [duplicates.Entry(row.id, row.key, fingerprint(row.payload, 0.8)) for row in rows]
-        duplicates.enter(conn, entries, 0.8)
+        entries = [deduplication.Entry(row.id, row.key, fingerprint(row.payload, 0.8)) for row in rows]
+        deduplication.enter(conn, entries, 0.8)
         influence.enter(conn, {row.id: weigh(row.payload) for row in rows})
         assert influence.hold_bursts(conn, [rows[0].id], 3, 60) == [1, 2, 3]
         return [row.key for row in rows[:3]]

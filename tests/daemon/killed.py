@@ -19,7 +19,7 @@ from flywheel.files import append_lines
 from flywheel.sources.ingestion import Ingestion
 from flywheel.sources.jsonl.reader import JsonlReader
 from flywheel.sources.studio import database, page, reader
-from flywheel.store import export
+from flywheel.store import task_file
 from flywheel.store.database import Store
 
 POINTS: Final = (
@@ -96,7 +96,7 @@ def set_up(trap: Trap) -> None:
     database.Database.page = trapped_page  # type: ignore[method-assign,assignment]
     JsonlReader.read = trapped_lines  # type: ignore[method-assign]
     Store.write = trapped_write  # type: ignore[method-assign]
-    export.append_lines = trapped_append  # type: ignore[attr-defined]
+    task_file.append_lines = trapped_append  # type: ignore[attr-defined]
 
 
 async def ingest_for_ever(config_file: Path) -> None:

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, select
 from flywheel import exclusion
 from flywheel.config import Config, parse
 from flywheel.daemon.configured_source import apply_model_rules
-from flywheel.store import ledger, model_rules, schema
+from flywheel.store import ledger, samples, schema
 from flywheel.store.database import Store
 from tests.samples import batch, reply
 
@@ -45,7 +45,7 @@ def excluded(conn: Connection) -> list[str]:
 async def test_changed_rules_hold_for_what_is_stored(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_rules, "_PAGE", 3)
+    monkeypatch.setattr(samples, "_PAGE", 3)
     config = made(tmp_path, {}, {"include": ["gpt-*"]})
     for number in (0, 1):
         await store.write(put, tmp_path / f"{number}.sqlite", 10 * number, config, number)
@@ -63,7 +63,7 @@ async def test_rules_that_hold_are_not_applied_again(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await apply_model_rules(store, made(tmp_path, {}))
-    monkeypatch.setattr(model_rules, "apply", None)
+    monkeypatch.setattr(samples, "apply", None)
     await apply_model_rules(store, made(tmp_path, {}))
 
 

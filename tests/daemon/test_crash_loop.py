@@ -15,7 +15,7 @@ import pytest
 
 from flywheel.daemon.judging import Filtering
 from flywheel.states import TaskState
-from flywheel.store import dead_letters, judging
+from flywheel.store import claims, dead_letters
 from flywheel.store.database import Store
 from tests.daemon.conftest import Make
 from tests.daemon.filter_bench import questions, states, tell
@@ -124,8 +124,8 @@ async def test_what_was_in_work_is_judged_one_by_one_after_a_crash(
     make: Make, store: Store, judge: JudgeServer
 ) -> None:
     await tell(store, *questions(*(f"What is {n} + 1?" for n in range(6))))
-    await store.write(judging.claim, 4, "r", "j")
-    assert await store.write(judging.recover) == (4, [])
+    await store.write(claims.claim, 4, "r", "j")
+    assert await store.write(claims.recover) == (4, [])
     judge.delay_seconds = 0.05
     alone: list[int] = []
     filtering = Filtering(store, make())
@@ -134,28 +134,28 @@ async def test_what_was_in_work_is_judged_one_by_one_after_a_crash(
     assert alone[:4] == [1, 1, 1, 1]
     assert judge.most_in_flight == 2, "those that were not in work are judged together"
     assert await states(store) == ["accepted"] * 6
-    assert not await store.read(judging.has_suspects)
+    assert not await store.read(claims.has_suspects)
 
 
 async def test_a_verdict_between_two_crashes_starts_the_count_anew(store: Store) -> None:
     await tell(store, *questions("What is 1 + 1?"))
-    await store.write(judging.claim, 9, "r", "j")
-    for _ in range(judging.CRASHES - 1):
-        await store.write(judging.recover)
-        (task,) = await store.write(judging.claim_suspect, "r", "j")
-    await store.write(judging.settle, task.id, undecided(), "r", "j", 0.0)
-    for _ in range(judging.CRASHES - 1):
-        assert len(await store.write(judging.claim, 9, "r", "j")) + len(
-            await store.write(judging.claim_suspect, "r", "j")
+    await store.write(claims.claim, 9, "r", "j")
+    for _ in range(claims.CRASHES - 1):
+        await store.write(claims.recover)
+        (task,) = await store.write(claims.claim_suspect, "r", "j")
+    await store.write(claims.settle, task.id, undecided(), "r", "j", 0.0)
+    for _ in range(claims.CRASHES - 1):
+        assert len(await store.write(claims.claim, 9, "r", "j")) + len(
+            await store.write(claims.claim_suspect, "r", "j")
         )
-        assert (await store.write(judging.recover))[0] == 1
+        assert (await store.write(claims.recover))[0] == 1
     assert await store.read(dead_letters.count) == {"open": 0, "retried": 0, "dropped": 0}
 
 
 async def test_an_estimate_counts_what_was_in_work(make: Make, store: Store) -> None:
     await tell(store, *questions(*(f"What is {n} + 1?" for n in range(5))))
-    await store.write(judging.claim, 3, "r", "j")
-    await store.write(judging.recover)
+    await store.write(claims.claim, 3, "r", "j")
+    await store.write(claims.recover)
     filtering = Filtering(store, make())
     assert (await filtering.preview()).calls == 5
     assert (await filtering.preview(limit=2)).calls == 2

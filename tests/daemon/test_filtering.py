@@ -18,7 +18,7 @@ from flywheel.daemon.judge_setup import rubric_of
 from flywheel.daemon.judging import Filtering
 from flywheel.filtering.pii import Pii, Redactor
 from flywheel.states import Split, TaskState
-from flywheel.store import duplicates, judging, ledger, lineage, schema, spending
+from flywheel.store import claims, deduplication, ledger, lineage, schema, verdicts
 from flywheel.store.balance import balance
 from flywheel.store.database import Store
 from flywheel.store.transitions import move
@@ -321,9 +321,9 @@ async def test_a_burst_waits_for_a_person_also_what_had_been_accepted_before(
     books = await store.read(balance)
     assert books.balanced
     assert books.ends["pending"] == 8
-    released = await store.write(judging.release_held, [1, 5])
+    released = await store.write(claims.release_held, [1, 5])
     assert released == [1, 5]
-    rejected = await store.write(judging.reject_held, [6])
+    rejected = await store.write(claims.reject_held, [6])
     assert rejected == [6]
     await run(store, config)
     assert await states(store) == ["accepted", "held", "held", "accepted", "accepted", "rejected"] + ["held"] * 3
@@ -375,7 +375,7 @@ async def test_a_dry_run_of_a_chain_leaves_no_trace(tmp_path: Path, store: Store
     finally:
         await copied.close()
     assert await states(store) == ["pending", "pending"]
-    assert await store.read(lambda c: c.execute(select(duplicates.duplicates)).all()) == []
+    assert await store.read(lambda c: c.execute(select(deduplication.duplicates)).all()) == []
 
 
 async def test_a_task_that_breaks_the_grading_is_a_dead_letter_and_stops_no_other(
@@ -451,7 +451,7 @@ async def test_what_others_spend_beside_the_daemon_counts_in_its_budget(
     filtering = Filtering(store, make(judge=settings))
     await tell(store, *questions("one"))
     assert (await filtering.run()).accepted == 1
-    await store.write(spending.add, Verdict(Outcome.ACCEPTED, 1.0, calls=1, prompt_tokens=900))
+    await store.write(verdicts.book_verdict, Verdict(Outcome.ACCEPTED, 1.0, calls=1, prompt_tokens=900))
     await tell(store, *questions("x", "two")[1:])
     report = await filtering.run()
     assert "the budget of 1,000 tokens a day is spent (1,020 were used)" in str(report.error)

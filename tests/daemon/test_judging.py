@@ -17,7 +17,7 @@ from sqlalchemy import Connection, select
 from flywheel.config import Config, parse
 from flywheel.daemon.judging import Filtering, FilterReport
 from flywheel.errors import ConfigError
-from flywheel.store import ledger, pipeline_counts, schema, spending
+from flywheel.store import ledger, notes, schema, verdicts
 from flywheel.store.database import Store
 from flywheel.verdict import Outcome, Verdict
 from tests.judge_server import JudgeServer
@@ -67,7 +67,7 @@ async def states(store: Store) -> Counter[str]:
     return await store.read(read)
 
 
-async def verdicts(store: Store) -> list[Any]:
+async def stored_verdicts(store: Store) -> list[Any]:
     return await store.read(lambda conn: conn.execute(select(schema.verdicts)).all())
 
 
@@ -81,10 +81,8 @@ async def test_a_spent_budget_leaves_the_rest_pending_and_the_status_says_why(st
         assert report.error is not None
         assert report.error.retryable
         assert await states(store) == {"accepted": 5, "pending": 15}
-        assert "budget of 600 tokens a day is spent" in await store.read(
-            pipeline_counts.noted, pipeline_counts.JUDGE_NOTE
-        )
-        assert await store.read(spending.tokens_today) == 600
+        assert "budget of 600 tokens a day is spent" in await store.read(notes.noted, notes.JUDGE_NOTE)
+        assert await store.read(verdicts.tokens_today) == 600
         # A restart knows what was spent, and another limit is judging again at once.
         again = await Filtering(store, config(tmp_path, judge, budget={"tokens_per_day": 600})).run()
         assert (again.judged, judge.calls) == (0, 5)
@@ -93,7 +91,7 @@ async def test_a_spent_budget_leaves_the_rest_pending_and_the_status_says_why(st
         rest = await Filtering(store, config(tmp_path, judge)).run()
     assert rest.error is None
     assert await states(store) == {"accepted": 20}
-    assert await store.read(pipeline_counts.noted, pipeline_counts.JUDGE_NOTE) == ""
+    assert await store.read(notes.noted, notes.JUDGE_NOTE) == ""
 
 
 async def test_yesterday_s_tokens_are_not_today_s(store: Store) -> None:
@@ -105,12 +103,12 @@ async def test_yesterday_s_tokens_are_not_today_s(store: Store) -> None:
         )
 
     await store.write(yesterday)
-    assert await store.read(spending.tokens_today) == 0
+    assert await store.read(verdicts.tokens_today) == 0
     for _ in range(2):
         await store.write(
-            spending.add, Verdict(Outcome.UNDECIDED, None, calls=1, prompt_tokens=3, completion_tokens=4)
+            verdicts.book_verdict, Verdict(Outcome.UNDECIDED, None, calls=1, prompt_tokens=3, completion_tokens=4)
         )
-    assert await store.read(spending.tokens_today) == 14
+    assert await store.read(verdicts.tokens_today) == 14
 
 
 async def test_tokens_of_replies_that_nobody_could_read_are_spent(store: Store, tmp_path: Path) -> None:
@@ -118,8 +116,8 @@ async def test_tokens_of_replies_that_nobody_could_read_are_spent(store: Store, 
     with JudgeServer(behaviour="unknown choice") as judge:
         report = await Filtering(store, config(tmp_path, judge)).run()
     assert (report.undecided, judge.calls) == (3, 6)
-    assert await store.read(spending.tokens_today) == 720
-    assert sum(row.prompt_tokens + row.completion_tokens for row in await verdicts(store)) == 720
+    assert await store.read(verdicts.tokens_today) == 720
+    assert sum(row.prompt_tokens + row.completion_tokens for row in await stored_verdicts(store)) == 720
 
 
 async def test_what_the_endpoint_cannot_do_is_learned_once_for_all_runs(store: Store, tmp_path: Path) -> None:
@@ -139,7 +137,7 @@ async def test_every_judgement_is_stored(store: Store, tmp_path: Path) -> None:
     answers = iter([True, False, True, False])
     with JudgeServer(lambda *_: next(answers)) as judge:
         await Filtering(store, config(tmp_path, judge, {**RUBRIC, "judge": {"escalate": again}})).run()
-    (row,) = await verdicts(store)
+    (row,) = await stored_verdicts(store)
     assert (row.outcome, row.score, row.calls, row.prompt_tokens) == ("rejected", 0.0, 4, 400)
     told = [(each["stage"], each["outcome"], each["results"][0]["choice"]) for each in row.judgements]
     assert told == [
@@ -157,7 +155,7 @@ async def test_half_a_character_in_a_reason_is_stored_as_a_question_mark(store: 
         judge.behave("half a character")
         report = await Filtering(store, config(tmp_path, judge)).run()
     assert (report.error, report.judged) == (None, 1)
-    (row,) = await verdicts(store)
+    (row,) = await stored_verdicts(store)
     assert "good ?" in row.reason
 
 
@@ -216,8 +214,8 @@ async def test_a_judge_that_is_away_costs_nothing_but_delay(store: Store, tmp_pa
         counts = await states(store)
         assert counts["pending"] >= 32
         assert counts.keys() <= {"pending", "undecided"}
-        assert "in a row" in await store.read(pipeline_counts.noted, pipeline_counts.JUDGE_NOTE)
-        assert await store.read(spending.tokens_today) == 0
+        assert "in a row" in await store.read(notes.noted, notes.JUDGE_NOTE)
+        assert await store.read(verdicts.tokens_today) == 0
         judge.behave("good")
         await Filtering(store, config(tmp_path, judge, retry_undecided_seconds=0)).run()
         counts = await states(store)

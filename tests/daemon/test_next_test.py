@@ -28,7 +28,7 @@ from flywheel.evaluation.budget import alpha_of
 from flywheel.files import tree_sha256, write_json
 from flywheel.round import AdapterRef, Comparison, RoundResult, RoundSpec, Score
 from flywheel.states import RoundState, Split
-from flywheel.store import gate_tests, judging, ledger, rounds, schema
+from flywheel.store import claims, gate_tests, ledger, rounds, schema
 from flywheel.store.database import Store
 from flywheel.store.transitions import move
 from flywheel.trace import Reply
@@ -62,8 +62,8 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
 def judged(conn: Connection, *replies: Reply) -> None:
     source = ledger.source_id(conn, "/a")
     ledger.record_batch(conn, source, batch(*replies), train_ratio=0.7, split_seed=42)
-    for task in judging.claim(conn, 10_000, "r", "j"):
-        judging.settle(conn, task.id, accepted(), "r", "j", 0.0)
+    for task in claims.claim(conn, 10_000, "r", "j"):
+        claims.settle(conn, task.id, accepted(), "r", "j", 0.0)
 
 
 async def filled(store: Store, held_out: int, train: int = 20) -> None:

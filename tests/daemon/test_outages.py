@@ -15,7 +15,7 @@ from sqlalchemy import select
 
 from flywheel.daemon.judging import Filtering
 from flywheel.states import Split
-from flywheel.store import duplicates, schema
+from flywheel.store import deduplication, schema
 from flywheel.store.balance import balance
 from flywheel.store.database import Store
 from tests.daemon.filter_bench import Make, by_model, states, tell
@@ -98,7 +98,7 @@ async def test_an_outage_of_everything_changes_no_decision(
     repeats = dict(
         await store.read(
             lambda conn: conn.execute(
-                select(duplicates.duplicates.c.task_id, duplicates.duplicates.c.original_id)
+                select(deduplication.duplicates.c.task_id, deduplication.duplicates.c.original_id)
             ).all()
         )
     )

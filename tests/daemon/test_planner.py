@@ -25,13 +25,14 @@ from flywheel.round import RoundSpec
 from flywheel.states import AdapterState, DeploymentState, RoundState, Split, TaskState
 from flywheel.store import (
     balance,
+    claims,
     influence,
-    judging,
     ledger,
     lineage,
     rounds,
     samples,
     schema,
+    verdicts,
 )
 from flywheel.store.database import Store
 from flywheel.store.transitions import move_all
@@ -70,9 +71,9 @@ def judged(conn: Connection, train: int, held_out: int, *, right: bool = True) -
     replies = replies_on(Split.TRAIN, train) + replies_on(Split.HELD_OUT, held_out)
     source = ledger.source_id(conn, "/a")
     ledger.record_batch(conn, source, batch(*replies), train_ratio=0.7, split_seed=42)
-    for task in judging.claim(conn, 1000, "r", "j"):
+    for task in claims.claim(conn, 1000, "r", "j"):
         kept = right or task.line["metadata"]["split"] == "train"
-        judging.settle(conn, task.id, accepted() if kept else rejected(), "r", "j", 0.0)
+        claims.settle(conn, task.id, accepted() if kept else rejected(), "r", "j", 0.0)
 
 
 async def planned(store: Store, config: Config) -> RoundSpec:
@@ -127,8 +128,8 @@ async def test_a_round_is_told_how_many_tokens_the_traced_replies_took(tmp_path:
         source = ledger.source_id(conn, "/a")
         every = [*replies, *replies_on(Split.HELD_OUT, 2)]
         ledger.record_batch(conn, source, batch(*every), train_ratio=0.7, split_seed=42)
-        for task in judging.claim(conn, 1000, "r", "j"):
-            judging.settle(conn, task.id, accepted(), "r", "j", 0.0)
+        for task in claims.claim(conn, 1000, "r", "j"):
+            claims.settle(conn, task.id, accepted(), "r", "j", 0.0)
 
     await store.write(recorded)
     config = made(tmp_path)
@@ -265,8 +266,8 @@ def judged_with_some_left_out(conn: Connection, train: int, held_out: int, value
     source = ledger.source_id(conn, "/a")
     told = batch(*special, *plain, models=ALIAS)
     ledger.record_batch(conn, source, told, train_ratio=0.7, split_seed=42)
-    for task in judging.claim(conn, 1000, "r", "j"):
-        judging.settle(conn, task.id, accepted(), "r", "j", 0.0)
+    for task in claims.claim(conn, 1000, "r", "j"):
+        claims.settle(conn, task.id, accepted(), "r", "j", 0.0)
 
 
 @pytest.mark.parametrize("reason", LEFT_OUT)
@@ -356,15 +357,15 @@ async def test_what_a_filter_or_a_person_put_aside_is_not_asked_by_the_gate(tmp_
         replies = replies_on(Split.TRAIN, 2) + replies_on(Split.HELD_OUT, 5)
         ledger.record_batch(conn, source, batch(*replies), train_ratio=0.7, split_seed=42)
         stopped = Verdict(Outcome.REJECTED, 0.0, reason="pii: an email address")
-        for number, task in enumerate(judging.claim(conn, 1000, "r", "j")):
+        for number, task in enumerate(claims.claim(conn, 1000, "r", "j")):
             # Two are stopped before the judge; one of them is judged after all, as what repeats a rejected one is.
             hashes = ["r"] if number < 5 else ["chain:c"] if number == 5 else ["chain:c", "r"]
             for place, rubric_hash in enumerate(hashes):
                 verdict = stopped if rubric_hash == "chain:c" else rejected() if number > 2 else accepted()
-                judging.store_verdict(conn, task.id, verdict, rubric_hash, "j")
+                verdicts.store(conn, task.id, verdict, rubric_hash, "j")
                 where = (schema.verdicts.c.task_id == task.id, schema.verdicts.c.rubric_hash == rubric_hash)
                 conn.execute(update(schema.verdicts).where(*where).values(created_at=f"2026-01-01T00:00:0{place}"))
-            judging.apply(conn, task.id, verdict, 0.0)
+            claims.apply(conn, task.id, verdict, 0.0)
 
     await store.write(put_aside)
     spec = await planned(store, made(tmp_path, gate={"min_tasks": 4, "min_power": 0}))
@@ -382,8 +383,8 @@ async def test_samples_of_before_the_chain_had_pii_lose_their_personal_data(tmp_
         replies = replies_on(Split.TRAIN, 1, query="Write to jo@example.com.", answer="jo@example.com it is")
         replies += replies_on(Split.HELD_OUT, 1, query="Who reads the letters that jo@example.com is sent?")
         ledger.record_batch(conn, source, batch(*replies), train_ratio=0.7, split_seed=42)
-        for task in judging.claim(conn, 1000, "r", "j"):
-            judging.settle(conn, task.id, accepted(), "r", "j", 0.0)
+        for task in claims.claim(conn, 1000, "r", "j"):
+            claims.settle(conn, task.id, accepted(), "r", "j", 0.0)
 
     await store.write(with_address)
     chain = tmp_path / "chain.yaml"

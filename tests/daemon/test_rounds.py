@@ -27,11 +27,11 @@ from flywheel.rubric.file import load_rubric
 from flywheel.states import RoundState, Split
 from flywheel.store import (
     balance,
+    claims,
     deployments,
-    judging,
     ledger,
     lineage,
-    pipeline_counts,
+    notes,
     rounds,
     schema,
 )
@@ -76,9 +76,9 @@ def put_tasks(conn: Connection, train: int, held_out: int) -> None:
     replies = replies_on(Split.TRAIN, train) + replies_on(Split.HELD_OUT, held_out)
     source = ledger.source_id(conn, "/a")
     ledger.record_batch(conn, source, batch(*replies), train_ratio=0.7, split_seed=42)
-    for number, task in enumerate(judging.claim(conn, 1000, "r", "j")):
+    for number, task in enumerate(claims.claim(conn, 1000, "r", "j")):
         verdict = rejected() if task.line["metadata"]["split"] == "held-out" and number % 2 else accepted()
-        judging.settle(conn, task.id, verdict, "r", "j", 0.0)
+        claims.settle(conn, task.id, verdict, "r", "j", 0.0)
 
 
 def put_more_tasks(conn: Connection, train: int) -> None:
@@ -86,8 +86,8 @@ def put_more_tasks(conn: Connection, train: int) -> None:
     replies = replies_on(Split.TRAIN, 6 + train)[6:]
     source = ledger.source_id(conn, "/a")
     ledger.record_batch(conn, source, batch(*replies, rowid=2), train_ratio=0.7, split_seed=42)
-    for task in judging.claim(conn, 1000, "r", "j"):
-        judging.settle(conn, task.id, accepted(), "r", "j", 0.0)
+    for task in claims.claim(conn, 1000, "r", "j"):
+        claims.settle(conn, task.id, accepted(), "r", "j", 0.0)
 
 
 @pytest.fixture
@@ -159,9 +159,9 @@ async def test_a_candidate_that_is_not_shown_to_be_better_changes_nothing_on_the
 
 
 async def test_nothing_is_waited_for_once_a_round_is_planned(wheel: Wheel) -> None:
-    await wheel.store.write(pipeline_counts.note, pipeline_counts.ROUND_NOTE, "3 of 4 samples are free")
+    await wheel.store.write(notes.note, notes.ROUND_NOTE, "3 of 4 samples are free")
     assert await wheel.rounds.start_due()
-    assert not await wheel.store.read(pipeline_counts.noted, pipeline_counts.ROUND_NOTE)
+    assert not await wheel.store.read(notes.noted, notes.ROUND_NOTE)
 
 
 async def test_a_refused_round_says_why(wheel: Wheel) -> None:
@@ -228,9 +228,9 @@ async def test_files_that_cannot_be_read_just_now_delay_the_decision(
             await wheel.rounds.finish_live()
     assert caught.value.retryable
     assert await wheel.state() == "evaluating"
-    assert "Input/output error" in await wheel.store.read(pipeline_counts.noted, pipeline_counts.ROUND_NOTE)
+    assert "Input/output error" in await wheel.store.read(notes.noted, notes.ROUND_NOTE)
     assert await wheel.rounds.finish_live() is RoundState.PROMOTED
-    assert await wheel.store.read(pipeline_counts.noted, pipeline_counts.ROUND_NOTE) == ""
+    assert await wheel.store.read(notes.noted, notes.ROUND_NOTE) == ""
 
 
 async def test_a_server_that_is_away_delays_the_swap_and_loses_nothing(wheel: Wheel) -> None:

@@ -22,11 +22,10 @@ import regex
 import flywheel
 from flywheel.filtering import pii, query_template
 from flywheel.judge import prompt
-from flywheel.likeness import normalised, numbers, words
-from flywheel.prompt_signature import opening_of
 from flywheel.rubric import Criterion, Rubric
 from flywheel.rubric.checks import check, markdown, math_equal
 from flywheel.rubric.pattern import seen
+from flywheel.similarity import normalised, numbers, prompt_signatures, words
 from flywheel.terminal import escape_terminal
 from flywheel.verdict import Exchange
 
@@ -126,10 +125,10 @@ FUNCTIONS: dict[str, Callable[[str], Any]] = {
     "pii.find": lambda text: pii.find(text, regions=("US", "CN")),
     "pattern.template": query_template.template,
     "pattern.particulars": query_template.particulars,
-    "likeness.words": words,
-    "likeness.numbers": numbers,
-    "likeness.normalised": normalised,
-    "opening_of": opening_of,
+    "similarity.words": words,
+    "similarity.numbers": numbers,
+    "similarity.normalised": normalised,
+    "prompt_signatures": lambda text: prompt_signatures([text]),
     "length.seen": seen,
     "disarmed": escape_terminal,
     "prompt.messages": lambda text: prompt.messages(

@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import Connection
 
 from flywheel.errors import StoreError
-from flywheel.store import judging, ledger
+from flywheel.store import claims, ledger
 from flywheel.store.database import Store
 from tests.samples import batch, reply
 
@@ -146,8 +146,8 @@ async def test_a_copy_is_read_and_written_at_the_same_time(tmp_path: Path) -> No
     store = await Store.copy(tmp_path / "state")
     try:
         await asyncio.gather(
-            *(store.write(judging.release_all, "") for _ in range(20)),
-            *(store.read(judging.count_due) for _ in range(20)),
+            *(store.write(claims.release_all, "") for _ in range(20)),
+            *(store.read(claims.count_due) for _ in range(20)),
         )
     finally:
         await store.close()

@@ -10,9 +10,9 @@ from sqlalchemy import Connection, insert, select, update
 
 from flywheel.errors import StoreError
 from flywheel.states import LetterState, ReplyState, TaskState
-from flywheel.store import balance, dead_letters, pipeline_counts
+from flywheel.store import balance, dead_letters
 from flywheel.store.database import Store
-from flywheel.store.dead_letters import Letter, Next, bury
+from flywheel.store.dead_letters import Letter, Next, dead_letter
 from flywheel.store.schema import events, replies, sources, tasks, traces
 from flywheel.store.transitions import utcnow
 
@@ -46,7 +46,7 @@ def dead_row(conn: Connection, *, remembered: bool = True, kind: str = "studio")
             "is_open": False,
         }
         conn.execute(insert(traces).values(**mark))
-    bury(conn, "row", "s1", "no JSON", "{broken", number)
+    dead_letter(conn, "row", "s1", "no JSON", "{broken", number)
     return number
 
 
@@ -78,7 +78,7 @@ def dead_task(conn: Connection) -> None:
             created_at=utcnow(),
         )
     )
-    bury(conn, "task", KEY, "filter python: ValueError: broken")
+    dead_letter(conn, "task", KEY, "filter python: ValueError: broken")
 
 
 def every(conn: Connection) -> list[Letter]:
@@ -87,7 +87,7 @@ def every(conn: Connection) -> list[Letter]:
 
 async def test_a_unit_that_fails_twice_is_one_letter(store: Store) -> None:
     def fail(conn: Connection, error: str) -> None:
-        bury(conn, "task", KEY, error)
+        dead_letter(conn, "task", KEY, error)
 
     await store.write(fail, "first")
     await store.write(fail, "second")
@@ -97,7 +97,7 @@ async def test_a_unit_that_fails_twice_is_one_letter(store: Store) -> None:
 
 
 async def test_long_errors_are_cut(store: Store) -> None:
-    await store.write(bury, "task", KEY, "e" * 5000, "x" * 5000)
+    await store.write(dead_letter, "task", KEY, "e" * 5000, "x" * 5000)
     [letter] = await store.read(every)
     assert (len(letter.error), len(letter.excerpt)) == (2000, 2000)
 
@@ -109,16 +109,16 @@ async def test_a_task_that_is_retried_is_pending_and_counted_when_it_fails_again
     row = (await store.read(lambda conn: conn.execute(select(tasks.c.state, tasks.c.retry_at)).all()))[0]
     assert tuple(row) == ("pending", None)
     assert (await store.read(balance.balance)).balanced
-    assert await store.read(pipeline_counts.count_dead_letters) == 0
+    assert (await store.read(dead_letters.count))["open"] == 0
 
     def fail_again(conn: Connection) -> None:
         conn.execute(update(tasks).values(state=TaskState.DEAD.value))
-        bury(conn, "task", KEY, "still broken")
+        dead_letter(conn, "task", KEY, "still broken")
 
     await store.write(fail_again)
     [letter] = await store.read(every)
     assert (letter.state, letter.attempts, letter.error) == (LetterState.OPEN, 2, "still broken")
-    assert await store.read(pipeline_counts.count_dead_letters) == 1
+    assert (await store.read(dead_letters.count))["open"] == 1
     history = await store.read(dead_letters.history_of, 1)
     assert [entry["state"] for entry in history] == ["open", "retried", "open"]
 
@@ -165,13 +165,13 @@ async def test_what_is_alive_again_is_left_alone(store: Store) -> None:
 async def test_a_dropped_letter_stays_closed_and_its_unit_dead(store: Store) -> None:
     number = await store.write(dead_row)
     assert [letter.id for letter in await store.write(dead_letters.drop, [1])] == [1]
-    await store.write(bury, "row", "s1", "no JSON either", "", number)
+    await store.write(dead_letter, "row", "s1", "no JSON either", "", number)
     [letter] = await store.read(every)
     assert (letter.state, letter.attempts, letter.error) == (LetterState.DROPPED, 1, "no JSON")
     books = await store.read(balance.balance)
     assert books.balanced
     assert books.ends["dead"] == 1
-    assert await store.read(pipeline_counts.count_dead_letters) == 0
+    assert (await store.read(dead_letters.count))["open"] == 0
     assert await store.write(dead_letters.retry) == []
     assert await store.write(dead_letters.drop) == []
 
@@ -179,7 +179,7 @@ async def test_a_dropped_letter_stays_closed_and_its_unit_dead(store: Store) -> 
 async def test_one_letter_that_cannot_be_changed_changes_none(store: Store) -> None:
     def three(conn: Connection) -> None:
         for subject in "abc":
-            bury(conn, "task", subject, "broken")
+            dead_letter(conn, "task", subject, "broken")
 
     await store.write(three)
     await store.write(dead_letters.drop, [2])

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.store import file_mark
+from flywheel.store import task_file
 from flywheel.store.database import Store
-from flywheel.store.export import TaskFile
-from tests.store.test_export import put, written
+from flywheel.store.task_file import TaskFile
+from tests.store.test_task_file import put, written
 
 WORDS = "was cut by another program"
 
@@ -18,7 +18,7 @@ WORDS = "was cut by another program"
 async def followed(store: Store, path: Path) -> str:
     """What is known of the file after a process has begun and followed."""
     await TaskFile(path).follow(store)
-    return await store.read(file_mark.warning)
+    return await store.read(task_file.warning)
 
 
 @pytest.fixture

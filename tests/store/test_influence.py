@@ -12,7 +12,7 @@ from sqlalchemy import Connection, create_engine, select
 from flywheel.filtering.fingerprint import fingerprint
 from flywheel.filtering.influence import weigh
 from flywheel.states import TaskState
-from flywheel.store import duplicates, influence, ledger, schema
+from flywheel.store import deduplication, influence, ledger, schema
 from flywheel.store.database import Store
 from tests.samples import START, batch, reply
 
@@ -37,8 +37,8 @@ def held_of(conn: Connection, pieces: Sequence[Sequence[tuple[int, float]]], cou
         before = {row.id for row in conn.execute(select(schema.tasks.c.id))}
         ledger.record_batch(conn, source, batch(*told), train_ratio=1.0, split_seed=42)
         rows = [row for row in conn.execute(select(schema.tasks).order_by(schema.tasks.c.id)) if row.id not in before]
-        entries = [duplicates.Entry(row.id, row.key, fingerprint(row.payload, 0.8)) for row in rows]
-        near = duplicates.enter(conn, entries, 0.8)
+        entries = [deduplication.Entry(row.id, row.key, fingerprint(row.payload, 0.8)) for row in rows]
+        near = deduplication.enter(conn, entries, 0.8)
         influence.enter(conn, {row.id: weigh(row.payload) for row in rows})
         influence.hold_bursts(conn, [task for task, others in near.items() if others], count, SECONDS)
     query = select(schema.tasks.c.payload).where(schema.tasks.c.state == TaskState.HELD.value)

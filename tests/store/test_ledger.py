@@ -15,9 +15,8 @@ from flywheel.round import GateTest
 from flywheel.states import SkipReason, Split, TaskState
 from flywheel.store import (
     balance,
-    judging,
+    claims,
     ledger,
-    pipeline_counts,
     rounds,
     samples,
     schema,
@@ -55,9 +54,9 @@ async def test_a_source_that_was_known_by_a_detour_stays_the_same(store: Store) 
     await store.write(put, "/etc/../a", batch(reply(1)))
     assert await store.read(ledger.known_source, "/a") == 1
     assert (await store.write(put, "/a", batch(reply(1)))).new_replies == 0
-    assert [row["path"] for row in await store.read(pipeline_counts.all_sources)] == ["/a"]
+    assert [row["path"] for row in await store.read(ledger.all_sources)] == ["/a"]
     await store.write(put, "/b", batch(reply(2)))
-    assert [row["path"] for row in await store.read(pipeline_counts.all_sources)] == ["/a", "/b"]
+    assert [row["path"] for row in await store.read(ledger.all_sources)] == ["/a", "/b"]
 
 
 async def test_an_agent_span_that_arrives_after_it_was_given_up_becomes_a_task(store: Store) -> None:
@@ -84,35 +83,35 @@ async def test_the_cursor_is_stored_with_the_replies(store: Store) -> None:
 
 async def test_a_verdict_is_not_paid_for_twice(store: Store) -> None:
     await store.write(put, "/a", batch(reply(1)))
-    [task] = await store.write(judging.claim, 10, "rubric", "judge")
+    [task] = await store.write(claims.claim, 10, "rubric", "judge")
     assert task.stored is None
-    await store.write(judging.settle, task.id, rejected(), "rubric", "judge", 0.0)
-    assert await store.write(judging.claim, 10, "rubric", "judge") == []
+    await store.write(claims.settle, task.id, rejected(), "rubric", "judge", 0.0)
+    assert await store.write(claims.claim, 10, "rubric", "judge") == []
 
     def again(conn: Connection) -> None:
         conn.exec_driver_sql("UPDATE tasks SET state = 'pending'")
 
     await store.write(again)
-    [task] = await store.write(judging.claim, 10, "rubric", "judge")
+    [task] = await store.write(claims.claim, 10, "rubric", "judge")
     assert task.stored is not None
     assert task.stored.failed == ("correct",)
-    await store.write(judging.release, [task.id], "")
-    [task] = await store.write(judging.claim, 10, "another rubric", "judge")
+    await store.write(claims.release, [task.id], "")
+    [task] = await store.write(claims.claim, 10, "another rubric", "judge")
     assert task.stored is None
 
 
 async def test_undecided_is_retried_when_its_time_has_come_and_its_cost_is_kept(store: Store) -> None:
     await store.write(put, "/a", batch(reply(1)))
-    [task] = await store.write(judging.claim, 1, "r", "j")
-    await store.write(judging.settle, task.id, undecided(), "r", "j", 3600.0)
-    assert await store.write(judging.claim, 1, "r", "j") == []
+    [task] = await store.write(claims.claim, 1, "r", "j")
+    await store.write(claims.settle, task.id, undecided(), "r", "j", 3600.0)
+    assert await store.write(claims.claim, 1, "r", "j") == []
 
     def due_now(conn: Connection) -> None:
         conn.exec_driver_sql("UPDATE tasks SET retry_at = '2020-01-01T00:00:00+00:00'")
 
     await store.write(due_now)
-    [task] = await store.write(judging.claim, 1, "r", "j")
-    await store.write(judging.settle, task.id, accepted(), "r", "j", 3600.0)
+    [task] = await store.write(claims.claim, 1, "r", "j")
+    await store.write(claims.settle, task.id, accepted(), "r", "j", 3600.0)
 
     def calls(conn: Connection) -> list[tuple[str, int]]:
         return [(row[0], row[1]) for row in conn.exec_driver_sql("SELECT outcome, calls FROM verdicts")]
@@ -170,14 +169,14 @@ async def test_the_books_balance_after_any_sequence(steps: list[tuple[str, int]]
             elif action == "skip":
                 await store.write(put, "/a", batch(reply(number, skip=SkipReason.UNFINISHED)))
             elif action == "claim":
-                claimed += [task.id for task in await store.write(judging.claim, number + 1, "r", "j")]
+                claimed += [task.id for task in await store.write(claims.claim, number + 1, "r", "j")]
             elif claimed:
                 task = claimed.pop()
                 if action == "release":
-                    await store.write(judging.release, [task], "")
+                    await store.write(claims.release, [task], "")
                 else:
                     verdict = {"accept": accepted(), "reject": rejected(), "undecided": undecided()}[action]
-                    await store.write(judging.settle, task, verdict, "r", "j", 0.0)
+                    await store.write(claims.settle, task, verdict, "r", "j", 0.0)
             books = await store.read(balance.balance)
             assert books.balanced, books.problems
             assert sum(books.ends.values()) == books.replies
@@ -189,8 +188,8 @@ async def test_the_books_balance_after_any_sequence(steps: list[tuple[str, int]]
 async def test_a_round_takes_the_oldest_training_samples_and_never_a_held_out_one(store: Store) -> None:
     train, held = replies_on(Split.TRAIN, 5), replies_on(Split.HELD_OUT, 3)
     await store.write(put, "/a", batch(*train, *held))
-    for task in await store.write(judging.claim, 100, "r", "j"):
-        await store.write(judging.settle, task.id, accepted(), "r", "j", 0.0)
+    for task in await store.write(claims.claim, 100, "r", "j"):
+        await store.write(claims.settle, task.id, accepted(), "r", "j", 0.0)
     assert await store.read(samples.count_free) == 5
     assert await store.read(samples.count_held_out) == 3
 

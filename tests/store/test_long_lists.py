@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, select
 
-from flywheel.store import dead_letters, export, ledger, rounds, selection
+from flywheel.store import dead_letters, export_selection, ledger, rounds, task_file
 from flywheel.store.bulk import CHUNK
 from flywheel.store.database import Store
 from flywheel.store.schema import tasks
@@ -23,14 +23,14 @@ def put(conn: Connection) -> None:
     told = batch(*(reply(number) for number in range(COUNT)))
     ledger.record_batch(conn, ledger.source_id(conn, "/a"), told, train_ratio=0.7, split_seed=42)
     for number in range(COUNT):
-        dead_letters.bury(conn, "row", f"s{number}", "broken")
+        dead_letters.dead_letter(conn, "row", f"s{number}", "broken")
 
 
 LISTS: dict[str, Callable[[Connection, list[int]], list[Any]]] = {
     "lines of tasks": rounds.payloads,
-    "tasks for export": selection.read,
+    "tasks for export": export_selection.read,
     "dead letters": dead_letters.letters_of,
-    "tasks of sources": lambda conn, ids: export._of_sources(conn, [*range(2, COUNT), 1]),
+    "tasks of sources": lambda conn, ids: task_file._of_sources(conn, [*range(2, COUNT), 1]),
     "rejected tasks": lambda conn, ids: [*rounds.rejected(conn, ids), *ids],
 }
 

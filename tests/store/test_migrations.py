@@ -17,11 +17,11 @@ from flywheel.store import (
     ledger,
     ledger_snapshot,
     samples,
-    spending,
+    verdicts,
 )
 from flywheel.store.database import Store
-from flywheel.store.export import TaskFile
 from flywheel.store.schema import SCHEMA_VERSION, conversations, events, metadata, replies, sources, tasks
+from flywheel.store.task_file import TaskFile
 from flywheel.trace import Reply
 from tests.samples import batch, reply
 from tests.sources.studio.writer import DATA
@@ -263,7 +263,7 @@ async def test_what_the_judge_was_used_for_before_version_7_was_filtering(tmp_pa
     database.close()
     store = await Store.open(tmp_path / "state")
     try:
-        found = await store.read(spending.by_purpose)
+        found = await store.read(verdicts.usage_by_purpose)
         assert found[Purpose.FILTER] == {"calls": 7, "prompt_tokens": 700, "completion_tokens": 70}
         assert all(not found[purpose]["calls"] for purpose in Purpose if purpose is not Purpose.FILTER)
     finally:

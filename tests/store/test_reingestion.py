@@ -10,7 +10,7 @@ from sqlalchemy import Connection, select
 
 from flywheel.filtering.fingerprint import fingerprint
 from flywheel.states import SkipReason
-from flywheel.store import balance, duplicates, judging, ledger
+from flywheel.store import balance, claims, deduplication, ledger, verdicts
 from flywheel.store.database import Store
 from flywheel.store.ledger import Recorded
 from flywheel.store.schema import events, replies, tasks
@@ -49,8 +49,8 @@ async def test_before_a_verdict_the_task_becomes_what_the_reply_is_now(store: St
 
 async def test_after_a_verdict_the_change_is_an_event(store: Store) -> None:
     await store.write(put, reply(1, answer="old"))
-    (task,) = await store.write(judging.claim, 10, "r", "j")
-    await store.write(judging.settle, task.id, accepted(), "r", "j", 60.0)
+    (task,) = await store.write(claims.claim, 10, "r", "j")
+    await store.write(claims.settle, task.id, accepted(), "r", "j", 60.0)
     for _ in range(2):
         await store.write(put, reply(1, answer="new"))
     assert await store.read(look) == [("converted", None, "accepted", "old")]
@@ -60,7 +60,7 @@ async def test_after_a_verdict_the_change_is_an_event(store: Store) -> None:
 
 async def test_while_it_is_judged_it_stays_as_it_is(store: Store) -> None:
     await store.write(put, reply(1, answer="old"))
-    await store.write(judging.claim, 10, "r", "j")
+    await store.write(claims.claim, 10, "r", "j")
     await store.write(put, reply(1, answer="new"))
     assert await store.read(look) == [("converted", None, "judging", "old")]
 
@@ -101,10 +101,10 @@ async def test_a_reply_that_two_sources_tell_is_what_the_last_one_to_change_says
     ("verdict", "rubric", "is_free"),
     [
         (replace(undecided(), calls=0), "r", True),
-        (replace(rejected(), calls=0), f"{judging.CHAIN}c", True),
+        (replace(rejected(), calls=0), f"{verdicts.CHAIN}c", True),
         (undecided(), "r", False),
         (rejected(), "r", False),
-        (replace(rejected(), calls=0), judging.PERSON, False),
+        (replace(rejected(), calls=0), verdicts.PERSON, False),
         (accepted(), "r", False),
     ],
 )
@@ -112,22 +112,22 @@ async def test_what_nothing_was_paid_for_may_change(
     store: Store, verdict: Verdict, rubric: str, is_free: bool
 ) -> None:
     await store.write(put, reply(1, answer="old"))
-    (task,) = await store.write(judging.claim, 10, rubric, "j")
+    (task,) = await store.write(claims.claim, 10, rubric, "j")
     await store.write(
-        judging.settle, task.id, replace(verdict, calls=verdict.calls * (not is_free)), rubric, "j", 60.0
+        claims.settle, task.id, replace(verdict, calls=verdict.calls * (not is_free)), rubric, "j", 60.0
     )
     ((_, _, before, _),) = await store.read(look)
     await store.write(put, reply(1, answer="new"))
     now = ("pending", "new") if is_free else (before, "old")
     assert await store.read(look) == [("converted", None, *now)]
     assert (await store.read(balance.balance)).balanced
-    assert len(await store.write(judging.claim, 10, rubric, "j")) == is_free
+    assert len(await store.write(claims.claim, 10, rubric, "j")) == is_free
 
 
 async def test_a_task_that_was_put_aside_for_nothing_is_withdrawn_with_its_reply(store: Store) -> None:
     await store.write(put, reply(1))
-    (task,) = await store.write(judging.claim, 10, "r", "j")
-    await store.write(judging.settle, task.id, replace(undecided(), calls=0), "r", "j", 60.0)
+    (task,) = await store.write(claims.claim, 10, "r", "j")
+    await store.write(claims.settle, task.id, replace(undecided(), calls=0), "r", "j", 60.0)
     await store.write(put, reply(1, skip=SkipReason.NESTED, skip_detail="another agent called it"))
     assert await store.read(look) == [("skipped", "nested", "", "")]
     assert await store.read(story, "tasks") == ["pending", "judging", "undecided", "pending", "withdrawn"]
@@ -146,22 +146,22 @@ async def test_a_task_that_was_withdrawn_comes_back_with_whoever_tells_it(store:
 async def test_what_repeated_a_task_that_is_another_now_is_due_again(store: Store, becomes: str) -> None:
     query = "A train travels at 150 km/h for 7 hours. How many kilometres does it cover?"
     await store.write(put, reply(1, query=query), reply(2, query=query.lower()))
-    first, second = await store.write(judging.claim, 10, "r", "j")
-    entries = [duplicates.Entry(task.id, task.key, fingerprint(task.line, 0.8)) for task in (first, second)]
-    near = await store.write(duplicates.enter, entries, 0.8)
+    first, second = await store.write(claims.claim, 10, "r", "j")
+    entries = [deduplication.Entry(task.id, task.key, fingerprint(task.line, 0.8)) for task in (first, second)]
+    near = await store.write(deduplication.enter, entries, 0.8)
     assert [one.task for one in near[second.id]] == [first.id]
-    await store.write(duplicates.keep, entries[:1])
-    repeats = duplicates.Repeats(first.id, first.key, 1.0, "minhash")
-    await store.write(duplicates.note, second.id, repeats)
-    await store.write(judging.settle, first.id, replace(undecided(), calls=0), "r", "j", 60.0)
-    await store.write(judging.settle, second.id, replace(rejected(), calls=0), f"{judging.CHAIN}c", "", 60.0)
+    await store.write(deduplication.keep, entries[:1])
+    repeats = deduplication.Repeats(first.id, first.key, 1.0, "minhash")
+    await store.write(deduplication.note, second.id, repeats)
+    await store.write(claims.settle, first.id, replace(undecided(), calls=0), "r", "j", 60.0)
+    await store.write(claims.settle, second.id, replace(rejected(), calls=0), f"{verdicts.CHAIN}c", "", 60.0)
     if becomes == "none":
         await store.write(put, reply(1, skip=SkipReason.NESTED, skip_detail="another agent called it"))
     else:
         await store.write(put, reply(1, query="Who wrote the Odyssey?"))
     assert (await store.read(look))[1][2] == "pending"
-    third = duplicates.Entry(10**6, "third", entries[0].compared)
-    near = await store.write(lambda conn: {third.task: duplicates._near(conn, third, 0.8)})
+    third = deduplication.Entry(10**6, "third", entries[0].compared)
+    near = await store.write(lambda conn: {third.task: deduplication._near(conn, third, 0.8)})
     assert first.id not in [one.task for one in near[third.task]], "it does not ask that any more"
 
 

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, func, select, update
 from flywheel.config import parse
 from flywheel.sources.ingestion import Ingestion
 from flywheel.states import Split
-from flywheel.store import gate_tests, ledger, samples, signature_bands, splits
+from flywheel.store import gate_tests, ledger, samples, splits
 from flywheel.store.database import Store
 from flywheel.store.lineage import why
 from flywheel.store.schema import openings as large_openings
@@ -190,7 +190,7 @@ async def test_those_that_joined_are_counted_without_a_look_at_the_others(store:
 async def test_what_begins_alike_is_found_wherever_it_is_kept(
     store: Store, monkeypatch: pytest.MonkeyPatch, recent: int
 ) -> None:
-    monkeypatch.setattr(signature_bands, "RECENT", recent)
+    monkeypatch.setattr(splits, "RECENT", recent)
     texts = [f"{QUESTION} And what about number {n} of them?" for n in range(12)]
     first = [reply(n, query=text) for n, text in enumerate(texts)]
     later = [reply(100 + n, query=text.lower()) for n, text in enumerate(texts)]

@@ -14,10 +14,11 @@ import pytest
 from sqlalchemy import Connection, select
 
 from flywheel.diagnostics.task_file_audit import compare_task_file
-from flywheel.store import export, ledger
+from flywheel.store import ledger, task_file
 from flywheel.store.database import Store
-from flywheel.store.export import TaskFile, set_aside
+from flywheel.store.existing_task_file import earlier_files
 from flywheel.store.schema import tasks
+from flywheel.store.task_file import TaskFile
 from tests.samples import batch, reply
 
 NEW_KEYS = ("prompt_tokens", "adapter_source", "prompt_exact", "prompt_reason", "prompt_source")
@@ -66,7 +67,7 @@ async def test_a_file_of_an_earlier_format_is_set_aside_under_the_next_free_numb
     assert await TaskFile(path).follow(store) == 2
     aside = tmp_path / "tasks-2.jsonl"
     assert aside.read_bytes() == before
-    assert set_aside(path) == [aside]
+    assert earlier_files(path) == [aside]
     assert written(aside, path) == await store.read(keys)
     for line in lines(path):
         about = line["metadata"]
@@ -74,7 +75,7 @@ async def test_a_file_of_an_earlier_format_is_set_aside_under_the_next_free_numb
         assert (about["prompt_exact"], about["prompt_reason"], about["prompt_source"]) == (True, "", "trace")
     await store.write(put, 5, 1)
     assert await TaskFile(path).follow(store) == 1
-    assert set_aside(path) == [aside]
+    assert earlier_files(path) == [aside]
 
 
 async def test_a_file_of_the_present_format_stays(store: Store, tmp_path: Path) -> None:
@@ -82,7 +83,7 @@ async def test_a_file_of_the_present_format_stays(store: Store, tmp_path: Path) 
     for count in (2, 3):
         await store.write(put, count, count)
         await TaskFile(path).follow(store)
-    assert set_aside(path) == []
+    assert earlier_files(path) == []
     assert written(path) == await store.read(keys)
 
 
@@ -99,7 +100,7 @@ setattr(of, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
 
 async def main():
     store = await Store.open(state)
-    await export.TaskFile(path).follow(store)
+    await task_file.TaskFile(path).follow(store)
 
 asyncio.run(main())
 """
@@ -126,8 +127,8 @@ async def test_a_process_that_is_killed_loses_and_doubles_nothing(tmp_path: Path
     store = await Store.open(state)
     try:
         await TaskFile(path).follow(store)
-        assert written(*set_aside(path), path) == await store.read(keys)
-        assert len(set_aside(path)) == 1
+        assert written(*earlier_files(path), path) == await store.read(keys)
+        assert len(earlier_files(path)) == 1
         found = await compare_task_file(store, path)
         assert (found.problems, found.lines, found.exported, found.moved_away) == ([], 7, 7, 0)
     finally:
@@ -150,11 +151,11 @@ async def test_the_users_own_file_is_set_aside_too(store: Store, tmp_path: Path)
     path = tmp_path / "mine.jsonl"
     await store.write(put, 0, 3)
     source = await store.read(ledger.source_id, "/a")
-    await export.export_sources(store, path, [source])
+    await task_file.export_sources(store, path, [source])
     made_old(path)
     await store.write(put, 3, 2)
-    assert await export.export_sources(store, path, [source]) == 2
-    assert await export.export_sources(store, path, [source]) == 0
+    assert await task_file.export_sources(store, path, [source]) == 2
+    assert await task_file.export_sources(store, path, [source]) == 0
     assert written(tmp_path / "mine-1.jsonl", path) == await store.read(keys)
 
 

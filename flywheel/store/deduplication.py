@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 
 from sqlalchemy import Connection, Row, delete, exists, func, insert, select, update
 
-from flywheel import likeness
+from flywheel import similarity
 from flywheel.states import TaskState
 from flywheel.store.bulk import chunks
 from flywheel.store.schema import duplicates, fingerprint_bands, fingerprints, tasks
@@ -177,7 +177,7 @@ def _near(conn: Connection, entry: Entry, threshold: float) -> list[Near]:
 
 def _share(own: Compared, scope: int, words: frozenset[int], particulars: frozenset[int]) -> float:
     comparable = scope == own.scope and same_things(own, particulars)
-    return likeness.likeness(own.words, words) if comparable else 0.0
+    return similarity.jaccard(own.words, words) if comparable else 0.0
 
 
 def same_things(own: Compared, particulars: frozenset[int]) -> bool:

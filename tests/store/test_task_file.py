@@ -15,12 +15,11 @@ from flywheel.config import parse
 from flywheel.errors import StoreError
 from flywheel.sources import ingestion
 from flywheel.sources.ingestion import Ingestion, SourceIngestion, SourceReport
-from flywheel.store import export, ledger
+from flywheel.store import ledger, task_file
 from flywheel.store.bulk import CHUNK
 from flywheel.store.database import Store
-from flywheel.store.export import TaskFile, exported_to
-from flywheel.store.file_mark import FileMark
 from flywheel.store.schema import tasks
+from flywheel.store.task_file import FileState, TaskFile, exported_to
 from tests.samples import batch, reply
 from tests.sources.studio.writer import DATA
 
@@ -60,20 +59,20 @@ async def test_every_task_is_a_line_once_and_in_order(store: Store, tmp_path: Pa
 async def test_long_lines_are_written_a_few_at_a_time(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export, "PAGE_BYTES", 4000)
+    monkeypatch.setattr(task_file, "PAGE_BYTES", 4000)
     sizes: list[int] = []
-    append = export.append_lines
+    append = task_file.append_lines
 
     def counted(path: Path, lines: list[bytes], *, mode: int) -> int:
         sizes.append(len(lines))
         return append(path, lines, mode=mode)
 
-    monkeypatch.setattr(export, "append_lines", counted)
+    monkeypatch.setattr(task_file, "append_lines", counted)
     await store.write(put, 0, 100)
     assert await TaskFile(tmp_path / "tasks.jsonl").follow(store) == 100
     assert max(sizes) < 20 and sum(sizes) == 100
     source = await store.read(ledger.source_id, "/a")
-    assert await export.export_sources(store, tmp_path / "other.jsonl", [source]) == 100
+    assert await task_file.export_sources(store, tmp_path / "other.jsonl", [source]) == 100
     assert written(tmp_path / "tasks.jsonl") == written(tmp_path / "other.jsonl") == await store.read(keys)
 
 
@@ -84,19 +83,19 @@ async def test_what_was_appended_and_not_marked_is_not_appended_again(
 ) -> None:
     await store.write(put, 0, MANY)
     file = TaskFile(tmp_path / "tasks.jsonl")
-    mark, left = export._mark, pages
+    mark, left = task_file._mark, pages
 
-    def die(conn: Connection, rows: list[export._Row], found: FileMark | None) -> list[export._Row]:
+    def die(conn: Connection, rows: list[task_file._Row], found: FileState | None) -> list[task_file._Row]:
         nonlocal left
         left -= 1
         if not left:
             raise RuntimeError("died")
         return mark(conn, rows, found)
 
-    monkeypatch.setattr(export, "_mark", die)
+    monkeypatch.setattr(task_file, "_mark", die)
     with pytest.raises(RuntimeError):
         await file.follow(store)
-    monkeypatch.setattr(export, "_mark", mark)
+    monkeypatch.setattr(task_file, "_mark", mark)
     assert len(written(file.path)) == pages * CHUNK
     assert await store.read(waiting) == MANY - (pages - 1) * CHUNK
     await (TaskFile(file.path) if anew else file).follow(store)
@@ -149,7 +148,7 @@ async def test_a_file_that_is_none_of_ours_keeps_every_byte(
     before = b'{"task_id":"old"}\n' * whole + FOREIGN[kind]
     path.write_bytes(before)
     source = await store.read(lambda conn: ledger.source_id(conn, "/a"))
-    for work in (TaskFile(path).follow(store), export.export_sources(store, path, [source])):
+    for work in (TaskFile(path).follow(store), task_file.export_sources(store, path, [source])):
         with pytest.raises(StoreError, match="only to files of its own"):
             await work
         assert path.read_bytes() == before
@@ -167,7 +166,7 @@ async def test_a_torn_line_of_ours_is_written_again(store: Store, tmp_path: Path
     lines = await store.read(lambda conn: list(conn.execute(select(tasks.c.payload).order_by(tasks.c.id)).scalars()))
     with path.open("ab") as file:
         file.write((orjson.dumps(lines[3]) + b"\n")[:left])
-    await (TaskFile(path).follow(store) if how == "follow" else export.export_sources(store, path, [source]))
+    await (TaskFile(path).follow(store) if how == "follow" else task_file.export_sources(store, path, [source]))
     assert written(path) == await store.read(keys)
 
 
@@ -187,14 +186,14 @@ async def test_the_loop_goes_on_while_the_disk_is_slow(
 ) -> None:
     """Else a scan or an fsync on a busy disk stops the receiver, the watchdog and every other source."""
     asked, go_on = threading.Event(), threading.Event()
-    real = getattr(export, slow)
+    real = getattr(task_file, slow)
 
     def slowly(*given: Any, **how: Any) -> Any:
         asked.set()
         assert go_on.wait(10), "the event loop waits for the disk"
         return real(*given, **how)
 
-    monkeypatch.setattr(export, slow, slowly)
+    monkeypatch.setattr(task_file, slow, slowly)
     (tmp_path / "tasks.jsonl").touch()
     await store.write(put, 0, 3)
     following = asyncio.create_task(TaskFile(tmp_path / "tasks.jsonl").follow(store))
@@ -208,14 +207,14 @@ async def test_an_append_has_ended_when_its_caller_is_cancelled(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, go_on = threading.Event(), threading.Event()
-    append = export.append_lines
+    append = task_file.append_lines
 
     def slowly(path: Path, lines: list[bytes], *, mode: int) -> int:
         asked.set()
         go_on.wait(60)
         return append(path, lines, mode=mode)
 
-    monkeypatch.setattr(export, "append_lines", slowly)
+    monkeypatch.setattr(task_file, "append_lines", slowly)
     await store.write(put, 0, 3)
     file = TaskFile(tmp_path / "tasks.jsonl")
     following = asyncio.create_task(file.follow(store))

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, insert, select
 from flywheel import exclusion
 from flywheel.exclusion import TrainedModels
 from flywheel.states import DeploymentState
-from flywheel.store import deployments, ledger, pipeline_counts, schema
+from flywheel.store import acceptance, deployments, ledger, schema
 from flywheel.store.database import Store
 from flywheel.trace import Reply
 from tests.samples import START, batch, reply
@@ -172,6 +172,6 @@ async def test_other_models_are_no_part_of_acceptance_by_adapter(store: Store) -
         reply(5, model="gpt-4o"),
     ]
     await store.write(put, *told)
-    found = await store.read(pipeline_counts.by_adapter, ALIAS)
+    found = await store.read(acceptance.by_adapter, ALIAS)
     assert {entry["adapter"]: entry["other"] for entry in found} == {"": 1, "my-agent@r0001": 1}
-    assert await store.read(pipeline_counts.other_models, ALIAS) == {"helper-model": 2, "gpt-4o": 1}
+    assert await store.read(acceptance.other_models, ALIAS) == {"helper-model": 2, "gpt-4o": 1}

@@ -9,9 +9,9 @@ from sqlalchemy import Connection, func, select
 
 from flywheel.filtering.fingerprint import fingerprint
 from flywheel.states import TaskState
-from flywheel.store import duplicates, embeddings, ledger, schema
+from flywheel.store import deduplication, embeddings, ledger, schema
 from flywheel.store.database import Store
-from flywheel.store.duplicates import Entry, Repeats
+from flywheel.store.deduplication import Entry, Repeats
 from flywheel.store.transitions import move
 from tests.samples import batch, reply
 
@@ -28,7 +28,7 @@ def tell(conn: Connection, *queries: str) -> list[Entry]:
 
 
 def near(conn: Connection, entry: Entry, threshold: float = 0.8) -> list[tuple[int, float, bool, bool]]:
-    (found,) = duplicates.enter(conn, [entry], threshold).values()
+    (found,) = deduplication.enter(conn, [entry], threshold).values()
     return [(each.task, each.similarity, each.is_exact, each.kept) for each in found]
 
 
@@ -38,8 +38,8 @@ async def test_what_is_near_is_found_within_a_batch_and_among_earlier_ones(store
         entries = tell(conn, LONG, f"{LONG} eleven twelve", "another", f"{LONG} eleven", f"{LONG}!")
         found = {}
         for some in [entries] if at_once else [[entry] for entry in entries]:
-            found |= duplicates.enter(conn, some, 0.8)
-            duplicates.keep(conn, some)
+            found |= deduplication.enter(conn, some, 0.8)
+            deduplication.keep(conn, some)
         assert [(each.task, each.similarity) for each in found[4]] == [(2, round(11 / 12, 4)), (1, round(10 / 11, 4))]
         assert [(each.task, each.is_exact) for each in found[5]] == [(1, True), (4, False), (2, False)]
         assert found[1] == found[3] == []
@@ -54,7 +54,7 @@ async def test_only_kept_tasks_that_are_not_gone_stand_in_the_way(store: Store) 
         first, second = tell(conn, LONG, LONG.upper())
         assert near(conn, first) == []
         assert near(conn, second) == [(1, 1.0, True, False)]
-        duplicates.keep(conn, [first])
+        deduplication.keep(conn, [first])
         assert near(conn, second) == [(1, 1.0, True, True)]
         move(conn, 1, TaskState.PENDING, TaskState.WITHDRAWN)
         assert near(conn, second) == [(1, 1.0, True, False)]
@@ -73,10 +73,10 @@ async def test_entering_again_keeps_what_was_decided_and_takes_a_changed_questio
     def look(conn: Connection) -> None:
         (entry,) = tell(conn, LONG)
         near(conn, entry)
-        duplicates.keep(conn, [entry])
+        deduplication.keep(conn, [entry])
         before = rows(conn)
         near(conn, entry)
-        duplicates.keep(conn, [entry])
+        deduplication.keep(conn, [entry])
         assert rows(conn) == before == (1, 16)
         payload = conn.execute(select(schema.tasks.c.payload)).scalar_one()
         other = fingerprint({**payload, "main_query": "quite another question"}, 0.8)
@@ -95,10 +95,10 @@ async def test_a_kept_task_is_found_although_it_is_like_an_earlier_one(store: St
         second = " ".join([*words[1:], "eleven"])
         third = " ".join([*words[2:], "eleven", "twelve"])
         entries = tell(conn, first, second, third)
-        found = duplicates.enter(conn, entries, 0.8)
+        found = deduplication.enter(conn, entries, 0.8)
         assert [each.task for each in found[2]] == [1]
         assert [each.task for each in found[3]] == [2]
-        duplicates.keep(conn, entries)
+        deduplication.keep(conn, entries)
         assert [task for task, *_ in near(conn, entries[2])] == [2]
 
     await store.write(look)
@@ -109,11 +109,11 @@ async def test_repetitions_of_a_task_that_is_rejected_are_due_again(store: Store
         first, *rest = tell(conn, LONG, LONG.upper(), LONG.title())
         for entry in rest:
             for _ in range(2):
-                duplicates.note(conn, entry.task, Repeats(1, first.key, 1.0, "exact"))
+                deduplication.note(conn, entry.task, Repeats(1, first.key, 1.0, "exact"))
             move(conn, entry.task, TaskState.PENDING, TaskState.JUDGING)
             move(conn, entry.task, TaskState.JUDGING, TaskState.REJECTED)
-        assert duplicates.free_repetitions(conn, [2]) == 0
-        assert duplicates.free_repetitions(conn, [1]) == 2
+        assert deduplication.free_repetitions(conn, [2]) == 0
+        assert deduplication.free_repetitions(conn, [1]) == 2
         assert set(conn.execute(select(schema.tasks.c.state)).scalars()) == {"pending"}
         assert conn.execute(select(schema.duplicates)).all() == []
 
@@ -143,9 +143,9 @@ async def test_the_most_similar_vector_of_the_same_length_wins(store: Store) -> 
         vectors = [vector(1, 0.1), vector(1, 0.4), vector(1, 0.35), vector(1, 0.3, 5), b""]
         texts = [entry.compared.text for entry in entries]
         embeddings.store(conn, "m", dict(zip(texts, vectors, strict=True)))
-        duplicates.enter(conn, entries, 0.8)
+        deduplication.enter(conn, entries, 0.8)
         third = entries.pop(2)
-        duplicates.keep(conn, entries)
+        deduplication.keep(conn, entries)
         found = embeddings.nearest(conn, third, 0.8, "m", vectors[2])
         assert found is not None
         assert (found.task, found.method) == (2, "embedding")

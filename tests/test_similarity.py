@@ -11,19 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel import likeness
+from flywheel import similarity
 
 QUESTION = "What is 90% of 160?"
 
 
-def near(a: str, b: str, threshold: float = likeness.NEAR) -> bool:
-    return likeness.is_near(
-        likeness.words(a), likeness.numbers(a), likeness.words(b), likeness.numbers(b), threshold=threshold
+def near(a: str, b: str, threshold: float = similarity.NEAR) -> bool:
+    return similarity.is_near(
+        similarity.words(a), similarity.numbers(a), similarity.words(b), similarity.numbers(b), threshold=threshold
     )
 
 
 def share_a_band(a: str, b: str) -> bool:
-    keys = [set(likeness.bands(likeness.words(text), threshold=likeness.NEAR)) for text in (a, b)]
+    keys = [set(similarity.bands(similarity.words(text), threshold=similarity.NEAR)) for text in (a, b)]
     return bool(keys[0] & keys[1])
 
 
@@ -61,7 +61,7 @@ def test_other_looks_are_near(other: str) -> None:
 )
 def test_other_questions_are_not_near(a: str, b: str) -> None:
     assert not near(a, b)
-    assert likeness.normalised(a) != likeness.normalised(b)
+    assert similarity.normalised(a) != similarity.normalised(b)
 
 
 @pytest.mark.parametrize(
@@ -83,26 +83,26 @@ def test_scripts_and_marks(a: str, b: str) -> None:
 
 
 def test_numbers_keep_their_order_and_operators() -> None:
-    assert likeness.numbers("From 12:30 add 1,000 to 3.5 in 2024") == ("12:30", "1,000", "3.5", "2024")
-    assert likeness.numbers("3+4") == ("3", "+", "4")
-    assert likeness.numbers("no number, well-known") == ()
+    assert similarity.numbers("From 12:30 add 1,000 to 3.5 in 2024") == ("12:30", "1,000", "3.5", "2024")
+    assert similarity.numbers("3+4") == ("3", "+", "4")
+    assert similarity.numbers("no number, well-known") == ()
 
 
 def test_likeness_is_the_share_of_common_words() -> None:
-    assert likeness.likeness(frozenset({1, 2, 3}), frozenset({2, 3, 4})) == 0.5
-    assert likeness.likeness(frozenset(), frozenset()) == 1.0
-    assert likeness.likeness(frozenset({1}), frozenset()) == 0.0
+    assert similarity.jaccard(frozenset({1, 2, 3}), frozenset({2, 3, 4})) == 0.5
+    assert similarity.jaccard(frozenset(), frozenset()) == 1.0
+    assert similarity.jaccard(frozenset({1}), frozenset()) == 0.0
 
 
 def test_bands_are_the_same_in_another_process() -> None:
-    here = likeness.bands(likeness.words(QUESTION), threshold=0.8)
-    code = f"from flywheel import likeness as l; print(l.bands(l.words({QUESTION!r}), threshold=0.8))"
+    here = similarity.bands(similarity.words(QUESTION), threshold=0.8)
+    code = f"from flywheel import similarity as l; print(l.bands(l.words({QUESTION!r}), threshold=0.8))"
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert there.strip() == str(here)
     assert len(here) <= 16
     assert all(0 <= key < 2**63 for key in here)
     # They are stored: a new library or a new Flywheel must make the same of the same words.
-    assert likeness.bands(frozenset({1, 2, 3}), threshold=0.8)[:2] == (5034900094060010541, 8650509208115666858)
+    assert similarity.bands(frozenset({1, 2, 3}), threshold=0.8)[:2] == (5034900094060010541, 8650509208115666858)
 
 
 @pytest.mark.parametrize(
@@ -110,18 +110,18 @@ def test_bands_are_the_same_in_another_process() -> None:
 )
 def test_what_is_stored_of_earlier_questions_still_finds_their_like(threshold: float, digest: str) -> None:
     sets = [frozenset(range(7, 7 + size * 991, 991)) for size in (0, 1, 40)]
-    made = repr([likeness.bands(words, threshold=threshold) for words in sets])
+    made = repr([similarity.bands(words, threshold=threshold) for words in sets])
     assert hashlib.sha256(made.encode()).hexdigest()[:16] == digest
 
 
 def test_comparing_brings_no_scipy_into_the_daemon() -> None:
-    code = "import sys; from flywheel import likeness as l; l.bands(l.words('a b')); print('scipy' in sys.modules)"
+    code = "import sys; from flywheel import similarity as l; l.bands(l.words('a b')); print('scipy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
 
 def test_the_daemon_does_not_load_numpy_before_there_is_something_to_compare() -> None:
-    code = "import sys; from flywheel import likeness as l; l.words('a b'); print('numpy' in sys.modules)"
+    code = "import sys; from flywheel import similarity as l; l.words('a b'); print('numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
@@ -135,7 +135,7 @@ def test_pairs_at_the_threshold_meet_and_unlike_ones_seldom_do(threshold: float)
         common, only = pool[:40], round(40 * (1 - threshold) / threshold / 2)
         a, b = frozenset(common + pool[40 : 40 + only]), frozenset(common + pool[70 : 70 + only])
         c = frozenset(pool[90:] + common[:2])
-        keys = [set(likeness.bands(words, threshold=threshold)) for words in (a, b, c)]
+        keys = [set(similarity.bands(words, threshold=threshold)) for words in (a, b, c)]
         met += bool(keys[0] & keys[1])
         chance += bool(keys[0] & keys[2])
     assert met >= 290
@@ -144,7 +144,7 @@ def test_pairs_at_the_threshold_meet_and_unlike_ones_seldom_do(threshold: float)
 
 @given(st.text(max_size=200))
 def test_any_text_can_be_folded_and_folding_twice_changes_nothing_that_counts(text: str) -> None:
-    likeness.bands(likeness.words(text), threshold=0.8)
-    assert likeness.words(text) == likeness.words(f"  {text}\n")
+    similarity.bands(similarity.words(text), threshold=0.8)
+    assert similarity.words(text) == similarity.words(f"  {text}\n")
     if text.strip():
-        assert likeness.normalised(text) or not text.strip().isprintable()
+        assert similarity.normalised(text) or not text.strip().isprintable()

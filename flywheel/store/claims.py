@@ -1,0 +1,256 @@
+"""Claims: tasks that are due for judging are claimed, and get their state by a verdict or are given back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+
+from sqlalchemy import ColumnElement, Connection, Row, and_, exists, func, or_, select, update
+
+from flywheel.states import Split, TaskState
+from flywheel.store.bulk import rows_in
+from flywheel.store.dead_letters import TASK, dead_letter
+from flywheel.store.schema import influences, tasks, verdicts
+from flywheel.store.transitions import move, move_all, utcnow
+from flywheel.store.verdicts import PERSON, decided_by_others, of_tasks
+from flywheel.store.verdicts import store as store_verdict
+from flywheel.terminal import quantity
+from flywheel.verdict import Outcome, Verdict
+
+DECIDED: Final = (TaskState.ACCEPTED, TaskState.REJECTED)
+TRIABLE: Final = (TaskState.PENDING, TaskState.UNDECIDED, *DECIDED, TaskState.RESERVED, TaskState.CONSUMED)
+"""States of tasks whose verdicts by two rubrics can be compared."""
+CRASHES: Final = 3
+"""A task that is in work when a process ends, so many times in a row, is a dead letter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """A task to be judged. `stored` is its verdict by the same rubric and judge, if there is one already; `earlier`
+    are the verdicts of this judge by other rubrics, the newest first.
+
+    `was` is the state of the task: `judging`, or the state that an earlier verdict gave it if it is judged again.
+    """
+
+    id: int
+    key: str
+    line: dict[str, Any]
+    stored: Verdict | None = None
+    earlier: tuple[Verdict, ...] = ()
+    was: TaskState = TaskState.JUDGING
+
+
+def count(conn: Connection, *where: ColumnElement[bool]) -> int:
+    """How many tasks meet all conditions."""
+    return int(conn.execute(select(func.count()).select_from(tasks).where(*where)).scalar_one())
+
+
+def _due() -> ColumnElement[bool]:
+    waiting = and_(tasks.c.state == TaskState.UNDECIDED.value, tasks.c.retry_at <= utcnow())
+    return or_(tasks.c.state == TaskState.PENDING.value, waiting)
+
+
+def count_due(conn: Connection) -> int:
+    return count(conn, _due())
+
+
+def count_decided(conn: Connection, rubric_hash: str, judge_hash: str) -> int:
+    return count(conn, _in(DECIDED), _decided_otherwise(rubric_hash, judge_hash))
+
+
+def count_triable(conn: Connection) -> int:
+    return count(conn, _in(TRIABLE), ~decided_by_others())
+
+
+def claim(conn: Connection, limit: int, rubric_hash: str, judge_hash: str) -> list[Claimed]:
+    """Move up to `limit` due tasks, the oldest first, to `judging`; none that was in work when a process ended."""
+    # Each part is in the order of an index: nothing is sorted, however many tasks are pending or judged.
+    parts = [
+        *(and_(tasks.c.state == TaskState.PENDING.value, tasks.c.split == split.value) for split in Split),
+        and_(tasks.c.state == TaskState.UNDECIDED.value, tasks.c.retry_at <= utcnow()),
+    ]
+    due: list[tuple[int, str]] = []
+    for part in parts:
+        query = select(tasks.c.id, tasks.c.state).where(part, tasks.c.crashes == 0)
+        due += [(row.id, row.state) for row in conn.execute(query.order_by(tasks.c.id).limit(limit))]
+    return _claim(conn, sorted(due)[:limit], rubric_hash, judge_hash)
+
+
+def claim_suspect(conn: Connection, rubric_hash: str, judge_hash: str) -> list[Claimed]:
+    """Move one due task that was in work when a process ended to `judging`, those with the fewest crashes first.
+
+    The caller should have no other task in work: if the process ends again, the cause is known.
+    """
+    return _claim(conn, _suspect(conn), rubric_hash, judge_hash)
+
+
+def has_suspects(conn: Connection) -> bool:
+    """Whether `claim_suspect` would find one."""
+    return bool(_suspect(conn))
+
+
+def _suspect(conn: Connection) -> list[tuple[int, str]]:
+    query = select(tasks.c.id, tasks.c.state).where(tasks.c.crashes > 0, _due())
+    return [(row.id, row.state) for row in conn.execute(query.order_by(tasks.c.crashes, tasks.c.id).limit(1))]
+
+
+def _claim(conn: Connection, due: Sequence[tuple[int, str]], rubric_hash: str, judge_hash: str) -> list[Claimed]:
+    claimed = {
+        task: TaskState.JUDGING for task, state in due if move(conn, task, TaskState(state), TaskState.JUDGING)
+    }
+    return _with_verdicts(conn, claimed, rubric_hash, judge_hash)
+
+
+def decided(conn: Connection, limit: int, after: int, rubric_hash: str, judge_hash: str) -> list[Claimed]:
+    """Tasks with ids above `after` that another rubric or judge decided, the oldest first. Nothing is moved.
+
+    Tasks of a round are left out, and so are those that a filter or a person rejected.
+    """
+    which = _decided_otherwise(rubric_hash, judge_hash)
+    return _unclaimed(conn, limit, after, DECIDED, which, rubric_hash, judge_hash)
+
+
+def triable(conn: Connection, limit: int, after: int, rubric_hash: str, judge_hash: str) -> list[Claimed]:
+    """Tasks with ids above `after` that a rubric can be tried on, the oldest first. Nothing is moved."""
+    return _unclaimed(conn, limit, after, TRIABLE, ~decided_by_others(), rubric_hash, judge_hash)
+
+
+def _unclaimed(
+    conn: Connection,
+    limit: int,
+    after: int,
+    states: Sequence[TaskState],
+    which: ColumnElement[bool],
+    rubric_hash: str,
+    judge_hash: str,
+) -> list[Claimed]:
+    # `coalesce` keeps SQLite from the index by state: by id, earlier tasks are not sorted again for every batch.
+    state = func.coalesce(tasks.c.state, "")
+    rows = conn.execute(
+        select(tasks.c.id, tasks.c.state)
+        .where(tasks.c.id > after, state.in_([each.value for each in states]), which)
+        .order_by(tasks.c.id)
+        .limit(limit)
+    ).all()
+    return _with_verdicts(conn, {row.id: TaskState(row.state) for row in rows}, rubric_hash, judge_hash)
+
+
+def _decided_otherwise(rubric_hash: str, judge_hash: str) -> ColumnElement[bool]:
+    same = exists().where(
+        verdicts.c.task_id == tasks.c.id,
+        verdicts.c.rubric_hash == rubric_hash,
+        verdicts.c.judge_hash == judge_hash,
+        verdicts.c.outcome == tasks.c.state,
+    )
+    return and_(~same, ~decided_by_others())
+
+
+def _in(states: Sequence[TaskState]) -> ColumnElement[bool]:
+    return tasks.c.state.in_([state.value for state in states])
+
+
+def _with_verdicts(
+    conn: Connection, states: dict[int, TaskState], rubric_hash: str, judge_hash: str
+) -> list[Claimed]:
+    """The tasks with these ids, in the order of the ids, each with what its judge said before."""
+    stored = of_tasks(conn, list(states), judge_hash)
+    found = []
+    query = select(tasks.c.id, tasks.c.key, tasks.c.payload).order_by(tasks.c.id)
+    for row in rows_in(conn, query, tasks.c.id, list(states)):
+        of_task = stored.get(row.id, [])
+        same = next((verdict for rubric, verdict in of_task if rubric == rubric_hash), None)
+        earlier = tuple(verdict for rubric, verdict in of_task if rubric != rubric_hash and verdict.judgements)
+        found.append(Claimed(row.id, row.key, row.payload, same, earlier, states[row.id]))
+    return found
+
+
+def settle(
+    conn: Connection, task: int, verdict: Verdict, rubric_hash: str, judge_hash: str, retry_seconds: float
+) -> None:
+    """Store a verdict and move its task out of `judging`."""
+    store_verdict(conn, task, verdict, rubric_hash, judge_hash)
+    apply(conn, task, verdict, retry_seconds)
+
+
+def apply(conn: Connection, task: int, verdict: Verdict, retry_seconds: float) -> None:
+    """Move a task out of `judging` by a verdict that is stored already."""
+    retry_at = None
+    new, why = TaskState(verdict.outcome.value), verdict.reason
+    if verdict.outcome is Outcome.UNDECIDED:
+        why = verdict.error
+        retry_at = (datetime.now(UTC) + timedelta(seconds=retry_seconds)).isoformat(timespec="milliseconds")
+    move(conn, task, TaskState.JUDGING, new, why[:500], retry_at=retry_at, crashes=0)
+
+
+def apply_again(conn: Connection, task: int, was: TaskState, verdict: Verdict) -> bool:
+    """Move a task from the state that an earlier verdict gave it, if the new outcome differs; whether it was moved.
+
+    An undecided verdict changes nothing. A task that a round has taken meanwhile stays.
+    """
+    if verdict.outcome is Outcome.UNDECIDED or verdict.outcome.value == was.value:
+        return False
+    if not move(conn, task, was, TaskState.PENDING, "judged again"):
+        return False
+    move(conn, task, TaskState.PENDING, TaskState.JUDGING)
+    apply(conn, task, verdict, 0.0)
+    return True
+
+
+def release_held(conn: Connection, ids: Sequence[int]) -> list[int]:
+    """Let held tasks go on, and never hold them again. Returns those that were held."""
+    released = move_all(conn, ids, TaskState.HELD, TaskState.PENDING, "released by a person")
+    for task in released:
+        conn.execute(update(influences).where(influences.c.task_id == task).values(released=True))
+    return released
+
+
+def reject_held(conn: Connection, ids: Sequence[int]) -> list[int]:
+    """Reject held tasks by a verdict of a person. Returns those that were held."""
+    rejected = move_all(conn, ids, TaskState.HELD, TaskState.REJECTED, "rejected by a person")
+    for task in rejected:
+        store_verdict(conn, task, Verdict(Outcome.REJECTED, 0.0, reason="rejected by a person"), PERSON, "")
+    return rejected
+
+
+def dead_letter_task(conn: Connection, task: int, key: str, error: str) -> None:
+    """Make a dead letter of a claimed task that cannot be judged."""
+    if move(conn, task, TaskState.JUDGING, TaskState.DEAD, error[:500]):
+        dead_letter(conn, TASK, key, error)
+
+
+def release(conn: Connection, ids: Sequence[int], why: str) -> int:
+    """Give back claimed tasks that were not judged; how many."""
+    return len(move_all(conn, ids, TaskState.JUDGING, TaskState.PENDING, why))
+
+
+def release_all(conn: Connection, why: str) -> int:
+    """Give back all claimed tasks; how many. The caller holds the instance lock, or works on a copy of the state."""
+    return release(conn, [row.id for row in _in_work(conn)], why)
+
+
+def recover(conn: Connection) -> tuple[int, list[str]]:
+    """Give back the tasks that a process had in work when it was killed or crashed.
+
+    Returns how many, and the keys of those that are dead letters now because this was the `CRASHES`th time in a row.
+    A process that stops in order leaves nothing in work. The caller holds the instance lock.
+    """
+    again, dead = 0, []
+    for row in _in_work(conn):
+        crashes = row.crashes + 1
+        if crashes < CRASHES:
+            again += move(conn, row.id, TaskState.JUDGING, TaskState.PENDING, "its process died", crashes=crashes)
+        else:
+            why = (
+                f"while it was judged, the process ended {quantity(crashes, 'time')} in a row:"
+                " killed, crashed or stopped by the watchdog"
+            )
+            dead_letter_task(conn, row.id, row.key, why)
+            dead.append(row.key)
+    return again, dead
+
+
+def _in_work(conn: Connection) -> Sequence[Row[Any, Any, Any]]:
+    query = select(tasks.c.id, tasks.c.key, tasks.c.crashes)
+    return conn.execute(query.where(tasks.c.state == TaskState.JUDGING.value)).all()

@@ -1,0 +1,166 @@
+"""What stands at the place of the task file: files of AgentJet and of earlier formats, torn lines, foreign files.
+
+A file that AgentJet began, or that has an earlier format, is renamed to `tasks-1.jsonl`, or the next free number.
+Nothing is renamed or cut before it is known that the file holds tasks: whoever names the wrong file loses nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import orjson
+
+from flywheel.errors import StoreError
+from flywheel.files import append_lines, cut_torn_line, sync_directory, torn_line
+
+log = logging.getLogger(__name__)
+
+_KEY: Final = b'{"task_id":"'
+_BEGINNING: Final = re.compile(re.escape(_KEY) + rb'(?:[^"\\]|\\.|\\\Z)*+(?P<rest>.*)', re.DOTALL)
+_REST: Final = b'","main_query":"'
+
+
+def prepare(path: Path, lines_of: Callable[[BinaryIO], Iterable[bytes]]) -> set[str]:
+    """Make a file ready to be appended to: set it aside if it has another format, and complete its last line.
+
+    Returns the ids of the tasks in it, and in files of an earlier format that were set aside; `lines_of` chooses the
+    lines to look at. Raises StoreError, and leaves the file as it is, if it is not a task file.
+    """
+    try:
+        if is_agentjets(path):
+            _set_aside(path, "was written by AgentJet")
+        found = _mended(path, lines_of)
+        if _is_of_an_earlier_format(path):
+            _set_aside(path, "is of an earlier format")
+        for aside in earlier_files(path):
+            with aside.open("rb") as file:
+                found.update(_id(aside, line) for line in lines_of(file))
+    except OSError as error:
+        raise unwritable(path, error) from error
+    return found
+
+
+def _mended(path: Path, lines_of: Callable[[BinaryIO], Iterable[bytes]]) -> set[str]:
+    """The ids of the tasks in a file, whose last line is whole afterwards."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        return set()
+    if not path.is_file():
+        raise _foreign(path, "it is no regular file")
+    with path.open("rb") as file:
+        if file.read(1) not in (b"{", b""):
+            raise _foreign(path, "it does not begin with a task")
+        file.seek(0)
+        found = {_id(path, line) for line in lines_of(file)}
+        torn = torn_line(file)
+    if torn and _is_json(torn):
+        # Whole except for its end. Cutting it could lose a task that is marked as exported.
+        found.add(_id(path, torn))
+        append_lines(path, [b"\n"])
+    elif torn:
+        if not _begins_a_task(torn):
+            raise _foreign(path, f"its last line is unfinished and no task: {_excerpt(torn)}")
+        cut_torn_line(path)
+    return found
+
+
+def _set_aside(path: Path, why: str) -> None:
+    names = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
+    path.rename(free := next(name for name in names if not os.path.lexists(name)))
+    sync_directory(path.parent)
+    log.info("%s %s: it is %s now, and a new one begins", path, why, free.name)
+
+
+def earlier_files(path: Path) -> list[Path]:
+    """The files of an earlier format that were set aside from this place, by their numbers."""
+    return [each for each in numbered(path) if _is_of_an_earlier_format(each)]
+
+
+def numbered(path: Path) -> Iterator[Path]:
+    """The files `tasks-1.jsonl`, `tasks-2.jsonl`, … beside a task file, by their numbers."""
+    name = re.compile(rf"{re.escape(path.stem)}-([1-9][0-9]*){re.escape(path.suffix)}")
+    try:
+        found = [(int(number[1]), each) for each in path.parent.iterdir() if (number := name.fullmatch(each.name))]
+    except FileNotFoundError:
+        return
+    yield from (each for _, each in sorted(found))
+
+
+def is_agentjets(path: Path) -> bool:
+    """Whether the first line is a task as AgentJet writes it, and not as Flywheel does. Raises OSError."""
+    metadata = _first_metadata(path)
+    return "qa_hash" in metadata and "split" not in metadata
+
+
+def _is_of_an_earlier_format(path: Path) -> bool:
+    """Whether the first line is one of Flywheel's and lacks keys that lines have now. Raises OSError."""
+    metadata = _first_metadata(path)
+    return "split" in metadata and "prompt_exact" not in metadata
+
+
+def _first_metadata(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            return metadata_of(file.readline())
+    except (FileNotFoundError, IsADirectoryError):
+        return {}
+
+
+def metadata_of(line: bytes) -> dict[str, Any]:
+    """The metadata of a task line; empty if it is none."""
+    try:
+        metadata = orjson.loads(line)["metadata"]
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return {}
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def _id(path: Path, line: bytes) -> str:
+    try:
+        return str(orjson.loads(line)["task_id"])
+    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        raise _foreign(path, f"it has a line that is not a task: {_excerpt(line)}") from error
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return False
+    return True
+
+
+def _begins_a_task(torn: bytes) -> bool:
+    """Whether an unfinished line is, byte for byte, the beginning of a line that Flywheel writes."""
+    if len(torn) < len(_KEY):
+        return _KEY.startswith(torn)
+    beginning = _BEGINNING.match(torn)
+    return beginning is not None and beginning["rest"][: len(_REST)] == _REST[: len(beginning["rest"])]
+
+
+def _excerpt(line: bytes) -> str:
+    return line[:60].decode(errors="replace").rstrip()
+
+
+def _foreign(path: Path, why: str) -> StoreError:
+    return StoreError(
+        f"append to the task file {path}",
+        why,
+        "Move the file away, or name another with --out or ingest.output; Flywheel writes only to files of its own.",
+    )
+
+
+def unwritable(path: Path, error: OSError) -> StoreError:
+    """The error of a task file that cannot be written."""
+    return StoreError(
+        f"append to the task file {path}",
+        error.strerror or str(error),
+        "Nothing is lost: the tasks are in the state database and follow when the file can be written.",
+        retryable=True,
+    )

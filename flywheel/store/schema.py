@@ -1,0 +1,386 @@
+"""The tables. Times are UTC in ISO 8601; JSON columns hold what varies in structure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    Column,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Table,
+    Text,
+    UniqueConstraint,
+    text,
+)
+
+SCHEMA_VERSION: Final = 7
+
+metadata = MetaData()
+
+meta = Table("meta", metadata, Column("key", Text, primary_key=True), Column("value", Text, nullable=False))
+
+sources = Table(
+    "sources",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("path", Text, nullable=False, unique=True),
+    Column("schema", Text, nullable=False, default=""),
+    Column("identity", Text, nullable=False, default=""),
+    Column("fingerprint", Text, nullable=False, default=""),
+    Column("generation", Integer, nullable=False, default=0),
+    Column("rowid_done", Integer, nullable=False, default=0),
+    Column("anchor", Text, nullable=False, server_default=""),
+    Column("type", Text, nullable=False, server_default="studio"),
+    Column("condition", Text, nullable=False, server_default=""),
+    Column("swept_at", Text),
+    Column("open_traces", Integer, nullable=False, default=0),
+    Column("longest_read_ms", Float, nullable=False, default=0.0),
+    Column("error", Text, nullable=False, default=""),
+    Column("warning", Text, nullable=False, default=""),
+    Column("read_at", Text),
+)
+
+replies = Table(
+    "replies",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("source_id", ForeignKey("sources.id"), nullable=False),
+    Column("span_id", Text, nullable=False),
+    Column("trace_id", Text, nullable=False, index=True),
+    Column("conversation_id", Text, nullable=False, default=""),
+    Column("agent", Text, nullable=False, default=""),
+    Column("state", Text, nullable=False),
+    Column("skip_reason", Text),
+    Column("detail", Text, nullable=False, default=""),
+    Column("task_id", ForeignKey("tasks.id"), index=True),
+    Column("content", BigInteger),
+    Column("created_at", Text, nullable=False),
+    UniqueConstraint("source_id", "span_id"),
+    Index("replies_by_state", "source_id", "state", "skip_reason"),
+)
+"""`content` is a hash of the reply as it was told, NULL where that is not known (an older state)."""
+
+traces = Table(
+    "traces",
+    metadata,
+    Column("source_id", ForeignKey("sources.id"), primary_key=True),
+    Column("trace_id", Text, primary_key=True),
+    Column("rowids", Text, nullable=False),
+    Column("digest", BigInteger, nullable=False),
+    Column("generation", Integer, nullable=False),
+    Column("is_open", Boolean, nullable=False),
+    Index("traces_open", "source_id", sqlite_where=text("is_open"), postgresql_where=text("is_open")),
+    sqlite_with_rowid=False,
+)
+"""What is remembered of every trace, see `flywheel.trace.Mark`; `rowids` are ranges such as `7-9,12`."""
+
+conversations = Table(
+    "conversations",
+    metadata,
+    Column("key", Text, primary_key=True),
+    Column("split", Text, nullable=False),
+    Column("like", Text, nullable=False),
+    Column("words", LargeBinary, nullable=False),
+    Column("exact", Boolean, nullable=False, server_default=text("0")),
+    Index("conversations_joined", "like", sqlite_where=text('"like" <> key AND exact = 0')),
+    sqlite_with_rowid=False,
+)
+"""Which side a conversation is on, for ever. `like` is the conversation it follows because it begins nearly or
+exactly (`exact`) as that one does, else itself; `words` are the hashes of the words it begins with, none where it is
+`exact`."""
+
+openings, recent_openings = (
+    Table(
+        name,
+        metadata,
+        Column("band", BigInteger, primary_key=True),
+        Column("key", ForeignKey("conversations.key"), primary_key=True),
+        sqlite_with_rowid=False,
+    )
+    for name in ("openings", "recent_openings")
+)
+"""Where conversations that begin alike are found, see `flywheel.store.splits`: bands of a MinHash signature,
+and a hash of exactly what one begins with."""
+
+openings_filter = Table(
+    "openings_filter",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("stamp", BigInteger, nullable=False),
+    Column("bands", BigInteger, nullable=False),
+    Column("bits", LargeBinary, nullable=False),
+)
+"""The Bloom filter of the large table, see `flywheel.store.signature_filter`: one row, with how many bands are in it.
+`stamp` is another number whenever it has changed."""
+
+tasks = Table(
+    "tasks",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("key", Text, nullable=False, unique=True),
+    Column("conversation_id", Text, nullable=False),
+    Column("agent", Text, nullable=False),
+    Column("adapter", Text, nullable=False, default=""),
+    Column("started_at", Text, nullable=False),
+    Column("split", Text, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("excluded", Text, nullable=False, server_default=text("''")),
+    Column("model", Text, nullable=False, server_default=text("''")),
+    Column("beginning", BigInteger),
+    Column("payload", JSON, nullable=False),
+    Column("retry_at", Text),
+    Column("crashes", Integer, nullable=False, server_default=text("0")),
+    Column("created_at", Text, nullable=False),
+    Index("tasks_by_beginning", "beginning", sqlite_where=text("beginning IS NOT NULL")),
+    Index("tasks_by_state", "state", "split"),
+    Index("tasks_suspected", "crashes", sqlite_where=text("crashes > 0")),
+    Index("tasks_for_rounds", "state", "split", "excluded"),
+    Index("tasks_by_conversation", "conversation_id", "started_at"),
+)
+"""`excluded` says why rounds leave it out, see `flywheel.exclusion`; empty where nothing does. `model` is the one
+that was asked, empty where that is not known or the response's id tells which version answered. `beginning` is a
+hash of what its conversation begins with, of held-out tasks alone. `crashes` is how often in a row a process ended
+while the task was in work."""
+
+dead_letters = Table(
+    "dead_letters",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("kind", Text, nullable=False),
+    Column("source_id", ForeignKey("sources.id")),
+    Column("subject", Text, nullable=False),
+    Column("error", Text, nullable=False),
+    Column("excerpt", Text, nullable=False, default=""),
+    Column("state", Text, nullable=False, server_default="open"),
+    Column("attempts", Integer, nullable=False, server_default="1"),
+    Column("created_at", Text, nullable=False),
+    UniqueConstraint("kind", "source_id", "subject"),
+)
+
+events = Table(
+    "events",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("at", Text, nullable=False),
+    Column("kind", Text, nullable=False),
+    Column("subject", Text, nullable=False),
+    Column("old", Text),
+    Column("new", Text, nullable=False),
+    Column("detail", Text, nullable=False, default=""),
+    Index("events_by_subject", "kind", "subject"),
+)
+
+verdicts = Table(
+    "verdicts",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("task_id", ForeignKey("tasks.id"), nullable=False),
+    Column("rubric_hash", Text, nullable=False),
+    Column("judge_hash", Text, nullable=False),
+    Column("outcome", Text, nullable=False),
+    Column("score", Float),
+    Column("results", JSON, nullable=False),
+    Column("reason", Text, nullable=False, default=""),
+    Column("error", Text, nullable=False, default=""),
+    Column("calls", Integer, nullable=False, default=0),
+    Column("prompt_tokens", Integer, nullable=False, default=0),
+    Column("completion_tokens", Integer, nullable=False, default=0),
+    Column("latency_seconds", Float, nullable=False, default=0.0),
+    Column("created_at", Text, nullable=False),
+    Column("judgements", JSON, nullable=False, server_default="[]"),
+    UniqueConstraint("task_id", "rubric_hash", "judge_hash"),
+)
+"""`judgements` is every opinion of the judge that the verdict was made of, see `flywheel.verdict.Judgement`."""
+
+judge_days = Table(
+    "judge_days",
+    metadata,
+    Column("day", Text, primary_key=True),
+    Column("purpose", Text, primary_key=True),
+    Column("calls", Integer, nullable=False),
+    Column("prompt_tokens", BigInteger, nullable=False),
+    Column("completion_tokens", BigInteger, nullable=False),
+)
+"""What judging has used, by day (UTC) and by what it was for, see `flywheel.judge_usage.Purpose`."""
+
+fingerprints = Table(
+    "fingerprints",
+    metadata,
+    Column("task_id", ForeignKey("tasks.id"), primary_key=True),
+    Column("like", Integer, nullable=False),
+    Column("scope", BigInteger, nullable=False),
+    Column("exact", BigInteger, nullable=False),
+    Column("words", LargeBinary, nullable=False),
+    Column("particulars", LargeBinary, nullable=False),
+    Column("text", Text, nullable=False),
+    Column("threshold", Float, nullable=False),
+    Column("kept", Boolean, nullable=False),
+    Index("fingerprints_by_exact", "exact"),
+    Index("fingerprints_by_scope", "scope", "kept"),
+    Index("fingerprints_by_like", "like"),
+)
+"""What a task's question is compared by. Only questions of one `scope` are: the same side of the split, the same
+conversation before, the same numbers. `like` is the first task that it nearly repeats, else itself; `kept` whether it
+went on to the judge; `text` names its embedding."""
+
+fingerprint_bands = Table(
+    "fingerprint_bands",
+    metadata,
+    Column("band", BigInteger, primary_key=True),
+    Column("task_id", ForeignKey("tasks.id"), primary_key=True, index=True),
+    sqlite_with_rowid=False,
+)
+
+embeddings = Table(
+    "embeddings",
+    metadata,
+    Column("model", Text, primary_key=True),
+    Column("text", Text, primary_key=True),
+    Column("vector", LargeBinary, nullable=False),
+)
+"""One float32 vector of length 1 per text and model, those of a model with as many numbers; `text` is a hash. An
+empty vector is one that the endpoint did not make."""
+
+duplicates = Table(
+    "duplicates",
+    metadata,
+    Column("task_id", ForeignKey("tasks.id"), primary_key=True),
+    Column("original_id", ForeignKey("tasks.id"), nullable=False, index=True),
+    Column("similarity", Float, nullable=False),
+    Column("method", Text, nullable=False),
+    Column("created_at", Text, nullable=False),
+)
+"""Which task each rejected duplicate repeats."""
+
+influences = Table(
+    "influences",
+    metadata,
+    Column("task_id", ForeignKey("tasks.id"), primary_key=True),
+    Column("conversation", Text, nullable=False),
+    Column("user", Text, nullable=False),
+    Column("template", BigInteger, nullable=False),
+    Column("origin", Text, nullable=False),
+    Column("at", Float, nullable=False),
+    Column("released", Boolean, nullable=False, default=False),
+    Index("influences_by_origin", "origin", "at"),
+)
+"""By what a task's share of a round is counted. `origin` is its user, else its source; `at` when it was asked, in
+seconds since 1970; `released` that a person has let it go on."""
+
+calibrations = Table(
+    "calibrations",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("rubric_id", Text, nullable=False),
+    Column("rubric_hash", Text, nullable=False),
+    Column("judge_hash", Text, nullable=False),
+    Column("judge_model", Text, nullable=False),
+    Column("n", Integer, nullable=False),
+    Column("undecided", Integer, nullable=False),
+    Column("agreement", Float),
+    Column("kappa", Float),
+    Column("kappa_low", Float),
+    Column("kappa_high", Float),
+    Column("created_at", Text, nullable=False),
+    Index("calibrations_by_rubric", "rubric_hash", "judge_hash"),
+)
+"""`kappa` is NULL where it is not defined: labels or verdicts that are all alike."""
+
+rounds = Table(
+    "rounds",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("name", Text, nullable=False, unique=True),
+    Column("state", Text, nullable=False),
+    Column("live", Integer, unique=True),
+    Column("trigger", Text, nullable=False),
+    Column("attempt", Integer, nullable=False, default=1),
+    Column("parent", Text),
+    Column("config_hash", Text, nullable=False),
+    Column("rubric_hash", Text, nullable=False),
+    Column("seed", Integer, nullable=False),
+    Column("dir", Text, nullable=False),
+    Column("pid", Integer),
+    Column("usage_read", Integer, nullable=False, server_default="0"),
+    Column("result", JSON),
+    Column("reason", Text, nullable=False, default=""),
+    Column("created_at", Text, nullable=False),
+    Column("finished_at", Text),
+)
+"""`live` is 1 while the round is unfinished and NULL afterwards: its uniqueness allows one live round. `usage_read`
+is how many bytes of its `usage.jsonl` are counted in `judge_days`."""
+
+round_samples = Table(
+    "round_samples",
+    metadata,
+    Column("round_id", ForeignKey("rounds.id"), primary_key=True),
+    Column("task_id", ForeignKey("tasks.id"), primary_key=True, index=True),
+    Column("split", Text, nullable=False),
+)
+
+gate_tests = Table(
+    "gate_tests",
+    metadata,
+    Column("round_id", ForeignKey("rounds.id"), primary_key=True),
+    Column("epoch", Integer, nullable=False),
+    Column("number", Integer, nullable=False),
+    Column("alpha", Float, nullable=False),
+    Column("conversations", Integer),
+    Column("spread", Float),
+    Column("samples", Integer),
+)
+"""Which test of the gate each round is, see `flywheel.evaluation.budget`. `conversations`, how many it has used, is
+NULL until its rewards were seen: the test is not spent."""
+
+gate_conversations = Table(
+    "gate_conversations",
+    metadata,
+    Column("conversation", Text, primary_key=True),
+    Column("round_id", ForeignKey("gate_tests.round_id"), primary_key=True, index=True),
+    sqlite_with_rowid=False,
+)
+"""Which held-out conversations each test that was spent has used."""
+
+adapters = Table(
+    "adapters",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("name", Text, nullable=False, unique=True),
+    Column("round_id", ForeignKey("rounds.id"), nullable=False),
+    Column("parent", Text),
+    Column("base_model", Text, nullable=False),
+    Column("path", Text, nullable=False),
+    Column("sha256", Text, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("comparison", JSON),
+    Column("probe", JSON),
+    Column("created_at", Text, nullable=False),
+)
+
+deployments = Table(
+    "deployments",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("alias", Text, nullable=False),
+    Column("active_alias", Text, unique=True),
+    Column("endpoints", JSON, nullable=False),
+    Column("adapter", Text),
+    Column("previous", Text),
+    Column("state", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("report", JSON),
+    Column("error", Text, nullable=False, default=""),
+    Column("created_at", Text, nullable=False),
+    Column("activated_at", Text),
+    Column("retired_at", Text),
+)
+"""`active_alias` is the alias while the deployment is active and NULL otherwise: at most one is. A NULL adapter is
+the base model."""

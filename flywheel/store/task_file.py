@@ -1,0 +1,240 @@
+"""The task file `tasks.jsonl`: tasks are appended to it in the order of their numbers, from the state database.
+
+The order is commit, append and fsync, mark as exported. A crash between the last two leaves tasks in the file that
+are not marked; the next export looks at the end of the file before it appends. A crash in the middle of an append
+leaves a torn line: it is cut, and its task written again.
+
+Tasks are numbered in the order in which they are committed, so the mark is the number of the last exported task: a
+mark at each task would write every page of the state a second time.
+
+Another program may cut the file. A file that begins as before and is shorter has lost lines, which no later append
+restores; a file that begins otherwise is a new one, and the earlier one was moved away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO, Final, NamedTuple, ParamSpec, Self, TypeVar
+
+from sqlalchemy import Connection, CursorResult, LargeBinary, bindparam, cast, select
+
+from flywheel.files import PRIVATE, append_lines, last_lines
+from flywheel.store.bulk import CHUNK, rows_in, sql_text
+from flywheel.store.database import Store
+from flywheel.store.existing_task_file import prepare, unwritable
+from flywheel.store.notes import note, noted
+from flywheel.store.schema import replies, tasks
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+PAGE_BYTES: Final = 4 * 1024 * 1024
+"""Lines that are written at once; a longer line is written alone."""
+_TASKS: Final = select(tasks.c.id, tasks.c.key, cast(tasks.c.payload, LargeBinary)).order_by(tasks.c.id)
+_UNMARKED: Final = sql_text(_TASKS.where(tasks.c.id > bindparam("done")).limit(bindparam("most")))
+_EXPORTED_TO: Final = "exported_to"
+_FILE: Final = "task_file"
+_BEGINNING: Final = 40
+"""Bytes by which files are told apart: the id of the first task is in them."""
+
+
+class _Row(NamedTuple):
+    """A task; `line` is its line in the file without the line end."""
+
+    id: int
+    key: str
+    line: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """A task file at one time: its path, first bytes and size in bytes. `lacking` is how many bytes it has lost."""
+
+    path: str
+    begins: str
+    size: int
+    lacking: int = 0
+
+    @classmethod
+    def of(cls, path: Path) -> Self | None:
+        """The file as it is now; None if there is none that can be read."""
+        try:
+            if not path.is_file():
+                return None
+            with path.open("rb") as file:
+                return cls(str(path), file.read(_BEGINNING).decode("latin-1"), file.seek(0, 2))
+        except OSError:
+            return None
+
+    def since(self, before: FileState | None) -> FileState:
+        """This file, with what it has lost since `before`."""
+        if before is None or before.path != self.path or not before.begins.startswith(self.begins):
+            return self
+        lacking = before.size + before.lacking - self.size
+        # One byte is the end of the last line, which is restored.
+        return replace(self, lacking=lacking if lacking > 1 else 0)
+
+    @property
+    def warning(self) -> str:
+        """What `status` says about the file; empty if nothing is wrong."""
+        if not self.lacking:
+            return ""
+        return (
+            f"{self.path} was cut by another program: it lacks {self.lacking:,} bytes that were written to it. "
+            "`flywheel audit --deep` names the tasks. Put it back from a backup, or move it away; `flywheel export` "
+            "writes all tasks anew"
+        )
+
+
+class TaskFile:
+    """The task file of a state."""
+
+    def __init__(self, path: Path, *, mode: int = PRIVATE) -> None:
+        """A new file gets `mode`, as far as the umask allows."""
+        self.path = path
+        self._mode = mode
+        self._seen: FileState | None = None
+        self._written: FileState | None = None
+
+    async def follow(self, store: Store) -> int:
+        """Append every task that is not marked as exported; returns the number of lines. Raises StoreError.
+
+        If another program has cut the file, this is logged and noted for `status`.
+        """
+        found = await in_thread(FileState.of, self.path)
+        if found != self._seen:
+            await self._note_change(store, found)
+        page = await store.read(_unmarked)
+        if not page:
+            return 0
+        there: set[str] = set()
+        if found is None or found != self._written:
+            # Another program wrote to the file, or it is unknown how the last append ended.
+            there = await in_thread(prepare, self.path, _last)
+        self._written = None
+        count = 0
+        while page:
+            count += await in_thread(_append, self.path, page, there, self._mode)
+            self._seen = await in_thread(FileState.of, self.path)
+            page = await store.write(_mark, page, self._seen)
+        self._written = self._seen
+        return count
+
+    async def _note_change(self, store: Store, found: FileState | None) -> None:
+        before = await store.read(noted_state)
+        now = found.since(before) if found is not None else None
+        if now != before:
+            await store.write(note_state, now)
+        if now is not None and now.lacking:
+            log.warning("%s", now.warning)
+        self._seen = found
+
+
+async def export_sources(store: Store, path: Path, sources: Sequence[int]) -> int:
+    """Append the tasks of `sources` that a file of the user's choice does not hold yet; returns their number."""
+    there = await in_thread(prepare, path, _every)
+    ids = await store.read(_of_sources, sources)
+    written = 0
+    while ids:
+        rows = await store.read(_rows, ids[:CHUNK])
+        written += await in_thread(_append, path, rows, there)
+        ids = ids[len(rows) :]
+    return written
+
+
+async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run a function in a thread, since a scan or an fsync can take seconds, and wait for it even when cancelled.
+
+    Two that write the file at once would write lines twice.
+    """
+    running = asyncio.create_task(asyncio.to_thread(function, *args, **kwargs))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
+
+
+def _last(file: BinaryIO) -> Iterable[bytes]:
+    """Where unmarked tasks can be: the lines of the last page, which was not marked in time."""
+    return last_lines(file, CHUNK)
+
+
+def _every(file: BinaryIO) -> Iterable[bytes]:
+    return (line for line in file if line.endswith(b"\n"))
+
+
+def _append(path: Path, rows: Sequence[_Row], there: Set[str], mode: int = 0o666) -> int:
+    """Append the rows whose tasks are not there yet."""
+    try:
+        return append_lines(path, [row.line + b"\n" for row in rows if row.key not in there], mode=mode)
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def exported_to(conn: Connection) -> int:
+    """The number of the last task in the task file; 0 if there is none."""
+    return int(noted(conn, _EXPORTED_TO) or 0)
+
+
+def _unmarked(conn: Connection) -> list[_Row]:
+    """The first tasks that are not marked; at most as many as the end of the file is searched for."""
+    return _page(conn.exec_driver_sql(_UNMARKED, (exported_to(conn), CHUNK, 0)))
+
+
+def _page(rows: CursorResult[*tuple[Any, ...]]) -> list[_Row]:
+    """The first rows, `PAGE_BYTES` of them; at least one, if there is one."""
+    page: list[_Row] = []
+    size = 0
+    with contextlib.closing(rows):
+        for number, key, line in rows:
+            page.append(_Row(number, key, line))
+            size += len(line)
+            if size > PAGE_BYTES:
+                break
+    return page
+
+
+def _mark(conn: Connection, rows: Sequence[_Row], found: FileState | None) -> list[_Row]:
+    """Mark these rows as exported, note the state of the file, and return the next rows."""
+    note(conn, _EXPORTED_TO, str(rows[-1].id))
+    before = noted_state(conn)
+    if found is not None and before is not None and (before.path, before.begins) == (found.path, found.begins):
+        # Only lines were appended: it lacks what it lacked.
+        found = replace(found, lacking=before.lacking)
+    note_state(conn, found)
+    is_full = len(rows) == CHUNK or sum(len(row.line) for row in rows) > PAGE_BYTES
+    return _unmarked(conn) if is_full else []
+
+
+def noted_state(conn: Connection) -> FileState | None:
+    """The state of the task file as it was noted last."""
+    found = noted(conn, _FILE)
+    return FileState(**json.loads(found)) if found else None
+
+
+def note_state(conn: Connection, state: FileState | None) -> None:
+    note(conn, _FILE, json.dumps(asdict(state)) if state is not None else "")
+
+
+def warning(conn: Connection) -> str:
+    """What `status` says about the task file."""
+    state = noted_state(conn)
+    return state.warning if state is not None else ""
+
+
+def _of_sources(conn: Connection, sources: Sequence[int]) -> list[int]:
+    wanted = select(replies.c.task_id).where(replies.c.task_id.is_not(None))
+    return sorted({row.task_id for row in rows_in(conn, wanted, replies.c.source_id, sources)})
+
+
+def _rows(conn: Connection, ids: Sequence[int]) -> list[_Row]:
+    return _page(conn.execute(_TASKS.where(tasks.c.id.in_(ids))))

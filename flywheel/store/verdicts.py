@@ -1,0 +1,199 @@
+"""Verdicts and what they cost: a judge is never paid twice for the same task, rubric and judge.
+
+Verdicts of filter chains and of people are stored in the same table; see `CHAIN` and `PERSON`. What judging has used
+is counted by day (UTC) and purpose, so that a budget holds after a restart.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from sqlalchemy import ColumnElement, Connection, Row, and_, func, or_, select, update
+from sqlalchemy.dialects.sqlite import insert
+
+from flywheel.batch import storable
+from flywheel.judge_usage import Purpose, UsageFile, Used, today
+from flywheel.store.bulk import rows_in
+from flywheel.store.schema import judge_days, rounds, tasks, verdicts
+from flywheel.store.transitions import utcnow
+from flywheel.verdict import CriterionResult, Judgement, Outcome, Verdict
+
+CHAIN: Final = "chain:"
+"""Verdicts of filter chains have this and the chain's hash in place of the rubric's hash."""
+PERSON: Final = "person"
+"""Verdicts of people have this in place of the rubric's hash."""
+NOT_OF_THE_JUDGE: Final = or_(verdicts.c.rubric_hash.startswith(CHAIN), verdicts.c.rubric_hash == PERSON)
+SAMPLED: Final = 200
+"""The newest verdicts whose usage estimates are based on."""
+_COUNTS: Final = ("calls", "prompt_tokens", "completion_tokens")
+
+
+def store(conn: Connection, task: int, verdict: Verdict, rubric_hash: str, judge_hash: str) -> None:
+    """Store a verdict and count its cost; the task keeps its state.
+
+    An undecided verdict of the same rubric and judge is replaced, and its cost is kept. So is an earlier verdict of a
+    filter chain or a person.
+    """
+    book_verdict(conn, verdict)
+    key = {"task_id": task, "rubric_hash": rubric_hash, "judge_hash": judge_hash}
+    counts = {name: getattr(verdict, name) for name in _COUNTS}
+    values = {
+        "outcome": verdict.outcome.value,
+        "score": verdict.score,
+        "results": [asdict(result) for result in verdict.results],
+        "reason": storable(verdict.reason),
+        "error": storable(verdict.error),
+        "latency_seconds": verdict.latency_seconds,
+        "created_at": utcnow(),
+        "judgements": [asdict(judgement) for judgement in verdict.judgements],
+    }
+    replaced = conn.execute(
+        update(verdicts)
+        .where(*(verdicts.c[name] == value for name, value in key.items()))
+        .where(or_(verdicts.c.outcome == Outcome.UNDECIDED.value, NOT_OF_THE_JUDGE))
+        .values(**values, **{name: verdicts.c[name] + count for name, count in counts.items()})
+    )
+    if replaced.rowcount == 0:
+        conn.execute(insert(verdicts).values(**key, **values, **counts))
+
+
+def of_tasks(conn: Connection, ids: Sequence[int], judge_hash: str) -> dict[int, list[tuple[str, Verdict]]]:
+    """The decided verdicts of a judge on these tasks, each with the hash of its rubric, the newest first."""
+    decided = select(verdicts).where(
+        verdicts.c.judge_hash == judge_hash, verdicts.c.outcome != Outcome.UNDECIDED.value
+    )
+    found: dict[int, list[tuple[str, Verdict]]] = {}
+    for row in rows_in(conn, decided.order_by(verdicts.c.id.desc()), verdicts.c.task_id, ids):
+        found.setdefault(row.task_id, []).append((row.rubric_hash, _verdict(row)))
+    return found
+
+
+def _verdict(row: Row[Any]) -> Verdict:
+    judgements = tuple(
+        Judgement(**{**each, "outcome": Outcome(each["outcome"]), "results": _results(each["results"])})
+        for each in row.judgements
+    )
+    return Verdict(Outcome(row.outcome), row.score, _results(row.results), row.reason, judgements=judgements)
+
+
+def _results(stored: Sequence[Mapping[str, Any]]) -> tuple[CriterionResult, ...]:
+    return tuple(CriterionResult(**result) for result in stored)
+
+
+def decided_by_others() -> ColumnElement[bool]:
+    """Tasks whose newest verdict is one of a filter chain or a person."""
+    times = select(func.max(verdicts.c.created_at)).where(verdicts.c.task_id == tasks.c.id)
+    others = times.where(NOT_OF_THE_JUDGE).scalar_subquery()
+    judges = times.where(~NOT_OF_THE_JUDGE).scalar_subquery()
+    # A filter behind the judge decides in the same moment as the judge.
+    return and_(others.is_not(None), others >= func.coalesce(judges, ""))
+
+
+def recent(conn: Connection, newest: int) -> dict[str, Any]:
+    """Counts of the newest decided verdicts: all, the accepted ones, and the causes of the rejected ones.
+
+    A verdict counts once for each criterion that was not met; without one, for its score, its filter or the person.
+    """
+    decided = verdicts.c.outcome.in_([Outcome.ACCEPTED.value, Outcome.REJECTED.value])
+    query = select(verdicts.c.outcome, verdicts.c.results, verdicts.c.rubric_hash)
+    rows = conn.execute(query.where(decided).order_by(verdicts.c.id.desc()).limit(newest)).all()
+    rejected = [row for row in rows if row.outcome == Outcome.REJECTED.value]
+    causes = Counter(cause for row in rejected for cause in _causes(row.results, row.rubric_hash))
+    return {"judged": len(rows), "accepted": len(rows) - len(rejected), "rejected_by": dict(causes.most_common())}
+
+
+def _causes(results: Sequence[Mapping[str, Any]], rubric_hash: str) -> list[str]:
+    failed = [str(result["criterion"]) for result in results if not result["passed"]]
+    if failed:
+        return failed
+    if rubric_hash == PERSON:
+        return ["a person"]
+    return ["a filter"] if rubric_hash.startswith(CHAIN) else ["the total score"]
+
+
+def none_accepted(conn: Connection, window: int) -> str:
+    """A warning if none of the newest `window` verdicts accepted a reply; otherwise empty."""
+    last = recent(conn, window)
+    if last["judged"] < window or last["accepted"]:
+        return ""
+    causes = ", ".join(f"{name} {number}" for name, number in last["rejected_by"].items())
+    return (
+        f"none of the last {window} judged replies was accepted (not met: {causes}). Read some with"
+        " `flywheel tasks --state rejected` and `flywheel show ID`: the rubric, the judge or the agent may be wrong."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Sums over judge calls; `estimated_tokens` is what `prompt_tokens` was estimated to be before the calls."""
+
+    calls: int = 0
+    prompt_tokens: int = 0
+    estimated_tokens: int = 0
+    completion_tokens: int = 0
+
+
+def usage_of_judge(conn: Connection, judge_hash: str) -> Usage:
+    """Usage of the newest verdicts of a judge, as far as its endpoint reported any."""
+    rows = conn.execute(
+        select(verdicts.c.judgements)
+        .where(verdicts.c.judge_hash == judge_hash, verdicts.c.calls > 0)
+        .order_by(verdicts.c.id.desc())
+        .limit(SAMPLED)
+    ).scalars()
+    reported = [each for judgements in rows for each in judgements if each.get("estimated_tokens")]
+    return Usage(*(sum(each[name] for each in reported) for name in Usage.__slots__))
+
+
+def book_verdict(conn: Connection, verdict: Verdict, purpose: Purpose = Purpose.FILTER) -> None:
+    """Count the cost of a verdict, today."""
+    book(conn, [Used(today(), purpose, verdict.calls, verdict.prompt_tokens, verdict.completion_tokens)])
+
+
+def book(conn: Connection, used: Iterable[Used]) -> None:
+    """Add usage to the counts of its days and purposes."""
+    for each in used:
+        if not each.calls:
+            continue
+        counts = {name: getattr(each, name) for name in _COUNTS}
+        row = insert(judge_days).values(day=each.day, purpose=each.purpose.value, **counts)
+        more = {name: judge_days.c[name] + row.excluded[name] for name in _COUNTS}
+        conn.execute(row.on_conflict_do_update(index_elements=("day", "purpose"), set_=more))
+
+
+def book_round(conn: Connection, round_id: int, round_dir: Path) -> list[Used]:
+    """Count what the round's worker wrote to its usage file since the last call, and return it.
+
+    How far the file was read is stored in the same transaction, so each line counts once, even after a crash.
+    """
+    offset = conn.execute(select(rounds.c.usage_read).where(rounds.c.id == round_id)).scalar_one()
+    found, end = UsageFile(round_dir).read(offset)
+    if end > offset:
+        book(conn, found)
+        conn.execute(update(rounds).where(rounds.c.id == round_id).values(usage_read=end))
+    return found
+
+
+def booked_of_round(conn: Connection, round_id: int, round_dir: Path) -> int:
+    """Tokens of the round's worker, over all its attempts, that are counted already."""
+    end = conn.execute(select(rounds.c.usage_read).where(rounds.c.id == round_id)).scalar_one()
+    found, _ = UsageFile(round_dir).read(0, end)
+    return sum(used.tokens for used in found)
+
+
+def tokens_today(conn: Connection) -> int:
+    """Tokens sent and received since midnight (UTC), for all purposes."""
+    tokens = func.sum(judge_days.c.prompt_tokens + judge_days.c.completion_tokens)
+    return int(conn.execute(select(tokens).where(judge_days.c.day == today())).scalar_one() or 0)
+
+
+def usage_by_purpose(conn: Connection) -> dict[Purpose, dict[str, int]]:
+    """Calls and tokens of all days."""
+    sums = [func.sum(judge_days.c[name]).label(name) for name in _COUNTS]
+    rows = conn.execute(select(judge_days.c.purpose, *sums).group_by(judge_days.c.purpose)).mappings()
+    found = {row["purpose"]: {name: int(row[name]) for name in _COUNTS} for row in rows}
+    return {purpose: found.get(purpose.value, dict.fromkeys(_COUNTS, 0)) for purpose in Purpose}
