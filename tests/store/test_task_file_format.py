@@ -90,11 +90,11 @@ async def test_a_file_of_the_present_format_stays(store: Store, tmp_path: Path) 
 DYING = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from flywheel.store import export
+from flywheel.store import task_file
 from flywheel.store.database import Store
 
 place, path, state = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-calls = {"renaming": (Path, "rename"), "appending": (export, "append_lines"), "marking": (export, "_mark")}
+calls = {"renaming": (Path, "rename"), "appending": (task_file, "append_lines"), "marking": (task_file, "_mark")}
 of, name = calls[place]
 setattr(of, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
 
