@@ -1,6 +1,6 @@
-# Two commands do everything: `make demo` turns the wheel, `make test` proves that it turns. `make test-quick` leaves out
-# what is slow, `make test-soak` is ten minutes beside Studio, `make test-all` is everything, long demo and soak included.
-# Both install into .venv what is missing; `make install EXTRA=gpu` prepares a machine with a GPU.
+# `make demo` runs the whole loop on a tiny model, `make test` the tests. `make test-quick` leaves out slow tests, `make
+# test-soak` runs ten minutes beside Studio, `make test-all` runs everything, including the long demo and the soak.
+# All of them install into .venv what is missing; `make install EXTRA=gpu` prepares a machine with a GPU.
 
 PYTHON ?= python3
 EXTRA ?= cpu

@@ -1,6 +1,6 @@
-"""An example of a filter of your own: one function in one file. `task` is a line of tasks.jsonl.
+"""An example of your own filter: a function in a file. `task` is a line of tasks.jsonl as a dictionary.
 
-A task that it raises on becomes a dead letter (`flywheel dead-letters`); the others go on.
+An exception makes its task a dead letter (`flywheel dead-letters`); other tasks are not affected.
 """
 
 from __future__ import annotations
@@ -9,6 +9,6 @@ from typing import Any
 
 
 def keep(task: dict[str, Any]) -> tuple[bool, str]:
-    """Drop answers to questions that only say hello."""
+    """Reject answers to questions that are only a greeting."""
     greeting = task["main_query"].strip().casefold().rstrip("!.") in {"hi", "hello", "你好"}
     return not greeting, "only a greeting"
