@@ -9,7 +9,7 @@ import typer
 
 from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, missing_state, print_json, run_async
 from flywheel.errors import ConfigError, StoreError
-from flywheel.terminal import escape_terminal
+from flywheel.terminal import byte_size, escape_terminal
 
 if TYPE_CHECKING:
     from flywheel.config import Config
@@ -77,13 +77,12 @@ def _as_json(done: Removal, *, dry_run: bool) -> dict[str, Any]:
 
 
 def _lines(done: Removal, *, dry_run: bool) -> list[str]:
-    from flywheel.diagnostics.doctor.finding import size as of
-
     lines = [
-        f"{each.name}  {each.state}  {each.finished_at[:10]}  {of(size)}  {each.dir}" for each, size in done.removed
+        f"{each.name}  {each.state}  {each.finished_at[:10]}  {byte_size(size)}  {each.dir}"
+        for each, size in done.removed
     ]
     lines += [f"{each.name}  stays: {each.needed}" for each in done.kept]
     rounds = "1 round" if len(done.removed) == 1 else f"{len(done.removed)} rounds"
     if not done.removed:
         return [*lines, "nothing to remove"]
-    return [*lines, f"{rounds}, {of(done.size)}{': dry run, nothing was removed' if dry_run else ' removed'}"]
+    return [*lines, f"{rounds}, {byte_size(done.size)}{': dry run, nothing was removed' if dry_run else ' removed'}"]

@@ -109,8 +109,8 @@ def test_an_installation_that_is_well(bench: Bench) -> None:
     assert found["source"]["figures"]["spans"] > 0
     assert found["disk"]["figures"]["free_bytes"] > 0
     assert "agent → tiny" in found["server"]["found"]
-    assert found["tools"]["found"] == "requests with tools are taken"
-    assert "wants no key" in found["judge"]["found"]
+    assert found["tools"]["found"] == "requests with tools are accepted"
+    assert "requires no key" in found["judge"]["found"]
     assert found["model"]["figures"]["weight_bytes"] > 0
     assert bench.judge.calls == 0, "nothing was paid for"
     assert sum(report[result] for result in ("ok", "warning", "failed", "skipped")) == len(report["checks"])

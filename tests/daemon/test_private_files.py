@@ -16,7 +16,7 @@ from flywheel.config import Config, parse
 from flywheel.daemon.lock import InstanceLock
 from flywheel.daemon.worker_process import WorkerProcess
 from flywheel.diagnostics.doctor.finding import Finding, Result
-from flywheel.diagnostics.doctor.state import state
+from flywheel.diagnostics.doctor.state import check_state
 from flywheel.files import write_json
 from flywheel.round import ERROR_FILE, LOG_FILE, SPEC_FILE
 from flywheel.serving.aliases import AliasTable, Target
@@ -108,7 +108,7 @@ async def test_the_aliases_of_a_server_are_for_its_user_alone(tmp_path: Path) ->
 
 
 def permissions(config: Config) -> Finding:
-    (found,) = (each for each in state(config) if each.name == "permissions")
+    (found,) = (each for each in check_state(config) if each.name == "permissions")
     return found
 
 

@@ -15,7 +15,7 @@ from flywheel.daemon.judge_setup import rubric_of
 from flywheel.daemon.rounds import Rounds
 from flywheel.daemon.status import snapshot
 from flywheel.diagnostics.doctor.finding import Result
-from flywheel.diagnostics.doctor.judge import Judging
+from flywheel.diagnostics.doctor.judge import JudgeChecks
 from flywheel.errors import TrainError
 from flywheel.round import RoundSpec
 from flywheel.states import RoundState
@@ -97,10 +97,12 @@ def test_a_worker_refuses_it_before_it_starts_an_engine(tmp_path: Path) -> None:
 
 def test_the_doctor_says_that_no_round_can_be_graded_by_it(tmp_path: Path) -> None:
     def found(criterion: str) -> tuple[Result, str]:
-        finding = next(each for each in Judging(configured(tmp_path, criterion)).findings() if each.name == "rubric")
+        finding = next(
+            each for each in JudgeChecks(configured(tmp_path, criterion)).findings() if each.name == "rubric"
+        )
         return finding.result, finding.found
 
     assert found("{id: long, type: min-length, value: 1}")[0] is Result.OK
     result, text = found(OF_STEPS["no-error-span"])
     assert result is Result.WARNING
-    assert "no round can be graded by it: searched (no-error-span)" in text
+    assert "no round can be graded with it: searched (no-error-span)" in text

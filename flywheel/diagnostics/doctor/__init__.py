@@ -1,4 +1,4 @@
-"""The doctor: whether an installation will work, and what it lacks. It looks and changes nothing.
+"""The doctor: checks whether an installation works and what it lacks. It reads and changes nothing.
 
-Neither torch nor vLLM nor Ray is ever imported: versions are in the packages' metadata, GPUs are asked of the driver.
+torch, vLLM and Ray are never imported here: versions come from package metadata, GPUs from a separate process.
 """

@@ -1,6 +1,6 @@
-"""A whole checkup: every check in the order in which people put things right, each by itself.
+"""All checks of the doctor, in the order in which people fix things.
 
-A wrong configuration ends only what depends on it.
+A wrong configuration skips the checks that depend on it.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from typing import Final
 from flywheel.config import Config, defaults, load
 from flywheel.diagnostics.doctor import model, packages
 from flywheel.diagnostics.doctor.finding import Finding, Result
-from flywheel.diagnostics.doctor.judge import Judging
+from flywheel.diagnostics.doctor.judge import JudgeChecks
 from flywheel.diagnostics.doctor.resources import Machine, check_resources
 from flywheel.diagnostics.doctor.samples import check_left_out, check_samples
-from flywheel.diagnostics.doctor.servers import serve, servers
-from flywheel.diagnostics.doctor.sources import sources
-from flywheel.diagnostics.doctor.state import clock, state
-from flywheel.diagnostics.doctor.systemd_unit import unit
+from flywheel.diagnostics.doctor.servers import check_serve, check_servers
+from flywheel.diagnostics.doctor.sources import check_sources
+from flywheel.diagnostics.doctor.state import check_clock, check_state
+from flywheel.diagnostics.doctor.systemd_unit import check_unit
 from flywheel.errors import ConfigError
 
 NEED_SETTINGS: Final = (
     "state", "disk", "schema", "daemon", "source", "prompts", "filters", "rubric", "judge", "samples", "serve",
     "server", "tools", "model", "rank", "gpu", "memory", "shared memory", "limits", "clock",
 )  # fmt: skip
-"""The checks of what a configuration says."""
+"""The checks that are skipped when the configuration is wrong."""
 
 
 async def checkup(path: Path | None, *, ask_judge: bool = False) -> AsyncIterator[Finding]:
-    """Every finding. `path` is the configuration, None the defaults; `ask_judge` asks the judge one question."""
-    for finding in packages.packages():
+    """Every finding. `path` is the configuration, None for the defaults; `ask_judge` sends each judge a question."""
+    for finding in packages.check_packages():
         yield finding
     try:
         config = defaults() if path is None else load(path)
@@ -38,38 +38,36 @@ async def checkup(path: Path | None, *, ask_judge: bool = False) -> AsyncIterato
         yield Finding.of("configuration", error)
         for name in NEED_SETTINGS:
             yield Finding(name, Result.SKIPPED, "the configuration is wrong")
-        yield unit(None, path)
+        yield check_unit(None, path)
         return
     yield _configuration(path)
     async for finding in _of_settings(config, ask_judge=ask_judge):
         yield finding
-    yield unit(config, path)
+    yield check_unit(config, path)
 
 
 def _configuration(path: Path | None) -> Finding:
     if path is None:
-        told = "none: the defaults hold"
-        remedy = "Name one with -c, $FLYWHEEL_CONFIG or ./flywheel.yaml; `flywheel init` lays one out."
-        return Finding("configuration", Result.WARNING, told, remedy)
+        remedy = "Name one with -c, $FLYWHEEL_CONFIG or ./flywheel.yaml; `flywheel init` writes one."
+        return Finding("configuration", Result.WARNING, "none: the defaults apply", remedy)
     return Finding("configuration", Result.OK, str(path.absolute()))
 
 
 async def _of_settings(config: Config, *, ask_judge: bool) -> AsyncIterator[Finding]:
-    for finding in (*state(config), *sources(config)):
+    for finding in (*check_state(config), *check_sources(config)):
         yield finding
     yield await check_left_out(config)
-    judging = Judging(config, ask=ask_judge)
-    for finding in judging.findings():
+    judge = JudgeChecks(config, ask=ask_judge)
+    for finding in judge.findings():
         yield finding
     yield await check_samples(config)
-    yield serve(config)
-    async for finding in servers(config):
+    yield check_serve(config)
+    async for finding in check_servers(config):
         yield finding
     base = model.find(config.model.base)
-    for finding in model.model(config, base):
+    for finding in model.check_model(config, base):
         yield finding
-    build = next((extra for extra, name in packages.EXTRAS.items() if packages.version_of(name) is not None), "")
-    machine = Machine.here(has_gpu_build=build == "gpu")
-    for finding in check_resources(config, machine, base, build=build):
+    build = packages.installed_extra()
+    for finding in check_resources(config, Machine.here(has_gpu_build=build == "gpu"), base, build=build):
         yield finding
-    yield clock(config, judging.server_time)
+    yield check_clock(config, judge.server_time)

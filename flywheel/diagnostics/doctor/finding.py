@@ -1,4 +1,4 @@
-"""A finding: what one check found, and what to do about it."""
+"""The result of one check of the doctor, and what to do about it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Result(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`name` is that of the check, `subject` which of several sources or servers it is about, if there are several.
+    """`name` is the check; `subject` is the source or server, where there are several; `remedy` says what to do.
 
-    `figures` are numbers for programs, with their units in their names. `is_file` is set when a file that people
-    write is wrong: configuration, rubric or chain.
+    `figures` are numbers for programs, with their units in their names. `is_file` is set when a file that users write
+    is wrong: configuration, rubric or filter chain.
     """
 
     name: str
@@ -34,10 +34,10 @@ class Finding:
     is_file: bool = False
 
     @classmethod
-    def of(cls, name: str, error: FlywheelError, *, subject: str = "", result: Result = Result.FAILED) -> Self:
-        """An error as a finding."""
+    def of(cls, name: str, error: FlywheelError, *, subject: str = "") -> Self:
+        """An error as a failed check."""
         why = f"cannot {error.attempted}: {error.why.rstrip('.')}"
-        return cls(name, result, why, error.hint, subject, is_file=isinstance(error, ConfigError))
+        return cls(name, Result.FAILED, why, error.hint, subject, is_file=isinstance(error, ConfigError))
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -48,13 +48,3 @@ class Finding:
             "do": self.remedy,
             "figures": dict(self.figures),
         }
-
-
-def size(count: int) -> str:
-    """Bytes for people."""
-    amount = float(count)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if amount < 1024:
-            return f"{amount:,.0f} {unit}" if unit == "bytes" or amount >= 100 else f"{amount:,.1f} {unit}"
-        amount /= 1024
-    return f"{amount:,.1f} TiB"

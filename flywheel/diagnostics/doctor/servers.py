@@ -1,7 +1,4 @@
-"""The servers that serve the agent: reachable, with the alias, able to take an adapter and requests with tools.
-
-Nothing is changed there.
-"""
+"""Checks of the inference servers: reachable, right model and alias, adapters and tools accepted."""
 
 from __future__ import annotations
 
@@ -22,16 +19,26 @@ from flywheel.serving.refusals import message_of
 from flywheel.serving.restart import base_name, deployed
 from flywheel.serving.server import command
 
-PATIENCE_SECONDS: Final = 10.0
+TIMEOUT_SECONDS: Final = 10.0
+TOOL_TIMEOUT_SECONDS: Final = 60.0
+TOOL: Final = "look_up_local_time"
+_PARAMETERS: Final = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+_FUNCTION: Final = {"name": TOOL, "description": "The present time in a city.", "parameters": _PARAMETERS}
+_TOOL_REQUEST: Final = {
+    "messages": [{"role": "user", "content": "What time is it in Lisbon now? Use the tool."}],
+    "tools": [{"type": "function", "function": _FUNCTION}],
+    "max_tokens": 128,
+    "temperature": 0,
+}
 
 
 def is_local(config: Config) -> bool:
-    """Whether the configured servers are this machine's, as `flywheel serve` starts them."""
+    """Whether a configured server is on this machine, as `flywheel serve` starts it."""
     return any(is_loopback(urlsplit(url).hostname or "") for url in config.serving.urls)
 
 
-def serve(config: Config) -> Finding:
-    """Whether `flywheel serve` would take these settings."""
+def check_serve(config: Config) -> Finding:
+    """Whether `flywheel serve` accepts the settings."""
     if not is_local(config):
         return Finding("serve", Result.SKIPPED, "the servers are on other machines")
     try:
@@ -40,132 +47,110 @@ def serve(config: Config) -> Finding:
     except FlywheelError as error:
         return Finding.of("serve", error)
     if lost:
-        told = f"once it is started anew: {' '.join(lost)}"
-        remedy = "Put the adapter's files back from a backup, or deploy another: flywheel deploy, flywheel rollback."
-        return Finding("serve", Result.WARNING, told, remedy)
-    told = f"{config.serving.max_loras} adapters of rank {config.serving.max_lora_rank} or less"
-    return Finding("serve", Result.OK, f"settings can be used: {told}")
+        remedy = "Restore the adapter's files from a backup, or use flywheel deploy or flywheel rollback."
+        return Finding("serve", Result.WARNING, f"after a restart: {' '.join(lost)}", remedy)
+    text = f"{config.serving.max_loras} adapters of rank {config.serving.max_lora_rank} or less"
+    return Finding("serve", Result.OK, f"settings can be used: {text}")
 
 
-async def servers(config: Config) -> AsyncIterator[Finding]:
-    """Two findings for each server, and one more if they differ."""
-    serving = config.serving
+async def check_servers(config: Config) -> AsyncIterator[Finding]:
+    """Two findings for each server, and one more if their aliases differ."""
     aliases: dict[str, Alias] = {}
-    for url in serving.urls:
+    for url in config.serving.urls:
         try:
             key = admin_key(config, url, f"ask {url}")
-            async with Replica(url, key, timeout_seconds=PATIENCE_SECONDS) as replica:
-                found, aliases[url] = await _server(config, replica, key)
-            yield found
-            if found.result is not Result.FAILED:
-                yield await tools(config, url, key)
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            async with (
+                Replica(url, key, timeout_seconds=TIMEOUT_SECONDS) as replica,
+                httpx2.AsyncClient(trust_env=False, headers=headers) as http,
+            ):
+                found, aliases[url] = await _server(config, replica, http)
+                yield found
+                if found.result is not Result.FAILED:
+                    yield await _tools(config, url, http)
         except FlywheelError as error:
             yield Finding.of("server", error, subject=url)
     if len({(alias.target, alias.base_model) for alias in aliases.values()}) > 1:
-        places = "; ".join(f"{url}: {alias.target}" for url, alias in aliases.items())
-        told = f"{config.model.alias} does not stand for the same everywhere: {places}"
-        remedy = "The daemon brings them together; see `flywheel status`."
-        yield Finding("servers", Result.WARNING, told, remedy)
+        targets = "; ".join(f"{url}: {alias.target}" for url, alias in aliases.items())
+        text = f"{config.model.alias} is not the same version everywhere: {targets}"
+        yield Finding("servers", Result.WARNING, text, "The daemon corrects that; see `flywheel status`.")
 
 
-async def _loads_adapters(url: str, key: str | None) -> bool:
-    """Whether there is a way to load one. Without the setting that allows it, vLLM knows no such path."""
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    async with httpx2.AsyncClient(timeout=PATIENCE_SECONDS, trust_env=False) as http:
-        try:
-            # It can only be posted to: this asks for nothing.
-            return (await http.get(f"{url}/v1/load_lora_adapter", headers=headers)).status_code != 404
-        except httpx2.TransportError as error:
-            why = str(error) or type(error).__name__
-            raise ServeError(f"ask {url}", why, "Look at the server's log.", retryable=True) from error
-
-
-async def _server(config: Config, replica: Replica, key: str | None) -> tuple[Finding, Alias]:
+async def _server(config: Config, replica: Replica, http: httpx2.AsyncClient) -> tuple[Finding, Alias]:
     models = await replica.models()
     if not await replica.ready():
-        raise ServeError(f"use {replica.url}", "it is not healthy", "Look at its log; restart it if its engine died.")
+        remedy = "Look at its log; restart it if its engine died."
+        raise ServeError(f"use {replica.url}", "it is not healthy", remedy)
     alias = await replica.alias(config.model.alias)
     wanted = base_name(config.model.base)
     if alias.base_model != wanted:
-        raise ServeError(
-            f"train for {replica.url}",
-            f"it serves {alias.base_model}, and model.base is {wanted}",
-            "Restart it with `flywheel serve`, or correct model.base.",
-        )
-    if not await _loads_adapters(replica.url, key):
-        raise ServeError(
-            f"load adapters into {replica.url}",
-            "it does not load any at run time",
-            "Start it with `flywheel serve`, or with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True.",
-        )
+        why = f"it serves {alias.base_model}, and model.base is {wanted}"
+        remedy = "Restart it with `flywheel serve`, or correct model.base."
+        raise ServeError(f"train for {replica.url}", why, remedy)
+    await _require_runtime_loading(replica.url, http)
     adapters = sorted(name for name in models if name != alias.base_model)
     slots = config.serving.max_loras
-    figures = {"adapters": len(adapters), "max_loras": slots}
-    told = f"{config.model.alias} → {alias.target}; adapters: {', '.join(adapters) or 'none'}"
+    text = f"{config.model.alias} → {alias.target}; adapters: {', '.join(adapters) or 'none'}"
     result, remedy = Result.OK, ""
     if alias.target not in models:
-        result, told = Result.FAILED, f"{told}; {alias.target} is not loaded"
-        remedy = "Restart it with `flywheel serve`; the daemon brings the adapter back."
+        result, text = Result.FAILED, f"{text}; {alias.target} is not loaded"
+        remedy = "Restart it with `flywheel serve`; the daemon loads the adapter again."
     elif len(adapters) >= slots:
-        result, told = Result.WARNING, f"{told}: all {slots} slots of serving.max_loras are taken"
+        result, text = Result.WARNING, f"{text}: all {slots} slots of serving.max_loras are taken"
         remedy = "Raise serving.max_loras, and restart it: a swap needs room for both versions."
     else:
-        told = f"{told}; {slots - len(adapters)} of {slots} slots are free"
-    return Finding("server", result, told, remedy, replica.url, figures), alias
+        text = f"{text}; {slots - len(adapters)} of {slots} slots are free"
+    figures = {"adapters": len(adapters), "max_loras": slots}
+    return Finding("server", result, text, remedy, replica.url, figures), alias
 
 
-TOOLS_PATIENCE_SECONDS: Final = 60.0
-TOOL: Final = "look_up_local_time"
-_REQUEST: Final = {
-    "messages": [{"role": "user", "content": "What time is it in Lisbon now? Use the tool."}],
-    "tools": [
-        {
-            "type": "function",
-            "function": {
-                "name": TOOL,
-                "description": "The present time in a city.",
-                "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-            },
-        }
-    ],
-    "max_tokens": 128,
-    "temperature": 0,
-}
-
-
-async def tools(config: Config, url: str, key: str | None) -> Finding:
-    """What the server at `url` makes of a request with a tool."""
-    headers = {"authorization": f"Bearer {key}"} if key else {}
+async def _require_runtime_loading(url: str, http: httpx2.AsyncClient) -> None:
     try:
-        async with httpx2.AsyncClient(timeout=TOOLS_PATIENCE_SECONDS, trust_env=False, headers=headers) as http:
-            response = await http.post(f"{url}/v1/chat/completions", json={**_REQUEST, "model": config.model.alias})
+        # The route accepts POST only, so GET changes nothing; without run-time loading vLLM has no such route.
+        answer = await http.get(f"{url}/v1/load_lora_adapter", timeout=TIMEOUT_SECONDS)
+    except httpx2.TransportError as error:
+        why = str(error) or type(error).__name__
+        raise ServeError(f"ask {url}", why, "Look at the server's log.", retryable=True) from error
+    if answer.status_code == 404:
+        remedy = "Start it with `flywheel serve`, or with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True."
+        raise ServeError(f"load adapters into {url}", "it does not load any at run time", remedy)
+
+
+async def _tools(config: Config, url: str, http: httpx2.AsyncClient) -> Finding:
+    """The server's answer to one request with a tool."""
+
+    def warning(text: str, remedy: str) -> Finding:
+        return Finding("tools", Result.WARNING, text, remedy, url)
+
+    request = {**_TOOL_REQUEST, "model": config.model.alias}
+    try:
+        response = await http.post(f"{url}/v1/chat/completions", json=request, timeout=TOOL_TIMEOUT_SECONDS)
     except httpx2.HTTPError as error:
-        told = f"a request with a tool got no answer: {str(error) or type(error).__name__}"
-        return Finding("tools", Result.WARNING, told, "See whether the server is overloaded; look at its log.", url)
+        why = str(error) or type(error).__name__
+        return warning(f"a request with a tool got no answer: {why}", "Look at the server's log and its load.")
     if response.status_code != 200:
-        return _refused(config, url, response)
+        return _tools_refused(config, url, response)
     try:
         message = response.json()["choices"][0]["message"]
         called, text = bool(message.get("tool_calls")), str(message.get("content") or "")
     except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-        told = "the answer to a request with a tool is not what vLLM answers"
-        return Finding("tools", Result.WARNING, told, f"See whether {url} is the inference server.", url)
+        why = "the answer to a request with a tool is not what vLLM answers"
+        return warning(why, f"Check that {url} is the inference server.")
     if not called and TOOL in text:
         shown = " ".join(text.split())[:100]
-        told = f"the model's tool call comes back as text, which the parser does not read: {shown}"
-        return Finding("tools", Result.WARNING, told, "Set serving.tool_call_parser to the model's format.", url)
-    told = "a request with a tool is answered with a call" if called else "requests with tools are taken"
-    return Finding("tools", Result.OK, told, subject=url)
+        why = f"the model's tool call comes back as text, which the parser does not read: {shown}"
+        return warning(why, "Set serving.tool_call_parser to the model's format.")
+    text = "a request with a tool is answered with a call" if called else "requests with tools are accepted"
+    return Finding("tools", Result.OK, text, subject=url)
 
 
-def _refused(config: Config, url: str, response: httpx2.Response) -> Finding:
-    why = message_of(response)
-    told = f"requests with tools are refused (HTTP {response.status_code}): {why}"
-    serving = config.serving
+def _tools_refused(config: Config, url: str, response: httpx2.Response) -> Finding:
+    why, serving = message_of(response), config.serving
     parser = parsers_of(config.model.base, serving.tool_call_parser, serving.reasoning_parser).tool
     remedy = "Look at the server's log."
-    if "tool" in why:
+    if "tool" in why and parser:
+        remedy = f"Restart it with `flywheel serve`, which sets the parser {parser}."
+    elif "tool" in why:
         remedy = f"Set serving.tool_call_parser: no parser is known for {config.model.base}. Then restart the server."
-        if parser:
-            remedy = f"Restart it with `flywheel serve`, which starts it with the parser {parser}."
-    return Finding("tools", Result.FAILED, told, remedy, url)
+    text = f"requests with tools are refused (HTTP {response.status_code}): {why}"
+    return Finding("tools", Result.FAILED, text, remedy, url)

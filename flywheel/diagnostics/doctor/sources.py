@@ -1,9 +1,9 @@
-"""The sources: whether each can be read, what it is, and whether what happens to it will be noticed."""
+"""Checks of the sources: can each be read, what does it hold, and are changes to it noticed."""
 
 from __future__ import annotations
 
-import errno
 import os
+import re
 import socket
 import stat
 from collections.abc import Iterator
@@ -13,120 +13,126 @@ from typing import Final
 from flywheel.config import Config, JsonlSource, OtlpSource, StudioSource
 from flywheel.config.ingest import host_and_port, is_loopback
 from flywheel.daemon.lock import holder
-from flywheel.diagnostics.doctor.finding import Finding, Result, size
-from flywheel.diagnostics.doctor.resources import file_system, is_network
+from flywheel.diagnostics.doctor.finding import Finding, Result
 from flywheel.errors import FlywheelError
 from flywheel.sources.jsonl.file import JsonlFile, files_of, is_listed
 from flywheel.sources.studio.database import Database
 from flywheel.sources.studio.table import schema_of
+from flywheel.terminal import byte_size
 
+NETWORK: Final = re.compile(
+    r"nfs\d?|cifs|smb\d?|smbfs|9p|ceph|glusterfs|lustre|afs|fuse\.(sshfs|s3fs|glusterfs|rclone)"
+)
+"""File system types on which other machines write without an event on this one."""
 _JOURNALS: Final = {1: "rollback journal", 2: "WAL"}
 _CONNECT_SECONDS: Final = 5.0
+_UNPRIVILEGED_PORT: Final = 1024
+_NETWORK_STUDIO: Final = (
+    "Run Flywheel on the machine that writes it: over a network no event reports a change, SQLite's locks may not "
+    "hold, and a reader can block the writer."
+)
 
 
-def sources(config: Config) -> Iterator[Finding]:
+def check_sources(config: Config) -> Iterator[Finding]:
     """One finding for each source."""
     if not config.sources:
         yield Finding("source", Result.WARNING, "none is configured: nothing is read", "Name one in `sources`.")
     for source in config.sources:
-        match source:
-            case StudioSource():
-                yield _studio(source.path.absolute())
-            case JsonlSource():
-                yield _lines(source.path.absolute())
-            case OtlpSource():
-                yield _receiver(config, source)
+        subject = source.listen if isinstance(source, OtlpSource) else str(source.path.absolute())
+        try:
+            match source:
+                case StudioSource():
+                    yield _studio(source.path.absolute())
+                case JsonlSource():
+                    yield _jsonl(source.path.absolute())
+                case OtlpSource():
+                    yield Finding("source", *_receiver(config, source), subject)
+        except FlywheelError as error:
+            yield Finding.of("source", error, subject=subject)
 
 
 def _studio(path: Path) -> Finding:
-    name, subject = "source", str(path)
-    try:
-        with Database(path) as database:
-            database.identity()
-            schema, _ = schema_of(database)
-            spans = database.last_rowid()
-    except FlywheelError as error:
-        return Finding.of(name, error, subject=subject)
-    mode, journal = _mode(path), _journal(path)
-    figures = {"spans": spans, "bytes": path.stat().st_size}
-    told = f"{schema.name}, about {spans:,} spans, {size(figures['bytes'])}, {journal}, {mode}"
-    if is_network(kind := file_system(path)):
-        return Finding(name, Result.WARNING, f"{told}; on {kind}", _NETWORK, subject, figures)
-    if not spans:
-        remedy = "Let an agent send its traces to Studio."
-        return Finding(name, Result.WARNING, f"{told}: nothing is in it yet", remedy, subject, figures)
-    return Finding(name, Result.OK, told, subject=subject, figures=figures)
-
-
-_NETWORK: Final = (
-    "Run Flywheel on the machine that writes it: over a network no event tells of a change, SQLite's locks may not "
-    "hold, and a reader can make the writer wait."
-)
-
-
-def _journal(path: Path) -> str:
+    with Database(path) as database:
+        database.identity()
+        schema, _ = schema_of(database)
+        spans = database.last_rowid()
     with path.open("rb") as file:
-        return _JOURNALS.get(int.from_bytes(file.read(20)[18:19]), "unknown journal")
+        journal = _JOURNALS.get(int.from_bytes(file.read(20)[18:19]), "unknown journal")
+    text = f"{schema.name}, about {spans:,} spans, {byte_size(path.stat().st_size)}, {journal}"
+    figures = {"spans": spans, "bytes": path.stat().st_size}
+    empty = "" if spans else "Let an agent send its traces to Studio."
+    return _file_finding(path, text, empty, _NETWORK_STUDIO, figures)
 
 
-def _mode(path: Path) -> str:
-    return stat.filemode(path.stat().st_mode)
-
-
-def _lines(path: Path) -> Finding:
-    name, subject = "source", str(path)
-    try:
-        files = files_of(path)
-        for file in files:
-            if not is_listed(file):
-                JsonlFile(file).close()
-    except FlywheelError as error:
-        return Finding.of(name, error, subject=subject)
+def _jsonl(path: Path) -> Finding:
+    files = files_of(path)
+    for file in files:
+        if not is_listed(file):
+            JsonlFile(file).close()
     total = sum(file.stat().st_size for file in files)
-    figures = {"files": len(files), "bytes": total}
-    told = f"task lines, {len(files):,} files, {size(total)}, {_mode(path)}"
+    empty = "" if files else "Put *.jsonl files there, or correct the path."
+    network = "Nothing, if a delay of ingest.poll_seconds is acceptable: no event reports a change."
+    text = f"task lines, {len(files):,} files, {byte_size(total)}"
+    return _file_finding(path, text, empty, network, {"files": len(files), "bytes": total})
+
+
+def _file_finding(path: Path, text: str, empty: str, network: str, figures: dict[str, int]) -> Finding:
+    """`empty` and `network` say what to do if nothing is in it, and if it is on a network file system."""
+    text = f"{text}, {stat.filemode(path.stat().st_mode)}"
+    result, remedy = Result.OK, ""
     if is_network(kind := file_system(path)):
-        remedy = "Nothing, if a delay of ingest.poll_seconds is right: no event tells of a change."
-        return Finding(name, Result.WARNING, f"{told}; on {kind}", remedy, subject, figures)
-    if not files:
-        remedy = "Put *.jsonl files there, or correct the path."
-        return Finding(name, Result.WARNING, f"{told}: nothing is in it yet", remedy, subject, figures)
-    return Finding(name, Result.OK, told, subject=subject, figures=figures)
+        result, text, remedy = Result.WARNING, f"{text}; on {kind}", network
+    elif empty:
+        result, text, remedy = Result.WARNING, f"{text}: nothing is in it yet", empty
+    return Finding("source", result, text, remedy, str(path), figures)
 
 
-def _receiver(config: Config, source: OtlpSource) -> Finding:
-    listen = source.listen
-    name, subject = "source", listen
-    host, port = host_and_port(listen)
+def _receiver(config: Config, source: OtlpSource) -> tuple[Result, str, str]:
+    host, port = host_and_port(source.listen)
     if source.token_env is not None and not os.environ.get(source.token_env):
         why = f"the variable {source.token_env}, which token_env names, is not set"
-        return Finding(name, Result.FAILED, why, "Put a long random text into it, here and for the daemon.", subject)
-    is_served = False
+        return Result.FAILED, why, "Put a long random text into it, here and for the daemon."
+    is_running, is_served = holder(config.state_dir) is not None, False
     try:
-        running = holder(config.state_dir) is not None
         with socket.create_connection((host, port), timeout=_CONNECT_SECONDS):
             is_served = True
     except ConnectionRefusedError:
         pass
-    except FlywheelError as error:
-        return Finding.of(name, error, subject=subject)
     except OSError as error:
-        why = f"receive spans at {listen}: {error.strerror or error}"
-        remedy = "Name an address of this machine, usually 127.0.0.1."
-        return Finding(name, Result.FAILED, f"cannot {why}", remedy, subject)
-    if is_served and not running:
+        why = f"cannot receive spans at {source.listen}: {error.strerror or error}"
+        return Result.FAILED, why, "Name an address of this machine, usually 127.0.0.1."
+    if is_served and not is_running:
         remedy = "Stop the program that listens there, often a collector, or choose another port."
-        return Finding(name, Result.FAILED, "another program listens there", remedy, subject)
-    if running and not is_served:
-        remedy = "Look at the daemon's log; start it again if it has another configuration."
-        return Finding(name, Result.FAILED, "the daemon runs and nobody listens there", remedy, subject)
-    if not running and port and port < _FREE_PORTS and os.geteuid() != 0:
-        why = f"this user may not listen at port {port} ({os.strerror(errno.EACCES)})"
-        return Finding(name, Result.WARNING, why, "Choose a port above 1023.", subject)
-    told = "receives spans" if is_served else "free to receive spans at"
+        return Result.FAILED, "another program listens there", remedy
+    if is_running and not is_served:
+        remedy = "Look at the daemon's log; restart it if it uses another configuration."
+        return Result.FAILED, "the daemon runs and nobody listens there", remedy
+    if not is_running and 0 < port < _UNPRIVILEGED_PORT and os.geteuid() != 0:
+        return Result.WARNING, f"this user may not listen at port {port}", "Choose a port above 1023."
+    text = "receives spans" if is_served else "free to receive spans at"
     if not is_loopback(host):
-        told = f"{told}; open to others who know the token in {source.token_env}"
-    return Finding(name, Result.OK, told, subject=subject)
+        text = f"{text}; open to others who know the token in {source.token_env}"
+    return Result.OK, text, ""
 
 
-_FREE_PORTS: Final = 1024
+def file_system(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
+    """The type of the file system that a path is on; empty if it is not known."""
+    real = os.path.realpath(path)
+    found, kind = "", ""
+    try:
+        lines = mounts.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        _, mount, fs_type, *_ = [*line.split(" "), "", "", ""]
+        mount = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), mount)
+        is_below = mount and (real == mount or real.startswith(mount.rstrip("/") + "/"))
+        # Of two mounts at one path the later one hides the earlier one.
+        if is_below and len(mount) >= len(found):
+            found, kind = mount, fs_type
+    return kind
+
+
+def is_network(kind: str) -> bool:
+    """Whether other machines can write to a file system of this type."""
+    return NETWORK.fullmatch(kind) is not None
