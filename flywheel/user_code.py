@@ -1,11 +1,11 @@
-"""Functions of users' files in processes of their own: one that hangs is ended with its process, and costs one call.
+"""Functions in users' Python files, run in child processes.
 
-A thread cannot be ended, and what it holds (the interpreter, a lock, a connection) it would hold for ever. Nor does a
-function that crashes, leaves, prints or fills the memory do that to us.
+A thread cannot be ended, and neither could what it holds (the interpreter, a lock, a connection). A function that
+hangs, crashes, exits, prints or fills the memory costs one call and its child process.
 
-The child reads one JSON value a line and answers each with one. It ends with its standard input, whatever it is
-doing, so that a parent that is killed leaves nothing behind. What a function starts ends with the child: both are one
-process group. Only a program that makes a session of its own (setsid) leaves it. API keys are not in its environment.
+A child answers each line of JSON on its input with one on its output. It ends when its input ends, so a killed parent
+leaves nothing behind. What a function starts ends with its child: they are one process group, unless a program calls
+setsid. The child's environment holds no API keys.
 """
 
 from __future__ import annotations
@@ -30,113 +30,54 @@ from typing import IO, Any, Final
 from flywheel.errors import ConfigError
 from flywheel.known_secrets import environment, hidden
 
-LOADING_SECONDS: Final = 60.0
-"""What loading a file may take: some load a model."""
-SHOWN: Final = 200
-"""Characters of a value that is quoted."""
+LOAD_SECONDS: Final = 60.0
+"""Longest load of a file; some load a model."""
+MAX_SHOWN: Final = 200
+"""Characters of a returned value that are shown."""
 
 
 class FunctionError(Exception):
-    """A function broke on what it was given; the text is for a person."""
+    """A function failed on one value; the text is for the user."""
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """What a function returned: `value` is None for what is neither a truth value nor a number; `reason` is given by
-    those that return two. `shown` is how it looks."""
+class Returned:
+    """What a function returned, or its value and its reason if it returned two."""
 
     value: bool | float | None
+    """None for anything but a bool or a number."""
     reason: str | None
+    """The second of two values."""
     shown: str
+    """The repr of what was returned, shortened."""
 
 
-class PythonProcess:
-    """One function, in up to `most` processes, each of which answers one caller at a time. Thread-safe."""
+class ChildProcess:
+    """A Python process that runs `main` of one of our modules. One request at a time."""
 
-    def __init__(self, source: str, path: Path, name: str, *, attempted: str, seconds: float, most: int = 1) -> None:
-        """`seconds` bounds a call. Raises ConfigError when the text or the function does not load."""
-        self._first = {
-            "source": source,
-            "path": str(path),
-            "name": name,
-            "attempted": attempted,
-            "sys_path": sys.path,
-        }
-        self._attempted = attempted
-        self._name = name
-        self._seconds = seconds
-        self._free = threading.Semaphore(most)
-        self._idle: list[_Child] = []
-        # At exit too: no process is waited for that nobody will ask again.
-        self.close = weakref.finalize(self, _end_all, self._idle)
-        self._idle.append(self._started())
-
-    def __call__(self, value: Mapping[str, Any]) -> Said:
-        """What the function says of a value. Raises FunctionError, and ConfigError if it does not load any more."""
-        asked = json.dumps(value)
-        with self._free:
-            child = self._taken()
-            try:
-                answer = child.answer(asked, self._seconds)
-            except TimeoutError:
-                child.end()
-                raise FunctionError(
-                    f"{self._name} ran longer than {self._seconds:g} s, and its process was ended"
-                ) from None
-            except EOFError:
-                code = child.end()
-                why = f"exit code {code}" if code >= 0 else f"signal {-code}"
-                raise FunctionError(f"{self._name} ended its process ({why})") from None
-            except BaseException:
-                child.end()
-                raise
-            self._idle.append(child)
-        if "error" in answer:
-            raise FunctionError(answer["error"])
-        return Said(**answer)
-
-    def _taken(self) -> _Child:
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return self._started()
-
-    def _started(self) -> _Child:
-        child = _Child()
-        why = ""
-        try:
-            why = child.answer(json.dumps(self._first), LOADING_SECONDS)["error"]
-        except TimeoutError:
-            why = f"it was not loaded after {LOADING_SECONDS:g} s"
-        except EOFError:
-            why = "it ended its process"
-        finally:
-            if why:
-                child.end()
-        if why:
-            raise ConfigError(self._attempted, why, "Correct the file.")
-        return child
-
-
-class _Child:
-    def __init__(self) -> None:
+    def __init__(self, module: str) -> None:
+        # By our own path and with -P: no file of the current directory is imported.
+        code = f"import sys; sys.path[:] = {sys.path!r}; from {module} import main; main()"
         self._process = subprocess.Popen(
-            command(__name__),
+            [sys.executable, "-P", "-c", code],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment(),
-            # A signal to our group, as Ctrl-C is, means us; and what the function starts ends with the child's.
+            # Of its own: Ctrl-C is meant for the parent, and what the function starts ends with the group.
             process_group=0,
         )
 
-    def answer(self, asked: str, seconds: float) -> Any:
-        """Raises TimeoutError, and EOFError when the process ends."""
+    def ask(self, request: str, seconds: float) -> Any:
+        """The answer to one line of JSON. Raises TimeoutError, and EOFError when the process ends."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # then there is nothing to read either
-            self._process.stdin.write(asked.encode() + b"\n")
+        with contextlib.suppress(BrokenPipeError):  # reading then finds the end
+            self._process.stdin.write(request.encode() + b"\n")
             self._process.stdin.flush()
-        if not has_come(self._process.stdout, seconds):
+        # Not select, which cannot wait for file descriptors above 1,023.
+        waiting = select.poll()
+        waiting.register(self._process.stdout, select.POLLIN)
+        if not waiting.poll(max(0.0, seconds) * 1000):
             raise TimeoutError
         line = self._process.stdout.readline()
         if not line.endswith(b"\n"):
@@ -144,8 +85,8 @@ class _Child:
         return json.loads(hidden(line))
 
     def end(self) -> int:
-        """End it and what it has started; its exit code."""
-        # Before it is waited for: until then its number is no other group's.
+        """Kill the process and what it has started. Returns its exit code."""
+        # Before the wait: until then the number belongs to this group.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         code = self._process.wait()
@@ -156,101 +97,144 @@ class _Child:
         return code
 
 
-def command(module: str) -> list[str]:
-    """What starts the `main` of a module of ours, by our own path: no file of the current directory is meant."""
-    return [sys.executable, "-P", "-c", f"import sys; sys.path[:] = {sys.path!r}; from {module} import main; main()"]
+class PythonProcess:
+    """One function in up to `most` child processes, each of which runs one call at a time. Thread-safe."""
+
+    def __init__(self, source: str, path: Path, name: str, *, attempted: str, seconds: float, most: int = 1) -> None:
+        """`seconds` bounds a call. Raises ConfigError if the file or the function does not load."""
+        self._load = json.dumps({"source": source, "path": str(path), "name": name, "attempted": attempted})
+        self._attempted = attempted
+        self._name = name
+        self._seconds = seconds
+        self._free = threading.Semaphore(most)
+        self._idle: list[ChildProcess] = []
+        # Also at exit.
+        self.close = weakref.finalize(self, _end_all, self._idle)
+        self._idle.append(self._start())
+
+    def __call__(self, value: Mapping[str, Any]) -> Returned:
+        """Call the function. Raises FunctionError, and ConfigError if the function does not load any more."""
+        request = json.dumps(value)
+        with self._free:
+            try:
+                child = self._idle.pop()
+            except IndexError:
+                child = self._start()
+            try:
+                answer = child.ask(request, self._seconds)
+            except TimeoutError:
+                child.end()
+                why = f"ran longer than {self._seconds:g} s, and its process was ended"
+                raise FunctionError(f"{self._name} {why}") from None
+            except EOFError:
+                code = child.end()
+                why = f"exit code {code}" if code >= 0 else f"signal {-code}"
+                raise FunctionError(f"{self._name} ended its process ({why})") from None
+            except BaseException:
+                child.end()
+                raise
+            self._idle.append(child)
+        if "error" in answer:
+            raise FunctionError(answer["error"])
+        return Returned(**answer)
+
+    def _start(self) -> ChildProcess:
+        child = ChildProcess(__name__)
+        try:
+            why = child.ask(self._load, LOAD_SECONDS)["error"]
+        except TimeoutError:
+            why = f"it was not loaded after {LOAD_SECONDS:g} s"
+        except EOFError:
+            why = "it ended its process"
+        except BaseException:
+            child.end()
+            raise
+        if why:
+            child.end()
+            raise ConfigError(self._attempted, why, "Correct the file.")
+        return child
 
 
-def has_come(pipe: IO[Any], seconds: float) -> bool:
-    """Whether something can be read within a time. By poll: select knows no file beyond the thousandth."""
-    waiting = select.poll()
-    waiting.register(pipe, select.POLLIN)
-    return bool(waiting.poll(max(0.0, seconds) * 1000))
-
-
-def _end_all(children: list[_Child]) -> None:
+def _end_all(children: list[ChildProcess]) -> None:
     while children:
         children.pop().end()
 
 
-_known: weakref.WeakValueDictionary[str, PythonProcess] = weakref.WeakValueDictionary()
-_loading = threading.Lock()
+_functions: weakref.WeakValueDictionary[str, PythonProcess] = weakref.WeakValueDictionary()
+_functions_lock = threading.Lock()
 
 
 def function_of(
     source: bytes | str, path: Path, name: str, *, attempted: str, seconds: float, most: int = 1
 ) -> PythonProcess:
-    """The function of a file's text; the one that is there, while somebody has it. Raises ConfigError."""
+    """A function of a file's text. Equal arguments share one, as long as somebody holds it. Raises ConfigError."""
     text = source if isinstance(source, str) else source.decode("utf-8", "surrogateescape")
     key = hashlib.sha256(json.dumps([text, str(path.absolute()), name, seconds, most]).encode()).hexdigest()
-    with _loading:
-        found = _known.get(key)
-        if found is None:
-            found = PythonProcess(text, path, name, attempted=attempted, seconds=seconds, most=most)
-            _known[key] = found
-        return found
+    with _functions_lock:
+        function = _functions.get(key)
+        if function is None:
+            function = PythonProcess(text, path, name, attempted=attempted, seconds=seconds, most=most)
+            _functions[key] = function
+        return function
 
 
 def main() -> None:
-    """The child: load what the first line says, and answer the others, until the input ends."""
+    """The child process: loads what the first line names and answers the others, until the input ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the parent decides when it ends
-    asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    # What the file and the programs that it starts read and print is not from us, and not for us.
+        signal.signal(number, signal.SIG_IGN)  # the parent decides when the child ends
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    # The user's code gets other standard streams: what it reads and prints is no part of the protocol.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     sys.stdout = sys.stderr
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
-    def listen() -> None:
-        for line in asked:
+    def read_requests() -> None:
+        for line in requests:
             lines.put(line)
-        os.killpg(0, signal.SIGKILL)  # this process too: the parent is gone, and nobody else ends what it started
+        os.killpg(0, signal.SIGKILL)  # the parent is gone; this ends the child and what it started
 
-    threading.Thread(target=listen, daemon=True).start()
+    threading.Thread(target=read_requests, daemon=True).start()
     _serve(lines.get, answers)
 
 
 def _serve(next_line: Callable[[], bytes], answers: IO[bytes]) -> None:
-    def tell(answer: dict[str, Any]) -> None:
+    def send(answer: dict[str, Any]) -> None:
         answers.write(json.dumps(answer).encode() + b"\n")
         answers.flush()
 
-    first = json.loads(next_line())
+    load = json.loads(next_line())
     try:
-        source = first["source"].encode("utf-8", "surrogateescape")
-        function = load_function(source, Path(first["path"]), first["name"], first["attempted"])
+        source = load["source"].encode("utf-8", "surrogateescape")
+        function = _load_function(source, Path(load["path"]), load["name"], load["attempted"])
     except ConfigError as error:
-        tell({"error": error.why})
+        send({"error": error.why})
         return
-    tell({"error": ""})
+    send({"error": ""})
     while True:
-        value = json.loads(next_line())
+        request = json.loads(next_line())
         try:
-            answer = _told(function(value))
+            returned = function(request)
+            value, reason = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+            if not isinstance(value, bool):
+                value = float(value) if isinstance(value, int | float) else None
+            reason = None if reason is None else str(reason)
+            answer = {"value": value, "reason": reason, "shown": repr(returned)[:MAX_SHOWN]}
         except (Exception, SystemExit) as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
-        tell(answer)
+        send(answer)
 
 
-def _told(said: Any) -> dict[str, Any]:
-    value, reason = said if isinstance(said, tuple) and len(said) == 2 else (said, None)
-    if not isinstance(value, bool):
-        value = float(value) if isinstance(value, int | float) else None
-    return {"value": value, "reason": None if reason is None else str(reason), "shown": repr(said)[:SHOWN]}
-
-
-def load_function(source: bytes | str, path: Path, name: str, attempted: str) -> Callable[..., Any]:
-    """The function `name` of a file's text. Raises ConfigError when it is not there or the text does not run."""
-    # Not by the import system, which would write its bytecode beside the user's file. It is registered all the same:
-    # dataclasses look their module up.
-    text = source if isinstance(source, bytes) else source.encode()
-    digest = hashlib.sha256(str(path.absolute()).encode() + text).hexdigest()[:16]
+def _load_function(source: bytes, path: Path, name: str, attempted: str) -> Callable[..., Any]:
+    """The function `name` of a file's text. Raises ConfigError if the text does not run or has no such function."""
+    # Not by the import system, which would write bytecode beside the user's file. The module is registered, because
+    # dataclasses look theirs up.
+    digest = hashlib.sha256(str(path.absolute()).encode() + source).hexdigest()[:16]
     module = types.ModuleType(f"flywheel_file_{digest}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module
     try:
-        exec(compile(text, str(path), "exec", dont_inherit=True), module.__dict__)
+        exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
     except (Exception, SystemExit) as error:
         raise ConfigError(attempted, f"{type(error).__name__}: {error}", "Correct the file.") from error
     function = getattr(module, name, None)

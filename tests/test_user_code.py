@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from flywheel.errors import ConfigError
-from flywheel.user_code import FunctionError, PythonProcess, Said, function_of
+from flywheel.user_code import FunctionError, PythonProcess, Returned, function_of
 
 FILE = """
 import os, signal, subprocess, sys, time
@@ -63,7 +63,7 @@ def made(seconds: float = 60, most: int = 1, source: str = FILE, name: str = "ke
     [(True, True), (0.25, 0.25), (2, 2.0), (None, None), ("yes", None), (float("inf"), float("inf"))],
 )
 def test_what_is_returned_comes_as_it_is(said: Any, value: Any) -> None:
-    assert made()({"do": "", "say": said}) == Said(value, None, repr(said))
+    assert made()({"do": "", "say": said}) == Returned(value, None, repr(said))
 
 
 def test_what_a_file_remembers_it_remembers_until_its_process_is_ended(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_one_that_ends_its_process_costs_one_call(do: str, complaint: str) -> No
 
 
 def test_what_it_prints_and_reads_is_not_ours(capfd: pytest.CaptureFixture[str]) -> None:
-    assert made()({"do": "talk"}) == Said(True, "read to the end", repr((True, "read to the end")))
+    assert made()({"do": "talk"}) == Returned(True, "read to the end", repr((True, "read to the end")))
     out, err = capfd.readouterr()
     assert out == ""
     assert [line for line in err.splitlines() if line] == ["printed", "written", "by another program"]
@@ -117,7 +117,7 @@ def test_signals_to_all_of_us_leave_the_call_alone() -> None:
 def test_calls_do_not_wait_for_each_other_while_there_may_be_more_processes(tmp_path: Path) -> None:
     keep = made(most=2)
     one, two = str(tmp_path / "one"), str(tmp_path / "two")
-    told: list[Said] = []
+    told: list[Returned] = []
     threads = [
         threading.Thread(target=lambda m=mine, o=other: told.append(keep({"do": "meet", "mine": m, "other": o})))
         for mine, other in ((one, two), (two, one))
@@ -145,7 +145,7 @@ def test_a_file_that_does_not_load_is_told(source: str, complaint: str) -> None:
 
 
 def test_a_file_that_hangs_while_it_loads_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flywheel.user_code.LOADING_SECONDS", 1.0)
+    monkeypatch.setattr("flywheel.user_code.LOAD_SECONDS", 1.0)
     with pytest.raises(ConfigError, match="not loaded after 1 s"):
         made(source="while True: pass")
 

@@ -29,18 +29,17 @@ def check(
 
     Warnings are of what can hardly be meant, such as a pattern with a backspace in it; they are no error.
     """
+    from flywheel.rubric import lint
     from flywheel.rubric.examples import contradictions
     from flywheel.rubric.file import read_rubric
 
     wrong = False
     for file in files:
         read = read_rubric(file)
-        problems = list(read.problems)
-        if read.rubric is not None and read.places is not None:
-            problems += contradictions(read.rubric, read.places)
+        problems = [*read.problems, *contradictions(read)]
         for problem in problems:
             typer.echo(escape_terminal(f"{file}:{problem}"))
-        for warning in read.warnings:
+        for warning in lint.warnings(read):
             typer.echo(escape_terminal(f"{file}:{warning.line}:{warning.column}: warning: {warning.message}"))
         if problems or read.rubric is None:
             wrong = True

@@ -36,7 +36,7 @@ from flywheel.config.training import (
 from flywheel.errors import ConfigError
 from flywheel.exclusion import TrainedModels
 from flywheel.files import expanded, tidied
-from flywheel.yaml_file import Places, explain, read_yaml
+from flywheel.yaml_file import YamlDocument, explain, read_yaml
 
 
 class StateSettings(Section):
@@ -153,7 +153,7 @@ def defaults() -> Config:
 
 def load(path: Path) -> Config:
     """Read and check a configuration file. Raises ConfigError."""
-    raw = read_yaml(path, f"read configuration {path}", "Run `flywheel init` to make one.", keys_once=True)
+    raw = read_yaml(path, f"read configuration {path}", "Run `flywheel init` to make one.", keys_once=True).value
     return parse({} if raw is None else raw, str(path), path.parent, file=path.absolute())
 
 
@@ -167,8 +167,8 @@ def parse(raw: Any, name: str, folder: Path, *, file: Path | None = None) -> Con
         config = Config.model_validate(own)
     except ValidationError as error:
         # What was translated stands elsewhere in the file, under other names.
-        places = Places(file.read_text(encoding="utf-8")) if file is not None and own is raw else None
-        why = explain(error, Config, places)
+        document = YamlDocument(file.read_text(encoding="utf-8")) if file is not None and own is raw else None
+        why = explain(error, Config, document)
         raise ConfigError(attempted, why, "Correct the file; see `flywheel docs configuration`.") from None
     config = _anchored(config, folder.absolute())
     _refuse_a_task_file_that_is_read(config, attempted)

@@ -154,7 +154,9 @@ class _Reading:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._attempted = f"read filter chain {path}"
-        raw = filters_in(read_yaml(path, self._attempted, "Set filter.chain to a chain in YAML.", keys_once=True))
+        raw = filters_in(
+            read_yaml(path, self._attempted, "Set filter.chain to a chain in YAML.", keys_once=True).value
+        )
         try:
             self._written = ChainFile.model_validate(raw)
         except ValidationError as error:

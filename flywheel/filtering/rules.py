@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from flywheel.rubric import pattern
-from flywheel.rubric.pattern import seen, trimmed
+from flywheel.rubric.pattern import normal_forms, trimmed, visible
 
 
 def _checked(text: str) -> str:
@@ -50,7 +50,7 @@ class Rules(BaseModel):
 
 
 def _is_short(text: str, fewest: int) -> bool:
-    return fewest > 0 and len(seen(text)) < fewest
+    return fewest > 0 and len(visible(text)) < fewest
 
 
 def _is_long(text: str, most: int | None) -> bool:
@@ -59,9 +59,9 @@ def _is_long(text: str, most: int | None) -> bool:
 
 def _is_found(wanted: str, answer: str) -> bool:
     try:
-        return any(pattern.search(wanted, form) for form in pattern.forms(answer))
-    except TimeoutError:
+        return pattern.search(wanted, normal_forms(answer))
+    except TimeoutError as error:
         raise TimeoutError(
-            f"the pattern {wanted} ran longer than {pattern.SECONDS:g} s on an answer of {len(answer)} characters. "
+            f"the pattern {wanted} {error}. "
             "Rewrite nested repetitions such as (a+)+ so that there is one way to match"
         ) from None

@@ -20,7 +20,7 @@ import json_repair
 
 from flywheel.batch import storable
 from flywheel.rubric import Criterion
-from flywheel.rubric.pattern import seen
+from flywheel.rubric.pattern import visible
 from flywheel.verdict import CriterionResult
 
 OPENING = re.compile(r"""\{\s*["']|\{\s*\w+\s*:""")
@@ -194,7 +194,7 @@ def _result(criterion: Criterion, said: Any) -> CriterionResult:
     if not isinstance(said, dict):
         raise UnreadableError(f"{criterion.id} is not an object with reason and choice")
     reason, choice = said.get("reason"), said.get("choice")
-    if not isinstance(reason, str) or not seen(reason):
+    if not isinstance(reason, str) or not visible(reason):
         raise UnreadableError(f"{criterion.id} has no reason")
     scale = {_folded(name): (name, value) for name, value in criterion.scale.items()}
     words = [_folded(word) for word in _spelled(choice)]

@@ -16,11 +16,11 @@ from flywheel.judge.client import NEVER, JudgeClient
 from flywheel.judge.labels import Label
 from flywheel.judge.prompt import block, new_nonce, turn
 from flywheel.judge.response import storable_value
-from flywheel.rubric import Rubric
+from flywheel.rubric import Rubric, lint
 from flywheel.rubric.checks import check
-from flywheel.rubric.file import examine
+from flywheel.rubric.file import validate
 from flywheel.trace import ChatMessage
-from flywheel.yaml_file import Places
+from flywheel.yaml_file import YamlDocument
 
 TYPES: Final = ("llm-rubric", "regex", "not-regex", "contains")
 MOST: Final = 40
@@ -172,11 +172,11 @@ def _written(said: dict[str, Any], shown: Sequence[Label], name: str, count: int
         "criteria": criteria,
     }
     body = yaml.safe_dump(raw, sort_keys=False, allow_unicode=True, width=110)
-    read = examine(yaml.safe_load(body), Places(body), Path())
+    read = validate(YamlDocument(body), Path())
     if read.rubric is None:
         raise _UnusableError("; ".join(problem.message for problem in read.problems))
-    if read.warnings:
-        raise _UnusableError("; ".join(warning.message for warning in read.warnings))
+    if warnings := lint.warnings(read):
+        raise _UnusableError("; ".join(warning.message for warning in warnings))
     if problems := _contradictions(read.rubric, shown):
         raise _UnusableError("; ".join(problems))
     accepted = sum(label.accept for label in shown)

@@ -1,35 +1,19 @@
-"""The rubric: what a good reply is, as weighted criteria, and how their choices become a score. No I/O."""
+"""Rubrics: what a good reply is, as weighted criteria, and how their choices become a score."""
 
 from __future__ import annotations
 
-from flywheel.rubric.criterion import KINDS, MODEL_TYPE, Criterion, CriterionType, Kind
-from flywheel.rubric.rubric import (
-    ALIEN,
-    FIT_FOR_ROLLOUTS,
-    FLAT_CHOICES,
-    FLAT_ID,
-    Escalation,
-    Example,
-    Rubric,
-    RubricJudge,
-    UsedFile,
-)
-from flywheel.rubric.schema import json_schema
-
-__all__ = [
-    "ALIEN",
-    "FIT_FOR_ROLLOUTS",
-    "FLAT_CHOICES",
-    "FLAT_ID",
-    "KINDS",
-    "MODEL_TYPE",
-    "Criterion",
-    "CriterionType",
-    "Escalation",
-    "Example",
-    "Kind",
-    "Rubric",
-    "RubricJudge",
-    "UsedFile",
-    "json_schema",
-]
+from flywheel.rubric.criterion import KINDS as KINDS
+from flywheel.rubric.criterion import MODEL_TYPE as MODEL_TYPE
+from flywheel.rubric.criterion import Criterion as Criterion
+from flywheel.rubric.criterion import CriterionType as CriterionType
+from flywheel.rubric.criterion import Kind as Kind
+from flywheel.rubric.rubric import ALIEN as ALIEN
+from flywheel.rubric.rubric import FIT_FOR_ROLLOUTS as FIT_FOR_ROLLOUTS
+from flywheel.rubric.rubric import FLAT_CHOICES as FLAT_CHOICES
+from flywheel.rubric.rubric import FLAT_ID as FLAT_ID
+from flywheel.rubric.rubric import Escalation as Escalation
+from flywheel.rubric.rubric import Example as Example
+from flywheel.rubric.rubric import Rubric as Rubric
+from flywheel.rubric.rubric import RubricJudge as RubricJudge
+from flywheel.rubric.rubric import UsedFile as UsedFile
+from flywheel.rubric.schema import json_schema as json_schema

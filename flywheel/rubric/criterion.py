@@ -1,4 +1,4 @@
-"""One criterion of a rubric: a statement for the judge, or a check that costs nothing."""
+"""Criteria: statements that the judge decides, and checks that code decides. Their types, keys and validation."""
 
 from __future__ import annotations
 
@@ -17,55 +17,57 @@ from flywheel.rubric.pattern import PatternError
 
 MODEL_TYPE: Final = "llm-rubric"
 QUERY: Final = "query"
-"""`value` of a `language` criterion that goes by the question."""
-
+"""The `value` of a `language` criterion that expects the language of the question."""
+YES_NO: Final = ("no", "yes")
 _TEXT: Final = {"type": "string", "pattern": r"\S"}
 _NAMES: Final = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "minItems": 1}]}
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One type. `check` raises ValueError for a value that it cannot use."""
+    """A type of criteria."""
 
     summary: str
     check: Callable[[Any], None]
+    """Raises ValueError for a `value` that the type cannot use."""
     schema: Mapping[str, Any] | None
-    """JSON Schema of `value`; None where it has none."""
+    """JSON Schema of `value`; None for a type without one."""
     needs_value: bool = True
     options: frozenset[str] = frozenset()
-    can_take_away: bool = True
-    """Whether a negative weight makes sense: not where a good answer is what is found."""
-    looks_at_steps: bool = False
-    """Whether it looks at the calls of a reply, of which a rollout of one message has none."""
+    """Those of OPTIONS that the type has."""
+    allows_negative_weight: bool = True
+    """False for types that good answers meet: a negative weight would punish them."""
+    checks_steps: bool = False
+    """Whether the type looks at tool calls and other steps. A rollout is one message and has none."""
 
 
-def _text(value: Any) -> None:
+def _check_text(value: Any) -> None:
     if not isinstance(value, str) or not value.strip():
         raise ValueError("must be a text")
 
 
-def _pattern(value: Any) -> None:
-    _text(value)
+def _check_pattern(value: Any) -> None:
+    _check_text(value)
     pattern.check(value)
 
 
-def _count(value: Any) -> None:
+def _check_count(value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError("must be a number of characters")
 
 
-def _names(value: Any) -> None:
-    listed = value if isinstance(value, list) else [value]
-    if not listed or any(not isinstance(name, str) or not name.strip() for name in listed):
+def _check_names(value: Any) -> None:
+    names = value if isinstance(value, list) else [value]
+    if not names or any(not isinstance(name, str) or not name.strip() for name in names):
         raise ValueError("must be a text or a list of texts: names of tools")
 
 
-def _language(value: Any) -> None:
+def _check_language(value: Any) -> None:
     if value != QUERY and (not isinstance(value, str) or code_of(value) is None):
         raise ValueError(f"must be `{QUERY}`, or a language by its English name or ISO 639 code, not {value!r}")
 
 
-def _json_schema(value: Any) -> None:
+def _check_schema(value: Any) -> None:
     if isinstance(value, str) and value.strip():
         return
     if not isinstance(value, dict):
@@ -73,90 +75,98 @@ def _json_schema(value: Any) -> None:
     from jsonschema import SchemaError
     from jsonschema.validators import validator_for
 
-    kind = validator_for(value)
     try:
-        kind.check_schema(value)
+        validator_for(value).check_schema(value)
     except SchemaError as error:
         where = "".join(f".{part}" for part in error.absolute_path)
         raise ValueError(f"is no JSON Schema: at `value{where}`, {error.message}") from None
 
 
-def _reference(value: Any) -> None:
+def _check_reference(value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, str | int | float) or not str(value).strip():
         raise ValueError("must be the right answer, a text or a number")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError("must be a finite number")
 
 
-def _function(value: Any) -> None:
+def _check_function(value: Any) -> None:
     path, _, name = str(value).rpartition(":")
     if not isinstance(value, str) or not path.strip() or not name.isidentifier():
         raise ValueError("must be `path:function`, such as `checks.py:is_polite`")
 
 
-def _nothing(value: Any) -> None:
+def _check_no_value(value: Any) -> None:
     raise ValueError("is not used by this type; leave it out")
 
 
 KINDS: Final[Mapping[str, Kind]] = MappingProxyType(
     {
         MODEL_TYPE: Kind(
-            "The judge decides whether the statement is true.", _text, _TEXT, options=frozenset({"choices"})
+            "The judge decides whether the statement is true.", _check_text, _TEXT, options=frozenset({"choices"})
         ),
-        "regex": Kind("The pattern is found in the answer.", _pattern, {**_TEXT, "format": "regex"}),
-        "not-regex": Kind("The pattern is not found in the answer.", _pattern, {**_TEXT, "format": "regex"}),
-        "contains": Kind("The text is in the answer.", _text, _TEXT),
-        "min-length": Kind("The answer has at least so many characters.", _count, {"type": "integer", "minimum": 0}),
-        "max-length": Kind("The answer has at most so many characters.", _count, {"type": "integer", "minimum": 0}),
+        "regex": Kind("The pattern is found in the answer.", _check_pattern, {**_TEXT, "format": "regex"}),
+        "not-regex": Kind("The pattern is not found in the answer.", _check_pattern, {**_TEXT, "format": "regex"}),
+        "contains": Kind("The text is in the answer.", _check_text, _TEXT),
+        "min-length": Kind(
+            "The answer has at least so many characters.", _check_count, {"type": "integer", "minimum": 0}
+        ),
+        "max-length": Kind(
+            "The answer has at most so many characters.", _check_count, {"type": "integer", "minimum": 0}
+        ),
         "language": Kind(
-            "The answer is in the language of the question, or in this one.", _language, _TEXT, needs_value=False
+            "The answer is in the language of the question, or in this one.",
+            _check_language,
+            _TEXT,
+            needs_value=False,
         ),
         "json-schema": Kind(
             "The answer is JSON that the schema allows.",
-            _json_schema,
+            _check_schema,
             {"anyOf": [_TEXT, {"$ref": "https://json-schema.org/draft/2020-12/schema"}]},
         ),
         "math-equal": Kind(
             "The last \\boxed{…} of the answer equals the reference.",
-            _reference,
+            _check_reference,
             {"anyOf": [_TEXT, {"type": "number"}]},
             needs_value=False,
             options=frozenset({"reference"}),
         ),
         "tool-called": Kind(
             "Tools of these names were called, so many times together.",
-            _names,
+            _check_names,
             _NAMES,
             options=frozenset({"min", "max"}),
-            looks_at_steps=True,
+            checks_steps=True,
         ),
         "tool-sequence": Kind(
             "The tools were called in this order.",
-            _names,
+            _check_names,
             _NAMES,
             options=frozenset({"match"}),
-            looks_at_steps=True,
+            checks_steps=True,
         ),
         "no-error-span": Kind(
             "No tool call and no model call failed on the way.",
-            _nothing,
+            _check_no_value,
             None,
             needs_value=False,
-            can_take_away=False,
-            looks_at_steps=True,
+            allows_negative_weight=False,
+            checks_steps=True,
         ),
         "degenerate": Kind(
             "The answer is not degenerate: no loop, no malformed tool call, no broken encoding.",
-            _nothing,
+            _check_no_value,
             None,
             needs_value=False,
-            can_take_away=False,
+            allows_negative_weight=False,
         ),
-        "python": Kind("A function of your own decides.", _function, {"type": "string", "pattern": r"^.*\S.*:\w+$"}),
+        "python": Kind(
+            "A function of your own decides.", _check_function, {"type": "string", "pattern": r"^.*\S.*:\w+$"}
+        ),
     }
 )
 OPTIONS: Final = ("choices", "reference", "min", "max", "match")
-"""The keys that only some types know."""
+"""Keys that only some types have."""
 
 CriterionType = Literal[
     "llm-rubric",
@@ -175,20 +185,15 @@ CriterionType = Literal[
     "python",
 ]
 Value = str | int | float | list[str] | dict[str, Any]
-YES_NO: Final = ("no", "yes")
 
 
-def _is_none(value: object) -> bool:
-    return value is None
+def invalid(message: str, *path: str | int, pos: int | None = None) -> PydanticCustomError:
+    """An error about the key at `path` below the model that raises it; `pos` is an offset in its text."""
+    return PydanticCustomError("rubric", "{message}", {"message": message, "at": list(path), "pos": pos})
 
 
-def wrong(message: str, *at: str | int, pos: int | None = None) -> PydanticCustomError:
-    """An error that knows the key it is about, below the part that raises it."""
-    return PydanticCustomError("rubric", "{message}", {"message": message, "at": list(at), "pos": pos})
-
-
-def no_truth_value(value: Any) -> Any:
-    """YAML reads an unquoted off as false, which would do as a 0."""
+def reject_bool(value: Any) -> Any:
+    """YAML reads an unquoted `off` as false, which would pass for 0."""
     if isinstance(value, bool):
         raise ValueError("must be a number; yes, no, on and off are none")
     return value
@@ -215,29 +220,33 @@ class Criterion(Part):
     """A reply that fails this is rejected, whatever its score."""
     choices: dict[str, float] = {}
     """What the judge can choose, worst to best, with values in 0…1. A list spreads them evenly. Default: no, yes."""
-    reference: Annotated[str, Field(coerce_numbers_to_str=True)] | None = Field(default=None, exclude_if=_is_none)
+    reference: Annotated[str, Field(coerce_numbers_to_str=True)] | None = Field(
+        default=None, exclude_if=lambda value: value is None
+    )
     """The right answer for `math-equal`; the same as its `value`. Default: the task's `metadata.reference`."""
-    min: int | None = Field(default=None, ge=0, exclude_if=_is_none)
+    min: int | None = Field(default=None, ge=0, exclude_if=lambda value: value is None)
     """The fewest calls for `tool-called`. Default: 1, or 0 when `max` is 0."""
-    max: int | None = Field(default=None, ge=0, exclude_if=_is_none)
+    max: int | None = Field(default=None, ge=0, exclude_if=lambda value: value is None)
     """The most calls for `tool-called`. Default: any number."""
-    match: Literal["exact", "subsequence"] | None = Field(default=None, exclude_if=_is_none)
+    match: Literal["exact", "subsequence"] | None = Field(default=None, exclude_if=lambda value: value is None)
     """Whether `tool-sequence` lists all calls, or calls that others may stand between (the default)."""
 
-    _a_number = field_validator("weight", mode="before")(no_truth_value)
+    _reject_bool = field_validator("weight", mode="before")(reject_bool)
 
     @field_validator("choices", mode="before")
     @classmethod
     def _spread(cls, choices: Any) -> Any:
+        """A list of choices with values at equal distances. Keys are texts: YAML reads an unquoted yes as true."""
+        if not isinstance(choices, dict | list):
+            return choices
+        names = [YES_NO[name] if isinstance(name, bool) else str(name) for name in choices]
         if isinstance(choices, dict):
-            return {_word(choice): value for choice, value in choices.items()}
-        if isinstance(choices, list):
-            if len(choices) < 2:
-                raise ValueError("a list of choices needs at least two")
-            if len({_word(choice) for choice in choices}) < len(choices):
-                raise ValueError("a choice is listed twice")
-            return {_word(choice): place / (len(choices) - 1) for place, choice in enumerate(choices)}
-        return choices
+            return dict(zip(names, choices.values(), strict=True))
+        if len(names) < 2:
+            raise ValueError("a list of choices needs at least two")
+        if len(set(names)) < len(names):
+            raise ValueError("a choice is listed twice")
+        return {name: index / (len(names) - 1) for index, name in enumerate(names)}
 
     @model_validator(mode="after")
     def _fits_its_type(self) -> Self:
@@ -246,44 +255,43 @@ class Criterion(Part):
             try:
                 kind.check(self.value)
             except PatternError as error:
-                raise wrong(f"value {error}", "value", pos=error.pos) from None
+                raise invalid(f"value {error}", "value", pos=error.pos) from None
             except ValueError as error:
-                raise wrong(f"value of {self.type} {error}", "value") from None
+                raise invalid(f"value of {self.type} {error}", "value") from None
         for option in OPTIONS:
             if option not in kind.options and getattr(self, option) not in (None, {}):
-                raise wrong(f"{self.type} has no {option}", option)
+                raise invalid(f"{self.type} has no {option}", option)
         if self.reference is not None and not (self.reference.strip() and self.value == ""):
-            raise wrong("give the reference once: as `value` or as `reference`", "reference")
+            raise invalid("give the reference once: as `value` or as `reference`", "reference")
         if self.min is not None and self.max is not None and self.min > self.max:
-            raise wrong(f"min {self.min} is more than max {self.max}: that is never met", "min")
-        self._check_choices()
-        self._check_weight()
+            raise invalid(f"min {self.min} is more than max {self.max}: that is never met", "min")
+        if self.choices:
+            self._check_choices()
+        if self.weight < 0 or self.required:
+            self._check_weight()
         return self
 
     def _check_choices(self) -> None:
         if any(not 0 <= value <= 1 for value in self.choices.values()):
-            raise wrong("values of choices must be in 0…1", "choices")
+            raise invalid("values of choices must be in 0…1", "choices")
         if any(choice != choice.strip() or not choice for choice in self.choices):
-            raise wrong("choices must not be empty, nor begin or end with white space", "choices")
-        if self.choices and len({choice.casefold() for choice in self.choices}) < max(2, len(self.choices)):
-            raise wrong("choices must be two or more that differ not only in upper and lower case", "choices")
+            raise invalid("choices must not be empty, nor begin or end with white space", "choices")
+        if len({choice.casefold() for choice in self.choices}) < max(2, len(self.choices)):
+            raise invalid("choices must be two or more that differ not only in upper and lower case", "choices")
 
     def _check_weight(self) -> None:
-        if self.weight < 0 and not KINDS[self.type].can_take_away:
-            message = (
-                f"{self.type} is met by a sound reply, so a negative weight would punish those: make it positive"
-            )
-            raise wrong(message, "weight")
+        if self.weight < 0 and not KINDS[self.type].allows_negative_weight:
+            why = "is met by a sound reply, so a negative weight would punish those: make it positive"
+            raise invalid(f"{self.type} {why}", "weight")
         if not self.required:
             return
         if self.weight < 0:
-            raise wrong("a criterion cannot be required and take away", "weight")
+            raise invalid("a criterion cannot be required and take away", "weight")
         if self.weight == 0:
-            raise wrong(
-                "it is required but has weight 0: give it a positive weight, or leave out `required`", "weight"
-            )
+            why = "it is required but has weight 0: give it a positive weight, or leave out `required`"
+            raise invalid(why, "weight")
         if not any(self.passes(value) for value in self.scale.values()):
-            raise wrong("it is required, but its best choice is below 0.5: no reply could pass", "choices")
+            raise invalid("it is required, but its best choice is below 0.5: no reply could pass", "choices")
 
     @property
     def asks_the_judge(self) -> bool:
@@ -302,27 +310,17 @@ class Criterion(Part):
         return tuple(self.value) if isinstance(self.value, list) else (str(self.value),)
 
     @property
-    def language(self) -> str:
-        """The language that `value` names; `query` for that of the question."""
-        return str(self.value) or QUERY
-
-    @property
     def right_answer(self) -> str:
-        """What `math-equal` compares with, if the rubric says it."""
+        """The reference of `math-equal`; empty if the rubric has none."""
         return self.reference or str(self.value)
 
     @property
     def file(self) -> str:
-        """The file that the criterion needs, as `value` names it; empty if it needs none."""
+        """The file that the criterion uses, as `value` names it; empty if it uses none."""
         if self.type == "python":
             return str(self.value).rpartition(":")[0]
         return self.value if self.type == "json-schema" and isinstance(self.value, str) else ""
 
     def passes(self, value: float) -> bool:
-        """Whether a value in 0…1 meets the criterion: at least half; for one that takes away, less than half."""
+        """Whether a value in 0…1 passes: at least half; with a negative weight, less than half."""
         return value < 0.5 if self.weight < 0 else value >= 0.5
-
-
-def _word(choice: Any) -> str:
-    # YAML reads an unquoted yes or no as a truth value.
-    return YES_NO[choice] if isinstance(choice, bool) else str(choice)

@@ -1,4 +1,4 @@
-"""Rubric files: YAML in, a checked rubric out, or every problem with the place where it is."""
+"""Rubric files: read YAML into a rubric, or list every problem with its position."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,21 +19,20 @@ from pydantic import ValidationError
 
 from flywheel.errors import ConfigError
 from flywheel.files import expanded
-from flywheel.rubric import FLAT_ID, Criterion, Rubric, UsedFile
 from flywheel.rubric.checks.python_function import load
-from flywheel.rubric.criterion import MODEL_TYPE
-from flywheel.rubric.lint import doubts
-from flywheel.yaml_file import START, Place, Places, explain, explain_one, read_yaml
+from flywheel.rubric.criterion import Criterion
+from flywheel.rubric.rubric import Rubric, UsedFile
+from flywheel.yaml_file import START, Position, YamlDocument, explain, explain_one, read_yaml
 
 REMEDY: Final = "Correct the file; see `flywheel docs rubrics`."
-_PASSES: Final = 50
-"""How often a file is looked at again without what was wrong so far."""
-_RIGHT_EXAMPLE: Final = {"query": "mended", "answer": "mended", "verdict": "accept"}
+_MAX_PASSES: Final = 50
+"""How often a file is validated again without the problems that were found so far."""
+_VALID_EXAMPLE: Final = {"query": "valid", "answer": "valid", "verdict": "accept"}
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Problem:
-    """One thing that is wrong, and where it is."""
+    """A problem of a rubric file, and its position."""
 
     line: int
     column: int
@@ -44,28 +43,25 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class RubricText:
-    """A rubric file with the places of its keys; `rubric` is None when `problems` say why. `warnings` are what can be
-    meant, but hardly is."""
+class RubricFile:
+    """A rubric file: the rubric, or its problems."""
 
     rubric: Rubric | None
     problems: tuple[Problem, ...]
-    places: Places | None = None
-    warnings: tuple[Problem, ...] = ()
+    document: YamlDocument | None = None
+    """None if the file could not be read."""
 
 
 def load_rubric(path: Path, if_missing: str = "Set filter.rubric to a rubric in YAML.") -> Rubric:
-    """Read a rubric. Raises ConfigError for whatever is wrong with it; `if_missing` is the remedy for no file."""
-    raw = read_yaml(path, f"read rubric {path}", if_missing)
-    text = path.read_text(encoding="utf-8")
-    read = examine(raw, Places(text), path.parent)
+    """Read a rubric. Raises ConfigError; `if_missing` is its remedy if there is no such file."""
+    read = validate(read_yaml(path, f"read rubric {path}", if_missing), path.parent)
     if read.rubric is None:
         raise ConfigError(f"use rubric {path}", "; ".join(map(str, read.problems)), REMEDY)
     return read.rubric
 
 
 def parse_rubric(raw: Any, name: str) -> Rubric:
-    """Check a parsed rubric. Raises ConfigError."""
+    """Validate a parsed rubric; it brings the files that it uses. Raises ConfigError."""
     if not isinstance(raw, dict):
         raise ConfigError(f"use rubric {name}", f"its root is a {type(raw).__name__}, not a mapping", REMEDY)
     try:
@@ -74,133 +70,129 @@ def parse_rubric(raw: Any, name: str) -> Rubric:
         raise ConfigError(f"use rubric {name}", explain(error, Rubric), REMEDY) from None
 
 
-def read_rubric(path: Path) -> RubricText:
-    """As `load_rubric`, but what is wrong is not raised."""
+def read_rubric(path: Path) -> RubricFile:
+    """Read a rubric; problems are returned and not raised."""
     try:
-        raw = read_yaml(path, f"read {path}", "Name a rubric in YAML.")
-        places = Places(path.read_text(encoding="utf-8"))
+        document = read_yaml(path, f"read {path}", "Name a rubric in YAML.")
     except ConfigError as error:
-        place = _place_of(error.__cause__)
-        return RubricText(None, (Problem(*place, f"cannot be read: {error.why}"),))
-    return examine(raw, places, path.parent)
+        cause = error.__cause__
+        mark = cause.problem_mark if isinstance(cause, yaml.MarkedYAMLError) else None
+        position = Position(mark.line + 1, mark.column + 1) if mark else START
+        return RubricFile(None, (Problem(*position, f"cannot be read: {error.why}"),))
+    return validate(document, path.parent)
 
 
-def _place_of(cause: BaseException | None) -> Place:
-    mark = cause.problem_mark if isinstance(cause, yaml.MarkedYAMLError) else None
-    return Place(mark.line + 1, mark.column + 1) if mark else START
-
-
-def examine(raw: Any, places: Places, folder: Path) -> RubricText:
-    """Everything that is wrong with a parsed file; files that it names are relative to `folder`."""
+def validate(document: YamlDocument, folder: Path) -> RubricFile:
+    """Validate a rubric. The files that it uses are relative to `folder`."""
+    raw = document.value
     if not isinstance(raw, dict):
         kind = "empty" if raw is None else f"a {type(raw).__name__}, not a mapping"
-        return RubricText(None, (Problem(*START, f"its root is {kind}"),), places)
+        return RubricFile(None, (Problem(*START, f"its root is {kind}"),), document)
     problems = [
-        Problem(*again, f"key `{path[-1]}` is written twice: the first time at {first.line}:{first.column}")
-        for path, again, first in places.duplicates()
+        Problem(*second, f"key `{path[-1]}` is written twice: the first time at {first.line}:{first.column}")
+        for path, second, first in document.duplicates
     ]
     if "files" in raw:
-        problems.append(Problem(*places.of(["files"], key=True), "unknown key `files`"))
+        problems.append(Problem(*document.position(["files"], key=True), "unknown key `files`"))
         raw = {key: value for key, value in raw.items() if key != "files"}
-    sound = dict(_sound_criteria(raw))
-    files, of_files = _used_files(sound, places, folder)
-    problems += [*_same_ids(raw, places), *_of_model(raw, places), *of_files]
     rubric = None
-    if not problems:
+    try:
         rubric = Rubric.model_validate(raw)
-        rubric = rubric.model_copy(update={"files": files}) if files else rubric
-    warnings = [
-        Problem(*places.of(["criteria", place, "value"]), f"`criteria.{place}`: its value {doubt}")
-        for place, criterion in sound.items()
-        for doubt in doubts(criterion.type, criterion.value)
-    ]
-    warnings += [
-        Problem(*places.of([FLAT_ID]), f"`{FLAT_ID}` {doubt}") for doubt in doubts(MODEL_TYPE, raw.get(FLAT_ID))
-    ]
-    return RubricText(rubric, tuple(sorted(set(problems))), places, tuple(sorted(warnings)))
+        criteria: Iterable[tuple[int, Criterion]] = enumerate(rubric.criteria)
+    except ValidationError:
+        problems += [*_same_ids(raw, document), *_validation_problems(raw, document)]
+        criteria = valid_criteria(raw)
+    files, file_problems = _read_files(criteria, document, folder)
+    problems += file_problems
+    if problems:
+        rubric = None
+    elif rubric is not None and files:
+        rubric = rubric.model_copy(update={"files": files})
+    return RubricFile(rubric, tuple(sorted(set(problems))), document)
 
 
-def _sound_criteria(raw: Mapping[str, Any]) -> Iterator[tuple[int, Criterion]]:
-    """The criteria that are right by themselves, by their places."""
+def valid_criteria(raw: Mapping[str, Any]) -> Iterator[tuple[int, Criterion]]:
+    """The criteria of a parsed file that are valid by themselves, with their index."""
     criteria = raw.get("criteria")
-    for place, criterion in enumerate(criteria if isinstance(criteria, list) else []):
+    for index, criterion in enumerate(criteria if isinstance(criteria, list) else []):
         with suppress(ValidationError):
-            yield place, Criterion.model_validate(criterion)
+            yield index, Criterion.model_validate(criterion)
 
 
-def _of_model(raw: dict[str, Any], places: Places) -> list[Problem]:
-    """What the model says, pass after pass: what is wrong is replaced, so that it cannot hide the rest."""
+def _same_ids(raw: dict[str, Any], document: YamlDocument) -> Iterator[Problem]:
+    criteria = raw.get("criteria")
+    first: dict[str, int] = {}
+    for index, criterion in enumerate(criteria if isinstance(criteria, list) else []):
+        name = criterion.get("id") if isinstance(criterion, dict) else None
+        if isinstance(name, str) and (earlier := first.setdefault(name, index)) != index:
+            where = document.position(["criteria", earlier, "id"])
+            message = f"criteria have the same id: {name}, the first time at {where.line}:{where.column}"
+            yield Problem(*document.position(["criteria", index, "id"]), message)
+
+
+def _validation_problems(raw: dict[str, Any], document: YamlDocument) -> list[Problem]:
+    """All problems that the models report. Validated repeatedly: invalid parts are replaced by valid ones, because a
+    part that is invalid hides the problems of the whole."""
     problems: list[Problem] = []
     left = copy.deepcopy(raw)
-    for _ in range(_PASSES):
+    for _ in range(_MAX_PASSES):
         try:
             Rubric.model_validate(left)
             break
         except ValidationError as error:
             found = error.errors(include_url=False)
-        whole = all(problem.message.startswith("unknown key") for problem in problems)
-        # Without the criteria that are wrong themselves, the sums of the others say nothing.
-        told = (_problem(dict(line), places) for line in found if line["loc"] or whole)
-        problems += [problem for problem in told if "have the same id" not in problem.message]
-        if not [line for line in found if line["loc"]]:
+        # Without the invalid criteria, what the model says of all of them together is not true.
+        is_whole = all(problem.message.startswith("unknown key") for problem in problems)
+        reported = [_problem(dict(item), document) for item in found if item["loc"] or is_whole]
+        problems += [problem for problem in reported if "have the same id" not in problem.message]
+        parts = [item for item in found if item["loc"]]
+        if not parts:
             break
-        for line in found:
-            _mend(left, line["loc"], unknown=line["type"] == "extra_forbidden")
+        for item in parts:
+            _replace_invalid(left, item["loc"], is_unknown=item["type"] == "extra_forbidden")
     return problems
 
 
-def _same_ids(raw: dict[str, Any], places: Places) -> Iterator[Problem]:
-    criteria = raw.get("criteria")
-    first: dict[str, int] = {}
-    for place, criterion in enumerate(criteria if isinstance(criteria, list) else []):
-        name = criterion.get("id") if isinstance(criterion, dict) else None
-        if isinstance(name, str) and (before := first.setdefault(name, place)) != place:
-            at = places.of(["criteria", place, "id"])
-            where = places.of(["criteria", before, "id"])
-            yield Problem(*at, f"criteria have the same id: {name}, the first time at {where.line}:{where.column}")
-
-
-def _problem(line: dict[str, Any], places: Places) -> Problem:
-    context = line.get("ctx", {})
-    at = (*line["loc"], *context.get("at", ()))
-    message = explain_one(line, Rubric)
-    if line["type"] == "literal_error" and isinstance(line["input"], str):
+def _problem(item: dict[str, Any], document: YamlDocument) -> Problem:
+    context = item.get("ctx", {})
+    path = (*item["loc"], *context.get("at", ()))
+    message = explain_one(item, Rubric)
+    if item["type"] == "literal_error" and isinstance(item["input"], str):
         known = re.findall(r"'([^']+)'", context["expected"])
-        if close := difflib.get_close_matches(line["input"], known, n=1):
-            message = f"`{'.'.join(map(str, at))}`: there is no {line['input']!r} (did you mean {close[0]!r}?)"
+        if close := difflib.get_close_matches(item["input"], known, n=1):
+            message = f"`{'.'.join(map(str, path))}`: there is no {item['input']!r} (did you mean {close[0]!r}?)"
     if context.get("pos") is not None:
-        return Problem(*places.in_scalar(at, context["pos"]), message)
-    return Problem(*places.of(at, key=line["type"] == "extra_forbidden"), message)
+        return Problem(*document.position_in_text(path, context["pos"]), message)
+    return Problem(*document.position(path, key=item["type"] == "extra_forbidden"), message)
 
 
-def _mend(raw: dict[str, Any], location: tuple[int | str, ...], *, unknown: bool) -> None:
-    """Take out an unknown key; put something right in the place of anything else."""
+def _replace_invalid(raw: dict[str, Any], location: tuple[int | str, ...], *, is_unknown: bool) -> None:
+    """Remove an unknown key; replace an invalid criterion or example by a valid one, and remove any other part."""
     match location:
-        case (key,) if unknown or key != "id":
-            raw.pop(str(key), None)
-        case (key,):
-            raw[str(key)] = "mended"
-        case ("criteria" | "examples" as key, int(place), *rest) if unknown and rest:
-            part = raw[key][place]
+        case ("criteria" | "examples" as key, int(index), *rest) if is_unknown and rest:
+            part = raw[key][index]
             for name in rest[:-1]:
                 part = part[name]
             part.pop(rest[-1], None)
-        case ("criteria" | "examples" as key, int(place), *_):
-            right: Mapping[str, str] = {"id": f"mended_{place}", "value": "mended"}
-            raw[key][place] = dict(right if key == "criteria" else _RIGHT_EXAMPLE)
-        case (key, name) if unknown:
+        case ("criteria", int(index), *_):
+            raw["criteria"][index] = {"id": f"valid_{index}", "value": "valid"}
+        case ("examples", int(index), *_):
+            raw["examples"][index] = dict(_VALID_EXAMPLE)
+        case (key, name) if is_unknown:
             raw[str(key)].pop(name, None)
+        case ("id",):
+            raw["id"] = "valid"
         case (key, *_):
             raw.pop(str(key), None)
 
 
-def _used_files(
-    criteria: Mapping[int, Criterion], places: Places, folder: Path
+def _read_files(
+    criteria: Iterable[tuple[int, Criterion]], document: YamlDocument, folder: Path
 ) -> tuple[dict[str, UsedFile], list[Problem]]:
-    """The files that criteria name, read and tried."""
+    """Read the files that criteria name, and try to use them."""
     files: dict[str, UsedFile] = {}
     problems = []
-    for place, criterion in criteria.items():
+    for index, criterion in criteria:
         if not (name := criterion.file):
             continue
         try:
@@ -213,6 +205,6 @@ def _used_files(
                 validator_for(schema).check_schema(schema)
         except (OSError, ValueError, TypeError, AttributeError, SchemaError, ConfigError) as error:
             why = error.why if isinstance(error, ConfigError) else str(error).partition("\n")[0]
-            at = places.of(["criteria", place, "value"])
-            problems.append(Problem(*at, f"`criteria.{place}`: {criterion.value} cannot be used: {why}"))
+            message = f"`criteria.{index}`: {criterion.value} cannot be used: {why}"
+            problems.append(Problem(*document.position(["criteria", index, "value"]), message))
     return files, problems

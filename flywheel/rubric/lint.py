@@ -1,7 +1,7 @@
-"""Texts of a rubric that hardly any answer holds, since a backslash means something else than was meant.
+"""Warnings about texts of a rubric in which a backslash hardly has the meaning that was intended.
 
-In double quotes YAML makes a backspace of a backslash and a b, so that "boxed" behind a backslash loses both. A
-regular expression takes the same two for the beginning of a word, which then goes on with "oxed".
+In double quotes, YAML reads a backslash and a b as a backspace, so that "\\boxed" loses both. A regular expression
+takes the same two for a word boundary, before "oxed".
 """
 
 from __future__ import annotations
@@ -10,30 +10,48 @@ import re
 from collections.abc import Iterator
 from typing import Any, Final
 
+from flywheel.rubric.criterion import MODEL_TYPE
+from flywheel.rubric.file import Problem, RubricFile, valid_criteria
+from flywheel.rubric.rubric import FLAT_ID
+
 _ESCAPES: Final = {
     "\0": "0", "\a": "a", "\b": "b", "\x1b": "e", "\f": "f", "\v": "v", "\x85": "N", "\u2028": "L", "\u2029": "P",
 }  # fmt: skip
-"""What YAML makes of a backslash and a letter in double quotes; tabs and line ends may be meant."""
-_MADE: Final = re.compile(f"[{re.escape(''.join(_ESCAPES))}]")
-_COMMAND: Final = re.compile(
+"""Characters that YAML reads for a backslash and a letter in double quotes; tabs and line ends may be intended."""
+_CONTROL_CHARACTER: Final = re.compile(f"[{re.escape(''.join(_ESCAPES))}]")
+_LATEX_COMMAND: Final = re.compile(
     r"(?<!\\)(?:\\\\)*(?P<command>\\(?:boxed|begin|beta|binom|bmod|bullet|fbox|frac|forall|dfrac|delta|dots|neq|nabla|right"
     r"|rightarrow|rangle|rho|sqrt|sigma|subset|text|textbf|textit|textrm|times|theta|vec|varphi|alpha|approx|angle|wedge"
     r"|Delta|Sigma))(?![A-Za-z])"
 )
-"""LaTeX commands whose first letter means something behind a backslash in a regular expression."""
+"""LaTeX commands whose backslash and first letter mean something else in a regular expression."""
 
 
-def doubts(type_: str, value: Any) -> Iterator[str]:
-    """What is strange about the value of a criterion of this type, in words that follow its name."""
+def warnings(file: RubricFile) -> list[Problem]:
+    """The warnings about a rubric file, in the order of their positions."""
+    if file.document is None or not isinstance(raw := file.document.value, dict):
+        return []
+    found = [
+        Problem(*file.document.position(["criteria", index, "value"]), f"`criteria.{index}`: its value {warning}")
+        for index, criterion in valid_criteria(raw)
+        for warning in _warnings(criterion.type, criterion.value)
+    ]
+    found += [
+        Problem(*file.document.position([FLAT_ID]), f"`{FLAT_ID}` {warning}")
+        for warning in _warnings(MODEL_TYPE, raw.get(FLAT_ID))
+    ]
+    return sorted(found)
+
+
+def _warnings(type_: str, value: Any) -> Iterator[str]:
     for is_pattern, text in _texts(value, type_ in ("regex", "not-regex")):
-        for character in dict.fromkeys(_MADE.findall(text)):
+        for character in dict.fromkeys(_CONTROL_CHARACTER.findall(text)):
             letter = _ESCAPES[character]
-            code = f"U+{ord(character):04X}"
             yield (
-                f"holds the control character {code}, which hardly any text has: in double quotes YAML makes it of"
-                f' "\\{letter}". Use single quotes, or write \\\\{letter}'
+                f"holds the control character U+{ord(character):04X}, which texts hardly have: in double quotes YAML"
+                f' reads "\\{letter}" as it. Use single quotes, or write \\\\{letter}'
             )
-        for found in _COMMAND.finditer(text) if is_pattern else ():
+        for found in _LATEX_COMMAND.finditer(text) if is_pattern else ():
             command = found["command"]
             yield (
                 f"can hardly match: in a regular expression {command[:2]} has a meaning of its own, and {command[2:]}"
@@ -42,7 +60,7 @@ def doubts(type_: str, value: Any) -> Iterator[str]:
 
 
 def _texts(value: Any, is_pattern: bool) -> Iterator[tuple[bool, str]]:
-    """The texts in a value, and whether each is a pattern: in a JSON Schema, what is below `pattern`."""
+    """The texts in a value, and whether each is a pattern; in a JSON Schema, the values of `pattern` are."""
     if isinstance(value, str):
         yield is_pattern, value
     elif isinstance(value, list):

@@ -1,21 +1,22 @@
-"""Regular expressions that users write: checked when they are read, and searched for within a time."""
+"""Users' regular expressions: checked when they are read, searched with a timeout. And the normal forms of a text."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import regex
 
-SECONDS: Final = 2.0
-"""What a pattern may take on one text. One that backtracks without end must not hold a thread for ever."""
+TIMEOUT_SECONDS: Final = 2.0
+"""Longest search of one pattern in one text. A pattern can backtrack without end, which would block its thread."""
+_INVISIBLE: Final = regex.compile(r"[\p{Default_Ignorable_Code_Point}\p{Cf}\u2800]|[^\s\P{Cc}]")
+"""Zero-width and other characters that show nothing; white space is none of them."""
 
 
 class PatternError(ValueError):
-    """A pattern that is none; `pos` is where, in characters."""
+    """An invalid pattern; `pos` is the offset of the error in characters."""
 
     def __init__(self, message: str, pos: int | None) -> None:
         super().__init__(message)
@@ -23,7 +24,7 @@ class PatternError(ValueError):
 
 
 def check(pattern: str) -> None:
-    """Raises PatternError, or ValueError where no place is known."""
+    """Raises PatternError for an invalid pattern, and ValueError where the position is unknown."""
     try:
         re.compile(pattern)
         regex.compile(pattern)
@@ -33,10 +34,25 @@ def check(pattern: str) -> None:
         raise ValueError(f"is no regular expression: {error}") from None
 
 
-def forms(text: str) -> Iterator[str]:
-    """The forms of a text in which something is looked for: as it is, and with composed characters and line feeds.
+def search(pattern: str, texts: Iterable[str], flags: int = 0) -> bool:
+    """Whether the pattern matches in one of the texts. Raises TimeoutError after TIMEOUT_SECONDS on one of them.
 
-    An é can be one character or two, and so can the end of a line; nobody sees which, and a pattern means both.
+    Uses `regex` and not `re`, which has no timeout and would block all threads; `concurrent` lets the others run.
+    """
+    for text in texts:
+        try:
+            if regex.search(pattern, text, flags, timeout=TIMEOUT_SECONDS, concurrent=True):
+                return True
+        except TimeoutError:
+            message = f"ran longer than {TIMEOUT_SECONDS:g} s on an answer of {len(text)} characters"
+            raise TimeoutError(message) from None
+    return False
+
+
+def normal_forms(text: str) -> Iterator[str]:
+    """The text, and its NFC form with `\\n` line ends if that differs.
+
+    An é can be one character or two, and a line can end in two ways: they look alike, and a pattern means both.
     """
     yield text
     composed = unicodedata.normalize("NFC", text).replace("\r\n", "\n")
@@ -44,29 +60,11 @@ def forms(text: str) -> Iterator[str]:
         yield composed
 
 
-def search(pattern: str, text: str, flags: int = 0) -> bool:
-    """Whether the pattern is found. Raises TimeoutError after SECONDS.
-
-    Nested repetitions can take for ever, and the standard library's `re` would let no other thread run meanwhile.
-    """
-    # `concurrent` lets other threads run: the event loop is one of them.
-    return _compiled(pattern, flags).search(text, timeout=SECONDS, concurrent=True) is not None
-
-
-@lru_cache(maxsize=256)
-def _compiled(pattern: str, flags: int) -> regex.Pattern[str]:
-    return regex.compile(pattern, flags)
-
-
-_UNSEEN: Final = regex.compile(r"[\p{Default_Ignorable_Code_Point}\p{Cf}\u2800]|[^\s\P{Cc}]")
-"""Zero-width and other characters that show nothing, which white space does between others."""
-
-
-def seen(text: str) -> str:
-    """The text without what shows nothing and without white space at its ends, composed (é is one character)."""
-    return str(_UNSEEN.sub("", unicodedata.normalize("NFC", text)).strip())
+def visible(text: str) -> str:
+    """The text in NFC without invisible characters and without white space at its ends."""
+    return str(_INVISIBLE.sub("", unicodedata.normalize("NFC", text)).strip())
 
 
 def trimmed(text: str) -> str:
-    """The text without white space at its ends, composed; what shows nothing takes room all the same."""
+    """The text in NFC without white space at its ends. Invisible characters stay: they count towards a maximum."""
     return unicodedata.normalize("NFC", text).strip()

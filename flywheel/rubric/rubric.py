@@ -1,35 +1,35 @@
-"""A versioned set of criteria with a threshold: how their values become a score, and what contradicts in it."""
+"""The rubric: a versioned set of criteria with a threshold. Its score and its validation as a whole."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
-from flywheel.rubric.criterion import KINDS, Criterion, Part, no_truth_value, wrong
+from flywheel.rubric.criterion import KINDS, Criterion, Part, invalid, reject_bool
 
 FLAT_ID: Final = "custom_rubrics"
 FLAT_CHOICES: Final = ("BAD", "GOOD")
-"""AgentJet's flat text is one criterion with this id and these choices."""
+"""Id and choices of the criterion that AgentJet's flat text becomes."""
 FIT_FOR_ROLLOUTS: Final = (
     "Take those criteria out of the rubric, or give filter.rubric one without them; `flywheel export` hands accepted"
     " replies with tool calls to other trainers."
 )
-"""What to do about a rubric that is unfit for rollouts."""
+"""The remedy for a rubric that is unfit for rollouts."""
 ALIEN: Final = "alien"
-"""The judge of the configuration: a model that is not the trained one."""
+"""The judge model of the configuration, which is not the trained model."""
 
 
 class Escalation(Part):
-    """Scores near the threshold are worth a second look."""
+    """Judge scores near the threshold again."""
 
     band: tuple[float, float]
     """Lowest and highest score that is judged again."""
     repeats: int = Field(default=3, gt=0)
-    """How often. The majority of the repeats decides; without one the task stays undecided."""
+    """How often they are judged. The majority decides; without one the task stays undecided."""
 
     @field_validator("band")
     @classmethod
@@ -40,7 +40,7 @@ class Escalation(Part):
 
 
 class RubricJudge(Part):
-    """How the judge is asked, unless the configuration says otherwise."""
+    """Settings of the judge; the configuration takes precedence."""
 
     model: str = Field(default=ALIEN, min_length=1, exclude_if=lambda model: model == ALIEN)
     """`alien` is the model that the configuration names; another name takes its place, at the same endpoint."""
@@ -57,24 +57,24 @@ class RubricJudge(Part):
 
 
 class Example(Part):
-    """A reply with the verdict that it should get. The judge is not shown it."""
+    """A reply with the verdict that it should get. The judge does not see it."""
 
     query: str
     """The question."""
     answer: str
     """The reply."""
     verdict: Literal["accept", "reject"]
-    """What the rubric should make of it."""
+    """The verdict that it should get."""
     reason: str = ""
     """Why."""
     reference: str = ""
     """The right answer, for `math-equal`."""
     trajectory: list[dict[str, Any]] | None = None
-    """The model and tool messages on the way, in the OpenAI chat form, for the criteria that look at them."""
+    """The model and tool messages before the reply, in the OpenAI chat format, for the checks of the steps."""
 
 
 class UsedFile(Part):
-    """A file that a criterion needs, as it was when the rubric was read."""
+    """A file that a criterion uses, as it was when the rubric was read."""
 
     path: str
     text: str
@@ -100,36 +100,31 @@ class Rubric(Part):
     examples: list[Example] = Field(default=[], exclude_if=lambda examples: not examples)
     """Replies with the verdicts that they should get; `flywheel rubric check` holds the checks against them."""
     files: SkipJsonSchema[dict[str, UsedFile]] = Field(default={}, exclude_if=lambda files: not files)
-    """The files that criteria name, read with the rubric: a round grades by what was there when it was planned."""
+    """The files that criteria name, read with the rubric: a round uses them as they were when it was planned."""
 
-    _a_number = field_validator("threshold", mode="before")(no_truth_value)
+    _reject_bool = field_validator("threshold", mode="before")(reject_bool)
 
     @model_validator(mode="after")
-    def _whole(self) -> Self:
-        for message, at in self._contradictions():
-            raise wrong(message, *at)
-        return self
-
-    def _contradictions(self) -> Iterator[tuple[str, tuple[str | int, ...]]]:
+    def _can_be_met(self) -> Self:
         every = self.every
-        seen: set[str] = set()
-        for place, criterion in enumerate(self.criteria):
-            if criterion.id in seen:
-                yield f"criteria have the same id: {criterion.id}", ("criteria", place, "id")
-            elif criterion.id == FLAT_ID and len(every) > len(self.criteria):
-                yield f"the id {FLAT_ID} is that of the flat text", ("criteria", place, "id")
-            seen.add(criterion.id)
+        ids: set[str] = set()
+        for index, criterion in enumerate(self.criteria):
+            if criterion.id in ids:
+                raise invalid(f"criteria have the same id: {criterion.id}", "criteria", index, "id")
+            if criterion.id == FLAT_ID and len(every) > len(self.criteria):
+                raise invalid(f"the id {FLAT_ID} is that of the flat text", "criteria", index, "id")
+            ids.add(criterion.id)
         if not any(criterion.weight > 0 for criterion in every):
-            yield "no criterion has a positive weight, so no score could be reached", ("criteria",)
-            return
+            raise invalid("no criterion has a positive weight, so no score could be reached", "criteria")
         best = self.score({c.id: (min if c.weight < 0 else max)(c.scale.values()) for c in every})
         if best < self.threshold:
             message = f"the best choices give a score of {best:.2f}, below the threshold {self.threshold:g}"
-            yield message, ("threshold",)
+            raise invalid(message, "threshold")
+        return self
 
     @property
     def every(self) -> tuple[Criterion, ...]:
-        """All criteria, AgentJet's flat text among them; those that cost nothing first."""
+        """All criteria, including AgentJet's flat text; checks first, which cost nothing."""
         listed = list(self.criteria)
         if self.custom_rubrics and self.custom_rubrics.strip():
             scale = dict(zip(FLAT_CHOICES, (0.0, 1.0), strict=True))
@@ -143,9 +138,9 @@ class Rubric(Part):
 
     @property
     def unfit_for_rollouts(self) -> str:
-        """Why no round can be graded by it; empty when rounds can. A rollout is one message: no tool runs in it, so a
-        check of the steps would fail or pass whatever the policy does."""
-        of_steps = [f"{each.id} ({each.type})" for each in self.every if KINDS[each.type].looks_at_steps]
+        """Why rounds cannot use the rubric; empty if they can. A rollout is one message: no tool runs in it, so a
+        check of the steps would not depend on the policy."""
+        of_steps = [f"{each.id} ({each.type})" for each in self.every if KINDS[each.type].checks_steps]
         if not of_steps:
             return ""
         looks = "looks" if len(of_steps) == 1 else "look"
@@ -153,7 +148,7 @@ class Rubric(Part):
 
     @property
     def hash(self) -> str:
-        """Changes with anything that can change a verdict; the description and the examples cannot."""
+        """A hash of everything that can change a verdict: all but the description and the examples."""
         content = self.model_dump_json(exclude={"description", "examples", "files"})
         texts = "".join(f"\0{name}\0{used.text}" for name, used in sorted(self.files.items()))
         return hashlib.sha256(f"{content}{texts}".encode()).hexdigest()[:16]
@@ -161,9 +156,8 @@ class Rubric(Part):
     def score(self, values: Mapping[str, float]) -> float:
         """The score of a whole set of criterion values in 0…1.
 
-        Sum of weight × value over the positive weights, minus what negative ones take, divided by the sum of the
-        positive weights, clipped to 0…1. A failed required criterion makes it 0, so that as a reward it is worth
-        nothing either. Raises KeyError for a criterion without a value.
+        The sum of weight × value over all criteria, divided by the sum of the positive weights, clipped to 0…1. It is
+        0 if a required criterion failed, as a reward too. Raises KeyError for a criterion without a value.
         """
         if any(c.required and not c.passes(values[c.id]) for c in self.every):
             return 0.0

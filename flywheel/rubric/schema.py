@@ -1,4 +1,4 @@
-"""The JSON Schema of a rubric file, for editors that complete and validate while one types."""
+"""The JSON Schema of rubric files, for editors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DIALECT: Final = GenerateJsonSchema.schema_dialect
 
 
 def json_schema() -> dict[str, Any]:
-    """Draft 2020-12, made of the models: what it refuses, `flywheel rubric check` refuses too."""
+    """Draft 2020-12, from the models. Whatever it rejects, `flywheel rubric check` rejects as well."""
     schema = Rubric.model_json_schema()
     for definition in (schema, *schema["$defs"].values()):
         for key, part in definition["properties"].items():
@@ -42,11 +42,11 @@ def _choices(described: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rules(name: str) -> dict[str, Any]:
-    """What holds for the criteria of one type."""
+    """The keys that criteria of one type must and must not have."""
     kind = KINDS[name]
     allowed: dict[str, Any] = {option: False for option in OPTIONS if option not in kind.options}
     allowed["value"] = False if kind.schema is None else dict(kind.schema)
-    if not kind.can_take_away:
+    if not kind.allows_negative_weight:
         allowed["weight"] = {"minimum": 0}
     is_type: dict[str, Any] = {"properties": {"type": {"const": name}}}
     if name != MODEL_TYPE:

@@ -124,7 +124,7 @@ def test_patterns_that_can_hardly_match_are_warned_about(flywheel: Run, tmp_path
     places = [f"{n}:{lines[n - 1].index('value: ') + 8}" for n in (4, 5, 6, 6, 7, 7, 7, 7, 7, 8)]
     assert [line.split(": warning: ")[0] for line in said] == ["2:17", *places]
     assert "`custom_rubrics` holds the control character U+0008" in said[0]
-    assert 'in double quotes YAML makes it of "\\b". Use single quotes, or write \\\\b' in said[1]
+    assert 'in double quotes YAML reads "\\b" as it. Use single quotes, or write \\\\b' in said[1]
     assert "in a regular expression \\b has a meaning of its own, and oxed follows it. Write \\\\boxed" in said[2]
     assert "U+000C" in "".join(said[3:5])
     assert "and qrt follows it" in said[-1]

@@ -160,7 +160,7 @@ def test_rules(tmp_path: Path, params: dict[str, Any], answer: str, kept: bool) 
 def test_a_rule_that_backtracks_without_end_costs_its_task_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pattern, "SECONDS", 0.3)
+    monkeypatch.setattr(pattern, "TIMEOUT_SECONDS", 0.3)
     mine = chain(tmp_path, {"type": "rules", "params": {"max_answer_length": 50, "exclude": ["^(a|a|aa)+$"]}})
     decision = mine.apply(line(answer="a" * 40 + "!"))
     assert not decision.kept

@@ -24,7 +24,7 @@ from flywheel.filtering import pii, query_template
 from flywheel.judge import prompt
 from flywheel.rubric import Criterion, Rubric
 from flywheel.rubric.checks import check, markdown, math_equal
-from flywheel.rubric.pattern import seen
+from flywheel.rubric.pattern import visible
 from flywheel.similarity import normalised, numbers, prompt_signatures, words
 from flywheel.terminal import escape_terminal
 from flywheel.verdict import Exchange
@@ -119,17 +119,17 @@ def checked(type_: str, text: str) -> None:
 
 FUNCTIONS: dict[str, Callable[[str], Any]] = {
     **{f"check {name}": partial(checked, name) for name in CHECKS},
-    "prose.split": markdown.split,
-    "prose.words_only": markdown.words_only,
-    "maths.boxed": math_equal.boxed,
+    "markdown.split": markdown.split,
+    "markdown.words_only": markdown.words_only,
+    "math_equal.boxed": math_equal.boxed,
     "pii.find": lambda text: pii.find(text, regions=("US", "CN")),
-    "pattern.template": query_template.template,
-    "pattern.particulars": query_template.particulars,
+    "query_template.template": query_template.template,
+    "query_template.particulars": query_template.particulars,
     "similarity.words": words,
     "similarity.numbers": numbers,
     "similarity.normalised": normalised,
     "prompt_signatures": lambda text: prompt_signatures([text]),
-    "length.seen": seen,
+    "pattern.visible": visible,
     "disarmed": escape_terminal,
     "prompt.messages": lambda text: prompt.messages(
         RUBRIC, Exchange(text, text, history=({"role": "user", "content": text},))

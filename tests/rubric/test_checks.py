@@ -15,9 +15,15 @@ from hypothesis import strategies as st
 
 from flywheel.errors import CheckError
 from flywheel.rubric import Criterion, Rubric, pattern
-from flywheel.rubric.checks import CHECKS, WHOLE, ask_the_judge, check, check_all, math_equal
-from flywheel.rubric.checks.bound import MOST
-from flywheel.rubric.checks.found import Found
+from flywheel.rubric.checks import (
+    CHECKS,
+    MAX_CHARACTERS,
+    WHOLE_TEXT,
+    ask_the_judge,
+    check,
+    check_all,
+    math_equal,
+)
 from flywheel.rubric.file import load_rubric, parse_rubric
 from flywheel.verdict import CriterionResult, Exchange
 
@@ -31,7 +37,7 @@ def passes(answer: str, kind: str, value: Any = "", **options: Any) -> bool:
 
 
 def test_a_pattern_that_backtracks_without_end_is_stopped_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pattern, "SECONDS", 0.3)
+    monkeypatch.setattr(pattern, "TIMEOUT_SECONDS", 0.3)
     ticks = 0
     done = threading.Event()
 
@@ -68,10 +74,10 @@ SCHEMA = {
         ('{"name": "ada"}', False, r"at \$\.name"),
         ('{"age": 3}', False, "'name' is a required property"),
         ('{"name": "Ada", "age": 3.5}', False, r"at \$\.age"),
-        ('Here it is: {"name": "Ada"}', False, "no JSON"),
-        ('{"name": "Ada", "age": NaN}', False, "NaN is no JSON"),
-        ("[" * 100_000, False, "no JSON"),
-        ("", False, "no JSON"),
+        ('Here it is: {"name": "Ada"}', False, "not JSON"),
+        ('{"name": "Ada", "age": NaN}', False, "NaN is not valid in JSON"),
+        ("[" * 100_000, False, "not JSON"),
+        ("", False, "not JSON"),
         ("[]", False, "not of type 'object'"),
     ],
 )
@@ -147,10 +153,10 @@ def test_the_references_in_their_order() -> None:
 
 def test_a_result_that_computes_for_ever_is_ended_and_the_next_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert passes(r"\boxed{1+1}", "math-equal", 2)
-    monkeypatch.setattr(math_equal, "SECONDS", 0.5)
-    with pytest.raises(CheckError, match=r"took longer than 0\.5 s"):
+    monkeypatch.setattr(math_equal, "TIMEOUT_SECONDS", 0.5)
+    with pytest.raises(CheckError, match=r"took more than 0\.5 s"):
         passes(r"\boxed{9^{9^{9^{9}}}+1}", "math-equal", r"8^{8^{8^{8}}}")
-    monkeypatch.setattr(math_equal, "SECONDS", 60)
+    monkeypatch.setattr(math_equal, "TIMEOUT_SECONDS", 60)
     assert passes(r"\boxed{1+1}", "math-equal", 2)
 
 
@@ -245,11 +251,11 @@ LINE = {"main_query": "q", "answer": "four", "metadata": {"turn": 3}}
 @pytest.mark.parametrize(
     ("body", "value", "reason"),
     [
-        ("return task['answer'] == 'four'", 1.0, "decide said True"),
+        ("return task['answer'] == 'four'", 1.0, "decide returned True"),
         ("return False, 'too short'", 0.0, "too short"),
-        ("return 0.25", 0.25, "decide said 0.25"),
+        ("return 0.25", 0.25, "decide returned 0.25"),
         ("return task['metadata']['turn'] / 4, 'turns'", 0.75, "turns"),
-        ("task['answer'] = 'spoiled'; return True", 1.0, "decide said True"),
+        ("task['answer'] = 'spoiled'; return True", 1.0, "decide returned True"),
     ],
 )
 def test_a_function_decides(tmp_path: Path, body: str, value: float, reason: str) -> None:
@@ -322,29 +328,31 @@ def test_a_failed_required_check_decides_though_another_breaks(tmp_path: Path) -
 
 
 def test_checks_look_at_both_ends_of_a_long_text_and_lengths_count_all_of_it() -> None:
-    long = f"begin {'word ' * MOST} middle {'word ' * MOST} end"
+    long = f"begin {'word ' * MAX_CHARACTERS} middle {'word ' * MAX_CHARACTERS} end"
     assert passes(long, "contains", "begin")
     assert passes(long, "contains", "end")
     assert passes(long, "not-regex", "middle")
     assert passes(long, "min-length", len(long))
     assert not passes(long, "max-length", len(long) - 1)
-    assert passes(f'"{"a" * (MOST - 2)}"', "json-schema", {"type": "string"})
-    told = result(Exchange("q", f'"{"a" * MOST}"'), "json-schema", {"type": "string"})
+    assert passes(f'"{"a" * (MAX_CHARACTERS - 2)}"', "json-schema", {"type": "string"})
+    told = result(Exchange("q", f'"{"a" * MAX_CHARACTERS}"'), "json-schema", {"type": "string"})
     assert (told.passed, told.reason) == (
         False,
-        f"the answer has {MOST + 2} characters, and JSON of more than {MOST} is not read",
+        f"the answer has {MAX_CHARACTERS + 2} characters; JSON of more than {MAX_CHARACTERS} is not read",
     )
 
 
-@pytest.mark.parametrize("kind", sorted(CHECKS.keys() - WHOLE))
+@pytest.mark.parametrize("kind", sorted(CHECKS.keys() - WHOLE_TEXT))
 def test_no_check_is_given_more_than_it_may_look_at(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = []
     monkeypatch.setattr(
-        "flywheel.rubric.checks.CHECKS", {kind: lambda _, exchange, __: given.append(exchange) or Found(1.0, "")}
+        "flywheel.rubric.checks.CHECKS", {kind: lambda _, exchange, __: given.append(exchange) or (1.0, "")}
     )
     value = "" if kind in ("degenerate", "language", "no-error-span") else "1"
-    result(Exchange("q" * 3 * MOST, "a" * 3 * MOST), kind, value)
-    assert [(len(exchange.query), len(exchange.answer)) for exchange in given] == [(MOST + 1, MOST + 1)]
+    result(Exchange("q" * 3 * MAX_CHARACTERS, "a" * 3 * MAX_CHARACTERS), kind, value)
+    assert [(len(exchange.query), len(exchange.answer)) for exchange in given] == [
+        (MAX_CHARACTERS + 1, MAX_CHARACTERS + 1)
+    ]
 
 
 def boxed_by_looking_on_from_each(text: str) -> str | None:

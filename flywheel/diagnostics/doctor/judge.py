@@ -83,7 +83,7 @@ class JudgeChecks:
         text = f"{rubric.id}: {len(rubric.every)} criteria, {asked} by the judge, threshold {rubric.threshold:g}"
         if chain is None or chain.judge is None or chain.judge.custom_rubrics is None:
             read = read_rubric(self.config.filter.rubric)
-            if read.rubric and read.places and (wrong := contradictions(read.rubric, read.places)):
+            if wrong := contradictions(read):
                 remedy = f"flywheel rubric check {self.config.filter.rubric}"
                 return Finding("rubric", Result.WARNING, f"{text}; {'; '.join(map(str, wrong))}", remedy)
         if unfit := rubric.unfit_for_rollouts:

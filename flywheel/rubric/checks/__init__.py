@@ -1,72 +1,75 @@
-"""Criteria that need no judge: checks of the answer and of the steps that led to it."""
+"""Checks: criteria that code decides without a call to the judge, by type."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
 from flywheel.errors import CheckError
-from flywheel.rubric import Criterion, Rubric
-from flywheel.rubric.checks.bound import bounded
-from flywheel.rubric.checks.degenerate import is_sound
-from flywheel.rubric.checks.found import Found
-from flywheel.rubric.checks.json_schema import fits_schema
-from flywheel.rubric.checks.language import is_in_language
-from flywheel.rubric.checks.math_equal import equals_reference
-from flywheel.rubric.checks.python_function import says_yes
-from flywheel.rubric.checks.text import (
-    contains,
-    is_long_enough,
-    is_short_enough,
-    regex_is_found,
-    regex_is_not_found,
-)
-from flywheel.rubric.checks.tool_calls import nothing_failed, were_called, were_called_in_order
+from flywheel.rubric.checks.degenerate import check_degenerate
+from flywheel.rubric.checks.json_schema import check_json_schema
+from flywheel.rubric.checks.language import check_language
+from flywheel.rubric.checks.math_equal import check_math_equal
+from flywheel.rubric.checks.python_function import check_python_function
+from flywheel.rubric.checks.text import check_contains, check_length, check_pattern
+from flywheel.rubric.checks.tool_calls import check_no_error, check_tool_called, check_tool_sequence
+from flywheel.rubric.criterion import Criterion
+from flywheel.rubric.rubric import Rubric
 from flywheel.verdict import CriterionResult, Exchange
 
-Check = Callable[[Criterion, Exchange, Rubric | None], Found]
+Check = Callable[[Criterion, Exchange, Rubric | None], tuple[float, str]]
+"""Returns how far the criterion is met (0…1) and the reason. Raises CheckError if it cannot be decided."""
 
 CHECKS: Final[Mapping[str, Check]] = MappingProxyType(
     {
-        "regex": regex_is_found,
-        "not-regex": regex_is_not_found,
-        "contains": contains,
-        "min-length": is_long_enough,
-        "max-length": is_short_enough,
-        "language": is_in_language,
-        "json-schema": fits_schema,
-        "math-equal": equals_reference,
-        "tool-called": were_called,
-        "tool-sequence": were_called_in_order,
-        "no-error-span": nothing_failed,
-        "degenerate": is_sound,
-        "python": says_yes,
+        "regex": check_pattern,
+        "not-regex": check_pattern,
+        "contains": check_contains,
+        "min-length": check_length,
+        "max-length": check_length,
+        "language": check_language,
+        "json-schema": check_json_schema,
+        "math-equal": check_math_equal,
+        "tool-called": check_tool_called,
+        "tool-sequence": check_tool_sequence,
+        "no-error-span": check_no_error,
+        "degenerate": check_degenerate,
+        "python": check_python_function,
     }
 )
-
-WHOLE: Final = frozenset({"min-length", "max-length", "json-schema", "python"})
-"""Checks that are given whole texts: lengths are counted, half a JSON text is none, and a function is the user's."""
+WHOLE_TEXT: Final = frozenset({"min-length", "max-length", "json-schema", "python"})
+"""Checks that get the whole texts: a part has another length, half a JSON text is invalid, and users' functions get
+the task as it is."""
+MAX_CHARACTERS: Final = 200_000
+"""The other checks see at most this many characters of the question and of the answer, which bounds their time."""
 
 
 def check(criterion: Criterion, exchange: Exchange, rubric: Rubric | None = None) -> CriterionResult:
-    """The result of a criterion that does not ask the judge; `rubric` is where it is from, with the files it names.
+    """Decide a criterion that needs no judge. `rubric` is the one it belongs to; it holds the files that it names.
 
-    All but the checks in WHOLE look at no more than `bound.MOST` characters of question and answer.
-
-    Raises CheckError when it cannot be decided: no reference, a pattern that hangs, a function that raises.
+    Raises CheckError if it cannot be decided: no reference, a pattern that runs too long, a function that raises.
     """
-    looked_at = exchange if criterion.type in WHOLE else bounded(exchange)
-    found = CHECKS[criterion.type](criterion, looked_at, rubric)
-    choice = "yes" if found.value == 1 else "no" if found.value == 0 else f"{found.value:g}"
-    return CriterionResult(criterion.id, choice, found.value, criterion.passes(found.value), found.reason)
+    if criterion.type not in WHOLE_TEXT and max(len(exchange.query), len(exchange.answer)) > MAX_CHARACTERS:
+        exchange = replace(exchange, query=_shortened(exchange.query), answer=_shortened(exchange.answer))
+    score, reason = CHECKS[criterion.type](criterion, exchange, rubric)
+    value = float(score)
+    choice = "yes" if value == 1 else "no" if value == 0 else f"{value:g}"
+    return CriterionResult(criterion.id, choice, value, criterion.passes(value), reason)
+
+
+def _shortened(text: str) -> str:
+    """The beginning and the end of a text that is too long."""
+    half = MAX_CHARACTERS // 2
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:half]}\n{text[-half:]}"
 
 
 def check_all(rubric: Rubric, exchange: Exchange) -> tuple[CriterionResult, ...]:
-    """The results of all criteria of a rubric that do not ask the judge.
+    """Decide all criteria of a rubric that need no judge.
 
-    Raises CheckError when one cannot be decided, unless a required one failed: then the others do not matter, and
-    those without a result are left out.
+    Raises CheckError if one cannot be decided, unless a required one failed: the verdict is then known, and criteria
+    without a result are left out.
     """
     results, errors = [], []
     for criterion in rubric.every:
@@ -82,13 +85,13 @@ def check_all(rubric: Rubric, exchange: Exchange) -> tuple[CriterionResult, ...]
 
 
 def fails_required(rubric: Rubric, results: Iterable[CriterionResult]) -> bool:
-    """Whether one of the results is a failed required criterion."""
+    """Whether a required criterion failed."""
     required = {criterion.id for criterion in rubric.every if criterion.required}
     return any(not result.passed and result.criterion in required for result in results)
 
 
 def ask_the_judge(rubric: Rubric, exchange: Exchange) -> bool:
-    """Whether the judge has to be asked: it has criteria, and no check has decided or broken."""
+    """Whether the judge must be asked: it has criteria, and no required check failed and none raised."""
     try:
         return bool(rubric.asked) and not fails_required(rubric, check_all(rubric, exchange))
     except CheckError:

@@ -1,17 +1,17 @@
-"""Whether an answer is degenerate: a loop, the text of a tool call that went wrong, or broken encoding."""
+"""The check `degenerate`: an endless loop, a tool call that became text, or broken encoding.
+
+Songs, tables, logs and code repeat themselves too. What counts as a loop is how often and how much is repeated.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from flywheel.rubric import Criterion, Rubric
-from flywheel.rubric.checks.found import Found, found
 from flywheel.rubric.checks.markdown import split
+from flywheel.rubric.criterion import Criterion
+from flywheel.rubric.rubric import Rubric
 from flywheel.verdict import Exchange
 
 _TOOL_TEXT: Final = re.compile(
@@ -32,18 +32,31 @@ _MOJIBAKE: Final = re.compile(
 )
 _CONTROLS: Final = re.compile(r"[\x00-\x08\x0b\x0e-\x1a\x1c-\x1f\x7f-\x84\x86-\x9f\ufdd0-\ufdef\ufffe\uffff]")
 _SURROGATE: Final = re.compile(r"[\ud800-\udfff]")
+_TOKEN: Final = re.compile(
+    r"[^\W\d_\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+|\d+|[^\s]", re.UNICODE
+)
+_NUMBER: Final = re.compile(r"\d+")
+_TIME: Final = re.compile(r"\d{1,2}:\d{2}|\d{4}-\d{2}-\d{2}|\b\w+=\S+|0x[0-9a-f]+", re.IGNORECASE)
 
 
-def is_sound(_criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> Found:
-    from flywheel.rubric.checks.degenerate import find_loop  # needs numpy: judging that does without starts sooner
+class Run(NamedTuple):
+    """A unit of text that is repeated without a gap."""
 
-    problem = find_loop(exchange.answer) or _tool_text(exchange.answer) or _encoding(exchange.answer)
-    return found(not problem, problem or "neither a loop nor a malformed tool call nor broken encoding")
+    unit: str
+    times: float
+    characters: int
+    """Characters of all repetitions together."""
 
 
-def _tool_text(answer: str) -> str:
-    """A tool call that became text, or a word of the chat template. What is quoted as code is a quotation."""
-    prose = split(answer).prose
+def check_degenerate(_criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> tuple[bool, str]:
+    answer = exchange.answer
+    prose, code = split(answer)
+    problem = _find_loop(prose, code) or _find_tool_text(answer, prose) or _find_broken_encoding(answer, prose)
+    return not problem, problem or "neither a loop nor a malformed tool call nor broken encoding"
+
+
+def _find_tool_text(answer: str, prose: str) -> str:
+    """A tool call that became text, or a token of the chat template. In code they are quotations."""
     if match := _TOOL_TEXT.search(prose):
         return f"the text of a tool call: {match[0]}"
     if match := _SPECIAL.search(prose):
@@ -53,49 +66,39 @@ def _tool_text(answer: str) -> str:
     return ""
 
 
-def _encoding(answer: str) -> str:
+def _find_broken_encoding(answer: str, prose: str) -> str:
     if _SURROGATE.search(answer):
         return "broken encoding: half of a character"
-    prose = split(answer).prose
-    for pattern, what in (
-        (re.compile("\ufffd"), "replacement characters"),
-        (_CONTROLS, "control characters"),
-        (_MOJIBAKE, "characters decoded twice"),
+    for count, what in (
+        (prose.count("\ufffd"), "replacement characters"),
+        (len(_CONTROLS.findall(prose)), "control characters"),
+        (len(_MOJIBAKE.findall(prose)), "characters decoded twice"),
     ):
-        if (count := len(pattern.findall(prose))) >= 3:
+        if count >= 3:
             return f"broken encoding: {count} {what}"
     return ""
 
 
-_TOKEN: Final = re.compile(
-    r"[^\W\d_\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+|\d+|[^\s]", re.UNICODE
-)
-_NUMBER: Final = re.compile(r"\d+")
-_TIME: Final = re.compile(r"\d{1,2}:\d{2}|\d{4}-\d{2}-\d{2}|\b\w+=\S+|0x[0-9a-f]+", re.IGNORECASE)
-
-
-class Run(NamedTuple):
-    """A unit that stands `times` times beside each other and covers so many characters."""
-
-    unit: str
-    times: float
-    characters: int
-
-
-def find_loop(answer: str) -> str:
-    """What is repeated without end, in words for a person; empty if nothing is."""
-    prose, code = split(answer)
-    for part, is_loop in ((prose, _is_loop_in_prose), (code, _is_loop_in_code)):
-        for run in _runs(part):
-            if is_loop(run):
-                return f"{_shown(run.unit)} is repeated {int(run.times)} times"
-    return _counted_loop(prose) or _stale(prose)
+def _find_loop(prose: str, code: str) -> str:
+    """What is repeated without end, as a reason; empty if nothing is."""
+    for text, is_loop in ((prose, _is_loop_in_prose), (code, _is_loop_in_code)):
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        levels: tuple[tuple[Sequence[str], str, int], ...] = (
+            (text, "", 80),
+            (_TOKEN.findall(text), " ", 400),
+            (lines, "\n", 120),
+        )
+        for units, separator, longest_period in levels:
+            for run in _longest_runs(units, separator, longest_period):
+                if is_loop(run):
+                    return _repeated(run)
+    return _find_counted_loop(prose) or _find_lack_of_words(prose)
 
 
 def _is_loop_in_prose(run: Run) -> bool:
     letters = sum(character.isalpha() for character in run.unit)
     if not letters:
-        # Rules, dots of leaders, blanks to fill in, zeros: long, but not endless.
+        # Horizontal rules, dot leaders, blanks to fill in and zeros are long, but not endless.
         return run.characters >= 500 and run.times >= 100
     if len(set(run.unit)) == 1:
         return run.times >= 80
@@ -105,7 +108,7 @@ def _is_loop_in_prose(run: Run) -> bool:
 
 
 def _is_loop_in_code(run: Run) -> bool:
-    """Tables of zeros, heartbeats in logs and test data repeat much more often than prose does."""
+    """Tables of zeros, heartbeats in logs and test data repeat much more often than prose."""
     letters = sum(character.isalpha() for character in run.unit)
     if not letters:
         return run.characters >= 3000 and run.times >= 200
@@ -114,60 +117,43 @@ def _is_loop_in_code(run: Run) -> bool:
     return run.times >= (15 if len(run.unit) >= 200 else 50) and run.characters >= 600
 
 
-def _runs(text: str) -> list[Run]:
-    """The longest run of each period: of characters, of words, and of lines."""
-    levels: tuple[tuple[Callable[[str], list[str]], str, int], ...] = (
-        (list, "", 80),
-        (_TOKEN.findall, " ", 400),
-        (_lines, "\n", 120),
-    )
-    found = []
-    for cut, glue, longest in levels:
-        found += _periodic(cut(text), glue, longest)
-    return found
+def _longest_runs(units: Sequence[str], separator: str, longest_period: int) -> list[Run]:
+    """The longest run of each period, in units."""
+    import numpy as np  # not at the top: most commands do without it
 
-
-def _lines(text: str) -> list[str]:
-    return [line.strip() for line in text.splitlines() if line.strip()]
-
-
-def _periodic(units: Sequence[str], glue: str, longest: int) -> list[Run]:
     numbers: dict[str, int] = {}
-    codes: NDArray[np.int32] = np.fromiter((numbers.setdefault(unit, len(numbers)) for unit in units), np.int32)
-    found = []
-    for period in range(1, min(longest, len(codes) // 3) + 1):
-        start, length = _longest_true(codes[period:] == codes[:-period])
+    codes = np.fromiter((numbers.setdefault(unit, len(numbers)) for unit in units), np.int32)
+    runs = []
+    for period in range(1, min(longest_period, len(codes) // 3) + 1):
+        # True where a unit equals the one a period later; edges are where that begins and ends.
+        is_repeated = np.concatenate(([False], codes[period:] == codes[:-period], [False]))
+        edges = np.flatnonzero(np.diff(is_repeated.astype(np.int8)))
+        if not len(edges):
+            continue
+        lengths = edges[1::2] - edges[::2]
+        longest = int(lengths.argmax())
+        start, length = int(edges[2 * longest]), int(lengths[longest])
         if length >= 2 * period:
             covered = units[start : start + length + period]
-            unit = glue.join(units[start : start + period])
-            found.append(Run(unit, (length + period) / period, sum(map(len, covered)) + len(glue) * len(covered)))
-    return found
+            characters = sum(map(len, covered)) + len(separator) * len(covered)
+            runs.append(Run(separator.join(covered[:period]), (length + period) / period, characters))
+    return runs
 
 
-def _longest_true(flags: NDArray[np.bool_]) -> tuple[int, int]:
-    """Where the longest stretch of true begins, and its length."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], flags, [False])).astype(np.int8)))
-    if not len(edges):
-        return 0, 0
-    lengths = edges[1::2] - edges[::2]
-    best = int(lengths.argmax())
-    return int(edges[2 * best]), int(lengths[best])
-
-
-def _counted_loop(prose: str) -> str:
+def _find_counted_loop(prose: str) -> str:
     """The same sentence with another number, many times: "12. Check that the answer is complete."."""
-    lines = [line for line in _lines(prose) if not _TIME.search(line)]
-    for run in _periodic([_NUMBER.sub("#", line) for line in lines], "\n", 8):
+    lines = [line.strip() for line in prose.splitlines() if line.strip() and not _TIME.search(line.strip())]
+    for run in _longest_runs([_NUMBER.sub("#", line) for line in lines], "\n", 8):
         size = run.unit.count("\n") + 1
         words = re.findall(r"[^\W\d_]{2,}", run.unit)
-        is_long = len(words) >= 7 * size or sum(character.isalpha() for character in run.unit) >= 40 * size
+        is_long = len(words) >= 7 * size or sum(char.isalpha() for char in run.unit) >= 40 * size
         if run.times >= 10 and is_long and "#" in run.unit:
-            return f"{_shown(run.unit)} is repeated {int(run.times)} times"
+            return _repeated(run)
     return ""
 
 
-def _stale(prose: str) -> str:
-    """Long text that hardly ever says a new thing, though never twice the same in a row."""
+def _find_lack_of_words(prose: str) -> str:
+    """A long text that hardly ever says anything new, though not the same twice in a row."""
     tokens = [token.casefold() for token in _TOKEN.findall(prose) if token[0].isalnum()]
     size = 4
     total = len(tokens) - size + 1
@@ -177,6 +163,6 @@ def _stale(prose: str) -> str:
     return f"only {share:.0%} of its word groups are new" if share < 0.15 else ""
 
 
-def _shown(unit: str) -> str:
-    text = " ".join(unit.split())
-    return repr(text if len(text) <= 60 else f"{text[:59]}…")
+def _repeated(run: Run) -> str:
+    unit = " ".join(run.unit.split())
+    return f"{(unit if len(unit) <= 60 else f'{unit[:59]}…')!r} is repeated {int(run.times)} times"

@@ -1,7 +1,7 @@
-"""Whether the answer is in the language of the question, or in a named one.
+"""The check `language`: the answer is in the language of the question, or in a named one.
 
-A false alarm costs a good answer, so only what is plain counts: an answer long enough to tell, no part of which is in
-the expected language, to a question whose language is as plain and that does not speak of languages itself.
+A false alarm costs a good answer, so a criterion fails only in clear cases: the answer is long enough, no part of it
+is in the expected language, the question's language is as clear, and the question names no other language.
 """
 
 from __future__ import annotations
@@ -9,28 +9,26 @@ from __future__ import annotations
 import re
 import threading
 import unicodedata
-from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
-from flywheel.rubric import Criterion, Rubric
-from flywheel.rubric.checks.found import Found, found
 from flywheel.rubric.checks.markdown import words_only
-from flywheel.rubric.criterion import QUERY
+from flywheel.rubric.criterion import QUERY, Criterion
 from flywheel.rubric.language_names import NAMES, code_of, english_name
+from flywheel.rubric.rubric import Rubric
 from flywheel.verdict import Exchange
 
 if TYPE_CHECKING:
     from py3langid.langid import LanguageIdentifier
 
-ENOUGH: Final = 40
-"""Letters that tell a language; a letter of a script that writes syllables or words counts for three."""
-SURE: Final = 0.98
-IMPOSSIBLE: Final = 0.01
-"""From and below which probability a language is taken for certain, or for excluded."""
-_loading = threading.Lock()
-_DENSE: Final = ("CJK", "HIRAGANA", "KATAKANA", "HANGUL", "YI ")
-_SENTENCE: Final = re.compile(r"(?<=[.!?。！？…:;])\s+|\n+|(?<=[。！？])")
-_ALIKE: Final = (
+MIN_LETTERS: Final = 40
+"""Letters that suffice to identify a language; a letter of a script of syllables or words counts as three."""
+CERTAIN: Final = 0.98
+"""From this probability on, a language is taken for certain."""
+EXCLUDED: Final = 0.01
+"""Up to this probability, a language is taken for excluded."""
+_DENSE_SCRIPTS: Final = ("CJK", "HIRAGANA", "KATAKANA", "HANGUL", "YI ")
+_SENTENCE_END: Final = re.compile(r"(?<=[.!?。！？…:;])\s+|\n+|(?<=[。！？])")
+_CONFUSABLE: Final = (
     frozenset({"bs", "hr", "sr", "sl", "mk", "bg"}),
     frozenset({"da", "no", "nb", "nn", "sv", "fo", "is"}),
     frozenset({"cs", "sk"}),
@@ -51,90 +49,85 @@ _ALIKE: Final = (
     frozenset({"fi", "et"}),
     frozenset({"th", "lo"}),
 )
-"""Languages that a few words do not tell apart: one may stand for the other."""
+"""Languages that short texts do not tell apart: each counts as the others of its group."""
+_identifier: Final[list[LanguageIdentifier]] = []
+"""The language model once it is loaded."""
+_identifier_lock = threading.Lock()
 
 
-def is_in_language(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> Found:
+def check_language(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> tuple[bool, str]:
     answer = words_only(exchange.answer)
-    if _weight(answer) < ENOUGH:
-        return found(True, "the answer is too short to tell its language")
-    if criterion.language != QUERY:
-        wanted = code_of(criterion.language) or criterion.language
+    if _count_letters(answer) < MIN_LETTERS:
+        return True, "the answer is too short to tell its language"
+    named = str(criterion.value) or QUERY
+    if named != QUERY:
+        wanted = code_of(named) or named
     else:
         question = words_only(exchange.query)
-        asked, sure = identify(question)
-        if _weight(question) < ENOUGH / 2 or sure < SURE:
-            return found(True, "the language of the question is not plain")
-        if names_language(exchange.query, asked):
-            return found(True, "the question speaks of a language")
-        wanted = asked
-    spoken, sure = identify(answer)
-    if alike(spoken, wanted) or sure < SURE or probability(answer, wanted) > IMPOSSIBLE:
-        return found(True, f"the answer is in {english_name(wanted)}, as far as can be told")
+        ranking = _rank(question)
+        wanted = ranking[0][0]
+        if _count_letters(question) < MIN_LETTERS / 2 or _probability(ranking, wanted) < CERTAIN:
+            return True, "the language of the question is not clear"
+        if _names_another_language(exchange.query, wanted):
+            return True, "the question names a language"
+    ranking = _rank(answer)
+    found = ranking[0][0]
+    is_clear = _probability(ranking, found) >= CERTAIN and _probability(ranking, wanted) <= EXCLUDED
+    if _are_confusable(found, wanted) or not is_clear:
+        return True, f"the answer is in {english_name(wanted)}, as far as can be told"
     if _has_part_in(answer, wanted):
-        return found(True, f"a part of the answer is in {english_name(wanted)}")
-    return found(False, f"the answer is in {english_name(spoken)}, not in {english_name(wanted)}")
+        return True, f"a part of the answer is in {english_name(wanted)}"
+    return False, f"the answer is in {english_name(found)}, not in {english_name(wanted)}"
 
 
-def identify(text: str) -> tuple[str, float]:
-    """The most likely language of a text, as ISO 639 code, and the probability of it and those like it."""
-    code = str(_identifier().classify(text)[0])
-    return code, probability(text, code)
+def _rank(text: str) -> list[tuple[str, float]]:
+    """ISO 639 codes with their probabilities, the most likely language first."""
+    # Loading takes a second; threads that need the model at once wait for the one that loads it.
+    with _identifier_lock:
+        if not _identifier:
+            from py3langid.langid import MODEL_FILE, LanguageIdentifier
+
+            _identifier.append(LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True))
+    return [(str(code), float(probability)) for code, probability in _identifier[0].rank(text)]
 
 
-def probability(text: str, code: str) -> float:
-    """How likely a text is in a language, or in one that is hard to tell from it."""
-    return sum(float(sure) for other, sure in _identifier().rank(text) if alike(str(other), code))
+def _probability(ranking: list[tuple[str, float]], code: str) -> float:
+    """How likely a text is in a language or in one that is confusable with it."""
+    return sum(probability for other, probability in ranking if _are_confusable(other, code))
 
 
-def _identifier() -> LanguageIdentifier:
-    # Threads that need it at once wait for the one that loads it, which takes a second.
-    with _loading:
-        return _load()
+def _are_confusable(one: str, other: str) -> bool:
+    return one == other or any(one in group and other in group for group in _CONFUSABLE)
 
 
-@lru_cache(maxsize=1)
-def _load() -> LanguageIdentifier:
-    from py3langid.langid import MODEL_FILE, LanguageIdentifier
-
-    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
-
-
-def alike(one: str, other: str) -> bool:
-    """Whether two codes are the same language, or languages that are easily taken for each other."""
-    return one == other or any(one in group and other in group for group in _ALIKE)
-
-
-def names_language(question: str, asked: str) -> bool:
-    """Whether a question names a language other than its own: it may want the answer in that one."""
+def _names_another_language(question: str, asked: str) -> bool:
+    """Whether a question names a language other than its own: the answer may have to be in that one."""
     text = question.casefold()
-    return any(_speaks_of(text, name.casefold()) for code, names in NAMES.items() if code != asked for name in names)
-
-
-def _speaks_of(text: str, name: str) -> bool:
-    # Stems of the own names end anywhere; a word may not begin before them. Scripts without spaces have no words.
-    start = r"\b" if unicodedata.name(name[0], "").startswith(("LATIN", "CYRILLIC", "GREEK")) else ""
-    return re.search(start + re.escape(name), text) is not None
-
-
-def _has_part_in(answer: str, wanted: str) -> bool:
-    """Whether a sentence of the answer, or several short ones beside each other, is in the language."""
-    together: list[str] = []
-    weight = 0
-    for sentence in _SENTENCE.split(answer):
-        together.append(sentence)
-        weight += _weight(sentence)
-        if weight < ENOUGH:
-            continue
-        if alike(identify(" ".join(together))[0], wanted):
-            return True
-        together, weight = [], 0
+    for code, names in NAMES.items():
+        for name in map(str.casefold, names) if code != asked else ():
+            # Names are stems, which end anywhere. Where the script has spaces, they begin a word.
+            has_spaces = unicodedata.name(name[0], "").startswith(("LATIN", "CYRILLIC", "GREEK"))
+            if re.search((r"\b" if has_spaces else "") + re.escape(name), text):
+                return True
     return False
 
 
-def _weight(text: str) -> int:
-    total = 0
-    for letter in text:
-        if letter.isalpha():
-            total += 3 if not letter.isascii() and unicodedata.name(letter, "").startswith(_DENSE) else 1
-    return total
+def _has_part_in(answer: str, wanted: str) -> bool:
+    """Whether a sentence of the answer, or several short ones in a row, is in the language."""
+    sentences: list[str] = []
+    letters = 0
+    for sentence in _SENTENCE_END.split(answer):
+        sentences.append(sentence)
+        letters += _count_letters(sentence)
+        if letters >= MIN_LETTERS:
+            if _are_confusable(_rank(" ".join(sentences))[0][0], wanted):
+                return True
+            sentences, letters = [], 0
+    return False
+
+
+def _count_letters(text: str) -> int:
+    """Letters of a text; one of a script of syllables or words counts as three."""
+    letters = [char for char in text if char.isalpha()]
+    dense = (not char.isascii() and unicodedata.name(char, "").startswith(_DENSE_SCRIPTS) for char in letters)
+    return len(letters) + 2 * sum(dense)

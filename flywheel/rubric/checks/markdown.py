@@ -1,4 +1,4 @@
-"""What of an answer is prose, and what is code, tables, formulas and addresses."""
+"""Splits an answer in Markdown into prose and code."""
 
 from __future__ import annotations
 
@@ -18,40 +18,39 @@ _FORMULA: Final = re.compile(
 _ADDRESS: Final = re.compile(
     r"\b(?:https?://|www\.)\S+|(?<![\w.+-])[\w.+-]++@[\w-]++\.[\w.]+|(?:/[\w.-]+){2,}|(?<!\w)\w+(?:[._/]\w+)+"
 )
-"""Each alternative begins where a run of its characters begins: begun at every character of a long one, a search
-takes quadratic time."""
+"""URLs, e-mail addresses, paths and dotted names. Each alternative can begin only where a run of its characters
+begins: a search that began at every character of a long run would take quadratic time."""
 
 
 class Parts(NamedTuple):
-    """`prose` is what is left; `code` are fenced blocks, indented lines and rows of tables."""
+    """A text in two parts."""
 
     prose: str
+    """Everything but code, without inline code."""
     code: str
+    """Fenced blocks, indented lines and rows of tables."""
 
 
 def split(text: str) -> Parts:
-    """Prose and code of an answer in Markdown. A fence that is not closed reaches to the end."""
-    if text.lstrip()[:1] in ("{", "[") and _is_json(text):
-        return Parts("", text)
+    """Prose and code of a text. A fence that is not closed reaches to the end; JSON as a whole is code."""
+    if text.lstrip()[:1] in ("{", "["):
+        try:
+            json.loads(text)
+        except (ValueError, RecursionError):
+            pass
+        else:
+            return Parts("", text)
     code: list[str] = []
 
-    def take(match: re.Match[str]) -> str:
+    def cut_out(match: re.Match[str]) -> str:
         code.append(match[0])
         return "\n"
 
     for pattern in (_FENCED, _TABLE, _INDENTED):
-        text = pattern.sub(take, text)
+        text = pattern.sub(cut_out, text)
     return Parts(_INLINE.sub(" ", text), "\n".join(code))
 
 
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
 def words_only(text: str) -> str:
-    """Prose without formulas, addresses and names with dots: what a language can be told by."""
+    """The prose without formulas, addresses and dotted names: what tells its language."""
     return _ADDRESS.sub(" ", _FORMULA.sub(" ", split(text).prose))

@@ -1,40 +1,47 @@
-"""Whether the boxed result of an answer equals the reference, as math-verify sees it."""
+"""The check `math-equal`: the last boxed result of an answer equals the reference, as math-verify compares them.
+
+math-verify runs in a child process. It guards itself with signals, which work in main threads only, and a thread
+cannot be ended: 9^{9^{9^9}} would compute for ever.
+"""
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import logging
 import re
 import resource
-import subprocess
 import sys
 import threading
 from typing import Final
 
 from flywheel.errors import CheckError
-from flywheel.rubric import Criterion, Rubric
-from flywheel.rubric.checks.found import Found, found
-from flywheel.rubric.pattern import seen
-from flywheel.user_code import command, has_come
+from flywheel.rubric.criterion import Criterion
+from flywheel.rubric.pattern import visible
+from flywheel.rubric.rubric import Rubric
+from flywheel.trace import get_path
+from flywheel.user_code import ChildProcess
 from flywheel.verdict import Exchange
 
-SECONDS: Final = 10.0
-"""What one comparison may take."""
-LONGEST: Final = 2000
-"""Characters of a result that is compared: what is longer is no result."""
+TIMEOUT_SECONDS: Final = 10.0
+"""Longest comparison of two results."""
+START_SECONDS: Final = 120.0
+"""Longest start of the child process, which imports sympy."""
+MEMORY_BYTES: Final = 4 << 30
+"""Address space of the child process."""
+MAX_CHARACTERS: Final = 2000
+"""Longest result that is compared."""
 _BRACES: Final = re.compile(
     r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\(?!\\(?:boxed|fbox)\s*\{).|(?P<open>\{)|(?P<close>\})", re.DOTALL
 )
-"""What of a text matters for braces: those, and what a backslash is before, which is none."""
-_GROUPED: Final = re.compile(r"(?<=\d)(?:[ \u00a0\u2009\u202f]|\\[,; ]|~|\{,\})(?=\d{3}(?!\d))")
-_NARROW: Final = {wide: wide - 0xFEE0 for wide in range(0xFF01, 0xFF5F)}
-"""Digits and signs as wide as a Chinese character, for those that are not."""
+"""Boxes and braces. The second alternative skips escaped characters, and with them escaped braces."""
+_THOUSANDS_SEPARATOR: Final = re.compile(r"(?<=\d)(?:[ \u00a0\u2009\u202f]|\\[,; ]|~|\{,\})(?=\d{3}(?!\d))")
+_HALF_WIDTH: Final = {wide: wide - 0xFEE0 for wide in range(0xFF01, 0xFF5F)}
+"""Full-width digits and signs, as Chinese texts have them, to ASCII."""
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last \boxed{…} holds, its braces balanced; None without one. Escaped braces are no braces."""
+    r"""The content of the last \boxed{…} whose braces are balanced, None without one."""
     opened: list[int | None] = []
     last: tuple[int, int] | None = None
     for match in _BRACES.finditer(text):
@@ -47,38 +54,37 @@ def boxed(text: str) -> str | None:
     return None if last is None else text[slice(*last)].strip()
 
 
-def equals_reference(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> Found:
-    wanted = reference_of(criterion, exchange)
+def check_math_equal(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> tuple[bool, str]:
+    wanted = _reference(criterion, exchange)
     given = boxed(exchange.answer)
     if given is None:
-        return found(False, "the answer has no \\boxed{…}")
-    given, wanted = (seen(text).translate(_NARROW) for text in (given, wanted))
-    if not given or len(given) > LONGEST:
-        return found(False, "the answer's \\boxed{…} holds no result")
-    holds = _plain(given) == _plain(wanted) or _process.equal(
-        _GROUPED.sub("", given), _GROUPED.sub("", wanted), SECONDS
-    )
-    if holds is None:
+        return False, "the answer has no \\boxed{…}"
+    given, wanted = (visible(text).translate(_HALF_WIDTH) for text in (given, wanted))
+    if not given or len(given) > MAX_CHARACTERS:
+        return False, "the answer's \\boxed{…} holds no result"
+    is_equal: bool | None = "".join(given.split()) == "".join(wanted.split())
+    if not is_equal:
+        is_equal = _process.compare(*(_THOUSANDS_SEPARATOR.sub("", text) for text in (given, wanted)))
+    if is_equal is None:
         raise CheckError(
             f"decide criterion {criterion.id}",
-            f"comparing {given[:80]!r} with {wanted[:80]!r} took longer than {SECONDS:g} s or too much memory",
+            f"comparing {given[:80]!r} with {wanted[:80]!r} took more than {TIMEOUT_SECONDS:g} s or too much memory",
             "The task is judged again later.",
         )
-    return found(holds, f"{given[:80]} {'equals' if holds else 'is not'} {wanted[:80]}")
+    return is_equal, f"{given[:80]} {'equals' if is_equal else 'is not'} {wanted[:80]}"
 
 
-def reference_of(criterion: Criterion, exchange: Exchange) -> str:
+def _reference(criterion: Criterion, exchange: Exchange) -> str:
     """The right answer: the rubric's, the task's, or the accepted answer that a rollout is compared with.
 
-    Raises CheckError when there is none.
+    Raises CheckError without one.
     """
-    metadata = exchange.line.get("metadata")
-    told = metadata.get("reference") if isinstance(metadata, dict) else None
-    known = told if isinstance(told, str | int | float) and not isinstance(told, bool) else ""
-    for text in (criterion.right_answer, str(known), exchange.reference):
+    recorded = get_path(exchange.line, "metadata", "reference")
+    is_given = isinstance(recorded, str | int | float) and not isinstance(recorded, bool)
+    for text in (criterion.right_answer, str(recorded) if is_given else "", exchange.reference):
         inside = boxed(text)
         if wanted := (inside if inside is not None else text).strip().strip("$").strip():
-            return wanted[:LONGEST]
+            return wanted[:MAX_CHARACTERS]
     raise CheckError(
         f"decide criterion {criterion.id}",
         "there is no reference answer",
@@ -86,90 +92,55 @@ def reference_of(criterion: Criterion, exchange: Exchange) -> str:
     )
 
 
-def _plain(text: str) -> str:
-    return re.sub(r"\s+", "", text)
-
-
-MEMORY: Final = 4 << 30
-"""Bytes of address space that the child may have."""
-STARTING_SECONDS: Final = 120.0
-"""What starting the child may take: it imports sympy."""
-
-
-class MathsProcess:
-    """A child that compares two results. Threads take turns; it is started when it is needed first."""
+class MathProcess:
+    """A child process that compares results, one at a time. The first comparison starts it. Thread-safe."""
 
     def __init__(self) -> None:
-        self._turn = threading.Lock()
-        self._child: subprocess.Popen[str] | None = None
+        self._lock = threading.Lock()
+        self._child: ChildProcess | None = None
+        atexit.register(self.close)
 
-    def equal(self, given: str, wanted: str, seconds: float) -> bool | None:
-        """Whether they are equal; None when the child had to be ended."""
-        with self._turn:
-            child = self._child or self._start()
-            if child is not None:
-                with contextlib.suppress(OSError, ValueError):
-                    assert child.stdin is not None
-                    child.stdin.write(json.dumps([given, wanted]) + "\n")
-                    child.stdin.flush()
-                    if (answer := _line(child, seconds)) is not None:
-                        return bool(json.loads(answer))
-            self._end()
-            return None
-
-    def _start(self) -> subprocess.Popen[str] | None:
-        self._child = subprocess.Popen(
-            command(__name__),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
-        )
-        atexit.register(self._end)
-        return self._child if _line(self._child, STARTING_SECONDS) is not None else None
+    def compare(self, given: str, wanted: str) -> bool | None:
+        """Whether two results are equal; None if the child process took too long or ended."""
+        with self._lock:
+            try:
+                if self._child is None:
+                    self._child = ChildProcess(__name__)
+                    self._child.ask(json.dumps(["1", "1"]), START_SECONDS)
+                return bool(self._child.ask(json.dumps([given, wanted]), TIMEOUT_SECONDS))
+            except (OSError, EOFError, ValueError):
+                self._end()
+                return None
 
     def close(self) -> None:
-        """End the child; the next comparison starts another."""
-        with self._turn:
+        """End the child process; the next comparison starts another one."""
+        with self._lock:
             self._end()
 
     def _end(self) -> None:
         child, self._child = self._child, None
-        atexit.unregister(self._end)
-        if child is None:
-            return
-        child.kill()
-        child.wait()
-        for pipe in (child.stdin, child.stdout):
-            assert pipe is not None
-            with contextlib.suppress(OSError):
-                pipe.close()
+        if child is not None:
+            child.end()
 
 
-def _line(child: subprocess.Popen[str], seconds: float) -> str | None:
-    """The next line of the child, which writes whole ones; None when it takes too long or has ended."""
-    assert child.stdout is not None
-    return child.stdout.readline() or None if has_come(child.stdout, seconds) else None
-
-
-_process = MathsProcess()
+_process = MathProcess()
 
 
 def main() -> None:
-    """The child: compare until the input ends."""
-    import sympy  # noqa: F401 - before the limit: what is mapped at the start is no answer's doing
+    """The child process: answers each line of its input with one line, until the input ends."""
+    import sympy  # noqa: F401 - before the limit, which is meant for answers and not for the libraries
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     logging.disable(logging.CRITICAL)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    ways = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
-    print("ready", flush=True)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    configs = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
     for line in sys.stdin:
         try:
             given, wanted = (
-                parse(f"\\boxed{{{text}}}", extraction_config=ways, parsing_timeout=None) for text in json.loads(line)
+                parse(f"\\boxed{{{text}}}", extraction_config=configs, parsing_timeout=None)
+                for text in json.loads(line)
             )
-            equal = bool(given and wanted and verify(wanted, given, timeout_seconds=None))
+            is_equal = bool(given and wanted and verify(wanted, given, timeout_seconds=None))
         except (ArithmeticError, ValueError, TypeError, AttributeError, NotImplementedError, RecursionError):
-            equal = False
-        print(json.dumps(equal), flush=True)
+            is_equal = False
+        print(json.dumps(is_equal), flush=True)

@@ -1,55 +1,44 @@
-"""Checks of the answer as a text: patterns, words, length."""
+"""The checks `regex`, `not-regex`, `contains`, `min-length` and `max-length`."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import regex
 
 from flywheel.errors import CheckError
-from flywheel.rubric import Criterion, Rubric, pattern
-from flywheel.rubric.checks.found import Found, found
-from flywheel.rubric.pattern import seen, trimmed
+from flywheel.rubric import pattern
+from flywheel.rubric.criterion import Criterion
+from flywheel.rubric.pattern import normal_forms, trimmed, visible
+from flywheel.rubric.rubric import Rubric
 from flywheel.verdict import Exchange
 
 
-def search(wanted: str, text: str, named: str) -> bool:
-    """Whether the pattern is found. Raises CheckError when that takes too long; `named` is what asks."""
+def search(wanted: str, texts: Iterable[str], subject: str) -> bool:
+    """Whether the pattern matches in one of the texts. Raises CheckError, which names `subject`, after a timeout."""
     try:
-        return pattern.search(wanted, text, regex.DOTALL)
-    except TimeoutError:
+        return pattern.search(wanted, texts, regex.DOTALL)
+    except TimeoutError as error:
         raise CheckError(
-            f"decide {named}",
-            f"its pattern ran longer than {pattern.SECONDS:g} s on an answer of {len(text)} characters",
+            f"decide {subject}",
+            f"its pattern {error}",
             "Rewrite nested repetitions such as (a+)+ so that there is one way to match.",
         ) from None
 
 
-def _is_found(criterion: Criterion, exchange: Exchange) -> bool:
-    return any(
-        search(str(criterion.value), text, f"criterion {criterion.id}") for text in pattern.forms(exchange.answer)
-    )
+def check_pattern(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> tuple[bool, str]:
+    found = search(str(criterion.value), normal_forms(exchange.answer), f"criterion {criterion.id}")
+    return found == (criterion.type == "regex"), f"the pattern is {'found' if found else 'not found'}"
 
 
-def regex_is_found(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> Found:
-    holds = _is_found(criterion, exchange)
-    return found(holds, f"the pattern is {'found' if holds else 'not found'}")
+def check_contains(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> tuple[bool, str]:
+    wanted = tuple(normal_forms(str(criterion.value)))
+    found = any(form in text for text in normal_forms(exchange.answer) for form in wanted)
+    return found, f"the text is {'found' if found else 'not found'}"
 
 
-def regex_is_not_found(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> Found:
-    holds = not _is_found(criterion, exchange)
-    return found(holds, f"the pattern is {'not found' if holds else 'found'}")
-
-
-def contains(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> Found:
-    wanted = str(criterion.value)
-    holds = any(form in text for text in pattern.forms(exchange.answer) for form in pattern.forms(wanted))
-    return found(holds, f"the text is {'found' if holds else 'not found'}")
-
-
-def is_long_enough(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> Found:
-    length = len(seen(exchange.answer))
-    return found(length >= int(str(criterion.value)), f"{length} characters")
-
-
-def is_short_enough(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> Found:
-    length = len(trimmed(exchange.answer))
-    return found(length <= int(str(criterion.value)), f"{length} characters")
+def check_length(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> tuple[bool, str]:
+    limit = int(str(criterion.value))
+    is_minimum = criterion.type == "min-length"
+    length = len((visible if is_minimum else trimmed)(exchange.answer))
+    return length >= limit if is_minimum else length <= limit, f"{length} characters"
