@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from flywheel.known_secrets import hidden
+from flywheel.known_secrets import redact_secrets
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -27,9 +27,9 @@ class FlywheelError(Exception):
     exit_code = EXIT_FAILED
 
     def __init__(self, attempted: str, why: str, hint: str = "", *, retryable: bool = False) -> None:
-        self.attempted = hidden(attempted)
-        self.why = hidden(why)
-        self.hint = hidden(hint)
+        self.attempted = redact_secrets(attempted)
+        self.why = redact_secrets(why)
+        self.hint = redact_secrets(hint)
         self.retryable = retryable
         super().__init__(str(self))
 

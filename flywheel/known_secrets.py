@@ -1,8 +1,8 @@
-"""The secrets that this process knows: they are taken out of texts from outside, and no user's function gets them.
+"""Secrets that this process knows. They are removed from external texts and withheld from user functions.
 
-An endpoint, a server, a function or a log may repeat the key that it was sent, and what they say becomes an error in
-the log, in the state and in `status`. Known are the values of the environment variables that the configuration names
-and of those whose names say so, and whatever else was sent as a key.
+An endpoint, a server, a user function or a log can repeat the key that it received, and its text becomes an error in
+the log, in the state and in `status`. Known secrets are the values of environment variables that the configuration
+names, the values of variables with a name like API_KEY or PASSWORD, and every value passed to `register_secret`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from functools import lru_cache
 from typing import AnyStr, Final
 from urllib.parse import quote
 
-HIDDEN: Final = "[secret]"
-SHORTEST: Final = 8
-"""Characters that a secret has at least. What stands for none (`EMPTY`, `none`) must not be hidden in other texts."""
+REDACTED: Final = "[secret]"
+MIN_CHARACTERS: Final = 8
+"""Shorter values are placeholders (`EMPTY`, `none`) that must not be redacted from other texts."""
 _NAMES: Final = re.compile(r"(?:^|_)(?:API_?KEYS?|ACCESS_KEY|SECRET|SECRET_KEY|TOKEN|PASSWORD)$", re.IGNORECASE)
 
 _variables: set[str] = set()
@@ -24,27 +24,27 @@ _values: set[str] = set()
 
 
 def register_secret_variable(name: str) -> None:
-    """An environment variable of this name holds a secret, or several as `k1|k2`."""
+    """The environment variable of this name holds a secret, or several as `k1|k2`."""
     _variables.add(name)
 
 
-def know(secret: str) -> None:
-    """This is a secret, wherever it came from."""
+def register_secret(secret: str) -> None:
+    """This value is a secret, wherever it came from."""
     _values.add(secret)
 
 
-def hidden(text: AnyStr) -> AnyStr:
-    """The text without the known secrets, also as JSON and addresses spell them."""
-    for secret in _spelled():
+def redact_secrets(text: AnyStr) -> AnyStr:
+    """Replace the known secrets, also where they are escaped for JSON or a URL."""
+    for secret in _spellings(_known()):
         if isinstance(text, bytes):
-            text = text.replace(secret.encode(), HIDDEN.encode())
+            text = text.replace(secret.encode(), REDACTED.encode())
         else:
-            text = text.replace(secret, HIDDEN)
+            text = text.replace(secret, REDACTED)
     return text
 
 
-def environment() -> dict[str, str]:
-    """The environment of this process without what holds a secret, for programs that are not to know any."""
+def environment_without_secrets() -> dict[str, str]:
+    """The environment of this process for programs that must not see any secret."""
     return {name: value for name, value in os.environ.items() if not _is_secret(name)}
 
 
@@ -52,15 +52,15 @@ def _is_secret(name: str) -> bool:
     return name in _variables or _NAMES.search(name) is not None
 
 
-def _spelled() -> list[str]:
-    """All spellings of all secrets, the longest first: one may be a part of another."""
-    held = [value for name, value in os.environ.items() if _is_secret(name)]
-    found = {part.strip() for value in (*held, *tuple(_values)) for part in (value, *value.split("|"))}
-    long = (secret for secret in found if len(secret) >= SHORTEST)
-    return _ways(frozenset(long))
+def _known() -> frozenset[str]:
+    # Of a copy: other threads may add to the set.
+    values = _values.copy().union(value for name, value in os.environ.items() if _is_secret(name))
+    parts = {part.strip() for value in values for part in (value, *value.split("|"))}
+    return frozenset(part for part in parts if len(part) >= MIN_CHARACTERS)
 
 
 @lru_cache(maxsize=16)
-def _ways(secrets: frozenset[str]) -> list[str]:
-    ways = {way for secret in secrets for way in (secret, json.dumps(secret)[1:-1], quote(secret, safe=""))}
-    return sorted(ways, key=len, reverse=True)
+def _spellings(secrets: frozenset[str]) -> list[str]:
+    """Every secret as text, in JSON and in a URL, the longest first: one may be part of another."""
+    found = {text for secret in secrets for text in (secret, json.dumps(secret)[1:-1], quote(secret, safe=""))}
+    return sorted(found, key=len, reverse=True)

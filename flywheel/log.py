@@ -8,13 +8,13 @@ import sys
 import time
 from typing import Final
 
-from flywheel.known_secrets import hidden
+from flywheel.known_secrets import redact_secrets
 from flywheel.terminal import escape_terminal
 
 
 class _Lines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return escape_terminal(hidden(super().format(record)))
+        return escape_terminal(redact_secrets(super().format(record)))
 
 
 class _JournalLines(_Lines):

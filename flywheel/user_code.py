@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from flywheel.errors import ConfigError
-from flywheel.known_secrets import environment, hidden
+from flywheel.known_secrets import environment_without_secrets, redact_secrets
 
 LOAD_SECONDS: Final = 60.0
 """Longest load of a file; some load a model."""
@@ -62,7 +62,7 @@ class ChildProcess:
             [sys.executable, "-P", "-c", code],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environment(),
+            env=environment_without_secrets(),
             # Of its own: Ctrl-C is meant for the parent, and what the function starts ends with the group.
             process_group=0,
         )
@@ -82,7 +82,7 @@ class ChildProcess:
         line = self._process.stdout.readline()
         if not line.endswith(b"\n"):
             raise EOFError
-        return json.loads(hidden(line))
+        return json.loads(redact_secrets(line))
 
     def end(self) -> int:
         """Kill the process and what it has started. Returns its exit code."""

@@ -17,7 +17,13 @@ from flywheel import known_secrets, log
 from flywheel.config import parse
 from flywheel.daemon.worker_process import result_of
 from flywheel.errors import JudgeError, TrainError
-from flywheel.known_secrets import HIDDEN, environment, hidden, know, register_secret_variable
+from flywheel.known_secrets import (
+    REDACTED,
+    environment_without_secrets,
+    redact_secrets,
+    register_secret,
+    register_secret_variable,
+)
 from flywheel.round import LOG_FILE
 from flywheel.serving.client import Replica
 from flywheel.user_code import PythonProcess
@@ -34,8 +40,8 @@ def _nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["OPENAI_API_KEY", "MY_APIKEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD"])
 def test_variables_whose_names_say_so_hold_secrets(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, KEY)
-    assert hidden(f"it said {KEY}!") == f"it said {HIDDEN}!"
-    assert name not in environment()
+    assert redact_secrets(f"it said {KEY}!") == f"it said {REDACTED}!"
+    assert name not in environment_without_secrets()
 
 
 @pytest.mark.parametrize(
@@ -43,8 +49,8 @@ def test_variables_whose_names_say_so_hold_secrets(monkeypatch: pytest.MonkeyPat
 )
 def test_others_do_not(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "/a/long/value")
-    assert hidden("/a/long/value") == "/a/long/value"
-    assert environment()[name] == "/a/long/value"
+    assert redact_secrets("/a/long/value") == "/a/long/value"
+    assert environment_without_secrets()[name] == "/a/long/value"
 
 
 @pytest.mark.parametrize(
@@ -60,36 +66,36 @@ def test_variables_that_the_configuration_names_hold_secrets(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, raw: dict[str, object]
 ) -> None:
     monkeypatch.setenv("OF_THE_JUDGE", f"first-key|{KEY}")
-    assert hidden(KEY) == KEY
+    assert redact_secrets(KEY) == KEY
     parse(raw, "test", tmp_path)
-    assert hidden(f"{KEY} first-key") == f"{HIDDEN} {HIDDEN}"
-    assert "OF_THE_JUDGE" not in environment()
+    assert redact_secrets(f"{KEY} first-key") == f"{REDACTED} {REDACTED}"
+    assert "OF_THE_JUDGE" not in environment_without_secrets()
 
 
 def test_a_secret_is_known_in_every_spelling_and_whole() -> None:
-    know(KEY)
-    know(KEY + "-and-more")
-    assert hidden(json.dumps({"said": KEY})) == json.dumps({"said": HIDDEN})
-    assert hidden(f"http://host/?key={quote(KEY, safe='')}") == f"http://host/?key={HIDDEN}"
-    assert hidden(f"{KEY}-and-more".encode()) == HIDDEN.encode()
+    register_secret(KEY)
+    register_secret(KEY + "-and-more")
+    assert redact_secrets(json.dumps({"said": KEY})) == json.dumps({"said": REDACTED})
+    assert redact_secrets(f"http://host/?key={quote(KEY, safe='')}") == f"http://host/?key={REDACTED}"
+    assert redact_secrets(f"{KEY}-and-more".encode()) == REDACTED.encode()
 
 
 @pytest.mark.parametrize("nothing", ["", "none", "EMPTY", "x"])
 def test_what_stands_for_no_key_hides_nothing(nothing: str) -> None:
-    know(nothing)
-    assert hidden(f"this is {nothing}.") == f"this is {nothing}."
+    register_secret(nothing)
+    assert redact_secrets(f"this is {nothing}.") == f"this is {nothing}."
 
 
 def test_no_error_holds_a_secret() -> None:
-    know(KEY)
+    register_secret(KEY)
     error = JudgeError(f"ask {KEY}", f"it said {KEY}", f"Not {KEY}.")
     for each in (error, pickle.loads(pickle.dumps(error))):
         assert KEY not in f"{each} {each!r} {each.attempted} {each.why} {each.hint}"
-        assert str(each).count(HIDDEN) == 3
+        assert str(each).count(REDACTED) == 3
 
 
 def test_no_line_of_the_log_holds_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    know(KEY)
+    register_secret(KEY)
     written = io.StringIO()
     monkeypatch.setattr(sys, "stderr", written)
     root = logging.getLogger()
@@ -104,7 +110,7 @@ def test_no_line_of_the_log_holds_a_secret(monkeypatch: pytest.MonkeyPatch) -> N
     finally:
         root.handlers = before
         root.setLevel(level)
-    assert written.getvalue().count(HIDDEN) >= 2
+    assert written.getvalue().count(REDACTED) >= 2
     assert KEY not in written.getvalue()
 
 
@@ -127,18 +133,18 @@ def test_a_users_function_inherits_no_key_and_repeats_none(monkeypatch: pytest.M
     assert said is not None
     assert "MY_SETTING" in said and "PATH" in said
     assert "OPENAI_API_KEY" not in said and "OF_THE_JUDGE" not in said
-    assert said.endswith(HIDDEN)
+    assert said.endswith(REDACTED)
     with pytest.raises(Exception, match=r"ValueError: it was \[secret\]"):
         keep({"do": "raise", "key": KEY})
 
 
 def test_a_workers_log_is_quoted_without_secrets(tmp_path: Path) -> None:
-    know(KEY)
+    register_secret(KEY)
     (tmp_path / LOG_FILE).write_text(f"HTTPError: headers {{'authorization': 'Bearer {KEY}'}} {'x' * 280}\n")
     with pytest.raises(TrainError) as caught:
         result_of(tmp_path)
     assert "a\\test" not in str(caught.value)
-    assert HIDDEN[1:] in str(caught.value)
+    assert REDACTED[1:] in str(caught.value)
 
 
 async def test_a_servers_words_are_quoted_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
     from flywheel.daemon.judge_setup import chain_of, judge_settings
     from flywheel.judge.budget import Budget, BudgetSpentError
     from flywheel.judge.calibration import calibrate
-    from flywheel.judge.client import judge_of
+    from flywheel.judge.client import settings_for
     from flywheel.judge.grader import Grader
     from flywheel.judge.independence import check_independence
     from flywheel.judge_usage import Purpose
@@ -85,7 +85,7 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
                 f"none of the {len(given.labels)} replies was decided: {outcome.undecided[0][1]}",
                 "Nothing is stored.",
             )
-        judge = judge_of(rubric, settings).model
+        judge = settings_for(rubric, settings).model
         await store.write(
             calibrations.record,
             rubric_id=rubric.id,
@@ -114,7 +114,7 @@ def _preview(grader: Grader, given: Labels, repeats: int) -> Preview:
 
     total = Preview()
     for label in given.labels:
-        needed = grader.needs(label.exchange)
+        needed = grader.estimate(label.exchange)
         for _ in range(repeats):
             total.add(needed)
     return total

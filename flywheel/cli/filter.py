@@ -178,7 +178,7 @@ async def _filter(wanted: _Wanted) -> tuple[dict[str, Any], FlywheelError | None
 
             def on_judged(judged: Judged) -> None:
                 # Only machines are told what a call for each task would send: it takes time to know.
-                tokens = filtering.grader.preview(exchange_of(judged.task.line)) if wanted.quiet else 0
+                tokens = filtering.grader.estimate(exchange_of(judged.task.line)).prompt_tokens if wanted.quiet else 0
                 found[judged.task.id] = verdict_json(judged, filtering, tokens)
                 counter.step()
 

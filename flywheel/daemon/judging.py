@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MEANS_NOTE = "judge_means"
+CAPABILITIES_NOTE = "judge_means"
 """Key of the note on what the judge's endpoints turned out not to do."""
 
 
@@ -90,9 +90,9 @@ class Filtering:
             self._screening.stop = linked
         report = FilterReport()
         self._loop = loop = asyncio.get_running_loop()
-        learned = self.grader.client.learned
-        learned.restore(await self._store.read(notes.noted, MEANS_NOTE))
-        known = learned.snapshot()
+        capabilities = self.grader.client.capabilities
+        capabilities.restore(await self._store.read(notes.noted, CAPABILITIES_NOTE))
+        known = capabilities.snapshot()
         try:
             while True:
                 feed.freed = 0
@@ -113,8 +113,8 @@ class Filtering:
             if left:
                 await asyncio.shield(self._store.write(claims.release, left, "not judged"))
         await self._store.write(notes.note, notes.JUDGE_NOTE, str(report.error or ""))
-        if learned.snapshot() != known:
-            await self._store.write(notes.note, MEANS_NOTE, learned.snapshot())
+        if capabilities.snapshot() != known:
+            await self._store.write(notes.note, CAPABILITIES_NOTE, capabilities.snapshot())
         return report
 
     async def count(self, *, limit: int | None = None, rejudge: bool = False) -> int:
@@ -151,7 +151,7 @@ class Filtering:
             for each in screening.through(batch) if screening else map(Screened, batch):
                 needed = CallEstimate()
                 if each.goes_on and each.task.stored is None:
-                    needed = self.grader.needs(exchange_of(each.task.line), each.task.earlier)
+                    needed = self.grader.estimate(exchange_of(each.task.line), each.task.earlier)
                 total.add(needed)
         return total
 
@@ -280,7 +280,7 @@ class Filtering:
                 exchange = exchange_of(task.line)
                 verdict = task.stored
                 if verdict is None and task.earlier:
-                    verdict = self.grader.recall(exchange, task.earlier)
+                    verdict = self.grader.reuse(exchange, task.earlier)
                 if verdict is None:
                     yield task, exchange
                 else:

@@ -182,20 +182,20 @@ class RubricDiff:
             paid.append(verdict)
             return verdict
 
-        again = CallEstimate() if pair.new.stored else self._new.needs(pair.exchange, pair.new.earlier)
+        again = CallEstimate() if pair.new.stored else self._new.estimate(pair.exchange, pair.new.earlier)
         new = judged(self._new, pair.new, pair.new.earlier)
         same = self._new.judge_hash == self._old.judge_hash and new.outcome is not Outcome.UNDECIDED
         old = judged(self._old, pair.old, (new, *pair.old.earlier) if same else pair.old.earlier)
-        return Compared(pair.new, old, new, tuple(paid), again, self._new.needs(pair.exchange))
+        return Compared(pair.new, old, new, tuple(paid), again, self._new.estimate(pair.exchange))
 
     def _needed(self, pair: _Pair) -> tuple[CallEstimate, CallEstimate]:
         new = old = CallEstimate()
         if pair.new.stored is None:
-            new = self._new.needs(pair.exchange, pair.new.earlier)
+            new = self._new.estimate(pair.exchange, pair.new.earlier)
         if pair.old.stored is None:
             same = new.calls > 0 and self._new.judge_hash == self._old.judge_hash
             asked = frozenset(self._new.hashes.values()) if same else frozenset()
-            old = self._old.needs(pair.exchange, pair.old.earlier, asked)
+            old = self._old.estimate(pair.exchange, pair.old.earlier, asked)
         return new, old
 
 

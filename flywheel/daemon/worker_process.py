@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from flywheel.errors import TrainError
 from flywheel.files import PRIVATE, make_private, private, write_atomic
-from flywheel.known_secrets import hidden
+from flywheel.known_secrets import redact_secrets
 from flywheel.round import ERROR_FILE, LOG_FILE, RESULT_FILE, SPEC_FILE, RoundResult, RoundSpec
 from flywheel.round_progress import PROGRESS_FILE
 
@@ -164,7 +164,7 @@ def _last_line(path: Path) -> str:
         with path.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_END_BYTES))
             # Before it is cut: half a key is no known secret.
-            lines = hidden(log.read().decode(errors="replace")).splitlines()
+            lines = redact_secrets(log.read().decode(errors="replace")).splitlines()
     except OSError:
         return ""
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")

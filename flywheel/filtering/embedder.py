@@ -93,7 +93,7 @@ class Embedder:
             self._transport = ModelHttpClient(
                 self._url,
                 timeout_seconds=settings.timeout_seconds,
-                most_bytes=settings.batch_size * MOST_BYTES,
+                max_bytes=settings.batch_size * MOST_BYTES,
             )
         except ValueError as error:
             raise self._failure(str(error), "Correct HTTPS_PROXY and HTTP_PROXY, or unset them.") from error
@@ -148,8 +148,8 @@ class Embedder:
             answer = self._transport.post("/embeddings", orjson.dumps(wanted), self._key)
         except (RequestFailedError, ResponseTooLargeError) as error:
             raise _AnswerError(str(error), is_odd=isinstance(error, ResponseTooLargeError)) from error
-        if not answer.is_good:
-            said = f"it answered {answer.status} ({answer.words})"
+        if not answer.is_success:
+            said = f"it answered {answer.status} ({answer.error_message})"
             raise _AnswerError(said, status=answer.status, retry_after=answer.retry_after)
         try:
             return _vectors(orjson.loads(answer.body), len(texts))

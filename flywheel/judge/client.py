@@ -1,4 +1,8 @@
-"""The judge as somebody to ask: by the best means that its endpoint has, and the backup while it is away."""
+"""Client for the judge: calls with retries, API keys and limits, and failover to the backup.
+
+`JudgeClient` asks the judge in the strictest response format that it supports, or its backup while the judge fails.
+`Endpoint` makes the calls to one model: retries (tenacity), keys, limits, and errors that name the setting to change.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -15,26 +19,21 @@ import orjson
 from tenacity import (
     RetryCallState,
     Retrying,
-    retry_if_exception,
     sleep_using_event,
-    stop_after_attempt,
-    stop_when_event_set,
     wait_random_exponential,
 )
 
 from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge.rate_limit import ConcurrencyLimit, Key, KeyPool, RateLimiter
-from flywheel.judge.response import TOOL_NAME, CallError, Reply, read_answer
+from flywheel.judge.response import CallError, Reply, parse_response
 from flywheel.judge.response_formats import (
-    MAX_TOKENS,
-    SEED,
-    SYSTEM,
-    TEMPERATURE,
+    LABELS,
+    PARAMETERS,
     EndpointCapabilities,
     ResponseFormat,
-    in_request,
-    names,
+    is_rejection_of,
+    request_parts,
 )
 from flywheel.model_http_client import (
     HttpAnswer,
@@ -49,209 +48,38 @@ from flywheel.trace import ChatMessage
 log = logging.getLogger(__name__)
 
 NEVER: Final = threading.Event()
-"""The stop that does not come."""
-AWAY_SECONDS: Final = 60.0
+"""A stop event that is never set."""
+FAILOVER_SECONDS: Final = 60.0
 """How long the backup is asked first after the judge failed."""
-UNTOLD: Final = frozenset({400, 422})
-"""Answers that may be about how we asked, whatever they say."""
-NOT_TAKEN: Final = UNTOLD | {404, 405, 415}
-"""Answers that are about how we asked if they name it."""
-
-
-def judge_of(rubric: Rubric, settings: JudgeSettings) -> JudgeSettings:
-    """The judge that a rubric is judged by: the one of the configuration, or another model at its endpoint."""
-    named = rubric.judge.model
-    return settings if named == ALIEN else settings.model_copy(update={"model": named})
-
-
-def judges(settings: JudgeSettings) -> list[EndpointConfig]:
-    """The endpoints in the order in which they are asked: the judge, then its backup."""
-    url = (settings.base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI_URL).rstrip("/")
-    asked = [EndpointConfig(settings.model, url, settings.api_key_env)]
-    if backup := settings.backup:
-        url = (backup.base_url or url).rstrip("/")
-        asked.append(EndpointConfig(backup.model or settings.model, url, backup.api_key_env, "judge.backup"))
-    return asked
-
-
-class JudgeClient:
-    """Asks the judge. Thread-safe; `learned` remembers what its endpoints turned out not to do."""
-
-    def __init__(
-        self,
-        settings: JudgeSettings,
-        learned: EndpointCapabilities | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.learned = learned or EndpointCapabilities()
-        self._endpoints = [Endpoint(who, settings) for who in judges(settings)]
-        self.base_url = self._endpoints[0].who.base_url
-        self._clock = clock
-        self._away_until = float("-inf")
-
-    @property
-    def identity(self) -> str:
-        """What answers: a verdict of another model is another verdict."""
-        return "\0".join(f"{endpoint.who.base_url}\0{endpoint.who.model}" for endpoint in self._endpoints)
-
-    def ask(
-        self,
-        messages: list[ChatMessage],
-        *,
-        response_format: dict[str, Any],
-        temperature: float,
-        max_tokens: int,
-        seed: int | None = None,
-        stop: threading.Event = NEVER,
-    ) -> Reply:
-        """One answer; when the endpoint does not take just this call, a Reply with a problem.
-
-        Raises JudgeError: retryable when the endpoint failed at every attempt (`stop` ends the attempts), not
-        retryable when it refuses us.
-        """
-        wanted: dict[str, Any] = {"messages": messages, "temperature": temperature, "max_tokens": max_tokens}
-        if seed is not None:
-            wanted["seed"] = seed
-        first: JudgeError | None = None
-        for endpoint in self._in_order():
-            try:
-                return self._ask(endpoint, wanted, response_format, stop)
-            except JudgeError as error:
-                if len(self._endpoints) == 1 or stop.is_set():
-                    raise
-                if endpoint is self._endpoints[0]:
-                    self._away_until = self._clock() + AWAY_SECONDS
-                    log.warning("%s", error)
-                first = error if first is None or endpoint is self._endpoints[0] else first
-        assert first is not None
-        raise first
-
-    def ignored(self, reply: Reply) -> bool:
-        """The reply did not come as it was asked for: the next is asked for by other means, if there are any left."""
-        endpoint = next((each for each in self._endpoints if str(each.who) == reply.judge), None)
-        if endpoint is None or reply.means is ResponseFormat.TEXT:
-            return False
-        self._note(endpoint, reply.means, "ignores")
-        return True
-
-    def _in_order(self) -> Iterator[Endpoint]:
-        away = self._clock() < self._away_until
-        yield from reversed(self._endpoints) if away else self._endpoints
-
-    def _ask(
-        self, endpoint: Endpoint, wanted: dict[str, Any], response_format: dict[str, Any], stop: threading.Event
-    ) -> Reply:
-        """By the best means that is left. A refusal that names one is learned; after any other, words are tried."""
-        left = self.learned.means(str(endpoint.who))
-        suspected: ResponseFormat | None = None
-        while True:
-            means = left.pop(0)
-            try:
-                reply = self._call(endpoint, {**wanted, **_form(means, response_format)}, stop)
-            except CallError as error:
-                named = _is_refusal(error.status, NOT_TAKEN) and names(error.said, means, error.status)
-                about_us = named or (error.status in UNTOLD and not THIS_CALL.search(error.said))
-                if means is ResponseFormat.TEXT or not about_us:
-                    return endpoint.refused(error)
-                if named:
-                    self._note(endpoint, means, "takes no")
-                else:
-                    left, suspected = [ResponseFormat.TEXT], means
-                continue
-            if suspected is not None:
-                self._note(endpoint, suspected, "takes no")
-            return replace(reply, means=means)
-
-    def _call(self, endpoint: Endpoint, wanted: dict[str, Any], stop: threading.Event) -> Reply:
-        """One request, without the parameters that the endpoint does not know."""
-        while True:
-            sent = self._known_to(endpoint, wanted)
-            try:
-                return endpoint.call(sent, stop)
-            except CallError as error:
-                known = (each for each in in_request(sent) if each in _PARAMETERS)
-                unknown = next((each for each in known if names(error.said, each, error.status)), None)
-                if unknown is None or not _is_refusal(error.status, UNTOLD):
-                    raise
-                self._note(endpoint, unknown, "takes no")
-
-    def _known_to(self, endpoint: Endpoint, wanted: dict[str, Any]) -> dict[str, Any]:
-        sent = dict(wanted)
-        for parameter in (SEED, TEMPERATURE):
-            if self.learned.lacks(str(endpoint.who), parameter):
-                sent.pop(parameter, None)
-        if self.learned.lacks(str(endpoint.who), SYSTEM):
-            sent["messages"] = _without_system(sent["messages"])
-        if self.learned.lacks(str(endpoint.who), MAX_TOKENS):
-            sent["max_completion_tokens"] = sent.pop(MAX_TOKENS)
-        return sent
-
-    def _note(self, endpoint: Endpoint, what: str, does: str) -> None:
-        if self.learned.note(str(endpoint.who), what):
-            log.info("%s %s %s: it is asked without from now on", endpoint.who, does, _NAMES[what])
-
-    def close(self) -> None:
-        for endpoint in self._endpoints:
-            endpoint.close()
-
-
-_PARAMETERS: Final = (SEED, TEMPERATURE, MAX_TOKENS, SYSTEM)
-_NAMES: Final = {
-    ResponseFormat.SCHEMA: "JSON schema",
-    ResponseFormat.TOOL: "tool call",
-    SEED: "seed",
-    TEMPERATURE: "temperature",
-    MAX_TOKENS: "max_tokens",
-    SYSTEM: "system message",
-}
-
-
-def _is_refusal(status: int, statuses: frozenset[int]) -> bool:
-    return status in statuses or status >= 500
-
-
-def _without_system(messages: list[ChatMessage]) -> list[ChatMessage]:
-    """The same messages as one of the user."""
-    return [{"role": "user", "content": "\n\n".join(str(message["content"]) for message in messages)}]
-
-
-def _form(means: ResponseFormat, response_format: dict[str, Any]) -> dict[str, Any]:
-    """The part of a request that asks for the reply's form."""
-    if means is ResponseFormat.SCHEMA:
-        return {"response_format": response_format}
-    if means is ResponseFormat.TEXT:
-        return {}
-    parameters = response_format["json_schema"]["schema"]
-    function = {"name": TOOL_NAME, "description": "Give the verdict.", "parameters": parameters, "strict": True}
-    return {
-        "tools": [{"type": "function", "function": function}],
-        "tool_choice": {"type": "function", "function": {"name": TOOL_NAME}},
-    }
-
-
 OPENAI_URL: Final = "https://api.openai.com/v1"
-KEY_REFUSED: Final = frozenset({401, 402, 403})
-FATAL: Final = {
+BAD_REQUEST: Final = frozenset({400, 422})
+"""Status codes that can concern the format of the request, whatever the message says."""
+UNSUPPORTED: Final = BAD_REQUEST | {404, 405, 415}
+"""Status codes that concern the response format if the message names it."""
+KEY_REJECTED: Final = frozenset({401, 402, 403})
+HINTS: Final = {
     401: "Put the right key into the environment variable {key} ({section}.api_key_env names it).",
     402: "Fill up the account of the key in the environment variable {key}, or set another {section}.base_url.",
     403: "Use a key with access to this model ({section}.api_key_env names the variable {key}), or another "
     "{section}.model.",
     404: "Check {section}.model and {section}.base_url.",
 }
-"""Answers that every other call would get too, with the setting to change."""
-REFUSED: Final = (
+"""The setting to change, by status codes that every other call would get too."""
+REJECTED_HINT: Final = (
     "Check {section}.model, judge.temperature and judge.max_tokens, and that {section}.base_url is the API's root."
 )
-THIS_TEXT: Final = re.compile(r"moderat|flagged|content.?(filter|polic|manag)", re.I)
-"""What endpoints say of a text that they do not want to see, also where they answer as to a wrong key."""
-THIS_CALL: Final = re.compile(rf"context|too (long|large|many)|maximum|length|exceed|token|{THIS_TEXT.pattern}", re.I)
-"""What they say when it is this exchange that they do not take: its length, or what stands in it."""
-THE_LIMIT: Final = re.compile(r"\bmax_\w*tokens\b.{0,40}(large|most|less|between|exceed)(?!.*context)", re.I)
-"""What they say of an answer's length that the model cannot have, whatever it is asked."""
-COMPLETION_GUESS: Final = 200.0
-"""Tokens of a reply before any was seen."""
+MODERATION: Final = re.compile(r"moderat|flagged|content.?(filter|polic|manag)", re.I)
+"""The endpoint rejects the text, in some cases with the status code of a wrong key."""
+THIS_CALL: Final = re.compile(
+    rf"context|too (long|large|many)|maximum|length|exceed|token|{MODERATION.pattern}", re.I
+)
+"""The endpoint rejects this exchange: its length or its content."""
+OUTPUT_LIMIT: Final = re.compile(r"\bmax_\w*tokens\b.{0,40}(large|most|less|between|exceed)(?!.*context)", re.I)
+"""The endpoint rejects the maximum length of a reply, whatever the exchange is."""
+COMPLETION_TOKENS: Final = 200.0
+"""Expected tokens of a reply before any was received."""
 
-# Full jitter up to a doubling bound: many threads that failed together do not come back together.
+# Full jitter up to a doubling bound: threads that failed together do not come back together.
 _backoff = wait_random_exponential(multiplier=0.5, max=20)
 
 
@@ -268,100 +96,217 @@ class EndpointConfig:
         return f"{self.model} at {self.base_url}"
 
 
-class Endpoint:
-    """Thread-safe. `has_answered` is set once it took a call: it is set up well enough, then."""
+def settings_for(rubric: Rubric, settings: JudgeSettings) -> JudgeSettings:
+    """The judge for a rubric: that of the configuration, or another model at its endpoint."""
+    named = rubric.judge.model
+    return settings if named == ALIEN else settings.model_copy(update={"model": named})
 
-    def __init__(self, who: EndpointConfig, settings: JudgeSettings) -> None:
-        self.who = who
+
+def endpoints_of(settings: JudgeSettings) -> list[EndpointConfig]:
+    """The judge, and its backup if there is one."""
+    url = (settings.base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI_URL).rstrip("/")
+    endpoints = [EndpointConfig(settings.model, url, settings.api_key_env)]
+    if backup := settings.backup:
+        url = (backup.base_url or url).rstrip("/")
+        endpoints.append(EndpointConfig(backup.model or settings.model, url, backup.api_key_env, "judge.backup"))
+    return endpoints
+
+
+class JudgeClient:
+    """Asks the judge. Thread-safe. `capabilities` records what its endpoints do not support."""
+
+    def __init__(
+        self,
+        settings: JudgeSettings,
+        capabilities: EndpointCapabilities | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.capabilities = capabilities or EndpointCapabilities()
+        self.endpoints = [Endpoint(config, settings) for config in endpoints_of(settings)]
+        self._clock = clock
+        self._failover_until = float("-inf")
+
+    @property
+    def identity(self) -> str:
+        """The models and endpoints that answer: a verdict of another model is another verdict."""
+        return "\0".join(f"{each.config.base_url}\0{each.config.model}" for each in self.endpoints)
+
+    def ask(
+        self,
+        messages: list[ChatMessage],
+        *,
+        response_format: dict[str, Any],
+        temperature: float,
+        max_tokens: int,
+        seed: int | None = None,
+        stop: threading.Event = NEVER,
+    ) -> Reply:
+        """One reply; a Reply with a problem when the endpoint rejects this call only.
+
+        Raises JudgeError: retryable when every attempt failed (`stop` ends the attempts), not retryable when every
+        other call would be rejected too.
+        """
+        request: dict[str, Any] = {"messages": messages, "temperature": temperature, "max_tokens": max_tokens}
+        if seed is not None:
+            request["seed"] = seed
+        failure: JudgeError | None = None
+        for endpoint in self.endpoints[:: -1 if self._clock() < self._failover_until else 1]:
+            try:
+                return self._ask(endpoint, request, response_format, stop)
+            except JudgeError as error:
+                if len(self.endpoints) == 1 or stop.is_set():
+                    raise
+                if endpoint is self.endpoints[0]:
+                    self._failover_until = self._clock() + FAILOVER_SECONDS
+                    log.warning("%s", error)
+                    failure = error
+        assert failure is not None
+        raise failure
+
+    def note_ignored_format(self, reply: Reply) -> bool:
+        """The reply is not in the requested format. Returns whether another format is left for the next call."""
+        endpoint = next((each for each in self.endpoints if str(each.config) == reply.judge), None)
+        if endpoint is None or reply.format is ResponseFormat.TEXT:
+            return False
+        self._record(endpoint, reply.format, "ignores")
+        return True
+
+    def _ask(
+        self, endpoint: Endpoint, request: dict[str, Any], response_format: dict[str, Any], stop: threading.Event
+    ) -> Reply:
+        """In the strictest format that the endpoint supports, without the parameters that it does not.
+
+        A rejection that names a parameter or the format is recorded. After any other, text is tried.
+        """
+        formats = self.capabilities.formats(str(endpoint.config))
+        suspected: ResponseFormat | None = None
+        while True:
+            form = formats[0]
+            sent = self.capabilities.supported_request(str(endpoint.config), request, form, response_format)
+            try:
+                reply = endpoint.call(sent, stop)
+            except CallError as error:
+                rejected = [part for part in request_parts(sent) if is_rejection_of(str(error), part, error.status)]
+                parameter = next((part for part in rejected if part in PARAMETERS), None)
+                if parameter is not None and (error.status in BAD_REQUEST or error.status >= 500):
+                    self._record(endpoint, parameter)
+                    continue
+                is_named = form in rejected and (error.status in UNSUPPORTED or error.status >= 500)
+                is_possible = error.status in BAD_REQUEST and not THIS_CALL.search(str(error))
+                if form is ResponseFormat.TEXT or not (is_named or is_possible):
+                    return endpoint.rejected(error)
+                if is_named:
+                    self._record(endpoint, form)
+                    formats.pop(0)
+                else:
+                    formats, suspected = [ResponseFormat.TEXT], form
+                continue
+            if suspected is not None:
+                self._record(endpoint, suspected)
+            return replace(reply, format=form)
+
+    def _record(self, endpoint: Endpoint, part: str, what: str = "does not support") -> None:
+        if self.capabilities.add(str(endpoint.config), part):
+            log.info("%s %s %s; later requests omit it", endpoint.config, what, LABELS[part])
+
+    def close(self) -> None:
+        for endpoint in self.endpoints:
+            endpoint.close()
+
+
+class Endpoint:
+    """Calls to one model at one endpoint. Thread-safe. `has_answered` is set once it accepted a call."""
+
+    def __init__(self, config: EndpointConfig, settings: JudgeSettings) -> None:
+        self.config = config
         self.has_answered = False
-        self.in_flight = ConcurrencyLimit(settings.max_thread)
+        self.concurrency = ConcurrencyLimit(settings.max_thread)
         self._settings = settings
         self._requests = RateLimiter(settings.requests_per_minute)
         self._tokens = RateLimiter(settings.tokens_per_minute)
-        self._mean_completion = COMPLETION_GUESS
-        self._usage_missed = False
-        self._making = threading.Lock()
-        self._keys: KeyPool | None = None
-        self._transport: ModelHttpClient | None = None
+        self._mean_completion = COMPLETION_TOKENS
+        self._warned_of_usage = False
+        self._connecting = threading.Lock()
+        self._connection: tuple[KeyPool, ModelHttpClient] | None = None
 
-    def call(self, wanted: Mapping[str, Any], stop: threading.Event) -> Reply:
-        """The reply to one request, which was tried as often as the settings allow.
+    def call(self, request: Mapping[str, Any], stop: threading.Event) -> Reply:
+        """The reply to one request, with as many attempts as the settings allow.
 
-        Raises CallError when the endpoint does not take this call, and JudgeError: retryable when it failed at every
-        attempt (`stop` ends them), not retryable when no other call would fare better.
+        Raises CallError when the endpoint rejects this request, and JudgeError: retryable when every attempt failed
+        (`stop` ends the attempts), not retryable when every other call would be rejected too.
         """
-        body = orjson.dumps({"model": self.who.model, **wanted})
-        try:
-            try:
-                return self._once(body, stop)
-            except CallError as error:
-                if not error.can_pass or _names_a_part(error, wanted):
-                    raise
-                return self._again(error, body, stop)
-        except CallError as error:
-            if error.status and (not error.can_pass or _names_a_part(error, wanted)):
-                raise
-            raise self._unreachable(error.said) from error
 
-    def _again(self, first: CallError, body: bytes, stop: threading.Event) -> Reply:
-        """The attempts after the first. Most calls have none: they do without what retrying costs."""
-        attempts = stop_after_attempt(self._settings.max_attempts)
+        def fails_on_part(error: CallError) -> bool:
+            """Whether a server failed on a part of the request and names it: it would fail again."""
+            parts = request_parts(request) if error.status >= 500 else ()
+            return any(is_rejection_of(str(error), part, error.status) for part in parts)
+
+        def is_retried(state: RetryCallState) -> bool:
+            error = state.outcome and state.outcome.exception()
+            # After another failure, the endpoint is not trusted to name the part that is at fault.
+            is_first = state.attempt_number == 1
+            return isinstance(error, CallError) and error.retryable and not (is_first and fails_on_part(error))
+
         retrying = Retrying(
-            stop=lambda state: attempts(state) or stop_when_event_set(stop)(state) or self._must_wait_too_long(state),
+            stop=lambda state: (
+                state.attempt_number >= self._settings.max_attempts
+                or stop.is_set()
+                or (_retry_after(state) or 0.0) > self._settings.timeout_seconds
+            ),
             wait=self._wait,
             sleep=sleep_using_event(stop),
-            retry=retry_if_exception(lambda error: isinstance(error, CallError) and error.can_pass),
+            retry=is_retried,
             reraise=True,
         )
-        failed = [first]
-
-        def attempt() -> Reply:
-            if failed:
-                raise failed.pop()
-            return self._once(body, stop)
-
-        return retrying(attempt)
-
-    def listings(self) -> list[HttpAnswer]:
-        """What it answers when it is asked for its models, which costs nothing: without a key, and by each key.
-
-        Raises JudgeError where nobody answers.
-        """
-        keys, transport = self._connected()
         try:
-            return [transport.get("/models", key) for key in ("", *(each.secret for each in keys))]
+            return retrying(self._attempt, orjson.dumps({"model": self.config.model, **request}), stop)
+        except CallError as error:
+            if error.status and (not error.retryable or fails_on_part(error)):
+                raise
+            raise self._unreachable(str(error)) from error
+
+    def model_listings(self) -> list[HttpAnswer]:
+        """The responses to requests for its models, which cost nothing: without a key, and with each key.
+
+        Raises JudgeError where none arrives.
+        """
+        keys, client = self._connect()
+        try:
+            return [client.get("/models", key) for key in ("", *(each.secret for each in keys.keys))]
         except (RequestFailedError, ResponseTooLargeError) as error:
             raise self._unreachable(str(error)) from error
 
-    def refused(self, error: CallError) -> Reply:
-        """A call that the endpoint did not take: this one's fault, or raised as everybody's."""
-        hint = None if error.status == 403 and THIS_TEXT.search(error.said) else FATAL.get(error.status)
-        this_call = error.status == 413 or (THIS_CALL.search(error.said) and not THE_LIMIT.search(error.said))
-        # An endpoint that has answered others is set up well enough; one long task must not stop the rest.
-        if hint is None and (self.has_answered or this_call):
-            return Reply("", f"the endpoint refused this call: {error.said}", calls=0, judge=str(self.who))
-        raise self._error(error.said, hint or REFUSED) from error
+    def rejected(self, error: CallError) -> Reply:
+        """A call that the endpoint rejected. Raises JudgeError when every other call would be rejected too."""
+        message = str(error)
+        hint = None if error.status == 403 and MODERATION.search(message) else HINTS.get(error.status)
+        concerns_call = error.status == 413 or (THIS_CALL.search(message) and not OUTPUT_LIMIT.search(message))
+        # An endpoint that accepted other calls is configured correctly: one long task must not stop the rest.
+        if hint is None and (self.has_answered or concerns_call):
+            return Reply("", f"the endpoint refused this call: {message}", calls=0, judge=str(self.config))
+        raise self._error(message, hint or REJECTED_HINT) from error
 
-    def _once(self, body: bytes, stop: threading.Event) -> Reply:
+    def _attempt(self, body: bytes, stop: threading.Event) -> Reply:
         """One attempt, with as many keys as it takes to find one that works."""
-        keys, transport = self._connected()
-        for left in reversed(range(len(keys))):
+        keys, client = self._connect()
+        count = len(keys.keys)
+        for left in reversed(range(count)):
             key = self._next_key(keys, stop)
             try:
-                return self._ask(transport, keys, key, body, stop)
+                return self._send(client, keys, key, body, stop)
             except CallError as error:
-                refused = error.status in KEY_REFUSED and not THIS_TEXT.search(error.said)
-                if refused and not keys.refuse(key, error.said) and len(keys) > 1:
-                    said = f"{error.said}, and so for each of {len(keys)} keys"
-                    raise CallError(said, status=error.status) from error
-                if not left or not (refused or error.status == 429):
+                is_rejected = error.status in KEY_REJECTED and not MODERATION.search(str(error))
+                if is_rejected and not keys.reject(key, str(error)) and count > 1:
+                    raise CallError(f"{error}, and so for each of {count} keys", status=error.status) from error
+                if not left or not (is_rejected or error.status == 429):
                     raise
-                log.warning("key %d of %d for %s rests: %s", key.place, len(keys), self.who, error.said)
-        raise AssertionError("a pool has a key")
+                log.warning("key %d of %d for %s rests: %s", key.place, count, self.config, error)
+        raise AssertionError("a pool has at least one key")
 
-    def _ask(self, transport: ModelHttpClient, keys: KeyPool, key: Key, body: bytes, stop: threading.Event) -> Reply:
-        place = self.in_flight.enter(stop)
-        if place is None:
+    def _send(self, client: ModelHttpClient, keys: KeyPool, key: Key, body: bytes, stop: threading.Event) -> Reply:
+        """One request within the limits, which its outcome adjusts."""
+        began = self.concurrency.acquire(stop)
+        if began is None:
             raise CallError("judging stops", final=True)
         throttled: bool | None = None
         try:
@@ -370,110 +315,89 @@ class Endpoint:
             if wait and stop.wait(wait):
                 raise CallError("judging stops", final=True)
             try:
-                answer = transport.post("/chat/completions", body, key.secret)
-                reply = read_answer(answer)
+                reply = parse_response(client.post("/chat/completions", body, key.secret))
             except CallError as error:
                 self._tokens.correct(-expected)
                 throttled = error.status == 429 or error.retry_after is not None or None
                 if throttled:
-                    keys.slow(key, error.retry_after)
+                    keys.throttle(key, error.retry_after)
                 raise
-            except ResponseTooLargeError as error:
-                reply = Reply("", str(error))
             except RequestFailedError as error:
                 self._tokens.correct(-expected)
                 raise CallError(str(error)) from error
+            except ResponseTooLargeError as error:
+                reply = Reply("", str(error))
             throttled = False
             self._account(reply, expected)
         finally:
-            self.in_flight.leave(place, throttled=throttled)
-        keys.worked(key)
-        return replace(reply, judge=str(self.who))
+            self.concurrency.release(began, throttled=throttled)
+        key.rejection = ""
+        return replace(reply, judge=str(self.config))
 
     def _account(self, reply: Reply, expected: float) -> None:
         self.has_answered = True
-        if reply.tells_usage:
+        if reply.has_usage:
             self._mean_completion += 0.1 * (reply.completion_tokens - self._mean_completion)
             self._tokens.correct(reply.prompt_tokens + reply.completion_tokens - expected)
-        elif not self._usage_missed:
-            self._usage_missed = True
-            log.warning("%s does not tell what its calls cost: tokens are counted as 0", self.who.base_url)
+        elif not self._warned_of_usage:
+            self._warned_of_usage = True
+            log.warning("%s does not report token usage: its tokens are counted as 0", self.config.base_url)
 
     def _next_key(self, keys: KeyPool, stop: threading.Event) -> Key:
-        """A key that does not rest, after a wait if need be."""
+        """A key that does not rest, after a wait if necessary."""
         while (key := keys.take()) is None:
-            if refusal := keys.refusal():
-                raise CallError(refusal, status=401)
-            wait = keys.seconds_to_wait()
+            if rejection := keys.rejection():
+                raise CallError(rejection, status=401)
+            wait = keys.wait_seconds()
             if wait > self._settings.timeout_seconds:
-                raise CallError(f"it asked to be left alone for {wait:.0f} s", final=True)
+                raise CallError(f"it requested a delay of {wait:.0f} s", final=True)
             if stop.wait(wait):
                 raise CallError("judging stops", final=True)
         return key
 
     def _wait(self, state: RetryCallState) -> float:
-        asked = _retry_after(state)
-        return _backoff(state) if asked is None else asked
+        requested = _retry_after(state)
+        return _backoff(state) if requested is None else requested
 
-    def _must_wait_too_long(self, state: RetryCallState) -> bool:
-        asked = _retry_after(state)
-        return asked is not None and asked > self._settings.timeout_seconds
-
-    def _connected(self) -> tuple[KeyPool, ModelHttpClient]:
-        if self._keys is None or self._transport is None:
-            with self._making:
-                self._check_url()
-                self._keys = self._keys or KeyPool(self._secrets())
+    def _connect(self) -> tuple[KeyPool, ModelHttpClient]:
+        """Made at the first call. Raises JudgeError for a URL, a key or a proxy that cannot be used."""
+        with self._connecting:
+            if self._connection is None:
+                url = self.config.base_url
+                if not is_http_url(url):
+                    hint = "Set {section}.base_url (or OPENAI_BASE_URL) to a URL such as http://127.0.0.1:8000/v1."
+                    raise self._error(f"its endpoint {url} is no URL", hint)
+                keys = KeyPool(self._secrets())
                 try:
-                    self._transport = self._transport or ModelHttpClient(
-                        self.who.base_url, timeout_seconds=self._settings.timeout_seconds
-                    )
+                    client = ModelHttpClient(url, timeout_seconds=self._settings.timeout_seconds)
                 except ValueError as error:
                     raise self._error(str(error), "Correct HTTPS_PROXY and HTTP_PROXY, or unset them.") from error
-        return self._keys, self._transport
-
-    def _check_url(self) -> None:
-        if not is_http_url(self.who.base_url):
-            raise JudgeError(
-                f"ask the judge {self.who.model}",
-                f"its endpoint {self.who.base_url} is no URL",
-                f"Set {self.who.section}.base_url (or OPENAI_BASE_URL) to something like http://127.0.0.1:8000/v1.",
-            )
+                self._connection = keys, client
+            return self._connection
 
     def _secrets(self) -> list[str]:
-        name = self.who.api_key_env
-        keys = [key.strip() for key in os.environ.get(name, "").split("|") if key.strip()]
+        keys = [key.strip() for key in os.environ.get(self.config.api_key_env, "").split("|") if key.strip()]
         if keys and all(key.isascii() and key.isprintable() for key in keys):
             return keys
-        if not keys and self.who.base_url != OPENAI_URL:
-            return ["none"]  # most servers of one's own want none; one that does will say so
-        raise JudgeError(
-            f"ask the judge {self.who.model}",
-            f"the environment variable {name} with its key "
-            f"{'holds characters that no key has' if keys else 'is not set'}",
-            f"Set it, or name another one in {self.who.section}.api_key_env, or another endpoint in "
-            f"{self.who.section}.base_url.",
+        if not keys and self.config.base_url != OPENAI_URL:
+            return ["none"]  # most self-hosted servers need no key; one that does will say so
+        raise self._error(
+            f"the environment variable {self.config.api_key_env} with its key "
+            f"{'contains characters that no key has' if keys else 'is not set'}",
+            "Set it, or name another one in {section}.api_key_env, or another endpoint in {section}.base_url.",
         )
 
     def _unreachable(self, why: str) -> JudgeError:
-        return self._error(
-            why,
-            "Check {section}.base_url and that the endpoint runs; nothing is lost, the tasks are asked again later.",
-            retryable=True,
-        )
+        hint = "Check {section}.base_url and that the endpoint runs; the tasks are retried automatically."
+        return self._error(why, hint, retryable=True)
 
     def _error(self, why: str, hint: str, *, retryable: bool = False) -> JudgeError:
-        told = hint.format(key=self.who.api_key_env, section=self.who.section)
-        return JudgeError(f"ask the judge {self.who}", why, told, retryable=retryable)
+        hint = hint.format(key=self.config.api_key_env, section=self.config.section)
+        return JudgeError(f"ask the judge {self.config}", why, hint, retryable=retryable)
 
     def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
-
-
-def _names_a_part(error: CallError, sent: Mapping[str, Any]) -> bool:
-    """Whether a server broke on a part of the request, and says so: it would again, and not without that part."""
-    return error.status >= 500 and any(names(error.said, part, error.status) for part in in_request(sent))
+        if self._connection is not None:
+            self._connection[1].close()
 
 
 def _retry_after(state: RetryCallState) -> float | None:

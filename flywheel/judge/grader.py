@@ -1,4 +1,9 @@
-"""The grader: one exchange in, one verdict out, by one rubric and one judge."""
+"""The grader: one exchange in, one verdict out, by one rubric and one judge.
+
+Free checks come first; the judge is asked only about criteria without a reusable result. A result of an earlier
+verdict can be reused while the judge would be told the same about its criterion: its statement, its choices and their
+order, and whether it is asked alone. Weights, order, values of choices, ids and the threshold are applied anew.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +13,13 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from types import MappingProxyType
+from typing import Any
 
 from flywheel.config import JudgeSettings
 from flywheel.errors import CheckError, JudgeError
 from flywheel.judge import prompt
-from flywheel.judge.client import NEVER, JudgeClient, judge_of
+from flywheel.judge.client import NEVER, JudgeClient, settings_for
 from flywheel.judge.judge_call import JudgeCall, JudgeCallResult
 from flywheel.rubric import FLAT_ID, Criterion, Rubric
 from flywheel.rubric.checks import ask_the_judge, check_all
@@ -25,10 +30,12 @@ FIRST, AGAIN = "first", "again"
 
 @dataclass(frozen=True, slots=True)
 class CallEstimate:
-    """What a verdict would take: calls, the criteria they ask about, and about how many prompt tokens they send.
+    """What a verdict would take.
 
-    A close score is asked for again, which takes so many calls `more`, and so is a reply that cannot be read: neither
-    is known before.
+    Attributes:
+        criteria: The number of criteria that the calls ask about.
+        prompt_tokens: The prompt tokens that they send, approximately.
+        more: Further calls if the score is close. A call after an unreadable reply is not included.
     """
 
     calls: int = 0
@@ -39,169 +46,153 @@ class CallEstimate:
 
 @dataclass(frozen=True, slots=True)
 class PendingJudgeCall:
-    """An exchange that the judge has to be asked about: what cost nothing is done, and took so many seconds."""
+    """An exchange that needs a judge call; the free checks are done and took this many seconds."""
 
     exchange: Exchange
-    free: tuple[CriterionResult, ...]
-    recall: EarlierResults
+    checked: tuple[CriterionResult, ...]
+    earlier: EarlierResults
     seconds: float = 0.0
 
 
-class _AskError(Exception):
-    """The judge would have to be asked."""
+class _CallNeededError(Exception):
+    """The verdict needs a judge call."""
 
 
 class Grader:
-    """Grades by a rubric. Thread-safe: no verdict knows of another."""
+    """Grades by a rubric. Thread-safe."""
 
     def __init__(self, rubric: Rubric, settings: JudgeSettings, client: JudgeClient | None = None) -> None:
         self.rubric = rubric
-        self.client = client or JudgeClient(judge_of(rubric, settings))
-        self._inquiry = JudgeCall(rubric, settings, self.client)
+        self.client = client or JudgeClient(settings_for(rubric, settings))
+        self._call = JudgeCall(rubric, settings, self.client)
         self.hashes = criterion_hashes(rubric)
         self._required = frozenset(criterion.id for criterion in rubric.every if criterion.required)
-        asked = f"{self._inquiry.temperature}\0{self._inquiry.max_tokens}\0{prompt.VERSION}"
-        self.judge_hash = hashlib.sha256(f"{self.client.identity}\0{asked}".encode()).hexdigest()[:16]
+        told = f"{self.client.identity}\0{self._call.temperature}\0{self._call.max_tokens}\0{prompt.VERSION}"
+        self.judge_hash = hashlib.sha256(told.encode()).hexdigest()[:16]
 
     def grade(self, exchange: Exchange, stop: threading.Event = NEVER, earlier: Sequence[Verdict] = ()) -> Verdict:
-        """The verdict. What costs nothing is checked first, and a failed required check saves the call.
+        """The verdict. A failed required check saves the judge call.
 
-        The judge is asked only about what `earlier` verdicts of it, the newest first, do not say already.
-        A judge that gives no readable answer leaves it undecided; `stop` ends its retries. Raises JudgeError (not
-        retryable) when no other exchange would fare better: a wrong key, an unknown model.
+        `earlier` are verdicts of this judge, newest first, whose results are reused. A judge without a readable reply
+        leaves the exchange undecided; `stop` ends its retries. Raises JudgeError (not retryable) when every other
+        exchange would fail too: a wrong key, an unknown model.
         """
         begun = self.begin(exchange, earlier)
         return self.finish(begun, stop) if isinstance(begun, PendingJudgeCall) else begun
 
-    def recall(self, exchange: Exchange, earlier: Sequence[Verdict]) -> Verdict | None:
-        """The verdict if no call is needed for it, else None."""
+    def reuse(self, exchange: Exchange, earlier: Sequence[Verdict]) -> Verdict | None:
+        """The verdict if it needs no call, else None."""
         begun = self.begin(exchange, earlier)
         return None if isinstance(begun, PendingJudgeCall) else begun
 
     def begin(self, exchange: Exchange, earlier: Sequence[Verdict] = ()) -> Verdict | PendingJudgeCall:
-        """The part of `grade` that costs nothing: the verdict, or what is left for `finish`."""
+        """The free part of `grade`: the verdict, or what `finish` needs to ask the judge."""
         started = time.monotonic()
         try:
-            free = check_all(self.rubric, exchange)
-        except CheckError as broken:
-            return self._undecided(str(broken), (), [], started)
-        if self._fails_required(free):
-            return self._verdict(Judgement(Outcome.REJECTED, 0.0, free), [], started)
+            checked = check_all(self.rubric, exchange)
+        except CheckError as error:
+            return self._undecided(str(error), (), [], started)
+        if self._fails_required(checked):
+            return self._verdict(Judgement(Outcome.REJECTED, 0.0, checked), [], started)
         if not self.rubric.asked:
-            return self._verdict(self._judgement(JudgeCallResult(), free, FIRST), [], started)
-        asking = PendingJudgeCall(exchange, free, EarlierResults(self.rubric, self.hashes, earlier))
+            return self._verdict(self._judgement(JudgeCallResult(), checked, FIRST), [], started)
+        pending = PendingJudgeCall(exchange, checked, EarlierResults(self.rubric, self.hashes, earlier))
         try:
-            return self._voted(asking, None, started)
-        except _AskError:
-            return replace(asking, seconds=time.monotonic() - started)
+            return self._decide(pending, None, started)
+        except _CallNeededError:
+            return replace(pending, seconds=time.monotonic() - started)
 
-    def finish(self, asking: PendingJudgeCall, stop: threading.Event = NEVER) -> Verdict:
+    def finish(self, pending: PendingJudgeCall, stop: threading.Event = NEVER) -> Verdict:
         """The part of `grade` that asks the judge."""
-        return self._voted(asking, stop, time.monotonic() - asking.seconds)
+        return self._decide(pending, stop, time.monotonic() - pending.seconds)
 
-    def _voted(self, asking: PendingJudgeCall, stop: threading.Event | None, started: float) -> Verdict:
-        """The verdict. Raises _AskError when the judge is needed for it and there is no `stop`."""
-        free = asking.free
-        judgements: list[Judgement] = []
-        try:
-            chosen = self._vote(asking.exchange, free, judgements, stop, asking.recall)
-        except JudgeError as failure:
-            # What earlier calls of it have cost is on record with the verdict.
-            if not failure.retryable and not any(each.calls for each in judgements):
-                raise
-            return self._undecided(str(failure), free, judgements, started, unreachable=failure.retryable)
-        if chosen is None:
-            errors = [each.error for each in judgements if each.error]
-            error = errors[-1] if errors else f"there is no majority: {tally(judgements)}"
-            return self._undecided(error, free, judgements, started)
-        return self._verdict(chosen, judgements, started)
-
-    def preview(self, exchange: Exchange) -> int:
-        """About how many prompt tokens judging would send; 0 if no call would be made."""
-        return self.needs(exchange).prompt_tokens
-
-    def needs(self, exchange: Exchange, earlier: Sequence[Verdict] = (), asked: Collection[str] = ()) -> CallEstimate:
-        """What `grade` would take, as far as that can be known without asking; `asked` are hashes of criteria that
-        the judge will have been asked about by then."""
+    def estimate(
+        self, exchange: Exchange, earlier: Sequence[Verdict] = (), asked: Collection[str] = ()
+    ) -> CallEstimate:
+        """What `grade` would take. `asked` are hashes of criteria that will have been asked about by then."""
         if not ask_the_judge(self.rubric, exchange):
             return CallEstimate()
-        if earlier and self.recall(exchange, earlier) is not None:
+        if earlier and self.reuse(exchange, earlier) is not None:
             return CallEstimate()
-        recall = EarlierResults(self.rubric, self.hashes, earlier)
+        known = EarlierResults(self.rubric, self.hashes, earlier)
         settings = self.rubric.judge
-        missing = [
-            [each for each in self._missing(recall.of(FIRST, place)) if self.hashes[each.id] not in asked]
+        first = [
+            [each for each in self._missing(known.of(FIRST, place)) if self.hashes[each.id] not in asked]
             for place in range(settings.repeats)
         ]
-        close: list[list[Criterion]] = []
+        again: list[list[Criterion]] = []
         if settings.escalate:
-            close = [self._missing(recall.of(AGAIN, place)) for place in range(settings.escalate.repeats)]
-        if not any(missing) and not asked and close:
-            # Then it is the second look that is not known yet.
-            missing, close = close, []
-        sets = [criteria for criteria in missing if criteria]
+            again = [self._missing(known.of(AGAIN, place)) for place in range(settings.escalate.repeats)]
+        if again and not any(first) and not asked:
+            # All first results are known: the second stage is what is missing.
+            first, again = again, []
+        sets = [criteria for criteria in first if criteria]
         return CallEstimate(
-            sum(len(self._inquiry.calls(criteria)) for criteria in sets),
+            sum(len(self._call.groups(criteria)) for criteria in sets),
             sum(map(len, sets)),
-            sum(self._inquiry.estimate_tokens(exchange, criteria) for criteria in sets),
-            sum(len(self._inquiry.calls(criteria)) for criteria in close if criteria),
+            sum(self._call.estimate_tokens(exchange, criteria) for criteria in sets),
+            sum(len(self._call.groups(criteria)) for criteria in again if criteria),
         )
 
     def _missing(self, known: Mapping[str, CriterionResult]) -> list[Criterion]:
         return [criterion for criterion in self.rubric.asked if criterion.id not in known]
 
-    def _vote(
+    def _decide(self, pending: PendingJudgeCall, stop: threading.Event | None, started: float) -> Verdict:
+        """The verdict of the majority. Raises _CallNeededError when a call is needed and `stop` is None."""
+        escalate = self.rubric.judge.escalate
+        judgements: list[Judgement] = []
+        try:
+            chosen = self._repeat(pending, FIRST, self.rubric.judge.repeats, judgements, stop)
+            if chosen is not None and escalate is not None and self._is_close(chosen, escalate.band):
+                chosen = self._repeat(pending, AGAIN, escalate.repeats, judgements, stop)
+        except JudgeError as failure:
+            # The cost of earlier calls is recorded with the verdict.
+            if not failure.retryable and not any(each.calls for each in judgements):
+                raise
+            return self._undecided(str(failure), pending.checked, judgements, started, unreachable=failure.retryable)
+        if chosen is None:
+            errors = [each.error for each in judgements if each.error]
+            error = errors[-1] if errors else f"there is no majority: {tally(judgements)}"
+            return self._undecided(error, pending.checked, judgements, started)
+        return self._verdict(chosen, judgements, started)
+
+    def _repeat(
         self,
-        exchange: Exchange,
-        free: tuple[CriterionResult, ...],
+        pending: PendingJudgeCall,
+        stage: str,
+        times: int,
         judgements: list[Judgement],
         stop: threading.Event | None,
-        recall: EarlierResults,
     ) -> Judgement | None:
-        """Ask as often as the rubric wants, adding to `judgements`; the one that speaks for the majority, or None.
+        """Add this many judgements of a stage to `judgements`. Returns that of the majority, or None.
 
-        Raises JudgeError when no reply came, and _AskError when one is needed and there is no `stop`.
+        Raises JudgeError when no reply came.
         """
-        seeds = count()
-
-        def ask(times: int, stage: str) -> Judgement | None:
-            for place in range(times):
-                # The first is asked without a seed: what is asked once need not be asked differently.
-                seed = next(seeds) or None
-                known = recall.of(stage, place)
-                findings = JudgeCallResult()
-                if missing := self._missing(known):
-                    if stop is None:
-                        raise _AskError
-                    findings = self._inquiry.run(exchange, missing, seed, stop)
-                if not findings.error:
-                    findings.results = self._merged(known, findings.results)
-                judgements.append(self._judgement(findings, free, stage))
-                if findings.failure is not None:
-                    raise findings.failure
-            return majority(judgements[-times:])
-
-        settings = self.rubric.judge
-        chosen = ask(settings.repeats, FIRST)
-        if chosen is None or settings.escalate is None or not self._is_close(chosen, settings.escalate.band):
-            return chosen
-        return ask(settings.escalate.repeats, AGAIN)
-
-    def _merged(
-        self, known: Mapping[str, CriterionResult], asked: Sequence[CriterionResult]
-    ) -> tuple[CriterionResult, ...]:
-        """What was known and what was asked, in the order of the rubric."""
-        every = {**known, **{each.criterion: replace(each, hash=self.hashes[each.criterion]) for each in asked}}
-        return tuple(every[criterion.id] for criterion in self.rubric.asked)
+        for place in range(times):
+            known = pending.earlier.of(stage, place)
+            result = JudgeCallResult()
+            if missing := self._missing(known):
+                if stop is None:
+                    raise _CallNeededError
+                # The first call has no seed: without a repetition, nothing has to differ.
+                result = self._call.run(pending.exchange, missing, len(judgements) or None, stop)
+            if not result.error:
+                asked = {each.criterion: replace(each, hash=self.hashes[each.criterion]) for each in result.results}
+                every = {**known, **asked}
+                result.results = tuple(every[criterion.id] for criterion in self.rubric.asked)
+            judgements.append(self._judgement(result, pending.checked, stage))
+            if result.failure is not None:
+                raise result.failure
+        return majority(judgements[-times:])
 
     def _is_close(self, judgement: Judgement, band: tuple[float, float]) -> bool:
-        # A failed required criterion is no matter of the score.
+        # A failed required criterion decides whatever the score is.
         score = judgement.score
         return score is not None and band[0] <= score <= band[1] and not self._fails_required(judgement.results)
 
-    def _judgement(self, findings: JudgeCallResult, free: tuple[CriterionResult, ...], stage: str) -> Judgement:
-        outcome, score, results = Outcome.UNDECIDED, None, (*free, *findings.results)
-        if not findings.error:
+    def _judgement(self, called: JudgeCallResult, checked: tuple[CriterionResult, ...], stage: str) -> Judgement:
+        outcome, score, results = Outcome.UNDECIDED, None, (*checked, *called.results)
+        if not called.error:
             score = self.rubric.score({result.criterion: result.value for result in results})
             accepted = score >= self.rubric.threshold and not self._fails_required(results)
             outcome = Outcome.ACCEPTED if accepted else Outcome.REJECTED
@@ -209,132 +200,121 @@ class Grader:
             outcome,
             score,
             results,
-            error=findings.error,
-            judge=findings.judge,
+            error=called.error,
+            judge=called.judge,
             stage=stage,
-            calls=findings.calls,
-            prompt_tokens=findings.prompt_tokens,
-            completion_tokens=findings.completion_tokens,
-            estimated_tokens=findings.estimated_tokens,
+            calls=called.calls,
+            prompt_tokens=called.prompt_tokens,
+            completion_tokens=called.completion_tokens,
+            estimated_tokens=called.estimated_tokens,
         )
 
     def _verdict(self, chosen: Judgement, judgements: Sequence[Judgement], started: float) -> Verdict:
-        reason = self._reason(chosen)
+        """The verdict with a reason in one line: the failed criteria, or what the judge says of those it accepts."""
+        asked = {criterion.id for criterion in self.rubric.asked}
+        failed = [result for result in chosen.results if not result.passed]
+        told = failed or [result for result in chosen.results if result.criterion in asked]
+        reason = "; ".join(f"{result.criterion}: {result.reason}" for result in told)
+        if chosen.outcome is Outcome.REJECTED and not failed:
+            reason = f"score {chosen.score or 0.0:.2f} is below {self.rubric.threshold:g}; {reason}"
         if len(judgements) > 1:
             reason = f"{reason} (judged {len(judgements)} times: {tally(judgements)})"
-        return Verdict(
-            chosen.outcome, chosen.score, chosen.results, reason, "", *_cost(judgements, started),
-            judgements=tuple(judgements),
-        )  # fmt: skip
+        return Verdict(chosen.outcome, chosen.score, chosen.results, reason, **_cost(judgements, started))
 
     @staticmethod
     def _undecided(
         error: str,
-        free: tuple[CriterionResult, ...],
+        checked: tuple[CriterionResult, ...],
         judgements: Sequence[Judgement],
         started: float,
         *,
         unreachable: bool = False,
     ) -> Verdict:
-        return Verdict(
-            Outcome.UNDECIDED, None, free, "", error, *_cost(judgements, started), unreachable,
-            judgements=tuple(judgements),
-        )  # fmt: skip
+        cost = _cost(judgements, started)
+        return Verdict(Outcome.UNDECIDED, None, checked, error=error, unreachable=unreachable, **cost)
 
     def _fails_required(self, results: Sequence[CriterionResult]) -> bool:
         return any(not result.passed and result.criterion in self._required for result in results)
-
-    def _reason(self, chosen: Judgement) -> str:
-        """One line for a person: why it failed, or what the judge liked."""
-        model = {criterion.id for criterion in self.rubric.asked}
-        told = [r for r in chosen.results if not r.passed] or [r for r in chosen.results if r.criterion in model]
-        text = "; ".join(f"{result.criterion}: {result.reason}" for result in told)
-        if chosen.outcome is Outcome.REJECTED and all(result.passed for result in chosen.results):
-            text = f"score {chosen.score or 0.0:.2f} is below {self.rubric.threshold:g}; {text}"
-        return text
 
     def close(self) -> None:
         self.client.close()
 
 
-def _cost(judgements: Sequence[Judgement], started: float) -> tuple[int, int, int, float]:
-    """Calls, prompt tokens, completion tokens, seconds."""
-    calls = sum(each.calls for each in judgements)
-    sent = sum(each.prompt_tokens for each in judgements)
-    received = sum(each.completion_tokens for each in judgements)
-    return calls, sent, received, round(time.monotonic() - started, 4)
-
-
-def criterion_hash(criterion: Criterion, *, alone: bool) -> str:
-    """Changes with all that the judge is told of a criterion, and with being asked in a call of its own (`alone`)."""
-    told = [criterion.type, str(criterion.value).strip(), list(criterion.scale), criterion.id == FLAT_ID, alone]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
-
-
-def criterion_hashes(rubric: Rubric) -> Mapping[str, str]:
-    """The hashes of the criteria that the judge decides, by their ids."""
-    alone = rubric.judge.per_criterion
-    return MappingProxyType({each.id: criterion_hash(each, alone=alone) for each in rubric.asked})
-
-
-class EarlierResults:
-    """What earlier verdicts of one judge on one exchange say about a rubric's criteria.
-
-    Opinions that were asked for because a score was close are kept apart from those that are asked for of every task.
-    """
-
-    def __init__(self, rubric: Rubric, hashes: Mapping[str, str], earlier: Sequence[Verdict]) -> None:
-        """`earlier` are decided verdicts, the newest first."""
-        self._rubric = rubric
-        self._hashes = hashes
-        # Verdicts hold copies of what they recalled themselves: opinions of two verdicts are not to be added up.
-        self._said: dict[tuple[str, str], list[CriterionResult]] = {}
-        wanted = set(hashes.values())
-        for verdict in earlier:
-            for key, results in _opinions(verdict, wanted).items():
-                if len(results) > len(self._said.get(key, ())):
-                    self._said[key] = results
-
-    def of(self, stage: str, place: int) -> dict[str, CriterionResult]:
-        """The results that hold of the opinion number `place` of a stage, by criterion."""
-        found = {}
-        for criterion in self._rubric.asked:
-            told = self._hashes[criterion.id]
-            said = self._said.get((stage, told), ())
-            if place < len(said):
-                was = said[place]
-                value = criterion.scale[was.choice]
-                passed = criterion.passes(value)
-                found[criterion.id] = CriterionResult(criterion.id, was.choice, value, passed, was.reason, told)
-        return found
-
-
-def _opinions(verdict: Verdict, wanted: set[str]) -> dict[tuple[str, str], list[CriterionResult]]:
-    found: dict[tuple[str, str], list[CriterionResult]] = {}
-    for judgement in verdict.judgements:
-        seen = set()
-        for result in judgement.results:
-            # Two criteria that say the same have one opinion each, and one of them is enough.
-            if result.hash in wanted and result.hash not in seen:
-                seen.add(result.hash)
-                found.setdefault((judgement.stage, result.hash), []).append(result)
-    return found
+def _cost(judgements: Sequence[Judgement], started: float) -> dict[str, Any]:
+    """The fields of a verdict on what it took."""
+    return {
+        "calls": sum(each.calls for each in judgements),
+        "prompt_tokens": sum(each.prompt_tokens for each in judgements),
+        "completion_tokens": sum(each.completion_tokens for each in judgements),
+        "latency_seconds": round(time.monotonic() - started, 4),
+        "judgements": tuple(judgements),
+    }
 
 
 def majority(judgements: Sequence[Judgement]) -> Judgement | None:
-    """The judgement that speaks for more than half of all, also of those that could not be used; None if none does.
+    """The judgement for more than half of all, unusable ones included; None without a majority.
 
-    It is the one with the middle score of its side: its results explain the outcome, and its score is on that side
-    of the threshold.
+    It is the one with the median score of its outcome: its results explain the outcome, and its score is on the same
+    side of the threshold.
     """
     for outcome in (Outcome.ACCEPTED, Outcome.REJECTED):
-        side = sorted((each for each in judgements if each.outcome is outcome), key=lambda each: each.score or 0.0)
-        if 2 * len(side) > len(judgements):
-            return side[(len(side) - 1) // 2]
+        alike = sorted((each for each in judgements if each.outcome is outcome), key=lambda each: each.score or 0.0)
+        if 2 * len(alike) > len(judgements):
+            return alike[(len(alike) - 1) // 2]
     return None
 
 
 def tally(judgements: Sequence[Judgement]) -> str:
-    """How they voted, for a person."""
+    """The votes by outcome, for a message."""
     counts = {outcome.value: sum(each.outcome is outcome for each in judgements) for outcome in Outcome}
     return ", ".join(f"{number} {outcome}" for outcome, number in counts.items() if number)
+
+
+def criterion_hashes(rubric: Rubric) -> Mapping[str, str]:
+    """Hashes of what the judge is told about each criterion that it decides, by criterion id."""
+    hashes = {}
+    for each in rubric.asked:
+        is_alone = rubric.judge.per_criterion
+        told = [each.type, str(each.value).strip(), list(each.scale), each.id == FLAT_ID, is_alone]
+        hashes[each.id] = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+    return MappingProxyType(hashes)
+
+
+class EarlierResults:
+    """The results of earlier verdicts, by one judge on one exchange, that a rubric can reuse.
+
+    Results of the second stage, for close scores, are separate from those of the first.
+    """
+
+    def __init__(self, rubric: Rubric, hashes: Mapping[str, str], earlier: Sequence[Verdict]) -> None:
+        """`earlier` are decided verdicts, newest first."""
+        self._rubric = rubric
+        self._hashes = hashes
+        self._results: dict[tuple[str, str], list[CriterionResult]] = {}
+        wanted = set(hashes.values())
+        for verdict in earlier:
+            found: dict[tuple[str, str], list[CriterionResult]] = {}
+            for judgement in verdict.judgements:
+                # Two criteria with the same hash have the same result: one of them is enough.
+                by_hash = {result.hash: result for result in reversed(judgement.results) if result.hash in wanted}
+                for each, result in by_hash.items():
+                    found.setdefault((judgement.stage, each), []).append(result)
+            # A verdict holds copies of the results that it reused: those of two verdicts are not added up.
+            for key, results in found.items():
+                if len(results) > len(self._results.get(key, ())):
+                    self._results[key] = results
+
+    def of(self, stage: str, place: int) -> dict[str, CriterionResult]:
+        """The results of the judgement at this place of a stage, by criterion id."""
+        found = {}
+        for criterion in self._rubric.asked:
+            told = self._hashes[criterion.id]
+            results = self._results.get((stage, told), ())
+            if place < len(results):
+                earlier = results[place]
+                value = criterion.scale[earlier.choice]
+                passed = criterion.passes(value)
+                found[criterion.id] = CriterionResult(
+                    criterion.id, earlier.choice, value, passed, earlier.reason, told
+                )
+        return found

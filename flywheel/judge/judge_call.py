@@ -1,4 +1,4 @@
-"""One judgement of one exchange: the calls that it takes, and one more where a reply could not be read."""
+"""Judge calls: ask the judge about criteria of a rubric, and once more after an unreadable reply."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge import prompt
 from flywheel.judge.answer import UnreadableError, read, response_format
 from flywheel.judge.client import JudgeClient
-from flywheel.judge.prompt import new_nonce
 from flywheel.judge.response import Reply
 from flywheel.rubric import Criterion, Rubric
 from flywheel.verdict import CriterionResult, Exchange
@@ -22,9 +21,13 @@ from flywheel.verdict import CriterionResult, Exchange
 
 @dataclass(slots=True)
 class JudgeCallResult:
-    """What the judge said, if it could be read, and what that cost, in any case.
+    """The results, and what the calls used in any case.
 
-    `failure` is set when no reply came at all; `error` says why there are no results, in both cases.
+    Attributes:
+        error: Why there are no results; empty where there are.
+        failure: Set when no reply came at all.
+        judge: The model and endpoint that answered last.
+        estimated_tokens: The estimate of `prompt_tokens`, where the endpoint reports usage.
     """
 
     results: tuple[CriterionResult, ...] = ()
@@ -36,74 +39,58 @@ class JudgeCallResult:
     completion_tokens: int = 0
     estimated_tokens: int = 0
 
-    def bill(self, reply: Reply, estimated_tokens: int) -> None:
-        # Only what can be compared: an endpoint may not tell what it used, and each call of a reply is billed.
-        self.estimated_tokens += estimated_tokens * reply.calls if reply.prompt_tokens else 0
-        self.calls += reply.calls
-        self.prompt_tokens += reply.prompt_tokens
-        self.completion_tokens += reply.completion_tokens
-        self.judge = reply.judge or self.judge
 
-
-class _NoTextError(Exception):
-    """There is no reply to read, and asking again would not bring one."""
+class _NoReplyError(Exception):
+    """There is no text to read, and another call would not bring one."""
 
 
 class JudgeCall:
-    """Asks the judge about a rubric's criteria: all in one call, or each in its own. Thread-safe."""
+    """Asks the judge about a rubric's criteria: all in one call, or one call each. Thread-safe."""
 
     def __init__(self, rubric: Rubric, settings: JudgeSettings, client: JudgeClient) -> None:
         self._rubric = rubric
         self._client = client
         self._nonces = NonceHistory()
-        self._formats: dict[tuple[str, ...], dict[str, Any]] = {}
         self.temperature = rubric.judge.temperature if settings.temperature is None else settings.temperature
         self.max_tokens = settings.max_tokens or rubric.judge.max_tokens
 
     def run(
         self, exchange: Exchange, criteria: Sequence[Criterion], seed: int | None, stop: threading.Event
     ) -> JudgeCallResult:
-        """Ask about these criteria of the rubric."""
-        findings = JudgeCallResult()
-        results: list[CriterionResult] = []
+        """Ask about these criteria of the rubric. `stop` ends the retries."""
+        result = JudgeCallResult()
+        found: list[CriterionResult] = []
         try:
-            for some in self.calls(criteria):
-                results += self._ask(exchange, some, self._format(some), seed, findings, stop)
-        except (UnreadableError, _NoTextError) as problem:
-            findings.error = f"the judge's reply cannot be used: {problem}"
+            for group in self.groups(criteria):
+                found += self._ask(exchange, group, seed, result, stop)
+        except (UnreadableError, _NoReplyError) as problem:
+            result.error = f"the judge's reply cannot be used: {problem}"
         except JudgeError as failure:
-            findings.error, findings.failure = str(failure), failure
+            result.error, result.failure = str(failure), failure
         else:
-            findings.results = tuple(results)
-        return findings
+            result.results = tuple(found)
+        return result
 
-    def calls(self, criteria: Sequence[Criterion]) -> list[tuple[Criterion, ...]]:
-        """The criteria of each call that asking about these takes."""
+    def groups(self, criteria: Sequence[Criterion]) -> list[tuple[Criterion, ...]]:
+        """The criteria of each call."""
         return [(each,) for each in criteria] if self._rubric.judge.per_criterion else [tuple(criteria)]
 
     def estimate_tokens(self, exchange: Exchange, criteria: Sequence[Criterion]) -> int:
-        """About how many prompt tokens one judgement by these criteria sends."""
-        sent = [prompt.messages(self._rubric, exchange, criteria=some) for some in self.calls(criteria)]
+        """The prompt tokens that asking about these criteria sends, approximately."""
+        sent = [prompt.messages(self._rubric, exchange, criteria=group) for group in self.groups(criteria)]
         return sum(prompt.estimate_tokens(messages) for messages in sent)
-
-    def _format(self, criteria: tuple[Criterion, ...]) -> dict[str, Any]:
-        key = tuple(each.id for each in criteria)
-        if key not in self._formats:
-            self._formats[key] = response_format(criteria)
-        return self._formats[key]
 
     def _ask(
         self,
         exchange: Exchange,
-        criteria: Sequence[Criterion],
-        form: dict[str, Any],
+        criteria: tuple[Criterion, ...],
         seed: int | None,
-        findings: JudgeCallResult,
+        result: JudgeCallResult,
         stop: threading.Event,
     ) -> tuple[CriterionResult, ...]:
-        """The judge's results; after an unreadable reply it is asked once more, and told what was wrong.
+        """One call. After an unreadable reply the judge is told the problem and asked once more.
 
-        A reply that did not come as it was asked for is no answer yet: the next means are tried before that.
+        A reply that ignores the requested format does not count: the next format is tried first.
         """
         problem = ""
         while True:
@@ -111,63 +98,64 @@ class JudgeCall:
             messages = prompt.messages(self._rubric, exchange, criteria=criteria, problem=problem, nonce=nonce)
             reply = self._client.ask(
                 messages,
-                response_format=form,
+                response_format=response_format(criteria),
                 temperature=self.temperature,
                 max_tokens=self.max_tokens,
                 seed=seed,
                 stop=stop,
             )
-            findings.bill(reply, prompt.estimate_tokens(messages))
-            if reply.problem:
-                raise _NoTextError(self._told(reply.problem, reply))
+            result.calls += reply.calls
+            result.prompt_tokens += reply.prompt_tokens
+            result.completion_tokens += reply.completion_tokens
+            result.judge = reply.judge or result.judge
+            if reply.prompt_tokens:  # an estimate without usage cannot be compared
+                result.estimated_tokens += prompt.estimate_tokens(messages) * reply.calls
             try:
                 return self._read(criteria, reply, nonce, str(messages[-1]["content"]))
-            except UnreadableError as unreadable:
-                if unreadable.formless and not reply.cut_off and self._client.ignored(reply):
+            except UnreadableError as error:
+                if error.formless and not reply.cut_off and self._client.note_ignored_format(reply):
                     continue
                 if problem:
                     raise
-                problem = str(unreadable)
+                problem = str(error)
 
     def _read(
         self, criteria: Sequence[Criterion], reply: Reply, nonce: str, shown: str
     ) -> tuple[CriterionResult, ...]:
+        cut_off = f" (it was cut off at judge.max_tokens = {self.max_tokens})" if reply.cut_off else ""
+        if reply.problem:
+            raise _NoReplyError(f"{reply.problem}{cut_off}")
         if self._nonces.is_of_another(reply.text, nonce):
-            raise UnreadableError(f"it is the reply to another call (does {reply.judge} keep replies?)")
+            raise UnreadableError(f"it is the reply to another call (does {reply.judge} cache replies?)")
         try:
             return read(criteria, reply.text, nonce=nonce, shown=shown)
-        except UnreadableError as problem:
-            if not reply.cut_off:
-                raise
-            raise UnreadableError(self._told(str(problem), reply)) from problem
-
-    def _told(self, problem: str, reply: Reply) -> str:
-        return f"{problem} (it was cut off at judge.max_tokens = {self.max_tokens})" if reply.cut_off else problem
+        except UnreadableError as error:
+            raise UnreadableError(f"{error}{cut_off}", formless=error.formless) from error
 
 
 REMEMBERED: Final = 16_384
-"""So many of the last calls are known."""
+"""How many of the last nonces are known."""
 CHECK: Final = re.compile(r"""\bcheck\\?["']\s*:\s*\\?["']([0-9a-f]{16})\b""", re.IGNORECASE)
 
 
 class NonceHistory:
-    """Draws nonces and remembers them. Thread-safe."""
+    """Draws nonces, and recognizes a reply that a cache or proxy repeats from another call. Thread-safe."""
 
     def __init__(self) -> None:
-        self._last: deque[str] = deque()
+        self._recent: deque[str] = deque()
         self._known: set[str] = set()
         self._lock = threading.Lock()
 
     def new(self) -> str:
-        nonce = new_nonce()
+        nonce = prompt.new_nonce()
         with self._lock:
-            self._last.append(nonce)
+            self._recent.append(nonce)
             self._known.add(nonce)
-            if len(self._last) > REMEMBERED:
-                self._known.discard(self._last.popleft())
+            if len(self._recent) > REMEMBERED:
+                self._known.discard(self._recent.popleft())
         return nonce
 
     def is_of_another(self, reply: str, nonce: str) -> bool:
-        """Whether a reply to the call with this nonce repeats that of another call."""
-        given = {match.lower() for match in CHECK.findall(reply)} - {nonce}
-        return any(other in self._known for other in given)
+        """Whether a reply to the call with this nonce has the nonce of another call."""
+        found = {match.lower() for match in CHECK.findall(reply)} - {nonce}
+        return any(other in self._known for other in found)

@@ -1,7 +1,9 @@
-"""The question to the judge: rules and criteria in the system message, everything untrusted between delimiters.
+"""The prompt of a judge call: rules and criteria in the system message, all untrusted text between delimiters.
 
-What is between the delimiters is data, which is said before and after it. Inside of it, each turn, step and tool
-begins with the nonce too, and control tokens are broken up: see `flywheel.judge.prompt`.
+The text between delimiters is data, which the prompt says before and after it. The delimiters, and the start of each
+turn, step and tool, carry a nonce that is drawn for each call, so that no traced text can imitate them. `escape`
+removes a nonce that occurs in a text. It also breaks up control tokens of chat templates: servers of open-weight
+models parse them anywhere, and a text with `<|im_end|>` in it would end the message that quotes it.
 
     <<<QUESTION 5f2a…>>>
     What is 3 plus 4?
@@ -12,7 +14,7 @@ begins with the nonce too, and control tokens are broken up: see `flywheel.judge
     [tool add 5f2a…] 7
     <<<END STEPS 5f2a…>>>
 
-`parse_sections` reads such a message back.
+`parse_sections` reads such a message.
 """
 
 from __future__ import annotations
@@ -61,105 +63,6 @@ object only."""
 
 NAMES = ("CONVERSATION BEFORE", "TOOLS", "QUESTION", "STEPS", "REFERENCE ANSWER", "ANSWER")
 
-SECTION = re.compile(
-    r"^<<<(?P<name>[A-Z ]+?) (?P<nonce>[0-9a-f]{16})>>>\n(?P<text>.*?)\n<<<END (?P=name) (?P=nonce)>>>$",
-    re.MULTILINE | re.DOTALL,
-)
-
-
-def messages(
-    rubric: Rubric,
-    exchange: Exchange,
-    *,
-    criteria: Sequence[Criterion] | None = None,
-    problem: str = "",
-    nonce: str | None = None,
-) -> list[ChatMessage]:
-    """System and user message of one call, on these criteria of the rubric or on all that the judge decides.
-
-    `problem` is what was wrong with an earlier reply. That reply itself is not shown again: it may quote the task,
-    and it would stand outside of the delimiters. Who reads the reply gives its own `nonce`.
-    """
-    nonce = nonce or new_nonce()
-    asked = rubric.asked if criteria is None else criteria
-    example = {c.id: {"reason": "…", "choice": f"one of: {', '.join(c.scale)}"} for c in asked}
-    system = RULES.format(
-        nonce=nonce,
-        criteria="\n".join(_statement(criterion) for criterion in asked),
-        example=json.dumps({"criteria": example, "check": nonce}, ensure_ascii=False),
-    )
-    parts = [block(name, text, nonce) for name, text in sections(exchange, nonce).items()]
-    return [
-        {"role": "system", "content": system},
-        {"role": "user", "content": "\n\n".join([*parts, *_told(problem), REMINDER])},
-    ]
-
-
-def _told(problem: str) -> list[str]:
-    return [PROBLEM.format(problem=problem)] if problem else []
-
-
-def _statement(criterion: Criterion) -> str:
-    text = str(criterion.value).strip()
-    if criterion.id == FLAT_ID:
-        text = f"{text}\n{FLAT}"
-    return STATEMENT.format(id=criterion.id, text=text, choices=", ".join(criterion.scale))
-
-
-def sections(exchange: Exchange, nonce: str) -> dict[str, str]:
-    """What the judge is shown, by name; empty parts are left out, but never question and answer."""
-    texts = (
-        _transcript(exchange.history, nonce),
-        _listed(exchange.tools, nonce),
-        escape(exchange.query, nonce),
-        _transcript(exchange.trajectory, nonce),
-        escape(exchange.reference, nonce),
-        escape(exchange.answer, nonce),
-    )
-    shown = zip(NAMES, texts, strict=True)
-    return {name: text for name, text in shown if text or name in ("QUESTION", "ANSWER")}
-
-
-def parse_sections(message: str) -> dict[str, str]:
-    """The sections of a user message, by name."""
-    return {match["name"]: match["text"] for match in SECTION.finditer(message)}
-
-
-def estimate_tokens(asked: list[ChatMessage]) -> int:
-    """About how many tokens a call's prompt has: four bytes each, as byte-pair vocabularies have on average."""
-    return sum(len(str(message["content"]).encode("utf-8", "replace")) for message in asked) // 4 + 8
-
-
-def _listed(tools: tuple[dict[str, Any], ...], nonce: str) -> str:
-    """Names and descriptions; the parameters' schemas would cost more than all the rest."""
-    functions = [_function(tool) for tool in tools]
-    told = [(str(function.get("name")), str(function.get("description") or "")) for function in functions]
-    return "\n".join(turn(name, description, nonce) for name, description in told)
-
-
-def _function(value: Any) -> dict[str, Any]:
-    """What a tool or a call is about, of whatever shape: it may stand around its `function` or be it itself."""
-    if not isinstance(value, dict):
-        return {"name": value}
-    function = value.get("function")
-    return function if isinstance(function, dict) else value
-
-
-def _transcript(messages: tuple[ChatMessage, ...], nonce: str) -> str:
-    turns = []
-    for message in messages:
-        who = str(message.get("role"))
-        calls = message.get("tool_calls") or ()
-        for call in calls if isinstance(calls, list | tuple) else [calls]:
-            function = _function(call)
-            turns.append(turn(f"{who} calls {function.get('name')}", str(function.get("arguments")), nonce))
-        if message.get("content"):
-            if message.get("name") and who == "tool":
-                who = f"{who} {message['name']}"
-            turns.append(turn(who, str(message["content"]), nonce))
-    return "\n".join(turns)
-
-
 BLOCK: Final = "<<<{name} {nonce}>>>\n{text}\n<<<END {name} {nonce}>>>"
 TURN: Final = "[{who} {nonce}] {text}"
 
@@ -183,31 +86,125 @@ CONTROL: Final = re.compile(
     r"|◁(?=/?\w{1,20}▷)|\](?=<\]|~!?b[\[\]])|\[(?=e~\[)",
     re.IGNORECASE,
 )
-"""Where the control tokens of known chat templates begin: ChatML, Llama, Mistral, Gemma, DeepSeek, GLM, Kimi, MiniMax
-and their like. Other tags of HTML and XML stay as they are."""
+"""The start of control tokens of known chat templates: ChatML, Llama, Mistral, Gemma, DeepSeek, GLM, Kimi, MiniMax
+and similar. Other tags of HTML and XML are left as they are."""
+
+_WORDING = "\0".join((RULES, STATEMENT, FLAT, PROBLEM, REMINDER, BLOCK, TURN, CONTROL.pattern, *NAMES))
+VERSION = hashlib.sha256(_WORDING.encode()).hexdigest()[:12]
+"""Changes with the wording: a verdict on another wording is another verdict."""
+
+SECTION = re.compile(
+    r"^<<<(?P<name>[A-Z ]+?) (?P<nonce>[0-9a-f]{16})>>>\n(?P<text>.*?)\n<<<END (?P=name) (?P=nonce)>>>$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def messages(
+    rubric: Rubric,
+    exchange: Exchange,
+    *,
+    criteria: Sequence[Criterion] | None = None,
+    problem: str = "",
+    nonce: str | None = None,
+) -> list[ChatMessage]:
+    """System and user message of one call.
+
+    Args:
+        rubric: The rubric.
+        exchange: What is judged.
+        criteria: The criteria of the call; by default all that the judge decides.
+        problem: Why an earlier reply could not be used. The reply itself is not repeated: it can quote the task, and
+            it would stand outside of the delimiters.
+        nonce: The nonce of the call; by default a new one.
+    """
+    nonce = nonce or new_nonce()
+    asked = rubric.asked if criteria is None else criteria
+    statements = []
+    for criterion in asked:
+        text = str(criterion.value).strip()
+        if criterion.id == FLAT_ID:
+            text = f"{text}\n{FLAT}"
+        statements.append(STATEMENT.format(id=criterion.id, text=text, choices=", ".join(criterion.scale)))
+    example = {c.id: {"reason": "…", "choice": f"one of: {', '.join(c.scale)}"} for c in asked}
+    system = RULES.format(
+        nonce=nonce,
+        criteria="\n".join(statements),
+        example=json.dumps({"criteria": example, "check": nonce}, ensure_ascii=False),
+    )
+    parts = [block(name, text, nonce) for name, text in sections(exchange, nonce).items()]
+    if problem:
+        parts.append(PROBLEM.format(problem=problem))
+    return [
+        {"role": "system", "content": system},
+        {"role": "user", "content": "\n\n".join([*parts, REMINDER])},
+    ]
+
+
+def sections(exchange: Exchange, nonce: str) -> dict[str, str]:
+    """The parts of an exchange by name, escaped. Empty parts are left out, except question and answer."""
+    # Names and descriptions of tools: their parameters' schemas would cost more than all the rest.
+    tools = [_function(tool) for tool in exchange.tools]
+    texts = (
+        _transcript(exchange.history, nonce),
+        "\n".join(turn(str(each.get("name")), str(each.get("description") or ""), nonce) for each in tools),
+        escape(exchange.query, nonce),
+        _transcript(exchange.trajectory, nonce),
+        escape(exchange.reference, nonce),
+        escape(exchange.answer, nonce),
+    )
+    shown = zip(NAMES, texts, strict=True)
+    return {name: text for name, text in shown if text or name in ("QUESTION", "ANSWER")}
+
+
+def parse_sections(message: str) -> dict[str, str]:
+    """The sections of a user message, by name."""
+    return {match["name"]: match["text"] for match in SECTION.finditer(message)}
+
+
+def estimate_tokens(prompt: list[ChatMessage]) -> int:
+    """The tokens of a prompt, approximately: four bytes each, the average of byte-pair vocabularies."""
+    return sum(len(str(message["content"]).encode("utf-8", "replace")) for message in prompt) // 4 + 8
+
+
+def _function(value: Any) -> dict[str, Any]:
+    """The function of a tool or a tool call: the value's `function`, or the value itself."""
+    if not isinstance(value, dict):
+        return {"name": value}
+    function = value.get("function")
+    return function if isinstance(function, dict) else value
+
+
+def _transcript(messages: tuple[ChatMessage, ...], nonce: str) -> str:
+    turns = []
+    for message in messages:
+        who = str(message.get("role"))
+        calls = message.get("tool_calls") or ()
+        for call in calls if isinstance(calls, list | tuple) else [calls]:
+            function = _function(call)
+            turns.append(turn(f"{who} calls {function.get('name')}", str(function.get("arguments")), nonce))
+        if message.get("content"):
+            if message.get("name") and who == "tool":
+                who = f"{who} {message['name']}"
+            turns.append(turn(who, str(message["content"]), nonce))
+    return "\n".join(turns)
 
 
 def new_nonce() -> str:
-    """What no text of a task can know."""
+    """A token that no text of a task can know."""
     return secrets.token_hex(8)
 
 
 def escape(text: str, nonce: str) -> str:
-    """The text without the nonce, with a space in each control token, and as UTF-8 can hold it."""
+    """The text without the nonce, with a space in each control token, and without lone surrogates."""
     text = CONTROL.sub(lambda begin: f"{begin[0]} ", text.encode("utf-8", "replace").decode())
     return re.sub(nonce, f"{nonce[:4]}…", text, flags=re.IGNORECASE) if nonce in text.lower() else text
 
 
 def block(name: str, inside: str, nonce: str) -> str:
-    """A part of a prompt between its delimiters; `inside` is inert, but for the delimiters of its turns."""
+    """A part of a prompt between its delimiters. `inside` is escaped."""
     return BLOCK.format(name=name, text=inside, nonce=nonce)
 
 
 def turn(who: str, text: str, nonce: str) -> str:
-    """One turn, step or entry of a list: what another begins, no text can imitate."""
+    """One turn, step or entry of a list, escaped, behind a start that no text can imitate."""
     return TURN.format(who=" ".join(escape(who, nonce).split()), text=escape(text, nonce), nonce=nonce)
-
-
-_WORDING = "\0".join((RULES, STATEMENT, FLAT, PROBLEM, REMINDER, BLOCK, TURN, CONTROL.pattern, *NAMES))
-VERSION = hashlib.sha256(_WORDING.encode()).hexdigest()[:12]
-"""Changes with the wording: a verdict on other words is another verdict."""

@@ -1,164 +1,140 @@
-"""How many calls may be in flight: as many as asked for, fewer while the endpoint wants fewer.
-
-Additive increase, multiplicative decrease (Chiu and Jain, 1989): a round of answers lets in one more, a refusal for
-speed halves them. Refusals of calls that began before the last decrease are echoes of it.
-"""
+"""Limits on judge calls: the rate per minute, the number in flight, and the rests of API keys."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-BACK_OFF: Final = 0.5
-LOOK_SECONDS: Final = 0.1
-"""How often somebody who waits for a place looks whether to stop."""
+DECREASE: Final = 0.5
+POLL_SECONDS: Final = 0.1
+"""How often a thread that waits for its turn checks whether to stop."""
+REJECTED_SECONDS: Final = 600.0
+"""How long a rejected key rests while others work: its account may be refilled."""
+THROTTLED_SECONDS: Final = 5.0
+"""How long a throttled key rests while others work."""
+MAX_REST_SECONDS: Final = 600.0
+"""Upper bound of a requested delay: a wrong header must not stop judging for a day."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A call in flight, from when on."""
+@dataclass(slots=True)
+class RateLimiter:
+    """A rate per minute, or no limit. Turns are evenly spaced, which avoids bursts. Thread-safe."""
 
-    since: float
+    per_minute: int | None
+    clock: Callable[[], float] = time.monotonic
+    _free_at: float = float("-inf")
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def reserve(self, amount: float = 1.0) -> float:
+        """Take the next turn for this amount; returns the seconds to wait before using it."""
+        if not self.per_minute:
+            return 0.0
+        with self._lock:
+            now = self.clock()
+            turn = max(now, self._free_at)
+            self._free_at = turn + amount * 60.0 / self.per_minute
+            return turn - now
+
+    def correct(self, difference: float) -> None:
+        """Adjust a reservation: `difference` was used beyond it. Negative values give the rest back."""
+        if self.per_minute:
+            with self._lock:
+                self._free_at += difference * 60.0 / self.per_minute
 
 
 class ConcurrencyLimit:
-    """Places for calls, between 1 and `most`. Thread-safe."""
+    """Adaptive limit on calls in flight, between 1 and `maximum`. Thread-safe.
 
-    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.most = most
-        self._limit = float(most)
-        self._taken = 0
-        self._last_cut = float("-inf")
+    Additive increase, multiplicative decrease (Chiu and Jain, 1989): a throttled call (429) halves the limit, a round
+    of answered calls raises it by one. Throttled calls that began before the last decrease do not count again.
+
+    `limit` is fractional; its whole part applies.
+    """
+
+    def __init__(self, maximum: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limit = float(maximum)
+        self._maximum = maximum
+        self._in_flight = 0
+        self._decreased_at = float("-inf")
         self._clock = clock
         self._changed = threading.Condition()
 
-    @property
-    def limit(self) -> int:
-        return int(self._limit)
-
-    def enter(self, stop: threading.Event) -> Place | None:
-        """Wait for a place; None when it is time to stop."""
+    def acquire(self, stop: threading.Event) -> float | None:
+        """Wait until a call may begin. Returns the time at which it begins, or None when `stop` is set."""
         with self._changed:
-            while self._taken >= self.limit:
+            while self._in_flight >= int(self.limit):
                 if stop.is_set():
                     return None
-                self._changed.wait(LOOK_SECONDS)
-            self._taken += 1
-            return Place(self._clock())
+                self._changed.wait(POLL_SECONDS)
+            self._in_flight += 1
+            return self._clock()
 
-    def leave(self, place: Place, *, throttled: bool | None) -> None:
-        """Give the place back. `throttled` is None when the answer said nothing about speed."""
+    def release(self, began: float, *, throttled: bool | None) -> None:
+        """The call that began at that time ended. `throttled` is None when its outcome says nothing about load."""
         with self._changed:
-            self._taken -= 1
-            if throttled and place.since > self._last_cut:
-                self._limit = max(1.0, self._limit * BACK_OFF)
-                self._last_cut = self._clock()
-            elif throttled is False and self._limit < self.most:
-                self._limit = min(float(self.most), self._limit + 1.0 / self._limit)
+            self._in_flight -= 1
+            if throttled and began > self._decreased_at:
+                self.limit = max(1.0, self.limit * DECREASE)
+                self._decreased_at = self._clock()
+            elif throttled is False:
+                self.limit = min(float(self._maximum), self.limit + 1.0 / self.limit)
             self._changed.notify_all()
-
-
-REFUSED_SECONDS: Final = 600.0
-"""How long a refused key rests while others work: somebody may fill its account."""
-SLOW_SECONDS: Final = 5.0
-"""How long a key rests that was asked to slow down, while others work."""
-LONGEST_SECONDS: Final = 600.0
-"""No endpoint's wish keeps a key away for longer: a wrong header must not stop judging for a day."""
 
 
 @dataclass(slots=True)
 class Key:
-    """One key. Its place in the pool names it in messages; the secret is in none."""
+    """One key. `place` is its position in the pool, from 1. `rejection` is why the endpoint rejected it, or empty."""
 
     place: int
     secret: str = field(repr=False)
     rests_until: float = 0.0
-    refused: str = ""
+    rejection: str = ""
 
 
 class KeyPool:
-    """Keys in turn. Thread-safe."""
+    """Keys in turn, for example from "k1|k2". A key that was rejected or throttled rests. Thread-safe."""
 
-    def __init__(self, secrets: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
-        self._keys = [Key(place, secret) for place, secret in enumerate(secrets, start=1)]
+    def __init__(self, secrets: list[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self.keys = [Key(place, secret) for place, secret in enumerate(secrets, start=1)]
         self._clock = clock
         self._turn = 0
         self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __iter__(self) -> Iterator[Key]:
-        return iter(self._keys)
 
     def take(self) -> Key | None:
         """The next key that does not rest; None when all do."""
         with self._lock:
             now = self._clock()
-            for step in range(len(self._keys)):
-                key = self._keys[(self._turn + step) % len(self._keys)]
+            for key in self.keys[self._turn :] + self.keys[: self._turn]:
                 if key.rests_until <= now:
-                    self._turn = (key.place) % len(self._keys)
+                    self._turn = key.place % len(self.keys)
                     return key
             return None
 
-    def slow(self, key: Key, seconds: float | None) -> None:
-        """The endpoint asked this key to slow down, for `seconds` if it said so."""
-        if seconds is None and len(self._keys) == 1:
-            return  # whoever retries backs off
+    def throttle(self, key: Key, seconds: float | None) -> None:
+        """Let a throttled key rest, for `seconds` if the endpoint requested a delay."""
+        if seconds is None and len(self.keys) == 1:
+            return  # the retries back off
         with self._lock:
-            rest = min(SLOW_SECONDS if seconds is None else seconds, LONGEST_SECONDS)
+            rest = min(THROTTLED_SECONDS if seconds is None else seconds, MAX_REST_SECONDS)
             key.rests_until = max(key.rests_until, self._clock() + rest)
 
-    def refuse(self, key: Key, why: str) -> bool:
-        """The endpoint refused this key; whether another one may still be tried."""
+    def reject(self, key: Key, reason: str) -> bool:
+        """Let a rejected key rest; returns whether another key was not rejected."""
         with self._lock:
-            key.refused = why
-            if len(self._keys) > 1:
-                key.rests_until = self._clock() + REFUSED_SECONDS
-            return any(not other.refused for other in self._keys)
+            key.rejection = reason
+            if len(self.keys) > 1:
+                key.rests_until = self._clock() + REJECTED_SECONDS
+            return any(not other.rejection for other in self.keys)
 
-    def worked(self, key: Key) -> None:
-        key.refused = ""
-
-    def refusal(self) -> str:
-        """Why all keys were refused; "" while one was not."""
+    def rejection(self) -> str:
+        """Why all keys were rejected; "" while one was not."""
         with self._lock:
-            return self._keys[-1].refused if all(key.refused for key in self._keys) else ""
+            return self.keys[-1].rejection if all(key.rejection for key in self.keys) else ""
 
-    def seconds_to_wait(self) -> float:
-        """Until the first key has rested."""
+    def wait_seconds(self) -> float:
+        """Seconds until the first key has rested."""
         with self._lock:
-            return max(0.0, min(key.rests_until for key in self._keys) - self._clock())
-
-
-MINUTE = 60.0
-
-
-class RateLimiter:
-    """A rate per minute, or none. Thread-safe. Turns are evenly spaced, so that there are no bursts to refuse."""
-
-    def __init__(self, per_minute: int | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._seconds_each = MINUTE / per_minute if per_minute else 0.0
-        self._clock = clock
-        self._free_at = float("-inf")
-        self._lock = threading.Lock()
-
-    def reserve(self, amount: float = 1.0) -> float:
-        """Take the next turn for so much; seconds to wait before using it."""
-        if not self._seconds_each:
-            return 0.0
-        with self._lock:
-            now = self._clock()
-            turn = max(now, self._free_at)
-            self._free_at = turn + amount * self._seconds_each
-            return turn - now
-
-    def correct(self, difference: float) -> None:
-        """It was so much more (or less) than was reserved."""
-        if self._seconds_each:
-            with self._lock:
-                self._free_at += difference * self._seconds_each
+            return max(0.0, min(key.rests_until for key in self.keys) - self._clock())

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from flywheel.config import Config, ServingSettings
 from flywheel.errors import ServeError
 from flywheel.files import sync_directory
-from flywheel.known_secrets import know
+from flywheel.known_secrets import register_secret
 from flywheel.serving.condition import Condition
 from flywheel.serving.environment import VLLM_KEY_VARIABLE
 from flywheel.serving.loopback import is_loopback
@@ -85,7 +85,7 @@ def _of_environment(name: str, setting: str, attempted: str) -> str:
 
 
 def _sendable(key: str, place: str, attempted: str) -> str:
-    know(key)
+    register_secret(key)
     # Found out here and not by the HTTP library, which shows the header that it refuses.
     if key != key.strip() or not (key.isascii() and key.isprintable()):
         raise ServeError(

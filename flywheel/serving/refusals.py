@@ -7,7 +7,7 @@ import re
 import httpx2
 
 from flywheel.errors import ServeError
-from flywheel.known_secrets import hidden
+from flywheel.known_secrets import redact_secrets
 from flywheel.serving.condition import Condition
 
 
@@ -76,4 +76,4 @@ def message_of(response: httpx2.Response) -> str:
         text = error["message"] if isinstance(error, dict) else error
     except (ValueError, KeyError, TypeError):
         text = response.text
-    return " ".join(hidden(str(text)).split())[:500] or "no explanation"
+    return " ".join(redact_secrets(str(text)).split())[:500] or "no explanation"

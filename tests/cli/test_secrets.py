@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from flywheel.known_secrets import HIDDEN
+from flywheel.known_secrets import REDACTED
 from tests.cli.conftest import Run
 
 KEY = "sk-of-the-judge-0123456789"
@@ -113,7 +113,7 @@ def test_a_judge_that_repeats_the_key(flywheel: Run, tmp_path: Path, echo: tuple
     said = looked_at(flywheel, config, ("ingest",), ("filter",), ("doctor", "--ask-judge"))
     assert behaviour.asked
     assert "sk-of" not in said
-    assert status == 200 or HIDDEN in said
+    assert status == 200 or REDACTED in said
 
 
 def test_a_verdict_that_repeats_the_key(flywheel: Run, tmp_path: Path, echo: tuple[Echo, str]) -> None:
@@ -136,7 +136,7 @@ def test_an_embedder_that_repeats_it(flywheel: Run, tmp_path: Path, echo: tuple[
     )
     said = looked_at(flywheel, configured(tmp_path, url, chain="chain.yaml"), ("ingest",), ("filter",))
     assert behaviour.asked
-    assert status == 200 or HIDDEN in said
+    assert status == 200 or REDACTED in said
     assert "sk-of" not in said
 
 

@@ -238,13 +238,13 @@ async def test_an_estimate_that_is_cancelled_ends_with_the_tasks_that_it_has_tak
     begun, go_on = threading.Event(), threading.Event()
     seen: list[Any] = []
 
-    def needs(exchange: Any, *_: Any) -> CallEstimate:
+    def estimate(exchange: Any, *_: Any) -> CallEstimate:
         seen.append(exchange)
         begun.set()
         go_on.wait(60)
         return CallEstimate()
 
-    monkeypatch.setattr(filtering.grader, "needs", needs)
+    monkeypatch.setattr(filtering.grader, "estimate", estimate)
     estimate = asyncio.create_task(filtering.preview())
     await asyncio.to_thread(begun.wait, 60)
     estimate.cancel()

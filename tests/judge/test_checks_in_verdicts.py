@@ -37,7 +37,7 @@ def test_a_failed_required_check_saves_the_call_whatever_its_type() -> None:
             grader = Grader(rubric({"id": "check", "required": True, **check}), settings(judge))
             verdict = grader.grade(Exchange("q", answer, line=line))
             assert (verdict.outcome, verdict.score, verdict.failed) == (Outcome.REJECTED, 0.0, ("check",)), check
-            assert grader.preview(Exchange("q", answer, line=line)) == 0
+            assert grader.estimate(Exchange("q", answer, line=line)).calls == 0
             grader.close()
         assert judge.calls == 0
 

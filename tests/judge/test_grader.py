@@ -13,11 +13,11 @@ from tenacity import RetryCallState, Retrying
 from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge import prompt
-from flywheel.judge.client import Endpoint, judges
+from flywheel.judge.client import Endpoint, endpoints_of
 from flywheel.judge.grader import Grader
 from flywheel.judge.pool import BROKEN_IN_A_ROW, grade_all
 from flywheel.judge.response import CallError
-from flywheel.model_http_client import seconds
+from flywheel.model_http_client import parse_retry_after
 from flywheel.rubric import Rubric
 from flywheel.verdict import Exchange, Outcome, Verdict
 from tests.judge_server import FAULTS, JudgeServer
@@ -83,8 +83,8 @@ def test_a_failed_required_check_saves_the_call(make: MakeGrader) -> None:
         grader = make(judge)
         exchange = Exchange("What is 3 plus 4?", "7")
         verdict = grader.grade(exchange)
-        assert grader.preview(exchange) == 0
-        assert grader.preview(GOOD) > 100
+        assert grader.estimate(exchange).prompt_tokens == 0
+        assert grader.estimate(GOOD).prompt_tokens > 100
     assert judge.calls == 0
     assert (verdict.outcome, verdict.score, verdict.failed, verdict.calls) == (Outcome.REJECTED, 0.0, ("boxed",), 0)
 
@@ -206,7 +206,7 @@ def test_an_endpoint_that_tells_no_usage_is_named_in_the_log(
     with JudgeServer(behaviour="no usage") as judge:
         grader = make(judge)
         assert [grader.grade(GOOD).prompt_tokens for _ in range(3)] == [0, 0, 0]
-    assert caplog.text.count("does not tell what its calls cost") == 1
+    assert caplog.text.count("does not report token usage") == 1
 
 
 def test_prose_and_fences_around_the_verdict_are_passed_over(make: MakeGrader) -> None:
@@ -299,10 +299,10 @@ def test_a_wait_that_is_too_long_is_left_to_the_next_time(make: MakeGrader) -> N
 )
 def test_retry_after_is_a_number_or_a_date_and_else_it_backs_off(header: str, least: float, most: float) -> None:
     state = RetryCallState(Retrying(), None, (), {})
-    error = CallError("slow down", status=429, retry_after=seconds(header))
+    error = CallError("slow down", status=429, retry_after=parse_retry_after(header))
     state.set_exception((CallError, error, None))  # type: ignore[arg-type]
     settings = JudgeSettings()
-    assert least <= Endpoint(judges(settings)[0], settings)._wait(state) <= most
+    assert least <= Endpoint(endpoints_of(settings)[0], settings)._wait(state) <= most
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_the_dates_of_http_are_utc(date: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     time.tzset()
     try:
-        wait = seconds(time.strftime(date, time.gmtime(time.time() + 100)))
+        wait = parse_retry_after(time.strftime(date, time.gmtime(time.time() + 100)))
     finally:
         monkeypatch.undo()
         time.tzset()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flywheel.config import Config, parse
 from flywheel.errors import ConfigError
-from flywheel.judge.independence import check_independence, place
+from flywheel.judge.independence import check_independence, server_address
 from flywheel.rubric import Rubric
 
 
@@ -85,4 +85,4 @@ def test_the_endpoint_of_the_environment_is_checked(monkeypatch: pytest.MonkeyPa
 
 @given(st.text())
 def test_any_text_leads_somewhere(url: str) -> None:
-    place(url)
+    server_address(url)

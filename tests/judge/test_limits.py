@@ -20,14 +20,14 @@ from flywheel.judge.client import NEVER, Endpoint
 from flywheel.judge.grader import Grader
 from flywheel.judge.pool import MOST_ASIDE, grade_all
 from flywheel.judge.rate_limit import (
-    LONGEST_SECONDS,
-    REFUSED_SECONDS,
-    SLOW_SECONDS,
+    MAX_REST_SECONDS,
+    REJECTED_SECONDS,
+    THROTTLED_SECONDS,
     ConcurrencyLimit,
     KeyPool,
     RateLimiter,
 )
-from flywheel.judge.response import MAX_COUNT
+from flywheel.judge.response import MAX_TOKEN_COUNT
 from flywheel.rubric import Rubric
 from flywheel.verdict import Exchange, Outcome, Verdict
 from tests.judge_server import JudgeServer
@@ -74,38 +74,38 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 # In flight
 
 
-def enter(limiter: ConcurrencyLimit) -> Any:
-    place = limiter.enter(NEVER)
-    assert place is not None
-    return place
+def acquire(limiter: ConcurrencyLimit) -> Any:
+    began = limiter.acquire(NEVER)
+    assert began is not None
+    return began
 
 
 def test_a_refusal_for_speed_halves_and_answers_add_one_for_each_round() -> None:
     clock = Clock()
     limiter = ConcurrencyLimit(16, clock)
     clock.now += 1
-    first = [enter(limiter) for _ in range(4)]
+    first = [acquire(limiter) for _ in range(4)]
     clock.now += 1
-    for place in first:
-        limiter.leave(place, throttled=True)
+    for began in first:
+        limiter.release(began, throttled=True)
     assert limiter.limit == 8, "the other three are echoes of the first"
     clock.now += 1
-    limiter.leave(enter(limiter), throttled=True)
+    limiter.release(acquire(limiter), throttled=True)
     assert limiter.limit == 4
     for _ in range(5):
-        limiter.leave(enter(limiter), throttled=False)
-    assert limiter.limit == 5
+        limiter.release(acquire(limiter), throttled=False)
+    assert int(limiter.limit) == 5
     for _ in range(1000):
-        limiter.leave(enter(limiter), throttled=False)
+        limiter.release(acquire(limiter), throttled=False)
     assert limiter.limit == 16
 
 
 def test_an_answer_that_says_nothing_of_speed_changes_nothing() -> None:
     clock = Clock()
     limiter = ConcurrencyLimit(8, clock)
-    limiter.leave(enter(limiter), throttled=True)
+    limiter.release(acquire(limiter), throttled=True)
     for _ in range(100):
-        limiter.leave(enter(limiter), throttled=None)
+        limiter.release(acquire(limiter), throttled=None)
     assert limiter.limit == 4
 
 
@@ -114,35 +114,35 @@ def test_at_least_one_is_always_let_in() -> None:
     limiter = ConcurrencyLimit(2, clock)
     for _ in range(10):
         clock.now += 1
-        limiter.leave(enter(limiter), throttled=True)
+        limiter.release(acquire(limiter), throttled=True)
     assert limiter.limit == 1
 
 
 def test_who_waits_for_a_place_notices_the_stop() -> None:
     limiter = ConcurrencyLimit(1)
-    enter(limiter)
+    acquire(limiter)
     stop = threading.Event()
     threading.Timer(0.05, stop.set).start()
-    assert limiter.enter(stop) is None
+    assert limiter.acquire(stop) is None
 
 
 def test_who_waits_for_a_place_gets_the_next() -> None:
     limiter = ConcurrencyLimit(1)
-    place = enter(limiter)
-    threading.Timer(0.05, limiter.leave, [place], {"throttled": False}).start()
-    assert limiter.enter(threading.Event()) is not None
+    began = acquire(limiter)
+    threading.Timer(0.05, limiter.release, [began], {"throttled": False}).start()
+    assert limiter.acquire(threading.Event()) is not None
 
 
 @pytest.mark.parametrize("fault", ["429", "429 with Retry-After"])
 def test_after_429_fewer_are_in_flight_and_all_are_judged(make: Make, fault: str) -> None:
     with JudgeServer(behaviour=[*[fault] * 8, *["good"] * 1000], delay_seconds=0.01) as judge:
         grader = make(judge, max_thread=8, max_attempts=20)
-        limiter = grader.client._endpoints[0].in_flight
+        limiter = grader.client.endpoints[0].concurrency
         seen = []
         outcomes: Counter[Outcome] = Counter()
         for _, verdict in grade_all(grader, ((n, GOOD) for n in range(300)), 8):
             outcomes[verdict.outcome] += 1
-            seen.append(limiter.limit)
+            seen.append(int(limiter.limit))
     assert outcomes == {Outcome.ACCEPTED: 300}
     assert min(seen) <= 4
     assert seen[-1] == 8, "it recovers by itself"
@@ -153,29 +153,29 @@ def test_after_429_fewer_are_in_flight_and_all_are_judged(make: Make, fault: str
 
 def test_turns_are_evenly_spaced() -> None:
     clock = Clock()
-    pace = RateLimiter(120, clock)
-    assert [pace.reserve() for _ in range(4)] == [0.0, 0.5, 1.0, 1.5]
+    limiter = RateLimiter(120, clock)
+    assert [limiter.reserve() for _ in range(4)] == [0.0, 0.5, 1.0, 1.5]
     clock.now += 60
-    assert [pace.reserve() for _ in range(2)] == [0.0, 0.5], "unused turns are not saved up"
+    assert [limiter.reserve() for _ in range(2)] == [0.0, 0.5], "unused turns are not saved up"
 
 
 def test_what_was_estimated_is_corrected() -> None:
     clock = Clock()
-    pace = RateLimiter(6000, clock)
-    pace.reserve(300)
-    pace.correct(-200)
-    assert pace.reserve(1) == pytest.approx(1.0)
+    limiter = RateLimiter(6000, clock)
+    limiter.reserve(300)
+    limiter.correct(-200)
+    assert limiter.reserve(1) == pytest.approx(1.0)
     assert RateLimiter(None, clock).reserve(10**9) == 0.0
 
 
 @given(st.integers(1, 10_000), st.lists(st.floats(0, 30), min_size=1, max_size=200))
 def test_no_minute_holds_more_than_was_allowed(per_minute: int, pauses: list[float]) -> None:
     clock = Clock()
-    pace = RateLimiter(per_minute, clock)
+    limiter = RateLimiter(per_minute, clock)
     turns = []
     for pause in pauses:
         clock.now += pause / per_minute
-        turns.append(clock.now + pace.reserve())
+        turns.append(clock.now + limiter.reserve())
     for begin in turns:
         assert sum(begin <= turn < begin + 60 - 1e-6 for turn in turns) <= per_minute
 
@@ -233,15 +233,15 @@ def test_keys_take_turns_and_a_slow_one_rests() -> None:
     assert taken(4) == "abca"
     slow = pool.take()
     assert slow is not None
-    pool.slow(slow, None)
+    pool.throttle(slow, None)
     assert "b" not in taken(6)
-    clock.now += SLOW_SECONDS
+    clock.now += THROTTLED_SECONDS
     assert "b" in taken(3)
     for key in [pool.take(), pool.take(), pool.take()]:
         assert key is not None
-        pool.slow(key, 86_400)
+        pool.throttle(key, 86_400)
     assert taken(1) == "-"
-    assert pool.seconds_to_wait() == LONGEST_SECONDS
+    assert pool.wait_seconds() == MAX_REST_SECONDS
 
 
 def test_a_refused_key_rests_and_all_refused_is_told() -> None:
@@ -249,19 +249,19 @@ def test_a_refused_key_rests_and_all_refused_is_told() -> None:
     pool = KeyPool(["a", "b"], clock)
     first = pool.take()
     assert first is not None
-    assert pool.refuse(first, "401")
-    assert pool.refusal() == ""
+    assert pool.reject(first, "401")
+    assert pool.rejection() == ""
     second = pool.take()
     assert second is not None
     assert second.secret == "b"
-    assert not pool.refuse(second, "402")
+    assert not pool.reject(second, "402")
     assert pool.take() is None
-    assert pool.refusal() == "402"
-    clock.now += REFUSED_SECONDS
+    assert pool.rejection() == "402"
+    clock.now += REJECTED_SECONDS
     again = pool.take()
     assert again is not None
-    pool.worked(again)
-    assert pool.refusal() == ""
+    again.rejection = ""
+    assert pool.rejection() == ""
 
 
 def test_secrets_are_in_no_representation() -> None:
@@ -485,4 +485,4 @@ def test_usage_that_no_call_can_have_is_not_believed(make: Make) -> None:
     with JudgeServer(behaviour="boundless usage") as judge:
         verdict = make(judge).grade(GOOD)
     assert verdict.outcome is Outcome.ACCEPTED
-    assert (verdict.prompt_tokens, verdict.completion_tokens) == (MAX_COUNT, MAX_COUNT)
+    assert (verdict.prompt_tokens, verdict.completion_tokens) == (MAX_TOKEN_COUNT, MAX_TOKEN_COUNT)

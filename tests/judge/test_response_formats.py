@@ -1,4 +1,4 @@
-"""How a verdict's form is asked for: by the best means that the endpoint has, learned once."""
+"""How a verdict's form is asked for: by the best means that the endpoint has, capabilities once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from flywheel.config import JudgeSettings
 from flywheel.judge.client import Endpoint, JudgeClient
 from flywheel.judge.grader import Grader
-from flywheel.judge.response_formats import MONTH_SECONDS, EndpointCapabilities, ResponseFormat, names
+from flywheel.judge.response_formats import MONTH_SECONDS, EndpointCapabilities, ResponseFormat, is_rejection_of
 from flywheel.rubric import Rubric
 from flywheel.verdict import Exchange, Outcome
 from tests.judge_server import JudgeServer, nonce_of
@@ -31,10 +31,10 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     made: list[Grader] = []
 
     def make(
-        judge: JudgeServer, rubric: Rubric = RUBRIC, learned: EndpointCapabilities | None = None, **settings: Any
+        judge: JudgeServer, rubric: Rubric = RUBRIC, capabilities: EndpointCapabilities | None = None, **settings: Any
     ) -> Grader:
         given = JudgeSettings(**{"model": "m", "base_url": judge.base_url, "max_attempts": 2, **settings})
-        made.append(Grader(rubric, given, JudgeClient(given, learned)))
+        made.append(Grader(rubric, given, JudgeClient(given, capabilities)))
         return made[-1]
 
     yield make
@@ -84,29 +84,29 @@ def test_what_was_learned_outlives_the_process(make: Make) -> None:
         first = make(judge)
         first.grade(GOOD)
         later = EndpointCapabilities()
-        later.restore(first.client.learned.snapshot())
-        assert make(judge, learned=later).grade(GOOD).outcome is Outcome.ACCEPTED
+        later.restore(first.client.capabilities.snapshot())
+        assert make(judge, capabilities=later).grade(GOOD).outcome is Outcome.ACCEPTED
         assert means(judge) == ["schema", "tool", "text", "text"]
-        make(judge, learned=later, model="another").grade(GOOD)
-        assert means(judge)[4:] == ["schema", "tool", "text"], "it is learned of one model"
+        make(judge, capabilities=later, model="another").grade(GOOD)
+        assert means(judge)[4:] == ["schema", "tool", "text"], "it is capabilities of one model"
 
 
 def test_what_was_learned_is_forgotten_after_a_month() -> None:
     now = [1e9]
-    learned = EndpointCapabilities(lambda: now[0])
-    assert learned.note("m at http://x", ResponseFormat.SCHEMA)
-    assert not learned.note("m at http://x", ResponseFormat.SCHEMA)
-    assert learned.means("m at http://x") == [ResponseFormat.TOOL, ResponseFormat.TEXT]
+    capabilities = EndpointCapabilities(lambda: now[0])
+    assert capabilities.add("m at http://x", ResponseFormat.SCHEMA)
+    assert not capabilities.add("m at http://x", ResponseFormat.SCHEMA)
+    assert capabilities.formats("m at http://x") == [ResponseFormat.TOOL, ResponseFormat.TEXT]
     now[0] += MONTH_SECONDS + 1
-    assert learned.means("m at http://x") == list(ResponseFormat)
+    assert capabilities.formats("m at http://x") == list(ResponseFormat)
 
 
 @pytest.mark.parametrize("stored", ["", "{", "[]", '{"x": 3}', '{"x": {"schema": "y"}}', "null"])
 def test_a_broken_snapshot_is_nothing(stored: str) -> None:
-    learned = EndpointCapabilities()
-    learned.note("x", ResponseFormat.TOOL)
-    learned.restore(stored)
-    assert learned.means("x") == [ResponseFormat.SCHEMA, ResponseFormat.TEXT]
+    capabilities = EndpointCapabilities()
+    capabilities.add("x", ResponseFormat.TOOL)
+    capabilities.restore(stored)
+    assert capabilities.formats("x") == [ResponseFormat.SCHEMA, ResponseFormat.TEXT]
 
 
 def test_the_retry_shows_what_was_wrong_by_the_means_that_are_left(make: Make) -> None:
@@ -144,7 +144,7 @@ def test_parameters_that_are_not_known_are_left_out_from_then_on(
             assert grader.grade(GOOD).outcome is Outcome.ACCEPTED
     assert [request.get("max_tokens") for request in judge.requests] == [2048, None, None]
     assert [request.get("max_completion_tokens") for request in judge.requests] == [None, 2048, 2048]
-    assert "takes no max_tokens" in caplog.text
+    assert "does not support max_tokens" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_judge_that_refuses_a_parameter_is_asked_without(make: Make, behaviour
         grader = make(judge)
         for _ in range(2):
             assert grader.grade(GOOD).outcome is Outcome.ACCEPTED
-    assert judge.calls == 3, "it is learned once"
+    assert judge.calls == 3, "it is capabilities once"
     last = judge.requests[-1]
     assert ("temperature" in last) is (behaviour != "no temperature")
     assert ("max_tokens" in last) is (behaviour != "no max_tokens")
@@ -196,7 +196,9 @@ def test_a_failure_that_names_nothing_that_was_sent_is_a_failure(make: Make) -> 
     ],
 )
 def test_a_refusal_names_a_parameter_or_its_value(said: str, what: str) -> None:
-    assert [each for each in ("temperature", "max_tokens", "system") if names(said, each)] == ([what] if what else [])
+    assert [each for each in ("temperature", "max_tokens", "system") if is_rejection_of(said, each)] == (
+        [what] if what else []
+    )
 
 
 def test_each_call_has_a_nonce_of_its_own_and_one_schema(make: Make) -> None:
@@ -212,7 +214,7 @@ def test_one_call_for_each_criterion(make: Make) -> None:
     each = RUBRIC.model_copy(update={"judge": RUBRIC.judge.model_copy(update={"per_criterion": True})})
     with JudgeServer() as judge:
         verdict = make(judge, each).grade(GOOD)
-        assert make(judge, each).preview(GOOD) > make(judge).preview(GOOD)
+        assert make(judge, each).estimate(GOOD).prompt_tokens > make(judge).estimate(GOOD).prompt_tokens
     assert [result.criterion for result in verdict.results] == ["correct", "clear"]
     assert (verdict.calls, verdict.prompt_tokens) == (2, 200)
     asked = [

@@ -58,7 +58,7 @@ def test_a_guided_reply_is_the_complete_set_whatever_the_model_says(
 ) -> None:
     client = JudgeClient(judge)
     if means is ResponseFormat.TOOL:
-        client.learned.note(str(client._endpoints[0].who), ResponseFormat.SCHEMA)
+        client.capabilities.add(str(client.endpoints[0].config), ResponseFormat.SCHEMA)
     nonce = new_nonce()
     reply = client.ask(
         messages(RUBRIC, EXCHANGE, nonce=nonce),
@@ -77,15 +77,15 @@ def test_a_guided_reply_is_the_complete_set_whatever_the_model_says(
     assert reply.calls == 1, "nothing had to be asked twice"
     assert reply.prompt_tokens > 100
     assert reply.completion_tokens > 10
-    assert client.learned.means(str(client._endpoints[0].who))[0] is means, "it does what it was asked"
+    assert client.capabilities.formats(str(client.endpoints[0].config))[0] is means, "it does what it was asked"
 
 
 def test_words_of_a_random_model_are_no_verdict_and_are_billed(judge: JudgeSettings) -> None:
-    learned = EndpointCapabilities()
+    capabilities = EndpointCapabilities()
     short = judge.model_copy(update={"max_tokens": 50})
-    client = JudgeClient(short, learned)
+    client = JudgeClient(short, capabilities)
     for means in (ResponseFormat.SCHEMA, ResponseFormat.TOOL):
-        learned.note(str(client._endpoints[0].who), means)
+        capabilities.add(str(client.endpoints[0].config), means)
     verdict = Grader(RUBRIC, short, client).grade(EXCHANGE)
     client.close()
     assert (verdict.outcome, verdict.calls) == (Outcome.UNDECIDED, 2)

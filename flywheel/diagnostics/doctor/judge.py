@@ -19,8 +19,8 @@ from flywheel.daemon.judge_setup import judge_settings, rubric_of
 from flywheel.diagnostics.doctor.finding import Finding, Result
 from flywheel.errors import ConfigError, FlywheelError, JudgeError
 from flywheel.filtering.chain import Chain, load_chain
-from flywheel.judge.client import KEY_REFUSED, Endpoint, EndpointConfig, JudgeClient, judge_of, judges
-from flywheel.judge.independence import doubts
+from flywheel.judge.client import KEY_REJECTED, Endpoint, EndpointConfig, JudgeClient, endpoints_of, settings_for
+from flywheel.judge.independence import independence_warnings
 from flywheel.model_http_client import HttpAnswer
 from flywheel.rubric import FIT_FOR_ROLLOUTS, Rubric
 from flywheel.rubric.examples import contradictions
@@ -65,16 +65,16 @@ class JudgeChecks:
         settings = judge_settings(self.config, chain)
         try:
             rubric = rubric_of(self.config, chain)
-            settings = judge_of(rubric, settings)
+            settings = settings_for(rubric, settings)
             yield self._rubric(rubric, chain)
         except ConfigError as error:
             yield Finding.of("rubric", error)
         try:
-            for doubt in doubts(self.config.model_copy(update={"judge": settings})):
-                yield Finding("judge", Result.WARNING, doubt, "Set judge.model to an independent model.")
+            for warning in independence_warnings(self.config.model_copy(update={"judge": settings})):
+                yield Finding("judge", Result.WARNING, warning, "Set judge.model to an independent model.")
         except ConfigError as error:
             yield Finding.of("judge", error)
-        for endpoint in judges(settings):
+        for endpoint in endpoints_of(settings):
             listed = self._listed(endpoint, settings)
             yield _asked(endpoint, settings, listed) if self.ask else listed
 
@@ -96,7 +96,7 @@ class JudgeChecks:
         timeout = min(settings.timeout_seconds, TIMEOUT_SECONDS)
         endpoint = Endpoint(who, settings.model_copy(update={"timeout_seconds": timeout}))
         try:
-            without_key, *by_key = endpoint.listings()
+            without_key, *by_key = endpoint.model_listings()
         except JudgeError as error:
             return Finding.of(who.section, error, subject=str(who))
         finally:
@@ -108,7 +108,7 @@ class JudgeChecks:
 
 
 def _key_refused(who: EndpointConfig, by_key: list[HttpAnswer]) -> tuple[Result, str, str] | None:
-    refused = [number for number, answer in enumerate(by_key, start=1) if answer.status in KEY_REFUSED]
+    refused = [number for number, answer in enumerate(by_key, start=1) if answer.status in KEY_REJECTED]
     if not refused:
         return None
     key = f"${who.api_key_env}"
@@ -144,7 +144,7 @@ def _models(who: EndpointConfig, without_key: HttpAnswer, answer: HttpAnswer) ->
     text = f"it answers and lists {who.model}"
     if not os.environ.get(who.api_key_env, "").strip():
         return Result.OK, f"{text}; it requires no key", ""
-    if without_key.status in KEY_REFUSED:
+    if without_key.status in KEY_REJECTED:
         return Result.OK, f"{text}; the key in ${who.api_key_env} is accepted", ""
     text = f"{text}; whether it accepts the key in ${who.api_key_env} is not known"
     return Result.OK, text, f"It lists its models without a key: {_ASK}"
@@ -177,7 +177,7 @@ def _asked(who: EndpointConfig, settings: JudgeSettings, listed: Finding) -> Fin
         return Finding(who.section, Result.FAILED, reply.problem, remedy, str(who))
     figures = {"prompt_tokens": reply.prompt_tokens, "completion_tokens": reply.completion_tokens}
     tokens = f"{reply.prompt_tokens} tokens sent, {reply.completion_tokens} received"
-    text = f"it answers (asked by {reply.means.value}; {tokens})"
+    text = f"it answers (asked by {reply.format.value}; {tokens})"
     if listed.result is not Result.OK:
         text = f"{text}, although {listed.found}"
     return Finding(who.section, Result.OK, text, subject=str(who), figures=figures)
