@@ -1,4 +1,4 @@
-"""A round's training: vLLM rollout engines and a TRL trainer as Ray actors, and what passes between them.
+"""A round's training: vLLM rollout engines and a TRL trainer as Ray actors, and the data between them.
 
-Grades come in as a callable: this package knows no judge, no rubric and no store.
+The grading function is passed in: this package does not know the judge, the rubric or the store.
 """

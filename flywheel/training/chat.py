@@ -1,8 +1,8 @@
-"""What the agent's server makes of a chat request: its tokens, how it samples, and what it hands on of the answer.
+"""Renders chat requests as the agent's server does: prompt tokens, sampling parameters, and parsed answers.
 
-vLLM does more than to apply the chat template: it reads the JSON text of earlier tool calls' arguments, puts tool
-definitions into an order of its own, takes defaults from the model's generation_config.json, and parses reasoning and
-tool calls out of what was generated. Its own code does it here too, told what the server was told.
+vLLM does more than apply the chat template: it parses the JSON text of earlier tool calls' arguments, reorders tool
+definitions, takes defaults from the model's generation_config.json, and parses reasoning and tool calls out of
+completions. This module calls vLLM's own code with the server's settings.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flywheel.round import RoundTask
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """What `flywheel serve` tells vLLM about chats.
+    """The settings of `flywheel serve` that concern chats.
 
     `template` is a file or the template itself; None is the model's own. `arguments` are given to the template with
     every request. An empty parser is none; a plugin is a file that adds some. `generation` is where defaults of
@@ -40,7 +40,7 @@ class ChatFormat:
 
 
 def served_format(arguments: Sequence[str], *, max_model_len: int | None = None) -> ChatFormat:
-    """The part of the server's arguments that shapes prompts, sampling and answers. Raises TrainError when it cannot
+    """The server's arguments that determine prompts, sampling and answers. Raises TrainError when it cannot
     be read."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--chat-template")
@@ -74,8 +74,7 @@ def served_format(arguments: Sequence[str], *, max_model_len: int | None = None)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What an agent gets of a completion: `text` without what the model thought, and the names of `tools` that it
-    calls."""
+    """A completion as an agent receives it: `text` without reasoning, and the names of the called `tools`."""
 
     text: str
     tools: tuple[str, ...] = ()
@@ -104,12 +103,12 @@ class ServedChat:
 
         request = _request(task)
         _, rendered = await self._renderer.render_messages_async(request.messages, self._about(request))
-        # Whoever asks looks at the length: a prompt is never cut.
+        # Callers check the length: a prompt is never truncated.
         whole = TokenizeParams(max_total_tokens=None, add_special_tokens=request.add_special_tokens)
         return tuple((await self._renderer.tokenize_prompt_async(rendered, whole))["prompt_token_ids"])
 
     def length(self, text: str) -> int:
-        """How many tokens an answer of this text takes, the end of the turn included; 0 for no text."""
+        """Number of tokens of an answer with this text, including the end of the turn; 0 for no text."""
         return len(self._renderer.get_tokenizer().encode(text, add_special_tokens=False)) + 1 if text else 0
 
     def sampling(self, task: RoundTask, prompt_tokens: int, *, temperature: float | None, seed: int) -> Any:
@@ -119,7 +118,7 @@ class ServedChat:
 
         request = self._adjusted(_request(task, temperature=temperature, seed=seed))
         model_config = self._model_config
-        # As vLLM's chat endpoint has it: a limit that was set for the server binds, one of the model's does not.
+        # As in vLLM's chat endpoint: a limit set for the server applies, the model's own default does not.
         if model_config.generation_config in ("auto", "vllm"):
             bound = (model_config.override_generation_config or {}).get("max_new_tokens")
         else:
@@ -132,7 +131,7 @@ class ServedChat:
         return not self._adjusted(_request(task)).skip_special_tokens
 
     def answer(self, task: RoundTask, prompt: Sequence[int], text: str, tokens: Sequence[int]) -> Answer:
-        """What the server hands on of a completion of the task's prompt."""
+        """The parsed completion of the task's prompt, as the server returns it."""
         if self._parser is None:
             return Answer(text)
         request = _request(task)
@@ -198,12 +197,12 @@ def _request(task: RoundTask, **values: Any) -> Any:
 
 
 def _template_of(chat: ChatFormat) -> str | None:
-    """The text of the template that the server was told to use; None is the model's own."""
+    """The text of the server's configured template; None is the model's own."""
     from vllm.renderers.chat_utils import load_chat_template
 
     try:
         text: str | None = load_chat_template(chat.template)
-    except Exception as error:  # vLLM's errors have a class of their own, and not always the same
+    except Exception as error:  # vLLM raises its own error classes, which differ between versions
         raise TrainError(
             f"read the chat template {chat.template}",
             " ".join(str(error).split())[:300],

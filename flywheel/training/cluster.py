@@ -1,6 +1,6 @@
-"""The Ray session of a round: started, used, and gone without a trace, whatever happens in between.
+"""The Ray session of a round: start, placement of actors, and complete clean-up after success or failure.
 
-Owns processes and placement only. Processes are ended by their ids; those of others are never looked at.
+Processes are ended by their ids; processes of others are never touched.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 PR_SET_CHILD_SUBREAPER = 36
 OBJECT_STORE_BYTES = 100 << 20
-"""Rollouts are small and travel inside the calls; this is little more than Ray's minimum."""
+"""Rollouts are small and are passed inside calls, so this is little more than Ray's minimum."""
 SHORT_PATH = 20
 """Longest parent of Ray's directory. A socket's path has at most 107 characters, of which `/fw-PID-XXXXXXXX`, the
 session's name and `/sockets/plasma_store` take up to 86."""
@@ -48,9 +48,9 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     "TOKENIZERS_PARALLELISM": "false",
-    # vLLM would choose cores for its threads although the trainer and the agent's server use the same ones.
+    # Otherwise vLLM pins its threads to cores that the trainer and the agent's server also use.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # Threads that spin while they wait take the cores from those they wait for: with other work on the machine, a
+    # Threads that spin while they wait take the cores from the threads that they wait for: on a busy machine, a
     # training step took five times as long.
     "OMP_WAIT_POLICY": "PASSIVE",
 }
@@ -67,7 +67,7 @@ CARRIED_PREFIXES = ("HF_", "VLLM_", "NCCL_", "TRANSFORMERS_", "PYTORCH_", "TORCH
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every orphan below this process: vLLM's own children outlive an actor that is killed,
+    """Become the parent of all orphaned descendants (a "child subreaper"): vLLM's children outlive a killed actor,
     and only descendants can be found again. Linux only; elsewhere such orphans are not found."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -82,7 +82,7 @@ def session(settings: Config) -> Iterator[None]:
         if settings.ray.address:
             _connect(settings.ray.address)
         else:
-            # A token of this session's own; Ray would write one for all sessions into the user's home.
+            # A token for this session only; by default Ray writes one for all sessions into the user's home.
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
             parent = tempfile.gettempdir()
             directory = tempfile.mkdtemp(
@@ -99,7 +99,7 @@ def session(settings: Config) -> Iterator[None]:
             )
         yield
     finally:
-        # The snapshot comes first: what dies in between stays in it, what is orphaned is adopted.
+        # Take the snapshot first: processes that die later are still in it, and orphans are adopted by this process.
         ours = [] if settings.ray.address else psutil.Process().children(recursive=True)
         with contextlib.suppress(Exception):
             ray.shutdown()
@@ -113,7 +113,7 @@ def _connect(address: str) -> None:
     try:
         host, _, port = address.rpartition(":")
         if port.isdigit() and "/" not in host:
-            # Ray would try for many minutes to reach a place where nobody is.
+            # Otherwise Ray retries for many minutes to reach an address where nothing listens.
             socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
         ray.init(address=address, configure_logging=False, runtime_env={"env_vars": ENVIRONMENT})
     except (OSError, RuntimeError, ValueError) as error:
@@ -146,10 +146,10 @@ def gpus() -> int:
 
 
 class Places:
-    """Room in the cluster for all processes of a round, taken at once and given back with the session."""
+    """Placement of all processes of a round, reserved together and released with the session."""
 
     def __init__(self, seats: Seating, seconds: float) -> None:
-        """Raises TrainError when there is no such room within so many seconds."""
+        """Raises TrainError when the resources are not available within `seconds`."""
         with_gpus = any(seat.share for seat in seats.engines)
         self._wanted = [{"CPU": float(number), **({"GPU": 1.0} if with_gpus else {})} for number in seats.occupied]
         self._group = placement_group(self._wanted, strategy="PACK")
@@ -182,9 +182,9 @@ def _told(resources: Mapping[str, float]) -> str:
 
 
 def gather(members: Sequence[Any], settings: Config, paths: Sequence[Path]) -> None:
-    """Give actors the worker's environment, secrets included, and see that each finds all it needs.
+    """Give actors the worker's environment, including secrets, and check that the required paths exist on each node.
 
-    Raises TrainError that names the node and the paths that it does not have.
+    Raises TrainError with the node and its missing paths.
     """
     shown = [str(path.absolute()) for path in paths]
     for node, missing in wait([member.join.remote(_carried(settings), shown) for member in members]):
@@ -198,7 +198,7 @@ def gather(members: Sequence[Any], settings: Config, paths: Sequence[Path]) -> N
 
 
 def _carried(settings: Config) -> dict[str, str]:
-    """What of this process's environment its actors need, wherever they run."""
+    """The variables of this process's environment that its actors need on any node."""
     judge = settings.judge
     secrets_of_judge = {judge.api_key_env, *([judge.backup.api_key_env] if judge.backup else [])}
     return {
@@ -214,7 +214,8 @@ def cpu_threads() -> int:
 
 
 def wait(references: Sequence[Any]) -> list[Any]:
-    """The results, unless a signal stops the worker first. An actor's FlywheelError comes out as it was raised."""
+    """The results. Raises Stopped when a signal stops the worker first; an actor's FlywheelError is raised
+    unchanged."""
     pending = list(references)
     while pending:
         check_stopped()
@@ -248,6 +249,6 @@ def _died(error: RayActorError) -> FlywheelError:
 
 
 def stop(engines: Sequence[Any]) -> None:
-    """Let engines end their own processes; what does not answer in time is killed with the session."""
+    """Ask engines to end their own processes; those that do not answer in time are killed with the session."""
     with contextlib.suppress(Exception):
         ray.wait([engine.stop.remote() for engine in engines], num_returns=len(engines), timeout=GRACE_SECONDS)

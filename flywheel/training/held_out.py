@@ -1,4 +1,4 @@
-"""Held-out tasks, answered by two adapters under the same seeds and graded alike."""
+"""Evaluation on held-out tasks: two adapters answer with the same seeds and are graded by the same rubric."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flywheel.training.prompts import Prompt, seed_of
 from flywheel.training.rollout import Batch, LoadedAdapter, RolloutRequest
 
 CUT_AFTER = 0.9
-"""The share of a batch's time after which an answer is cut."""
+"""The share of a batch's timeout after which an answer is cut."""
 
 Rewards = tuple[float | None, ...]
 Pairs = list[tuple[Rewards, Rewards]]
@@ -21,8 +21,8 @@ Pairs = list[tuple[Rewards, Rewards]]
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """For each prompt the rewards of both sides, one per seed; None where there is no verdict. `values` are those of
-    each criterion, None where it was not looked at."""
+    """For each prompt the rewards of both adapters, one per seed; None without a verdict. `values` are those of each
+    criterion, None where it was not evaluated."""
 
     rewards: Pairs
     values: dict[str, Pairs]
@@ -30,7 +30,7 @@ class Answers:
 
 
 def check_enough(prompts: Sequence[Prompt], spec: RoundSpec, needed: int) -> None:
-    """Raise TrainError when so few held-out tasks can be asked that the gate could only reject the candidate."""
+    """Raise TrainError when too few held-out tasks can be asked for the gate to promote a candidate."""
     if len(prompts) >= needed:
         return
     raise TrainError(
@@ -48,10 +48,10 @@ def answer(
     settings: Config,
     collector: Collector,
 ) -> Answers:
-    """Ask both sides, in batches about as large as a training step. None is the base model.
+    """Let both adapters answer, in batches about as large as a training step. None is the base model.
 
-    Raises TrainError when more answers are undecided than a training step may have, or so many that too few tasks are
-    left for the gate: to call the candidate no better because the judge was away would be a rejection by accident.
+    Raises TrainError when more answers are undecided than a training step may have, or when too few tasks are left
+    for the gate: an unreachable judge must not cause a rejection.
     """
     gate, samples = settings.gate, settings.gate.samples_for(len(prompts))
     per_batch = max(1, settings.training.prompts_per_step * settings.training.group_size // (2 * samples))
@@ -81,7 +81,7 @@ def answer(
 
 
 def _paired(values: Sequence[float | None], samples: int) -> Pairs:
-    """What was asked prompt by prompt, side by side."""
+    """The results of both adapters, prompt by prompt."""
     sides = [tuple(values[start : start + samples]) for start in range(0, len(values), samples)]
     return list(zip(sides[::2], sides[1::2], strict=True))
 
@@ -93,8 +93,8 @@ def requests(
     settings: Config,
     samples: int,
 ) -> list[RolloutRequest]:
-    """For each prompt, each side's samples, drawn as the server draws them and within its limits. A sample's seed
-    depends on task and number, not on the side."""
+    """For each prompt, the requests of each adapter, sampled as the server does and within its limits. A sample's
+    seed depends on task and number, not on the adapter."""
     return [
         RolloutRequest(
             prompt=prompt,
@@ -104,7 +104,7 @@ def requests(
             max_tokens=None,
             adapter=side,
             as_served=True,
-            # A little before the whole batch is given up: what the agent would still wait for counts as it is.
+            # Slightly before the timeout of the whole batch: a cut answer is graded as it is.
             seconds=CUT_AFTER * settings.rollout.timeout_seconds,
         )
         for group, prompt in enumerate(prompts)

@@ -1,4 +1,4 @@
-"""What every actor of a round can do, wherever it runs: take over the worker's environment, and look at paths."""
+"""The base class of a round's actors: take over the worker's environment, and check paths on the node."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 
 class Member:
-    """A base class of actors. `join` is called before anything else."""
+    """Base class of actors. Call `join` first."""
 
     def join(self, environment: Mapping[str, str], paths: Sequence[str]) -> tuple[str, list[str]]:
-        """Take these variables over; the name of the node, and the paths that are not there.
+        """Set these variables. Returns the name of the node and the missing paths.
 
-        Secrets come this way, and not with the actor's runtime environment: a cluster's dashboard shows that.
+        Secrets are passed here and not in the actor's runtime environment, which a cluster's dashboard shows.
         """
         os.environ.update(environment)
         return socket.gethostname(), [path for path in paths if not Path(path).exists()]

@@ -1,6 +1,6 @@
-"""The meter of a running round: counts steps, rollouts and tokens, and keeps `progress.json` up to date.
+"""Counts the steps, rollouts and tokens of a running round, and keeps `progress.json` up to date.
 
-Trainer and worker have one each and take turns with the file, which is replaced as a whole.
+Trainer and worker have one meter each and write the file in turn; it is replaced atomically.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from flywheel.files import write_atomic
 from flywheel.round_progress import PROGRESS_FILE, Phase, RoundProgress
 
 WRITE_SECONDS: Final = 1.0
-"""How often the file is replaced at most while nothing but rollouts come in."""
+"""Minimum interval between replacements of the file while only rollouts are counted."""
 RECENT_STEPS: Final = 8
-"""The time left is reckoned from so many steps: the first ones take longer than the others."""
+"""Number of recent steps for the estimate of the remaining time; the first steps take longer than the others."""
 
 
 class Meter:
-    """Thread-safe: rollouts are counted by one thread, pauses told by others."""
+    """Thread-safe: one thread counts rollouts, others report pauses."""
 
     def __init__(
         self, directory: Path, *, steps: int, gate_rollouts: int = 0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`gate_rollouts` are still to come when the last step is done."""
+        """`gate_rollouts` follow after the last step."""
         self._path = directory / PROGRESS_FILE
         self._gate_rollouts = gate_rollouts
         self._clock = clock
@@ -42,33 +42,33 @@ class Meter:
         self._rollout_seconds: float | None = None
 
     def enter(self, phase: Phase, rollouts: int = 0, **known: Any) -> None:
-        """Begin a phase. `rollouts` are those of each of its steps, or all of it; `known` is what came before."""
+        """Start a phase. `rollouts` is the number per step, or of the whole phase; `known` is the state before."""
         with self._lock:
             self._began = self._clock()
             self._set(phase=phase, rollouts=0, rollouts_planned=rollouts, **known)
 
     def begin(self) -> None:
-        """The engines are asked for a batch of rollouts."""
+        """A batch of rollouts was requested from the engines."""
         with self._lock:
             self._batch_began, self._tokens = self._clock(), 0
 
     def completed(self, tokens: int) -> None:
-        """One of them is there."""
+        """One rollout is complete."""
         with self._lock:
             self._tokens += tokens
             seconds = self._clock() - self._batch_began
             rate = self._tokens / seconds if seconds > 0 else None
-            # Seldom: a file for each of a thousand rollouts would be much.
+            # Rate-limited: a thousand rollouts must not write a thousand files.
             seldom = self._clock() - self._written < WRITE_SECONDS
             self._set(write=not seldom, rollouts=self._now.rollouts + 1, tokens_per_second=rate)
 
     def generated(self) -> None:
-        """All of them are there, or given up."""
+        """All rollouts are complete or have failed."""
         with self._lock:
             self._set()
 
     def stepped(self, step: int, reward: float | None, *, collecting_seconds: float) -> None:
-        """A step is done, of which collecting the rollouts took so long. `step` counts from 1."""
+        """A step is complete; `seconds` is the time for its rollouts. `step` counts from 1."""
         with self._lock:
             now = self._clock()
             self._step_seconds.append(now - self._began)
@@ -78,13 +78,13 @@ class Meter:
             self._set(step=step, rollouts=0, reward_first=first, reward=reward)
 
     def pause(self, why: str) -> None:
-        """The round waits for something; "" when it goes on."""
+        """The round is paused for this reason; "" when it resumes."""
         with self._lock:
             if bool(why) == (self._pause_began is not None):
                 return
             now = self._clock()
             if self._pause_began is not None:
-                # What was waited says nothing of how long a step takes.
+                # Pauses are not part of the duration of a step.
                 self._began += now - self._pause_began
                 self._pause_began = None
             else:

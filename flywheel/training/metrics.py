@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: what a round reports while it runs, one fsynced line per event."""
+"""`metrics.jsonl`: the metrics of a running round, one fsynced line per event."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flywheel.round_progress import Phase
 
 
 class Metrics:
-    """The metrics file of one round. Processes of a round take turns with it; no two write at once."""
+    """The metrics file of one round. Its processes write in turn, never at the same time."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / METRICS_FILE
@@ -30,7 +30,7 @@ class Metrics:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN: a figure that is not a number is null. Floats are kept to seven significant digits."""
+    """JSON has no NaN: a figure that is not a number is null. Floats have seven significant digits."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, float):

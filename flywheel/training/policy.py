@@ -1,6 +1,6 @@
 """The policy that is trained: base model and LoRA adapter, loaded for the trainer and written for the engines.
 
-An adapter directory appears whole and is never written again. Nothing here generates or takes a step.
+An adapter directory appears atomically and is never written again. Nothing here generates or trains.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def base_dtype(base: str) -> str:
 
 
 def check_base(base: str) -> None:
-    """Raise TrainError for a path that holds no model; what a hub has only shows when it is asked."""
+    """Raise TrainError for a path without a model; names on a hub are only checked when they are loaded."""
     path = Path(base)
     if path.is_absolute() and not (path / "config.json").is_file():
         raise TrainError(
@@ -59,14 +59,14 @@ def check_parent(parent: AdapterRef | None) -> None:
 
 
 def rank(parent: AdapterRef | None, lora: LoraSettings) -> int:
-    """The largest rank that the round's engines meet: a parent keeps the rank it was made with."""
+    """The largest LoRA rank that the round's engines load; a parent keeps its own rank."""
     if parent is None:
         return lora.r
     return max(lora.r, int(json.loads((Path(parent.path) / "adapter_config.json").read_text())["r"]))
 
 
 def other_form(parent: AdapterRef | None, lora: LoraSettings) -> str:
-    """What the parent has where it is not as the settings would make it: a round goes on in the parent's form."""
+    """Differences between the parent's LoRA configuration and the settings; a round continues with the parent's."""
     if parent is None:
         return ""
     has = json.loads((Path(parent.path) / "adapter_config.json").read_text())
@@ -76,7 +76,7 @@ def other_form(parent: AdapterRef | None, lora: LoraSettings) -> str:
 
 
 def load_policy(base: str, parent: AdapterRef | None, lora: LoraSettings, seed: int) -> Any:
-    """A PeftModel with one trainable adapter, `default`: the parent's weights, or fresh ones that change nothing."""
+    """A PeftModel with one trainable adapter, `default`: the parent's weights, or new ones with no effect."""
     from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import AutoModelForCausalLM, set_seed
 
@@ -96,11 +96,11 @@ def load_policy(base: str, parent: AdapterRef | None, lora: LoraSettings, seed: 
 
 
 def save_adapter(model: Any, directory: Path) -> None:
-    """Write the adapter `default` so that the directory appears whole."""
+    """Write the adapter `default`; the directory appears atomically."""
     beside = directory.with_name(f".{directory.name}.new")
     shutil.rmtree(beside, ignore_errors=True)
     model.save_pretrained(beside, selected_adapters=["default"])
-    # PEFT's model card is a form to fill in, and nobody has.
+    # PEFT's model card is an empty template.
     (beside / "README.md").unlink(missing_ok=True)
     for path in beside.iterdir():
         with path.open("rb") as file:

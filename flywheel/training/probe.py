@@ -1,5 +1,5 @@
-"""The probe: tokens whose log-probabilities tell an adapter from its parent and its base model, measured on a rollout
-engine, and how exactly they can be measured."""
+"""The probe: tokens whose log-probabilities distinguish an adapter from its parent and its base model, measured on a
+rollout engine, with the accuracy of the measurement."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from flywheel.training.rollout import LoadedAdapter
 PROMPTS = 8
 TOKENS = 32
 COMPARED = 16
-"""Of a continuation's tokens, those that differ most are compared: most tokens of a text are as good as certain."""
+"""Number of compared tokens per continuation: those that differ most, since most tokens of a text are nearly
+certain."""
 
 
 def make_probe(
@@ -25,10 +26,10 @@ def make_probe(
     *,
     max_model_len: int,
 ) -> Probe:
-    """Of the shortest prompts, the one whose greedy continuation under the adapter tells it best from its parent and
-    from the base model (a `parent` of None), whichever is nearer.
+    """Of the shortest prompts, the one whose greedy continuation under the adapter differs most from its parent or
+    the base model (a `parent` of None), whichever is nearer.
 
-    The continuation runs on past the end of the turn, so that it always has the same length.
+    The continuation continues past the end of the turn, so that it always has the same length.
     """
     # Log-probabilities of a long prompt take gigabytes: a row of the vocabulary for each of its tokens.
     shortest = sorted(prompts, key=lambda prompt: len(prompt.token_ids))[:PROMPTS]
@@ -38,13 +39,13 @@ def make_probe(
 
 
 def distance(probe: Probe) -> float:
-    """Mean difference per compared token between the adapter and what is nearest to it."""
+    """Mean difference per compared token between the adapter and the nearer of parent and base model, in nats."""
     differences = _differences(probe)
     return sum(differences[place] for place in probe.compared) / len(probe.compared)
 
 
 def choose_places(probe: Probe) -> list[int]:
-    """The places where the adapter differs most from what is nearest to it, in order."""
+    """The positions where the adapter differs most from the nearer of parent and base model, in order."""
     differences = _differences(probe)
     return sorted(sorted(range(len(differences)), key=differences.__getitem__, reverse=True)[:COMPARED])
 
@@ -59,7 +60,7 @@ def _probe(
     engine: Any, prompt: Prompt, adapter: LoadedAdapter, parent: LoadedAdapter | None, max_model_len: int
 ) -> Probe:
     ids = list(prompt.token_ids)
-    # One place is kept free: scoring generates a token that nobody needs.
+    # One position stays free: scoring also generates one token.
     tokens = min(TOKENS, max_model_len - len(ids) - 1)
     [continuation] = wait([engine.continue_greedily.remote(ids, adapter, tokens=tokens)])
     # One after the other: scoring a prompt beside any other request kills vLLM 0.32 on a CPU with LoRA enabled.
@@ -77,8 +78,8 @@ def _probe(
 
 
 def _noise(engine: Any, probe: Probe, adapter: LoadedAdapter) -> float:
-    """How far a second measurement lies from the first, in nats per token: one token at a time, as a server is asked.
-    Other lengths are computed by other kernels, in another order."""
+    """The difference to a second measurement in nats per token, one token at a time as on a server: other lengths use
+    other kernels with another order of operations."""
     ids = probe.prompt_token_ids + probe.token_ids
     start = len(probe.prompt_token_ids)
     total = 0.0

@@ -1,4 +1,4 @@
-"""The worker as a process: alone in its directory, its output in the log, and stoppable."""
+"""The worker's process: a lock on its directory, output redirected to the log, and stop signals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POLL_SECONDS = 0.5
 
 
 class Stopped(BaseException):
-    """A signal asked the worker to end. No library may mistake it for a failure it can handle."""
+    """A signal asked the worker to stop. A BaseException, so that libraries do not handle it as an error."""
 
     def __init__(self, number: int) -> None:
         self.exit_code = 128 + number
@@ -31,21 +31,21 @@ _received: list[int] = []
 def catch_signals() -> None:
     """Note SIGTERM and SIGINT for `check_stopped`. Called again after any library that installs handlers of its own.
 
-    The handler raises nothing itself: inside Ray's native code an exception would come out as another one.
+    The handler does not raise: inside Ray's native code the exception would be replaced by another one.
     """
     for number in SIGNALS:
         signal.signal(number, lambda received, _: _received.append(received))
 
 
 def check_stopped() -> None:
-    """Raise Stopped when a signal has come. Whoever waits does so in slices of POLL_SECONDS and asks in between."""
+    """Raise Stopped after a signal. Waiting code waits in slices of POLL_SECONDS and calls this in between."""
     if _received:
         raise Stopped(_received[0])
 
 
 @contextlib.contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
-    """Hold the directory. Raises LockedError when another worker does. The lock goes with the process."""
+    """Lock the directory until the process ends. Raises LockedError when another worker holds it."""
     with (directory / LOCK_FILE).open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -61,7 +61,7 @@ def alone_in(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def output_to(log: Path) -> Iterator[None]:
-    """Send everything that this process and its children print to the log: much of it comes from native code."""
+    """Redirect all output of this process and its children to the log, including that of native code."""
     kept = [(number, os.dup(number)) for number in (1, 2)]
     with log.open("ab") as file:
         for number, _ in kept:

@@ -1,6 +1,6 @@
-"""Prompts of a round: token ids made once, which of them a step takes, and the seed of each rollout.
+"""Prompts of a round: which tasks can be asked, which prompts each step uses, and the seed of each rollout.
 
-Owns no model and no tokenizer: the rollout engine turns messages into tokens.
+Has no model and no tokenizer: the rollout engine renders messages to tokens.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Final
 from flywheel.round import RoundTask
 
 NEEDED: Final = 0.99
-"""The share of traced replies that fit into the longest rollout."""
+"""The share of traced replies that are not longer than the longest rollout."""
 TOLERANCE: Final = 16
-"""Tokens by which a prompt may differ from what the model was sent: a template may hold the date."""
+"""Tolerance in tokens between a prompt and the recorded one: a template may contain the date."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A task with its prompt as the model's own chat template renders it, ready for a reply. Its traced reply took
-    `needs` tokens (0: not known); a rollout takes `max_tokens` at most (0: as many as the server allows)."""
+    """A task with its rendered prompt. Its traced reply had `needs` tokens (0: unknown); a rollout has at most
+    `max_tokens` (0: as many as the server allows)."""
 
     task: RoundTask
     token_ids: tuple[int, ...]
@@ -33,12 +33,12 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The prompts that a round asks, and why it leaves out each other task, by its id."""
+    """The prompts of a round, and the reason for each excluded task, by id."""
 
     prompts: list[Prompt]
     left_out: dict[str, str]
     inexact: dict[str, str] = field(default_factory=dict)
-    """Those of them whose prompt is not as long as what the model was sent."""
+    """Tasks whose prompt length differs from the recorded one."""
 
 
 def asked(
@@ -48,9 +48,9 @@ def asked(
     max_model_len: int,
     max_completion_tokens: int | None = None,
 ) -> Asked:
-    """The prompts to train on: those that leave room for a whole completion. Without a `max_completion_tokens` that
-    is as much as the traced reply took, and a rollout takes as many tokens as 99 of 100 traced replies did, or what
-    its prompt leaves of the context. `refused` are tasks of which the chat template makes none."""
+    """The prompts to train on: those that leave room for a completion. Without `max_completion_tokens`, that is the
+    length of the traced reply, and rollouts are limited to the 99th percentile of traced replies or the rest of the
+    context. `refused` are tasks that the chat template refuses."""
     kept, left_out, inexact = _each_once(prompts, refused)
     longest = max_completion_tokens or longest_needed([prompt.needs for prompt in kept]) or max_model_len
     fitting: list[Prompt] = []
@@ -63,9 +63,9 @@ def asked(
 
 
 def asked_as_served(prompts: Sequence[Prompt], refused: Mapping[str, str], *, context: int) -> Asked:
-    """The prompts that the server would answer, with a context of so many tokens."""
+    """The prompts that a server with this context (in tokens) would answer."""
     kept, left_out, inexact = _each_once(prompts, refused)
-    # Two tokens: to measure one of an answer takes another behind it.
+    # Two tokens: measuring one token of an answer needs one more.
     fitting = [each for each in kept if _has_room(each, context, 2, "the server's context", left_out)]
     return Asked(fitting, left_out, inexact)
 
@@ -79,8 +79,8 @@ def longest_needed(needs: Sequence[int]) -> int:
 def _each_once(
     prompts: Sequence[Prompt], refused: Mapping[str, str]
 ) -> tuple[list[Prompt], dict[str, str], dict[str, str]]:
-    """Each prompt where it came last: the same one again is no evidence of its own. Why the others are left out, and
-    those of them that are longer or shorter than what the model was sent: it was asked something else."""
+    """The last occurrence of each prompt, because repetitions are no independent evidence; the reasons of excluded
+    tasks; and those whose length differs from the recorded prompt."""
     inexact = {
         prompt.task.task_id: f"its prompt has {len(prompt.token_ids)} tokens, and the model was sent {sent}"
         for prompt in prompts
@@ -100,7 +100,7 @@ def _each_once(
 
 
 def _has_room(prompt: Prompt, context: int, needed: int, name: str, left_out: dict[str, str]) -> bool:
-    """Whether so many tokens fit behind the prompt; if not, that is noted."""
+    """Whether this many tokens fit after the prompt; otherwise the reason is recorded."""
     length, room = len(prompt.token_ids), context - needed
     if length > room:
         left_out[prompt.task.task_id] = f"its prompt has {length} tokens, and {name} leaves room for {room}"
@@ -108,8 +108,8 @@ def _has_room(prompt: Prompt, context: int, needed: int, name: str, left_out: di
 
 
 def schedule(count: int, *, per_step: int, steps: int, seed: int) -> list[list[int]]:
-    """Which of `count` prompts each step takes: those that were taken least, chance deciding between equals. So every
-    prompt is taken equally often, within one, and none again in a step while there are others."""
+    """Which of `count` prompts each step uses: the least used ones, ties broken at random. Every prompt is used
+    equally often (within one), and no prompt twice in a step while there are others."""
     if count < 1:
         raise ValueError("there is no prompt to schedule")
     rng = random.Random(seed)
@@ -127,6 +127,6 @@ def schedule(count: int, *, per_step: int, steps: int, seed: int) -> list[list[i
 
 
 def seed_of(*parts: int | str) -> int:
-    """A seed in 0…2³¹-1 that depends on all parts, and on nothing else: not on the process, the order or the time."""
+    """A seed in 0…2³¹-1 that depends only on the parts, not on process, order or time."""
     digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1

@@ -1,4 +1,4 @@
-"""The rollout: one fresh completion of a prompt with its reward, and what a batch of them amounts to.
+"""Rollouts: one sampled completion of a prompt with its reward, and statistics of a batch.
 
 Plain data and arithmetic; nothing here generates, grades or trains.
 """
@@ -18,7 +18,7 @@ from flywheel.verdict import Exchange, Verdict
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapter:
-    """An adapter as engines know it. A name and a number stand for one set of weights for ever."""
+    """An adapter for the engines. Name and number always identify the same weights."""
 
     name: str
     number: int
@@ -27,10 +27,10 @@ class LoadedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """What an engine is asked for. `group` is the prompt's place in its step; `adapter` None is the base model.
+    """A request to an engine. `group` is the prompt's index in its step; `adapter` None is the base model.
 
-    A rollout to learn from is drawn at `temperature` from the policy itself, at most `max_tokens` long. One that is
-    drawn `as_served` has the server's defaults and limits, its temperature too where it is None, and is cut after
+    A training rollout is sampled at `temperature` from the policy itself, with at most `max_tokens`. A rollout
+    `as_served` uses the server's defaults and limits, also its temperature if `temperature` is None, and is cut after
     `seconds`.
     """
 
@@ -46,10 +46,10 @@ class RolloutRequest:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What an engine returned: the end-of-turn token included; `text` is what an agent gets of it from the server.
+    """An engine's completion, including the end-of-turn token; `text` is what the server would return to an agent.
 
-    A logprob is that of the token under the distribution it was drawn from; None where the engine gave no number.
-    With `error` there is nothing to grade, only the reason.
+    Logprobs are those under the sampling distribution; None where the engine returned none. With `error` there is
+    nothing to grade.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -67,12 +67,12 @@ class Rollout:
 
     @property
     def reward(self) -> float | None:
-        """The verdict's score; None when the judge or the engine failed, which is not a bad answer."""
+        """The verdict's score; None when the judge or the engine failed."""
         return None if self.verdict is None else self.verdict.score
 
     @property
     def values(self) -> dict[str, float]:
-        """Each criterion's value, as far as a verdict has looked at it."""
+        """The value of each evaluated criterion."""
         if self.verdict is None or self.reward is None:
             return {}
         return {result.criterion: result.value for result in self.verdict.results}
@@ -85,8 +85,8 @@ class Rollout:
         return self.verdict.error or "the judge gave no score" if self.verdict and self.reward is None else ""
 
     def line(self, step: int) -> dict[str, Any]:
-        """The rollout token by token: `token_ids`, `loss_mask` and `logprobs` have one length and cover prompt and
-        completion; a logprob that does not exist is null, never a number."""
+        """The rollout by token: `token_ids`, `loss_mask` and `logprobs` have the same length and cover prompt and
+        completion; missing logprobs are null."""
         prompt, completion = self.request.prompt, self.completion
         before = len(prompt.token_ids)
         return {
@@ -121,7 +121,7 @@ def exchange(prompt: Prompt, text: str) -> Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The rollouts of one step, in the order they were asked for; `seconds` says where the time went."""
+    """The rollouts of one step in the order of their requests; `seconds` has the duration of each part."""
 
     rollouts: tuple[Rollout, ...]
     seconds: dict[str, float] = field(default_factory=dict)
@@ -140,7 +140,7 @@ class Batch:
 
     @property
     def groups_with_spread(self) -> int:
-        """Groups in which something can be learned: their decided rewards differ."""
+        """Number of groups with different rewards, which have a training signal."""
         rewards: defaultdict[int, set[float]] = defaultdict(set)
         for rollout in self.rollouts:
             if rollout.reward is not None:
@@ -148,7 +148,7 @@ class Batch:
         return sum(len(values) > 1 for values in rewards.values())
 
     def refuse_undecided(self, max_share: float) -> None:
-        """Raise TrainError when so many rewards are missing that the step would teach chance."""
+        """Raise TrainError when too many rewards are missing for a meaningful step."""
         if not self.rollouts or self.undecided <= max_share * len(self.rollouts):
             return
         reasons = Counter(rollout.failure for rollout in self.rollouts if rollout.reward is None)
@@ -162,7 +162,7 @@ class Batch:
         )
 
     def summary(self) -> dict[str, Any]:
-        """The step's figures for its metrics line. Means are over what exists; None when nothing does."""
+        """The step's figures for its metrics line. Means are over existing values; None if there are none."""
         done = [rollout.completion for rollout in self.rollouts if not rollout.completion.error]
         rewards = self.rewards
         return {
@@ -196,7 +196,7 @@ def mean(values: Sequence[float]) -> float | None:
 
 
 def deviation(values: Sequence[float]) -> float | None:
-    """Standard deviation of the values themselves (not an estimate for a larger population)."""
+    """Population standard deviation."""
     center = mean(values)
     return None if center is None else math.sqrt(math.fsum((v - center) ** 2 for v in values) / len(values))
 

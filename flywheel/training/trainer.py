@@ -1,7 +1,7 @@
-"""The trainer: a Ray actor that turns rollouts into an adapter, step by step.
+"""The trainer: a Ray actor that trains the adapter of a round on rollouts, step by step.
 
-Owns the loop of one round: sync the adapter to the engines under a new name, collect graded rollouts, one optimizer
-step, one metrics line. It starts no engine and knows no judge; grades come from a factory that it is given.
+Each step syncs the adapter to the engines under a new name, collects graded rollouts, takes one optimizer step and
+writes one metrics line. It starts no engine and knows no judge; a factory for the grading function is passed in.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from flywheel.training.prompts import Prompt, schedule, seed_of
 from flywheel.training.rollout import Batch, LoadedAdapter, RolloutRequest, add_usage
 
 FIRST_LOOK = 2
-"""A round is refused when so many steps show no group with different rewards; one could be bad luck."""
+"""Number of first steps without different rewards after which a round is refused; one could be chance."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a training run came to. With `refusal` there is no adapter."""
+    """The result of a training run. With `refusal` there is no adapter."""
 
     steps: int
     reward_first: float | None
@@ -45,7 +45,7 @@ class Trained:
 
 
 class RefusedError(Exception):
-    """Nothing can be learned from this round's tasks; the message says why."""
+    """This round's tasks have no training signal; the message says why."""
 
 
 class Trainer(Member):
@@ -68,7 +68,7 @@ class Trainer(Member):
         torch.set_num_threads(self._threads)
         spec, training = self._spec, self._settings.training
         self._model = load_policy(spec.base_model, spec.parent, training.lora, spec.seed)
-        # TRL takes seconds to import; here that happens while the engines start.
+        # Importing TRL takes seconds; here that happens while the engines start.
         import flywheel.training.grpo  # noqa: F401
 
     def train(
@@ -80,8 +80,8 @@ class Trainer(Member):
     ) -> Trained:
         """Train for the configured steps and write the adapter. Raises TrainError, or the judge's error.
 
-        `make_grade` is given whom to tell of pauses. `gate_rollouts` are those of the comparison that follows, for
-        the time that is left.
+        `make_grade` gets a callback for pauses. `gate_rollouts` is the number of rollouts of the following
+        comparison, for the estimate of the remaining time.
         """
         from transformers import AutoTokenizer
 
@@ -158,7 +158,7 @@ class Run:
         ]
 
     def sync(self, model: Any) -> None:
-        """Give the engines the current weights under a name and a number that were never used before."""
+        """Load the current weights into the engines under a new name and number."""
         started = time.monotonic()
         old = self._adapter
         number = 1 if old is None else old.number + 1
@@ -169,8 +169,8 @@ class Run:
         ray.get([engine.load.remote(new) for engine in self._engines])
         self._adapter = new
         if old is not None:
-            # A step waits for all its rollouts, so nobody asks for the old adapter any more. Once it is out of the
-            # engines' caches its files may go, never before: an engine whose adapter has no files dies.
+            # A step waits for all its rollouts, so the old adapter is no longer used. Its files may be deleted only
+            # after the engines have unloaded it: an engine whose adapter files are missing dies.
             ray.get([engine.unload.remote(old) for engine in self._engines])
             shutil.rmtree(old.path)
         self._sync_seconds = time.monotonic() - started
@@ -191,7 +191,7 @@ class Run:
         return batch
 
     def report(self, step: int, logs: dict[str, Any]) -> None:
-        """Write the metrics line of a step that has been taken."""
+        """Write the metrics line of a completed step."""
         batch = self._batch
         now = time.monotonic()
         whole = now - self._step_started
@@ -219,7 +219,7 @@ class Run:
         self.reward_first = self.reward_last if step == 1 else self.reward_first
 
     def clean_up(self) -> None:
-        """Remove what only the steps needed; the adapter of the last one goes once no engine holds it."""
+        """Remove step adapters, the last one after all engines have unloaded it."""
         if self._adapter is not None:
             ray.get([engine.unload.remote(self._adapter) for engine in self._engines])
         shutil.rmtree(self._directory / SYNC_DIR, ignore_errors=True)
@@ -229,7 +229,7 @@ class Run:
 def step_requests(
     prompts: Sequence[Prompt], step: int, spec: RoundSpec, settings: Config, adapter: LoadedAdapter | None
 ) -> list[RolloutRequest]:
-    """The requests of one step, group by group. Each has a seed of its own, the same whenever the round is run."""
+    """The requests of one step, group by group. Each has its own seed, reproducible for the round."""
     return [
         RolloutRequest(
             prompt=prompt,
@@ -247,7 +247,7 @@ def step_requests(
 def refuse_without_spread(batches: Sequence[Batch], min_share: float) -> None:
     """Raise RefusedError when too few groups have rewards that differ: the advantages of the others are 0.
 
-    Raises TrainError when there is no reward at all: that says nothing of the tasks, which another round can take.
+    Raises TrainError when there is no reward at all, in which case the tasks can be used by another round.
     """
     groups = sum(batch.groups for batch in batches)
     spread = sum(batch.groups_with_spread for batch in batches)
