@@ -110,6 +110,7 @@ def filter_tasks(
 @asynccontextmanager
 async def _state(wanted: _Wanted) -> AsyncIterator[Store]:
     """The state with what is new in the sources: for a dry run a copy of its own, else the real one, locked."""
+    from flywheel.daemon.judging import recover
     from flywheel.daemon.lock import InstanceLock
     from flywheel.sources.ingestion import Ingestion
     from flywheel.store import claims
@@ -120,7 +121,7 @@ async def _state(wanted: _Wanted) -> AsyncIterator[Store]:
             # What is in work there may be a living daemon's.
             await store.write(claims.release_all, "not judged")
         else:
-            await store.write(claims.recover)
+            await recover(store, wanted.config.state_dir)
         if not wanted.has_sources:
             return
         ingestion = Ingestion(store, wanted.config, export_tasks=not wanted.dry_run)
@@ -145,10 +146,14 @@ async def _state(wanted: _Wanted) -> AsyncIterator[Store]:
 
 def _filtering(store: Store, wanted: _Wanted) -> Filtering:
     from flywheel.daemon.judging import Filtering
+    from flywheel.judge.budget import CallsInFlight
     from flywheel.rubric.file import load_rubric
 
     return Filtering(
-        store, wanted.config, rubric=load_rubric(wanted.rubric, NAME_ONE) if wanted.rubric is not None else None
+        store,
+        wanted.config,
+        rubric=load_rubric(wanted.rubric, NAME_ONE) if wanted.rubric is not None else None,
+        calls=None if wanted.dry_run else CallsInFlight(wanted.config.state_dir),
     )
 
 

@@ -6,8 +6,11 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection
@@ -17,12 +20,13 @@ from flywheel.daemon.claim import Taking
 from flywheel.daemon.judge_setup import chain_of, exchange_of, judge_settings, rubric_of
 from flywheel.daemon.linked_event import LinkedEvent
 from flywheel.daemon.pre_filter import Ask, Screened, Screening, without_embeddings
+from flywheel.daemon.signals import aside
 from flywheel.daemon.task_result import FilterReport, Judged, Preview
 from flywheel.errors import FilterError, FlywheelError, JudgeError
-from flywheel.judge.budget import Budget
+from flywheel.judge.budget import Budget, CallsInFlight
 from flywheel.judge.grader import CallEstimate, Grader
 from flywheel.judge.independence import check_independence
-from flywheel.judge.pool import grade_all
+from flywheel.judge.pool import grade_batches
 from flywheel.rubric import Rubric
 from flywheel.states import TaskState
 from flywheel.store import claims, deduplication, notes, verdicts
@@ -38,24 +42,45 @@ CAPABILITIES_NOTE = "judge_means"
 """Key of the note on what the judge's endpoints turned out not to do."""
 
 
+async def recover(store: Store, state_dir: Path) -> tuple[int, list[str]]:
+    """Put right what a process that died left behind: book its calls in flight and return its tasks to `pending`.
+
+    Returns how many tasks, and the keys of those that are dead letters now. The caller holds the instance lock.
+    """
+    calls = CallsInFlight(state_dir)
+
+    def put_right(conn: Connection) -> tuple[int, list[str]]:
+        verdicts.book(conn, calls.read())
+        return claims.recover(conn)
+
+    found = await store.write(put_right)
+    calls.reset()
+    return found
+
+
 @dataclass(slots=True)
-class _Feed:
-    """What the judging thread and the event loop say to each other."""
+class _Run:
+    """One call of `Filtering.run`: what its threads and the event loop share."""
 
     stop: LinkedEvent
     taking: Taking
-    queue: asyncio.Queue[Judged | FlywheelError | None] = field(default_factory=asyncio.Queue)
+    on_judged: Callable[[Judged], None] | None
+    report: FilterReport = field(default_factory=FilterReport)
     freed: int = 0
+    has_ended: bool = False
 
 
 class Filtering:
     """Judges what is due. Raises ConfigError at once for a wrong rubric, chain or judge.
 
-    `rubric` takes the place of the one that the configuration and the chain name. `judge` is the judge as both have
-    it, `budget` what it may use, and `redact` what takes personal data out of a task before it, if there is any.
+    `rubric` replaces the rubric of the configuration and the chain; `calls` counts each call before it is sent. The
+    attributes `judge` and `budget` are the judge's settings and what it may use; `redact` removes personal data from
+    a task before the judge sees it, if the chain has such a filter.
     """
 
-    def __init__(self, store: Store, config: Config, *, rubric: Rubric | None = None) -> None:
+    def __init__(
+        self, store: Store, config: Config, *, rubric: Rubric | None = None, calls: CallsInFlight | None = None
+    ) -> None:
         self._store = store
         self._config = config
         self._chain = chain_of(config)
@@ -65,7 +90,8 @@ class Filtering:
         self.rubric = rubric or rubric_of(config, self._chain)
         check_independence(config, self.rubric)
         self.judge = judge_settings(config, self._chain)
-        self.grader = Grader(self.rubric, self.judge)
+        self._calls = calls
+        self.grader = Grader(self.rubric, self.judge, calls=calls)
         self.budget = Budget(self.judge.budget, lambda: self._ask(verdicts.tokens_today))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failed = False
@@ -85,31 +111,30 @@ class Filtering:
         is until its new verdict is there.
         """
         linked = LinkedEvent(stop)
-        feed = _Feed(linked, self._taking(self._ask, linked, limit))
+        run = _Run(linked, self._taking(self._ask, linked, limit), on_judged)
         if self._screening is not None:
             self._screening.stop = linked
-        report = FilterReport()
-        self._loop = loop = asyncio.get_running_loop()
+        report = run.report
+        self._loop = asyncio.get_running_loop()
         capabilities = self.grader.client.capabilities
         capabilities.restore(await self._store.read(notes.noted, CAPABILITIES_NOTE))
         known = capabilities.snapshot()
         try:
             while True:
-                feed.freed = 0
-                taken = feed.taking.taken
+                run.freed = 0
+                taken = run.taking.taken
                 suspect = await self._store.read(claims.has_suspects)
-                given = (feed, loop, rejudge, suspect)
-                threading.Thread(target=self._work, args=given, name="judging", daemon=True).start()
-                await self._settle_all(feed, report, on_judged)
-                if suspect and feed.taking.taken > taken and report.error is None:
+                report.error = await aside(partial(self._work, run, rejudge, suspect))
+                if suspect and run.taking.taken > taken and report.error is None:
                     continue
-                if not feed.freed or report.error is not None or feed.stop.is_set():
+                if not run.freed or report.error is not None or run.stop.is_set():
                     break
                 # The last verdicts rejected what others had been put aside for: those are due now.
                 rejudge = False
         finally:
-            feed.stop.set()
-            left = list(feed.taking.claimed)
+            run.stop.set()
+            run.has_ended = True
+            left = list(run.taking.claimed)
             if left:
                 await asyncio.shield(self._store.write(claims.release, left, "not judged"))
         await self._store.write(notes.note, notes.JUDGE_NOTE, str(report.error or ""))
@@ -155,34 +180,16 @@ class Filtering:
                 total.add(needed)
         return total
 
-    async def _settle_all(
-        self, feed: _Feed, report: FilterReport, on_judged: Callable[[Judged], None] | None
-    ) -> None:
-        """Everything that the judging thread puts, to its end."""
-        ended = False
-        while not ended:
-            ready = [await feed.queue.get()]
-            while not feed.queue.empty():
-                ready.append(feed.queue.get_nowait())
-            ended = None in ready
-            await self._settle(feed, [item for item in ready if item is not None], report, on_judged)
-
-    async def _settle(
-        self,
-        feed: _Feed,
-        items: list[Judged | FlywheelError],
-        report: FilterReport,
-        on_judged: Callable[[Judged], None] | None,
-    ) -> None:
-        done = [item for item in items if isinstance(item, Judged)]
+    async def _settle(self, run: _Run, done: list[Judged]) -> None:
+        """Store task results and report them."""
+        if run.has_ended:
+            raise JudgeError("store verdicts", "judging was stopped", "The tasks are judged again.")
         changed, freed = await self._store.write(self._store_all, done)
+        report = run.report
         report.changed += changed
-        feed.freed += freed
-        for item in items:
-            if isinstance(item, FlywheelError):
-                report.error = item
-                continue
-            feed.taking.claimed.pop(item.task.id, None)
+        run.freed += freed
+        for item in done:
+            run.taking.claimed.pop(item.task.id, None)
             if item.held:
                 report.held += 1
             elif item.verdict is None:
@@ -192,8 +199,8 @@ class Filtering:
             if item.paid is not None and not item.reused:
                 report.bill(item.paid)
             self._tell_reason(item)
-            if on_judged is not None:
-                on_judged(item)
+            if run.on_judged is not None:
+                run.on_judged(item)
 
     def _store_all(self, conn: Any, done: list[Judged]) -> tuple[int, int]:
         """How many are decided the other way now, and how many others are due again."""
@@ -221,60 +228,62 @@ class Filtering:
         gone += deduplication.gone(conn, [item.repeats.task for item in done if item.repeats is not None])
         return changed, deduplication.free_repetitions(conn, gone)
 
-    def _work(self, feed: _Feed, loop: asyncio.AbstractEventLoop, rejudge: bool, suspect: bool) -> None:
-        """The judging thread: claims, filters and grades, and hands everything to the loop. A `suspect`, which was in
-        work when a process ended, is alone in work."""
+    def _work(self, run: _Run, rejudge: bool, suspect: bool) -> FlywheelError | None:
+        """Claim, filter and grade tasks, in a thread of its own; what ended it early, if anything did.
 
-        def put(item: Judged | FlywheelError | None) -> None:
-            loop.call_soon_threadsafe(feed.queue.put_nowait, item)
+        A `suspect`, which was in work when a process ended, is judged alone.
+        """
 
+        def settle(done: list[Judged]) -> None:
+            assert self._loop is not None
+            if done:
+                asyncio.run_coroutine_threadsafe(self._settle(run, done), self._loop).result()
+
+        # After a failed run the first batch has one task: during an outage each attempt claims and releases it.
+        first, self._failed = (1 if self._failed else None), False
+        batches = run.taking.suspect() if suspect else run.taking.batches(rejudge=rejudge, first=first)
         try:
             if self._screening is not None:
                 self._screening.weigh_earlier()
-            # A calibration beside the daemon has its part of the day's budget.
+            # A calibration that runs beside the daemon uses the same daily budget.
             self.budget.look_again()
-            # After a run that failed, one first: each claim is written down, and so is each task that is given back,
-            # at every try of an outage.
-            batches = (
-                feed.taking.suspect()
-                if suspect
-                else feed.taking.batches(rejudge=rejudge, first=1 if self._failed else None)
-            )
-            self._failed = False
-            items = self._to_grade(batches, put)
-            verdicts = grade_all(
+            judged = grade_batches(
                 self.grader,
-                items,
+                self._to_grade(batches, settle),
                 self.judge.max_thread,
-                feed.stop,
+                run.stop,
                 budget=self.budget,
                 drain_seconds=self._config.daemon.drain_seconds,
                 earlier=lambda task: task.earlier,
+                calls=self._calls,
             )
-            for task, verdict in verdicts:
-                put(self._behind_the_judge(Judged(task, verdict, self.rubric.hash)))
+            with closing(judged):
+                for batch in judged:
+                    settle([self._behind_the_judge(Judged(*each, self.rubric.hash)) for each in batch])
         except FlywheelError as error:
             self._failed = True
-            if not (feed.stop.is_set() and isinstance(error, FilterError)):  # of the stop itself
-                put(error)
+            # A stop also ends waits of the pre-filter, with FilterError.
+            return None if run.stop.is_set() and isinstance(error, FilterError) else error
         except Exception as error:
             log.exception("judging failed")
-            put(JudgeError("judge tasks", f"{type(error).__name__}: {error}", "This is a defect; please report it."))
-        finally:
-            put(None)
+            return JudgeError(
+                "judge tasks", f"{type(error).__name__}: {error}", "This is a defect; please report it."
+            )
+        return None
 
     def _taking(self, ask: Ask, stop: threading.Event, limit: int | None) -> Taking:
         return Taking(ask, self.rubric.hash, self.grader.judge_hash, stop, 4 * self.judge.max_thread, limit)
 
     def _to_grade(
-        self, batches: Iterator[list[Claimed]], put: Callable[[Judged], None]
+        self, batches: Iterator[list[Claimed]], settle: Callable[[list[Judged]], None]
     ) -> Iterator[tuple[Claimed, Exchange]]:
-        """Tasks that need a call. Those that stored verdicts or the chain decide are put at once."""
+        """Tasks that need a call. Those of a batch that stored verdicts or the chain decide are settled first."""
         for batch in batches:
+            decided, rest = [], []
             for each in self._screening.through(batch) if self._screening else map(Screened, batch):
                 task = each.task
                 if not each.goes_on:
-                    put(self._stopped(each))
+                    decided.append(self._stopped(each))
                     continue
                 # Released with the others if the run ends before: in the form that the judge would have seen.
                 exchange = exchange_of(task.line)
@@ -282,10 +291,12 @@ class Filtering:
                 if verdict is None and task.earlier:
                     verdict = self.grader.reuse(exchange, task.earlier)
                 if verdict is None:
-                    yield task, exchange
+                    rest.append((task, exchange))
                 else:
                     reused = verdict is task.stored or bool(verdict.judgements)
-                    put(self._behind_the_judge(Judged(task, verdict, self.rubric.hash, reused=reused)))
+                    decided.append(self._behind_the_judge(Judged(task, verdict, self.rubric.hash, reused=reused)))
+            settle(decided)
+            yield from rest
 
     def _behind_the_judge(self, judged: Judged) -> Judged:
         """What the judge accepted can still be stopped by the filters that a chain keeps behind it."""

@@ -18,7 +18,7 @@ from apscheduler.triggers.cron import CronTrigger
 
 from flywheel.config import Config
 from flywheel.daemon.deployer import Deployer
-from flywheel.daemon.judging import Filtering
+from flywheel.daemon.judging import Filtering, recover
 from flywheel.daemon.retention import Retention
 from flywheel.daemon.rounds import Rounds
 from flywheel.daemon.source_supervisor import SourceSupervisor
@@ -26,6 +26,7 @@ from flywheel.daemon.stage import Stage
 from flywheel.daemon.systemd import beat, notify
 from flywheel.daemon.worker_process import STOP_SECONDS
 from flywheel.errors import FlywheelError, LockedError, ServeError, TrainError
+from flywheel.judge.budget import CallsInFlight
 from flywheel.serving.client import QUICK_SECONDS
 from flywheel.sources.ingestion import Ingestion
 from flywheel.states import RoundState
@@ -49,7 +50,7 @@ class Service:
         self._config = config
         self._store = store
         self._ingestion = Ingestion(store, config)
-        self._filtering = Filtering(store, config)
+        self._filtering = Filtering(store, config, calls=CallsInFlight(config.state_dir))
         self._deployer = Deployer(store, config)
         self._rounds = Rounds(store, config, self._filtering.rubric, self._deployer, self._filtering.budget)
         self._window = False
@@ -72,7 +73,7 @@ class Service:
 
     async def recover(self) -> None:
         """Put right what a process that died left half done. Safe because of the instance lock."""
-        released, dead = await self._store.write(claims.recover)
+        released, dead = await recover(self._store, self._config.state_dir)
         failed = await self._deployer.recover()
         for task in dead:
             log.error(

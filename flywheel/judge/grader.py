@@ -19,6 +19,7 @@ from typing import Any
 from flywheel.config import JudgeSettings
 from flywheel.errors import CheckError, JudgeError
 from flywheel.judge import prompt
+from flywheel.judge.budget import CallsInFlight
 from flywheel.judge.client import NEVER, JudgeClient, settings_for
 from flywheel.judge.judge_call import JudgeCall, JudgeCallResult
 from flywheel.rubric import FLAT_ID, Criterion, Rubric
@@ -61,10 +62,17 @@ class _CallNeededError(Exception):
 class Grader:
     """Grades by a rubric. Thread-safe."""
 
-    def __init__(self, rubric: Rubric, settings: JudgeSettings, client: JudgeClient | None = None) -> None:
+    def __init__(
+        self,
+        rubric: Rubric,
+        settings: JudgeSettings,
+        client: JudgeClient | None = None,
+        calls: CallsInFlight | None = None,
+    ) -> None:
+        """`calls` counts each call before it is sent."""
         self.rubric = rubric
         self.client = client or JudgeClient(settings_for(rubric, settings))
-        self._call = JudgeCall(rubric, settings, self.client)
+        self._call = JudgeCall(rubric, settings, self.client, calls)
         self.hashes = criterion_hashes(rubric)
         self._required = frozenset(criterion.id for criterion in rubric.every if criterion.required)
         told = f"{self.client.identity}\0{self._call.temperature}\0{self._call.max_tokens}\0{prompt.VERSION}"

@@ -13,6 +13,7 @@ from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge import prompt
 from flywheel.judge.answer import UnreadableError, read, response_format
+from flywheel.judge.budget import CallsInFlight
 from flywheel.judge.client import JudgeClient
 from flywheel.judge.response import Reply
 from flywheel.rubric import Criterion, Rubric
@@ -47,9 +48,12 @@ class _NoReplyError(Exception):
 class JudgeCall:
     """Asks the judge about a rubric's criteria: all in one call, or one call each. Thread-safe."""
 
-    def __init__(self, rubric: Rubric, settings: JudgeSettings, client: JudgeClient) -> None:
+    def __init__(
+        self, rubric: Rubric, settings: JudgeSettings, client: JudgeClient, calls: CallsInFlight | None
+    ) -> None:
         self._rubric = rubric
         self._client = client
+        self._calls_in_flight = calls
         self._nonces = NonceHistory()
         self.temperature = rubric.judge.temperature if settings.temperature is None else settings.temperature
         self.max_tokens = settings.max_tokens or rubric.judge.max_tokens
@@ -96,6 +100,9 @@ class JudgeCall:
         while True:
             nonce = self._nonces.new()
             messages = prompt.messages(self._rubric, exchange, criteria=criteria, problem=problem, nonce=nonce)
+            estimated_tokens = prompt.estimate_tokens(messages)
+            if self._calls_in_flight is not None:
+                self._calls_in_flight.add(estimated_tokens)
             reply = self._client.ask(
                 messages,
                 response_format=response_format(criteria),
@@ -109,7 +116,7 @@ class JudgeCall:
             result.completion_tokens += reply.completion_tokens
             result.judge = reply.judge or result.judge
             if reply.prompt_tokens:  # an estimate without usage cannot be compared
-                result.estimated_tokens += prompt.estimate_tokens(messages) * reply.calls
+                result.estimated_tokens += estimated_tokens * reply.calls
             try:
                 return self._read(criteria, reply, nonce, str(messages[-1]["content"]))
             except UnreadableError as error:

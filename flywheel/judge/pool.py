@@ -6,13 +6,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from queue import Empty, SimpleQueue
 from typing import Generic, ParamSpec, TypeVar
 
 from flywheel.config import JudgeBudget
 from flywheel.errors import FlywheelError, JudgeError
-from flywheel.judge.budget import Budget
+from flywheel.judge.budget import Budget, CallsInFlight
 from flywheel.judge.grader import Grader, PendingJudgeCall
 from flywheel.verdict import Exchange, Outcome, Verdict
 
@@ -26,6 +27,8 @@ LOOK_SECONDS = 0.2
 """How often somebody who waits for a verdict looks whether to stop."""
 MOST_ASIDE = 256
 """Exchanges that wait for room in the budget while others are decided for nothing."""
+MOST_IN_BATCH = 32
+"""Verdicts that are stored together. In larger batches all threads would wait for one long transaction."""
 BROKEN_IN_A_ROW = 50
 """Exchanges on which grading breaks one after the other, before it is no matter of the exchanges."""
 
@@ -37,30 +40,55 @@ def grade_all(
     stop: threading.Event | None = None,
     *,
     budget: Budget | None = None,
-    drain_seconds: float | None = None,
     earlier: Callable[[K], Sequence[Verdict]] | None = None,
 ) -> Iterator[tuple[K, Verdict]]:
-    """Verdicts as they come, with the key of each exchange; `earlier` tells what the judge said of it before.
+    """The verdicts of `grade_batches`, one by one."""
+    with closing(grade_batches(grader, items, max_thread, stop, budget=budget, earlier=earlier)) as batches:
+        for batch in batches:
+            yield from batch
 
-    `items` is consumed one at a time, by the threads that grade, and no more than `2 * max_thread` ahead of whoever
-    reads the verdicts, beside up to MOST_ASIDE that wait for room in the budget. When `stop` is set, what is in
-    flight is still finished and yielded, except what the endpoint kept failing and what takes longer than
-    `drain_seconds`: that was not judged. Raises JudgeError after that: when the judge refuses us altogether, when the
-    endpoint failed `max_thread` times in a row (or every time), and when the budget is spent (BudgetSpentError) —
-    what was not graded has cost nothing. An exchange on which grading breaks has a verdict that says so, and stops no
-    other; BROKEN_IN_A_ROW of them end the batch.
+
+def grade_batches(
+    grader: Grader,
+    items: Iterable[tuple[K, Exchange]],
+    max_thread: int,
+    stop: threading.Event | None = None,
+    *,
+    budget: Budget | None = None,
+    drain_seconds: float | None = None,
+    earlier: Callable[[K], Sequence[Verdict]] | None = None,
+    calls: CallsInFlight | None = None,
+) -> Generator[list[tuple[K, Verdict]], None, None]:
+    """Verdicts in batches of those that are ready, each with the key of its exchange.
+
+    A batch counts as stored when the next one is requested. A thread grades its next exchange only after its last
+    verdict is stored, so calls in flight and verdicts that are not stored are `max_thread` at most, together. Then
+    `calls` forgets the calls of the verdict. `earlier` returns the judge's earlier verdicts on an exchange.
+
+    The grading threads consume `items`, one at a time; up to MOST_ASIDE of them wait for room in the budget. When
+    `stop` is set, calls in flight are finished and their verdicts yielded, except calls that the endpoint kept
+    failing and calls that take longer than `drain_seconds`.
+
+    Raises JudgeError at the end: when the judge refuses every call, when the endpoint failed `max_thread` times in a
+    row (or every time), and when the budget is spent (BudgetSpentError). An exchange that raises an unexpected error
+    gets an undecided verdict with `broken` set; BROKEN_IN_A_ROW of them in a row end the grading.
     """
-    pool = _Pool(grader, iter(items), stop or threading.Event(), max_thread, budget or Budget(JudgeBudget()), earlier)
-    threads = [threading.Thread(target=pool.work, name=f"judge-{n}", daemon=True) for n in range(max_thread)]
+    stop, budget = stop or threading.Event(), budget or Budget(JudgeBudget())
+    pool = _Pool(grader, iter(items), stop, max_thread, budget, earlier, calls)
+    threads = [
+        threading.Thread(target=pool.work, args=(stored,), name=f"judge-{n}", daemon=True)
+        for n, stored in enumerate(pool.stored)
+    ]
     for thread in threads:
         thread.start()
     try:
-        yield from pool.results(len(threads), drain_seconds)
+        yield from pool.batches(drain_seconds)
     finally:
         pool.closed.set()
-        pool.room.release(len(threads))
+        for stored in pool.stored:
+            stored.put(False)
         for thread in threads:
-            # One that is still in flight after the drain ends with its call; it is nobody's any more.
+            # A call that is in flight after the drain ends later, and its verdict is dropped.
             thread.join(0 if pool.drained else None)
     if pool.error is not None:
         raise pool.error
@@ -75,6 +103,7 @@ class _Pool(Generic[K]):
         threads: int,
         budget: Budget,
         earlier: Callable[[K], Sequence[Verdict]] | None,
+        calls: CallsInFlight | None,
     ) -> None:
         self._grader = grader
         self._items = items
@@ -84,34 +113,33 @@ class _Pool(Generic[K]):
         self._taking = threading.Lock()
         self._exhausted = False
         self._aside: deque[tuple[K, PendingJudgeCall]] = deque()
-        self._done: SimpleQueue[tuple[K, Verdict] | None] = SimpleQueue()
-        # What is in flight or waits to be read: a slow reader must not pile up verdicts that a crash would lose.
-        self.room = threading.Semaphore(2 * threads)
+        self._done: SimpleQueue[tuple[K, Verdict, SimpleQueue[bool]] | None] = SimpleQueue()
+        self.stored: list[SimpleQueue[bool]] = [SimpleQueue() for _ in range(threads)]
+        """One per thread: gets True when the thread's verdict is stored, False when nobody will store it."""
+        self._calls = calls
+        # Exchanges that the judge was asked about, and how many of the last ones in a row were unreachable or broken.
+        self._asked = self._unreachable = self._broken = 0
+        self._last_error = ""
         self.closed = threading.Event()
         self.drained = False
         self._drain_until = float("inf")
         self.error: BaseException | None = None
 
-    def work(self) -> None:
+    def work(self, stored: SimpleQueue[bool]) -> None:
         try:
-            while self._grade_next():
-                pass
+            while (found := self._next()) is not None:
+                key, begun = found
+                self._done.put((key, self._paid(begun) if isinstance(begun, PendingJudgeCall) else begun, stored))
+                if not stored.get():
+                    break
+                if self._calls is not None:
+                    self._calls.forget()
         except BaseException as error:
-            # The first error is the one to tell: the others are its echoes.
+            # The first error is reported; those of other threads follow from it.
             self.error = self.error or error
             self.closed.set()
         finally:
             self._done.put(None)
-
-    def _grade_next(self) -> bool:
-        """Whether there was one."""
-        self.room.acquire()
-        found = self._next()
-        if found is None:
-            return False
-        key, begun = found
-        self._done.put((key, self._paid(begun) if isinstance(begun, PendingJudgeCall) else begun))
-        return True
 
     def _next(self) -> tuple[K, Verdict | PendingJudgeCall] | None:
         """One that is decided for nothing, or one to ask about with room in the budget for it.
@@ -169,45 +197,57 @@ class _Pool(Generic[K]):
             said = f"grading broke on it: {type(error).__name__}: {error}. This is a defect; please report it."
             return Verdict(Outcome.UNDECIDED, None, error=said, broken=True)
 
-    def results(self, threads: int, drain_seconds: float | None) -> Iterator[tuple[K, Verdict]]:
-        streak = total = broken = 0
-        ended = 0
-        last = ""
-        while ended < threads:
-            try:
-                item = self._done.get(timeout=self._patience(drain_seconds))
-            except Empty:
-                if self.drained:
-                    return
-                continue
-            if item is None:
-                ended += 1
-                continue
-            verdict = item[1]
-            if verdict.unreachable and not verdict.calls and self._stop.is_set():
-                self.room.release()
-                continue
-            broken = broken + 1 if verdict.broken else 0
-            if broken == BROKEN_IN_A_ROW:
-                self.closed.set()
-                self.error = self.error or JudgeError("go on judging", f"{broken} times in a row {verdict.error}")
-            # What the checks decided says nothing about the endpoint.
-            total += verdict.unreachable or verdict.calls > 0
-            if verdict.unreachable:
-                streak, last = streak + 1, verdict.error
-                if streak >= threads:
-                    self.closed.set()
-            elif verdict.calls:
-                streak = 0
-            yield item
-            self.room.release()
-        if self.error is None and streak and (streak >= threads or streak == total):
+    def batches(self, drain_seconds: float | None) -> Iterator[list[tuple[K, Verdict]]]:
+        running = len(self.stored)
+        while running:
+            ready = self._ready(drain_seconds)
+            if not ready and self.drained:
+                return
+            running -= ready.count(None)
+            finished = [item for item in ready if item is not None]
+            batch = [(key, verdict) for key, verdict, _ in finished if self._is_judged(verdict)]
+            if batch:
+                yield batch
+            for _, _, stored in finished:
+                stored.put(True)
+        streak = self._unreachable
+        if self.error is None and streak and (streak >= len(self.stored) or streak == self._asked):
             self.error = JudgeError(
                 "go on judging",
-                f"the judge failed {streak} times in a row, last so: {last}",
-                "What was not judged stays pending and is asked when the judge is back.",
+                f"the judge failed {streak} times in a row; the last error: {self._last_error}",
+                "Tasks that were not judged stay pending and are retried automatically.",
                 retryable=True,
             )
+
+    def _is_judged(self, verdict: Verdict) -> bool:
+        """False for an exchange whose attempts the stop ended. Also ends the grading when too many fail in a row."""
+        if verdict.unreachable and not verdict.calls and self._stop.is_set():
+            return False
+        self._broken = self._broken + 1 if verdict.broken else 0
+        if self._broken == BROKEN_IN_A_ROW:
+            self.closed.set()
+            self.error = self.error or JudgeError("go on judging", f"{self._broken} times in a row {verdict.error}")
+        # What the checks decided says nothing about the endpoint.
+        self._asked += verdict.unreachable or verdict.calls > 0
+        if verdict.unreachable:
+            self._unreachable += 1
+            self._last_error = verdict.error
+            if self._unreachable >= len(self.stored):
+                self.closed.set()
+        elif verdict.calls:
+            self._unreachable = 0
+        return True
+
+    def _ready(self, drain_seconds: float | None) -> list[tuple[K, Verdict, SimpleQueue[bool]] | None]:
+        """What is finished, after a wait for the first; empty after LOOK_SECONDS without any."""
+        ready = []
+        try:
+            ready.append(self._done.get(timeout=self._patience(drain_seconds)))
+            while len(ready) < MOST_IN_BATCH:
+                ready.append(self._done.get_nowait())
+        except Empty:
+            pass
+        return ready
 
     def _patience(self, drain_seconds: float | None) -> float:
         """How long to wait for a verdict before looking around; sets `drained` when it is over."""

@@ -10,14 +10,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.judge_server import JudgeServer
+from tests.waiting import wait_for
 
 DATA = Path(__file__).parent.parent / "data" / "studio"
 THREADS = 4
 KILLS = 8
+TASKS = 400
 
 
 @pytest.mark.slow
@@ -72,3 +75,42 @@ def test_kill_9_loses_and_doubles_nothing(tmp_path: Path, seed: int) -> None:
     assert set(spans) <= visible
     assert books["accepted"] + books["rejected"] == len(spans)
     assert calls <= len(spans) + killed * THREADS
+
+
+@pytest.mark.slow
+def test_kill_9_loses_count_of_no_more_calls_than_are_in_flight(tmp_path: Path) -> None:
+    """With a judge that answers at once: finished verdicts are stored as fast as they come."""
+    lines = [json.dumps({"main_query": f"What is {n} plus 1?", "answer": f"It is {n + 1}."}) for n in range(TASKS)]
+    (tmp_path / "tasks.jsonl").write_text("\n".join(lines) + "\n")
+    with JudgeServer() as judge:
+        config = tmp_path / "flywheel.yaml"
+        config.write_text(
+            json.dumps(
+                {
+                    "state": {"dir": "state"},
+                    "sources": [{"path": "tasks.jsonl", "type": "jsonl"}],
+                    "judge": {"base_url": judge.base_url, "model": "judge", "max_thread": 16},
+                    "trigger": {"min_samples": 100_000},
+                }
+            )
+        )
+        command = [sys.executable, "-m", "flywheel", "filter", "-c", str(config)]
+
+        def status() -> dict[str, Any]:
+            asked = [sys.executable, "-m", "flywheel", "status", "--json", "-c", str(config)]
+            return dict(json.loads(subprocess.run(asked, capture_output=True, check=True).stdout))
+
+        for kill in range(1, 4):
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            wait_for(lambda end=kill * TASKS // 4: judge.calls >= end, "calls of the judge", seconds=60)
+            process.send_signal(signal.SIGKILL)
+            assert process.wait() == -signal.SIGKILL
+            told = status()
+            decided = told["tasks"]["accepted"] + told["tasks"]["rejected"]
+            assert judge.calls - kill * 16 <= decided <= judge.calls
+        # The next start books the calls that were in flight.
+        subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
+        usage = status()["judge"]["by_purpose"]["filter"]
+    assert TASKS <= judge.calls <= TASKS + 3 * 16, "only what was in flight is paid twice"
+    assert abs(judge.calls - usage["calls"]) <= 3 * 16
+    assert usage["prompt_tokens"] >= 100 * usage["calls"]
