@@ -1,1 +1,1 @@
-"""Is the candidate better? The comparison on held-out tasks, and the gate that decides from it."""
+"""Evaluation of a candidate: the paired comparison on held-out tasks, its statistics, and the gate."""

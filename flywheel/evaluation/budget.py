@@ -1,6 +1,6 @@
-"""The gate's error budget: at which level each test is decided, when a new budget begins, and what a test could show.
+"""The gate's error budget: the level of each test, the start of a new budget, and the power of a test.
 
-Arithmetic without a science library: the daemon asks it often.
+Plain arithmetic, because the daemon calls it often and must not import a scientific library.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Final
 from flywheel.round import GateTest, SpentTest
 
 GAIN: Final = 0.1
-"""The gain that a test must have a chance to show: ten points of a score in 0…1."""
+"""The gain for which power is computed: ten points of a score in 0…1."""
 PRIOR_CONVERSATIONS: Final = 50
-"""How many conversations the assumed spread counts for, beside those of past comparisons."""
+"""Weight of the prior spread, in conversations, relative to past comparisons."""
 _NORMAL: Final = NormalDist()
 
 
@@ -25,12 +25,12 @@ def alpha_of(alpha: float, number: int) -> float:
 
 
 def begins_epoch(last: SpentTest | None, never_tested: int) -> bool:
-    """Whether the next test has a new budget: as many conversations were never tested as the last test used."""
+    """Whether the next test gets a new budget: as many untested conversations exist as the last test used."""
     return last is None or never_tested >= max(last.conversations, 1)
 
 
 def next_test(alpha: float, last: SpentTest | None, never_tested: int) -> GateTest:
-    """Epoch, number and level of the test that would come now."""
+    """Epoch, number and level of the next test."""
     epoch, number = (last.epoch, last.number + 1) if last is not None else (1, 1)
     if last is not None and begins_epoch(last, never_tested):
         epoch, number = last.epoch + 1, 1
@@ -38,11 +38,11 @@ def next_test(alpha: float, last: SpentTest | None, never_tested: int) -> GateTe
 
 
 def spread(samples: int, past: Iterable[SpentTest] = ()) -> float:
-    """The spread to expect with so many answers per task and side.
+    """The expected standard deviation of a conversation's difference, with this many answers per task and adapter.
 
-    Assumed is 0.32 / samples + 0.02 for its square: scores of 0 and 1 of which a third of the variance lies between
-    tasks (0.16 within a task, on each side), and effects that differ between conversations by 0.14. Past comparisons
-    scale it, by how far they were from what was assumed for them.
+    The prior variance is 0.32 / samples + 0.02: binary scores with a third of the variance between tasks (0.16 within
+    a task, for each adapter), and effects that differ between conversations by 0.14. Past comparisons scale it by the
+    ratio of their observed to their expected spread.
     """
     weight, total = float(PRIOR_CONVERSATIONS), float(PRIOR_CONVERSATIONS)
     for test in past:
@@ -59,8 +59,8 @@ def _assumed(samples: int) -> float:
 def power(conversations: int, spread: float, alpha: float, gain: float = GAIN) -> float:
     """The probability that a gain of this size passes a one-sided test at `alpha`.
 
-    That of the t test, by the approximations 26.7.5 and 26.7.10 in Abramowitz and Stegun (1964); 0 where turning the
-    signs of so few conversations cannot reach the level.
+    The power of the t test, by the approximations 26.7.5 and 26.7.10 in Abramowitz and Stegun (1964); 0 if the
+    sign-flip test of so few conversations cannot reach the level.
     """
     if conversations < 2 or 2.0**-conversations > alpha:
         return 0.0
@@ -71,7 +71,7 @@ def power(conversations: int, spread: float, alpha: float, gain: float = GAIN) -
 
 
 def _t_quantile(z: float, freedom: int) -> float:
-    """Student's quantile where the normal one is z."""
+    """Student's quantile for the normal quantile z."""
     terms = (
         (z**3 + z) / 4,
         (5 * z**5 + 16 * z**3 + 3 * z) / 96,

@@ -14,9 +14,9 @@ from flywheel.round import Comparison, CriterionComparison, Score
 
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """The rewards of one task, each side with as many samples as the other; None where the judge gave no score.
+    """The rewards of one task, with the same number of samples for both adapters; None where the judge gave no score.
 
-    A task without a `conversation` is one of its own.
+    A task without a `conversation` is its own conversation.
     """
 
     task_id: str
@@ -26,11 +26,11 @@ class Paired:
 
 
 def compare(tasks: Sequence[Paired], *, samples: int, alpha: float, needed: float, seed: int) -> Comparison:
-    """Means, gain and its confidence interval, of which each bound is wrong with probability `alpha`.
+    """Means, gain and its confidence interval, each bound with error probability `alpha`.
 
-    A task with an undecided answer on either side is left out of everything and counted: its missing half may well
-    depend on how the answer was. The interval tells gains above `needed` from others, see `interval`. Conversations
-    are resampled, not tasks or answers, because what belongs to one conversation is alike.
+    A task with an undecided answer of either adapter is excluded and counted: missing scores may depend on the
+    answer. The interval decides whether the gain is above `needed`, see `interval`. Conversations are resampled, not
+    tasks or answers, because those of one conversation are correlated.
     """
     decided = [(task, score) for task in tasks if (score := _score(task)) is not None]
     scores = [score for _, score in decided]
@@ -56,13 +56,13 @@ def compare(tasks: Sequence[Paired], *, samples: int, alpha: float, needed: floa
 def compare_criterion(
     criterion: str, tasks: Sequence[Paired], *, takes_away: bool, confidence: float, seed: int
 ) -> CriterionComparison:
-    """The same for one criterion's values; those of one that `takes_away` are turned, so that more is better.
+    """The same for one criterion's values; with `takes_away` the sign is reversed, so that more is better.
 
-    Answers where it was not looked at are left out, and tasks without any on a side. The interval is that of the
-    conversations and of two more of their mean size, one as much better and one as much worse as can be (after
-    Agresti and Min 2005, who add half of each). Without them, of candidates that were worse by 0.05 in what
-    deployed always gets right, 37 % of intervals for 8 tasks and 12 % of those for 20 lay above -0.05: where no
-    difference was seen, they have no width.
+    Answers without an evaluation of the criterion are excluded, and tasks without any for an adapter. The interval
+    includes two artificial conversations of mean size, one with the largest possible gain and one with the largest
+    possible loss (after Agresti and Min 2005, who add half of each). Without them, of candidates that were worse by
+    0.05 where the deployed adapter is always right, 37 % of intervals for 8 tasks and 12 % of those for 20 were above
+    -0.05: without an observed difference, intervals have no width.
     """
     decided = [(task, score) for task in tasks if (score := _score(task, whole=False)) is not None]
     if takes_away:
@@ -97,7 +97,7 @@ def _score(task: Paired, *, whole: bool = True) -> Score | None:
 
 
 def _by_conversation(gains: Sequence[tuple[Paired, float]]) -> tuple[np.ndarray, np.ndarray]:
-    """The sum of the gains of each conversation, and of how many tasks; both of shape (conversations,)."""
+    """The sum of gains and the number of tasks of each conversation; both of shape (conversations,)."""
     together: dict[tuple[str, str], list[float]] = {}
     for task, gain in gains:
         together.setdefault((task.conversation, "" if task.conversation else task.task_id), []).append(gain)

@@ -1,4 +1,4 @@
-"""The gate: what a comparison must show before an adapter may serve. Decides from figures; computes none."""
+"""The gate: decides from a comparison whether a candidate is promoted."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Decision:
 
 
 def decide(comparison: Comparison, gate: GateSettings) -> Decision:
-    """Promote only what is shown to be better: the lower bound of the gain's interval lies above `min_gain`.
+    """Promote only if the lower bound of the gain's interval is above `min_gain`.
 
-    A criterion with a margin must besides be shown to be worse by less than that.
+    A criterion with a margin must also be shown to be worse by less than the margin.
     """
     figures = (
         f"gain {comparison.gain:+.3f}, {100 * comparison.confidence:.6g}% interval {comparison.lower:+.3f} to"
@@ -40,7 +40,7 @@ def decide(comparison: Comparison, gate: GateSettings) -> Decision:
 
 
 def _objection(comparison: Comparison, criterion: str, margin: float, min_tasks: int) -> str:
-    """Why a criterion is not shown to be no worse by more than its margin; empty when it is."""
+    """The reason why non-inferiority of a criterion is not shown; empty if it is."""
     found = next((each for each in comparison.criteria if each.criterion == criterion), None)
     tasks = found.tasks if found is not None else 0
     if found is None or tasks < min_tasks:

@@ -1,7 +1,7 @@
-"""Confidence intervals of a mean over tasks that come in conversations. Arithmetic only.
+"""Confidence intervals of a mean over tasks that are clustered in conversations. Arithmetic only.
 
-Tasks of one conversation are alike, so conversations are what is resampled. Each is given by the sum of its tasks'
-differences and by how many they are, arrays of shape (conversations,); the gain is the ratio of both arrays' sums.
+Tasks of one conversation are correlated, so conversations are resampled. Each is given by the sum of its tasks'
+differences and their number, arrays of shape (conversations,); the gain is the ratio of both sums.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from scipy import stats
 
 FEWEST_RESAMPLES: Final = 9999
 MOST_RESAMPLES: Final = 5_000_000
-"""A level that needs more (some minutes of them) has the studentised interval alone."""
+"""Maximum number of resamples; a level that needs more (minutes) uses the studentised interval alone."""
 RESAMPLES_PER_TAIL: Final = 20
-"""So many resamples lie beyond a bound: at level 0.001 twenty of twenty thousand."""
+"""Number of resamples beyond a bound: at level 0.001 twenty of twenty thousand."""
 EXACT: Final = 13
-"""Up to so many conversations every subset is looked at: not more than are drawn of larger numbers."""
+"""Up to this number of conversations all subsets are enumerated; for more, subsets are sampled."""
 NUMBERS_AT_ONCE: Final = 4_000_000
 ROUNDING: Final = 1e-9
-"""Gains that are nearer to each other are equal: 0.65 - 0.5 is not quite 0.15."""
+"""Tolerance for equal gains: 0.65 - 0.5 is not exactly 0.15."""
 
 
 class Interval(NamedTuple):
@@ -33,11 +33,11 @@ class Interval(NamedTuple):
 def interval(
     sums: np.ndarray, sizes: np.ndarray, alpha: float, seed: int, *, needed: float | None = None
 ) -> Interval:
-    """Bounds of the gain, each wrong with probability `alpha`: of three methods the one that shows least.
+    """Bounds of the gain, each with error probability `alpha`: the widest of three methods.
 
-    Student's t with the standard error over conversations; the sign flips of conversations; and their bootstrap.
-    The resamples resolve `alpha`. Where the first does not tell the gain from `needed`, the others cannot either, and
-    are spared. Differences are in -1…1: what is known without data.
+    Student's t with the standard error over conversations; sign flips of conversations; and their bootstrap. If the
+    first does not distinguish the gain from `needed`, the others cannot either and are skipped. Differences are
+    limited to -1…1.
     """
     if len(sums) < 2:
         return Interval(-1.0, 1.0, "none: fewer than two conversations")
@@ -58,7 +58,7 @@ def interval(
 
 
 def standard_error(sums: np.ndarray, sizes: np.ndarray) -> float:
-    """That of the gain, robust against what tasks of a conversation share; at least two conversations."""
+    """The cluster-robust standard error of the gain; needs at least two conversations."""
     count = len(sums)
     rests = sums - sizes * (sums.sum() / sizes.sum())
     return float(np.sqrt(count / (count - 1) * (rests @ rests)) / sizes.sum())
@@ -73,10 +73,9 @@ def _student(sums: np.ndarray, sizes: np.ndarray, alpha: float) -> Interval:
 def _sign_flips(sums: np.ndarray, sizes: np.ndarray, alpha: float, resamples: int, seed: int) -> Interval:
     """The gains that a paired randomization test does not reject (Hartigan 1969).
 
-    Were the true gain g, each conversation could as well be as far on the other side of it. Of all ways to turn them
-    about, those give no smaller gain for which the turned ones have a gain of at most g. So the bounds are quantiles
-    of the gains of subsets; where none lies beyond `alpha` (fewer than 9 conversations at 0.0024) there is no bound
-    but what is possible.
+    If the true gain is g, each conversation's deviation from g is as likely with the opposite sign. A sign flip gives
+    no smaller gain if the flipped conversations have a gain of at most g, so the bounds are quantiles of the gains of
+    subsets. If no quantile is beyond `alpha` (fewer than 9 conversations at 0.0024), the bound is the limit -1 or 1.
     """
     count = len(sums)
     values = np.column_stack([sums, sizes])
@@ -90,7 +89,7 @@ def _sign_flips(sums: np.ndarray, sizes: np.ndarray, alpha: float, resamples: in
         )
         totals = totals[totals[:, 1] > 0]
     gains = totals[:, 0] / totals[:, 1]
-    # The empty subset turns nothing, and counts among those that give no smaller gain, whatever it is.
+    # The empty subset flips nothing and always counts among those that give no smaller gain.
     rank = math.floor(alpha * (len(gains) + 1)) - 1
     if rank < 0:
         return Interval(-1.0, 1.0, "sign flips")
@@ -99,7 +98,7 @@ def _sign_flips(sums: np.ndarray, sizes: np.ndarray, alpha: float, resamples: in
 
 
 def _subsets(random: np.random.Generator, subsets: int, count: int) -> np.ndarray:
-    """Each of `count` is in or out with equal chances; 0 and 1 of shape (subsets, count)."""
+    """Random subsets of `count` elements with probability 1/2 each; 0 and 1 of shape (subsets, count)."""
     packed = random.integers(0, 256, (subsets, -(-count // 8)), dtype=np.uint8)
     return np.unpackbits(packed, axis=1, count=count)
 
@@ -128,5 +127,5 @@ def _bootstrap(sums: np.ndarray, sizes: np.ndarray, alpha: float, resamples: int
 
 
 def _within(found: Interval) -> Interval:
-    """Rounded, because what is equal to a bound must not be above it by the last bit."""
+    """Rounded, because a value equal to a bound must not exceed it by floating-point error."""
     return found._replace(lower=max(-1.0, round(found.lower, 12)), upper=min(1.0, round(found.upper, 12)))

@@ -1,1 +1,1 @@
-"""Serving: vLLM behind a stable alias, adapters loaded, proven and swapped without losing a request."""
+"""Serving: vLLM behind a stable alias, adapters loaded, verified and swapped without losing a request."""

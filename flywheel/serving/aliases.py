@@ -1,7 +1,7 @@
-"""The aliases of one server: which served model each stands for, kept in a file so that a restart answers the same.
+"""The aliases of one server and their target models, stored in a file so that they survive a restart.
 
-Used inside vLLM's own process, so nothing beyond the standard library (and `flywheel.files`) is imported. What a
-target means, and whether it is loaded, is not known here.
+Runs inside vLLM's process, so only the standard library (and `flywheel.files`) is imported. Does not know whether a
+target is loaded.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What an alias stands for: a served model's name and, unless it is the base model, the adapter's directory and
-    the hash of its files as they were proven."""
+    """The target of an alias: a served model's name and, unless it is the base model, the adapter's directory and the
+    hash of its verified files."""
 
     name: str
     path: str | None = None
@@ -52,10 +52,10 @@ def read_aliases(file: Path) -> dict[str, Target]:
 
 
 class AliasTable:
-    """Alias → target, changed by compare-and-set. Lookups never wait; a change is on disk before it counts."""
+    """Alias → target, changed by compare-and-set. Lookups never wait; a change is on disk before it takes effect."""
 
     def __init__(self, aliases: Collection[str], base_model: str, file: Path | None, loaded: Collection[str]) -> None:
-        """`loaded` are the adapters that the server starts with: a saved target outside them is not taken up."""
+        """`loaded` are the adapters that the server starts with; saved targets outside them are ignored."""
         self.base_model = base_model
         self._file = file
         self._change = asyncio.Lock()
@@ -72,15 +72,15 @@ class AliasTable:
         return self._targets
 
     def resolve(self, model: str) -> str | None:
-        """The model that `model` stands for, or None when it is no alias."""
+        """The target of `model`, or None when it is not an alias."""
         target = self._targets.get(model)
         return target.name if target else None
 
     async def point(self, alias: str, target: Target, expected: str | None = None) -> str:
-        """Let `alias` stand for `target` and return the name it stood for before.
+        """Set the target of `alias` and return the previous model name.
 
-        Raises TargetMismatchError, changing nothing, when `expected` is given and is not what it stands for now, and
-        OSError, changing nothing, when the file cannot be written.
+        Raises TargetMismatchError when `expected` is given and is not the present target, and OSError when the file
+        cannot be written; both change nothing.
         """
         async with self._change:
             current = self._targets.get(alias, Target(self.base_model)).name

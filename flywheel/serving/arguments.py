@@ -1,4 +1,4 @@
-"""Arguments of vLLM's server that the user chooses: what `serving.extra_args` may hold, and the parsers there are."""
+"""Checks of user-chosen arguments of vLLM's server: `serving.extra_args`, and the available parsers."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ OWN_ARGUMENTS: Final = {
     "--tool-call-parser": "serving.tool_call_parser",
     "--reasoning-parser": "serving.reasoning_parser",
 }
-"""Arguments that come from the configuration, and from which key: given twice, vLLM would silently take the last."""
+"""Arguments that are set by a configuration key; given twice, vLLM would silently use the last."""
 BREAKING_ARGUMENTS: Final = {
     "--lora-modules": "the adapters that were deployed would not be loaded",
     "--no-enable-lora": "no adapter could be served",
     "--uds": "serving.urls would not reach the server",
 }
-"""Arguments that cannot be, and why."""
+"""Forbidden arguments, with the reason."""
 DATA_PARALLEL: Final = ("--data-parallel", "-dp", "--api-server-count", "-asc")
 _REGISTRIES: Final = {
     "serving.tool_call_parser": ("tool_parsers", "_TOOL_PARSERS_TO_REGISTER", "--tool-parser-plugin"),
     "serving.reasoning_parser": ("reasoning", "_REASONING_PARSERS_TO_REGISTER", "--reasoning-parser-plugin"),
 }
-"""Of each setting: where vLLM lists the parsers that it has, and the argument that adds others."""
+"""For each setting: vLLM's registry of parsers, and the argument that adds others."""
 _ATTEMPTED: Final = "start the inference server"
 
 
 def check_arguments(extra_args: Sequence[str]) -> None:
-    """Raise ServeError for arguments that come from elsewhere or would break what Flywheel promises."""
+    """Raise ServeError for arguments that other settings control or that break a promise of Flywheel."""
     for argument in extra_args:
-        # As vLLM reads them: underscores are dashes, and the beginning of a name will do.
+        # As vLLM parses them: underscores equal dashes, and unambiguous prefixes are accepted.
         flag = _flag(argument)
         if len(flag) > 2 and flag.startswith("--"):
             for own, key in OWN_ARGUMENTS.items():
@@ -64,7 +64,7 @@ def has_tls(extra_args: Sequence[str]) -> bool:
 
 
 def parser_arguments(parsers: Parsers, extra_args: Sequence[str]) -> list[str]:
-    """How vLLM is told of the parsers. Raises ServeError for one that the installed vLLM does not have."""
+    """vLLM's arguments for the parsers. Raises ServeError for a parser that the installed vLLM does not have."""
     for setting, name in zip(_REGISTRIES, parsers, strict=True):
         known = _known(setting, extra_args)
         if name and known and name not in known:
@@ -78,7 +78,7 @@ def parser_arguments(parsers: Parsers, extra_args: Sequence[str]) -> list[str]:
 
 
 def _known(setting: str, extra_args: Sequence[str]) -> frozenset[str]:
-    """The parsers that vLLM lists, by its source (to import it takes seconds); none where that cannot be said."""
+    """The parsers in vLLM's source (importing vLLM takes seconds); none if they cannot be determined."""
     package, variable, plugin = _REGISTRIES[setting]
     found = importlib.util.find_spec("vllm")
     if found is None or not found.origin or any(_flag(argument) == plugin for argument in extra_args):

@@ -1,4 +1,4 @@
-"""What every part of the middleware needs of ASGI: the types, headers, bodies within a limit, and short answers."""
+"""ASGI building blocks of the middleware: types, headers, bodies with a size limit, and short responses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LENGTH = (b"content-length", b"transfer-encoding")
 
 
 class RefusedError(Exception):
-    """A request that is answered here, with `status` and why."""
+    """A request that is refused with `status` and a reason."""
 
     def __init__(self, status: int, why: str) -> None:
         super().__init__(why)
@@ -29,7 +29,7 @@ def too_long(limit: int) -> RefusedError:
 
 
 def route_path(scope: Scope) -> str:
-    """The path by which the server's routes are found: without the root path, as Starlette takes it off."""
+    """The path for the server's routes, without the root path, as Starlette removes it."""
     path, root = str(scope["path"]), str(scope.get("root_path") or "")
     if not root or not path.startswith(root):
         return path
@@ -42,7 +42,7 @@ def header(scope: Scope, name: bytes) -> bytes:
 
 
 def with_header(scope: Scope, name: bytes, value: bytes | None) -> Scope:
-    """The same request with this header, once, or without it."""
+    """The same request with this header exactly once, or without it."""
     headers = [(key, old) for key, old in scope["headers"] if key.lower() != name]
     return {**scope, "headers": headers if value is None else [*headers, (name, value)]}
 
@@ -53,7 +53,8 @@ def is_json(scope: Scope) -> bool:
 
 
 async def read_body(receive: Receive, limit: int) -> bytes | None:
-    """The whole body; None when the client leaves within it. Raises RefusedError for one longer than `limit`."""
+    """The whole body; None when the client disconnects before its end. Raises RefusedError for one longer than
+    `limit`."""
     parts: list[bytes] = []
     length = 0
     while True:
@@ -69,7 +70,7 @@ async def read_body(receive: Receive, limit: int) -> bytes | None:
 
 
 async def with_body(app: App, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-    """The app is given the request with a body that was read before."""
+    """Call the app with a request whose body was already read."""
     headers = [(name, value) for name, value in scope["headers"] if name.lower() not in _LENGTH]
     headers.append((b"content-length", str(len(body)).encode()))
     first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -81,8 +82,8 @@ async def with_body(app: App, scope: Scope, body: bytes, receive: Receive, send:
 
 
 async def within(limit: int, app: App, scope: Scope, receive: Receive, send: Send) -> None:
-    """The app reads the body as it comes. One that turns out to be longer than `limit` is answered with 413, unless
-    the app has begun to answer."""
+    """Call the app with a streamed body. A body longer than `limit` is answered with 413, unless the app has started
+    to answer."""
     length = 0
     begun = False
 
@@ -101,7 +102,7 @@ async def within(limit: int, app: App, scope: Scope, receive: Receive, send: Sen
     try:
         await app(scope, counted, passed)
     except Exception:
-        # For the app the client has left, which some report as an error.
+        # For the app this looks like a disconnect, which some apps report as an error.
         if length <= limit or begun:
             raise
     if length > limit and not begun:
@@ -109,7 +110,7 @@ async def within(limit: int, app: App, scope: Scope, receive: Receive, send: Sen
 
 
 async def refuse(send: Send, refusal: RefusedError) -> None:
-    """Answered as OpenAI does, so that every client shows the message."""
+    """An error in OpenAI's format, so that every client shows the message."""
     kind = "authentication_error" if refusal.status in (401, 403) else "invalid_request_error"
     error = {"message": str(refusal), "type": kind, "param": None, "code": refusal.status}
     await answer(send, refusal.status, {"error": error})

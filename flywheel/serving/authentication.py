@@ -1,7 +1,7 @@
-"""Who may ask the server for what: the agents' key, the admin key, and the host names of a server on loopback.
+"""Authentication of requests: the agents' key, the admin key, and the host names of a server on loopback.
 
-vLLM's own guard leaves many paths open (/invocations, /tokenize, …): here everything is shut but what `routes` opens.
-Used inside vLLM's own process; only the standard library is imported.
+vLLM's own check leaves many paths open (/invocations, /tokenize, …); here every path not listed in `routes` needs the
+admin key. Runs inside vLLM's process; only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Access(enum.IntEnum):
 
 
 class Gate:
-    """Lets requests in or refuses them, before any of their body is read."""
+    """Authenticates requests before any of their body is read."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class Gate:
         hosts: Collection[str] | None,
         open_metrics: bool,
     ) -> None:
-        """Without any key everything is open, as it is in vLLM; with the agents' alone, nobody may manage. `hosts`
-        are the names that a request may be for, None any."""
+        """Without any key everything is open, as in vLLM; with the agents' key alone, management is impossible.
+        `hosts` are the permitted host names; None permits any."""
         self._agents = _digest(agents_key.encode()) if agents_key else None
         self._admin = _digest(admin_key.encode()) if admin_key else None
         self._vllm = vllm_key
@@ -69,7 +69,7 @@ class Gate:
         )
 
     def admit(self, scope: Scope) -> Scope:
-        """The request as vLLM is to get it, with its own key. Raises RefusedError."""
+        """The request for vLLM, with vLLM's own key. Raises RefusedError."""
         self._check_host(scope)
         path = route_path(scope)
         if path.removesuffix("/") not in self._open:
@@ -91,13 +91,13 @@ class Gate:
     def _refusal(self, access: Access, needed: Access) -> RefusedError:
         if needed is Access.AGENT:
             return RefusedError(401, "wrong or missing key")
-        # Where agents need no key, nobody has shown one that is right.
+        # If agents need no key, no valid key was presented.
         status = 403 if access is Access.AGENT and self._agents else 401
         return RefusedError(status, "this takes the server's admin key (serving.admin_key_env)")
 
     def _check_host(self, scope: Scope) -> None:
-        # A page of the internet can have its own name lead to this machine (DNS rebinding): then the browser sends
-        # requests here, and shows the page what is answered.
+        # A web page can point its own host name to this machine (DNS rebinding): the browser then sends requests here
+        # and gives the responses to the page.
         if self._hosts is None:
             return
         for name, value in scope["headers"]:
@@ -125,7 +125,7 @@ def _key_in(file: str | None) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         why = error
     log.error("the admin key in %s cannot be read (%s): nobody can manage this server", file, why)
-    # Not None: that would leave everything open where agents need no key.
+    # Not None, which would leave everything open if agents need no key.
     return secrets.token_hex(32)
 
 

@@ -1,4 +1,4 @@
-"""One replica as a client sees it: vLLM's administrative calls and the alias, each failure named with its remedy."""
+"""The client of one replica: vLLM's administrative calls and the alias, with errors that name the remedy."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ T = TypeVar("T")
 
 CONNECT_SECONDS = 5.0
 QUICK_SECONDS = 15.0
-"""How long what takes a server no time is waited for: a replica that hangs would hold up a rollback, too."""
+"""Timeout in seconds of calls that are instant on a healthy server: a hanging replica must not delay a rollback."""
 MEASURED_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """What an alias stands for on one replica: a model's name and, unless it is the base model, its directory and the
-    hash of its files. `sha256` is empty where none was written down, None where the server keeps none. `instance` is
-    another after each start of the server, empty where it does not tell."""
+    """The target of an alias on one replica: a model's name and, unless it is the base model, its directory and the
+    hash of its files. `sha256` is empty if none was recorded, None if the server does not store hashes. `instance`
+    changes with each start of the server; it is empty if the server does not report it."""
 
     target: str
     path: str | None
@@ -41,7 +41,7 @@ class Alias:
 
 @functools.cache
 def _certificates() -> ssl.SSLContext:
-    # Also those that $SSL_CERT_FILE names: an authority of one's own.
+    # Includes the private certificate authority in $SSL_CERT_FILE.
     return httpx2.create_ssl_context()
 
 
@@ -53,9 +53,9 @@ class Replica:
         headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
         timeout = httpx2.Timeout(timeout_seconds, connect=CONNECT_SECONDS)
         self._seconds = timeout_seconds
-        # Certificates are for https alone: to load them takes longer than all that a healthy server is asked.
+        # Certificates are loaded for https only: loading takes longer than all calls to a healthy server.
         verify = _certificates() if self.url.lower().startswith("https:") else False
-        # A proxy that the environment names for the internet is not asked for one's own servers.
+        # The environment's proxy is for the internet, not for our own servers.
         self._http = httpx2.AsyncClient(
             base_url=self.url, headers=headers, timeout=timeout, trust_env=False, verify=verify
         )
@@ -70,11 +70,12 @@ class Replica:
         await self._http.aclose()
 
     async def ready(self) -> bool:
-        """Whether the server answers and its engine lives."""
+        """Whether the server answers and its engine is alive."""
         return await self._health() == 200
 
     async def is_down(self) -> bool:
-        """Whether it says that its engine is dead, or says nothing. A proxy that lets nobody ask says neither."""
+        """Whether the server reports a dead engine or does not answer. A proxy that refuses the path counts as
+        neither."""
         status = await self._health()
         return status is None or status >= 500
 
@@ -86,7 +87,7 @@ class Replica:
             return None
 
     async def models(self) -> dict[str, str]:
-        """The models that are loaded, name → where from; aliases are not among them."""
+        """The loaded models, name → path; without aliases."""
         attempted = f"list the models of {self.url}"
         listing = self._json(await self._call("GET", "/v1/models", attempted), attempted)
         cards = listing.get("data")
@@ -110,13 +111,13 @@ class Replica:
         )
         if response.status_code == 200:
             return True
-        # Another client may have loaded it since it was looked for.
+        # Another client may have loaded it since the check.
         if response.status_code == 400 and await self.has(name, path):
             return False
         raise load_error(attempted, response, path, healthy=await self.ready())
 
     async def unload(self, name: str) -> bool:
-        """Take the name from the server; requests under way with it end well. False when it was not there."""
+        """Unload the name; requests in flight complete. False when it was not loaded."""
         attempted = f"unload adapter {name} on {self.url}"
         response = await self._call("POST", "/v1/unload_lora_adapter", attempted, {"lora_name": name})
         if response.status_code == 404 and name not in await self.models():
@@ -126,14 +127,14 @@ class Replica:
         return True
 
     async def alias(self, alias: str) -> Alias:
-        """What `alias` stands for; an alias that was never set stands for the base model."""
+        """The target of `alias`; an alias that was never set points to the base model."""
         attempted = f"ask {self.url} what {alias} stands for"
         answer = self._json(await self._call("GET", routes.ALIAS, attempted), attempted)
         try:
             base = str(answer["base_model"])
             target = str(answer["aliases"].get(alias, base))
             path = answer["paths"].get(target)
-            # An older server, which has not been restarted yet, knows of no digests.
+            # An older server that was not restarted yet has no digests.
             sha256 = answer["digests"].get(target, "") if "digests" in answer else None
         except (KeyError, TypeError, AttributeError):
             raise no_middleware(attempted) from None
@@ -144,7 +145,7 @@ class Replica:
     async def flip(
         self, alias: str, target: str, expected: str, path: str | None = None, sha256: str | None = None
     ) -> None:
-        """Let `alias` stand for `target`, if it stands for `expected` now; every later request gets it."""
+        """Point `alias` to `target` if it points to `expected` now; later requests use it."""
         attempted = f"point {alias} at {target} on {self.url}"
         wanted = {"alias": alias, "target": target, "expected": expected, "path": path, "sha256": sha256}
         response = await self._call("PUT", routes.ALIAS, attempted, wanted)
@@ -166,9 +167,9 @@ class Replica:
         """The log-probability, in nats, of each of `token_ids` as continuation of the prompt under `model`, or of
         those at some `places`.
 
-        One request per token, which that token alone may answer: vLLM reports what the model gave it before the
-        choice was narrowed. `prompt_logprobs` would need one request for all, but on a CPU vLLM 0.32 computes it with
-        the wrong shape when LoRA is enabled and other requests run, and the engine dies of it.
+        One request per token, with that token as the only allowed one: vLLM reports the log-probability before this
+        restriction. `prompt_logprobs` would need a single request, but on a CPU vLLM 0.32 computes it with a wrong
+        shape when LoRA is enabled and other requests run, and the engine dies.
         """
         attempted = f"measure {model} on {self.url}"
         free = asyncio.Semaphore(MEASURED_AT_ONCE)
@@ -220,7 +221,7 @@ class Replica:
     async def _call(
         self, method: str, path: str, attempted: str, content: Any = None, seconds: float | None = None
     ) -> httpx2.Response:
-        """The answer, headers and all of its body, within `seconds`; by default soon."""
+        """The answer with headers and whole body, within `seconds`."""
         try:
             async with asyncio.timeout(seconds or self._quick_seconds):
                 response = await self._http.request(method, path, json=content)
@@ -280,7 +281,7 @@ class Replica:
 
 
 async def every(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """What was called on several replicas: all results, or the first error once every call has ended."""
+    """Results of calls on several replicas, or the first error after every call has ended."""
     results = await asyncio.gather(*calls, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

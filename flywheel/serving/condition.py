@@ -1,4 +1,4 @@
-"""The conditions that an inference server can be in, as it is found."""
+"""The conditions of an inference server."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from enum import StrEnum
 class Condition(StrEnum):
     OK = "ok"
     UNREACHABLE = "unreachable"
-    """it does not answer, not in time, or its engine is dead"""
+    """it does not answer in time, or its engine is dead"""
     MISCONFIGURED = "misconfigured"
-    """it answers, and no adapter could be served by it: another key, no middleware, no LoRA, another program"""
+    """it answers but cannot serve adapters: another key, no middleware, no LoRA, another program"""
     WRONG_ADAPTER = "wrong adapter"
-    """it answers with another adapter than the deployed one, and cannot be brought to it"""
+    """it answers with another adapter, and the deployed one cannot be restored"""
     WRONG_WEIGHTS = "wrong weights"
-    """its adapter gives other log-probabilities than the round measured"""
+    """its adapter's log-probabilities differ from those of the round"""
     FAILING = "failing"
-    """something else; the message says what"""
+    """another error; see the message"""

@@ -1,4 +1,4 @@
-"""The environment by which `flywheel serve` tells its middleware, inside vLLM's process, what it needs to know."""
+"""Environment variables by which `flywheel serve` configures its middleware inside vLLM's process."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ FILE_VARIABLE: Final = "FLYWHEEL_ALIAS_FILE"
 LOADED_VARIABLE: Final = "FLYWHEEL_LOADED_ADAPTERS"
 """JSON: the names of the adapters that the server starts with."""
 API_KEY_VARIABLE: Final = "FLYWHEEL_API_KEY"
-"""The agents' key. Empty: inference needs none. Not set (vLLM was started by hand): vLLM's own key counts."""
+"""The agents' key. Empty: inference needs none. Not set (vLLM was started by hand): vLLM's own key is used."""
 ADMIN_KEY_VARIABLE: Final = "FLYWHEEL_ADMIN_KEY"
 ADMIN_KEY_FILE_VARIABLE: Final = "FLYWHEEL_ADMIN_KEY_FILE"
-"""A file with the admin key, where the other variable is not set."""
+"""A file with the admin key, if the variable above is not set."""
 VLLM_KEY_VARIABLE: Final = "VLLM_API_KEY"
-"""The key that vLLM itself asks for. `flywheel serve` draws it anew at each start, and the middleware presents it for
-requests that it has let in."""
+"""vLLM's own key, random at each start of `flywheel serve`. The middleware adds it to authenticated requests."""
 OPEN_METRICS_VARIABLE: Final = "FLYWHEEL_OPEN_METRICS"
 HOSTS_VARIABLE: Final = "FLYWHEEL_ALLOWED_HOSTS"
-"""JSON: the host names that a request may be for. Not set: any."""
+"""JSON: the permitted host names of requests. Not set: any."""
 MAX_BODY_VARIABLE: Final = "FLYWHEEL_MAX_BODY_BYTES"
 ADDRESS_VARIABLE: Final = "FLYWHEEL_ADDRESS"
-"""The server's URL, which is printed as soon as it answers there."""
+"""The server's URL, which is printed when it answers."""

@@ -1,4 +1,4 @@
-"""Inspection: what replicas serve and whether they are well, without changing anything on them."""
+"""Inspection of replicas, without changing them: what they serve, and their condition."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from flywheel.serving.report import ReplicaReport, SwapReport
 
 
 async def ask(replicas: Sequence[Replica], alias: str) -> None:
-    """Raise ServeError when one of them cannot be asked what it serves."""
+    """Raise ServeError when a replica cannot report what it serves."""
     await every([replica.alias(alias) for replica in replicas])
 
 
 async def look(replicas: Sequence[Replica], alias: str) -> SwapReport:
-    """What replicas serve where nothing was ever deployed, so that nothing may be changed on them. Raises nothing."""
+    """Reports on replicas before anything was deployed, without changing them. Raises nothing."""
 
     async def look_at(replica: Replica) -> ReplicaReport:
         try:
@@ -39,7 +39,7 @@ async def look(replicas: Sequence[Replica], alias: str) -> SwapReport:
 
 
 async def if_healthy(replica: Replica, report: ReplicaReport) -> ReplicaReport:
-    """The report; of a replica that answers for itself while its engine does not, that."""
+    """The report; for a replica whose engine is dead, that condition."""
     if report.error or not await replica.is_down():
         return report
     error = ServeError(f"use {replica.url}", "it is not healthy", "Look at its log; restart it if its engine died.")

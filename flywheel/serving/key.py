@@ -18,11 +18,10 @@ from flywheel.serving.loopback import is_loopback
 
 
 def agents_key(serving: ServingSettings, attempted: str) -> str | None:
-    """The key that agents need, None where they need none. Raises ServeError, without showing it, for one that cannot
-    be."""
+    """The key that agents need, None if they need none. Raises ServeError, without the key, for an invalid one."""
     if name := serving.api_key_env:
         return _of_environment(name, "serving.api_key_env", attempted)
-    # Who has vLLM ask for a key means the agents.
+    # A key for vLLM itself is meant for the agents.
     return _of_environment(VLLM_KEY_VARIABLE, "", attempted) if os.environ.get(VLLM_KEY_VARIABLE) else None
 
 
@@ -31,9 +30,9 @@ def admin_key_file(config: Config) -> Path:
 
 
 def admin_key(config: Config, url: str, attempted: str) -> str | None:
-    """The key by which the server at `url` is managed; None where `flywheel serve` has made none on this state yet.
+    """The admin key of the server at `url`; None if `flywheel serve` has not created one in this state yet.
 
-    Raises ServeError for one that cannot be, and for a server on another machine whose key is not configured.
+    Raises ServeError for an invalid key, and for a server on another machine without a configured key.
     """
     if name := config.serving.admin_key_env:
         return _of_environment(name, "serving.admin_key_env", attempted)
@@ -57,7 +56,7 @@ def admin_key(config: Config, url: str, attempted: str) -> str | None:
 
 
 def make_admin_key(config: Config) -> None:
-    """Make the file with the admin key, for its owner alone, unless there is one. Raises OSError."""
+    """Create the file with the admin key, readable by its owner only, unless it exists. Raises OSError."""
     file = admin_key_file(config)
     if file.exists():
         return file.chmod(0o600)
@@ -67,7 +66,7 @@ def make_admin_key(config: Config) -> None:
             opened.write(secrets.token_urlsafe(32) + "\n")
             opened.flush()
             os.fsync(opened.fileno())
-        # Not renamed: another server may have made the key by now, and it stays what it is.
+        # Linked and not renamed: a key that another server has created meanwhile must stay.
         with contextlib.suppress(FileExistsError):
             os.link(beside, file)
     finally:
@@ -86,7 +85,7 @@ def _of_environment(name: str, setting: str, attempted: str) -> str:
 
 def _sendable(key: str, place: str, attempted: str) -> str:
     register_secret(key)
-    # Found out here and not by the HTTP library, which shows the header that it refuses.
+    # Checked here because the HTTP library's error would contain the header.
     if key != key.strip() or not (key.isascii() and key.isprintable()):
         raise ServeError(
             attempted,

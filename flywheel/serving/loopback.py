@@ -1,4 +1,4 @@
-"""Loopback: hosts that lead to this machine and to no other."""
+"""Recognises loopback hosts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The management endpoints: the alias, shown and set at /flywheel/alias, and what may be loaded as an adapter.
+"""The management endpoints: reading and setting the alias at /flywheel/alias, and checking adapters before loading.
 
-Whoever comes here has been let in with the admin key.
+Requests have been authenticated with the admin key.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class Management:
 
 
 async def load_adapter(app: App, scope: Scope, receive: Receive, send: Send) -> None:
-    """Hand the request on to vLLM if the adapter is a directory of safetensors. Raises RefusedError.
+    """Pass the request to vLLM if the adapter is a directory of safetensors. Raises RefusedError.
 
-    vLLM would load pickled weights, and what is no directory here it would look for on the hub.
+    vLLM itself would load pickled weights, and would look for other names on the hub.
     """
     body = await read_body(receive, MAX_BYTES)
     if body is None:

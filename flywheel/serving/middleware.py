@@ -1,10 +1,9 @@
 """The middleware: pure ASGI, inside vLLM's API server (`--middleware`), so a swap costs no extra hop.
 
-It lets requests in by their key (`authentication`) and rewrites the `model` of a request from an alias to what the
-alias stands for at that moment, once, before the request reaches vLLM (`model_rewriting`): a request under way keeps
-its version, and the answer's `model` and id say which one it was. Answers are not touched, except that the list of
-models names the aliases too. `management` shows and sets them. Which path is what is in `routes`.
-Only the standard library is imported (and what this package has that does the same).
+It authenticates requests (`authentication`) and replaces an alias in the `model` of a request by its present target
+before the request reaches vLLM (`model_rewriting`): a request in flight keeps its version, and the answer's `model`
+and id name it. Answers are unchanged, except that the list of models includes the aliases. `management` reads and
+sets aliases, and `routes` lists the paths. Only the standard library is imported, and modules that do the same.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ from flywheel.serving.model_rewriting import rewrite_model
 from flywheel.serving.readiness import announcing
 
 MAX_BODY_BYTES = 32_000_000
-"""Where `flywheel serve` says nothing else."""
+"""The default if `flywheel serve` sets no other."""
 
 
 class AliasMiddleware:
-    """Built by vLLM without arguments beside the app: its settings come from the environment that `flywheel serve`
+    """vLLM creates it with the app as its only argument; settings come from the environment that `flywheel serve`
     sets."""
 
     def __init__(self, app: App) -> None:
@@ -70,7 +69,7 @@ class AliasMiddleware:
         self._limit = int(os.environ.get(MAX_BODY_VARIABLE) or MAX_BODY_BYTES)
         self._address = os.environ.get(ADDRESS_VARIABLE)
         self._started = int(time.time())
-        # By it a client knows that the server was started anew.
+        # Tells clients that the server was restarted.
         self._instance = secrets.token_hex(8)
         self._management = Management(self._aliases, self._instance)
 
@@ -107,14 +106,14 @@ class AliasMiddleware:
     async def _infer(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await read_body(receive, self._limit)
         if body is None:
-            return  # The client left before it had said what it wanted.
-        # From here on the request belongs to one version: nothing is awaited between the look-up and the app.
+            return  # The client disconnected before the end of its request.
+        # The version is fixed here: nothing is awaited between the lookup and the app.
         body, target = rewrite_model(body, self._aliases.resolve)
         if target is not None:
             version = BASE_VERSION if target == self._aliases.base_model else target
             scope = with_header(scope, b"x-request-id", new_request_id(self._instance, version).encode())
         elif mark_of(header(scope, b"x-request-id").decode("latin-1")):
-            # Only requests to an alias say which version answers, and no client says it.
+            # Only the middleware sets this header, and only for requests to an alias.
             scope = with_header(scope, b"x-request-id", None)
         await with_body(self._app, scope, body, receive, send)
 

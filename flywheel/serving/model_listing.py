@@ -1,4 +1,4 @@
-"""The list of models, to which the aliases are added."""
+"""Adds the aliases to the list of models."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ OWNER = "flywheel"
 
 
 def listing(send: Send, targets: Mapping[str, Target], created: int) -> Send:
-    """A `send` that holds the list of models back until it is whole and adds the aliases to it.
+    """A `send` that buffers the list of models and adds the aliases to it.
 
-    `created` is the time that they are given, in seconds since 1970.
+    `created` is their creation time in seconds since 1970.
     """
     start: Message = {}
     parts: list[bytes] = []

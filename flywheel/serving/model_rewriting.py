@@ -1,6 +1,6 @@
-"""The `model` of a request's JSON, replaced where it is an alias. Every other byte stays.
+"""Replaces an alias in the `model` of a request's JSON. All other bytes stay unchanged.
 
-A body is parsed once, in time that grows with its length alone, whoever wrote it.
+A body is parsed once, in linear time for any input.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from typing import Final, NamedTuple
 from flywheel.serving.asgi import RefusedError
 
 MAX_DEPTH: Final = 100
-"""Objects and lists within each other. vLLM and the chat template walk through them recursively, and fail with a 500
-where Python's stack ends."""
+"""Maximum nesting depth. vLLM and chat templates recurse through objects and lists, and fail with a 500 at Python's
+recursion limit."""
 MAX_MODEL_KEYS: Final = 4
-"""The last one counts; what several are good for, nobody knows."""
+"""Maximum number of `model` keys; the last one counts."""
 MAX_KEYS: Final = 1000
-"""At the top level: each takes a step of Python on the server's event loop."""
+"""Maximum number of top-level keys: each takes a step of Python on the server's event loop."""
 
 _value = json.JSONDecoder().raw_decode
 _space = re.compile(r"[ \t\n\r]*").match
 _STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
-"""One that has no end is a match too: else the search would begin again at every quotation mark within it."""
+"""An unterminated string also matches; otherwise the search would restart at every quotation mark within it."""
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 
 
 class Rewritten(NamedTuple):
-    """`target` is what the alias stands for that the request names, None where it names none."""
+    """`target` is the target of the alias in the request, None without an alias."""
 
     body: bytes
     target: str | None
 
 
 def rewrite_model(body: bytes, resolve: Callable[[str], str | None]) -> Rewritten:
-    """`body` with the top-level `model` of its JSON object replaced where `resolve` gives another name.
+    """`body` with the top-level `model` of its JSON object replaced if `resolve` returns another name.
 
-    What is not a JSON object is returned as it is; refusing it is the server's business. The encodings are those that
-    the server reads as well. Raises RefusedError for an object that is nested too deeply or has too many keys.
+    Bodies that are not a JSON object are returned unchanged; the server refuses them. The same encodings as the
+    server's are supported. Raises RefusedError for an object that is nested too deeply or has too many keys.
     """
     encoding = json.detect_encoding(body)
     try:
@@ -69,15 +69,15 @@ def rewrite_model(body: bytes, resolve: Callable[[str], str | None]) -> Rewritte
 
 
 def depth(text: str) -> int:
-    """How deep objects and lists lie within each other in a JSON text."""
+    """The nesting depth of a JSON text."""
     brackets = _STRING.sub("", text).encode("ascii", "ignore").translate(None, _NO_BRACKETS)
     return max(itertools.accumulate(array("b", brackets.translate(_STEPS))), default=0)
 
 
 def _models(text: str) -> Iterator[tuple[int, int, object]]:
-    """Where the values of top-level `model` keys lie, and what they say.
+    """Positions and values of the top-level `model` keys.
 
-    Raises JSONDecodeError or IndexError where the text is not one JSON object.
+    Raises JSONDecodeError or IndexError if the text is not one JSON object.
     """
     at = _skip(text, 0)
     if text[at] != "{":

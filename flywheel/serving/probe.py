@@ -1,7 +1,7 @@
-"""The proof that a replica answers with an adapter and with no other weights: not its parent's, nor the base model's.
+"""Verifies that a replica answers with an adapter's weights, and not with those of its parent or of the base model.
 
-The round measured the log-probabilities of some tokens under all three; the replica must give the adapter's figures,
-as exactly as the same weights can be measured twice. What follows from a failed proof is decided elsewhere.
+The round measured log-probabilities of some tokens under all three. The replica must return the adapter's figures,
+within the difference of repeated measurements of the same weights. Callers decide what follows from a failure.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from flywheel.serving.client import Replica
 from flywheel.serving.condition import Condition
 
 NOISE_ALLOWED: Final = 4
-"""How many times the noise the adapter's own log-probabilities may be off."""
+"""Tolerance as a multiple of the measured noise."""
 LEAST_ALLOWED_NATS: Final = 0.005
-"""What is always allowed: noise that was measured once may have been small by chance."""
+"""Minimum tolerance in nats per token: a single measurement of the noise may be small by chance."""
 BASE, PARENT = "the base model", "its parent"
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeFigures:
-    """Mean absolute differences of log-probabilities, in nats per token: measured to adapter, to base and to parent,
-    and of these to the adapter (`apart`). `noise` is the larger difference of two measurements of the same weights:
-    of the adapter in the round, and of the base model in the round and on the replica. `allowed` follows from it;
-    `indistinct` names what is too near to the adapter to tell which of them answered."""
+    """Mean absolute differences of log-probabilities in nats per token: of the measurement to adapter, base and
+    parent, and of these to the adapter (`apart`). `noise` is the larger difference of two measurements of the same
+    weights: of the adapter in the round, and of the base model in the round and on the replica. `allowed` is the
+    tolerance computed from it; `indistinct` names models that are too similar to the adapter to distinguish."""
 
     tokens: int
     to_adapter: float
@@ -42,17 +42,17 @@ class ProbeFigures:
 
     @property
     def doubt(self) -> str:
-        """What the proof leaves open, in words; empty when nothing."""
+        """A sentence on models that could not be distinguished; empty if there are none."""
         apart = {BASE: self.apart_base, PARENT: self.apart_parent or 0.0}
         told = " and ".join(f"{name} ({apart[name]:.4f} nats apart)" for name in self.indistinct)
         return f"too near to tell it from {told} where {self.allowed:.4f} nats may be noise" if told else ""
 
 
 def compare(measured: Sequence[float], base: Sequence[float], probe: Probe, tolerance: float) -> ProbeFigures:
-    """Judge what a replica measured at the probe's places, under the adapter and under the `base` model.
+    """Evaluate a replica's measurements at the probe's positions, under the adapter and under the `base` model.
 
-    It passes when it is as near to the adapter's figures as noise allows, `tolerance` at most, and nearer than to
-    those of parent and base, as far as these can be told. A value that is no number passes nothing.
+    They pass if the difference to the adapter's figures is within the noise and `tolerance`, and smaller than to
+    those of parent and base, if these can be distinguished. NaN never passes.
     """
 
     def at(logprobs: list[float]) -> list[float]:
@@ -83,7 +83,7 @@ def compare(measured: Sequence[float], base: Sequence[float], probe: Probe, tole
 
 
 async def prove(replica: Replica, model: str, base_model: str, probe: Probe, tolerance: float) -> ProbeFigures:
-    """Measure `model` on the replica. Raises ServeError when it is not what the round trained."""
+    """Measure `model` on the replica. Raises ServeError if its weights are not those of the round."""
     attempted = f"prove {model} on {replica.url}"
     if not probe.token_ids:
         raise ServeError(attempted, "the round wrote down no tokens to compare", "Train the adapter again.")

@@ -1,4 +1,4 @@
-"""The line that `flywheel serve` prints when it answers requests, and where."""
+"""Prints the line of `flywheel serve` with its address when it answers requests."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ POLL_SECONDS = 0.05
 
 
 def announcing(send: Send, url: str, told: Callable[[], str]) -> Send:
-    """A `send` for the server's lifespan. Once the server has started, and as soon as it can be reached at `url`, the
-    line that `told` makes is printed."""
+    """A `send` for the server's lifespan events. After the start, when the server can be reached at `url`, it prints
+    the line that `told` returns."""
     tasks: set[asyncio.Task[None]] = set()
 
     async def passed(message: Message) -> None:
         await send(message)
         if message["type"] == "lifespan.startup.complete":
-            # The application is ready now; the server begins to listen after that.
+            # The application is ready; the server starts to listen after this.
             tasks.add(asyncio.create_task(_announce(url, told)))
 
     return passed

@@ -1,4 +1,4 @@
-"""What a replica answers instead of doing what it was asked: the error for each, with its remedy."""
+"""Maps refusals of a replica to errors with remedies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flywheel.serving.condition import Condition
 
 
 def load_error(attempted: str, response: httpx2.Response, path: str, *, healthy: bool) -> ServeError:
-    """Why an adapter was not loaded, by a server whose engine lives or not."""
+    """The error for an adapter that was not loaded, by a server whose engine is alive or not."""
     message = message_of(response)
     if response.status_code in (404, 405) and "adapter" not in message:
         return ServeError(
@@ -40,7 +40,7 @@ def load_error(attempted: str, response: httpx2.Response, path: str, *, healthy:
     if "not enabled" in message:
         error = ServeError(attempted, "LoRA is not enabled on it", "Start it with `flywheel serve`.")
         return error.of_condition(Condition.MISCONFIGURED)
-    # vLLM answers 500 as well to what it will never serve. An engine that lives has looked at the adapter.
+    # vLLM also answers 500 for adapters that it can never serve. If the engine is alive, it has examined the adapter.
     if response.status_code == 500 and healthy:
         return ServeError(
             attempted,

@@ -1,4 +1,4 @@
-"""The paths of vLLM's server (0.32) by who may ask for them. What is not named here takes the admin key."""
+"""The paths of vLLM's server (0.32) by the key that they need. Paths that are not listed need the admin key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ METRICS: Final = "/metrics"
 MODELS: Final = "/v1/models"
 LOAD_ADAPTER: Final = "/v1/load_lora_adapter"
 MANAGEMENT: Final = "/flywheel/"
-"""Below it are the middleware's own endpoints."""
+"""Prefix of the middleware's own endpoints."""
 ALIAS: Final = "/flywheel/alias"
 
 INFERENCE: Final = frozenset(
@@ -45,7 +45,7 @@ INFERENCE: Final = frozenset(
         "/cohere/v2/chat",
     }
 )
-"""Requests whose JSON names a model, which may be the alias."""
+"""Paths of requests whose JSON names a model, which may be an alias."""
 OTHERS_OF_AGENTS: Final = frozenset(
     {
         MODELS,
@@ -61,6 +61,6 @@ _RESPONSE: Final = re.compile(r"/v1/responses/[^/]+(/cancel)?")
 
 
 def is_agents(path: str) -> bool:
-    """Whether the agents' key opens the path. A slash at its end is redirected by the server, and means nothing."""
+    """Whether the agents' key permits the path. The server redirects a trailing slash, so it is ignored."""
     path = path.removesuffix("/")
     return path in INFERENCE or path in OTHERS_OF_AGENTS or _RESPONSE.fullmatch(path) is not None

@@ -1,6 +1,6 @@
-"""The inference server: vLLM's OpenAI server with LoRA, the alias middleware and the adapters that were deployed.
+"""The inference server: vLLM's OpenAI server with LoRA, the alias middleware and the deployed adapters.
 
-Owns the command line and the environment of `flywheel serve`. It never imports vLLM: the server is its own program.
+Builds the command line and the environment of `flywheel serve`. It never imports vLLM, which is a separate program.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 def command(config: Config) -> tuple[list[str], dict[str, str]]:
-    """How to start the server: its arguments, and what its environment needs beyond the present one.
+    """The server's arguments and additional environment variables.
 
-    Adapters that the aliases stood for when the server last ran are loaded from the start; one whose files are gone,
-    damaged or not those that were proven, or that was trained on another base model, is left out, with a warning, and
-    its alias answers with the base model. Raises ServeError.
+    The last targets of the aliases are loaded at the start. An adapter whose files are missing, damaged or different
+    from the verified ones, or that was trained on another base model, is skipped with a warning, and its alias
+    answers with the base model. Raises ServeError.
     """
     serving, base = config.serving, config.model.base
     name = base_name(base)
@@ -111,7 +111,7 @@ def command(config: Config) -> tuple[list[str], dict[str, str]]:
 
 
 def prepare(config: Config) -> None:
-    """Make what the server needs in the state directory: a place for its aliases, and its admin key. Raises
+    """Create the server's files in the state directory: a directory for its aliases, and its admin key. Raises
     ServeError."""
     folder = alias_file(config).parent
     try:
@@ -126,7 +126,7 @@ def prepare(config: Config) -> None:
 
 
 def serve(config: Config) -> None:
-    """Become the server: on success this never returns. Raises ServeError."""
+    """Replace this process by the server; returns only by raising ServeError."""
     arguments, environment = command(config)
     _check_machine(config)
     prepare(config)
@@ -149,7 +149,7 @@ def _address(serving: ServingSettings) -> str:
 
 
 def _keys(config: Config) -> dict[str, str]:
-    """The keys, by environment: every user of the machine can read arguments. Raises ServeError."""
+    """The keys as environment variables, because every user of the machine can read arguments. Raises ServeError."""
     serving, attempted = config.serving, "start the inference server"
     agents = agents_key(serving, attempted)
     if not agents and not is_loopback(serving.host):
@@ -187,7 +187,7 @@ def _check_machine(config: Config) -> None:
         with socket.create_server((serving.host, serving.port), family=family):
             pass
     except OSError as error:
-        # The errors of name look-ups have numbers of their own, and create_server adds to the text of the others.
+        # Errors of name resolution have their own numbers, and create_server extends the text of others.
         number = error.errno or 0
         raise ServeError(
             f"listen on {f'[{serving.host}]' if ':' in serving.host else serving.host}:{serving.port}",

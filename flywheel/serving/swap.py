@@ -1,7 +1,7 @@
-"""The swap: an adapter is loaded on every replica, proven on every replica, and only then does the alias move.
+"""The swap: load an adapter on every replica, verify it on every replica, and only then move the alias.
 
-Until the last replica has it the old version serves, and whatever goes wrong before leaves it serving. What is
-deployed is the caller's to remember; adapters' directories are never touched.
+Until the last replica has it, the old version serves, and it keeps serving after any failure. The caller records what
+is deployed; adapters' directories are never changed.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ log = logging.getLogger(__name__)
 Check = Callable[[], Awaitable[object]]
 """Raises ServeError when the files of the adapter must not be loaded."""
 Proven = tuple[str, str]
-"""What a replica was shown to answer with, and which start of its server that was."""
+"""The verified adapter of a replica, and the start of its server."""
 
 
 class OnState(Protocol):
-    """Is told how far a swap has come; with `active`, also what was done. What it raises takes the swap back."""
+    """Called with each state of a swap; with `active`, also with its report. An exception reverts the swap."""
 
     async def __call__(self, state: DeploymentState, report: SwapReport | None = None, /) -> None: ...
 
 
 @dataclass(slots=True)
 class _Step:
-    """How far the swap has come on one replica."""
+    """The progress of the swap on one replica."""
 
     replica: Replica
     before: Alias
@@ -49,7 +49,7 @@ class _Step:
 
     @property
     def moves(self) -> bool:
-        """Whether the alias has to be pointed elsewhere than it was."""
+        """Whether the alias must be changed."""
         return self.before.target != self.target
 
     async def flip(self, alias: str, adapter: AdapterRef | None) -> None:
@@ -57,14 +57,14 @@ class _Step:
         await self.replica.flip(alias, self.target, self.before.target, path, sha256)
 
     def report(self) -> ReplicaReport:
-        """That all was done."""
+        """Mark the swap as complete."""
         return ReplicaReport(
             self.replica.url, self.before.target, self.loaded, self.moves, self.probe, serves=self.target
         )
 
 
 def version_name(alias: str, adapter: str) -> str:
-    """Under which name an adapter is served: `my-agent@r0007`. A version's name never gets other weights."""
+    """The served name of an adapter: `my-agent@r0007`. A name always stands for the same weights."""
     return f"{alias}@{adapter}"
 
 
@@ -80,10 +80,10 @@ async def swap(
     settings: ServingSettings,
     on_state: OnState,
 ) -> SwapReport:
-    """Let `alias` answer with `adapter` (None: the base model) on every replica, or on none.
+    """Point `alias` to `adapter` (None: the base model) on every replica, or on none.
 
-    `on_state` is told of loading, probing, and active or failed. Raises ServeError, and whatever `on_state` raised,
-    after everything was put back; the error names what could not be.
+    `on_state` is called for loading, probing, and active or failed. Raises ServeError, and any exception of
+    `on_state`, after everything was restored; the error names what could not be restored.
     """
     target = _target(alias, adapter)
     steps: list[_Step] = []
@@ -102,7 +102,7 @@ async def swap(
         report = SwapReport(alias, target, tuple(by_url[replica.url].report() for replica in replicas))
         await on_state(DeploymentState.ACTIVE, report)
     except BaseException as error:
-        # Shielded: a stop of the daemon in the middle must not leave the replicas with different versions.
+        # Shielded: stopping the daemon meanwhile must not leave replicas with different versions.
         left = await asyncio.shield(_undo(steps, alias))
         await on_state(DeploymentState.FAILED)
         if left and isinstance(error, FlywheelError):
@@ -116,10 +116,10 @@ async def swap(
 async def rollback(
     replicas: Sequence[Replica], alias: str, adapter: AdapterRef | None, settings: ServingSettings
 ) -> SwapReport:
-    """Go back to a version that has served before (None: the base model), at once, wherever that is possible.
+    """Return to a version that has served before (None: the base model) on every reachable replica.
 
-    Unlike a swap it does not wait for the slowest: a replica that cannot be reached keeps none of the others from
-    going back. Raises RollbackError, naming those, when it has done what it could or is stopped while it waits.
+    Unlike a swap, an unreachable replica does not prevent the others from going back. Raises RollbackError, which
+    names the replicas that did not follow, at the end or when it is stopped while it waits.
     """
     going = [asyncio.create_task(_restore(each, alias, adapter, None, settings)) for each in replicas]
     stopped = None
@@ -150,11 +150,11 @@ async def reconcile(
     check: Check | None = None,
     proven: MutableMapping[str, Proven] | None = None,
 ) -> SwapReport:
-    """Bring replicas back to what is deployed: a restarted server has forgotten its adapters.
+    """Restore the deployed adapter on replicas, for example after a restart of a server.
 
-    `check` is asked before the adapter's files are loaded again. `proven` is what was proven last, by URL, kept
-    as it changes: what a server has served since its start, with whatever base model and precision, is proven once.
-    Raises nothing for a replica that cannot be brought back: its report says why. Not to be run during a swap.
+    `check` is called before the adapter's files are loaded again. `proven` has the last verified state by URL and is
+    updated: what a server has served since its start is verified once. Raises nothing for a replica that cannot be
+    restored; its report says why. Must not run during a swap.
     """
 
     async def bring_back(replica: Replica) -> ReplicaReport:
@@ -191,14 +191,14 @@ async def _restore(
     check: Check | None = None,
     proven: MutableMapping[str, Proven] | None = None,
 ) -> ReplicaReport:
-    """Bring one replica to the version, whatever it serves; what cannot be done is in the report."""
+    """Bring one replica to the version; problems are in the report."""
     steps: list[_Step] = []
     try:
         await _prepare(replica, alias, adapter, steps, check)
         step = steps[0]
         state = (step.target, step.before.instance)
         if adapter is not None and probe is not None:
-            # Also when it was there already: it may be what failed its proof the last time.
+            # Also if it was loaded before: it may have failed its last verification.
             if step.loaded or step.moves:
                 await _prove(step, probe, settings.probe_tolerance)
             elif proven is not None and step.before.instance and proven.get(replica.url) != state:
@@ -214,8 +214,8 @@ async def _restore(
 
 
 def _lacks_digest(before: Alias, adapter: AdapterRef | None) -> bool:
-    """Whether the server could not tell at its next start that the adapter's files are others: an earlier version
-    pointed the alias there."""
+    """Whether the server has no hash of the adapter's files, so that it could not notice changed files at its next
+    start: an earlier version of Flywheel set the alias."""
     return adapter is not None and before.sha256 not in (None, adapter.sha256)
 
 
@@ -226,7 +226,7 @@ async def _prove(step: _Step, probe: Probe, tolerance: float) -> None:
 
 
 async def _prove_soon(step: _Step, probe: Probe, tolerance: float) -> None:
-    """The same of what serves already: while that takes, nothing else can be done with the servers."""
+    """Verify the adapter that already serves; no other change of the servers can run meanwhile."""
     try:
         async with asyncio.timeout(QUICK_SECONDS):
             await _prove(step, probe, tolerance)
@@ -240,7 +240,7 @@ async def _prove_soon(step: _Step, probe: Probe, tolerance: float) -> None:
 
 
 async def _still_there(step: _Step) -> None:
-    """Raise ServeError when the replica has restarted since: its alias would stand for what it does not have."""
+    """Raise ServeError when the replica has restarted: its alias would point to an adapter that is not loaded."""
     if step.target not in await step.replica.models():
         raise ServeError(
             f"point an alias at {step.target} on {step.replica.url}",
@@ -251,17 +251,18 @@ async def _still_there(step: _Step) -> None:
 
 
 async def _undo(steps: list[_Step], alias: str) -> list[str]:
-    """Point every replica back at what it served; what could not be put back, in words."""
+    """Restore the previous target on every replica. Returns a description of the failures."""
     left = []
     for step in steps:
         try:
             if step.flip_tried:
-                # A flip whose answer was lost may have happened, so the server is asked.
+                # A change whose response was lost may have taken effect, so ask the server.
                 if step.moves and (await step.replica.alias(alias)).target == step.target:
                     before = step.before
                     await step.replica.flip(alias, before.target, step.target, before.path, before.sha256 or None)
             elif step.loaded:
-                # Never pointed at here, so nothing uses it. Elsewhere it stays until it is retired.
+                # The alias never pointed to it here, so nothing uses it. On other replicas it stays loaded until it
+                # is retired.
                 await step.replica.unload(step.target)
         except ServeError as error:
             if step.flip_tried:

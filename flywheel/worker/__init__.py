@@ -1,13 +1,13 @@
 """The round worker: `python -m flywheel.worker ROUND_DIR`.
 
-Reads `spec.json`, composes engines, trainer, judge and comparison into one round, reports in `metrics.jsonl`, and
-ends with `result.json` as its last word. When it fails, `error.json` has the error, the remedy and whether a retry
-helps.
+Reads `spec.json`, runs one round with engines, trainer, judge and comparison, writes `metrics.jsonl` meanwhile and
+`result.json` last. After a failure, `error.json` has the error, the remedy and whether a retry can help.
 
-A round has no checkpoints: a worker that is started again on the same directory removes what an earlier one left
-unfinished and starts over. A directory with a whole result is left as it is.
+A round has no checkpoints: a worker that is started again on the same directory removes unfinished files and starts
+over. A directory with a complete result is left unchanged.
 
-Exit codes: 0 done (also when the round was refused), 1 failed, 75 another worker is at it, 143 and 130 stopped.
+Exit codes: 0 done (also if the round was refused), 1 failed, 75 another worker holds the directory, 143 and 130
+stopped.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger("flywheel.worker")
 
 
 def run_round(spec: RoundSpec, directory: Path, make_grade: MakeGrade) -> RoundResult:
-    """The whole round, with nothing of it left running. Raises FlywheelError."""
+    """Run the whole round and stop all of its processes. Raises FlywheelError."""
     started = time.monotonic()
     settings = settings_of(spec)
     if not spec.train:
@@ -54,12 +54,12 @@ def run_round(spec: RoundSpec, directory: Path, make_grade: MakeGrade) -> RoundR
             spec.parent.name,
             form,
         )
-    # Before anything is started: a rubric or a judge that cannot work shows itself here.
+    # Before anything is started: errors in the rubric or the judge's settings appear here.
     whole = Round(spec, directory, settings, make_grade)
     whole.metrics.phase("starting")
     whole.meter.enter("starting")
     with cluster.session(settings):
-        # Ray has just installed handlers of its own.
+        # Ray has just installed its own handlers.
         catch_signals()
         try:
             result = whole.run()
@@ -71,7 +71,7 @@ def run_round(spec: RoundSpec, directory: Path, make_grade: MakeGrade) -> RoundR
 
 
 def as_flywheel_error(error: Exception, spec: RoundSpec) -> FlywheelError:
-    # Libraries that write by themselves have errors of their own, with the system's words.
+    # Libraries that write files raise their own errors with the system's text.
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     hint = "Free space." if full or os.strerror(errno.ENOSPC) in str(error) else ""
     return TrainError(

@@ -7,7 +7,7 @@ import os
 from flywheel import worker
 
 if __name__ == "__main__":
-    # What users said is in every file of a round; most of them are written by libraries.
+    # Files of a round contain users' texts, and libraries write most of them.
     os.umask(0o077)
-    # Threads that still wait for a judge's answer would hold an ordinary exit back.
+    # Threads that wait for the judge's answer would delay an ordinary exit.
     os._exit(worker.main())

@@ -1,4 +1,5 @@
-"""Grading rollouts: within what the daemon lends, written down as it is paid, and waiting when the judge is away."""
+"""Grades rollouts: within the allowance of the daemon, with every call's usage recorded, and paused while the judge
+is unreachable."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from flywheel.verdict import Exchange, Verdict
 from flywheel.worker.patience import Patience, Pause
 
 TRIES: Final = 3
-"""How often the judge is asked about an exchange on which it fails while it answers about others."""
+"""Attempts for an exchange on which the judge fails while it answers about others."""
 NEVER: Final = threading.Event()
 
 
@@ -31,14 +32,14 @@ def rubric_of(spec: RoundSpec) -> Rubric:
 
 
 def build_grade(spec: RoundSpec, round_dir: Path, purpose: Purpose, pause: Pause) -> Grade:
-    """The round's rubric as a callable. Raises ConfigError for a rubric or a judge that cannot work."""
+    """The grading function of the round's rubric. Raises ConfigError for an invalid rubric or judge."""
     settings = Config.model_validate(spec.settings)
     patience = Patience(settings.training.judge_wait_seconds, pause)
     return Grading(Grader(rubric_of(spec), settings.judge), settings.judge.budget, round_dir, purpose, patience)
 
 
 class Lent(Budget):
-    """What the daemon lends: its `allowance.json`, of which all is used that stands in the round's `usage.jsonl`."""
+    """The daemon's allowance in `allowance.json`, less the usage in the round's `usage.jsonl`."""
 
     def __init__(self, limits: JudgeBudget, round_dir: Path) -> None:
         super().__init__(limits)
@@ -47,12 +48,12 @@ class Lent(Budget):
         self._read_to = self._used = 0
 
     def refused(self) -> str:
-        """Why nothing may be spent; empty when something may."""
+        """The reason why no call may be made; empty if one may."""
         with self._changed:
             return next((why for used, limit, why, _ in self._rows() if used >= limit), "")
 
     def _rows(self) -> Iterator[tuple[int, int, str, str]]:
-        # A worker that nobody has lent anything was started by hand.
+        # Without an allowance, the worker was started by hand.
         if (allowance := Allowance.read(self._dir)) is not None:
             found, self._read_to = self._file.read(self._read_to)
             self._used += sum(used.tokens for used in found)
@@ -62,8 +63,8 @@ class Lent(Budget):
 class Grading:
     """Grades exchanges. Thread-safe.
 
-    What an outage of the judge leaves undecided is asked again when the judge is back. An exchange on which it fails
-    while it answers about another one is left undecided.
+    Exchanges that an outage of the judge leaves undecided are retried when it has recovered. An exchange on which it
+    fails while it answers about others stays undecided.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Grading:
         self._answered: PendingJudgeCall | None = None
 
     def __call__(self, exchange: Exchange) -> Verdict:
-        """Raises JudgeError when no exchange would fare better: a wrong key, an unknown model."""
+        """Raises JudgeError for errors that concern all exchanges: a wrong key, an unknown model."""
         begun = self._grader.begin(exchange)
         if isinstance(begun, Verdict):
             return begun
@@ -87,7 +88,7 @@ class Grading:
                 self._answered = begun
                 return verdict
             probe = self._answered or begun
-            # Without what to do about it, which is another thing for tasks than for rounds.
+            # Without the remedy, which differs between tasks and rounds.
             why = f"the judge is away ({verdict.error.partition('. ')[0][:300]})"
             if not self._patience.until_back(answers, why, partial(self._answers, probe)):
                 break
@@ -97,7 +98,7 @@ class Grading:
         return not self._paid(probe).unreachable
 
     def _paid(self, begun: PendingJudgeCall) -> Verdict:
-        """One verdict of the judge, written down before anybody sees it."""
+        """One verdict of the judge; its usage is recorded before it is returned."""
         while True:
             try:
                 self._budget.enter(NEVER)

@@ -1,4 +1,4 @@
-"""Patience: what a round does while its judge is away or the budget is spent. It waits, and tells for what."""
+"""Pauses a round while its judge is unreachable or the budget is spent, and reports the reason."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Final
 
 FIRST_SECONDS: Final = 1.0
 LONGEST_SECONDS: Final = 30.0
-"""How long the judge is left alone before it is asked whether it is back: twice as long each time."""
+"""Wait in seconds before the judge is tried again, doubled each time."""
 ROOM_SECONDS: Final = 1.0
 
 log = logging.getLogger("flywheel.worker")
 
 Pause = Callable[[str], None]
-"""Told what the round waits for, and "" when it goes on."""
+"""Called with the reason of a pause, and with "" when the round resumes."""
 
 
 class Patience:
-    """Thread-safe: one thread waits and looks, the others wait for it."""
+    """Thread-safe: one thread polls, the others wait for it."""
 
     def __init__(
         self,
@@ -29,21 +29,22 @@ class Patience:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`wait_seconds` is how long an outage may last before nobody waits for its end."""
+        """`wait_seconds` is the longest outage that is waited for."""
         self._wait_seconds = wait_seconds
         self._pause, self._clock, self._sleep = pause, clock, sleep
         self._waiting = threading.RLock()
         self.answers = 0
-        """How often the judge has answered."""
+        """The number of the judge's answers so far."""
         self._away_since: float | None = None
 
     def answered(self) -> None:
-        """The judge is there."""
+        """The judge has answered."""
         self.answers += 1
         self._away_since = None
 
     def until_back(self, answers: int, why: str, is_back: Callable[[], bool]) -> bool:
-        """Wait for the judge after a call has failed that was begun after so many answers; whether it is back."""
+        """Wait for the judge after a failed call that started after `answers` answers. Returns whether it has
+        recovered."""
         with self._waiting:
             if self.answers > answers:
                 return True
@@ -68,7 +69,7 @@ class Patience:
         raise AssertionError("delays have no end")
 
     def until_room(self, refused: Callable[[], str]) -> None:
-        """Wait until `refused` has no reason any more why nothing may be spent."""
+        """Wait until `refused` returns no reason."""
         with self._waiting:
             try:
                 while why := refused():

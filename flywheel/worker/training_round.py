@@ -1,4 +1,4 @@
-"""One round on a running Ray session: engines and trainer started, trained, compared, proven."""
+"""One round on a running Ray session: start engines and trainer, train, compare, and measure the probe."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MakeGrade = Callable[[RoundSpec, Path, Purpose, Pause], Grade]
 
 
 def chat_of(spec: RoundSpec, settings: Config) -> ChatFormat:
-    """How the server of this configuration answers chats. Raises FlywheelError for what it would not start with."""
+    """The chat settings of this configuration's server. Raises FlywheelError for settings that it refuses."""
     serving = settings.serving
     parsers = parsers_of(spec.base_model, serving.tool_call_parser, serving.reasoning_parser)
     arguments = [*parser_arguments(parsers, serving.extra_args), *serving.extra_args]
@@ -105,7 +105,7 @@ class Round:
 
     @contextlib.contextmanager
     def _mark(self) -> Iterator[Path]:
-        """A file in the round's directory: who sees it has the same directory, and not one of its name."""
+        """A marker file in the round's directory: nodes that see it share the same directory."""
         mark = self.directory / f".seen-{secrets.token_hex(8)}"
         mark.touch()
         try:
@@ -114,12 +114,12 @@ class Round:
             mark.unlink(missing_ok=True)
 
     def _needed(self) -> list[Path]:
-        """What actors read of the base model and the parent; a name on a hub is no path."""
+        """Paths of base model and parent that actors read; a name on a hub is not a path."""
         named = [self.spec.base_model, self.spec.parent.path if self.spec.parent else ""]
         return [Path(name) for name in named if Path(name).is_absolute()]
 
     def asked(self, tasks: Sequence[RoundTask]) -> Asked:
-        """The tasks that can be trained on: rendered by the model's template, short enough, and none twice."""
+        """The tasks that can be trained on: rendered by the model's template, short enough, without duplicates."""
         rollout = self.settings.rollout
         return asked(
             *self._encoded(tasks),
@@ -128,7 +128,7 @@ class Round:
         )
 
     def asked_as_served(self, tasks: Sequence[RoundTask]) -> Asked:
-        """The tasks that the server would answer."""
+        """The held-out tasks that the server would answer."""
         return asked_as_served(*self._encoded(tasks), context=self.about["context"])
 
     def _encoded(self, tasks: Sequence[RoundTask]) -> tuple[list[Prompt], dict[str, str]]:
@@ -153,7 +153,7 @@ class Round:
             log.warning("%s is left out: %s", task, why)
         self.inexact = train.inexact | gate.inexact
         if (train.inexact and not prompts) or (gate.inexact and len(held_out) < self.settings.gate.min_tasks):
-            # A result, and no failure: with it they are marked, and the next round takes others.
+            # A result and not a failure: these tasks are marked, and the next round uses others.
             return self._too_few_exact(len(prompts), len(held_out))
         if not prompts:
             raise TrainError(
@@ -162,7 +162,7 @@ class Round:
                 "Raise rollout.max_model_len or lower rollout.max_completion_tokens.",
             )
         if not self.spec.debug:
-            # Now, and not when hours were spent on a candidate that could only be rejected.
+            # Checked before hours are spent on a candidate that could only be rejected.
             check_enough(held_out, self.spec, self.settings.gate.min_tasks)
         log.info("rollouts take up to %d tokens", max(prompt.max_tokens for prompt in prompts))
         self.metrics.phase("training", prompts=len(prompts), left_out=len(self.left_out))
@@ -188,7 +188,7 @@ class Round:
             self.metrics.phase("evaluating", prompts=len(held_out))
             rewards = {"reward_first": trained.reward_first, "reward": trained.reward_last}
             self.meter.enter("evaluating", gate_rollouts, step=trained.steps, **rewards)
-            # Numbers go on where the steps ended: an engine must never meet one twice.
+            # Numbers continue after those of the steps: an engine must never get one twice.
             candidate = self._load(adapter, self.settings.training.steps + 1)
             deployed = self._load(self.spec.parent, self.settings.training.steps + 2)
             comparison = self._compare(held_out, candidate, deployed)
@@ -211,7 +211,7 @@ class Round:
     def _load(self, adapter: AdapterRef | None, number: int) -> LoadedAdapter | None: ...
 
     def _load(self, adapter: AdapterRef | None, number: int) -> LoadedAdapter | None:
-        """The adapter on every engine; None is the base model, which needs no loading."""
+        """Load the adapter on every engine; None is the base model, which needs no loading."""
         if adapter is None:
             return None
         loaded = LoadedAdapter(f"{adapter.name}-{number}", number, adapter.path)
