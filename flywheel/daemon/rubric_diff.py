@@ -1,14 +1,14 @@
-"""The rubric diff: which verdicts another rubric would flip, and what it would take to judge everything by it.
+"""Comparison of two rubrics: what differs, which verdicts flip, and what judging all tasks by the new one would take.
 
-Works on a copy of the state. Both sides use what is stored where that holds; what both have to know is asked once.
-Filter chains are no part of it, but for what they take out of a task.
+Works on a copy of the state. Both graders reuse stored results where they are valid; what both need is asked once. A
+filter chain only redacts the tasks.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -28,12 +28,19 @@ from flywheel.store.database import Store
 from flywheel.verdict import CriterionResult, Exchange, Outcome, Verdict
 
 BATCH: Final = 256
+TOLERANCE: Final = 1e-9
+"""Contributions that differ by less are equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One task under both rubrics. `paid` is what had to be asked for that; the new one would take `again` with what
-    is stored, and `from_nothing` without."""
+    """One task under both rubrics.
+
+    Attributes:
+        paid: The verdicts that the judge was asked for.
+        again: What the new verdict would take with stored results.
+        from_nothing: What it would take without.
+    """
 
     task: Claimed
     old: Verdict
@@ -53,7 +60,7 @@ class Compared:
 
 @dataclass(slots=True)
 class DiffReport:
-    """Judging all of them by the new rubric would take `again` with what is stored, and `from_nothing` without."""
+    """All compared tasks, and what judging them by the new rubric would take, with stored results and without."""
 
     compared: list[Compared] = field(default_factory=list)
     again: Preview = field(default_factory=Preview)
@@ -63,18 +70,20 @@ class DiffReport:
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
+    """One task with the stored verdicts by each rubric."""
+
     new: Claimed
     old: Claimed
     exchange: Exchange
 
 
 class RubricDiff:
-    """Two graders with the same settings, on every task that a rubric can be tried on."""
+    """Grades every task with two graders of the same settings."""
 
     def __init__(
         self, store: Store, old: Grader, new: Grader, settings: JudgeSettings, redact: Redactor | None = None
     ) -> None:
-        """`redact` takes out of a task what no judge is to see."""
+        """`redact` removes what the judge must not see from a task."""
         self._store = store
         self._redact = redact
         self._old = old
@@ -83,69 +92,69 @@ class RubricDiff:
         self._stop = threading.Event()
 
     async def preview(self, limit: int | None) -> Preview:
-        """What `run` would take, without asking anybody."""
+        """What `run` would take, without a call."""
         total = Preview()
         async for pair in self._pairs(limit):
-            total.add(*await asyncio.to_thread(self._needed, pair))
+            total.add(*await asyncio.to_thread(self._estimate, pair))
         return total
 
     async def run(self, limit: int | None, on_compared: Callable[[], None] | None = None) -> DiffReport:
-        """Judge by both, as many at once as the settings allow. A judge that fails ends it, with what there is, and
-        so does `halt`."""
+        """Grade by both rubrics, with as many calls in flight as the settings allow.
+
+        A failing judge or `halt` ends it early; the report has what was compared until then.
+        """
         report = DiffReport()
         spent = await self._store.read(verdicts.tokens_today)
         budget = Budget(self._settings.budget, lambda: spent)
-        threads = self._settings.max_thread
-        pending: set[asyncio.Future[Compared]] = set()
+        slots = asyncio.Semaphore(self._settings.max_thread)
+        # Failures in a row, all comparisons that asked the judge, and the last failure.
         failed = asked = 0
         last = ""
 
-        async def collect(most: int) -> None:
-            nonlocal pending, failed, asked, last
-            while len(pending) > most:
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                broken = [error for each in done if (error := each.exception()) is not None]
-                for each in done:
-                    if each.exception() is not None:
-                        continue
-                    compared = each.result()
-                    report.compared.append(compared)
-                    report.again.add(compared.again)
-                    report.from_nothing.add(compared.from_nothing)
-                    if on_compared is not None:
-                        on_compared()
-                    away = compared.old.unreachable or compared.new.unreachable
-                    asked += bool(compared.paid)
-                    failed = failed + 1 if away else 0 if compared.paid else failed
-                    last = (compared.old.error or compared.new.error) if away else last
-                    if failed >= threads and not self._stop.is_set():
-                        raise _away(failed, last)
-                if broken:
-                    raise broken[0]
+        def end(error: FlywheelError) -> None:
+            if report.error is None and not self._stop.is_set():
+                report.error = error
+                self._stop.set()
+
+        async def compare(pair: _Pair) -> None:
+            nonlocal failed, asked, last
+            try:
+                compared = await aside(partial(self._compare, pair, budget))
+            except FlywheelError as error:
+                return end(error)
+            finally:
+                slots.release()
+            report.compared.append(compared)
+            report.again.add(compared.again)
+            report.from_nothing.add(compared.from_nothing)
+            if on_compared is not None:
+                on_compared()
+            asked += bool(compared.paid)
+            if compared.old.unreachable or compared.new.unreachable:
+                failed, last = failed + 1, compared.old.error or compared.new.error
+                if failed >= self._settings.max_thread:
+                    end(_unavailable(failed, last))
+            elif compared.paid:
+                failed = 0
 
         try:
-            async for pair in self._pairs(limit):
-                await collect(threads - 1)
-                if self._stop.is_set():
-                    break
-                pending.add(asyncio.ensure_future(aside(partial(self._compare, pair, budget))))
-            await collect(0)
-            if failed and failed == asked and not self._stop.is_set():
-                raise _away(failed, last)
-        except FlywheelError as error:
-            report.error = error
+            async with asyncio.TaskGroup() as group:
+                async for pair in self._pairs(limit):
+                    await slots.acquire()
+                    if self._stop.is_set():
+                        break
+                    group.create_task(compare(pair))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            if failed and failed == asked:
+                end(_unavailable(failed, last))
             self._stop.set()
-            await asyncio.gather(*pending, return_exceptions=True)
-        except BaseException:
-            self._stop.set()
-            for each in pending:
-                each.cancel()
-            raise
         report.compared.sort(key=lambda each: each.task.id)
         return report
 
     async def halt(self) -> None:
-        """Begin no other call; what is in flight is waited for, and `run` ends with what there is."""
+        """Begin no other call. Calls in flight are waited for; then `run` returns."""
         self._stop.set()
 
     async def _pairs(self, limit: int | None) -> AsyncIterator[_Pair]:
@@ -184,36 +193,33 @@ class RubricDiff:
 
         again = CallEstimate() if pair.new.stored else self._new.estimate(pair.exchange, pair.new.earlier)
         new = judged(self._new, pair.new, pair.new.earlier)
-        same = self._new.judge_hash == self._old.judge_hash and new.outcome is not Outcome.UNDECIDED
-        old = judged(self._old, pair.old, (new, *pair.old.earlier) if same else pair.old.earlier)
+        is_reusable = self._new.judge_hash == self._old.judge_hash and new.outcome is not Outcome.UNDECIDED
+        old = judged(self._old, pair.old, (new, *pair.old.earlier) if is_reusable else pair.old.earlier)
         return Compared(pair.new, old, new, tuple(paid), again, self._new.estimate(pair.exchange))
 
-    def _needed(self, pair: _Pair) -> tuple[CallEstimate, CallEstimate]:
+    def _estimate(self, pair: _Pair) -> tuple[CallEstimate, CallEstimate]:
         new = old = CallEstimate()
         if pair.new.stored is None:
             new = self._new.estimate(pair.exchange, pair.new.earlier)
         if pair.old.stored is None:
-            same = new.calls > 0 and self._new.judge_hash == self._old.judge_hash
-            asked = frozenset(self._new.hashes.values()) if same else frozenset()
+            is_reusable = new.calls > 0 and self._new.judge_hash == self._old.judge_hash
+            asked = frozenset(self._new.hashes.values()) if is_reusable else frozenset()
             old = self._old.estimate(pair.exchange, pair.old.earlier, asked)
         return new, old
 
 
-def _away(failed: int, error: str) -> JudgeError:
+def _unavailable(failed: int, error: str) -> JudgeError:
     return JudgeError(
         "go on comparing",
-        f"the judge failed {failed} times in a row, last so: {error}",
-        "Try again when the judge is back; what is stored needs no call.",
+        f"the judge failed {failed} times in a row, the last time with: {error}",
+        "Try again when the judge is available; stored verdicts need no call.",
         retryable=True,
     )
 
 
-SAME: Final = 1e-9
-
-
 @dataclass(frozen=True, slots=True)
 class RubricChange:
-    """One difference; `criterion` is empty for what is about the whole rubric."""
+    """One difference; `criterion` is empty for one of the whole rubric."""
 
     criterion: str
     what: str
@@ -221,7 +227,7 @@ class RubricChange:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What a criterion gave to the old and to the new score; None where it has no result. `why` may have parts."""
+    """What a criterion contributed to the old and to the new score; None where it has no result."""
 
     criterion: str
     old: float | None
@@ -238,12 +244,14 @@ def changes(old: Rubric, new: Rubric) -> list[RubricChange]:
     found = []
     if old.threshold != new.threshold:
         found.append(RubricChange("", f"threshold {old.threshold:g} → {new.threshold:g}"))
-    if old.judge != new.judge:
-        before, after = old.judge.model_dump(), new.judge.model_dump()
-        told = ", ".join(
-            f"{key} {_told(before.get(key))} → {_told(after.get(key))}" for key in _differing(before, after)
-        )
-        found.append(RubricChange("", f"judge: {told}"))
+    before, after = old.judge.model_dump(), new.judge.model_dump()
+    settings = []
+    for key in dict.fromkeys([*before, *after]):
+        values = ["–" if each.get(key) is None else str(each[key]) for each in (before, after)]
+        if before.get(key) != after.get(key):
+            settings.append(f"{key} {' → '.join(values)}")
+    if settings:
+        found.append(RubricChange("", f"judge: {', '.join(settings)}"))
     olds, news = ({each.id: each for each in rubric.every} for rubric in (old, new))
     for name in dict.fromkeys([*news, *olds]):
         if what := ", ".join(_criterion_changes(olds.get(name), news.get(name))):
@@ -254,53 +262,58 @@ def changes(old: Rubric, new: Rubric) -> list[RubricChange]:
 
 
 def contributions(old: Rubric, new: Rubric, was: Verdict, now: Verdict) -> list[Contribution]:
-    """The criteria whose contribution to the score changed, those first that changed themselves."""
-    olds, news = ({each.id: each for each in rubric.every} for rubric in (old, new))
-    before, after = _results(was), _results(now)
-    shares = _share(old), _share(new)
+    """The criteria whose contribution to the score differs, changed criteria first."""
+    olds, news = _parts(old, was), _parts(new, now)
     found = []
     for name in dict.fromkeys([*news, *olds]):
-        gave = _gave(olds.get(name), before.get(name), shares[0])
-        gives = _gave(news.get(name), after.get(name), shares[1])
-        why = [
-            *_criterion_changes(olds.get(name), news.get(name)),
-            *_choice_changes(before.get(name), after.get(name)),
-            *_stops(olds.get(name), news.get(name), before.get(name), after.get(name)),
-        ]
-        if why or abs((gives or 0.0) - (gave or 0.0)) > SAME:
+        before, after = olds.get(name, _Part()), news.get(name, _Part())
+        why = _criterion_changes(before.criterion, after.criterion)
+        if before.result and after.result and before.result.choice != after.result.choice:
+            why.append(f"{before.result.choice} → {after.result.choice}")
+        if before.rejects != after.rejects:
+            why.append("it fails and is required" if after.rejects else "it no longer rejects by itself")
+        gave, gives = before.contribution, after.contribution
+        if why or abs((gives or 0.0) - (gave or 0.0)) > TOLERANCE:
             found.append((not why, Contribution(name, gave, gives, ", ".join(why) or "its share of the score")))
     return [each for _, each in sorted(found, key=lambda pair: (pair[0], -abs(pair[1].difference)))]
 
 
-def _differing(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
-    return [key for key in dict.fromkeys([*before, *after]) if before.get(key) != after.get(key)]
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A criterion with its result under one rubric, whose positive weights have this total."""
+
+    criterion: Criterion | None = None
+    result: CriterionResult | None = None
+    total: float = 0.0
+
+    @property
+    def contribution(self) -> float | None:
+        if self.criterion is None or self.result is None:
+            return None
+        return round(self.criterion.weight * self.result.value / self.total, 9)
+
+    @property
+    def rejects(self) -> bool:
+        """Whether it fails and is required: then the score does not matter."""
+        return bool(self.criterion and self.criterion.required and self.result and not self.result.passed)
 
 
-def _told(value: object) -> str:
-    return "–" if value is None else str(value)
-
-
-def _share(rubric: Rubric) -> float:
-    return sum(each.weight for each in rubric.every if each.weight > 0)
-
-
-def _results(verdict: Verdict) -> dict[str, CriterionResult]:
-    return {result.criterion: result for result in verdict.results}
-
-
-def _gave(criterion: Criterion | None, result: CriterionResult | None, share: float) -> float | None:
-    return None if criterion is None or result is None else round(criterion.weight * result.value / share, 9)
+def _parts(rubric: Rubric, verdict: Verdict) -> dict[str, _Part]:
+    results = {result.criterion: result for result in verdict.results}
+    total = sum(each.weight for each in rubric.every if each.weight > 0)
+    return {each.id: _Part(each, results.get(each.id), total) for each in rubric.every}
 
 
 def _criterion_changes(old: Criterion | None, new: Criterion | None) -> list[str]:
     if old is None or new is None:
         return ["new"] if old is None else ["removed"]
+    options = {"reference", "min", "max", "match"}
     found = []
     if old.type != new.type:
         found.append(f"{old.type} → {new.type}")
     elif old.value != new.value:
         found.append("reworded" if new.asks_the_judge else "another value")
-    elif _rest(old) != _rest(new):
+    elif old.model_dump(include=options) != new.model_dump(include=options):
         found.append("other options")
     if dict(old.scale) != dict(new.scale):
         found.append("other choices" if list(old.scale) != list(new.scale) else "other values of its choices")
@@ -309,22 +322,3 @@ def _criterion_changes(old: Criterion | None, new: Criterion | None) -> list[str
     if old.required != new.required:
         found.append("required now" if new.required else "no longer required")
     return found
-
-
-def _rest(criterion: Criterion) -> dict[str, object]:
-    return criterion.model_dump(include={"reference", "min", "max", "match"})
-
-
-def _choice_changes(was: CriterionResult | None, now: CriterionResult | None) -> list[str]:
-    if was is None or now is None or was.choice == now.choice:
-        return []
-    return [f"{was.choice} → {now.choice}"]
-
-
-def _stops(
-    old: Criterion | None, new: Criterion | None, was: CriterionResult | None, now: CriterionResult | None
-) -> list[str]:
-    """A failed required criterion decides by itself."""
-    stopped = old is not None and old.required and was is not None and not was.passed
-    stops = new is not None and new.required and now is not None and not now.passed
-    return [] if stops == stopped else ["it fails and is required" if stops else "it does not stop it any more"]
