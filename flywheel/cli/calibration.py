@@ -15,7 +15,7 @@ from flywheel.terminal import escape_terminal, quantity
 
 if TYPE_CHECKING:
     from flywheel.config import Config
-    from flywheel.daemon.estimate import Cost
+    from flywheel.daemon.judge_cost import Cost
     from flywheel.daemon.task_result import Preview
     from flywheel.judge.budget import Budget
     from flywheel.judge.calibration import Calibration, Disagreement
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: bool) -> dict[str, Any]:
     """Judge the labels, store the outcome, and report it as one JSON object."""
-    from flywheel.daemon.estimate import Estimator, cost_of
+    from flywheel.daemon.judge_cost import CostEstimator, cost_of
     from flywheel.daemon.judge_setup import chain_of, judge_settings
     from flywheel.judge.budget import Budget, BudgetSpentError
     from flywheel.judge.calibration import calibrate
@@ -54,7 +54,7 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
         given = await _labels(labels, store)
         spent = await store.read(verdicts.tokens_today)
         budget = Budget(settings.budget, lambda: spent)
-        estimator = await Estimator.of(store, grader.judge_hash, settings.prices)
+        estimator = await CostEstimator.of(store, grader.judge_hash, settings.prices)
         cost = estimator.cost(await asyncio.to_thread(_preview, grader, given, repeats))
         _foretell(len(given.labels), repeats, cost, f"calibrate {file}", budget, quiet=quiet)
         with _Progress(len(given.labels) * repeats, quiet=quiet) as progress:

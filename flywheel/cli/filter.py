@@ -26,7 +26,7 @@ from flywheel.process_tuning import tune_malloc
 
 if TYPE_CHECKING:
     from flywheel.config import Config
-    from flywheel.daemon.estimate import Cost
+    from flywheel.daemon.judge_cost import Cost
     from flywheel.daemon.judging import Filtering
     from flywheel.daemon.rubric_diff import Compared
     from flywheel.daemon.task_result import FilterReport, Judged
@@ -159,7 +159,7 @@ def _filtering(store: Store, wanted: _Wanted) -> Filtering:
 
 async def _filter(wanted: _Wanted) -> tuple[dict[str, Any], FlywheelError | None]:
     from flywheel.cli.progress_bars import TaskCounter
-    from flywheel.daemon.estimate import Estimator, cost_of
+    from flywheel.daemon.judge_cost import CostEstimator, cost_of
     from flywheel.daemon.judge_setup import exchange_of
     from flywheel.daemon.signals import Interruption
     from flywheel.store import verdicts
@@ -176,7 +176,7 @@ async def _filter(wanted: _Wanted) -> tuple[dict[str, Any], FlywheelError | None
         prices = wanted.config.judge.prices
         if wanted.dry_run and not wanted.quiet and 0 < total <= FORETOLD:
             preview = await filtering.preview(limit=wanted.limit, rejudge=wanted.rejudge)
-            estimator = await Estimator.of(store, filtering.grader.judge_hash, prices)
+            estimator = await CostEstimator.of(store, filtering.grader.judge_hash, prices)
             _foretell(preview.tasks, preview.free, estimator.cost(preview))
         found: dict[int, dict[str, Any]] = {}
         with TaskCounter("judging", total, quiet=wanted.quiet) as counter:
@@ -204,11 +204,11 @@ async def _filter(wanted: _Wanted) -> tuple[dict[str, Any], FlywheelError | None
 
 
 async def _estimate(wanted: _Wanted) -> dict[str, Any]:
-    from flywheel.daemon.estimate import Estimator
+    from flywheel.daemon.judge_cost import CostEstimator
 
     async with _state(wanted) as store:
         filtering = _filtering(store, wanted)
-        estimator = await Estimator.of(store, filtering.grader.judge_hash, wanted.config.judge.prices)
+        estimator = await CostEstimator.of(store, filtering.grader.judge_hash, wanted.config.judge.prices)
         preview = await filtering.preview(limit=wanted.limit, rejudge=wanted.rejudge)
     filtering.grader.close()
     told = cost_json(estimator.cost(preview))
@@ -217,7 +217,7 @@ async def _estimate(wanted: _Wanted) -> dict[str, Any]:
 
 async def _compare(wanted: _Wanted, against: Path) -> tuple[dict[str, Any], FlywheelError | None]:
     from flywheel.cli.progress_bars import TaskCounter
-    from flywheel.daemon.estimate import Estimator, cost_of
+    from flywheel.daemon.judge_cost import CostEstimator, cost_of
     from flywheel.daemon.judging import Filtering
     from flywheel.daemon.rubric_diff import DiffReport, RubricDiff, changes
     from flywheel.daemon.signals import Interruption
@@ -232,7 +232,7 @@ async def _compare(wanted: _Wanted, against: Path) -> tuple[dict[str, Any], Flyw
         tasks, triable = await store.read(claims.count), await store.read(claims.count_triable)
         total = triable if wanted.limit is None else min(triable, wanted.limit)
         diff = RubricDiff(store, old.grader, new.grader, new.judge, new.redact)
-        estimator = await Estimator.of(store, new.grader.judge_hash, prices)
+        estimator = await CostEstimator.of(store, new.grader.judge_hash, prices)
         if not wanted.quiet and 0 < total <= FORETOLD:
             preview = await diff.preview(wanted.limit)
             _foretell(preview.tasks, preview.free, estimator.cost(preview))

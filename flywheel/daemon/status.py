@@ -13,7 +13,7 @@ from sqlalchemy import Connection, Row
 from flywheel import __version__
 from flywheel.config import Config
 from flywheel.daemon.configured_source import source_of
-from flywheel.daemon.estimate import cost_of
+from flywheel.daemon.judge_cost import cost_of
 from flywheel.daemon.lock import holder
 from flywheel.daemon.next_test import next_test
 from flywheel.daemon.patience import patience
