@@ -65,7 +65,7 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
         "replies": {state.value: books.reply_states.get(state, 0) for state in ReplyState},
         "skipped": books.skipped,
         "tasks": {state.value: books.task_states.get(state, 0) for state in TaskState},
-        "compute": books.ends,
+        "balance": books.ends,
         "balanced": books.balanced,
         "free_samples": supply.usable,
         "waiting_samples": dict(supply.waiting),
