@@ -1,4 +1,4 @@
-"""What was found and done on replicas: one report for each, one for all, and the condition that each is in."""
+"""Reports of swaps, rollbacks and checks: one per replica, one for all, with the condition of each replica."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from flywheel.serving.probe import ProbeFigures
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """What was found and done on one replica.
+    """The result on one replica.
 
-    `previous` is what the alias stood for there before, `serves` what it stands for now, both empty where that is not
-    known; `error` why nothing was done.
+    `previous` is the alias's target before, `serves` its target now, both empty if unknown; `error` is the reason why
+    nothing was done.
     """
 
     url: str
@@ -30,7 +30,7 @@ class ReplicaReport:
 
     @classmethod
     def failed(cls, url: str, error: ServeError, *, serves: str = "", wanted: str = "") -> ReplicaReport:
-        """Nothing was done, and the replica still `serves` that, instead of what is `wanted`."""
+        """A replica without a change, which still `serves` another model than the `wanted` one."""
         is_told = error.condition != Condition.FAILING
         condition = Condition.WRONG_ADAPTER if serves != wanted and not is_told else error.condition
         return cls(url, serves, error=str(error), serves=serves, condition=condition)
@@ -38,7 +38,7 @@ class ReplicaReport:
 
 @dataclass(frozen=True, slots=True)
 class SwapReport:
-    """What was done on all of them. `target` is the served name of the version, empty for the base model."""
+    """The results on all replicas. `target` is the served name of the version, empty for the base model."""
 
     alias: str
     target: str
@@ -57,7 +57,7 @@ class SwapReport:
 
 
 class RollbackError(ServeError):
-    """Not every replica went back; `report` says which did."""
+    """Some replicas did not go back; `report` names them."""
 
     def __init__(self, report: SwapReport) -> None:
         self.report = report

@@ -1,4 +1,4 @@
-"""What a server is started with again: the adapters that its aliases stood for when it last ran."""
+"""Adapters that a server loads when it is restarted: the last targets of its aliases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flywheel.serving.aliases import Target, read_aliases
 
 
 def base_name(base: str) -> str:
-    """Under which name the base model is served: a local model's folder, else the hub name."""
+    """The served name of the base model: a local model's directory, else the hub name."""
     return Path(base).name if Path(base).is_absolute() else base
 
 
@@ -22,8 +22,7 @@ def alias_file(config: Config) -> Path:
 
 
 def deployed(config: Config) -> tuple[dict[str, str], list[str]]:
-    """The adapters that the saved aliases stand for: name → directory of those that can be served, and what is wrong
-    with the others."""
+    """The targets of the saved aliases: name → directory of valid adapters, and the problems of the others."""
     found, lost = {}, []
     for alias, target in read_aliases(alias_file(config)).items():
         if target.name == base_name(config.model.base):
@@ -37,7 +36,7 @@ def deployed(config: Config) -> tuple[dict[str, str], list[str]]:
 
 
 def _unservable(target: Target, config: Config) -> str | None:
-    """Why vLLM would refuse to start with this adapter or answer wrongly with it, or None."""
+    """The reason why vLLM would refuse to start with this adapter or answer wrongly with it, or None."""
     if not target.path:
         return "its directory was not written down"
     folder = Path(target.path)
@@ -55,10 +54,10 @@ def _unservable(target: Target, config: Config) -> str | None:
             return f"{weights} is cut short"
         if rank > config.serving.max_lora_rank:
             return f"rank {rank} > serving.max_lora_rank {config.serving.max_lora_rank}"
-        # Of the same shape it would load, and nobody would prove it: at a restart the alias stands for it already.
+        # Weights of the same shape would load without verification, because the alias points to it from the start.
         if os.path.realpath(base) != os.path.realpath(config.model.base):
             return f"it was trained on {base}, and model.base is {config.model.base}"
-        # Others of the same shape would load as well.
+        # Other files of the same shape would load as well.
         if target.sha256 and tree_sha256(folder) != target.sha256:
             return f"the files in {folder} are not those that were proven"
     except OSError as error:

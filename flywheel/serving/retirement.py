@@ -1,4 +1,4 @@
-"""Retirement: versions that nothing needs any more leave the servers' memory. Adapters' files are never touched."""
+"""Unloads adapter versions that are no longer needed from the servers' memory. Files are never changed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ log = logging.getLogger(__name__)
 async def retire(
     replicas: Sequence[Replica], alias: str, keep: Collection[str], settings: ServingSettings
 ) -> dict[str, list[str]]:
-    """Unload the versions of `alias` that nothing needs any more; which were, per replica.
+    """Unload versions of `alias` that are no longer needed. Returns the unloaded names per replica.
 
-    `keep` are adapters by name (the deployed one and those to roll back to). What serves is kept in any case, and a
-    version goes only after it has not served for `drain_seconds`: requests that were given it have long begun by
-    then. Not to be run during a swap.
+    `keep` are names of adapters to keep (the deployed one and those to roll back to). The serving version is always
+    kept, and a version is unloaded only after it has not served for `drain_seconds`, so that requests in flight
+    complete. Must not run during a swap.
     """
     kept = {version_name(alias, name) for name in keep}
 
@@ -38,7 +38,7 @@ async def retire(
                 old &= await idle(replica)
             return [name for name in sorted(old) if await replica.unload(name)]
         except ServeError as error:
-            # What stays loaded costs memory and nothing else; the next swap tries again.
+            # An adapter that stays loaded costs only memory; the next swap tries again.
             log.warning("old versions stay loaded: %s", error)
             return []
 
