@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from flywheel.cli.app import MODULES, app
 from flywheel.config import parse
-from flywheel.filtering.chain import RANK, load_chain
+from flywheel.filtering.chain import FILTERS, load_chain
 from flywheel.filtering.fingerprint import Deduplication
 from flywheel.filtering.influence import Influence
 from flywheel.filtering.llm_evaluate import LlmEvaluate
@@ -127,7 +127,7 @@ def test_the_page_of_filters_has_every_parameter_and_its_default(name: str, sett
 
 def test_every_type_of_filter_has_its_section() -> None:
     text = (ROOT / "docs" / "filters.md").read_text()
-    assert set(re.findall(r"^## (\w+)$", text, re.MULTILINE)) == set(RANK)
+    assert set(re.findall(r"^## (\w+)$", text, re.MULTILINE)) == set(FILTERS)
 
 
 def test_every_variable_of_the_environment_that_is_ours_is_on_the_operations_page() -> None:

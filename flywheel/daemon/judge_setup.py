@@ -10,7 +10,7 @@ import orjson
 from flywheel.config import Config, JudgeSettings
 from flywheel.errors import ConfigError
 from flywheel.filtering.chain import Chain, load_chain
-from flywheel.filtering.llm_evaluate import AGENTJET_TEMPERATURE, REASONS
+from flywheel.filtering.llm_evaluate import AGENTJET_CRITERIA, AGENTJET_TEMPERATURE
 from flywheel.rubric import Rubric
 from flywheel.rubric.file import load_rubric, parse_rubric
 from flywheel.verdict import Exchange
@@ -56,7 +56,8 @@ def _rubric_of(config: Config, chain: Chain | None) -> Rubric:
         return load_rubric(config.filter.rubric)
     if "rubric" in config.filter.model_fields_set:
         log.info("filter.rubric is not used: the chain %s has custom_rubrics of its own", config.filter.chain)
-    raw = {"id": chain.id, "custom_rubrics": said.custom_rubrics, "criteria": list(REASONS) if said.builtin else []}
+    criteria = list(AGENTJET_CRITERIA) if said.builtin else []
+    raw = {"id": chain.id, "custom_rubrics": said.custom_rubrics, "criteria": criteria}
     return parse_rubric(raw, f"custom_rubrics of {config.filter.chain}")
 
 

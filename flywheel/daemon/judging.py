@@ -19,7 +19,7 @@ from flywheel.config import Config
 from flywheel.daemon.claim import Taking
 from flywheel.daemon.judge_setup import chain_of, exchange_of, judge_settings, rubric_of
 from flywheel.daemon.linked_event import LinkedEvent
-from flywheel.daemon.pre_filter import Ask, Screened, Screening, without_embeddings
+from flywheel.daemon.pre_filter import Ask, FilterResult, PreFilter, without_embeddings
 from flywheel.daemon.signals import aside
 from flywheel.daemon.task_result import FilterReport, Judged, Preview
 from flywheel.errors import FilterError, FlywheelError, JudgeError
@@ -95,7 +95,7 @@ class Filtering:
         self.budget = Budget(self.judge.budget, lambda: self._ask(verdicts.tokens_today))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failed = False
-        self._screening = Screening(self._chain, self._ask) if self._chain else None
+        self._pre_filter = PreFilter(self._chain, self._ask) if self._chain else None
 
     async def run(
         self,
@@ -112,8 +112,8 @@ class Filtering:
         """
         linked = LinkedEvent(stop)
         run = _Run(linked, self._taking(self._ask, linked, limit), on_judged)
-        if self._screening is not None:
-            self._screening.stop = linked
+        if self._pre_filter is not None:
+            self._pre_filter.stop = linked
         report = run.report
         self._loop = asyncio.get_running_loop()
         capabilities = self.grader.client.capabilities
@@ -169,13 +169,13 @@ class Filtering:
             return function(conn, *args)
 
         total = Preview()
-        screening = Screening(without_embeddings(self._chain), ask) if self._chain else None
+        pre_filter = PreFilter(without_embeddings(self._chain), ask) if self._chain else None
         taking = self._taking(ask, stop, limit)
         suspects = iter(lambda: next(taking.suspect(), []), [])
         for batch in chain(suspects, taking.batches(rejudge=rejudge)):
-            for each in screening.through(batch) if screening else map(Screened, batch):
+            for each in pre_filter.apply(batch) if pre_filter else map(FilterResult, batch):
                 needed = CallEstimate()
-                if each.goes_on and each.task.stored is None:
+                if each.passed and each.task.stored is None:
                     needed = self.grader.estimate(exchange_of(each.task.line), each.task.earlier)
                 total.add(needed)
         return total
@@ -243,8 +243,8 @@ class Filtering:
         first, self._failed = (1 if self._failed else None), False
         batches = run.taking.suspect() if suspect else run.taking.batches(rejudge=rejudge, first=first)
         try:
-            if self._screening is not None:
-                self._screening.weigh_earlier()
+            if self._pre_filter is not None:
+                self._pre_filter.weigh_earlier()
             # A calibration that runs beside the daemon uses the same daily budget.
             self.budget.look_again()
             judged = grade_batches(
@@ -280,9 +280,9 @@ class Filtering:
         """Tasks that need a call. Those of a batch that stored verdicts or the chain decide are settled first."""
         for batch in batches:
             decided, rest = [], []
-            for each in self._screening.through(batch) if self._screening else map(Screened, batch):
+            for each in self._pre_filter.apply(batch) if self._pre_filter else map(FilterResult, batch):
                 task = each.task
-                if not each.goes_on:
+                if not each.passed:
                     decided.append(self._stopped(each))
                     continue
                 # Released with the others if the run ends before: in the form that the judge would have seen.
@@ -306,17 +306,17 @@ class Filtering:
         is_new = (
             verdict is not None and verdict.outcome is Outcome.ACCEPTED and judged.task.was is not TaskState.ACCEPTED
         )
-        if self._screening is None or not is_new:
+        if self._pre_filter is None or not is_new:
             return judged
-        screened = self._screening.after(judged.task)
-        return judged if screened.goes_on else replace(self._stopped(screened), paid=verdict, reused=judged.reused)
+        result = self._pre_filter.after(judged.task)
+        return judged if result.passed else replace(self._stopped(result), paid=verdict, reused=judged.reused)
 
-    def _stopped(self, screened: Screened) -> Judged:
+    def _stopped(self, result: FilterResult) -> Judged:
         assert self._chain is not None
-        if screened.error or screened.held:
-            return Judged(screened.task, None, "", error=screened.error, held=screened.held)
-        verdict = Verdict(Outcome.REJECTED, 0.0, reason=screened.reason)
-        return Judged(screened.task, verdict, f"{verdicts.CHAIN}{self._chain.hash}", repeats=screened.repeats)
+        if result.error or result.held:
+            return Judged(result.task, None, "", error=result.error, held=result.held)
+        verdict = Verdict(Outcome.REJECTED, 0.0, reason=result.reason)
+        return Judged(result.task, verdict, f"{verdicts.CHAIN}{self._chain.hash}", repeats=result.repeats)
 
     def _ask(self, function: Callable[..., T], *args: Any) -> T:
         """One transaction of the store, from the judging thread."""

@@ -1,7 +1,6 @@
-"""Screening: claimed tasks through a filter chain, with what the store knows of earlier ones.
+"""The pre-filter: runs claimed tasks through a filter chain, with what the store knows of earlier tasks.
 
-Runs in the judging thread; `Ask` runs a function in a transaction of the store and waits for it. Raises FilterError
-when the embedding model cannot be asked: then nothing is decided, and the tasks wait.
+Runs in the judging thread. Raises FilterError if the embedding model cannot be called; the tasks then wait.
 """
 
 from __future__ import annotations
@@ -22,126 +21,123 @@ from flywheel.similarity import NEAR
 from flywheel.states import TaskState
 from flywheel.store import deduplication, embeddings, influence, ledger
 from flywheel.store.claims import Claimed
-from flywheel.store.deduplication import Near, Repeats
+from flywheel.store.deduplication import Entry, Near, Repeats
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Prints = dict[int, deduplication.Entry]
-TAKEN_IN: Final = 256
-"""Earlier tasks that are taken in at once when a filter is new."""
+BACKFILL_BATCH: Final = 256
+"""Earlier tasks per transaction when a filter is new."""
 
 
 class Ask(Protocol):
-    """Runs `function(connection, …)` in one transaction."""
+    """Runs `function(connection, …)` in one transaction of the store, and waits for it."""
 
     def __call__(self, function: Callable[..., T], *args: Any) -> T: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Screened:
-    """One task after the chain: its line without personal data, and what stopped it, if anything did.
-
-    `reason` names the filter and why; `error` is set instead when a filter broke; `held` when it waits for a person.
-    """
+class FilterResult:
+    """One task after the chain. If it does not pass, one of `reason`, `error` and `held` is set."""
 
     task: Claimed
+    """The task, its line without personal data."""
     reason: str = ""
+    """Which filter rejected it, and why."""
     error: str = ""
+    """Which filter failed, and how."""
     held: bool = False
+    """Whether it waits for a person."""
     repeats: Repeats | None = None
+    """The earlier task that it repeats."""
 
     @property
-    def goes_on(self) -> bool:
+    def passed(self) -> bool:
         return not (self.reason or self.error or self.held)
 
 
-class Screening:
-    """What a chain does to tasks, before the judge and after it.
-
-    `stop` ends waits for the embedding model, and screening with the task that is being looked at, by FilterError.
-    """
+class PreFilter:
+    """Applies a chain to tasks, before the judge and after it."""
 
     def __init__(self, chain: Chain, ask: Ask) -> None:
         self.stop = threading.Event()
+        """Ends waits for the embedding model, and the filtering of a batch, by FilterError."""
         self._chain = chain
         self._ask = ask
         self._deduplication = chain.deduplication
         self._threshold = self._deduplication.similarity_threshold if self._deduplication else NEAR
-        self._taken_in = False
-        self._weighed = chain.influence is None
+        self._is_backfilled = False
+        self._is_weighed = chain.influence is None
 
     def weigh_earlier(self) -> None:
-        """Samples from before the chain had `influence` have shares of a round from now on."""
-        if not self._weighed:
-            while rows := self._ask(influence.unknown, TAKEN_IN):
+        """Record the weights of samples from before the chain had `influence`."""
+        if not self._is_weighed:
+            while rows := self._ask(influence.unknown, BACKFILL_BATCH):
                 self._ask(influence.enter, {row.id: weigh(row.payload) for row in rows})
-            self._weighed = True
+            self._is_weighed = True
 
-    def through(self, tasks: Sequence[Claimed]) -> list[Screened]:
-        """The tasks after what comes before the judge; those that have been through it before are only redacted."""
-        known = [task for task in tasks if _was_through(task)]
-        # They may have been through another chain: no judge sees what this one takes out.
-        return [*self.redacted(known), *self.before([task for task in tasks if not _was_through(task)])]
+    def apply(self, tasks: Sequence[Claimed]) -> list[FilterResult]:
+        """Run the filters before the judge. Tasks that passed them earlier are only redacted."""
+        earlier = [task for task in tasks if _was_filtered(task)]
+        # They may have passed another chain: no judge sees what this one redacts.
+        return [*self.redact(earlier), *self.before([task for task in tasks if not _was_filtered(task)])]
 
-    def before(self, tasks: Sequence[Claimed]) -> list[Screened]:
-        """The tasks after what comes before the judge, in their order."""
-        if not self._taken_in:
-            self._take_in()
-            self._taken_in = True
-        redacted = {each.task.id: each for each in self.redacted(tasks)}
-        sound = [each.task for each in redacted.values() if each.goes_on]
-        prints = self._prints(sound)
-        near, held = self._entered(sound, prints)
-        screened = {number: replace(each, held=number in held) for number, each in redacted.items()}
-        return self._through(self._chain.before, screened, prints, near)
+    def before(self, tasks: Sequence[Claimed]) -> list[FilterResult]:
+        """Run the filters before the judge; results are in the order of the tasks."""
+        if not self._is_backfilled:
+            self._backfill()
+            self._is_backfilled = True
+        redacted = {each.task.id: each for each in self.redact(tasks)}
+        sound = [each.task for each in redacted.values() if each.passed]
+        entries = self._entries(sound)
+        near, held = self._enter(sound, entries)
+        results = {number: replace(each, held=number in held) for number, each in redacted.items()}
+        return self._run(self._chain.before, results, entries, near)
 
-    def after(self, task: Claimed) -> Screened:
-        """A task that the judge accepted after what comes behind the judge."""
+    def after(self, task: Claimed) -> FilterResult:
+        """Run the filters after the judge on a task that it accepted."""
         if not self._chain.after:
-            return Screened(task)
-        prints = self._prints([task])
-        near = self._ask(deduplication.enter, list(prints.values()), self._threshold) if prints else {}
-        return self._through(self._chain.after, {task.id: Screened(task)}, prints, near)[0]
+            return FilterResult(task)
+        entries = self._entries([task])
+        near = self._ask(deduplication.enter, list(entries.values()), self._threshold) if entries else {}
+        return self._run(self._chain.after, {task.id: FilterResult(task)}, entries, near)[0]
 
-    def redacted(self, tasks: Sequence[Claimed]) -> list[Screened]:
-        """Tasks that were stored before their chain had a `pii` filter lose their personal data now."""
-        redact = self._chain.redact
-        if redact is None:
-            return [Screened(task) for task in tasks]
-        found: list[Screened] = []
+    def redact(self, tasks: Sequence[Claimed]) -> list[FilterResult]:
+        """Remove personal data from tasks that were stored before their chain had a `pii` filter."""
+        if (redact := self._chain.redact) is None:
+            return [FilterResult(task) for task in tasks]
+        results: list[FilterResult] = []
         changed: dict[int, dict[str, Any]] = {}
         for task in tasks:
             try:
                 line = redact(task.line)
             except Exception as error:
-                # What is in it cannot be told: no judge sees it, and the others go on.
-                found.append(Screened(task, error=f"filter pii: {type(error).__name__}: {error}"))
+                # No judge sees this task, since its personal data is unknown; the others are not concerned.
+                results.append(FilterResult(task, error=f"filter pii: {type(error).__name__}: {error}"))
                 continue
-            found.append(Screened(replace(task, line=line)))
+            results.append(FilterResult(replace(task, line=line)))
             if line != task.line:
                 changed[task.id] = line
         if changed:
             self._ask(ledger.rewrite_lines, changed)
-        return found
+        return results
 
-    def _prints(self, tasks: Sequence[Claimed]) -> Prints:
+    def _entries(self, tasks: Sequence[Claimed]) -> dict[int, Entry]:
+        """The fingerprints of the tasks, if a filter needs them."""
         if self._deduplication is None and self._chain.influence is None:
             return {}
-        return {
-            task.id: deduplication.Entry(task.id, task.key, fingerprint(task.line, self._threshold)) for task in tasks
-        }
+        return {task.id: Entry(task.id, task.key, fingerprint(task.line, self._threshold)) for task in tasks}
 
-    def _entered(self, tasks: Sequence[Claimed], prints: Prints) -> tuple[dict[int, list[Near]], set[int]]:
-        """Enter the tasks into what is known: what is near each of them, and which are part of a burst."""
-        if not prints:
+    def _enter(self, tasks: Sequence[Claimed], entries: dict[int, Entry]) -> tuple[dict[int, list[Near]], set[int]]:
+        """Store the fingerprints. Returns the questions near each task, and the tasks of a burst."""
+        if not entries:
             return {}, set()
-        caps = self._chain.influence
-        weights = {task.id: weigh(task.line) for task in tasks} if caps else {}
-        burst = caps.burst if caps else None
+        settings = self._chain.influence
+        weights = {task.id: weigh(task.line) for task in tasks} if settings else {}
+        burst = settings.burst if settings else None
 
         def enter(conn: Connection) -> tuple[dict[int, list[Near]], list[int]]:
-            near = deduplication.enter(conn, list(prints.values()), self._threshold)
+            near = deduplication.enter(conn, list(entries.values()), self._threshold)
             if weights:
                 influence.enter(conn, weights)
             if burst is None:
@@ -157,58 +153,55 @@ class Screening:
             )
         return near, set(held)
 
-    def _through(
+    def _run(
         self,
         steps: Sequence[Step],
-        screened: dict[int, Screened],
-        prints: Prints,
+        results: dict[int, FilterResult],
+        entries: dict[int, Entry],
         near: dict[int, list[Near]],
-    ) -> list[Screened]:
+    ) -> list[FilterResult]:
+        """Run the steps in order, each on the tasks that passed those before it."""
         for step in steps:
-            left = [each.task for each in screened.values() if each.goes_on]
+            left = [each.task for each in results.values() if each.passed]
             if isinstance(step, LineFilter):
                 for task in left:
                     if self.stop.is_set():
-                        raise FilterError("screen tasks", "judging stops", "The tasks wait.", retryable=True)
-                    decision = step.decide(task.line)
-                    reason = f"filter {decision.filter}: {decision.reason}"
-                    if not decision.kept:
-                        screened[task.id] = Screened(
-                            task, error=decision.error, reason="" if decision.error else reason
-                        )
+                        raise FilterError("filter tasks", "judging stops", "The tasks wait.", retryable=True)
+                    if not (decision := step.decide(task.line)).kept:
+                        reason = "" if decision.error else f"filter {decision.filter}: {decision.reason}"
+                        results[task.id] = FilterResult(task, reason=reason, error=decision.error)
             elif left:
-                for task_id, repeats in self._repeating(step, [prints[task.id] for task in left], near).items():
-                    reason = (
-                        f"filter deduplication: repeats {repeats.key} ({repeats.method}, {repeats.similarity:.2f})"
-                    )
-                    screened[task_id] = Screened(screened[task_id].task, reason=reason, repeats=repeats)
-        return list(screened.values())
+                for number, repeats in self._repeats(step, [entries[task.id] for task in left], near).items():
+                    how = f"{repeats.method}, {repeats.similarity:.2f}"
+                    reason = f"filter deduplication: repeats {repeats.key} ({how})"
+                    results[number] = FilterResult(results[number].task, reason=reason, repeats=repeats)
+        return list(results.values())
 
-    def _repeating(
-        self, step: Deduplication, entries: Sequence[deduplication.Entry], near: dict[int, list[Near]]
+    def _repeats(
+        self, step: Deduplication, entries: Sequence[Entry], near: dict[int, list[Near]]
     ) -> dict[int, Repeats]:
-        """Those of the tasks that repeat a kept one; the others are kept from now on."""
+        """The tasks that repeat a kept one. The others are kept from now on."""
         vectors = self._vectors(step, {entry.compared.text: entry.compared.query for entry in entries})
 
         def compare(conn: Connection) -> dict[int, Repeats]:
             found: dict[int, Repeats] = {}
-            kept: list[deduplication.Entry] = []
+            kept: list[Entry] = []
             for entry in entries:
                 now = {each.task for each in kept}
                 others = [other for other in near[entry.task] if other.kept or other.task in now]
-                repeats = _by_text(others)
+                repeats = _nearest(others)
                 vector = vectors.get(entry.compared.text, b"")
                 if step.model and vector and (repeats is None or repeats.method != "exact"):
-                    # Words decide only where one of the two has no embedding.
-                    made = embeddings.of_texts(conn, step.model, [other.text for other in others])
-                    by_words = _by_text([other for other in others if not made.get(other.text)])
+                    # Words decide only between questions of which one has no embedding.
+                    known = embeddings.of_texts(conn, step.model, [other.text for other in others])
+                    by_words = _nearest([other for other in others if not known.get(other.text)])
                     repeats = embeddings.nearest(conn, entry, self._threshold, step.model, vector) or by_words
                 if repeats is not None:
                     found[entry.task] = repeats
                     continue
                 kept.append(entry)
                 if step.model:
-                    # Embeddings are compared with what the store has.
+                    # At once: the next embedding is compared with those in the store.
                     deduplication.keep(conn, [entry])
             if not step.model:
                 deduplication.keep(conn, kept)
@@ -217,86 +210,83 @@ class Screening:
         return self._ask(compare)
 
     def _vectors(self, step: Deduplication, texts: dict[str, str]) -> dict[str, bytes]:
-        """The embeddings of these texts by their hashes; what is not stored is asked for once and stored for ever.
+        """The embeddings of texts (by hash). Those that are not stored are computed and stored for ever.
 
-        When they have become longer or shorter, another model answers by the same name: then those of earlier tasks
-        are made anew, for nothing else can be compared with them. Raises FilterError.
+        If the length of vectors has changed, another model answers by the same name, and earlier tasks are embedded
+        again: vectors of two models cannot be compared. Raises FilterError.
         """
         if step.model is None:
             return {}
         for _ in range(2):
-            known, forgotten = self._made(step.model, step, texts)
-            if not forgotten:
+            known, replaced = self._embed(step.model, step, texts)
+            if not replaced:
                 return known
             log.warning(
                 "the embedding model %s gives vectors of another length than before: %d questions are embedded anew",
                 step.model,
-                forgotten,
+                replaced,
             )
             if self._embed_earlier(step.model, step):
                 break
         raise FilterError(
             f"embed questions with {step.model}",
-            "its vectors are now of one length and now of another: there is more than one model behind it",
+            "the length of its vectors keeps changing: there is more than one model behind it",
             "Let one model answer by this name; the tasks wait.",
         )
 
-    def _made(self, model: str, step: Deduplication, texts: dict[str, str]) -> tuple[dict[str, bytes], int]:
-        """The embeddings of these texts, and how many stored ones turned out to be of another length."""
+    def _embed(self, model: str, step: Deduplication, texts: dict[str, str]) -> tuple[dict[str, bytes], int]:
+        """The embeddings of texts, and how many stored ones of another length were removed."""
         known = self._ask(embeddings.of_texts, model, list(texts))
         missing = [text for text in texts if text not in known]
-        forgotten = 0
+        removed = 0
         if missing:
-            from flywheel.filtering.embedder import Embedder  # its client takes long to import, and few need it
+            from flywheel.filtering.embedder import Embedder  # its client is slow to import, and few chains need it
 
             embedder = Embedder(step, stop=self.stop)
             try:
                 for start in range(0, len(missing), step.batch_size):
-                    some = missing[start : start + step.batch_size]
-                    made = dict(zip(some, embedder.embed([texts[text] for text in some]), strict=True))
-                    forgotten += self._ask(embeddings.store, model, made)
+                    batch = missing[start : start + step.batch_size]
+                    made = dict(zip(batch, embedder.embed([texts[text] for text in batch]), strict=True))
+                    removed += self._ask(embeddings.store, model, made)
                     known |= made
             finally:
                 embedder.close()
-        return known, forgotten
+        return known, removed
 
     def _embed_earlier(self, model: str, step: Deduplication) -> int:
-        """Embed the kept tasks that lack it; how many stored ones turned out to be of another length."""
-        while rows := self._ask(embeddings.lacking, model, TAKEN_IN):
-            _, forgotten = self._made(model, step, {row.text: row.payload["main_query"] for row in rows})
-            if forgotten:
-                return forgotten
+        """Embed kept tasks without an embedding. Returns how many stored ones of another length were removed."""
+        while rows := self._ask(embeddings.lacking, model, BACKFILL_BATCH):
+            _, removed = self._embed(model, step, {row.text: row.payload["main_query"] for row in rows})
+            if removed:
+                return removed
         return 0
 
-    def _take_in(self) -> None:
-        """Questions from before the chain had `deduplication`, or its model, are known from now on."""
-        if (step := self._deduplication) is not None:
-            while rows := self._ask(deduplication.unknown, self._threshold, TAKEN_IN):
-                known = [
-                    deduplication.Entry(row.id, row.key, fingerprint(row.payload, self._threshold)) for row in rows
-                ]
-                self._ask(deduplication.take_in, known, self._threshold)
-            while step.model is not None and (rows := self._ask(embeddings.lacking, step.model, TAKEN_IN)):
-                self._vectors(step, {row.text: row.payload["main_query"] for row in rows})
+    def _backfill(self) -> None:
+        """Store fingerprints and embeddings of tasks from before the chain had `deduplication` or its model."""
+        if (step := self._deduplication) is None:
+            return
+        while rows := self._ask(deduplication.unknown, self._threshold, BACKFILL_BATCH):
+            entries = [Entry(row.id, row.key, fingerprint(row.payload, self._threshold)) for row in rows]
+            self._ask(deduplication.take_in, entries, self._threshold)
+        while step.model is not None and (rows := self._ask(embeddings.lacking, step.model, BACKFILL_BATCH)):
+            self._vectors(step, {row.text: row.payload["main_query"] for row in rows})
 
 
 def without_embeddings(chain: Chain) -> Chain:
-    """The chain without the filter that asks an embedding model, if it has such a one."""
+    """The chain without a filter that calls an embedding model."""
 
-    def asks_nobody(step: Step) -> bool:
+    def is_local(step: Step) -> bool:
         return not isinstance(step, Deduplication) or step.model is None
 
-    return replace(
-        chain, before=tuple(filter(asks_nobody, chain.before)), after=tuple(filter(asks_nobody, chain.after))
-    )
+    return replace(chain, before=tuple(filter(is_local, chain.before)), after=tuple(filter(is_local, chain.after)))
 
 
-def _was_through(task: Claimed) -> bool:
+def _was_filtered(task: Claimed) -> bool:
     return task.was is TaskState.ACCEPTED or (task.was is TaskState.JUDGING and task.stored is not None)
 
 
-def _by_text(others: Sequence[Near]) -> Repeats | None:
-    """The nearest, which is the first."""
+def _nearest(others: Sequence[Near]) -> Repeats | None:
+    """The first of them, which is the nearest."""
     for other in others:
         return Repeats(other.task, other.key, other.similarity, "exact" if other.is_exact else "words")
     return None

@@ -1,8 +1,8 @@
-"""Deduplication: what two questions are compared by. Nothing is stored or asked here.
+"""Fingerprints of questions, by which `deduplication` compares them, and the parameters of that filter.
 
-Only questions of one scope are compared: on the same side of the split, after the same conversation, with the same
-numbers. "Go on." is another question in another conversation, and "What is 90% of 140?" is not "… of 160?". Nor are
-those near that name different things, however many of their words are the same.
+Two questions are compared only within one scope: the same split, the same conversation before them and the same
+numbers. "Go on." is another question in another conversation, and "What is 90% of 140?" is not "… of 160?". Questions
+that name different things are not near each other, however many words they share.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ class Deduplication(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     similarity_threshold: float = Field(default=0.8, gt=0, le=1)
-    """From which likeness on a question repeats an earlier one: cosine of embeddings, or share of common words."""
+    """A question repeats an earlier one from this similarity on: cosine of embeddings, or share of common words."""
     model: str | None = None
-    """Embedding model. Without one, words are compared (MinHash), and nothing is asked."""
+    """Embedding model. Without one, words are compared (MinHash), without any call."""
     base_url: str | None = None
     """An OpenAI-compatible endpoint. Default: `OPENAI_BASE_URL`, else OpenAI's own."""
     api_key: str | None = None
-    """Its key. Better none here: the default is the environment variable `OPENAI_API_KEY`."""
+    """Its key. Prefer the default: the environment variable `OPENAI_API_KEY`."""
     db_path: str | None = None
-    """Accepted and not used: what is known of earlier tasks is kept in Flywheel's own state."""
+    """Accepted for compatibility and not used: earlier tasks are kept in Flywheel's own state."""
     batch_size: int = Field(default=64, gt=0)
-    """Texts in one call of the embedding model."""
+    """Texts per call of the embedding model."""
     timeout_seconds: float = Field(default=60.0, gt=0)
-    """Longest wait for one answer of the embedding model."""
+    """Longest wait for one response of the embedding model."""
     max_attempts: int = Field(default=4, gt=0)
-    """Tries per call before the tasks wait for the endpoint."""
+    """Attempts per call; then the tasks wait for the endpoint."""
 
     @model_validator(mode="after")
     def _whole(self) -> Deduplication:
@@ -49,19 +49,25 @@ class Deduplication(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What a question is compared by: `exact` and `scope` are 63-bit hashes, `text` one that names its embedding."""
+    """What a question is compared by."""
 
     scope: int
+    """63-bit hash of what must be the same."""
     exact: int
+    """63-bit hash of the question and its scope."""
     words: frozenset[int]
+    """Hashes of its words."""
     particulars: frozenset[int]
+    """Hashes of the words of names and quotations."""
     bands: tuple[int, ...]
+    """MinHash bands: near questions share one."""
     query: str
     text: str
+    """Hash of the question; the key of its embedding."""
 
 
 def fingerprint(line: Mapping[str, Any], threshold: float) -> Fingerprint:
-    """The fingerprint of a task line; `threshold` decides the bands."""
+    """The fingerprint of a task line; the bands are for this similarity threshold."""
     query = str(line["main_query"])
     words = similarity.words(query)
     before = "\0".join(

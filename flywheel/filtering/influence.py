@@ -1,8 +1,8 @@
-"""Influence: how much of a round one conversation, one user or one query template may be. Pure.
+"""The filter `influence`: limits the share of a round that one conversation, user or query template can have.
 
-A few per cent of poisoned samples suffice to spoil a model, and an attacker writes many alike. What is above its
-share waits for a round that is large enough; it is not lost. Where too few conversations or users are there for a
-round, shares are widened, unless the chain says otherwise.
+A few per cent of poisoned samples can spoil a model, and an attacker writes many similar ones. Samples above a limit
+wait for a larger round. If there are too few conversations or users for a round, the limits are widened, unless the
+chain forbids it.
 """
 
 from __future__ import annotations
@@ -22,48 +22,51 @@ from flywheel.task import conversation_key
 
 
 class Burst(BaseModel):
-    """When near-identical questions from one origin are a burst."""
+    """When near-identical questions from one user or source are a burst."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     count: int = Field(default=20, ge=2)
-    """So many near-identical questions …"""
+    """At least this many near-identical questions …"""
     seconds: float = Field(default=600.0, gt=0)
-    """… within this time are set aside for a person."""
+    """… within this time wait for a person."""
 
 
 class Influence(BaseModel):
-    """Parameters of `influence`: shares of a round, 0…1; 1 is no cap."""
+    """Parameters of `influence`: largest shares of a round, 0…1; 1 is no limit."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     conversation: float = Field(default=0.05, gt=0, le=1)
     """Largest share of one conversation."""
     user: float = Field(default=0.20, gt=0, le=1)
-    """Largest share of one user. Replies whose user is not known are not counted."""
+    """Largest share of one user. Replies of unknown users have no limit."""
     template: float = Field(default=1.0, gt=0, le=1)
-    """Largest share of questions that differ in numbers, names and quoted parts only."""
+    """Largest share of questions that differ only in numbers, names and quotations."""
     burst: Burst | None = None
-    """What a burst of near-identical questions is, all of which waits for a person; null looks for none."""
+    """Bursts of near-identical questions wait for a person; null detects none."""
     widen: bool = True
-    """Whether shares are widened, as far as needed, where too few conversations, users or templates are there to
-    fill a round. Without it the round waits."""
+    """Widen limits as far as needed if there are too few conversations, users or templates for a round. If false, the
+    round waits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """By what a task's share is counted. `origin` is its user or, where none is known, its source."""
+    """What a task counts towards."""
 
     conversation: str
     user: str
     template: int
+    """Hash of the query template."""
     origin: str
+    """The user or, if unknown, the source."""
     at: float
+    """When it was asked: seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A free sample, by what its share is counted; an empty user or template 0 is none."""
+    """A free sample and what it counts towards. An empty user and template 0 are not counted."""
 
     task: int
     conversation: str
@@ -72,7 +75,7 @@ class Candidate:
 
 
 def weigh(line: Mapping[str, Any]) -> Weight:
-    """By what the share of a task line is counted."""
+    """What a task line counts towards."""
     metadata = line["metadata"]
     user = str(metadata.get("user_id") or "")
     return Weight(
@@ -86,17 +89,19 @@ def weigh(line: Mapping[str, Any]) -> Weight:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The tasks that a round may take, the oldest first, and the shares that had to be widened for that, by name."""
+    """What a round can take."""
 
     tasks: Sequence[int]
+    """Tasks, the oldest first."""
     widened: Mapping[str, float] = field(default_factory=dict)
+    """The limits that were widened, by name."""
 
 
 SHARES: Final = ("conversation", "user", "template")
 
 
 def choose(candidates: Sequence[Candidate], caps: Influence, most: int, needed: int) -> Choice:
-    """The tasks that a round of `most` samples at most may take when it needs `needed`, or all there are if fewer."""
+    """Choose tasks for a round of at most `most` samples that needs `needed`, or all there are if fewer."""
     taken = within_shares(candidates, caps, most)
     needed = min(needed, most, len(candidates))
     if len(taken) >= needed or not caps.widen:
@@ -106,20 +111,20 @@ def choose(candidates: Sequence[Candidate], caps: Influence, most: int, needed: 
     def with_more(extra: int) -> list[int]:
         return _pick(candidates, {name: limit + extra for name, limit in limits.items()}, needed)
 
-    # Each share may suffice by itself, and not beside the others.
+    # Each limit can suffice alone, and not together with the others.
     extra = bisect_left(range(needed), needed, key=lambda extra: len(with_more(extra)))
     shares = {name: min(1.0, (limit + extra) / needed) for name, limit in limits.items()}
     widened = {name: share for name, share in shares.items() if share > getattr(caps, name)}
-    # With these shares a round can be larger than it needs to be.
+    # With these limits a round can be larger than needed.
     larger = within_shares(candidates, caps.model_copy(update=widened), most)
     return Choice(max(larger, with_more(extra), key=len), widened)
 
 
 def within_shares(candidates: Sequence[Candidate], caps: Influence, most: int) -> list[int]:
-    """The tasks that a round of `most` samples at most may take, the oldest first.
+    """The tasks that a round of at most `most` samples can take, the oldest first.
 
-    Nobody's share of what is taken is above its cap, except that one sample of each is always allowed. When the caps
-    make the round smaller, the shares are counted anew.
+    No share of them is above its limit, except that one sample is always allowed. If the limits make the round
+    smaller, shares are computed again for that size.
     """
     size = min(most, len(candidates))
     while True:
@@ -130,12 +135,12 @@ def within_shares(candidates: Sequence[Candidate], caps: Influence, most: int) -
 
 
 def _limits(caps: Influence, size: int) -> dict[str, int]:
-    """How many samples of a round of this size each one may be."""
+    """Most samples of one conversation, user and template in a round of this size."""
     return {name: max(1, int(getattr(caps, name) * size + 1e-9)) for name in SHARES}
 
 
 def _filling(candidates: Sequence[Candidate], name: str, size: int) -> int:
-    """The least limit by which the candidates make a round of this size, were it the only one."""
+    """The smallest limit with which the candidates fill a round of this size, if it is the only limit."""
     counts = Counter(key for candidate in candidates if (key := getattr(candidate, name)))
     free = len(candidates) - counts.total()
     return bisect_left(range(size), size, key=lambda limit: free + sum(min(n, limit) for n in counts.values()))

@@ -1,7 +1,7 @@
-"""Personal data and secrets in a text: where they stand and what they are. No model is asked.
+"""The filter `pii`: finds personal data and secrets in task lines, and redacts them or rejects the task.
 
-Numbers are believed only when their check digits are right (cards, IBANs) or when a library that knows the numbering
-plans takes them (phones); everything else that has many digits is an order number, a time or a sum.
+Numbers count only if their check digits are right (cards, IBANs) or if they fit a numbering plan (phones). Other long
+numbers are order numbers, times or sums.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from flywheel.task import qa_hash
 
 Kind = Literal["email", "phone", "card", "iban", "api-key", "private-key"]
 KINDS: Final[tuple[Kind, ...]] = ("private-key", "api-key", "email", "iban", "card", "phone")
-"""What is looked for. Of two that overlap, the earlier one of this list is believed."""
+"""What can be found. Of two overlapping pieces, the kind that is earlier here wins."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A piece of a text, `text[start:end]`, and what it is."""
+class Piece:
+    """Personal data in a text: `text[start:end]`, of a kind."""
 
     kind: str
     start: int
@@ -37,7 +37,7 @@ class Found:
 
 
 _LATIN: Final = "A-Za-z0-9_\u00c0-\u024f"
-"""Letters of addresses. Not every letter: Chinese is written right up to an address or a number."""
+"""Letters of addresses. Not all letters: Chinese text has no space before an address or a number."""
 
 # fmt: off
 _PRIVATE_KEY: Final = re.compile(
@@ -88,44 +88,44 @@ _DATE: Final = re.compile(
 _GROUPED: Final = re.compile(r"\(?\d{2,5}\)?[ ./-]{1,3}\d{2,5}(?:[ .-]\d{2,6}){0,3}|0\d{1,5}[ /-]\d{4,10}")
 
 
-def find(text: str, kinds: Sequence[str] = KINDS, regions: Sequence[str] = ()) -> list[Found]:
-    """What of these kinds is in the text, in the order it stands there; no two pieces overlap.
+def find(text: str, kinds: Sequence[str] = KINDS, regions: Sequence[str] = ()) -> list[Piece]:
+    """The personal data of these kinds in a text, by position; no two pieces overlap.
 
-    `regions` are the countries (ISO 3166, two letters) whose phone numbers are known without a country code.
+    `regions` are the countries (ISO 3166, two letters) whose phone numbers are found without a country code.
     """
     finders = (_FINDERS[kind](text, regions) for kind in KINDS if kind in kinds)
-    return apart(len(text), itertools.chain.from_iterable(finders))
+    return _without_overlaps(len(text), itertools.chain.from_iterable(finders))
 
 
-def apart(length: int, pieces: Iterable[Found]) -> list[Found]:
-    """Pieces of a text of this length in the order they stand there; of two that overlap, the one that came first."""
+def _without_overlaps(length: int, pieces: Iterable[Piece]) -> list[Piece]:
+    """The pieces of a text of this length by position. Of two overlapping ones, the one that is given first wins."""
     taken = bytearray(length)
     kept = []
-    for found in pieces:
-        if taken.find(1, found.start, found.end) < 0:
-            taken[found.start : found.end] = b"\1" * (found.end - found.start)
-            kept.append(found)
-    return sorted(kept, key=lambda found: found.start)
+    for piece in pieces:
+        if taken.find(1, piece.start, piece.end) < 0:
+            taken[piece.start : piece.end] = b"\1" * (piece.end - piece.start)
+            kept.append(piece)
+    return sorted(kept, key=lambda piece: piece.start)
 
 
-def _private_keys(text: str, _regions: Sequence[str]) -> Iterator[Found]:
+def _private_keys(text: str, _regions: Sequence[str]) -> Iterator[Piece]:
     if "PRIVATE KEY" in text:
         for found in _PRIVATE_KEY.finditer(text):
-            yield Found("private-key", found.start(), found.end())
+            yield Piece("private-key", found.start(), found.end())
 
 
-def _api_keys(text: str, _regions: Sequence[str]) -> Iterator[Found]:
+def _api_keys(text: str, _regions: Sequence[str]) -> Iterator[Piece]:
     for found in _KEY_PREFIXES.finditer(text):
-        # A prefix that only words follow ("sk-learn-contrib-…") is a name.
+        # A prefix before words only ("sk-learn-contrib-…") belongs to a name.
         if any(char.isdigit() for char in found[0]) or any(char.isupper() for char in found[0][3:]):
-            yield Found("api-key", found.start(), found.end())
+            yield Piece("api-key", found.start(), found.end())
     for found in _KEY_NAMED.finditer(text):
         if _is_random(found["key"]):
-            yield Found("api-key", found.start("key"), found.end("key"))
+            yield Piece("api-key", found.start("key"), found.end("key"))
 
 
 def _is_random(text: str) -> bool:
-    """Whether a text has the letters of a key: mixed kinds, and 3.5 bits of entropy for each or more (hex: 3)."""
+    """Whether a text looks like a key: letters and digits, and 3.5 bits of entropy per character or more (hex: 3)."""
     counts = Counter(text)
     entropy = -sum(number / len(text) * math.log2(number / len(text)) for number in counts.values())
     has_digit, has_letter = any(c.isdigit() for c in text), any(c.isalpha() for c in text)
@@ -133,20 +133,23 @@ def _is_random(text: str) -> bool:
     return has_digit and has_letter and entropy >= (3.0 if is_hex else 3.5)
 
 
-def _emails(text: str, _regions: Sequence[str]) -> Iterator[Found]:
+def _emails(text: str, _regions: Sequence[str]) -> Iterator[Piece]:
     if "@" in text:
         for found in _EMAIL.finditer(text):
             if not found[0].startswith("."):
-                yield Found("email", found.start(), found.end())
+                yield Piece("email", found.start(), found.end())
 
 
-def _ibans(text: str, _regions: Sequence[str]) -> Iterator[Found]:
+def _ibans(text: str, _regions: Sequence[str]) -> Iterator[Piece]:
+    from stdnum import iban
+
     for found in _IBAN.finditer(text):
-        # White space does not end it for sure: what follows may be the next word.
+        # The pattern allows spaces, so its end may belong to the next word.
         piece = found[0]
         while len(piece) >= 15:
-            if _is_iban(piece):
-                yield Found("iban", found.start(), found.start() + len(piece))
+            # Check digits, and the country's format in the registry.
+            if iban.is_valid(piece, check_country=False):
+                yield Piece("iban", found.start(), found.start() + len(piece))
                 break
             shorter = piece.rpartition(" ")[0]
             if shorter == piece:
@@ -154,14 +157,7 @@ def _ibans(text: str, _regions: Sequence[str]) -> Iterator[Found]:
             piece = shorter
 
 
-def _is_iban(piece: str) -> bool:
-    from stdnum import iban
-
-    # The check digits, and the form that the registry gives for the country.
-    return bool(iban.is_valid(piece, check_country=False))
-
-
-def _cards(text: str, _regions: Sequence[str]) -> Iterator[Found]:
+def _cards(text: str, _regions: Sequence[str]) -> Iterator[Piece]:
     from stdnum import luhn
 
     for found in _CARD.finditer(text):
@@ -174,14 +170,14 @@ def _cards(text: str, _regions: Sequence[str]) -> Iterator[Found]:
             and not _CALCULATED.search(text[max(0, found.start() - 4) : found.start()])
             and not _NEAR_ANOTHER.search(text[max(0, found.start() - 30) : found.start()])
         ):
-            yield Found("card", found.start(), found.end())
+            yield Piece("card", found.start(), found.end())
 
 
-def _phones(text: str, regions: Sequence[str]) -> Iterator[Found]:
+def _phones(text: str, regions: Sequence[str]) -> Iterator[Piece]:
     for found in _PHONE.finditer(text):
         before = text[max(0, found.start() - 40) : found.start()]
         if not _CALCULATED.search(before) and _is_phone(found[0], bool(found["plus"]), before, regions):
-            yield Found("phone", found.start(), found.end())
+            yield Piece("phone", found.start(), found.end())
 
 
 def _is_phone(piece: str, international: bool, before: str, regions: Sequence[str]) -> bool:
@@ -189,7 +185,7 @@ def _is_phone(piece: str, international: bool, before: str, regions: Sequence[st
 
     if international or piece.startswith("(+"):
         number = "+" + re.sub(r"\D", "", piece).removeprefix("00" if piece.startswith("00") else "")
-        # Possible is enough: numbering plans grow, and examples ("555") are in nobody's.
+        # Possible suffices: numbering plans grow, and example numbers ("555") are in none.
         return _parses(number, None, strict=piece.startswith("00") and not _NEAR_A_PHONE.search(before))
     if _DATE.fullmatch(piece) or _NEAR_ANOTHER.search(before):
         return False
@@ -198,7 +194,7 @@ def _is_phone(piece: str, international: bool, before: str, regions: Sequence[st
         return any(_parses(piece, region, strict=False) for region in regions)
     digits = re.sub(r"\D", "", piece)
     if digits == piece:
-        # A bare run of digits is believed only where mobile numbers have a form of their own.
+        # Digits without separators count only where mobile numbers have a recognisable form.
         mobile = phonenumbers.PhoneNumberType.MOBILE
         return "CN" in regions and len(digits) == 11 and _parses(piece, "CN", strict=True, kind=mobile)
     return bool(_GROUPED.fullmatch(piece)) and any(_parses(piece, region, strict=True) for region in regions)
@@ -219,7 +215,7 @@ def _parses(piece: str, region: str | None, *, strict: bool, kind: int | None = 
     return bool(phonenumbers.is_possible_number_with_reason(number) == possible)
 
 
-_FINDERS: Final[dict[str, Callable[[str, Sequence[str]], Iterator[Found]]]] = {
+_FINDERS: Final[dict[str, Callable[[str, Sequence[str]], Iterator[Piece]]]] = {
     "private-key": _private_keys,
     "api-key": _api_keys,
     "email": _emails,
@@ -230,7 +226,7 @@ _FINDERS: Final[dict[str, Callable[[str, Sequence[str]], Iterator[Found]]]] = {
 
 
 Redactor = Callable[[dict[str, Any]], dict[str, Any]]
-"""A task line in, the same line without personal data out. The line that is given stays as it is."""
+"""Returns a task line without personal data. Does not change the line that it is given."""
 Region = Annotated[str, StringConstraints(pattern=r"^[A-Z]{2}$")]
 
 NAMES: Final[Mapping[str, str]] = {
@@ -242,7 +238,7 @@ NAMES: Final[Mapping[str, str]] = {
     "private-key": "a private key",
 }
 TEXTS: Final = ("main_query", "question", "answer", "init_messages", "prompt")
-"""Keys of a task line that hold what people and models wrote, and below those of its metadata; `…_json` is JSON."""
+"""Keys of a task line with texts of users and models."""
 METADATA_TEXTS: Final = (
     "answer",
     "reference",
@@ -251,8 +247,8 @@ METADATA_TEXTS: Final = (
     "structured_json",
     "images_json",
     "errors_json",
-    "reference",
 )
+"""The same in its metadata; `…_json` is JSON."""
 
 
 class Pii(BaseModel):
@@ -261,24 +257,24 @@ class Pii(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     action: Literal["reject", "redact"] = "redact"
-    """`redact`: the task goes on with placeholders. `reject`: it does not go on at all."""
+    """`redact`: replace personal data by placeholders. `reject`: reject the task."""
     kinds: tuple[Kind, ...] = Field(default=KINDS, min_length=1)
-    """What is looked for."""
+    """What is searched for."""
     regions: tuple[Region, ...] = ("US", "GB", "DE", "FR", "CN", "IN", "JP")
-    """Countries whose phone numbers are known without a country code. With one, all are."""
+    """Countries whose phone numbers are found without a country code. With one, all are found."""
     allow: tuple[str, ...] = ()
-    """Pieces that may stay, such as your own support address."""
+    """Pieces that stay, such as your own support address."""
     engine: Literal["rules", "presidio"] = "rules"
-    """`presidio` looks for `entities` too, by a language model for names; it needs `agentscope-flywheel[pii]`."""
+    """`presidio` also finds `entities`, by a language model for names; it needs `agentscope-flywheel[pii]`."""
     language: str = "en"
     """Language for Presidio."""
     entities: tuple[str, ...] = ("PERSON", "LOCATION", "IP_ADDRESS")
-    """What Presidio looks for, by its names."""
+    """What Presidio finds, by its names."""
 
     _analyzer: Any = PrivateAttr(default=None)
 
     def check_engine(self) -> None:
-        """Raises ConfigError when the engine is not installed."""
+        """Raises ConfigError if the engine is not installed."""
         if self.engine == "presidio" and importlib.util.find_spec("presidio_analyzer") is None:
             raise ConfigError(
                 "use pii with engine: presidio",
@@ -286,40 +282,40 @@ class Pii(BaseModel):
                 "Run: pip install 'agentscope-flywheel[pii]' && python -m spacy download en_core_web_lg",
             )
 
-    def find(self, text: str) -> list[Found]:
-        """The personal data in a text, in its order, no two pieces overlapping."""
-        found = list(_found(text, self.kinds, self.regions))
+    def find(self, text: str) -> list[Piece]:
+        """The personal data in a text, by position; no two pieces overlap."""
+        found = _cached_find(text, self.kinds, self.regions)
         if self.engine == "presidio":
-            found = apart(len(text), [*found, *self._by_presidio(text)])
+            found = _without_overlaps(len(text), [*found, *self._by_presidio(text)])
         allowed = {piece.casefold() for piece in self.allow}
         return [each for each in found if text[each.start : each.end].casefold() not in allowed]
 
     def redactor(self) -> Redactor:
-        """What takes these kinds of personal data out of a line."""
+        """Removes personal data of these kinds from task lines."""
         return lambda line: _Redaction(self).line(line)
 
     def keep(self, line: Mapping[str, Any]) -> tuple[bool, str]:
-        """As a filter: with `action: reject`, no task that has, or had before it was redacted, what is looked for."""
+        """The filter: with `action: reject`, rejects tasks that have personal data, or had it before redaction."""
         if self.action == "redact":
             return True, ""
-        seen = _Redaction(self)
-        seen.line(dict(line))
-        kinds = [*(kind for kind, _ in seen.placeholders), *self._marked(line)]
+        redaction = _Redaction(self)
+        redaction.line(dict(line))
+        kinds = [*(kind for kind, _ in redaction.placeholders), *self._redacted_kinds(line)]
         return not kinds, f"it holds {', '.join(NAMES.get(kind, kind) for kind in dict.fromkeys(kinds))}"
 
-    def _marked(self, line: Mapping[str, Any]) -> list[str]:
+    def _redacted_kinds(self, line: Mapping[str, Any]) -> list[str]:
         kinds: list[str] = [*self.kinds, *(self.entities if self.engine == "presidio" else ())]
-        looked_for = {_label(kind): kind for kind in kinds}
+        labels = {_label(kind): kind for kind in kinds}
         text = json.dumps([line.get(key) for key in TEXTS], ensure_ascii=False) + line["metadata"]["trajectory_json"]
-        return [looked_for[label] for label in _PLACEHOLDER.findall(text) if label in looked_for]
+        return [labels[label] for label in _PLACEHOLDER.findall(text) if label in labels]
 
-    def _by_presidio(self, text: str) -> list[Found]:
+    def _by_presidio(self, text: str) -> list[Piece]:
         if self._analyzer is None:
             from presidio_analyzer import AnalyzerEngine
 
             self._analyzer = AnalyzerEngine()
         results = self._analyzer.analyze(text=text, language=self.language, entities=list(self.entities))
-        return [Found(each.entity_type, each.start, each.end) for each in results]
+        return [Piece(each.entity_type, each.start, each.end) for each in results]
 
 
 _PLACEHOLDER: Final = re.compile(r"\[([A-Z_]+)_\d+\]")
@@ -330,13 +326,13 @@ def _label(kind: str) -> str:
 
 
 @lru_cache(maxsize=256)
-def _found(text: str, kinds: tuple[str, ...], regions: tuple[str, ...]) -> Sequence[Found]:
-    # The same text comes several times on a line, and the same tools on many.
+def _cached_find(text: str, kinds: tuple[str, ...], regions: tuple[str, ...]) -> Sequence[Piece]:
+    # A text occurs several times in a line, and the same tools in many lines.
     return find(text, kinds, regions)
 
 
 class _Redaction:
-    """One task line on its way to being free of personal data."""
+    """Redacts one task line."""
 
     def __init__(self, pii: Pii) -> None:
         self._pii = pii
@@ -345,7 +341,7 @@ class _Redaction:
 
     def line(self, line: dict[str, Any]) -> dict[str, Any]:
         for known in _PLACEHOLDER.finditer(f"{line['main_query']}\n{line['answer']}\n{line['init_messages']}"):
-            # A line that was redacted before keeps its numbers: new pieces are counted on.
+            # Numbers of placeholders go on after those of an earlier redaction.
             label, _, number = known[0][1:-1].rpartition("_")
             self._counts[label] = max(self._counts.get(label, 0), int(number))
         redacted: dict[str, Any] = {**line, **{key: self._value(line[key]) for key in TEXTS if key in line}}
@@ -366,10 +362,10 @@ class _Redaction:
         if isinstance(value, dict):
             return {self._text(str(key)): self._value(each, str(key)) for key, each in value.items()}
         if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**6:
-            # {"phone": 13800138000}: the name says what the number is.
-            told = f"{name}: {value}"
-            redacted = self._text(told)
-            return value if redacted == told else redacted.removeprefix(f"{name}: ")
+            # {"phone": 13800138000}: the key tells what the number is.
+            text = f"{name}: {value}"
+            redacted = self._text(text)
+            return value if redacted == text else redacted.removeprefix(f"{name}: ")
         return value
 
     def _json(self, text: str) -> str:

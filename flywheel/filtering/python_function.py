@@ -1,4 +1,4 @@
-"""A filter of the user's own: one function in one file, loaded by its path.
+"""The filter `python`: a function of the user's, in a file beside the chain.
 
 def keep(task: dict) -> bool | tuple[bool, str]:
     return len(task["answer"]) < 4000, "too long for us"
@@ -26,11 +26,11 @@ class PythonFile(BaseModel):
     function: str = "keep"
     """The function in it."""
     timeout_seconds: float = Field(default=30.0, gt=0, allow_inf_nan=False)
-    """Longest wait for what it says of one task."""
+    """Longest call for one task."""
 
 
-def load_function(path: Path, name: str, seconds: float) -> Callable[[Mapping[str, Any]], tuple[bool, str]]:
-    """The function as a filter. Raises ConfigError when the file or the function is not there, or does not load."""
+def load_filter(path: Path, name: str, seconds: float) -> Callable[[Mapping[str, Any]], tuple[bool, str]]:
+    """The function as a filter. Raises ConfigError if the file or the function is missing or does not load."""
     attempted = f"load filter {path}:{name}"
     if not path.is_file():
         raise ConfigError(attempted, "there is no such file", "Paths are relative to the chain's file.")
@@ -41,9 +41,9 @@ def load_function(path: Path, name: str, seconds: float) -> Callable[[Mapping[st
     function = function_of(source, path, name, attempted=attempted, seconds=seconds)
 
     def keep(line: Mapping[str, Any]) -> tuple[bool, str]:
-        said = function(line)
-        if not isinstance(said.value, bool):
-            raise FunctionError(f"{name} must return a bool or (bool, reason), not {said.shown}")
-        return said.value, f"{name} said no" if said.reason is None else said.reason
+        returned = function(line)
+        if not isinstance(returned.value, bool):
+            raise FunctionError(f"{name} must return a bool or (bool, reason), not {returned.shown}")
+        return returned.value, f"{name} returned False" if returned.reason is None else returned.reason
 
     return keep

@@ -1,4 +1,4 @@
-"""The pattern of a question, and what is particular in it: numbers, names, quoted parts. Pure."""
+"""The template of a question, and its particulars: numbers, names and quotations."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _NAME: Final = re.compile(r"(?<=[\w,;)] )(?!I['’])(?:[A-Z][\w'’]*\w)(?: [A-Z
 
 
 def template(query: str) -> str:
-    """The question without its numbers, names and quoted parts."""
+    """The question with placeholders for quotations, addresses, names and numbers."""
     for pattern, mask in ((_QUOTED, " q "), (_ADDRESS, " a "), (_NAME, "n"), (_NUMBER, "0")):
         query = pattern.sub(mask, query)
     return similarity.normalised(query)
 
 
 def particulars(query: str) -> frozenset[int]:
-    """The words of names and quoted parts. Empty where there are none, or where letter case says nothing."""
+    """Hashes of the words of names and quotations. Names are found by their capitals, if there are small letters."""
     found = _QUOTED.findall(query)
     if any(char.islower() for char in query):
         found += _NAME.findall(_QUOTED.sub(" q ", query))

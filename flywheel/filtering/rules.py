@@ -1,9 +1,8 @@
-"""Rules: limits on question and answer that need no model."""
+"""The filter `rules`: limits on the length of question and answer, and patterns that the answer must not match."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import chain
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -18,9 +17,9 @@ def _checked(text: str) -> str:
 
 
 class Rules(BaseModel):
-    """What a task must satisfy; lengths are in characters, white space at the ends not counted.
+    """Parameters of `rules`. Lengths are in characters without white space at the ends.
 
-    Nor is what shows nothing (zero-width characters) where there have to be so many.
+    Minimum lengths do not count invisible characters either (such as zero-width ones).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
@@ -38,30 +37,22 @@ class Rules(BaseModel):
 
     def keep(self, line: Mapping[str, Any]) -> tuple[bool, str]:
         query, answer = str(line["main_query"]), str(line["answer"])
-        checks = (
-            (_is_short(query, self.min_query_length), "the question is too short"),
-            (_is_long(query, self.max_query_length), "the question is too long"),
-            (_is_short(answer, self.min_answer_length), "the answer is too short"),
-            (_is_long(answer, self.max_answer_length), "the answer is too long"),
-        )
-        # One by one: patterns are not searched for in what is too long.
-        matches = ((_is_found(each, answer), f"the answer matches {each}") for each in self.exclude)
-        return next(((False, reason) for failed, reason in chain(checks, matches) if failed), (True, ""))
-
-
-def _is_short(text: str, fewest: int) -> bool:
-    return fewest > 0 and len(visible(text)) < fewest
-
-
-def _is_long(text: str, most: int | None) -> bool:
-    return most is not None and len(trimmed(text)) > most
-
-
-def _is_found(wanted: str, answer: str) -> bool:
-    try:
-        return pattern.search(wanted, normal_forms(answer))
-    except TimeoutError as error:
-        raise TimeoutError(
-            f"the pattern {wanted} {error}. "
-            "Rewrite nested repetitions such as (a+)+ so that there is one way to match"
-        ) from None
+        for name, text, least, most in (
+            ("question", query, self.min_query_length, self.max_query_length),
+            ("answer", answer, self.min_answer_length, self.max_answer_length),
+        ):
+            if least > 0 and len(visible(text)) < least:
+                return False, f"the {name} is too short"
+            if most is not None and len(trimmed(text)) > most:
+                return False, f"the {name} is too long"
+        # After the lengths: patterns are not searched in texts that are too long.
+        for each in self.exclude:
+            try:
+                if pattern.search(each, normal_forms(answer)):
+                    return False, f"the answer matches {each}"
+            except TimeoutError as error:
+                raise TimeoutError(
+                    f"the pattern {each} {error}. "
+                    "Rewrite nested repetitions such as (a+)+ so that there is one way to match"
+                ) from None
+        return True, ""

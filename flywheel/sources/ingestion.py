@@ -308,7 +308,7 @@ class Ingestion:
         # Another program, of another user perhaps, reads it where it was told to be.
         self._task_file = TaskFile(config.task_file, mode=PRIVATE if config.ingest.output is None else 0o666)
         self._agentjet_tasks = AgentJetTasks(config.task_file)
-        self._redact = redactor_of(config.filter.chain)
+        self._redact = redactor_of(config.filter.chain) if config.filter.chain else None
         self._shares = Shares()
         self._line_threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="lines")
         self._sources: dict[Path, SourceIngestion] = {}

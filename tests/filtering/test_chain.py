@@ -14,7 +14,7 @@ from flywheel.errors import ConfigError
 from flywheel.filtering.chain import Chain, LineFilter, Step, influence_of, load_chain
 from flywheel.filtering.influence import Burst, Influence
 from flywheel.filtering.llm_evaluate import LlmEvaluate
-from flywheel.filtering.python_function import load_function
+from flywheel.filtering.python_function import load_filter
 from flywheel.rubric import pattern
 from flywheel.states import Split
 from flywheel.task import Task
@@ -222,7 +222,7 @@ def test_every_shipped_chain_loads_with_all_its_filters_on(path: Path, tmp_path:
 
 def test_the_shipped_python_filter_drops_greetings() -> None:
     shipped = files.shipped_folder() / "filters" / "example_filter.py"
-    keep = load_function(shipped, "keep", 30)
+    keep = load_filter(shipped, "keep", 30)
     assert keep(line("Hello!")) == (False, "only a greeting")
     assert keep(line())[0]
 
