@@ -16,7 +16,7 @@ from flywheel.terminal import escape_terminal, quantity
 if TYPE_CHECKING:
     from flywheel.config import Config
     from flywheel.daemon.judge_cost import Cost
-    from flywheel.daemon.task_result import Preview
+    from flywheel.daemon.task_result import JudgingEstimate
     from flywheel.judge.budget import Budget
     from flywheel.judge.calibration import Calibration, Disagreement
     from flywheel.judge.grader import Grader
@@ -108,11 +108,11 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
     return {**calibration_json(file, rubric, judge, given, outcome, shortfall), "cost": paid.price}
 
 
-def _preview(grader: Grader, given: Labels, repeats: int) -> Preview:
+def _preview(grader: Grader, given: Labels, repeats: int) -> JudgingEstimate:
     """What judging the labels would take, as far as that is known before."""
-    from flywheel.daemon.task_result import Preview
+    from flywheel.daemon.task_result import JudgingEstimate
 
-    total = Preview()
+    total = JudgingEstimate()
     for label in given.labels:
         needed = grader.estimate(label.exchange)
         for _ in range(repeats):
@@ -165,14 +165,14 @@ async def suggest(config: Config, labels: Path, name: str) -> str:
 
 async def _unless_stopped(work: Callable[..., T | None], config: Config, attempted: str) -> T:
     """What work that asks the judge comes to; it is told when to `stop`. Raises StoppedError after a signal."""
-    from flywheel.daemon.signals import Interruption, aside
+    from flywheel.daemon.signals import StopSignals, aside
 
     stop = threading.Event()
 
     async def halt() -> None:
         stop.set()
 
-    interruption = Interruption(config.daemon.drain_seconds)
+    interruption = StopSignals(config.daemon.drain_seconds)
     outcome: T | None = None
     try:
         outcome = await interruption.during(aside(partial(work, stop=stop)), halt)

@@ -27,9 +27,9 @@ from flywheel.process_tuning import tune_malloc
 if TYPE_CHECKING:
     from flywheel.config import Config
     from flywheel.daemon.judge_cost import Cost
-    from flywheel.daemon.judging import Filtering
+    from flywheel.daemon.judging import TaskJudging
     from flywheel.daemon.rubric_diff import Compared
-    from flywheel.daemon.task_result import FilterReport, Judged
+    from flywheel.daemon.task_result import JudgingReport, TaskResult
     from flywheel.store.database import Store
     from flywheel.verdict import CriterionResult
 
@@ -144,12 +144,12 @@ async def _state(wanted: _Wanted) -> AsyncIterator[Store]:
             await store.close()
 
 
-def _filtering(store: Store, wanted: _Wanted) -> Filtering:
-    from flywheel.daemon.judging import Filtering
+def _filtering(store: Store, wanted: _Wanted) -> TaskJudging:
+    from flywheel.daemon.judging import TaskJudging
     from flywheel.judge.budget import CallsInFlight
     from flywheel.rubric.file import load_rubric
 
-    return Filtering(
+    return TaskJudging(
         store,
         wanted.config,
         rubric=load_rubric(wanted.rubric, NAME_ONE) if wanted.rubric is not None else None,
@@ -161,11 +161,11 @@ async def _filter(wanted: _Wanted) -> tuple[dict[str, Any], FlywheelError | None
     from flywheel.cli.progress_bars import TaskCounter
     from flywheel.daemon.judge_cost import CostEstimator, cost_of
     from flywheel.daemon.judge_setup import exchange_of
-    from flywheel.daemon.signals import Interruption
+    from flywheel.daemon.signals import StopSignals
     from flywheel.store import verdicts
 
     stop = threading.Event()
-    interruption = Interruption(wanted.config.daemon.drain_seconds)
+    interruption = StopSignals(wanted.config.daemon.drain_seconds)
 
     async def halt() -> None:
         stop.set()
@@ -181,7 +181,7 @@ async def _filter(wanted: _Wanted) -> tuple[dict[str, Any], FlywheelError | None
         found: dict[int, dict[str, Any]] = {}
         with TaskCounter("judging", total, quiet=wanted.quiet) as counter:
 
-            def on_judged(judged: Judged) -> None:
+            def on_judged(judged: TaskResult) -> None:
                 # Only machines are told what a call for each task would send: it takes time to know.
                 tokens = filtering.grader.estimate(exchange_of(judged.task.line)).prompt_tokens if wanted.quiet else 0
                 found[judged.task.id] = verdict_json(judged, filtering, tokens)
@@ -218,9 +218,9 @@ async def _estimate(wanted: _Wanted) -> dict[str, Any]:
 async def _compare(wanted: _Wanted, against: Path) -> tuple[dict[str, Any], FlywheelError | None]:
     from flywheel.cli.progress_bars import TaskCounter
     from flywheel.daemon.judge_cost import CostEstimator, cost_of
-    from flywheel.daemon.judging import Filtering
+    from flywheel.daemon.judging import TaskJudging
     from flywheel.daemon.rubric_diff import DiffReport, RubricDiff, changes
-    from flywheel.daemon.signals import Interruption
+    from flywheel.daemon.signals import StopSignals
     from flywheel.rubric.file import load_rubric
     from flywheel.store import claims
 
@@ -228,7 +228,7 @@ async def _compare(wanted: _Wanted, against: Path) -> tuple[dict[str, Any], Flyw
     prices = wanted.config.judge.prices
     async with _state(wanted) as store:
         new = _filtering(store, wanted)
-        old = Filtering(store, wanted.config, rubric=earlier)
+        old = TaskJudging(store, wanted.config, rubric=earlier)
         tasks, triable = await store.read(claims.count), await store.read(claims.count_triable)
         total = triable if wanted.limit is None else min(triable, wanted.limit)
         diff = RubricDiff(store, old.grader, new.grader, new.judge, new.redact)
@@ -236,7 +236,7 @@ async def _compare(wanted: _Wanted, against: Path) -> tuple[dict[str, Any], Flyw
         if not wanted.quiet and 0 < total <= FORETOLD:
             preview = await diff.preview(wanted.limit)
             _foretell(preview.tasks, preview.free, estimator.cost(preview))
-        interruption = Interruption(wanted.config.daemon.drain_seconds)
+        interruption = StopSignals(wanted.config.daemon.drain_seconds)
         try:
             with TaskCounter("comparing", total, quiet=wanted.quiet) as counter:
                 found = await interruption.during(diff.run(wanted.limit, counter.step), diff.halt)
@@ -312,7 +312,7 @@ def _print(shown: dict[str, Any], *, has_prices: bool) -> None:
         console.print("`judge.prices` in the configuration adds what it costs", style="dim")
 
 
-def verdict_json(judged: Judged, filtering: Filtering, tokens: int) -> dict[str, Any]:
+def verdict_json(judged: TaskResult, filtering: TaskJudging, tokens: int) -> dict[str, Any]:
     verdict, repeats = judged.verdict, judged.repeats
     return {
         "task_id": judged.task.key,
@@ -328,7 +328,7 @@ def verdict_json(judged: Judged, filtering: Filtering, tokens: int) -> dict[str,
     }
 
 
-def _criterion(result: CriterionResult, filtering: Filtering) -> dict[str, Any]:
+def _criterion(result: CriterionResult, filtering: TaskJudging) -> dict[str, Any]:
     return {
         "criterion": result.criterion,
         "by_judge": result.criterion in filtering.grader.hashes,
@@ -340,7 +340,7 @@ def _criterion(result: CriterionResult, filtering: Filtering) -> dict[str, Any]:
 
 
 def report_json(
-    report: FilterReport, due: int, verdicts: list[dict[str, Any]], dry_run: bool, cost: dict[str, Any] | None
+    report: JudgingReport, due: int, verdicts: list[dict[str, Any]], dry_run: bool, cost: dict[str, Any] | None
 ) -> dict[str, Any]:
     """`due` tasks were there to be judged before the first of them was."""
     return {
@@ -366,7 +366,7 @@ def report_json(
     }
 
 
-def flip_json(compared: Compared, old: Filtering, new: Filtering) -> dict[str, Any]:
+def flip_json(compared: Compared, old: TaskJudging, new: TaskJudging) -> dict[str, Any]:
     from flywheel.cli.verdict_table import excerpt
     from flywheel.daemon.rubric_diff import contributions
 

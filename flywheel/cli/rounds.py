@@ -94,7 +94,7 @@ async def _round(config: Config, force: bool, *, quiet: bool) -> dict[str, Any]:
     from flywheel.daemon.judge_setup import rubric_of
     from flywheel.daemon.lock import InstanceLock
     from flywheel.daemon.rounds import Rounds
-    from flywheel.daemon.signals import Interruption
+    from flywheel.daemon.signals import StopSignals
     from flywheel.daemon.status import snapshot
     from flywheel.store.database import Store
 
@@ -103,7 +103,7 @@ async def _round(config: Config, force: bool, *, quiet: bool) -> dict[str, Any]:
         store = await Store.open(config.state_dir)
         try:
             rounds = Rounds(store, config, rubric, Deployer(store, config))
-            interruption = Interruption(config.daemon.drain_seconds)
+            interruption = StopSignals(config.daemon.drain_seconds)
             name = await interruption.during(_train(rounds, store, config, force, quiet=quiet), rounds.stop)
             if interruption.by is not None:
                 raise interruption.error("finish the round", await store.read(left_of_round))
@@ -148,9 +148,9 @@ async def _debug(config: Config, *, quiet: bool) -> dict[str, Any]:
     from flywheel.cli import progress_bars
     from flywheel.daemon.judge_setup import rubric_of
     from flywheel.daemon.planner import debug_spec
-    from flywheel.daemon.round_account import left
-    from flywheel.daemon.round_watch import RoundWatch
-    from flywheel.daemon.signals import Interruption
+    from flywheel.daemon.round_usage import left
+    from flywheel.daemon.rounds import WorkerWatch
+    from flywheel.daemon.signals import StopSignals
     from flywheel.daemon.status import metrics_of
     from flywheel.daemon.worker_process import WorkerProcess, result_of
     from flywheel.judge.budget import Budget
@@ -172,7 +172,7 @@ async def _debug(config: Config, *, quiet: bool) -> dict[str, Any]:
         if lent is not None:
             lent.write(directory)
 
-    interruption = Interruption(config.daemon.drain_seconds)
+    interruption = StopSignals(config.daemon.drain_seconds)
     workers: list[WorkerProcess] = []
 
     async def work() -> int | None:
@@ -180,7 +180,7 @@ async def _debug(config: Config, *, quiet: bool) -> dict[str, Any]:
         workers.append(await WorkerProcess.start(directory, spec, begin_account))
         if interruption.by is not None:
             await stop()
-        return await RoundWatch("debug", workers[0]).follow(math.inf)
+        return await WorkerWatch("debug", workers[0]).follow(math.inf)
 
     async def stop() -> None:
         for worker in workers:
@@ -311,11 +311,11 @@ async def _rollback(config: Config, to: str | None, attempted: str) -> dict[str,
 
 async def _undisturbed(swap: Coroutine[Any, Any, T], attempted: str) -> T:
     """What `swap` returns. A signal has it taken back, which no second one breaks off. Raises StoppedError."""
-    from flywheel.daemon.signals import Interruption
+    from flywheel.daemon.signals import StopSignals
 
     async def nothing_more() -> None: ...
 
-    interruption = Interruption(drain_seconds=0)
+    interruption = StopSignals(drain_seconds=0)
     result = await interruption.during(swap, nothing_more)
     if result is None:
         raise interruption.error(attempted, "What served before still does; `flywheel status` shows it.")

@@ -43,7 +43,7 @@ async def _run(config: Config, once: bool, max_rounds: int | None) -> bool:
     from flywheel.cli.rounds import left_of_round
     from flywheel.daemon.lock import InstanceLock
     from flywheel.daemon.service import Service
-    from flywheel.daemon.signals import Interruption
+    from flywheel.daemon.signals import StopSignals
     from flywheel.store.database import Store
 
     with InstanceLock(config.state_dir):
@@ -51,7 +51,7 @@ async def _run(config: Config, once: bool, max_rounds: int | None) -> bool:
         try:
             service = Service(config, store)
             if once:
-                interruption = Interruption(config.daemon.drain_seconds)
+                interruption = StopSignals(config.daemon.drain_seconds)
                 error = await interruption.during(service.once(max_rounds), service.halt)
                 if interruption.by is not None:
                     raise interruption.error("do all that is due", await store.read(left_of_round))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from flywheel.config import JudgePrices
-from flywheel.daemon.task_result import Preview
+from flywheel.daemon.task_result import JudgingEstimate
 from flywheel.store import verdicts
 from flywheel.store.database import Store
 from flywheel.store.verdicts import Usage
@@ -59,7 +59,7 @@ class CostEstimator:
     async def of(cls, store: Store, judge_hash: str, prices: JudgePrices | None) -> CostEstimator:
         return cls(await store.read(verdicts.usage_of_judge, judge_hash), prices)
 
-    def cost(self, preview: Preview) -> Cost:
+    def cost(self, preview: JudgingEstimate) -> Cost:
         """Corrects the preview's tokens by how far earlier estimates were off."""
         used = self.used
         sent: float = preview.prompt_tokens

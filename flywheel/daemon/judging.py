@@ -11,17 +11,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from threading import Event
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection
 
 from flywheel.config import Config
-from flywheel.daemon.claim import Taking
 from flywheel.daemon.judge_setup import chain_of, exchange_of, judge_settings, rubric_of
-from flywheel.daemon.linked_event import LinkedEvent
 from flywheel.daemon.pre_filter import Ask, FilterResult, PreFilter, without_embeddings
-from flywheel.daemon.signals import aside
-from flywheel.daemon.task_result import FilterReport, Judged, Preview
+from flywheel.daemon.signals import LinkedEvent, aside
+from flywheel.daemon.task_result import JudgingEstimate, JudgingReport, TaskResult
 from flywheel.errors import FilterError, FlywheelError, JudgeError
 from flywheel.judge.budget import Budget, CallsInFlight
 from flywheel.judge.grader import CallEstimate, Grader
@@ -63,14 +62,14 @@ class _Run:
     """One call of `Filtering.run`: what its threads and the event loop share."""
 
     stop: LinkedEvent
-    taking: Taking
-    on_judged: Callable[[Judged], None] | None
-    report: FilterReport = field(default_factory=FilterReport)
+    taking: ClaimQueue
+    on_judged: Callable[[TaskResult], None] | None
+    report: JudgingReport = field(default_factory=JudgingReport)
     freed: int = 0
     has_ended: bool = False
 
 
-class Filtering:
+class TaskJudging:
     """Judges what is due. Raises ConfigError at once for a wrong rubric, chain or judge.
 
     `rubric` replaces the rubric of the configuration and the chain; `calls` counts each call before it is sent. The
@@ -102,9 +101,9 @@ class Filtering:
         *,
         limit: int | None = None,
         stop: threading.Event | None = None,
-        on_judged: Callable[[Judged], None] | None = None,
+        on_judged: Callable[[TaskResult], None] | None = None,
         rejudge: bool = False,
-    ) -> FilterReport:
+    ) -> JudgingReport:
         """Judge due tasks, at most `limit`, until none is left or `stop` is set. Nothing is left in `judging`.
 
         With `rejudge`, accepted and rejected tasks follow that another rubric or judge decided; each stays where it
@@ -149,7 +148,7 @@ class Filtering:
             total += await self._store.read(claims.count_decided, self.rubric.hash, self.grader.judge_hash)
         return total if limit is None else min(total, limit)
 
-    async def preview(self, *, limit: int | None = None, rejudge: bool = False) -> Preview:
+    async def preview(self, *, limit: int | None = None, rejudge: bool = False) -> JudgingEstimate:
         """What `run` would take, without a call to anybody. Tasks are taken as `run` does, and that is undone.
 
         Embeddings would have to be asked for: what a chain stops by them is counted as if it went on.
@@ -164,11 +163,11 @@ class Filtering:
             await looking
             raise
 
-    def _preview(self, conn: Connection, stop: threading.Event, limit: int | None, rejudge: bool) -> Preview:
+    def _preview(self, conn: Connection, stop: threading.Event, limit: int | None, rejudge: bool) -> JudgingEstimate:
         def ask(function: Callable[..., T], *args: Any) -> T:
             return function(conn, *args)
 
-        total = Preview()
+        total = JudgingEstimate()
         pre_filter = PreFilter(without_embeddings(self._chain), ask) if self._chain else None
         taking = self._taking(ask, stop, limit)
         suspects = iter(lambda: next(taking.suspect(), []), [])
@@ -180,7 +179,7 @@ class Filtering:
                 total.add(needed)
         return total
 
-    async def _settle(self, run: _Run, done: list[Judged]) -> None:
+    async def _settle(self, run: _Run, done: list[TaskResult]) -> None:
         """Store task results and report them."""
         if run.has_ended:
             raise JudgeError("store verdicts", "judging was stopped", "The tasks are judged again.")
@@ -202,7 +201,7 @@ class Filtering:
             if run.on_judged is not None:
                 run.on_judged(item)
 
-    def _store_all(self, conn: Any, done: list[Judged]) -> tuple[int, int]:
+    def _store_all(self, conn: Any, done: list[TaskResult]) -> tuple[int, int]:
         """How many are decided the other way now, and how many others are due again."""
         changed = 0
         retry = self._config.judge.retry_undecided_seconds
@@ -234,7 +233,7 @@ class Filtering:
         A `suspect`, which was in work when a process ended, is judged alone.
         """
 
-        def settle(done: list[Judged]) -> None:
+        def settle(done: list[TaskResult]) -> None:
             assert self._loop is not None
             if done:
                 asyncio.run_coroutine_threadsafe(self._settle(run, done), self._loop).result()
@@ -259,7 +258,7 @@ class Filtering:
             )
             with closing(judged):
                 for batch in judged:
-                    settle([self._behind_the_judge(Judged(*each, self.rubric.hash)) for each in batch])
+                    settle([self._behind_the_judge(TaskResult(*each, self.rubric.hash)) for each in batch])
         except FlywheelError as error:
             self._failed = True
             # A stop also ends waits of the pre-filter, with FilterError.
@@ -271,11 +270,11 @@ class Filtering:
             )
         return None
 
-    def _taking(self, ask: Ask, stop: threading.Event, limit: int | None) -> Taking:
-        return Taking(ask, self.rubric.hash, self.grader.judge_hash, stop, 4 * self.judge.max_thread, limit)
+    def _taking(self, ask: Ask, stop: threading.Event, limit: int | None) -> ClaimQueue:
+        return ClaimQueue(ask, self.rubric.hash, self.grader.judge_hash, stop, 4 * self.judge.max_thread, limit)
 
     def _to_grade(
-        self, batches: Iterator[list[Claimed]], settle: Callable[[list[Judged]], None]
+        self, batches: Iterator[list[Claimed]], settle: Callable[[list[TaskResult]], None]
     ) -> Iterator[tuple[Claimed, Exchange]]:
         """Tasks that need a call. Those of a batch that stored verdicts or the chain decide are settled first."""
         for batch in batches:
@@ -294,11 +293,11 @@ class Filtering:
                     rest.append((task, exchange))
                 else:
                     reused = verdict is task.stored or bool(verdict.judgements)
-                    decided.append(self._behind_the_judge(Judged(task, verdict, self.rubric.hash, reused=reused)))
+                    decided.append(self._behind_the_judge(TaskResult(task, verdict, self.rubric.hash, reused=reused)))
             settle(decided)
             yield from rest
 
-    def _behind_the_judge(self, judged: Judged) -> Judged:
+    def _behind_the_judge(self, judged: TaskResult) -> TaskResult:
         """What the judge accepted can still be stopped by the filters that a chain keeps behind it."""
         verdict = judged.verdict
         if verdict is not None and verdict.broken and judged.task.was is TaskState.JUDGING:
@@ -311,19 +310,65 @@ class Filtering:
         result = self._pre_filter.after(judged.task)
         return judged if result.passed else replace(self._stopped(result), paid=verdict, reused=judged.reused)
 
-    def _stopped(self, result: FilterResult) -> Judged:
+    def _stopped(self, result: FilterResult) -> TaskResult:
         assert self._chain is not None
         if result.error or result.held:
-            return Judged(result.task, None, "", error=result.error, held=result.held)
+            return TaskResult(result.task, None, "", error=result.error, held=result.held)
         verdict = Verdict(Outcome.REJECTED, 0.0, reason=result.reason)
-        return Judged(result.task, verdict, f"{verdicts.CHAIN}{self._chain.hash}", repeats=result.repeats)
+        return TaskResult(result.task, verdict, f"{verdicts.CHAIN}{self._chain.hash}", repeats=result.repeats)
 
     def _ask(self, function: Callable[..., T], *args: Any) -> T:
         """One transaction of the store, from the judging thread."""
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(self._store.write(function, *args), self._loop).result()
 
-    def _tell_reason(self, item: Judged) -> None:
+    def _tell_reason(self, item: TaskResult) -> None:
         if self._chain and self._chain.judge and self._chain.judge.print_reason and item.verdict is not None:
             verdict = item.verdict
             log.info("%s %s: %s", item.task.key, verdict.outcome.value, verdict.reason or verdict.error)
+
+
+@dataclass(slots=True)
+class ClaimQueue:
+    """The tasks that one run takes, at most `limit`, `most` at once; `claimed` are those that it still has."""
+
+    ask: Ask
+    rubric_hash: str
+    judge_hash: str
+    stop: Event
+    most: int
+    limit: int | None = None
+    claimed: dict[int, Claimed] = field(default_factory=dict)
+    taken: int = 0
+
+    def batches(self, *, rejudge: bool, first: int | None = None) -> Iterator[list[Claimed]]:
+        """Due tasks, which are claimed, then those that are to be judged again; the `first` batch has so many."""
+        size = self.most if first is None else first
+        after: int | None = None
+        while (room := self._room(size)) > 0 and not self.stop.is_set():
+            size = min(2 * size, self.most)
+            if after is None:
+                found = self.ask(claims.claim, room, self.rubric_hash, self.judge_hash)
+                self.claimed.update({task.id: task for task in found})
+            else:
+                found = self.ask(claims.decided, room, after, self.rubric_hash, self.judge_hash)
+            if found:
+                after = None if after is None else found[-1].id
+                self.taken += len(found)
+                yield found
+            elif rejudge and after is None:
+                after = 0
+            else:
+                return
+
+    def suspect(self) -> Iterator[list[Claimed]]:
+        """One due task that was in work when a process ended, which is claimed, if there is one."""
+        if self._room(1) > 0 and not self.stop.is_set():
+            found = self.ask(claims.claim_suspect, self.rubric_hash, self.judge_hash)
+            self.claimed.update({task.id: task for task in found})
+            self.taken += len(found)
+            if found:
+                yield found
+
+    def _room(self, size: int) -> int:
+        return size if self.limit is None else min(size, self.limit - self.taken)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -14,19 +16,19 @@ import orjson
 from sqlalchemy import Connection, Row
 
 from flywheel.config import Config
-from flywheel.daemon.base_model import missing
+from flywheel.daemon.gate_power import next_test
 from flywheel.daemon.judge_setup import chain_of, judge_settings
-from flywheel.daemon.next_test import next_test
-from flywheel.daemon.patience import patience
 from flywheel.daemon.supply import Supplies, most_samples
 from flywheel.errors import TrainError
 from flywheel.exclusion import Exclusion
 from flywheel.filtering.chain import redactor_of
+from flywheel.model_parsers import folder_of
 from flywheel.round import RoundSpec, RoundTask
 from flywheel.rubric import FIT_FOR_ROLLOUTS, Rubric
 from flywheel.states import RoundState, Split
 from flywheel.store import deployments, gate_tests, rounds, samples
 from flywheel.task import conversation_key
+from flywheel.terminal import quantity
 
 MOST_DOUBLINGS: Final = 4
 """How often the wait after a failed round is doubled, at most, when more of them fail in a row."""
@@ -59,7 +61,7 @@ def due(conn: Connection, config: Config, supplies: Supplies | None = None, *, w
         return Due(False, f"{free} of {needed} samples are free")
     if wait := patience(conn, config, needed).wait:
         return Due(False, wait)
-    if why := missing(config.model.base) or _other_base(conn, config):
+    if why := missing_base_model(config.model.base) or _other_base(conn, config):
         return Due(False, why)
     supply = (supplies or Supplies(config)).now(conn)
     if supply.usable < min(needed, most_samples(config)):
@@ -99,7 +101,7 @@ def _other_base(conn: Connection, config: Config) -> str:
 
 
 def _check_base(conn: Connection, config: Config, attempted: str) -> None:
-    if absent := missing(config.model.base):
+    if absent := missing_base_model(config.model.base):
         raise TrainError(attempted, absent, "Set model.base to a model's directory, or to its name on the hub.")
     if other := _other_base(conn, config):
         raise TrainError(
@@ -242,3 +244,49 @@ def _tokens_sent(metadata: dict[str, Any], config: Config) -> int:
 
 def config_hash(config: Config) -> str:
     return hashlib.sha256(config.model_dump_json().encode()).hexdigest()
+
+
+_OFF: Final = ("", "0", "false", "off", "no")
+_NAME: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def missing_base_model(base: str) -> str:
+    """Why no process here can load a base model; empty when its files are here, or the hub may have them."""
+    path = Path(base)
+    if path.is_absolute() or path.is_dir():
+        if not path.is_dir():
+            return f"there is no directory {base}"
+        return "" if (path / "config.json").is_file() else f"{base} has no config.json"
+    if not _NAME.fullmatch(base):
+        return f"there is no directory {base}, and it is no name on the hub"
+    if _is_offline() and folder_of(base) is None:
+        return f"{base} is not on this machine, and HF_HUB_OFFLINE says not to load it"
+    return ""
+
+
+def _is_offline() -> bool:
+    variables = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    return any(os.environ.get(variable, "").lower() not in _OFF for variable in variables)
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """`rounds` ended without a promotion since the last one that was promoted; `new` samples were in none of them."""
+
+    rounds: int
+    new: int
+    needed: int
+
+    @property
+    def wait(self) -> str:
+        """What the trigger waits for; empty when it does not."""
+        if self.new >= self.needed:
+            return ""
+        ended = quantity(self.rounds, "round")
+        return f"{self.new:,} of {self.needed:,} new samples are free, after {ended} without promotion"
+
+
+def patience(conn: Connection, config: Config, needed: int) -> Patience:
+    """As many new samples for each such round as would start one otherwise: longer each time."""
+    ended = rounds.without_promotion(conn)
+    return Patience(ended, samples.count_new(conn, config.training.takes) if ended else 0, ended * needed)

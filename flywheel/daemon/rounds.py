@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from sqlalchemy import Connection, Row
 
@@ -21,8 +22,7 @@ from flywheel.daemon import planner
 from flywheel.daemon.configured_source import apply_model_rules
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.judge_setup import chain_of, judge_settings
-from flywheel.daemon.round_account import RoundAccount, left
-from flywheel.daemon.round_watch import RoundWatch
+from flywheel.daemon.round_usage import RoundUsage, left
 from flywheel.daemon.supply import Supplies
 from flywheel.daemon.worker_process import WorkerProcess, result_of
 from flywheel.errors import ServeError, TrainError
@@ -31,6 +31,7 @@ from flywheel.files import tree_sha256
 from flywheel.judge.budget import Budget
 from flywheel.judge.grader import Grader
 from flywheel.round import RoundResult
+from flywheel.round_progress import RoundProgress, progress_of
 from flywheel.rubric import Rubric
 from flywheel.serving.condition import Condition
 from flywheel.states import RoundState
@@ -149,7 +150,7 @@ class Rounds:
             if worker is not None and self._stopping.is_set():
                 await worker.stop()
             elif worker is not None:
-                watch = RoundWatch(row.name, worker, account)
+                watch = WorkerWatch(row.name, worker, account)
                 code = await watch.follow(self._config.daemon.round_timeout_seconds)
             if self._stopping.is_set():
                 await self._store.write(_put_back, row.id)
@@ -174,8 +175,8 @@ class Rounds:
             self._worker = None
         await self._store.write(_trained, row.id, result)
 
-    def _account(self, row: Row[Any]) -> RoundAccount:
-        return RoundAccount(self._store, self._budget, self._config.judge.budget, row.id, Path(row.dir))
+    def _account(self, row: Row[Any]) -> RoundUsage:
+        return RoundUsage(self._store, self._budget, self._config.judge.budget, row.id, Path(row.dir))
 
     async def _retry(self, row: Row[Any], state: RoundState, why: str) -> None:
         if row.attempt >= self._config.daemon.round_attempts:
@@ -269,3 +270,58 @@ def _put_back(conn: Connection, round_id: int) -> None:
     why = "it was stopped"
     move(conn, round_id, RoundState.TRAINING, RoundState.ABANDONED, why, pid=None)
     move(conn, round_id, RoundState.ABANDONED, RoundState.PLANNED, why)
+
+
+WATCH_SECONDS = 1.0
+"""How often a running round is looked at."""
+LOG_SECONDS: Final = 60.0
+"""How often steps and rollouts are worth a line. A new phase, a pause and its end always are."""
+
+
+class WorkerWatch:
+    """Follows one worker. `name` is how the log calls its round; its calls of the judge are booked on `account`."""
+
+    def __init__(self, name: str, worker: WorkerProcess, account: RoundUsage | None = None) -> None:
+        self._name, self._worker, self._account = name, worker, account
+        self._told: RoundProgress | None = None
+        self._told_at = float("-inf")
+        self._looked_at = time.monotonic()
+        self._worked_seconds = 0.0
+
+    async def follow(self, most_seconds: float) -> int | None:
+        """Until the worker has ended: its exit code, see `WorkerProcess.wait`.
+
+        Raises TimeoutError when it has worked for longer (pauses do not count), and TrainError when it waits for
+        tokens that this run does not have.
+        """
+        waiting = asyncio.create_task(self._worker.wait())
+        try:
+            while not waiting.done():
+                await asyncio.wait((waiting,), timeout=WATCH_SECONDS)
+                progress = await self.look()
+                if self._account is not None:
+                    await self._account.settle()
+                    if progress is not None and progress.paused and (why := self._account.used_up):
+                        raise TrainError(f"finish {self._name}", why, "Raise it; the samples are free again.")
+                if self._worked_seconds > most_seconds and not waiting.done():
+                    raise TimeoutError
+            return await waiting
+        finally:
+            waiting.cancel()
+
+    async def look(self) -> RoundProgress | None:
+        """What there is; it is logged if it is news."""
+        now = time.monotonic()
+        between, self._looked_at = now - self._looked_at, now
+        progress = await asyncio.to_thread(progress_of, self._worker.dir)
+        if progress is None or not progress.paused:
+            self._worked_seconds += between
+        if progress is None:
+            return None
+        before = self._told
+        turned = before is None or (before.phase, before.paused) != (progress.phase, progress.paused)
+        moved = before is None or (before.step, before.rollouts) != (progress.step, progress.rollouts)
+        if turned or (moved and now - self._told_at >= LOG_SECONDS):
+            log.info("%s: %s", self._name, progress.summary)
+            self._told, self._told_at = progress, now
+        return progress

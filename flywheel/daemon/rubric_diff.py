@@ -16,7 +16,7 @@ from typing import Final
 from flywheel.config import JudgeSettings
 from flywheel.daemon.judge_setup import exchange_of
 from flywheel.daemon.signals import aside
-from flywheel.daemon.task_result import Preview
+from flywheel.daemon.task_result import JudgingEstimate
 from flywheel.errors import FlywheelError, JudgeError
 from flywheel.filtering.pii import Redactor
 from flywheel.judge.budget import Budget
@@ -63,8 +63,8 @@ class DiffReport:
     """All compared tasks, and what judging them by the new rubric would take, with stored results and without."""
 
     compared: list[Compared] = field(default_factory=list)
-    again: Preview = field(default_factory=Preview)
-    from_nothing: Preview = field(default_factory=Preview)
+    again: JudgingEstimate = field(default_factory=JudgingEstimate)
+    from_nothing: JudgingEstimate = field(default_factory=JudgingEstimate)
     error: FlywheelError | None = None
 
 
@@ -91,9 +91,9 @@ class RubricDiff:
         self._settings = settings
         self._stop = threading.Event()
 
-    async def preview(self, limit: int | None) -> Preview:
+    async def preview(self, limit: int | None) -> JudgingEstimate:
         """What `run` would take, without a call."""
-        total = Preview()
+        total = JudgingEstimate()
         async for pair in self._pairs(limit):
             total.add(*await asyncio.to_thread(self._estimate, pair))
         return total

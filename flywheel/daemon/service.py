@@ -18,7 +18,7 @@ from apscheduler.triggers.cron import CronTrigger
 
 from flywheel.config import Config
 from flywheel.daemon.deployer import Deployer
-from flywheel.daemon.judging import Filtering, recover
+from flywheel.daemon.judging import TaskJudging, recover
 from flywheel.daemon.retention import Retention
 from flywheel.daemon.rounds import Rounds
 from flywheel.daemon.source_supervisor import SourceSupervisor
@@ -50,7 +50,7 @@ class Service:
         self._config = config
         self._store = store
         self._ingestion = Ingestion(store, config)
-        self._filtering = Filtering(store, config, calls=CallsInFlight(config.state_dir))
+        self._filtering = TaskJudging(store, config, calls=CallsInFlight(config.state_dir))
         self._deployer = Deployer(store, config)
         self._rounds = Rounds(store, config, self._filtering.rubric, self._deployer, self._filtering.budget)
         self._window = False

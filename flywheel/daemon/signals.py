@@ -9,6 +9,7 @@ import asyncio
 import logging
 import signal
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Final, TypeVar
@@ -53,7 +54,7 @@ async def aside(work: Callable[[], T]) -> T:
     return await outcome
 
 
-class Interruption:
+class StopSignals:
     """Listens for SIGINT and SIGTERM while something is done. `by` is the signal that came, if one did."""
 
     def __init__(self, drain_seconds: float) -> None:
@@ -109,3 +110,25 @@ class Interruption:
         await stopping
         task.cancel()
         await asyncio.wait((task,))
+
+
+LOOK_SECONDS = 0.1
+"""How soon a wait notices the other event."""
+
+
+class LinkedEvent(threading.Event):
+    """Set by this run for itself, or by the caller for all runs: the caller's event is only looked at."""
+
+    def __init__(self, outer: threading.Event | None) -> None:
+        super().__init__()
+        self._outer = outer
+
+    def is_set(self) -> bool:
+        return super().is_set() or (self._outer is not None and self._outer.is_set())
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """As `threading.Event.wait`; the caller's event ends it too, within LOOK_SECONDS."""
+        until = float("inf") if timeout is None else time.monotonic() + timeout
+        while not self.is_set() and (left := until - time.monotonic()) > 0:
+            super().wait(min(left, LOOK_SECONDS))
+        return self.is_set()

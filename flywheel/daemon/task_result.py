@@ -12,7 +12,7 @@ from flywheel.verdict import Verdict
 
 
 @dataclass(slots=True)
-class FilterReport:
+class JudgingReport:
     """What one run did. `reused` verdicts were paid for before; `dead` tasks broke a filter or the grading, `held`
     ones wait for a person; `changed` ones had been decided the other way."""
 
@@ -45,7 +45,7 @@ class FilterReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class TaskResult:
     """One task with its verdict, for whoever watches. Without one, it is `held`, or `error` says what broke on it.
 
     `repeats` is the task that it was rejected for repeating; `paid` the judge's verdict, when a filter behind the
@@ -63,7 +63,7 @@ class Judged:
 
 
 @dataclass(slots=True)
-class Preview:
+class JudgingEstimate:
     """What judging would take: of `tasks`, so many `free` ones need no call. Close scores can take `more`."""
 
     tasks: int = 0

@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import select
 
 from flywheel.config import Config
-from flywheel.daemon.judging import Filtering, FilterReport, Judged
+from flywheel.daemon.judging import JudgingReport, TaskJudging, TaskResult
 from flywheel.states import Split
 from flywheel.store import ledger, schema
 from flywheel.store.database import Store
@@ -29,9 +29,9 @@ async def tell(store: Store, *replies: Reply) -> None:
     await store.write(ledger.record_batch, source, batch(*replies), train_ratio=0.7, split_seed=42)
 
 
-async def run(store: Store, config: Config, **values: Any) -> tuple[FilterReport, dict[str, Judged]]:
-    seen: dict[str, Judged] = {}
-    report = await Filtering(store, config, **values).run(
+async def run(store: Store, config: Config, **values: Any) -> tuple[JudgingReport, dict[str, TaskResult]]:
+    seen: dict[str, TaskResult] = {}
+    report = await TaskJudging(store, config, **values).run(
         on_judged=lambda judged: seen.update({judged.task.line["metadata"]["span_id"]: judged})
     )
     return report, seen

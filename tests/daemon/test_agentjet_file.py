@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flywheel.config import Config, parse
-from flywheel.daemon.judging import Filtering
+from flywheel.daemon.judging import TaskJudging
 from flywheel.diagnostics.audit import deep_audit
 from flywheel.judge.prompt import parse_sections
 from flywheel.sources.ingestion import Ingestion
@@ -82,7 +82,7 @@ async def test_nothing_in_it_is_judged_or_written_again(tmp_path: Path) -> None:
         again = await ingested(settings)
         assert (again["tasks"], again["new"], again["skipped"]) == (report["tasks"], 0, report["skipped"])
         store = await Store.open(settings.state_dir)
-        judged = await Filtering(store, settings).run()
+        judged = await TaskJudging(store, settings).run()
         assert judged.judged == len(expected)
         assert 10 < judge.calls <= len(expected)
         shown = [parse_sections(request["messages"][-1]["content"]) for request in judge.requests]

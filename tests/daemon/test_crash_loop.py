@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from flywheel.daemon.judging import Filtering
+from flywheel.daemon.judging import TaskJudging
 from flywheel.states import TaskState
 from flywheel.store import claims, dead_letters
 from flywheel.store.database import Store
@@ -128,7 +128,7 @@ async def test_what_was_in_work_is_judged_one_by_one_after_a_crash(
     assert await store.write(claims.recover) == (4, [])
     judge.delay_seconds = 0.05
     alone: list[int] = []
-    filtering = Filtering(store, make())
+    filtering = TaskJudging(store, make())
     report = await filtering.run(on_judged=lambda item: alone.append(judge.most_in_flight))
     assert (report.judged, judge.calls) == (6, 6)
     assert alone[:4] == [1, 1, 1, 1]
@@ -156,7 +156,7 @@ async def test_an_estimate_counts_what_was_in_work(make: Make, store: Store) -> 
     await tell(store, *questions(*(f"What is {n} + 1?" for n in range(5))))
     await store.write(claims.claim, 3, "r", "j")
     await store.write(claims.recover)
-    filtering = Filtering(store, make())
+    filtering = TaskJudging(store, make())
     assert (await filtering.preview()).calls == 5
     assert (await filtering.preview(limit=2)).calls == 2
     assert await states(store) == [TaskState.PENDING.value] * 5

@@ -13,9 +13,9 @@ import yaml
 from sqlalchemy import Connection, func, select
 
 from flywheel.daemon import planner
-from flywheel.daemon.judging import Filtering
+from flywheel.daemon.judging import TaskJudging
 from flywheel.daemon.rubric_diff import RubricDiff
-from flywheel.daemon.task_result import FilterReport, Judged, Preview
+from flywheel.daemon.task_result import JudgingEstimate, JudgingReport, TaskResult
 from flywheel.judge.grader import CallEstimate
 from flywheel.rubric.criterion import KINDS
 from flywheel.rubric.file import load_rubric
@@ -66,7 +66,7 @@ ANSWERS = (
 Told = dict[str, tuple[str, ...]]
 
 
-def told(seen: Sequence[Judged]) -> Told:
+def told(seen: Sequence[TaskResult]) -> Told:
     """What became of each task, by its key: of one that was due again in the same run, what came last."""
     return {
         each.task.key: (
@@ -79,16 +79,18 @@ def told(seen: Sequence[Judged]) -> Told:
     }
 
 
-async def tried(store: Store, config: Any, *, foretell: bool, **how: Any) -> tuple[Preview, FilterReport, Told]:
-    seen: list[Judged] = []
-    filtering = Filtering(store, config)
-    preview = await filtering.preview(**how) if foretell else Preview()
+async def tried(
+    store: Store, config: Any, *, foretell: bool, **how: Any
+) -> tuple[JudgingEstimate, JudgingReport, Told]:
+    seen: list[TaskResult] = []
+    filtering = TaskJudging(store, config)
+    preview = await filtering.preview(**how) if foretell else JudgingEstimate()
     report = await filtering.run(on_judged=seen.append, **how)
     return preview, report, told(seen)
 
 
-def counts(report: FilterReport) -> dict[str, Any]:
-    return {name: getattr(report, name) for name in FilterReport.__slots__ if name != "error"}
+def counts(report: JudgingReport) -> dict[str, Any]:
+    return {name: getattr(report, name) for name in JudgingReport.__slots__ if name != "error"}
 
 
 @pytest.mark.parametrize("is_embedded", [False, True])
@@ -159,13 +161,13 @@ async def test_a_rubric_diff_flips_what_judging_again_changes(
     before = await keyed(store)
     copied = await Store.copy(tmp_path / "state")
     try:
-        new = Filtering(copied, config)
-        earlier = Filtering(copied, config, rubric=load_rubric(tmp_path / "old.yaml"))
+        new = TaskJudging(copied, config)
+        earlier = TaskJudging(copied, config, rubric=load_rubric(tmp_path / "old.yaml"))
         diff = await RubricDiff(copied, earlier.grader, new.grader, new.judge, new.redact).run(None)
     finally:
         await copied.close()
     calls = judge.calls
-    report = await Filtering(store, config).run(rejudge=True)
+    report = await TaskJudging(store, config).run(rejudge=True)
     after = await keyed(store)
     flips = {each.task.key: each.new.outcome.value for each in diff.compared if each.flips}
     assert flips == {key: after[key] for key in after if after[key] != before[key]}
@@ -190,12 +192,12 @@ async def test_no_judge_sees_what_a_chain_takes_out_also_where_it_came_later(
     judge.requests.clear()
     copied = await Store.copy(tmp_path / "state")
     try:
-        new = Filtering(copied, config)
-        grader = Filtering(copied, config, rubric=old).grader
+        new = TaskJudging(copied, config)
+        grader = TaskJudging(copied, config, rubric=old).grader
         await RubricDiff(copied, grader, new.grader, new.judge, new.redact).run(None)
     finally:
         await copied.close()
-    await Filtering(store, config).run(rejudge=True)
+    await TaskJudging(store, config).run(rejudge=True)
     assert judge.calls == 4
     assert "bob@example.com" not in str(judge.requests)
     assert "[EMAIL_1]" in str(judge.requests)
@@ -234,7 +236,7 @@ async def test_an_estimate_that_is_cancelled_ends_with_the_tasks_that_it_has_tak
     store: Store, make: Make, judge: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await tell(store, *questions(*(f"{name}?" for name in "abcdefghijkl")))
-    filtering = Filtering(store, make(judge={"base_url": judge.base_url, "model": "j", "max_thread": 1}))
+    filtering = TaskJudging(store, make(judge={"base_url": judge.base_url, "model": "j", "max_thread": 1}))
     begun, go_on = threading.Event(), threading.Event()
     seen: list[Any] = []
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from sqlalchemy import func, select
 
-from flywheel.daemon.judging import Filtering
-from flywheel.daemon.task_result import Judged
+from flywheel.daemon.judging import TaskJudging
+from flywheel.daemon.task_result import TaskResult
 from flywheel.store import schema
 from flywheel.store.balance import balance
 from flywheel.store.database import Store
@@ -101,7 +101,7 @@ async def test_an_outage_of_hours_does_not_fill_the_history(
 ) -> None:
     embeddings.status = 503
     await tell(store, *questions(*(f"{name} one" for name in "abcdefghij")))
-    filtering = Filtering(store, make(by_model(embeddings)))
+    filtering = TaskJudging(store, make(by_model(embeddings)))
     count = select(func.count()).select_from(schema.events)
 
     async def grown() -> int:
@@ -131,7 +131,7 @@ async def test_what_repeats_a_task_that_is_rejected_meanwhile_is_due_again(
             settled.wait(60)
         return by_words(text)
 
-    def on_judged(judged: Judged) -> None:
+    def on_judged(judged: TaskResult) -> None:
         if judged.task.line["answer"] == "WRONG":
             settled.set()
 
@@ -142,7 +142,7 @@ async def test_what_repeats_a_task_that_is_rejected_meanwhile_is_due_again(
     config = make(
         by_model(embeddings), judge={"base_url": judge.base_url, "model": "j", "max_attempts": 1, "max_thread": 2}
     )
-    await Filtering(store, config).run(on_judged=on_judged)
+    await TaskJudging(store, config).run(on_judged=on_judged)
     assert await states(store) == ["rejected", *["accepted"] * 9]
 
 
@@ -157,7 +157,7 @@ async def test_a_stop_does_not_wait_for_the_embedding_model(
 
     embeddings.embed, embeddings.status, embeddings.retry_after = embed, 429, "50"
     await tell(store, *questions("alpha"))
-    report = await Filtering(store, make(by_model(embeddings, max_attempts=3))).run(stop=stop)
+    report = await TaskJudging(store, make(by_model(embeddings, max_attempts=3))).run(stop=stop)
     assert report.judged == 0
     assert await states(store) == ["pending"]
     assert len(embeddings.requests) == 1

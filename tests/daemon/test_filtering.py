@@ -15,7 +15,7 @@ from sqlalchemy import Connection, select
 
 from flywheel.daemon import planner
 from flywheel.daemon.judge_setup import rubric_of
-from flywheel.daemon.judging import Filtering
+from flywheel.daemon.judging import TaskJudging
 from flywheel.filtering.pii import Pii, Redactor
 from flywheel.states import Split, TaskState
 from flywheel.store import claims, deduplication, ledger, lineage, schema, verdicts
@@ -77,7 +77,7 @@ async def test_what_is_due_again_when_its_original_is_rejected_is_judged_in_the_
 
 async def test_a_limit_holds_for_what_is_due_again_too(store: Store, make: Make, judge: JudgeServer) -> None:
     await tell(store, *questions(WORDY.format(3), WORDY.format(3) + "!", answer="WRONG"))
-    report = await Filtering(store, make(DEDUPLICATION)).run(limit=2)
+    report = await TaskJudging(store, make(DEDUPLICATION)).run(limit=2)
     assert report.judged == 2
     assert await states(store) == ["rejected", "pending"]
     assert judge.calls == 1
@@ -198,7 +198,7 @@ async def test_tasks_wait_while_the_embedding_model_is_away(
     embeddings.status = 503
     await tell(store, *questions("alpha beta", "gamma delta"))
     config = make(by_model(embeddings))
-    filtering = Filtering(store, config)
+    filtering = TaskJudging(store, config)
     report = await filtering.run()
     assert report.error is not None
     assert report.error.retryable
@@ -383,7 +383,7 @@ async def test_a_task_that_breaks_the_grading_is_a_dead_letter_and_stops_no_othe
 ) -> None:
     await tell(store, *questions("poison", "Good one", "Good two"))
     config = make()
-    filtering = Filtering(store, config)
+    filtering = TaskJudging(store, config)
     begin = filtering.grader.begin
 
     def breaks(exchange: Any, *given: Any) -> Any:
@@ -448,7 +448,7 @@ async def test_what_others_spend_beside_the_daemon_counts_in_its_budget(
     store: Store, make: Make, judge: JudgeServer
 ) -> None:
     settings = {"base_url": judge.base_url, "model": "j", "budget": {"tokens_per_day": 1000}}
-    filtering = Filtering(store, make(judge=settings))
+    filtering = TaskJudging(store, make(judge=settings))
     await tell(store, *questions("one"))
     assert (await filtering.run()).accepted == 1
     await store.write(verdicts.book_verdict, Verdict(Outcome.ACCEPTED, 1.0, calls=1, prompt_tokens=900))
@@ -478,7 +478,7 @@ async def test_a_stop_waits_for_the_task_that_a_filter_looks_at_and_for_no_other
     (tmp_path / "mine.py").write_text(SLOW)
     await tell(store, *questions("one", "two", "three"))
     stop = threading.Event()
-    filtering = Filtering(store, make({"type": "python", "params": {"path": "mine.py"}}))
+    filtering = TaskJudging(store, make({"type": "python", "params": {"path": "mine.py"}}))
     running = asyncio.create_task(filtering.run(stop=stop))
     while not (tmp_path / "log").exists():
         await asyncio.sleep(0.01)

@@ -15,7 +15,7 @@ import yaml
 from sqlalchemy import Connection, select
 
 from flywheel.config import Config, parse
-from flywheel.daemon.judging import Filtering, FilterReport
+from flywheel.daemon.judging import JudgingReport, TaskJudging
 from flywheel.errors import ConfigError
 from flywheel.store import ledger, notes, schema, verdicts
 from flywheel.store.database import Store
@@ -75,7 +75,7 @@ async def test_a_spent_budget_leaves_the_rest_pending_and_the_status_says_why(st
     await tell(store, 20)
     with JudgeServer(lambda *_: True) as judge:
         # 120 tokens a call: five calls.
-        first = Filtering(store, config(tmp_path, judge, budget={"tokens_per_day": 600}))
+        first = TaskJudging(store, config(tmp_path, judge, budget={"tokens_per_day": 600}))
         report = await first.run()
         assert (report.judged, judge.calls) == (5, 5)
         assert report.error is not None
@@ -84,11 +84,11 @@ async def test_a_spent_budget_leaves_the_rest_pending_and_the_status_says_why(st
         assert "budget of 600 tokens a day is spent" in await store.read(notes.noted, notes.JUDGE_NOTE)
         assert await store.read(verdicts.tokens_today) == 600
         # A restart knows what was spent, and another limit is judging again at once.
-        again = await Filtering(store, config(tmp_path, judge, budget={"tokens_per_day": 600})).run()
+        again = await TaskJudging(store, config(tmp_path, judge, budget={"tokens_per_day": 600})).run()
         assert (again.judged, judge.calls) == (0, 5)
-        more = await Filtering(store, config(tmp_path, judge, budget={"tokens_per_day": 840})).run()
+        more = await TaskJudging(store, config(tmp_path, judge, budget={"tokens_per_day": 840})).run()
         assert (more.judged, judge.calls) == (2, 7)
-        rest = await Filtering(store, config(tmp_path, judge)).run()
+        rest = await TaskJudging(store, config(tmp_path, judge)).run()
     assert rest.error is None
     assert await states(store) == {"accepted": 20}
     assert await store.read(notes.noted, notes.JUDGE_NOTE) == ""
@@ -114,7 +114,7 @@ async def test_yesterday_s_tokens_are_not_today_s(store: Store) -> None:
 async def test_tokens_of_replies_that_nobody_could_read_are_spent(store: Store, tmp_path: Path) -> None:
     await tell(store, 3)
     with JudgeServer(behaviour="unknown choice") as judge:
-        report = await Filtering(store, config(tmp_path, judge)).run()
+        report = await TaskJudging(store, config(tmp_path, judge)).run()
     assert (report.undecided, judge.calls) == (3, 6)
     assert await store.read(verdicts.tokens_today) == 720
     assert sum(row.prompt_tokens + row.completion_tokens for row in await stored_verdicts(store)) == 720
@@ -123,11 +123,11 @@ async def test_tokens_of_replies_that_nobody_could_read_are_spent(store: Store, 
 async def test_what_the_endpoint_cannot_do_is_learned_once_for_all_runs(store: Store, tmp_path: Path) -> None:
     with JudgeServer(lambda *_: True, behaviour="no schema, no tools") as judge:
         await tell(store, 2)
-        await Filtering(store, config(tmp_path, judge, max_thread=1)).run()
+        await TaskJudging(store, config(tmp_path, judge, max_thread=1)).run()
         assert judge.calls == 4
         source = await store.write(ledger.source_id, "/a")
         await store.write(ledger.record_batch, source, batch(reply(9)), train_ratio=0.7, split_seed=42)
-        await Filtering(store, config(tmp_path, judge, max_thread=1)).run()
+        await TaskJudging(store, config(tmp_path, judge, max_thread=1)).run()
     assert ["response_format" in request or "tools" in request for request in judge.requests[4:]] == [False]
 
 
@@ -136,7 +136,7 @@ async def test_every_judgement_is_stored(store: Store, tmp_path: Path) -> None:
     again = {"band": [0.9, 1.0], "repeats": 3}
     answers = iter([True, False, True, False])
     with JudgeServer(lambda *_: next(answers)) as judge:
-        await Filtering(store, config(tmp_path, judge, {**RUBRIC, "judge": {"escalate": again}})).run()
+        await TaskJudging(store, config(tmp_path, judge, {**RUBRIC, "judge": {"escalate": again}})).run()
     (row,) = await stored_verdicts(store)
     assert (row.outcome, row.score, row.calls, row.prompt_tokens) == ("rejected", 0.0, 4, 400)
     told = [(each["stage"], each["outcome"], each["results"][0]["choice"]) for each in row.judgements]
@@ -153,7 +153,7 @@ async def test_half_a_character_in_a_reason_is_stored_as_a_question_mark(store: 
     await tell(store, 1)
     with JudgeServer() as judge:
         judge.behave("half a character")
-        report = await Filtering(store, config(tmp_path, judge)).run()
+        report = await TaskJudging(store, config(tmp_path, judge)).run()
     assert (report.error, report.judged) == (None, 1)
     (row,) = await stored_verdicts(store)
     assert "good ?" in row.reason
@@ -163,7 +163,7 @@ async def test_a_stop_ends_the_waits_between_attempts_at_once(store: Store, tmp_
     await tell(store, 8)
     stop = threading.Event()
     with JudgeServer(behaviour="503 in a minute") as judge:
-        filtering = Filtering(store, config(tmp_path, judge, timeout_seconds=600))
+        filtering = TaskJudging(store, config(tmp_path, judge, timeout_seconds=600))
         running = asyncio.create_task(filtering.run(stop=stop))
         # The stop comes from outside while all threads wait as long as they were asked to.
         while judge.calls < 1 or judge.in_flight:
@@ -180,7 +180,7 @@ async def test_a_stop_waits_for_calls_in_flight_no_longer_than_it_may(store: Sto
     await tell(store, 8)
     stop = threading.Event()
     with JudgeServer(lambda *_: True, hold_until=5) as judge:  # four threads: nobody is ever answered
-        filtering = Filtering(store, config(tmp_path, judge, daemon={"drain_seconds": 0.3}))
+        filtering = TaskJudging(store, config(tmp_path, judge, daemon={"drain_seconds": 0.3}))
         running = asyncio.create_task(filtering.run(stop=stop))
         while judge.calls < 4:
             await asyncio.sleep(0.02)
@@ -194,7 +194,7 @@ async def test_a_stop_keeps_what_is_answered_in_time(store: Store, tmp_path: Pat
     await tell(store, 8)
     stop = threading.Event()
     with JudgeServer(lambda *_: True, hold_until=5) as judge:
-        filtering = Filtering(store, config(tmp_path, judge, daemon={"drain_seconds": 60}))
+        filtering = TaskJudging(store, config(tmp_path, judge, daemon={"drain_seconds": 60}))
         running = asyncio.create_task(filtering.run(stop=stop))
         while judge.calls < 4:
             await asyncio.sleep(0.02)
@@ -207,7 +207,7 @@ async def test_a_stop_keeps_what_is_answered_in_time(store: Store, tmp_path: Pat
 async def test_a_judge_that_is_away_costs_nothing_but_delay(store: Store, tmp_path: Path) -> None:
     await tell(store, 40)
     with JudgeServer(lambda *_: True, behaviour="500") as judge:
-        away: FilterReport = await Filtering(store, config(tmp_path, judge, max_attempts=1)).run()
+        away: JudgingReport = await TaskJudging(store, config(tmp_path, judge, max_attempts=1)).run()
         assert away.error is not None
         assert away.error.retryable
         assert judge.calls <= 8
@@ -217,7 +217,7 @@ async def test_a_judge_that_is_away_costs_nothing_but_delay(store: Store, tmp_pa
         assert "in a row" in await store.read(notes.noted, notes.JUDGE_NOTE)
         assert await store.read(verdicts.tokens_today) == 0
         judge.behave("good")
-        await Filtering(store, config(tmp_path, judge, retry_undecided_seconds=0)).run()
+        await TaskJudging(store, config(tmp_path, judge, retry_undecided_seconds=0)).run()
         counts = await states(store)
     assert counts["accepted"] == 40 - counts["undecided"]
 
@@ -226,4 +226,4 @@ def test_a_rubric_that_names_the_trained_model_is_refused(tmp_path: Path) -> Non
     with JudgeServer() as judge:
         own = config(tmp_path, judge, {**RUBRIC, "judge": {"model": "my-agent"}})
         with pytest.raises(ConfigError, match=r"judge\.allow_self"):
-            Filtering(None, own)  # type: ignore[arg-type]
+            TaskJudging(None, own)  # type: ignore[arg-type]

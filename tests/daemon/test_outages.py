@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 from sqlalchemy import select
 
-from flywheel.daemon.judging import Filtering
+from flywheel.daemon.judging import TaskJudging
 from flywheel.states import Split
 from flywheel.store import deduplication, schema
 from flywheel.store.balance import balance
@@ -81,7 +81,7 @@ async def test_an_outage_of_everything_changes_no_decision(
         stop = threading.Event()
         if is_outage and chance.random() < 0.3:
             asyncio.get_running_loop().call_later(chance.random() / 5, stop.set)
-        filtering = Filtering(store, config)
+        filtering = TaskJudging(store, config)
         await filtering.run(stop=stop)
         filtering.grader.close()
         books = await store.read(balance)

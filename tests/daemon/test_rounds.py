@@ -535,7 +535,7 @@ async def test_the_adoption_of_a_worker_is_logged(wheel: Wheel, caplog: pytest.L
 
 async def test_a_pause_does_not_count_as_work(wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that is paused longer than it may work is left to go on; one that works so long is stopped."""
-    monkeypatch.setattr("flywheel.daemon.round_watch.WATCH_SECONDS", 0.05)
+    monkeypatch.setattr("flywheel.daemon.rounds.WATCH_SECONDS", 0.05)
     daemon = wheel.config.daemon.model_copy(update={"round_timeout_seconds": 1.0})
     config = wheel.config.model_copy(update={"daemon": daemon})
     worker = tmp_path / "worker"

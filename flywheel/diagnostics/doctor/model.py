@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from flywheel.config import Config
-from flywheel.daemon.base_model import missing
+from flywheel.daemon.planner import missing_base_model
 from flywheel.diagnostics.doctor.finding import Finding, Result
 from flywheel.model_parsers import folder_of
 from flywheel.terminal import byte_size
@@ -45,7 +45,7 @@ def check_model(config: Config, base: Base) -> Iterator[Finding]:
         if isinstance(settings, dict) and (wrong := _too_long(config, settings)):
             remedy = "Lower it, or use a model with a longer context."
             yield Finding("context", Result.FAILED, "; ".join(wrong), remedy)
-    elif why := missing(name):
+    elif why := missing_base_model(name):
         yield Finding("model", Result.FAILED, why, "Set model.base to a model's directory, or download it once.")
     else:
         why = f"{name} is not on this machine yet: the server and the first round download it from the hub"

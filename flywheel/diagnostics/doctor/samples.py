@@ -8,7 +8,7 @@ from typing import Final, TypeVar
 from sqlalchemy import Connection
 
 from flywheel.config import Config
-from flywheel.daemon.next_test import next_test
+from flywheel.daemon.gate_power import next_test
 from flywheel.daemon.supply import OVER, Supplies, Supply
 from flywheel.diagnostics.doctor.finding import Finding, Result
 from flywheel.errors import FlywheelError

@@ -14,7 +14,7 @@ from flywheel import files
 from flywheel.cli import status_view
 from flywheel.config import Config
 from flywheel.daemon.prometheus import exposition
-from flywheel.daemon.round_account import RoundAccount
+from flywheel.daemon.round_usage import RoundUsage
 from flywheel.daemon.rounds import Rounds
 from flywheel.daemon.service import Service
 from flywheel.daemon.status import snapshot
@@ -73,8 +73,8 @@ async def test_what_the_worker_used_is_booked_while_it_runs_and_each_call_once(w
     assert row is not None
     file = UsageFile(directory)
 
-    def daemon() -> RoundAccount:
-        return RoundAccount(
+    def daemon() -> RoundUsage:
+        return RoundUsage(
             wheel.store, Budget(wheel.config.judge.budget), wheel.config.judge.budget, row.id, directory
         )
 
@@ -149,7 +149,7 @@ async def test_the_worker_is_lent_what_all_others_leave(wheel: Wheel) -> None:
         {"judge": {"budget": {"tokens_per_day": 1000, "tokens_per_run": 5000}}}
     ).judge.budget
     budget = Budget(limits)
-    account = RoundAccount(wheel.store, budget, limits, row.id, directory)
+    account = RoundUsage(wheel.store, budget, limits, row.id, directory)
 
     async def lent() -> Allowance:
         await account.settle()
@@ -170,7 +170,7 @@ async def test_the_worker_is_lent_what_all_others_leave(wheel: Wheel) -> None:
         "judge.budget.tokens_per_run (5,000) is spent; it goes on with the next run",
     )
     # Another daemon is another run.
-    again = RoundAccount(wheel.store, Budget(limits), limits, row.id, directory)
+    again = RoundUsage(wheel.store, Budget(limits), limits, row.id, directory)
     await again.settle()
     assert Allowance.read(directory) == Allowance(
         600, "judge.budget.tokens_per_day (1,000) is spent; it goes on at midnight UTC"

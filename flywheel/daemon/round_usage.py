@@ -30,7 +30,7 @@ def left(conn: Connection, limits: JudgeBudget, budget: Budget) -> Allowance | N
     return min(rows, key=lambda row: row.tokens, default=None)
 
 
-class RoundAccount:
+class RoundUsage:
     """Of one round while its worker runs: `settle` is called again and again, and once more when it has ended."""
 
     def __init__(self, store: Store, budget: Budget, limits: JudgeBudget, round_id: int, round_dir: Path) -> None:
