@@ -8,6 +8,7 @@ from typing import Final
 import orjson
 import xxhash
 from msgspec import Struct
+from msgspec.structs import replace
 
 from flywheel import exclusion
 from flywheel.exclusion import ANY_MODEL, Exclusion, TrainedModels
@@ -15,7 +16,7 @@ from flywheel.files import json_line
 from flywheel.similarity import PromptSignature, beginning_of, prompt_signatures
 from flywheel.states import SkipReason, Split
 from flywheel.task import Task, task_id
-from flywheel.trace import Cursor, DeadRow, Mark, Reply
+from flywheel.trace import Checkpoint, Cursor, DeadRow, Reply
 
 
 class Entry(Struct, frozen=True, gc=False):
@@ -52,32 +53,42 @@ class Entry(Struct, frozen=True, gc=False):
     detail: str = ""
 
 
-class Batch(Struct, frozen=True):
-    """One step of reading, to be stored in one transaction: replies, dead rows, what is remembered, the cursor.
+RawTrace = tuple[dict[int, bytes], bool]
+"""The packed rows of a trace by number, and whether it is open: spans are missing that may still arrive."""
 
-    Without a cursor, which a look back at earlier rows has not, the stored one stays.
+
+class Batch(Struct, frozen=True):
+    """What some rows of a source brought, stored in one transaction: entries, dead rows, checkpoints and the cursor.
+
+    A reader may leave the rows of `traces` unparsed; extraction replaces them by entries. Without a cursor, as in a
+    re-scan, the stored cursor stays. `rows` is the number of rows read, `more` whether rows follow, `kinds` the spans
+    by kind of the traces without an agent.
     """
 
     cursor: Cursor | None
     entries: tuple[Entry, ...] = ()
     dead: tuple[DeadRow, ...] = ()
-    marks: tuple[Mark, ...] = ()
+    checkpoints: tuple[Checkpoint, ...] = ()
+    traces: tuple[RawTrace, ...] = ()
     open_traces: int = 0
     warnings: tuple[str, ...] = ()
+    rows: int = 0
+    more: bool = False
+    kinds: dict[str, int] = {}
 
 
 def joined(batches: Sequence[Batch]) -> Batch:
-    """Batches of one pass, in their order, as one."""
+    """Consecutive batches of one pass as one batch."""
     last = batches[-1]
     if len(batches) == 1:
         return last
-    return Batch(
-        cursor=last.cursor,
+    return replace(
+        last,
         entries=tuple(entry for batch in batches for entry in batch.entries),
         dead=tuple(row for batch in batches for row in batch.dead),
-        marks=tuple(mark for batch in batches for mark in batch.marks),
-        open_traces=last.open_traces,
+        checkpoints=tuple(checkpoint for batch in batches for checkpoint in batch.checkpoints),
         warnings=tuple(warning for batch in batches for warning in batch.warnings),
+        rows=sum(batch.rows for batch in batches),
     )
 
 

@@ -94,7 +94,7 @@ class Cursor(Struct, frozen=True):
     anchor: str = ""
 
 
-class Mark(Struct, frozen=True):
+class Checkpoint(Struct, frozen=True):
     """What is remembered of a trace: where its rows are (in `generation`), and what they were when it was told.
 
     `digest` is the sum of the hashes of its rows, 0 of a trace that was not told yet. An open trace is waited for.

@@ -24,16 +24,16 @@ from flywheel.sources.jsonl.file import is_listed
 from flywheel.sources.jsonl.reader import JsonlReader
 from flywheel.sources.jsonl.task_ids import TaskIds
 from flywheel.sources.jsonl_connector import named
-from flywheel.sources.studio.conversion import convert
-from flywheel.sources.studio.full_scan import Census, Group, WholeTrace
+from flywheel.sources.studio.database import shown
+from flywheel.sources.studio.full_scan import FullScan, Group
 from flywheel.sources.studio.open_traces import digest_of
-from flywheel.sources.studio.row import shown
+from flywheel.sources.studio.replies import extract
 from flywheel.sources.studio_connector import StudioConnector
 from flywheel.states import ReplyState
 from flywheel.store import ledger, ledger_snapshot
 from flywheel.store.database import Store
 from flywheel.store.ledger_snapshot import Holdings
-from flywheel.trace import Cursor, Selection
+from flywheel.trace import Checkpoint, Cursor, Selection
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,34 +93,39 @@ class _Spans:
     async def compare(self) -> None:
         source = await self._store.read(ledger.known_source, str(self._found.path))
         before = await self._store.read(ledger_snapshot.numbers_of, source) if source is not None else set()
-        with await asyncio.to_thread(Census, self._found.path) as census:
-            await asyncio.to_thread(census.list_rows)
-            groups = census.groups()
+        with await asyncio.to_thread(FullScan, self._found.path) as scan:
+            await asyncio.to_thread(scan.list_rows)
+            groups = scan.groups()
             doubtful: set[str] = set()
             while (group := await asyncio.to_thread(next, groups, None)) is not None:
-                doubtful |= await self._compare(census, source, group, is_last_look=False)
+                doubtful |= await self._compare(scan, source, group, is_last_look=False)
             if doubtful:
                 # They may have grown, or been read by a running daemon, in the meantime.
-                await asyncio.to_thread(census.list_rows)
-                again = await asyncio.to_thread(census.again, sorted(doubtful))
-                await self._compare(census, source, again, is_last_look=True)
+                await asyncio.to_thread(scan.list_rows)
+                again = await asyncio.to_thread(scan.again, sorted(doubtful))
+                await self._compare(scan, source, again, is_last_look=True)
         self._found.gone = len(before - self._met)
 
-    async def _compare(self, census: Census, source: int | None, group: Group, *, is_last_look: bool) -> set[str]:
+    async def _compare(self, scan: FullScan, source: int | None, group: Group, *, is_last_look: bool) -> set[str]:
         """Count what agrees; the traces with anything that does not, which count in the last look only."""
         doubtful: set[str] = set()
-        told = await asyncio.to_thread(self._told, census, group)
+        told = await asyncio.to_thread(self._told, scan, group)
         spans = [span for replies in told.values() for span in replies] + [row.span_id for row in group.unnamed]
         if source is None:
             self._found.not_read_yet += len(spans)
             return doubtful
         held = await self._store.read(ledger_snapshot.holdings, source, list(told), spans)
-        is_followed = await asyncio.to_thread(_is_followed, census, held.cursor)
-        for trace in group.traces:
-            if trace.rows and not self._agrees(
-                trace, told[trace.trace_id], held, is_followed=is_followed, is_last_look=is_last_look
+        is_followed = await asyncio.to_thread(_is_followed, scan, held.cursor)
+        for trace_id, rows in group.traces.items():
+            if not self._agrees(
+                rows,
+                told[trace_id],
+                held,
+                held.checkpoints.get(trace_id),
+                is_followed=is_followed,
+                is_last_look=is_last_look,
             ):
-                doubtful.add(trace.trace_id)
+                doubtful.add(trace_id)
         for row in group.unnamed:
             reply = held.replies.get(row.span_id)
             if reply is not None:
@@ -132,11 +137,11 @@ class _Spans:
                 self._found.missing.append(row.span_id)
         return doubtful
 
-    def _told(self, census: Census, group: Group) -> dict[str, dict[str, int | None]]:
+    def _told(self, scan: FullScan, group: Group) -> dict[str, dict[str, int | None]]:
         """How each reply of each trace with rows reads now; None for a row that cannot be understood."""
-        found: dict[str, dict[str, int | None]] = {trace.trace_id: {} for trace in group.traces if trace.rows}
-        rows = [(trace.rows, False) for trace in group.traces if trace.rows]
-        told = convert(census.schema, rows, self._selection, str(self._found.path))
+        found: dict[str, dict[str, int | None]] = {trace_id: {} for trace_id in group.traces}
+        raw = Batch(None, traces=tuple((rows, False) for rows in group.traces.values()))
+        told = extract(raw, scan.schema.name, self._selection, str(self._found.path))
         # A row that could not be read names its trace as far as that can be shown.
         shown_as = {shown(trace.encode()): trace for trace in found}
         for row in told.dead:
@@ -147,15 +152,16 @@ class _Spans:
 
     def _agrees(
         self,
-        trace: WholeTrace,
+        rows: dict[int, bytes],
         told: dict[str, int | None],
         held: Holdings,
+        checkpoint: Checkpoint | None,
         *,
         is_followed: bool,
         is_last_look: bool,
     ) -> bool:
-        mark = held.marks.get(trace.trace_id)
-        is_settled = is_followed and max(trace.rows) <= held.cursor.rowid and not (mark is not None and mark.is_open)
+        is_open = checkpoint is not None and checkpoint.is_open
+        is_settled = is_followed and max(rows) <= held.cursor.rowid and not is_open
         absent = [span for span in told if span not in held.replies]
         other = [
             span
@@ -170,9 +176,9 @@ class _Spans:
             self._found.not_read_yet += len(absent)
             return True
         self._found.missing += absent
-        if mark is not None and digest_of(trace.rows.values()) == mark.digest:
+        if checkpoint is not None and digest_of(rows.values()) == checkpoint.digest:
             self._found.told_otherwise += len(other)
-        elif mark is None or len(trace.rows) >= len(mark.rowids):
+        elif checkpoint is None or len(rows) >= len(checkpoint.rowids):
             # With rows gone, what was told stays.
             self._found.changed += other
         return True
@@ -184,11 +190,11 @@ def _differs(reply: ledger_snapshot.Held, content: int | None) -> bool:
     return reply.content is not None and reply.content != content
 
 
-def _is_followed(census: Census, cursor: Cursor) -> bool:
+def _is_followed(scan: FullScan, cursor: Cursor) -> bool:
     """Whether the ledger's cursor is about this file as it is, or everything in it is still to be read again."""
-    if (cursor.identity, cursor.fingerprint) != (census.identity, census.fingerprint):
+    if (cursor.identity, cursor.fingerprint) != (scan.identity, scan.fingerprint):
         return False
-    return not cursor.rowid or census.id_at(cursor.rowid) == cursor.anchor
+    return not cursor.rowid or scan.id_at(cursor.rowid) == cursor.anchor
 
 
 class _Lines:

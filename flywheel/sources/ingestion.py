@@ -27,7 +27,7 @@ from flywheel.sources.jsonl.file import files_of
 from flywheel.sources.jsonl_connector import JsonlConnector
 from flywheel.sources.otlp.inbox import inbox_path
 from flywheel.sources.redaction import redacted
-from flywheel.sources.studio_connector import Progress, Shares, StudioConnector
+from flywheel.sources.studio_connector import Progress, SharedLimits, StudioConnector
 from flywheel.store import ledger
 from flywheel.store.agentjet_file import AgentJetTasks
 from flywheel.store.database import Store
@@ -159,14 +159,14 @@ class SourceIngestion:
             began = time.monotonic()
             async with self._turn:
                 try:
-                    batch = await look.next()
+                    batch = await anext(look, None)
                     if batch is None:
                         break
                     if _says_something(batch, None):
                         await self._record(batch, done)
                 except BaseException:
                     self.connector.forget()
-                    await look.close()
+                    await look.aclose()
                     raise
             if whole and throttled:
                 await asyncio.sleep((time.monotonic() - began) * (1 / FULL_SCAN_SHARE - 1))
@@ -295,7 +295,7 @@ def _condition(error: FlywheelError | None) -> str:
 
 
 def _says_something(batch: Batch, cursor: Cursor | None) -> bool:
-    return bool(batch.entries or batch.dead or batch.marks or batch.warnings or batch.cursor != cursor)
+    return bool(batch.entries or batch.dead or batch.checkpoints or batch.warnings or batch.cursor != cursor)
 
 
 class Ingestion:
@@ -309,7 +309,7 @@ class Ingestion:
         self._task_file = TaskFile(config.task_file, mode=PRIVATE if config.ingest.output is None else 0o666)
         self._agentjet_tasks = AgentJetTasks(config.task_file)
         self._redact = redactor_of(config.filter.chain) if config.filter.chain else None
-        self._shares = Shares()
+        self._shares = SharedLimits()
         self._line_threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="lines")
         self._sources: dict[Path, SourceIngestion] = {}
 

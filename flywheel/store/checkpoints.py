@@ -10,28 +10,28 @@ from sqlalchemy import Connection, Row, bindparam, select, update
 
 from flywheel.store.bulk import Lookup, chunks, insert_many
 from flywheel.store.schema import traces
-from flywheel.trace import Mark
+from flywheel.trace import Checkpoint
 
 _OF_TRACES: Final = Lookup(select(traces).where(traces.c.source_id == bindparam("source")), traces.c.trace_id)
 
 
-def marks_of(conn: Connection, source: int, trace_ids: Sequence[str]) -> dict[str, Mark]:
+def checkpoints_of(conn: Connection, source: int, trace_ids: Sequence[str]) -> dict[str, Checkpoint]:
     """The marks of these traces, as far as there are any."""
     return {row.trace_id: _mark(row) for row in _OF_TRACES.rows(conn, trace_ids, source)}
 
 
-def has_marks(conn: Connection, source: int) -> bool:
+def has_checkpoints(conn: Connection, source: int) -> bool:
     """Whether anything is remembered of this source."""
     return conn.execute(select(traces.c.trace_id).where(traces.c.source_id == source).limit(1)).first() is not None
 
 
-def open_marks(conn: Connection, source: int) -> list[Mark]:
+def open_checkpoints(conn: Connection, source: int) -> list[Checkpoint]:
     """The marks of the traces that are waited for."""
     rows = conn.execute(select(traces).where(traces.c.source_id == source, traces.c.is_open))
     return [_mark(row) for row in rows]
 
 
-def remember(conn: Connection, source: int, marks: Iterable[Mark]) -> None:
+def remember(conn: Connection, source: int, marks: Iterable[Checkpoint]) -> None:
     """Store marks in place of those there were; of several of one trace, the last."""
     latest = {mark.trace_id: mark for mark in marks}
     insert_many(
@@ -58,8 +58,8 @@ def reopen(conn: Connection, source: int, trace_ids: Sequence[str]) -> int:
     )
 
 
-def _mark(row: Row[Any]) -> Mark:
-    return Mark(row.trace_id, parsed(row.rowids), row.digest, row.generation, bool(row.is_open))
+def _mark(row: Row[Any]) -> Checkpoint:
+    return Checkpoint(row.trace_id, parsed(row.rowids), row.digest, row.generation, bool(row.is_open))
 
 
 def spelled(rowids: Sequence[int]) -> str:

@@ -141,7 +141,7 @@ def record_batch(conn: Connection, source: int, batch: Batch, *, train_ratio: fl
         elif known[row.span_id].state == ReplyState.DEAD:
             # Its letter may have been retried.
             dead_letter(conn, ROW, row.span_id, row.error, row.excerpt, source)
-    remember(conn, source, batch.marks)
+    remember(conn, source, batch.checkpoints)
     if (cursor := batch.cursor) is not None:
         note_source(
             conn,

@@ -9,11 +9,11 @@ from sqlalchemy import Connection, func, select
 
 from flywheel.states import ReplyState
 from flywheel.store.bulk import chunks
-from flywheel.store.checkpoints import marks_of
+from flywheel.store.checkpoints import checkpoints_of
 from flywheel.store.ledger import cursor_of
 from flywheel.store.schema import replies, tasks
 from flywheel.store.task_file import exported_to
-from flywheel.trace import Cursor, Mark
+from flywheel.trace import Checkpoint, Cursor
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Holdings:
     """What there is at one moment about some traces of a source: all of it of one transaction."""
 
     cursor: Cursor
-    marks: Mapping[str, Mark]
+    checkpoints: Mapping[str, Checkpoint]
     replies: Mapping[str, Held]
 
 
@@ -43,7 +43,7 @@ def holdings(conn: Connection, source: int, trace_ids: Sequence[str], spans: Seq
             )
         )
         found |= {row.span_id: Held(row.id, ReplyState(row.state), row.content) for row in rows}
-    return Holdings(cursor_of(conn, source), marks_of(conn, source, trace_ids), found)
+    return Holdings(cursor_of(conn, source), checkpoints_of(conn, source, trace_ids), found)
 
 
 def numbers_of(conn: Connection, source: int) -> set[int]:

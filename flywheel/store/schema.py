@@ -80,7 +80,7 @@ traces = Table(
     Index("traces_open", "source_id", sqlite_where=text("is_open"), postgresql_where=text("is_open")),
     sqlite_with_rowid=False,
 )
-"""What is remembered of every trace, see `flywheel.trace.Mark`; `rowids` are ranges such as `7-9,12`."""
+"""What is remembered of every trace, see `flywheel.trace.Checkpoint`; `rowids` are ranges such as `7-9,12`."""
 
 conversations = Table(
     "conversations",

@@ -18,7 +18,7 @@ from flywheel.config import load
 from flywheel.files import append_lines
 from flywheel.sources.ingestion import Ingestion
 from flywheel.sources.jsonl.reader import JsonlReader
-from flywheel.sources.studio import database, page, reader
+from flywheel.sources.studio import database, reader
 from flywheel.store import task_file
 from flywheel.store.database import Store
 
@@ -92,7 +92,7 @@ def set_up(trap: Trap) -> None:
         trap.pass_by("after append")
         return count
 
-    page.PAGE_ROWS = reader.STEP_ROWS = PAGE_ROWS  # type: ignore[misc]  # many commits in a pass
+    database.PAGE_ROWS = reader.BATCH_ROWS = PAGE_ROWS  # type: ignore[misc]  # many commits in a pass
     database.Database.page = trapped_page  # type: ignore[method-assign,assignment]
     JsonlReader.read = trapped_lines  # type: ignore[method-assign]
     Store.write = trapped_write  # type: ignore[method-assign]

@@ -17,9 +17,10 @@ from flywheel.config import Config, parse
 from flywheel.errors import StudioError
 from flywheel.sources import studio_connector
 from flywheel.sources.ingestion import Ingestion
-from flywheel.sources.studio import conversion_process, page, scan, uncommitted
+from flywheel.sources.studio import database, extraction_process, open_traces
 from flywheel.sources.studio import reader as reading
-from flywheel.sources.studio_connector import StudioConnector
+from flywheel.sources.studio.reader import BATCH_ROWS, UNCOMMITTED
+from flywheel.sources.studio_connector import JOINED_BATCHES, QUEUED_BATCHES, StudioConnector
 from flywheel.store import checkpoints
 from flywheel.store.database import Store
 from flywheel.trace import Cursor
@@ -39,12 +40,12 @@ from tests.sources.studio.writer import (
 @pytest.fixture(autouse=True)
 def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is otherwise long."""
-    monkeypatch.setattr(page, "PAGE_ROWS", 10)
-    monkeypatch.setattr(page, "HOLD_SECONDS", 60.0)
-    monkeypatch.setattr(reading, "STEP_ROWS", 20)
-    monkeypatch.setattr(scan, "NEAR_ROWS", 5)
+    monkeypatch.setattr(database, "PAGE_ROWS", 10)
+    monkeypatch.setattr(database, "HOLD_SECONDS", 60.0)
+    monkeypatch.setattr(reading, "BATCH_ROWS", 20)
+    monkeypatch.setattr(open_traces, "NEAR_ROWS", 5)
     monkeypatch.setattr(studio_connector, "LONG_ROWS", 40)
-    monkeypatch.setattr(studio_connector, "TOGETHER", 1)
+    monkeypatch.setattr(studio_connector, "JOINED_BATCHES", 1)
 
 
 def config_of(path: Path, folder: Path) -> Config:
@@ -72,18 +73,21 @@ async def batches_of(connector: StudioConnector) -> list[Batch]:
     return batches
 
 
-async def test_whoever_converts_the_batches_are_the_same(
+def test_uncommitted_checkpoints_cover_what_is_read_ahead() -> None:
+    # Batches that are being stored, queued, about to be queued and being read.
+    assert (JOINED_BATCHES + QUEUED_BATCHES + 2) * BATCH_ROWS <= UNCOMMITTED
+
+
+async def test_whoever_extracts_the_batches_are_the_same(
     connector: StudioConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = []
-    for long_rows, enough in ((10**9, 0), (40, 0), (40, 1), (40, 10**9)):
-        monkeypatch.setattr(studio_connector, "LONG_ROWS", long_rows)
-        monkeypatch.setattr(studio_connector, "ENOUGH", enough)
-        told.append(await batches_of(connector))
-    assert told[1:] == told[:1] * 3
-    cursors = [batch.cursor.rowid for batch in told[0] if batch.cursor is not None]
+    monkeypatch.setattr(studio_connector, "LONG_ROWS", 10**9)
+    here = await batches_of(connector)
+    monkeypatch.setattr(studio_connector, "LONG_ROWS", 40)
+    assert await batches_of(connector) == here
+    cursors = [batch.cursor.rowid for batch in here if batch.cursor is not None]
     assert cursors == [*range(20, 247, 20), 247]
-    assert sum(len(batch.entries) for batch in told[0]) == 105
+    assert sum(len(batch.entries) for batch in here) == 105
 
 
 @pytest.mark.parametrize("steps", [2, 5, 100])
@@ -91,7 +95,7 @@ async def test_what_is_stored_together_is_what_would_be_stored_one_by_one(
     connector: StudioConnector, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
     alone = await batches_of(connector)
-    monkeypatch.setattr(studio_connector, "TOGETHER", steps)
+    monkeypatch.setattr(studio_connector, "JOINED_BATCHES", steps)
     together = await batches_of(connector)
     assert len(alone) == 13
     assert together == [joined(alone[start : start + steps]) for start in range(0, 13, steps)]
@@ -103,8 +107,8 @@ async def test_a_source_that_fails_on_the_way_loses_nothing_of_what_was_read(
     connector: StudioConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = await batches_of(connector)
-    monkeypatch.setattr(studio_connector, "TOGETHER", 100)
-    read = connector.reader._pages
+    monkeypatch.setattr(studio_connector, "JOINED_BATCHES", 100)
+    read = connector.reader._next_rows
     left = iter(range(4))
 
     def pages(*args: Any, **options: Any) -> Any:
@@ -112,7 +116,7 @@ async def test_a_source_that_fails_on_the_way_loses_nothing_of_what_was_read(
             raise StudioError("read it", "it is gone")
         return read(*args, **options)
 
-    monkeypatch.setattr(connector.reader, "_pages", pages)
+    monkeypatch.setattr(connector.reader, "_next_rows", pages)
     stored: list[Batch] = []
     with pytest.raises(StudioError, match="it is gone"):
         async for batch in connector.read(1, Cursor(), final=True):
@@ -123,16 +127,15 @@ async def test_a_source_that_fails_on_the_way_loses_nothing_of_what_was_read(
 async def test_a_process_that_dies_ends_the_pass_and_the_next_goes_on(
     connector: StudioConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(studio_connector, "ENOUGH", 10**9)
     whole = await batches_of(connector)
     stored: list[Batch] = []
     with pytest.raises(StudioError, match="has died"):
         async for batch in connector.read(1, Cursor(), final=True):
             stored.append(batch)
             if len(stored) == 2:
-                assert connector.converter is not None
-                os.kill(connector.converter, signal.SIGKILL)
-    assert connector.converter is None
+                assert connector.process_id is not None
+                os.kill(connector.process_id, signal.SIGKILL)
+    assert connector.process_id is None
     assert stored == whole[: len(stored)], "a whole prefix"
     cursor = stored[-1].cursor
     assert cursor is not None and cursor.rowid < 247
@@ -144,8 +147,8 @@ async def test_a_pass_that_is_left_leaves_no_process(connector: StudioConnector)
         async for batch in batches:
             if batch.cursor is not None and batch.cursor.rowid >= 60:
                 break
-        child = connector.converter
-    assert child is not None and connector.converter is None
+        child = connector.process_id
+    assert child is not None and connector.process_id is None
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
 
@@ -153,15 +156,13 @@ async def test_a_pass_that_is_left_leaves_no_process(connector: StudioConnector)
 async def test_a_process_that_hangs_holds_up_nobody_who_leaves(
     connector: StudioConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(studio_connector, "ENOUGH", 10**9)
-    monkeypatch.setattr(studio_connector, "AHEAD", 3)
-    monkeypatch.setattr(conversion_process, "_UNDER_WAY", 1)
+    monkeypatch.setattr(studio_connector, "QUEUED_BATCHES", 3)
     stopped = asyncio.Event()
 
     async def read() -> None:
         async with aclosing(connector.read(1, Cursor(), final=True)) as batches:
             async for _ in batches:
-                if (child := connector.converter) is not None and not stopped.is_set():
+                if (child := connector.process_id) is not None and not stopped.is_set():
                     os.kill(child, signal.SIGSTOP)
                     stopped.set()
 
@@ -172,14 +173,14 @@ async def test_a_process_that_hangs_holds_up_nobody_who_leaves(
     assert not done
     reading.cancel()
     done, _ = await asyncio.wait((reading,), timeout=60)
-    assert done and reading.cancelled() and connector.converter is None
+    assert done and reading.cancelled() and connector.process_id is None
 
 
 async def test_a_trace_that_is_met_again_in_a_first_pass_is_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its mark was stored in this very pass, long enough ago that only the ledger remembers it."""
-    monkeypatch.setattr(uncommitted, "MOST", 1)
+    """Its checkpoint was stored in this very pass, long enough ago that only the ledger remembers it."""
+    monkeypatch.setattr(reading, "UNCOMMITTED", 1)
     asked = [message("system", part("s")), message("user", part("q"))]
     studio = Studio(tmp_path / "studio.sqlite")
     studio.write(
@@ -193,7 +194,7 @@ async def test_a_trace_that_is_met_again_in_a_first_pass_is_remembered(
     (source,) = ingestion.sources()
     report = await source.read(final=True)
     assert (report.counts.replies, report.counts.dead, report.error) == (231, 0, None)
-    remembered = await store.read(checkpoints.marks_of, report.source_id, ["again"])
+    remembered = await store.read(checkpoints.checkpoints_of, report.source_id, ["again"])
     assert (remembered["again"].rowids, remembered["again"].is_open) == ((1, 202), False)
     await ingestion.close()
     await store.close()
@@ -204,10 +205,10 @@ async def test_large_rows_are_not_read_far_ahead(
 ) -> None:
     """As many steps as of small rows would be a hundred times the memory."""
     monkeypatch.setattr(studio_connector, "LONG_ROWS", 10**9)
-    monkeypatch.setattr(studio_connector, "AHEAD_BYTES", 50_000)
-    monkeypatch.setattr(page, "PAGE_ROWS", 1)
-    monkeypatch.setattr(reading, "STEP_ROWS", 1)
-    monkeypatch.setattr(scan, "NEAR_ROWS", 1)
+    monkeypatch.setattr(studio_connector, "QUEUED_BYTES", 50_000)
+    monkeypatch.setattr(database, "PAGE_ROWS", 1)
+    monkeypatch.setattr(reading, "BATCH_ROWS", 1)
+    monkeypatch.setattr(open_traces, "NEAR_ROWS", 1)
     studio = Studio(tmp_path / "studio.sqlite")
     studio.write(*(agent(f"a{number}", "q", "x" * 10_000, trace=f"t{number}") for number in range(30)))
     connector = StudioConnector(studio.path, config_of(studio.path, tmp_path), store)
@@ -233,7 +234,7 @@ async def test_many_long_histories_have_few_processes_and_all_of_them_end(
     made: list[int] = []
     at_once: list[int] = []
 
-    class Counted(conversion_process.ConversionProcess):
+    class Counted(extraction_process.ExtractionProcess):
         def __init__(self) -> None:
             super().__init__()
             made.append(self.pid)
@@ -243,7 +244,7 @@ async def test_many_long_histories_have_few_processes_and_all_of_them_end(
             super().close()
             made.remove(self.pid)
 
-    monkeypatch.setattr(studio_connector, "ConversionProcess", Counted)
+    monkeypatch.setattr(studio_connector, "ExtractionProcess", Counted)
     paths = [tmp_path / f"{number}.sqlite" for number in range(6)]
     for number, path in enumerate(paths):
         empty_like("new_v2", path)
@@ -255,7 +256,7 @@ async def test_many_long_histories_have_few_processes_and_all_of_them_end(
     assert [(report.counts.replies, report.error) for report in reports] == [(105, None)] * 6
     assert 1 <= max(at_once) <= 2
     assert made == []
-    assert ingestion._shares.room.taken == 0
+    assert ingestion._shares.budget.used == 0
 
 
 async def test_long_histories_take_turns_and_a_short_pass_waits_for_none(store: Store, tmp_path: Path) -> None:
@@ -282,5 +283,5 @@ async def test_long_histories_take_turns_and_a_short_pass_waits_for_none(store: 
         turns.release()
     report = await asyncio.wait_for(long.read(final=True), 60)
     assert (report.counts.replies, report.error) == (105, None)
-    assert ingestion._shares.room.taken == 0
+    assert ingestion._shares.budget.used == 0
     await ingestion.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flywheel.training.prompts import TOLERANCE, Prompt, asked
 from tests.conftest import POLICY
-from tests.sources.studio.test_exactness import FIXTURE, line_of, replies
+from tests.sources.studio.test_prompt_reason import FIXTURE, line_of, replies
 from tests.training.rollouts import task
 
 

@@ -17,7 +17,7 @@ from flywheel.diagnostics.doctor.finding import Finding, Result
 from flywheel.errors import FlywheelError
 from flywheel.sources.jsonl.file import JsonlFile, files_of, is_listed
 from flywheel.sources.studio.database import Database
-from flywheel.sources.studio.table import schema_of
+from flywheel.sources.studio.schema import schema_of
 from flywheel.terminal import byte_size
 
 NETWORK: Final = re.compile(

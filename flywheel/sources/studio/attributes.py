@@ -1,15 +1,19 @@
-"""Where a span keeps what: the meaning of its attributes in every client and server generation, in one place.
+"""Decodes the attributes of a span and gives their meaning, for every client and server generation.
 
-Each function takes the first of: the GenAI convention (`gen_ai.…`), the function call that AgentScope 1.x records
+Each accessor takes the first of: the GenAI convention (`gen_ai.…`), the function call that AgentScope 1.x records
 (`agentscope.function.…`), the layout of generation 1 (at the root). Nothing here knows of traces or replies.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, TypeVar, get_type_hints
 
+import msgspec
 from msgspec import Raw, Struct
+from msgspec.structs import replace
 
 from flywheel.sources.studio.messages import (
     FINISH_FUNCTIONS,
@@ -22,31 +26,125 @@ from flywheel.sources.studio.messages import (
     result_text,
     tool_of,
 )
-from flywheel.sources.studio.recorded import NOTHING, first_of, items_of, value_of
 from flywheel.sources.studio.reprs import is_result, parse_call
-from flywheel.sources.studio.span import Span
+from flywheel.sources.studio.span import NOTHING, Attributes, Function, Span
 from flywheel.trace import ChatMessage, get_path
 
-_REMEMBERED: Final = 8_192
-"""Bytes of a message or of tool definitions, above which their meaning is not kept for the next time."""
+S = TypeVar("S", bound=Struct)
+
+_CACHED_BYTES: Final = 8_192
+"""The longest message, and a quarter of the longest tool definitions, whose decoded form is cached."""
+_MEDIA: Final = (b"image", b"audio", b"video", b'"blob"', b'"uri"', b'"file"')
+"""One of these words occurs in every message with media."""
+_TEMPLATE: Final = ("chat_template", "chat_template_kwargs", "documents", "reasoning_effort")
+
+
+class _NamedArguments(Struct, frozen=True):
+    kwargs: dict[str, Raw] = {}
+
+
+class _NamedFunction(Struct, frozen=True):
+    input: _NamedArguments = _NamedArguments()
+
+
+class _NamedScope(Struct, frozen=True):
+    function: _NamedFunction | None = None
+
+
+class _Named(_NamedFunction, frozen=True):
+    agentscope: _NamedScope = _NamedScope()
+
+
+_decode_attributes = msgspec.json.Decoder(Attributes).decode
+_decode_named = msgspec.json.Decoder(_Named).decode
+_decode_items = msgspec.json.Decoder(list[Raw]).decode
+_decode = msgspec.json.Decoder().decode
+
+
+def attributes_of(data: bytes) -> Attributes:
+    """The attributes of a span. Raises ValueError for invalid JSON and TypeError for JSON that is no object."""
+    try:
+        found = _decode_attributes(data)
+        if not data.isascii():
+            data.decode()  # fields that were skipped have not been checked
+    except (msgspec.MsgspecError, RecursionError):
+        # A field has an unexpected type, or the JSON needs a lenient parser: lone surrogates, NaN.
+        value = json.loads(data.decode())
+        if not isinstance(value, dict):
+            raise TypeError(f"a JSON {type(value).__name__}, not an object") from None
+        found = _pruned(value, Attributes)
+    function = found.agentscope.function
+    return found if function is None else replace(found, input=function.input, output=function.output)
+
+
+def with_first_argument(found: Attributes, data: bytes | None) -> Attributes:
+    """An agent's attributes with its input as `msg`, if its own `reply` names that argument differently.
+
+    Clients record arguments by name. The input is the first message among them, or else the first text.
+    """
+    if found.input.kwargs.msg is not NOTHING or data is None or b'"kwargs"' not in data:
+        return found
+    try:
+        named = _decode_named(data)
+    except (msgspec.MsgspecError, RecursionError):
+        return found
+    values = [bytes(value) for value in (named.agentscope.function or named).input.kwargs.values()]
+    messages = (value for value in values if value.startswith((b'"Msg(id=', b'["Msg(id=')))
+    handed = next(messages, None) or next((value for value in values if value[:1] == b'"' and len(value) > 2), None)
+    if handed is None or items_of(found.input.args):
+        return found
+    return replace(found, input=replace(found.input, kwargs=replace(found.input.kwargs, msg=Raw(handed))))
+
+
+def _pruned(value: dict[str, Any], kind: type[S]) -> S:
+    """An object without the fields that have an unexpected type."""
+    fields: dict[str, Any] = {}
+    for name, hint in get_type_hints(kind).items():
+        found = value.get(name)
+        wanted = Function if hint == Function | None else hint
+        if found is None:
+            continue
+        if wanted is Raw:
+            fields[name] = Raw(json.dumps(found).encode())
+        elif wanted is str or wanted == str | int | float:
+            # A number or a truth value was a text before a server read it as JSON.
+            is_scalar = isinstance(found, bool | int | float)
+            fields[name] = found if isinstance(found, str) else json.dumps(found) if is_scalar else ""
+        elif isinstance(found, dict):
+            fields[name] = _pruned(found, wanted)
+    return kind(**fields)
+
+
+def value_of(raw: Raw) -> Any:
+    """A JSON value, decoded."""
+    if raw is NOTHING:
+        return None
+    try:
+        return _decode(raw)
+    except msgspec.MsgspecError:
+        return json.loads(bytes(raw))
+
+
+def items_of(raw: Raw) -> list[Raw]:
+    """The items of a JSON list; an empty list for any other value."""
+    if raw is NOTHING:
+        return []
+    try:
+        return _decode_items(raw)
+    except msgspec.MsgspecError:
+        value = value_of(raw)
+        items = value if isinstance(value, list) else []
+        return [Raw(json.dumps(item).encode()) for item in items]
 
 
 def first_text(*candidates: Any) -> str:
-    """The first of some values that is a text and not empty."""
-    for value in candidates:
-        if isinstance(value, str) and value:
-            return value
-    return ""
-
-
-def _messages(raw: Raw) -> list[Message]:
-    """The messages that the GenAI convention has in an attribute. Raises ReprError."""
-    return messages_of(value_of(raw), encoded=True)
+    """The first of some values that is a text and not empty; else an empty text."""
+    return next((value for value in candidates if isinstance(value, str) and value), "")
 
 
 def _argument(span: Span, named: Raw) -> Raw:
-    """An argument of the traced call: the named one, or the first one."""
-    return first_of(span.attributes.recorded.input.args) if named == NOTHING else named
+    """An argument of the recorded call: the named one, or else the first positional one."""
+    return next(iter(items_of(span.attributes.input.args)), NOTHING) if named == NOTHING else named
 
 
 def agent_name(span: Span) -> str:
@@ -59,69 +157,62 @@ def agent_name(span: Span) -> str:
 
 
 def agent_id(span: Span) -> str:
-    """Which agent it was, whatever its name; empty where the client or the server left it out."""
+    """The agent's own id, which identifies it whatever its name; empty where client or server left it out."""
     return span.attributes.gen_ai.agent.id or first_text(get_path(value_of(span.attributes.metadata), "id"))
 
 
 def user_id(span: Span) -> str:
-    """Who asked, where the application says so by OpenTelemetry's attributes."""
-    for person in (span.attributes.user, span.attributes.enduser):
-        if person.id != "":
-            return str(person.id)
-    return ""
+    """The user, if the application names one by OpenTelemetry's attributes."""
+    people = (span.attributes.user, span.attributes.enduser)
+    return next((str(person.id) for person in people if person.id != ""), "")
 
 
 def agent_input(span: Span) -> list[Message]:
-    """The messages an agent was handed. Raises ReprError."""
-    written = _messages(span.attributes.gen_ai.input.messages)
-    return written or messages_of(value_of(_argument(span, span.attributes.recorded.input.kwargs.msg)))
+    """The messages an agent was called with. Raises ReprError."""
+    written = messages_of(value_of(span.attributes.gen_ai.input.messages), encoded=True)
+    return written or messages_of(value_of(_argument(span, span.attributes.input.kwargs.msg)))
 
 
 def agent_output(span: Span) -> Message | None:
     """The message an agent returned, None where it returned none. Raises ReprError."""
-    written = _messages(span.attributes.gen_ai.output.messages)
-    if written:
+    if written := messages_of(value_of(span.attributes.gen_ai.output.messages), encoded=True):
         return written[-1]
-    recorded = value_of(span.attributes.recorded.output)
+    recorded = value_of(span.attributes.output)
     # Servers that convert old spans write an empty object where there was no output.
     if recorded is None or recorded in ({}, []):
         return None
-    # A custom agent may return bare text, empty or decoded by the server because it was also JSON.
+    # A custom agent may return bare text, which is empty, or was decoded by the server because it was also JSON.
     found = messages_of(recorded)
     return found[-1] if found else {"role": "assistant", "content": [{"type": "text", "text": recorded}]}
 
 
 def returned_metadata(span: Span) -> dict[str, Any]:
     """The metadata of the returned message, which only the repr of AgentScope 1.x has. Raises ReprError."""
-    written = bytes(span.attributes.recorded.output)
+    written = bytes(span.attributes.output)
     if written.startswith(b'"') and written.count(b"metadata={") == written.count(b"metadata={}"):
         return {}
-    found = messages_of(value_of(span.attributes.recorded.output))
+    found = messages_of(value_of(span.attributes.output))
     metadata = found[-1].get("metadata") if found else None
     return metadata if isinstance(metadata, dict) else {}
 
 
 def wants_structure(span: Span) -> bool:
     """Whether an agent or a model was asked for structured output (AgentScope 1.x records the argument)."""
-    wanted = span.attributes.recorded.input.kwargs.structured_model
-    return wanted is not NOTHING and bool(value_of(wanted))
+    return bool(value_of(span.attributes.input.kwargs.structured_model))
 
 
 def conversation(span: Span) -> list[ChatMessage]:
-    """The messages a model was called with, in the OpenAI form; nobody may change them. Raises ReprError."""
+    """The messages a model was called with, in the OpenAI form; callers must not change them. Raises ReprError."""
     written = _chat(span.attributes.gen_ai.input.messages, encoded=True)
-    return written or _chat(_argument(span, span.attributes.recorded.input.kwargs.messages))
+    return written or _chat(_argument(span, span.attributes.input.kwargs.messages), encoded=False)
 
 
-def _chat(raw: Raw, *, encoded: bool = False) -> list[ChatMessage]:
-    """Messages in the OpenAI form. One call repeats most of what the one before it was given."""
+def _chat(raw: Raw, *, encoded: bool) -> list[ChatMessage]:
     chat: list[ChatMessage] = []
-    if raw is NOTHING:
-        return chat
     if items := items_of(raw):
         for item in items:
             data = bytes(item)
-            chat += _said(data) if len(data) <= _REMEMBERED else _said.__wrapped__(data)
+            chat += _chat_item(data) if len(data) <= _CACHED_BYTES else _chat_item.__wrapped__(data)
         return chat
     for message in messages_of(value_of(raw), encoded=encoded):
         chat += chat_of(message)
@@ -129,8 +220,8 @@ def _chat(raw: Raw, *, encoded: bool = False) -> list[ChatMessage]:
 
 
 @lru_cache(maxsize=1024)
-def _said(data: bytes) -> tuple[ChatMessage, ...]:
-    """One item of a list of messages in the OpenAI form."""
+def _chat_item(data: bytes) -> tuple[ChatMessage, ...]:
+    """One item of a list of messages in the OpenAI form. Each model call repeats most items of the one before it."""
     value = value_of(Raw(data))
     if isinstance(value, dict) and "role" in value:
         return tuple(chat_of(value))
@@ -138,19 +229,18 @@ def _said(data: bytes) -> tuple[ChatMessage, ...]:
 
 
 def speaker(span: Span) -> str:
-    """The agent's name, as its own messages in a model call's input carry it. Raises ReprError."""
-    written = _messages(span.attributes.gen_ai.input.messages)
-    given = written or messages_of(value_of(_argument(span, span.attributes.recorded.input.kwargs.messages)))
+    """The agent's name, from its own messages in a model call's input. Raises ReprError."""
+    written = messages_of(value_of(span.attributes.gen_ai.input.messages), encoded=True)
+    given = written or messages_of(value_of(_argument(span, span.attributes.input.kwargs.messages)))
     names = (message.get("name") for message in reversed(given) if message.get("role") == "assistant")
     return next((name for name in names if isinstance(name, str)), "")
 
 
 def model_output(span: Span) -> Message | None:
     """The message a model answered with."""
-    written = _messages(span.attributes.gen_ai.output.messages)
-    if written:
+    if written := messages_of(value_of(span.attributes.gen_ai.output.messages), encoded=True):
         return {"role": "assistant", **written[-1]}
-    output = value_of(span.attributes.recorded.output)
+    output = value_of(span.attributes.output)
     if isinstance(output, str) and is_result(output):
         output = parse_call(output)
     content = get_path(output, "content")
@@ -158,94 +248,64 @@ def model_output(span: Span) -> Message | None:
 
 
 def model_name(span: Span) -> str:
+    """The model that was requested."""
     attributes = span.attributes
     return attributes.gen_ai.request.model or first_text(get_path(value_of(attributes.metadata), "model_name"))
 
 
-def answering_model(span: Span) -> str:
-    """The model that says it answered: behind an alias, the version that served the call."""
-    return span.attributes.gen_ai.response.model
+def hides_a_message(span: Span, chat: Sequence[ChatMessage]) -> bool:
+    """Whether a model was sent a message that the trace does not show; `chat` is its `conversation`.
 
-
-def response_id(span: Span) -> str:
-    """The id of the response, as the server made it."""
-    return span.attributes.gen_ai.response.id
-
-
-def hides_a_message(span: Span) -> bool:
-    """Whether a model was sent a message of which the trace shows no part.
-
-    AgentScope's tracer leaves out hints, such as the runtime reminder of 2.0.6 and later: a message that holds
-    nothing else is recorded with no parts. Models are not sent empty messages.
+    AgentScope's tracer leaves out hints, such as the runtime reminder of 2.0.6 and later: a message with nothing else
+    is recorded without parts. Models are not sent empty messages.
     """
-    raw = span.attributes.gen_ai.input.messages
-    if not any(message["content"] == "" and "tool_calls" not in message for message in conversation(span)):
+    if not any(message["content"] == "" and "tool_calls" not in message for message in chat):
         return False
-    return any(message.get("parts") == [] for message in _messages(raw))
+    written = messages_of(value_of(span.attributes.gen_ai.input.messages), encoded=True)
+    return any(message.get("parts") == [] for message in written)
 
 
 def holds_media(span: Span) -> bool:
-    """Whether a model was sent an image, or anything else that is no text."""
+    """Whether a model was sent an image, or anything else that is not text."""
     written = span.attributes.gen_ai.input.messages
-    raw = bytes(_argument(span, span.attributes.recorded.input.kwargs.messages) if written is NOTHING else written)
-    if not any(mark in raw for mark in _MEDIA):
+    raw = bytes(_argument(span, span.attributes.input.kwargs.messages) if written is NOTHING else written)
+    if not any(word in raw for word in _MEDIA):
         return False
     messages = messages_of(value_of(Raw(raw)), encoded=True)
     return any(is_media(block) for message in messages for block in blocks_of(message))
 
 
-_MEDIA: Final = (b"image", b"audio", b"video", b'"blob"', b'"uri"', b'"file"')
-"""Where no such word stands, there is none."""
-
-
-def offers_a_finish(span: Span) -> bool:
-    """Whether a model was offered a function by which it hands in its answer."""
-    offered = (span.attributes.gen_ai.tool.definitions, span.attributes.recorded.input.kwargs.tools)
-    return any(name.encode() in bytes(raw) for raw in offered if raw is not NOTHING for name in FINISH_FUNCTIONS)
-
-
 def sets_template_parameters(span: Span) -> bool:
-    """Whether a request says something to the chat template that no prompt of a task can repeat."""
-    kwargs = span.attributes.recorded.input.kwargs
-    beside = value_of(kwargs.extra_body)
+    """Whether a request passes parameters to the chat template, which a task's prompt cannot repeat."""
+    kwargs = span.attributes.input.kwargs
+    body = value_of(kwargs.extra_body)
     named = {name: value_of(getattr(kwargs, name)) for name in _TEMPLATE}
-    if isinstance(beside, dict):
-        named |= {name: beside[name] for name in (*_TEMPLATE, "enable_thinking") if name in beside}
+    if isinstance(body, dict):
+        named |= {name: body[name] for name in (*_TEMPLATE, "enable_thinking") if name in body}
     return any(value not in (None, "", {}, []) for value in named.values())
 
 
-_TEMPLATE: Final = ("chat_template", "chat_template_kwargs", "documents", "reasoning_effort")
-
-
 def tokens(span: Span) -> tuple[int, int]:
-    """Input and output tokens of a model call."""
-    attributes = span.attributes
-    usage = value_of(attributes.gen_ai.usage) or get_path(value_of(attributes.recorded.output), "usage")
-    if not isinstance(usage, dict):
-        return 0, 0
-    return _count(usage.get("input_tokens")), _count(usage.get("output_tokens"))
-
-
-def _count(value: Any) -> int:
-    return value if isinstance(value, int) and 0 < value < 2**63 else 0
+    """Input and output tokens of a model call; 0 where they are not recorded."""
+    usage = value_of(span.attributes.gen_ai.usage) or get_path(value_of(span.attributes.output), "usage")
+    counts = (get_path(usage, "input_tokens"), get_path(usage, "output_tokens"))
+    given, answered = (count if isinstance(count, int) and 0 < count < 2**63 else 0 for count in counts)
+    return given, answered
 
 
 def tool_definitions(span: Span) -> tuple[dict[str, Any], ...]:
-    """The tools a model was offered, in the OpenAI form, without the finish functions; nobody may change them."""
-    offered = _offered(span.attributes.gen_ai.tool.definitions)
-    return (_offered(span.attributes.recorded.input.kwargs.tools) if offered is None else offered) or ()
-
-
-def _offered(raw: Raw) -> tuple[dict[str, Any], ...] | None:
-    if raw is NOTHING:
-        return None
-    data = bytes(raw)
-    return _tools(data) if len(data) <= 4 * _REMEMBERED else _tools.__wrapped__(data)
+    """The tools a model was offered, in the OpenAI form, without finish functions; callers must not change them."""
+    for raw in (span.attributes.gen_ai.tool.definitions, span.attributes.input.kwargs.tools):
+        data = bytes(raw)
+        tools = _tools(data) if len(data) <= 4 * _CACHED_BYTES else _tools.__wrapped__(data)
+        if tools is not None:
+            return tools
+    return ()
 
 
 @lru_cache(maxsize=64)
 def _tools(data: bytes) -> tuple[dict[str, Any], ...] | None:
-    """Tools in the OpenAI form; None where nothing is said of any."""
+    """Tools in the OpenAI form; None if no tools are recorded."""
     written = value_of(Raw(data))
     if not written:
         return None
@@ -256,7 +316,7 @@ def _tools(data: bytes) -> tuple[dict[str, Any], ...] | None:
 
 
 class ToolUse(Struct):
-    """What a tool span carried out: the call in the OpenAI form, its arguments and what it returned, as recorded."""
+    """What a tool span executed: the call in the OpenAI form, its arguments and its output, both as recorded."""
 
     span: Span
     call: dict[str, Any]
@@ -278,12 +338,11 @@ class ToolUse(Struct):
 
 
 def tool_use(span: Span) -> ToolUse:
-    """What a tool span carried out."""
+    """What a tool span executed."""
     tool = span.attributes.gen_ai.tool
-    recorded = span.attributes.recorded
     name = value_of(tool.name)
     written = value_of(tool.call)
-    called = value_of(recorded.input.tool_call)
+    called = value_of(span.attributes.input.tool_call)
     arguments = output = None
     if isinstance(written, dict):
         call = call_of({**written, "name": name})
@@ -293,4 +352,4 @@ def tool_use(span: Span) -> ToolUse:
         call = call_of(old if isinstance(old, dict) else {"name": name})
     if arguments is None:
         arguments = get_path(called, "input")
-    return ToolUse(span, call, arguments, value_of(recorded.output) if output is None else output)
+    return ToolUse(span, call, arguments, value_of(span.attributes.output) if output is None else output)

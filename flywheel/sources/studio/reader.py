@@ -1,285 +1,310 @@
-"""Reads one Studio database: what is new since the cursor, and what was changed in place.
+"""Reads one Studio database: new rows behind the cursor (a pass), and rows that changed in place (a re-scan).
 
-Reading is a scan from the cursor on, page by page. A trace whose rows are all there, and which has been quiet for
-long enough, is handed out with its rows as they are; what it means is found out elsewhere (`conversion`). Each step
-comes with the cursor and the marks to store with it, so that a restart goes on where the last stored step ended.
+A pass reads page by page from the cursor. A trace whose rows are all there, and which has been quiet for long enough,
+is closed: its rows are handed on unparsed, and `replies.extract` makes replies of them. Each batch has the cursor and
+the checkpoints to store with it, so that a restart continues behind the last stored batch.
 
-A sweep is a second scan, over rows that were seen before. A trace that looks as it did when it was told is passed
-over by its digest; one that was changed, or was missed, is handed out like a new one.
+A re-scan reads rows that were read before. A trace whose digest equals that of its checkpoint is skipped; a trace
+that changed, or was missed, is handed on like a new one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from msgspec.structs import replace
 
+from flywheel.batch import Batch, RawTrace
 from flywheel.config import IngestSettings
-from flywheel.sources.studio.database import BUSY_SECONDS, Database
-from flywheel.sources.studio.extraction import Teller
-from flywheel.sources.studio.open_traces import Growing
-from flywheel.sources.studio.row import Row
-from flywheel.sources.studio.scan import FAR_ROWS, FOREVER_NS, Scan
-from flywheel.sources.studio.schema import Schema
-from flywheel.sources.studio.step import Memory, Step
-from flywheel.sources.studio.table import schema_of
-from flywheel.sources.studio.uncommitted import FreshMarks
-from flywheel.trace import Cursor, DeadRow, Mark
+from flywheel.sources.studio.database import BUSY_SECONDS, Database, Row
+from flywheel.sources.studio.open_traces import FAR_ROWS, FOREVER_NS, OpenTrace, Scan, is_id
+from flywheel.sources.studio.schema import Schema, schema_of
+from flywheel.trace import Checkpoint, Cursor, DeadRow
 
-STEP_ROWS: Final = 500
-STEP_BYTES: Final = 4 * 1024 * 1024
-"""Pages are put together to steps of about so much, twice as many where nearly all were told: handing one on costs as
-much for few traces as for many."""
-TOLD_BYTES: Final = 2 * STEP_BYTES
-"""Of the traces in one step, a larger one alone: where many end together, steps follow without reading more."""
+BATCH_ROWS: Final = 500
+"""Rows per batch. Small batches waste per-batch overhead; a re-scan, where most traces are unchanged, reads twice as
+many."""
+BATCH_BYTES: Final = 4 * 1024 * 1024
+CLOSED_BYTES: Final = 2 * BATCH_BYTES
+"""Bytes of the traces closed in one batch, unless one is larger. Where many end together, more batches follow."""
+UNCOMMITTED: Final = 8_000
+"""Checkpoints remembered because they may not be stored yet. At most fourteen batches of 500 rows are read ahead,
+each row may be a trace, and a checkpoint is about 400 bytes."""
+
+
+class Checkpoints(Protocol):
+    """The stored checkpoints of one source."""
+
+    def open_checkpoints(self) -> Sequence[Checkpoint]:
+        """Those of all open traces."""
+
+    def checkpoints(self, trace_ids: Sequence[str]) -> Mapping[str, Checkpoint]:
+        """Those of these traces, by trace id."""
 
 
 class StudioReader:
-    """One source. It opens the file when it is first read; one thread at a time may use it."""
+    """One source. The file is opened when it is first read; one thread at a time may use a reader."""
 
     def __init__(self, path: Path, settings: IngestSettings, *, busy_seconds: float = BUSY_SECONDS) -> None:
         self.path = path
+        self.database = Database(path, busy_seconds=busy_seconds)
+        self.schema: Schema | None = None
+        """The generation of the database when it was last read."""
+        self.due_ns = FOREVER_NS
+        """When the first open trace can be closed if nothing more arrives, nanoseconds since 1970."""
         self._settle_ns = int(settings.settle_seconds * 1e9)
         self._abandon_ns = int(settings.abandon_seconds * 1e9)
-        self._database = Database(path, busy_seconds=busy_seconds)
-        self._schema: Schema | None = None
         self._cursor = Cursor()
         self._tail: Scan | None = None
         self._token: object = None
-        self.due_ns = FOREVER_NS
-        """When a trace that is waited for is done if nothing more comes, nanoseconds since 1970."""
-        self._fresh = FreshMarks()
-        self._teller = Teller(self._fetch, self._fresh)
-
-    @property
-    def schema(self) -> str:
-        """Which generation the database was when it was last read; empty before."""
-        return self._schema.name if self._schema else ""
-
-    @property
-    def longest_read_ms(self) -> float:
-        """The longest read transaction so far."""
-        return self._database.longest_read_ms
+        self._uncommitted: dict[str, Checkpoint] = {}
 
     def close(self) -> None:
-        self._database.close()
+        self.database.close()
         self.forget()
 
     def forget(self) -> None:
-        """What was handed out was not stored: the next pass begins at the cursor it is given."""
+        """Discard uncommitted state; the next read resumes from the stored cursor."""
         self._tail = None
         self._token = None
-        self._fresh.clear()
+        self._uncommitted.clear()
 
-    def rows_in_all(self) -> int:
-        """The number of the last row, which is about how many there are. Raises StudioError."""
-        return self._database.last_rowid()
+    def read(
+        self, cursor: Cursor, checkpoints: Checkpoints, *, now: datetime, final: bool = False
+    ) -> Generator[Batch]:
+        """One pass to the end of the table; no batch if nothing has changed. Raises StudioError.
 
-    def read(self, cursor: Cursor, memory: Memory, *, now: datetime, final: bool = False) -> Generator[Step]:
-        """What is new, to the end of the table; nothing at all where nothing has changed. Raises StudioError.
-
-        Each step must be stored before the pass after this one, or `forget` be called. `final` closes whole traces
-        without waiting and tells incomplete ones as they are.
+        Every batch must be stored before the next pass, or `forget` be called. `final` closes whole traces at once
+        and hands incomplete ones on as they are.
         """
         now_ns = int(now.timestamp() * 1e9)
-        token = self._database.change_token()
+        token = self.database.change_token()
         changed = token != self._token or self._tail is None
         if not changed and not final and now_ns < self.due_ns:
             return
-        if changed:
-            self._begin(cursor, memory, now_ns)
-            # Opening the file can be what made the token differ.
-            token = self._database.change_token()
+        scan = self._begin(cursor, checkpoints, now_ns) if changed or self._tail is None else self._tail
+        # Opening the file can change the token.
+        token = self.database.change_token() if changed else token
         self._token = None
-        scan = self._tail
-        assert scan is not None and self._schema is not None
+        settle_ns = 0 if final else self._settle_ns
+        more = changed
+
+        def is_open(trace: OpenTrace) -> bool | None:
+            is_whole = trace.is_whole()
+            if is_whole:
+                is_closed = not settle_ns or trace.quiet_ns(scan.schema, now_ns) >= settle_ns
+            else:
+                is_far = not more or scan.at - trace.last_rowid >= FAR_ROWS
+                is_closed = is_far and trace.quiet_ns(scan.schema, now_ns) >= self._abandon_ns
+            if is_closed:
+                return False
+            scan.wait(trace)
+            return True if final and not more and not is_whole else None
+
         stored = False
         try:
-            more = changed
             while True:
-                dead: list[DeadRow] = []
-                read = 0
-                if more:
-                    dead, read, more = self._pages(scan, now_ns)
-                self._recall(scan, memory)
-                yield from self._steps(scan, dead, read, now_ns, more=more, final=final)
+                dead, read, more = self._next_rows(scan, now_ns) if more else ([], 0, False)
+                self._look_up(scan, checkpoints)
+                yield from self._batches(scan, is_open, dead, read, more=more)
                 if not more:
                     break
-            scan.rest()
+            for trace in scan.traces.values():
+                trace.drop_contents()
             self.due_ns = scan.next_due(self._settle_ns, self._abandon_ns)
             self._token = token
             stored = True
         finally:
-            self._database.rest()
+            self.database.rest()
             if not stored:
-                # The last step was not asked to be followed by another: it may not have been stored.
+                # The consumer left after the last batch, so that batch may not be stored.
                 self.forget()
 
-    def sweep(self, memory: Memory, *, now: datetime, last: int | None = None) -> Generator[Step]:
-        """Compare what was read before with what is there now: the `last` rows, or all. Raises StudioError.
+    def rescan(self, checkpoints: Checkpoints, *, now: datetime, last: int | None = None) -> Generator[Batch]:
+        """Compare the `last` rows, or all, with their checkpoints. To be called after a pass. Raises StudioError.
 
-        It ends early when a pass has started over in the meantime. To be called after a pass has ended.
+        Its batches have no cursor. It ends early if a pass starts over in the meantime.
         """
         tail = self._tail
-        if tail is None or self._schema is None:
+        if tail is None:
             return
         now_ns = int(now.timestamp() * 1e9)
-        scan = Scan(0 if last is None else max(0, tail.at - last), self._schema)
+        scan = Scan(0 if last is None else max(0, tail.at - last), tail.schema)
+
+        def is_open(trace: OpenTrace) -> bool | None:
+            is_closed = (
+                trace.known is not None or trace.is_whole() or trace.quiet_ns(scan.schema, now_ns) >= self._abandon_ns
+            )
+            if is_closed and trace.trace_id not in tail.traces:
+                return False
+            # The next pass closes it.
+            tail.adopt(trace)
+            self.due_ns = 0
+            scan.close(trace)
+            return None
+
         stored = False
         try:
             more = True
             while more and self._tail is tail:
-                _, read, more = self._pages(scan, now_ns, last=tail.at)
-                self._recall(scan, memory)
-                yield from self._swept(scan, tail, read, now_ns, more=more)
+                _, read, more = self._next_rows(scan, now_ns, last=tail.at)
+                self._look_up(scan, checkpoints)
+                yield from self._batches(scan, is_open, (), read, more=more)
             stored = True
         finally:
-            self._database.rest()
+            self.database.rest()
             if not stored:
                 self.forget()
 
-    def _pages(self, scan: Scan, now_ns: int, last: int | None = None) -> tuple[list[DeadRow], int, bool]:
-        """Take in the rows of a step, none behind `last`: which are dead, how many, whether there are more."""
+    def _begin(self, cursor: Cursor, checkpoints: Checkpoints, now_ns: int) -> Scan:
+        """The scan to continue, from the cursor if that is still about this file, else from the beginning."""
+        identity = self.database.identity()
+        self.schema, fingerprint = schema_of(self.database)
+        same = (cursor.identity, cursor.fingerprint) == (identity, fingerprint)
+        # If another row is at the cursor now, rows were renumbered, or an older copy of the file was restored.
+        if not same or (cursor.rowid and self.database.id_at(cursor.rowid) != cursor.anchor):
+            generation = cursor.generation + 1 if cursor.identity else cursor.generation
+            cursor = Cursor(0, identity, fingerprint, generation)
+        scan = self._tail
+        goes_on = scan is not None and (scan.at, self._cursor.generation) == (cursor.rowid, cursor.generation)
+        self._cursor = cursor
+        if scan is not None and goes_on:
+            scan.schema = self.schema
+            return scan
+        self._uncommitted.clear()
+        self._tail = scan = Scan(cursor.rowid, self.schema, cursor.anchor)
+        # Traces that were open when the last process ended, or that are to be read again.
+        for checkpoint in checkpoints.open_checkpoints():
+            if checkpoint.generation == cursor.generation:
+                trace = scan.traces[checkpoint.trace_id] = OpenTrace(checkpoint.trace_id, now_ns, known=checkpoint)
+                self._add_earlier_rows(scan, trace, checkpoint)
+                trace.seen_ns = trace.ended_ns(scan.schema)
+        return scan
+
+    def _next_rows(self, scan: Scan, now_ns: int, last: int | None = None) -> tuple[list[DeadRow], int, bool]:
+        """Add the rows of a batch up to number `last`: dead rows, how many rows, and whether more follow."""
         dead: list[DeadRow] = []
         read = size = 0
         more = True
-        most = STEP_ROWS if last is None else 2 * STEP_ROWS
-        while more and read < most and size < STEP_BYTES:
-            rows, more, bytes_read = self._database.page(scan.schema.page_sql, (scan.at,))
+        most = BATCH_ROWS if last is None else 2 * BATCH_ROWS
+        while more and read < most and size < BATCH_BYTES:
+            rows, more, page_size = self.database.page(scan.schema.columns, scan.at)
             if last is not None and rows and rows[-1][0] > last:
                 rows, more = [row for row in rows if row[0] <= last], False
             dead += scan.add(rows, now_ns)
             read += len(rows)
-            size += bytes_read
+            size += page_size
         return dead, read, more
 
-    def _begin(self, cursor: Cursor, memory: Memory, now_ns: int) -> None:
-        """Find the file and decide where to go on."""
-        identity = self._database.identity()
-        self._schema, fingerprint = schema_of(self._database)
-        same = (cursor.identity, cursor.fingerprint) == (identity, fingerprint)
-        if not same or not self._holds(cursor):
-            generation = cursor.generation + 1 if cursor.identity else cursor.generation
-            cursor = Cursor(0, identity, fingerprint, generation)
-        here = (
-            self._tail is not None and self._tail.at == cursor.rowid and self._cursor.generation == cursor.generation
-        )
-        self._cursor = cursor
-        if self._tail is not None and here:
-            self._tail.schema = self._schema
-        else:
-            self._fresh.clear()
-            self._tail = Scan(cursor.rowid, self._schema)
-            self._tail.anchor = cursor.anchor
-            self._reopen(self._tail, memory, now_ns)
+    def _look_up(self, scan: Scan, checkpoints: Checkpoints) -> None:
+        """Give the traces that the scan has just met their checkpoints and their rows from before the scan."""
+        new, scan.new = scan.new, {}
+        found = {trace: self._uncommitted[trace] for trace in new if trace in self._uncommitted}
+        if unknown := [trace for trace in new if trace not in found]:
+            found |= checkpoints.checkpoints(unknown)
+        for trace_id, checkpoint in found.items():
+            new[trace_id].known = checkpoint
+            if checkpoint.generation == self._cursor.generation:
+                self._add_earlier_rows(scan, new[trace_id], checkpoint)
 
-    def _holds(self, cursor: Cursor) -> bool:
-        """Whether the last row that was read is still where it was; else rows were renumbered or put back."""
-        return not cursor.rowid or self._database.id_at(cursor.rowid) == cursor.anchor
+    def _add_earlier_rows(self, scan: Scan, trace: OpenTrace, checkpoint: Checkpoint) -> None:
+        earlier = [rowid for rowid in checkpoint.rowids if rowid <= scan.at and rowid not in trace.ids]
+        if earlier and (rows := [row for row in self._fetch(earlier, {trace.trace_id}) if is_id(row[1])]):
+            scan.extend(trace, rows)
 
-    def _reopen(self, scan: Scan, memory: Memory, now_ns: int) -> None:
-        """Pick up the traces that were open when an earlier process ended, or that are to be looked at again."""
-        for mark in memory.open_marks():
-            if mark.generation == self._cursor.generation:
-                growing = Growing(mark.trace_id, now_ns, known=mark)
-                scan.growing[mark.trace_id] = growing
-                self._join(scan, growing, mark)
-                growing.seen_ns = growing.ended_ns(scan.schema)
+    def _fetch(self, rowids: Sequence[int], trace_ids: set[str]) -> Iterator[Row]:
+        """Rows by number, as far as they still belong to these traces."""
+        assert self.schema is not None
+        names = {trace.encode() for trace in trace_ids}
+        return (row for row in self.database.rows(self.schema.columns, rowids) if row[2] in names)
 
-    def _fetch(self, rowids: Iterable[int], traces: set[str]) -> Iterator[Row]:
-        """Rows by number, those of other traces left out."""
-        assert self._schema is not None
-        names = {trace.encode() for trace in traces}
-        return (row for row in self._database.rows(self._schema, rowids) if row[2] in names)
-
-    def _recall(self, scan: Scan, memory: Memory) -> None:
-        """What is remembered of the traces that this scan has just met, and their rows from before it."""
-        new = scan.take_new()
-        marks = {trace: mark for trace in new if (mark := self._fresh.get(trace)) is not None}
-        if asked := [trace for trace in new if trace not in marks]:
-            marks |= memory.marks(asked)
-        for trace, mark in marks.items():
-            growing = new[trace]
-            growing.known = mark
-            if mark.generation == self._cursor.generation:
-                self._join(scan, growing, mark)
-
-    def _join(self, scan: Scan, growing: Growing, mark: Mark) -> None:
-        """Add the rows of a trace that are remembered from before this scan."""
-        behind = [rowid for rowid in mark.rowids if rowid <= scan.at and rowid not in growing.ids]
-        scan.join(growing, self._fetch(behind, {mark.trace_id}))
-
-    def _steps(
-        self, scan: Scan, dead: Sequence[DeadRow], rows: int, now_ns: int, *, more: bool, final: bool
-    ) -> Iterator[Step]:
-        """What is done by now. What a step has no room for is marked as waited for, until the next one tells it."""
-        done: list[Growing] = []
-        partial: list[Growing] = []
-        size = 0
-        settle_ns = 0 if final else self._settle_ns
-        for growing in scan.candidates(more=more):
-            if more and growing.awaits(scan.at, self._cursor.generation):
-                continue
-            if growing.is_whole():
-                is_done = not settle_ns or growing.quiet_ns(scan.schema, now_ns) >= settle_ns
-            else:
-                far = not more or scan.at - growing.last_rowid >= FAR_ROWS
-                is_done = far and growing.quiet_ns(scan.schema, now_ns) >= self._abandon_ns
-                if not is_done and final and not more:
-                    partial.append(growing)
-                    size += growing.size
-            if is_done:
-                done.append(growing)
-                size += growing.size
-            else:
-                scan.wait(growing)
-            if size >= TOLD_BYTES:
-                yield self._step(scan, done, partial, dead, rows, more=True)
-                done, partial, dead, rows, size = [], [], (), 0, 0
-        yield self._step(scan, done, partial, dead, rows, more=more)
-
-    def _step(
+    def _batches(
         self,
         scan: Scan,
-        done: Sequence[Growing],
-        partial: Sequence[Growing],
+        is_open: Callable[[OpenTrace], bool | None],
         dead: Sequence[DeadRow],
         rows: int,
         *,
         more: bool,
-    ) -> Step:
-        traces, marks = self._teller.tell(scan, done, partial, self._cursor.generation)
-        waiting = self._teller.newly_open(scan, self._cursor.generation)
-        self._cursor = replace(self._cursor, rowid=scan.at, anchor=scan.anchor)
-        return Step(self._cursor, traces, (*marks, *waiting), tuple(dead), len(scan.growing), rows, more)
-
-    def _swept(self, scan: Scan, tail: Scan, rows: int, now_ns: int, *, more: bool) -> Iterator[Step]:
-        done: list[Growing] = []
+    ) -> Iterator[Batch]:
+        """Batches of the candidates. `is_open` says of each whether it is handed on as closed (False), as open
+        (True), or not yet (None)."""
+        chosen: list[tuple[OpenTrace, bool]] = []
         size = 0
-        for growing in scan.candidates(more=more):
-            if more and growing.awaits(scan.at, self._cursor.generation):
+        for trace in scan.candidates(more=more):
+            if more and trace.awaits(scan.at, self._cursor.generation):
                 continue
-            if growing.trace_id in tail.growing or not self._is_told(scan, growing, now_ns):
-                # The pass waits for this one.
-                tail.adopt(growing)
-                self.due_ns = 0
-                scan.drop(growing)
-            else:
-                done.append(growing)
-                size += growing.size
-            if size >= TOLD_BYTES:
-                traces, marks = self._teller.tell(scan, done, (), self._cursor.generation)
-                yield Step(self._cursor, traces, marks, (), len(tail.growing), rows, True)
-                done, rows, size = [], 0, 0
-        traces, marks = self._teller.tell(scan, done, (), self._cursor.generation)
-        yield Step(self._cursor, traces, marks, (), len(tail.growing), rows, more)
+            if (open_still := is_open(trace)) is not None:
+                chosen.append((trace, open_still))
+                size += trace.size
+            if size >= CLOSED_BYTES:
+                yield self._batch(scan, chosen, dead, rows, more=True)
+                chosen, dead, rows, size = [], (), 0, 0
+        yield self._batch(scan, chosen, dead, rows, more=more)
 
-    def _is_told(self, scan: Scan, growing: Growing, now_ns: int) -> bool:
-        return (
-            growing.known is not None
-            or growing.is_whole()
-            or growing.quiet_ns(scan.schema, now_ns) >= self._abandon_ns
+    def _batch(
+        self, scan: Scan, chosen: Sequence[tuple[OpenTrace, bool]], dead: Sequence[DeadRow], rows: int, *, more: bool
+    ) -> Batch:
+        """Selects the rows of closed traces that changed since their checkpoint, and builds the new checkpoints."""
+        self._restore_contents([trace for trace, _ in chosen])
+        traces: list[RawTrace] = []
+        written: list[Checkpoint] = []
+        for trace, is_open in chosen:
+            known, raw = trace.known, trace.rows
+            checkpoint = trace.checkpoint(self._cursor.generation, is_open=is_open)
+            trace.drop_contents()
+            if raw and not _is_unchanged(checkpoint, known):
+                traces.append((raw, is_open))
+            if checkpoint != known:
+                written.append(checkpoint)
+            trace.known = checkpoint
+            if not is_open:
+                scan.close(trace)
+        if scan is self._tail:
+            written += self._grown(scan)
+            self._cursor = replace(self._cursor, rowid=scan.at, anchor=scan.anchor)
+        for checkpoint in written:
+            self._uncommitted.pop(checkpoint.trace_id, None)
+            self._uncommitted[checkpoint.trace_id] = checkpoint
+        while len(self._uncommitted) > UNCOMMITTED:
+            del self._uncommitted[next(iter(self._uncommitted))]
+        return Batch(
+            cursor=self._cursor if scan is self._tail else None,
+            traces=tuple(traces),
+            checkpoints=tuple(written),
+            dead=tuple(dead),
+            open_traces=len(self._tail.traces) if self._tail else 0,
+            rows=rows,
+            more=more,
         )
+
+    def _grown(self, scan: Scan) -> Iterator[Checkpoint]:
+        """Checkpoints of the traces that stay open and have new rows."""
+        grown, scan.grown = scan.grown, {}
+        for trace in grown.values():
+            known, rowids = trace.known, tuple(sorted(trace.ids))
+            if trace.trace_id in scan.traces and (known is None or not known.is_open or known.rowids != rowids):
+                digest = known.digest if known else 0
+                trace.known = Checkpoint(trace.trace_id, rowids, digest, self._cursor.generation, True)
+                yield trace.known
+
+    def _restore_contents(self, traces: Sequence[OpenTrace]) -> None:
+        """Read the rows again whose contents were dropped."""
+        dropped = {trace.trace_id.encode(): trace for trace in traces if len(trace.rows) < len(trace.ids)}
+        if dropped:
+            rowids = [rowid for trace in dropped.values() for rowid in trace.ids.keys() - trace.rows.keys()]
+            for row in self._fetch(rowids, {trace.trace_id for trace in dropped.values()}):
+                dropped[row[2]].restore(row)
+
+
+def _is_unchanged(checkpoint: Checkpoint, known: Checkpoint | None) -> bool:
+    """Whether a trace was extracted as it is now. One that only lost rows counts as unchanged: its replies stay."""
+    if known is None or not known.digest:
+        return False
+    if checkpoint.digest == known.digest:
+        # A trace extracted as open is extracted again once it is abandoned.
+        return checkpoint.is_open or not known.is_open
+    return not known.is_open and len(checkpoint.rowids) < len(known.rowids)

@@ -1,27 +1,35 @@
-"""From an agent span and what lies below it to a reply: question, answer, history, steps, and why it is no task.
+"""Makes replies of traces: query, answer, history, trajectory, and why a reply becomes no task.
 
-Interruption. What is recognisable differs by client. AgentScope 1.0.7 exports no agent span at all then, so such a
-reply ends as unfinished; later 1.x ends the span with `asyncio.CancelledError`; 2.x ends it as if all were well, with
-a fixed sentence, and only the last model call (finish reason) or tool result (`is_interrupted`, state) tells. A
-returned message may also say so itself (`_is_interrupted` in its metadata). The fixed sentence alone proves nothing:
-a model may say it. It counts where no model call of the reply produced it.
+`extract` is pure: a batch with packed rows in, a batch with ledger entries out. It runs in the reader's thread, or in
+a process of its own while a long history is read.
+
+Interruptions look different in each client. AgentScope 1.0.7 exports no agent span at all, so the reply ends as
+unfinished. Later 1.x ends the span with `asyncio.CancelledError`. 2.x ends it as if all were well, with a fixed
+sentence; only the last model call (finish reason) or tool result (`is_interrupted`, state) shows the interruption. A
+returned message may also say so (`_is_interrupted` in its metadata). The fixed sentence alone proves nothing, as a
+model may say it: it counts if no model call of the reply produced it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
+from msgspec.structs import replace
+
+from flywheel import exclusion
+from flywheel.batch import Batch, Entry, entries_of, storable
+from flywheel.exclusion import TrainedModels
 from flywheel.sources.studio import attributes as at
-from flywheel.sources.studio import outcome
-from flywheel.sources.studio.exactness import prompt_reason
-from flywheel.sources.studio.messages import Message, images_of, text_of, texts_of
-from flywheel.sources.studio.span import Span
+from flywheel.sources.studio.messages import FINISH_FUNCTIONS, Message, images_of, text_of, texts_of
+from flywheel.sources.studio.schema import SCHEMAS, Schema, excerpt_of
+from flywheel.sources.studio.span import Attributes, Span, SpanKind
 from flywheel.sources.studio.trace_tree import Role, Tree
-from flywheel.sources.studio.work import Work
+from flywheel.sources.studio.trajectory import Trajectory, error_text, exception, is_interrupted, pending_tools
 from flywheel.states import SkipReason
-from flywheel.trace import ChatMessage, Reply, Selection, SpanStatus
+from flywheel.trace import ChatMessage, DeadRow, Reply, Selection, SpanStatus
 
 INTERRUPTION_SENTENCES: Final = frozenset(
     {
@@ -30,17 +38,105 @@ INTERRUPTION_SENTENCES: Final = frozenset(
     }
 )
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_BAD_CONTENT = (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, OverflowError)
+"""Raised by content of an unexpected shape. It makes its own reply dead, never the batch."""
+_GROUP: Final = 256
+"""Replies that become entries together. Larger groups save little time and hold more memory."""
+
+
+def extract(batch: Batch, schema: str, selection: Selection, source: str) -> Batch:
+    """The batch with the entries and dead rows of its traces in place of the traces. `source` names the database."""
+    known = SCHEMAS[schema]
+    entries: list[Entry] = []
+    dead = list(batch.dead)
+    kinds: Counter[str] = Counter()
+    replies: list[Reply] = []
+    for rows, is_open in batch.traces:
+        own, bad = replies_of(known, rows, selection, is_open=is_open, kinds=kinds)
+        replies += own
+        dead += bad
+        if len(replies) >= _GROUP:
+            entries += _entries(replies, source, selection.models, dead)
+            replies.clear()
+    entries += _entries(replies, source, selection.models, dead)
+    return replace(batch, traces=(), entries=tuple(entries), dead=tuple(dead), kinds=dict(kinds))
+
+
+def _entries(replies: Sequence[Reply], source: str, models: TrainedModels, dead: list[DeadRow]) -> list[Entry]:
+    """The entries of replies. A reply that cannot be written becomes a dead row."""
+    try:
+        return entries_of(replies, source, models)
+    except _BAD_CONTENT as error:
+        if len(replies) > 1:
+            return [entry for reply in replies for entry in _entries([reply], source, models, dead)]
+        (reply,) = replies
+        why = storable(f"it cannot be written as JSON: {error}")[:2000]
+        dead.append(DeadRow(0, reply.span_id, reply.trace_id, why, storable(reply.answer)[:500]))
+        return []
+
+
+def replies_of(
+    schema: Schema, rows: Mapping[int, bytes], selection: Selection, *, is_open: bool, kinds: Counter[str]
+) -> tuple[list[Reply], list[DeadRow]]:
+    """The replies and dead rows of one trace, from its packed rows by number.
+
+    `is_open` if spans are missing that may still arrive. `kinds` counts the spans of traces without an agent.
+    """
+    spans: dict[str, Span] = {}
+    dead: list[DeadRow] = []
+    for rowid in sorted(rows):
+        span = schema.read(rowid, rows[rowid])
+        if isinstance(span, DeadRow):
+            dead.append(span)
+        else:
+            spans[span.span_id] = span
+    tree = Tree(spans, {row.span_id for row in dead})
+    if cyclic := tree.cyclic():
+        for span in cyclic:
+            dead.append(_dead(span, rows, "its parents form a circle"))
+            del spans[span.span_id]
+        tree = Tree(spans, {row.span_id for row in dead})
+    if not tree.agents:
+        kinds.update(span.kind.value for span in spans.values())
+    replies: list[Reply] = []
+    for agent in tree.agents:
+        try:
+            reply = finished_reply(tree, agent, selection)
+        except _BAD_CONTENT as error:
+            dead.append(_dead(agent, rows, f"its content cannot be read: {error}"))
+            continue
+        if is_open:
+            reply = replace(reply, skip=SkipReason.UNFINISHED, skip_detail="a span above the agent's has not arrived")
+        replies.append(reply)
+    if tree.missing_agents:
+        replies += _missing_agents(tree, selection)
+    return replies, dead
+
+
+def _missing_agents(tree: Tree, selection: Selection) -> Iterator[Reply]:
+    for parent, children in tree.missing_agents.items():
+        try:
+            yield unfinished_reply(tree, parent, children, selection)
+        except _BAD_CONTENT:
+            # The children cannot be read either; all that is known is that the reply existed.
+            bare = [replace(child, attributes=Attributes(), kind=SpanKind.OTHER, events=()) for child in children]
+            yield unfinished_reply(Tree({span.span_id: span for span in bare}), parent, bare, selection)
+
+
+def _dead(span: Span, rows: Mapping[int, bytes], error: str) -> DeadRow:
+    why = storable(error)[:2000]
+    return DeadRow(span.rowid, span.span_id, span.trace_id, why, excerpt_of(rows[span.rowid]))
 
 
 def finished_reply(tree: Tree, agent: Span, selection: Selection) -> Reply:
-    """The reply of an agent span. Raises ReprError where its texts are garbled."""
+    """The reply of an agent span. Raises ReprError if its texts are garbled."""
     placement = tree.placement(agent)
-    work = Work(tree.own(agent.span_id))
+    calls = Trajectory(tree.own(agent.span_id))
     handed = at.agent_input(agent)
     output = at.agent_output(agent)
     answer = text_of(output) if output else ""
     request = _request(handed)
-    conversation = work.first_input()
+    conversation = calls.first_input()
     resumed: tuple[ChatMessage, ...] = ()
     if not handed:
         conversation, resumed = _resumed(conversation)
@@ -49,13 +145,11 @@ def finished_reply(tree: Tree, agent: Span, selection: Selection) -> Reply:
     given = conversation + list(resumed)
     asked = placement.asked if placement.role is Role.LAST else agent
     query = request if asked is agent else _request(at.agent_input(asked))
-    images: dict[str, None] = {}
-    for message in handed:
-        images.update(dict.fromkeys(images_of(message)))
+    images = tuple(dict.fromkeys(image for message in handed for image in images_of(message)))
     name = at.agent_name(agent)
-    steps = work.trajectory(answer, resumed)
-    is_asked = bool(query.strip() or images)
-    skip, detail = _skip(agent, work, output, answer, is_asked, placement.role, name, selection)
+    steps = calls.steps(answer, resumed)
+    has_query = bool(query.strip() or images)
+    skip, detail = _skip(agent, calls, output, answer, has_query, placement.role, name, selection)
     return Reply(
         span_id=agent.span_id,
         trace_id=agent.trace_id,
@@ -69,59 +163,56 @@ def finished_reply(tree: Tree, agent: Span, selection: Selection) -> Reply:
         turn=turn,
         history=history,
         trajectory=steps,
-        images=tuple(images),
-        structured=_structured(agent, work),
-        errors=work.errors(steps),
+        images=images,
+        structured=_structured(agent, calls),
+        errors=calls.errors(steps),
         status=agent.status,
         service=agent.service,
         user=at.user_id(agent),
-        prompt_reason=prompt_reason(work.first, given, [*history, {"role": "user", "content": request or query}]),
+        prompt_reason=prompt_reason(calls.first, given, [*history, {"role": "user", "content": request or query}]),
         skip=skip,
         skip_detail=detail,
-        **work.of_models(selection.models),
+        **calls.of_models(selection.models),
     )
 
 
 def unfinished_reply(tree: Tree, parent_id: str, children: Sequence[Span], selection: Selection) -> Reply:
-    """The reply of an agent span that never arrived, as far as its children tell."""
-    work = Work(tree.own(parent_id))
-    conversation = work.first_input()
+    """The reply of an agent span that never arrived, from its children."""
+    calls = Trajectory(tree.own(parent_id))
+    conversation = calls.first_input()
     request = next((m["content"] for m in reversed(conversation) if m["role"] == "user"), "")
     history, turn = _history(conversation, request, ())
     return Reply(
         span_id=parent_id,
         trace_id=children[0].trace_id,
         conversation_id=children[0].conversation_id,
-        agent=work.speaker(),
+        agent=next((name for span in calls.models if (name := at.speaker(span))), ""),
         query=request,
         answer="",
-        started_at=_time(min(span.started_ns for span in work.own)),
-        ended_at=_time(max(span.ended_ns for span in work.own)),
+        started_at=_time(min(span.started_ns for span in calls.own)),
+        ended_at=_time(max(span.ended_ns for span in calls.own)),
         request=request,
         turn=turn,
         history=history,
-        trajectory=work.trajectory(""),
+        trajectory=calls.steps(""),
         status=SpanStatus.UNSET,
         service=children[0].service,
         skip=SkipReason.UNFINISHED,
         skip_detail="the agent's own span has not arrived",
-        **work.of_models(selection.models),
+        **calls.of_models(selection.models),
     )
 
 
 def _request(handed: Sequence[Message]) -> str:
-    """The text of the last message with text; those before it are history."""
-    for message in reversed(handed):
-        if text := text_of(message):
-            return text
-    return ""
+    """The text of the last message with text. The messages before it are history."""
+    return next((text for message in reversed(handed) if (text := text_of(message))), "")
 
 
 def _resumed(conversation: list[ChatMessage]) -> tuple[list[ChatMessage], tuple[ChatMessage, ...]]:
-    """What an agent that was called without a message answers, and the steps that it had taken already.
+    """The conversation that an agent called without a message answers, and the steps it had taken before.
 
-    It answers what it had observed before. Or it goes on with a reply that had stopped at a tool, to be allowed by a
-    person or carried out elsewhere: then it answers the question before those steps.
+    It answers what it has observed. Or it continues a reply that stopped at a tool, which a person had to allow or
+    which was executed elsewhere: then it answers the question before those steps.
     """
     end = len(conversation)
     while end and (conversation[end - 1]["role"] == "tool" or "tool_calls" in conversation[end - 1]):
@@ -132,10 +223,10 @@ def _resumed(conversation: list[ChatMessage]) -> tuple[list[ChatMessage], tuple[
 def _history(
     conversation: Sequence[ChatMessage], request: str, handed: Sequence[Message]
 ) -> tuple[tuple[ChatMessage, ...], int]:
-    """The conversation without the request, and how many turns came before.
+    """The conversation without the request, and the number of earlier turns.
 
-    The request is the last user message of that text; a pipeline stage is handed an assistant's message. What was put
-    behind it (retrieved knowledge, hints) stays: the model saw it.
+    The request is the last user message with that text; a pipeline stage is called with an assistant's message.
+    Messages behind it (retrieved knowledge, hints) stay, as the model saw them.
     """
     place = _place_of(conversation, request)
     if place is None:
@@ -144,23 +235,21 @@ def _history(
     asked = conversation[place]
     if asked["content"] != request and (earlier := _earlier(asked["content"], handed)):
         before.append({**asked, "content": earlier})
-    asked_before = 0
-    for message in before:
-        asked_before += message["role"] == "user"
+    asked_before = sum(message["role"] == "user" for message in before)
     return (*before, *conversation[place + 1 :]), max(0, asked_before - max(0, len(handed) - 1))
 
 
-def _earlier(told: str, handed: Sequence[Message]) -> str:
-    """What a message tells of the conversation before the request; empty where it tells nothing else.
+def _earlier(content: str, handed: Sequence[Message]) -> str:
+    """The part of a message that is the conversation before the request; empty if there is none.
 
-    AgentScope's formatters for several agents write a conversation into one message, between tags, each text in it
+    AgentScope's formatters for several agents write a conversation into one message, between tags, with each text
     behind its speaker's name.
     """
     message = next((message for message in reversed(handed) if text_of(message)), None)
     if message is None:
         return ""
     asked = "".join(f"\n{message.get('name')}: {text}" for text in texts_of(message))
-    head, end, _ = told.rpartition("\n</history>")
+    head, end, _ = content.rpartition("\n</history>")
     if not end or not head.endswith(asked):
         return ""
     head = head[: -len(asked)]
@@ -168,7 +257,8 @@ def _earlier(told: str, handed: Sequence[Message]) -> str:
 
 
 def _place_of(conversation: Sequence[ChatMessage], request: str) -> int | None:
-    """Where the request is: what the user said so, else what an assistant said so, else what the user said last."""
+    """The place of the request: the last user message with its text, else the last assistant message with it, else
+    the last user message."""
     of_assistant = of_user = None
     for place in range(len(conversation) - 1, -1, -1):
         message = conversation[place]
@@ -182,57 +272,86 @@ def _place_of(conversation: Sequence[ChatMessage], request: str) -> int | None:
     return of_user if of_assistant is None else of_assistant
 
 
-def _structured(agent: Span, work: Work) -> dict[str, Any] | None:
+def _structured(agent: Span, calls: Trajectory) -> dict[str, Any] | None:
     """Structured output: 1.x has it in the returned message's metadata, 2.x in the finish function's arguments."""
     if at.wants_structure(agent):
         metadata = {key: value for key, value in at.returned_metadata(agent).items() if not key.startswith("_")}
         if metadata:
             return metadata
-    return work.structured()
+    for tool in reversed(calls.tools):
+        arguments = tool.arguments if tool.name in FINISH_FUNCTIONS else None
+        # Without a structure to fill, 1.x passes the bare answer under this name.
+        if isinstance(arguments, dict) and arguments and arguments.keys() != {"response"}:
+            return arguments
+    return None
 
 
 def _skip(
     agent: Span,
-    work: Work,
+    calls: Trajectory,
     output: Message | None,
     answer: str,
-    asked: bool,
+    has_query: bool,
     role: Role,
     name: str,
     selection: Selection,
 ) -> tuple[SkipReason | None, str]:
+    """Why a reply becomes no task, with details for people; None if it becomes one."""
     if name in selection.exclude:
         return SkipReason.AGENT_EXCLUDED, f"ingest.agents.exclude names {name}"
     if role is Role.NESTED and name not in selection.include:
         return SkipReason.NESTED, "another agent called it as a tool"
     if role is Role.STAGE and name not in selection.include:
         return SkipReason.PIPELINE_STAGE, "another agent went on from its answer"
-    if _was_interrupted(agent, work, output, answer):
+    if _was_interrupted(agent, calls, output, answer):
         return SkipReason.INTERRUPTED, "the reply was interrupted"
     if agent.status is SpanStatus.ERROR:
-        return SkipReason.ERROR, outcome.error_text(agent)
+        return SkipReason.ERROR, error_text(agent)
     if output is None:
-        return SkipReason.ERROR, outcome.error_text(agent) or "the agent's span has no output"
-    if waits := outcome.waits_for(agent):
-        return SkipReason.UNFINISHED, f"it stopped until {', '.join(waits)} is allowed or carried out elsewhere"
-    if not asked:
+        return SkipReason.ERROR, error_text(agent) or "the agent's span has no output"
+    if tools := pending_tools(agent):
+        return SkipReason.UNFINISHED, f"it stopped until {', '.join(tools)} is allowed or carried out elsewhere"
+    if not has_query:
         return SkipReason.NO_QUERY, "the agent was handed no text and no image"
     return None, ""
 
 
-def _was_interrupted(agent: Span, work: Work, output: Message | None, answer: str) -> bool:
-    if outcome.exception(agent)[0].endswith("CancelledError"):
+def _was_interrupted(agent: Span, calls: Trajectory, output: Message | None, answer: str) -> bool:
+    if exception(agent)[0].endswith("CancelledError"):
         return True
     metadata = at.returned_metadata(agent) if output else {}
     if metadata.get("_is_interrupted") is True or metadata.get("is_interrupted") is True:
         return True
-    if work.was_cut_short():
+    last = next((span for span in reversed(calls.own) if span.kind in (SpanKind.LLM, SpanKind.TOOL)), None)
+    if last is not None and is_interrupted(last):
         return True
     if answer not in INTERRUPTION_SENTENCES:
         return False
-    said = work.texts()
-    return bool(said) and answer not in said
+    answers = [text_of(message) for message in calls.answers if message]
+    return bool(answers) and answer not in answers
 
 
 def _time(ns: int) -> datetime:
     return _EPOCH + timedelta(microseconds=ns // 1000)
+
+
+def prompt_reason(first: Span | None, given: Sequence[ChatMessage], prompt: Sequence[ChatMessage]) -> str:
+    """Why a prompt is not exactly what the model was sent, as far as the trace shows; empty if nothing is missing.
+
+    `first` is the first model call of the reply, `given` its input without an empty message at its end and without
+    finish functions.
+    """
+    if first is None or not given:
+        # Also AgentScope 2.0.0 to 2.0.6.
+        return exclusion.NOT_RECORDED
+    chat = at.conversation(first)
+    called = {call["function"]["name"] for message in chat for call in message.get("tool_calls", ())}
+    offered = (first.attributes.gen_ai.tool.definitions, first.attributes.input.kwargs.tools)
+    reasons = {
+        exclusion.HIDDEN_MESSAGE: at.hides_a_message(first, chat),
+        exclusion.OTHERWISE: list(given) != list(prompt) or called & FINISH_FUNCTIONS,
+        exclusion.IMAGE: at.holds_media(first),
+        exclusion.FINISH_FUNCTION: any(name.encode() in bytes(raw) for raw in offered for name in FINISH_FUNCTIONS),
+        exclusion.TEMPLATE_PARAMETERS: at.sets_template_parameters(first),
+    }
+    return exclusion.joined(reason for reason, applies in reasons.items() if applies)

@@ -1,61 +1,51 @@
-"""The two schemas of Studio's span table: how they are told apart, and how a row becomes a span.
+"""The two schemas of Studio's span table: recognising the schema of a file, and parsing a row into a span.
 
-Version numbers do not tell them apart; columns do. A row that cannot be understood raises RowError and costs itself.
+Version numbers do not identify a schema; columns do. A row that cannot be parsed becomes a dead row and costs nothing
+else. A file with any other table is refused with what was expected and what was found.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import marshal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, Final
 
-from flywheel.sources.studio.recorded import NOTHING, with_first_argument
-from flywheel.sources.studio.row import (
-    TABLE,
-    Row,
-    RowError,
-    attributes_in,
-    decimal_ns,
-    events_in,
-    id_in,
-    iso_ns,
-    json_in,
-    shown,
-    text_in,
-    what_it_is,
-)
-from flywheel.sources.studio.span import Span, SpanKind
+import orjson
+
+from flywheel.sources.studio.attributes import attributes_of, with_first_argument
+from flywheel.sources.studio.database import MAX_CELL, TABLE, Database, Row, fault, shown
+from flywheel.sources.studio.span import NOTHING, Attributes, Span, SpanKind
 from flywheel.trace import DeadRow, SpanStatus, get_path
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_LATEST_NS: Final = 10**19
+"""The year 2286, within the range of a datetime."""
+
+
+class RowError(ValueError):
+    """A row that cannot be parsed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """One generation: `marks` are the columns that only it has, `columns` what is read, in this order.
+    """One generation. `own_columns` identify it; `columns` are read, in this order.
 
-    A row begins with its rowid, the span's id, its trace's, its parent's and the time it ended, whichever the schema.
+    In both generations a row begins with rowid, span id, trace id, parent id, end time and attributes.
     """
 
     name: str
-    marks: frozenset[str]
+    own_columns: frozenset[str]
     columns: tuple[str, ...]
     span_of: Callable[[Row], Span]
-    ended_of: Callable[[Any], int]
+    time_of: Callable[[Any, str], int]
 
-    @property
-    def page_sql(self) -> str:
-        return f"SELECT {self._listed} FROM {TABLE} WHERE rowid > ? ORDER BY rowid"  # noqa: S608 - constants
-
-    def rows_sql(self, count: int) -> str:
-        marks = ",".join("?" * count)
-        return f"SELECT {self._listed} FROM {TABLE} WHERE rowid IN ({marks}) ORDER BY rowid"  # noqa: S608 - constants
-
-    @property
-    def _listed(self) -> str:
-        return ", ".join(("rowid", *self.columns))
-
-    def read(self, row: Row) -> Span | DeadRow:
-        """A row as a span, or as a dead row with the reason."""
+    def read(self, rowid: int, data: bytes) -> Span | DeadRow:
+        """A packed row as a span, or as a dead row with the reason."""
+        row = (rowid, *marshal.loads(data))
         try:
             span = self.span_of(row)
             if span.ended_ns < span.started_ns:
@@ -66,25 +56,90 @@ class Schema:
             excerpt = row[5]
             for column, value in zip(self.columns, row[1:], strict=True):
                 if isinstance(value, tuple):
-                    # The other values were not even looked at.
-                    why, excerpt = f"{column} {what_it_is(value)}", value
-            return DeadRow(row[0], shown(row[1]), shown(row[2]), why, shown(excerpt)[:500])
+                    # The other values were not loaded.
+                    why, excerpt = f"{column} {_type_of(value)}", value
+            return DeadRow(rowid, shown(row[1]), shown(row[2]), why, shown(excerpt)[:500])
+
+    def ended_ns(self, value: Any) -> int:
+        """An end time as nanoseconds since 1970; 0 if it cannot be parsed."""
+        try:
+            return self.time_of(value, self.columns[3])
+        except (RowError, UnicodeDecodeError):
+            return 0
 
 
-def fingerprint(columns: Sequence[tuple[str, str]]) -> str:
-    """A hash of the span table's columns and their types: another one means another schema."""
-    return hashlib.sha256(repr(list(columns)).encode()).hexdigest()[:16]
+def schema_of(database: Database) -> tuple[Schema, str]:
+    """The generation of a file and the fingerprint of its span table. Raises StudioError if it is not Studio's."""
+    path = database.path
+    found = database.ask("SELECT name, type FROM pragma_table_info(?)", (TABLE,))
+    columns = [(name.decode(), kind.decode()) for name, kind in found]
+    names = [name for name, _ in columns]
+    if not columns:
+        tables = [name.decode() for (name,) in database.ask("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        held = f"it holds {', '.join(sorted(tables)[:8])}" if tables else "it holds no table"
+        raise fault(
+            path,
+            f"it is a SQLite database but not Studio's: there is no {TABLE} ({held})",
+            "Point the source at Studio's own database, usually ~/AgentScope-Studio/database.sqlite.",
+            "not Studio's",
+        )
+    fingerprint = hashlib.sha256(repr(columns).encode()).hexdigest()[:16]
+    schema = next((schema for schema in SCHEMAS.values() if schema.own_columns <= set(names)), None)
+    if schema is None:
+        expected = " or ".join(" and ".join(sorted(known.own_columns)) for known in SCHEMAS.values())
+        raise fault(
+            path,
+            f"its {TABLE} is of no known generation (fingerprint {fingerprint}): expected the columns {expected}, "
+            f"found {', '.join(names)}",
+            "Use a Studio from 1.0.5 to 1.0.9, or report this version.",
+            "unknown schema",
+        )
+    if lacking := [column for column in schema.columns if column not in names]:
+        raise fault(
+            path,
+            f"its {TABLE} ({schema.name}, fingerprint {fingerprint}) lacks the columns {', '.join(lacking)}",
+            "Let Studio finish its migration, or restore the database from a backup.",
+            "unknown schema",
+        )
+    if why := _without_rowids(database, names):
+        hint = f"Point the source at Studio's own database, with the {TABLE} that Studio made."
+        raise fault(path, f"its {TABLE} {why}", hint, "unknown schema")
+    return schema, fingerprint
+
+
+def _without_rowids(database: Database, names: Sequence[str]) -> str:
+    """Why rows cannot be read in order of their rowid, from 1 on; empty if they can."""
+    if "rowid" in (name.lower() for name in names):
+        return "has a column of the name rowid, which hides the rows' own numbers"
+    for kind, sql in database.ask("SELECT type, sql FROM sqlite_master WHERE lower(name) = ?", (TABLE,)):
+        if kind != b"table":
+            return f"is a {shown(kind)}: its rows have no numbers"
+        if b"WITHOUT ROWID" in sql.upper().rpartition(b")")[2]:
+            return "is a table WITHOUT ROWID: its rows have no numbers"
+    ((first,),) = database.ask(f"SELECT min(rowid) FROM {TABLE}")  # noqa: S608 - a constant
+    return f"has rows with numbers below 1 (the first is {first})" if first is not None and first < 1 else ""
+
+
+def packed(row: Row) -> bytes:
+    """A row without its rowid. Equal values give equal bytes, which are hashed, kept and sent."""
+    # Version 2 of marshal: later versions also encode which objects are shared.
+    return marshal.dumps(tuple(row[1:]), 2)
+
+
+def excerpt_of(data: bytes) -> str:
+    """The first 500 characters of a packed row's attributes."""
+    return shown(marshal.loads(data)[4])[:500]
 
 
 def _span_1(row: Row) -> Span:
     rowid, span_id, trace_id, parent, ended, attributes, name, events, status, kind, started, message, run = row
-    found = attributes_in(attributes)
+    found = _attributes(attributes)
     if kind == b"AGENT":
         found = with_first_argument(found, attributes)
     return Span(
         rowid,
-        id_in(span_id, "id"),
-        id_in(trace_id, "traceId"),
+        text_in(span_id, "id", required=True),
+        text_in(trace_id, "traceId", required=True),
         text_in(parent, "parentSpanId"),
         text_in(name, "name"),
         _KINDS_1.get(kind, SpanKind.OTHER),
@@ -94,14 +149,14 @@ def _span_1(row: Row) -> Span:
         text_in(message, "statusMessage"),
         text_in(run, "run_id"),
         found,
-        events_in(events),
+        _events(events),
     )
 
 
 def _span_2(row: Row) -> Span:
     (rowid, span_id, trace_id, parent, ended, attributes, name, events, status, started, operation, conversation,
      service) = row  # fmt: skip
-    found = attributes_in(attributes)
+    found = _attributes(attributes)
     kind = _KINDS_2.get(found.gen_ai.operation.name)
     if kind is None:
         kind = _KINDS_2.get(text_in(operation, "operationName"), SpanKind.OTHER)
@@ -110,41 +165,107 @@ def _span_2(row: Row) -> Span:
     state, message = _STATUS_2.get(status) or _status_of(status)
     return Span(
         rowid,
-        span_id.decode() if span_id and type(span_id) is bytes else id_in(span_id, "id"),
-        trace_id.decode() if trace_id and type(trace_id) is bytes else id_in(trace_id, "traceId"),
-        parent.decode() if type(parent) is bytes else text_in(parent, "parentSpanId"),
-        name.decode() if type(name) is bytes else text_in(name, "name"),
+        text_in(span_id, "id", required=True),
+        text_in(trace_id, "traceId", required=True),
+        text_in(parent, "parentSpanId"),
+        text_in(name, "name"),
         kind,
         decimal_ns(started, "startTimeUnixNano"),
         decimal_ns(ended, "endTimeUnixNano"),
         state,
         message,
-        conversation.decode() if type(conversation) is bytes else text_in(conversation, "conversationId"),
+        text_in(conversation, "conversationId"),
         found,
-        () if events == b"[]" else events_in(events),
-        service.decode() if type(service) is bytes else text_in(service, "serviceName"),
+        _events(events),
+        text_in(service, "serviceName"),
     )
 
 
 def _status_of(value: Any) -> tuple[SpanStatus, str]:
-    status = json_in(value, "status")
+    status = _json(value, "status")
     code, message = get_path(status, "code"), get_path(status, "message")
     known = {1: SpanStatus.OK, 2: SpanStatus.ERROR}.get(code) if isinstance(code, int) else None
     return known or SpanStatus.UNSET, message if isinstance(message, str) else ""
 
 
-def _iso_end(value: Any) -> int:
-    try:
-        return iso_ns(value, "endTime")
-    except (RowError, UnicodeDecodeError):
-        return 0
+def text_in(value: Any, column: str, *, required: bool = False) -> str:
+    """A text; NULL is an empty text. Raises RowError, also for an empty text if it is required, and
+    UnicodeDecodeError."""
+    if required and value in (None, b""):
+        raise RowError(f"{column} is empty")
+    if isinstance(value, bytes):
+        return value.decode()
+    if value is None:
+        return ""
+    raise RowError(f"{column} {_type_of(value)}, not text")
 
 
-def _decimal_end(value: Any) -> int:
+def _type_of(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"has {value[0]:,} bytes, more than {MAX_CELL:,}"
+    return f"is a {type(value).__name__}"
+
+
+def _json(value: Any, column: str) -> Any:
+    if value is None:
+        return None
+    if not isinstance(value, bytes):
+        raise RowError(f"{column} {_type_of(value)}, not JSON text")
     try:
-        return decimal_ns(value, "endTimeUnixNano")
-    except RowError:
-        return 0
+        return orjson.loads(value)
+    except orjson.JSONDecodeError:
+        pass
+    try:
+        # Slower and more lenient: Studio accepts lone surrogates and numbers that orjson refuses.
+        return json.loads(value.decode())
+    except UnicodeDecodeError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"{column} is not JSON: {error}") from error
+
+
+def _attributes(value: Any) -> Attributes:
+    if value is not None and type(value) is not bytes:
+        raise RowError(f"attributes {_type_of(value)}, not JSON text")
+    try:
+        return attributes_of(b"null" if value is None else value)
+    except TypeError as error:
+        raise RowError(f"attributes is {error}") from error
+    except UnicodeDecodeError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"attributes is not JSON: {error}") from error
+
+
+def _events(value: Any) -> tuple[dict[str, Any], ...]:
+    """The events of a span; anything but a list of objects counts as no events."""
+    if value is None or value == b"[]":
+        return ()
+    events = _json(value, "events")
+    return tuple(event for event in events if isinstance(event, dict)) if isinstance(events, list) else ()
+
+
+def iso_ns(value: Any, column: str) -> int:
+    """An ISO 8601 time, in UTC if it has no offset, as nanoseconds since 1970. Raises RowError."""
+    text = text_in(value, column)
+    try:
+        moment = datetime.fromisoformat(text)
+        moment = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment
+        since = moment - _EPOCH
+    except (ValueError, OverflowError) as error:
+        raise RowError(f"{column} is no time: {text[:40]!r}") from error
+    return ((since.days * 86_400 + since.seconds) * 1_000_000 + since.microseconds) * 1000
+
+
+def decimal_ns(value: Any, column: str) -> int:
+    """A decimal number of nanoseconds since 1970. Raises RowError."""
+    try:
+        ns = int(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RowError(f"{column} is no number of nanoseconds: {shown(value)[:40]!r}") from error
+    if not 0 <= ns < _LATEST_NS:
+        raise RowError(f"{column} is out of range: {ns}")
+    return ns
 
 
 _KINDS_1: Final = {
@@ -166,33 +287,23 @@ _STATUS_2: Final = {
     b'{"code":0}': (SpanStatus.UNSET, ""),
     b'{"code":0,"message":""}': (SpanStatus.UNSET, ""),
 }
-"""How nearly every row spells it; the others are parsed."""
+"""The most common spellings; others are parsed."""
 
-GENERATIONS: Final = (
-    Schema(
-        "generation 1",
-        frozenset({"spanKind", "run_id"}),
-        ("id", "traceId", "parentSpanId", "endTime", "attributes", "name", "events", "status", "spanKind",
-         "startTime", "statusMessage", "run_id"),
-        _span_1,
-        _iso_end,
-    ),
-    Schema(
-        "generation 2",
-        frozenset({"spanId", "conversationId"}),
-        ("id", "traceId", "parentSpanId", "endTimeUnixNano", "attributes", "name", "events", "status",
-         "startTimeUnixNano", "operationName", "conversationId", "serviceName"),
-        _span_2,
-        _decimal_end,
-    ),
+_GENERATION_1: Final = Schema(
+    "generation 1",
+    frozenset({"spanKind", "run_id"}),
+    ("id", "traceId", "parentSpanId", "endTime", "attributes", "name", "events", "status", "spanKind", "startTime",
+     "statusMessage", "run_id"),
+    _span_1,
+    iso_ns,
 )  # fmt: skip
-
-
-def recognise(columns: Sequence[str]) -> Schema | None:
-    """The generation whose own columns these include."""
-    return next((schema for schema in GENERATIONS if schema.marks <= set(columns)), None)
-
-
-def named(name: str) -> Schema:
-    """The generation of that name."""
-    return next(schema for schema in GENERATIONS if schema.name == name)
+_GENERATION_2: Final = Schema(
+    "generation 2",
+    frozenset({"spanId", "conversationId"}),
+    ("id", "traceId", "parentSpanId", "endTimeUnixNano", "attributes", "name", "events", "status",
+     "startTimeUnixNano", "operationName", "conversationId", "serviceName"),
+    _span_2,
+    decimal_ns,
+)  # fmt: skip
+SCHEMAS: Final = {schema.name: schema for schema in (_GENERATION_1, _GENERATION_2)}
+"""The generations by name."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flywheel.config import IngestSettings
-from flywheel.sources.studio import page
+from flywheel.sources.studio import database
 from flywheel.sources.studio.reader import StudioReader
 from tests.sources.studio.reading import MUCH_LATER, NOW, Ledger
 from tests.sources.studio.writer import DATA, Studio, agent, chat, message, part
@@ -62,7 +62,7 @@ def test_renumbered_rows_are_told_once(studio: Studio, reader: StudioReader) -> 
     studio.write(agent("new", trace="t-new"))
     ledger.pass_(reader)
     assert sorted(ledger.replies) == [*(f"a{n}" for n in range(8)), "new"]
-    assert (ledger.tellings, ledger.cursor.generation) == (9, 1)
+    assert (ledger.extractions, ledger.cursor.generation) == (9, 1)
     reader.close()
 
 
@@ -75,7 +75,7 @@ def test_an_older_copy_put_back_in_place_is_read_on(studio: Studio, reader: Stud
     studio.write(agent("new", trace="t-new"))
     ledger.pass_(reader)
     assert {"lost", "new"} <= set(ledger.replies)
-    assert (ledger.tellings, ledger.changes) == (10, [])
+    assert (ledger.extractions, ledger.changes) == (10, [])
     reader.close()
 
 
@@ -86,9 +86,9 @@ def test_a_change_in_place_is_found_by_a_look_back(studio: Studio, reader: Studi
     execute(studio.path, "UPDATE span_table SET attributes = replace(attributes, 'is 7', 'is 9') WHERE id = 'a7'")
     ledger.pass_(reader)
     assert ledger.changes == []
-    ledger.sweep(reader, last=3)
+    ledger.rescan(reader, last=3)
     assert (ledger.changes, ledger.replies["a7"].answer) == (["a7"], "is 9")
-    ledger.sweep(reader)
+    ledger.rescan(reader)
     assert ledger.changes == ["a7"], "told once"
     reader.close()
 
@@ -97,9 +97,9 @@ def test_a_look_back_goes_no_further_than_it_is_asked_to(studio: Studio, reader:
     ledger = Ledger()
     ledger.pass_(reader)
     execute(studio.path, "UPDATE span_table SET attributes = replace(attributes, 'is 1', 'is 9') WHERE id = 'a1'")
-    ledger.sweep(reader, last=3)
+    ledger.rescan(reader, last=3)
     assert ledger.changes == []
-    steps = ledger.sweep(reader)
+    steps = ledger.rescan(reader)
     assert ledger.changes == ["a1"]
     assert sum(step.rows for step in steps) == 8
     reader.close()
@@ -108,11 +108,11 @@ def test_a_look_back_goes_no_further_than_it_is_asked_to(studio: Studio, reader:
 def test_a_look_back_leaves_what_no_pass_has_read(
     studio: Studio, reader: StudioReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page, "PAGE_ROWS", 3)
+    monkeypatch.setattr(database, "PAGE_ROWS", 3)
     ledger = Ledger()
     ledger.pass_(reader)
     studio.write(agent("new", trace="t-new"), agent("late", trace="t7", began=9, ended=12))
-    steps = ledger.sweep(reader)
+    steps = ledger.rescan(reader)
     assert sum(step.rows for step in steps) == 8
     assert "new" not in ledger.replies
     ledger.pass_(reader)
@@ -124,12 +124,12 @@ def test_a_sweep_finds_what_was_never_told(studio: Studio, reader: StudioReader)
     """As if an event, or an earlier defect, had lost it."""
     ledger = Ledger()
     ledger.pass_(reader)
-    del ledger.remembered["t3"], ledger.replies["a3"]
+    del ledger.stored["t3"], ledger.replies["a3"]
     reader.close()
     reader = StudioReader(studio.path, QUICK)
     ledger.pass_(reader)
     assert "a3" not in ledger.replies
-    ledger.sweep(reader)
+    ledger.rescan(reader)
     assert ledger.replies["a3"].answer == "is 3"
     reader.close()
 
@@ -141,10 +141,10 @@ def test_rows_that_are_gone_take_nothing_with_them(tmp_path: Path) -> None:
     reader, ledger = StudioReader(made.path, QUICK), Ledger()
     ledger.pass_(reader)
     execute(made.path, "DELETE FROM span_table WHERE id = 'c'")
-    ledger.sweep(reader)
+    ledger.rescan(reader)
     assert ledger.changes == [] and ledger.replies["a1"].history
     execute(made.path, "DELETE FROM span_table")
-    ledger.sweep(reader)
+    ledger.rescan(reader)
     ledger.pass_(reader)
     assert list(ledger.replies) == ["a1"]
     reader.close()
@@ -160,7 +160,7 @@ def test_a_trace_that_waits_is_read_anew_when_it_is_whole(tmp_path: Path) -> Non
     made.write(agent("a1", "q", "a", trace="t", ended=3))
     ledger.pass_(reader)
     assert [m["content"] for m in ledger.replies["a1"].history] == ["new"]
-    assert ledger.tellings == 1
+    assert ledger.extractions == 1
     reader.close()
 
 
@@ -176,7 +176,7 @@ def test_a_restart_picks_up_the_traces_that_wait(tmp_path: Path) -> None:
     reader = StudioReader(made.path, QUICK)
     ledger.pass_(reader)
     assert [m["content"] for m in ledger.replies["a1"].history] == ["s"]
-    assert ledger.open_marks() == []
+    assert ledger.open_checkpoints() == []
     reader.close()
 
 
@@ -187,15 +187,15 @@ def test_a_genuine_migration_in_the_running_file_changes_no_reply(tmp_path: Path
     ledger.pass_(reader, now=MUCH_LATER)
     path.write_bytes((DATA / "migrated.sqlite").read_bytes())
     ledger.pass_(reader, now=MUCH_LATER)
-    assert reader.schema == "generation 2"
+    assert reader.schema is not None and reader.schema.name == "generation 2"
     assert (ledger.changes, len(ledger.replies), ledger.cursor.generation) == ([], 105, 1)
     reader.close()
 
 
-def test_a_sweep_ends_when_a_pass_starts_over(studio: Studio, reader: StudioReader) -> None:
+def test_a_rescan_ends_when_a_pass_starts_over(studio: Studio, reader: StudioReader) -> None:
     ledger = Ledger()
     ledger.pass_(reader)
-    steps = reader.sweep(ledger, now=NOW)
+    steps = reader.rescan(ledger, now=NOW)
     next(steps)
     execute(studio.path, "DELETE FROM span_table WHERE id = 'a0'", *RENUMBER)
     ledger.pass_(reader)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from flywheel.config import IngestSettings
-from flywheel.sources.studio import page, scan
+from flywheel.sources.studio import database, open_traces
 from flywheel.sources.studio import reader as reading
 from flywheel.sources.studio.reader import StudioReader
 from flywheel.states import SkipReason
@@ -47,10 +47,10 @@ def test_one_reader_tells_each_reply_once_while_spans_arrive(tmp_path: Path) -> 
     for first in range(0, len(spans), 7):
         insert(path, spans[first : first + 7])
         ledger.pass_(reader)
-    assert ledger.tellings == len(ledger.replies) == 104, "the crashed reply is still open"
+    assert ledger.extractions == len(ledger.replies) == 104, "the crashed reply is still open"
     ledger.pass_(reader, final=True)
     assert ledger.replies == whole("new_v1")
-    assert ledger.tellings == 105
+    assert ledger.extractions == 105
     reader.close()
 
 
@@ -88,8 +88,8 @@ def test_commits_passes_and_crashes_in_any_order(
     with pytest.MonkeyPatch.context() as patch:
         if data.draw(st.booleans()):
             # As if rows were large: what is read is let go of, and what ends together is told bit by bit.
-            patch.setattr(scan, "HELD_BYTES", 20_000)
-            patch.setattr(reading, "TOLD_BYTES", data.draw(st.sampled_from([1, 30_000])))
+            patch.setattr(open_traces, "HELD_BYTES", 20_000)
+            patch.setattr(reading, "CLOSED_BYTES", data.draw(st.sampled_from([1, 30_000])))
         reader, ledger, at = StudioReader(path, QUICK), Ledger(), 0
         while at < len(spans):
             size = data.draw(st.integers(1, 40))
@@ -137,7 +137,7 @@ def test_settling_waits_for_quiet_and_never_for_a_wrong_clock(tmp_path: Path) ->
     ended = NOW.replace(hour=5, minute=23, second=25)
     reader, ledger = StudioReader(path, IngestSettings(settle_seconds=2)), Ledger()
     ledger.pass_(reader, now=ended + timedelta(seconds=1))
-    assert ledger.replies == {} and len(ledger.open_marks()) == 2
+    assert ledger.replies == {} and len(ledger.open_checkpoints()) == 2
     ledger.pass_(reader, now=ended + timedelta(seconds=2))
     assert sorted(ledger.replies) == ["a1"]
     ledger.pass_(reader, now=ended + timedelta(seconds=4))
@@ -170,16 +170,16 @@ def test_an_unfinished_reply_keeps_its_place_and_is_told_once_more_when_it_comes
     assert sorted(ledger.replies) == ["done"]
     for _ in range(2):
         ledger.pass_(reader, final=True)
-    assert ledger.tellings == 2, "a reader tells an unfinished reply once"
+    assert ledger.extractions == 2, "a reader tells an unfinished reply once"
     lost = ledger.replies["lost"]
     assert lost.skip is SkipReason.UNFINISHED
     assert (lost.query, lost.agent, lost.conversation_id) == ("q", "Solver", "conversation")
     assert [m["content"] for m in lost.history] == ["s"]
-    assert (ledger.cursor.rowid, [mark.trace_id for mark in ledger.open_marks()]) == (2, ["t1"])
+    assert (ledger.cursor.rowid, [mark.trace_id for mark in ledger.open_checkpoints()]) == (2, ["t1"])
     reader.close()
     again = StudioReader(path, QUICK)
     ledger.pass_(again, now=MUCH_LATER)
-    assert (ledger.tellings, ledger.open_marks()) == (3, []), "given up in silence when it was told before"
+    assert (ledger.extractions, ledger.open_checkpoints()) == (3, []), "given up in silence when it was told before"
     again.close()
 
     studio.write(agent("lost", "q", "at last", trace="t1", ended=30))
@@ -215,7 +215,7 @@ def test_agents_under_an_application_that_never_ended(tmp_path: Path) -> None:
     ledger.pass_(reader, final=True)
     ledger.pass_(reader, final=True)
     assert ledger.replies["a1"].skip is SkipReason.UNFINISHED, "told for the balance"
-    assert ledger.tellings == 1
+    assert ledger.extractions == 1
     ledger.pass_(reader, now=MUCH_LATER)
     assert ledger.replies["a1"].skip is None, "told as it is once nothing more is expected"
     assert list(ledger.replies) == ["a1"], "an application is no reply"
@@ -231,7 +231,7 @@ def test_a_late_child_tells_its_reply_again(tmp_path: Path) -> None:
     asked = [message("system", part("s")), message("user", part("What is 1 + 1?"))]
     studio.write(chat("c1", asked, parent="a1", ended=4))
     ledger.pass_(reader, final=True)
-    assert (ledger.tellings, ledger.changes) == (2, ["a1"])
+    assert (ledger.extractions, ledger.changes) == (2, ["a1"])
     assert [m["content"] for m in ledger.replies["a1"].history] == ["s"]
     assert ledger.cursor.rowid == 2
     reader.close()
@@ -246,22 +246,41 @@ def test_a_batch_that_was_not_stored_is_told_again(tmp_path: Path) -> None:
     ledger.pass_(reader)
     studio.write(agent("a1"))
     steps = reader.read(ledger.cursor, ledger, now=NOW)
-    assert [trace.trace_id for trace in next(steps).traces] == ["trace"]
+    assert [checkpoint.trace_id for checkpoint in next(steps).checkpoints] == ["trace"]
     steps.close()
     ledger.pass_(reader)
     assert list(ledger.replies) == ["a1"]
     ledger.pass_(reader)
-    assert ledger.tellings == 1, "what was stored is not told again"
+    assert ledger.extractions == 1, "what was stored is not told again"
     reader.close()
 
 
+def test_a_trace_that_goes_on_before_its_checkpoint_is_stored_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches are read ahead of what is stored: the reader remembers the checkpoints that it has handed on."""
+    pages_of(2, monkeypatch)
+    studio = Studio(tmp_path / "studio.sqlite")
+    studio.write(
+        agent("a1", "q", "a", trace="again", ended=3),
+        *(agent(f"b{number}", trace=f"other {number}") for number in range(6)),
+        chat("late", [message("user", part("q"))], "a", parent="a1", trace="again", ended=2),
+    )
+    reader = StudioReader(studio.path, QUICK)
+    batches = list(reader.read(Cursor(), Ledger(), now=NOW))
+    reader.close()
+    found = [checkpoint for batch in batches for checkpoint in batch.checkpoints if checkpoint.trace_id == "again"]
+    assert (found[0].rowids, found[-1].rowids) == ((1,), (1, 8))
+    assert [sorted(rows) for rows, _ in batches[-1].traces] == [[1, 8]]
+
+
 def pages_of(rows: int, monkeypatch: pytest.MonkeyPatch, *, near: int = 1, far: int = 5_000) -> None:
-    monkeypatch.setattr(page, "PAGE_ROWS", rows)
-    monkeypatch.setattr(reading, "STEP_ROWS", rows)
+    monkeypatch.setattr(database, "PAGE_ROWS", rows)
+    monkeypatch.setattr(reading, "BATCH_ROWS", rows)
     # On a busy machine a page would be cut off by time.
-    monkeypatch.setattr(page, "HOLD_SECONDS", 60.0)
-    monkeypatch.setattr(scan, "NEAR_ROWS", near)
-    monkeypatch.setattr(scan, "FAR_ROWS", far)
+    monkeypatch.setattr(database, "HOLD_SECONDS", 60.0)
+    monkeypatch.setattr(open_traces, "NEAR_ROWS", near)
+    monkeypatch.setattr(open_traces, "FAR_ROWS", far)
     monkeypatch.setattr(reading, "FAR_ROWS", far)
 
 
@@ -275,11 +294,11 @@ def test_pages_are_small_and_each_has_its_cursor(monkeypatch: pytest.MonkeyPatch
 
 def test_pages_are_put_together_to_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     pages_of(3, monkeypatch)
-    monkeypatch.setattr(reading, "STEP_ROWS", 10)
+    monkeypatch.setattr(reading, "BATCH_ROWS", 10)
     told, _, steps = read_all(DATA / "old.sqlite")
     assert [step.rows for step in steps] == [*[12] * 38, 10]
     assert by_id(told) == whole("old")
-    monkeypatch.setattr(reading, "STEP_BYTES", 1)
+    monkeypatch.setattr(reading, "BATCH_BYTES", 1)
     told, _, steps = read_all(DATA / "old.sqlite")
     assert [step.rows for step in steps] == [*[3] * 155, 1]
     assert by_id(told) == whole("old")
@@ -337,8 +356,8 @@ def test_a_parent_too_far_behind_is_told_once_more(tmp_path: Path, monkeypatch: 
 
 
 def test_a_page_is_held_for_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "HOLD_SECONDS", 0.0)
-    monkeypatch.setattr(reading, "STEP_ROWS", 1)
+    monkeypatch.setattr(database, "HOLD_SECONDS", 0.0)
+    monkeypatch.setattr(reading, "BATCH_ROWS", 1)
     told, _, steps = read_all(DATA / "new_v2.sqlite")
     assert [step.rows for step in steps] == [1] * 247 + [0]
     assert by_id(told) == whole("new_v2")
@@ -359,7 +378,7 @@ def test_another_file_or_schema_starts_over(tmp_path: Path) -> None:
     second = ledger.cursor
     assert (second.generation, second.rowid) == (1, 466)
     assert second.identity != first.identity and second.fingerprint != first.fingerprint
-    assert ledger.tellings == 210 and len(ledger.replies) == 105
+    assert ledger.extractions == 210 and len(ledger.replies) == 105
 
     with sqlite3.connect(path) as database:
         database.execute("ALTER TABLE span_table ADD COLUMN extra varchar")
@@ -377,12 +396,12 @@ def test_a_stored_cursor_goes_on_where_it_was(tmp_path: Path) -> None:
     reader = StudioReader(path, QUICK)
     ledger.pass_(reader, now=MUCH_LATER)
     reader.close()
-    told = ledger.tellings
+    told = ledger.extractions
     for cursor in (ledger.cursor, replace(ledger.cursor, rowid=0)):
         ledger.cursor = cursor
         reader = StudioReader(path, QUICK)
         ledger.pass_(reader, now=MUCH_LATER)
-        assert ledger.tellings == told, "what is remembered is passed over"
+        assert ledger.extractions == told, "what is remembered is passed over"
         reader.close()
 
 
@@ -407,18 +426,18 @@ def test_a_trace_before_a_gap_of_numbers_is_told_whole_when_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever deletes thousands of spans in Studio leaves such a gap."""
-    monkeypatch.setattr(page, "PAGE_ROWS", 2)
-    monkeypatch.setattr(reading, "STEP_ROWS", 2)
+    monkeypatch.setattr(database, "PAGE_ROWS", 2)
+    monkeypatch.setattr(reading, "BATCH_ROWS", 2)
     studio = Studio(tmp_path / "studio.sqlite")
     given_ = [message("system", part("s")), message("user", part("q"))]
     studio.write(chat("c1", given_, "a", parent="a1", trace="t1"), agent("a1", "q", "a", trace="t1"))
     studio.write(*(agent(f"b{n}", trace=f"b{n}") for n in range(4)))
-    with sqlite3.connect(studio.path) as database:
-        database.execute("UPDATE span_table SET rowid = rowid + 100000 WHERE id LIKE 'b%'")
-    database.close()
+    with sqlite3.connect(studio.path) as writer:
+        writer.execute("UPDATE span_table SET rowid = rowid + 100000 WHERE id LIKE 'b%'")
+    writer.close()
     reader, ledger = StudioReader(studio.path, QUICK), Ledger()
     ledger.pass_(reader)
-    assert ledger.remembered["t1"].rowids == (1, 2)
+    assert ledger.stored["t1"].rowids == (1, 2)
     studio.write(agent("a2", "q2", "more", trace="t1", began=2, ended=3))
     ledger.pass_(reader)
     assert [m["content"] for m in ledger.replies["a1"].history] == ["s"]
@@ -428,10 +447,10 @@ def test_a_trace_before_a_gap_of_numbers_is_told_whole_when_it_goes_on(
 
 def test_large_rows_are_held_and_told_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All traces end at once, at the end of the table; a look at all of them finds them in the same bounds."""
-    monkeypatch.setattr(page, "PAGE_ROWS", 4)
-    monkeypatch.setattr(reading, "STEP_BYTES", 100_000)
-    monkeypatch.setattr(reading, "TOLD_BYTES", 200_000)
-    monkeypatch.setattr(scan, "HELD_BYTES", 300_000)
+    monkeypatch.setattr(database, "PAGE_ROWS", 4)
+    monkeypatch.setattr(reading, "BATCH_BYTES", 100_000)
+    monkeypatch.setattr(reading, "CLOSED_BYTES", 200_000)
+    monkeypatch.setattr(open_traces, "HELD_BYTES", 300_000)
     studio = Studio(tmp_path / "studio.sqlite")
     given_ = [message("user", part("q"))]
     studio.write(*(chat(f"c{n}", given_, "x" * 20_000, parent=f"a{n}", trace=f"t{n}") for n in range(40)))
@@ -440,18 +459,18 @@ def test_large_rows_are_held_and_told_within_bounds(tmp_path: Path, monkeypatch:
     told: list[int] = []
     for step in reader.read(Cursor(), ledger, now=NOW, final=True):
         assert reader._tail is not None
-        assert sum(growing.held for growing in reader._tail.growing.values()) <= 300_000
-        told.append(sum(len(row) for trace in step.traces for row in trace.rows.values()))
+        assert sum(trace.held for trace in reader._tail.traces.values()) <= 300_000
+        told.append(sum(len(row) for rows, _ in step.traces for row in rows.values()))
         ledger.store(step, reader.schema)
     assert sorted(ledger.replies) == sorted(f"a{n}" for n in range(40))
-    assert ledger.tellings == 40
+    assert ledger.extractions == 40
     assert max(told) < 300_000 < sum(told)
-    assert ledger.open_marks() == []
-    with sqlite3.connect(studio.path) as database:
-        database.execute("UPDATE span_table SET attributes = replace(attributes, 'xx', 'yy')")
-    database.close()
+    assert ledger.open_checkpoints() == []
+    with sqlite3.connect(studio.path) as writer:
+        writer.execute("UPDATE span_table SET attributes = replace(attributes, 'xx', 'yy')")
+    writer.close()
     ledger.pass_(reader)
-    swept = ledger.sweep(reader)
+    swept = ledger.rescan(reader)
     assert len(ledger.changes) == 40
-    assert max(sum(len(row) for trace in step.traces for row in trace.rows.values()) for step in swept) < 300_000
+    assert max(sum(len(row) for rows, _ in step.traces for row in rows.values()) for step in swept) < 300_000
     reader.close()

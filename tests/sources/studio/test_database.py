@@ -20,10 +20,9 @@ import pytest
 
 from flywheel.config import IngestSettings
 from flywheel.errors import StudioError
-from flywheel.sources.studio import database, page
+from flywheel.sources.studio import database
 from flywheel.sources.studio import reader as reading
-from flywheel.sources.studio.database import Database
-from flywheel.sources.studio.page import Page
+from flywheel.sources.studio.database import Database, Page
 from flywheel.sources.studio.reader import StudioReader
 from flywheel.trace import Cursor
 from tests.sources.studio.reading import NOW, Ledger, by_id, read_all
@@ -314,26 +313,26 @@ def test_a_read_that_holds_the_file_is_held_up_as_little_as_can_be(
             raise sqlite3.OperationalError("disk I/O error")
         return Page([], False, 0)
 
-    monkeypatch.setattr(database, "first_rows", held)
+    monkeypatch.setattr(database, "read_page", held)
     with Database(path) as opened:
-        opened.page("SELECT 1", ())
+        opened.page(("id",), 0)
         with pytest.raises(StudioError):
-            opened.page("SELECT 1", ())
+            opened.page(("id",), 0)
     assert [collects for collects, _ in seen] == [False, False]
-    assert [interval for _, interval in seen] == pytest.approx([page.SWITCH_SECONDS] * 2)
+    assert [interval for _, interval in seen] == pytest.approx([database.SWITCH_SECONDS] * 2)
     assert gc.isenabled()
-    assert page.SWITCH_SECONDS < usual == pytest.approx(sys.getswitchinterval())
+    assert database.SWITCH_SECONDS < usual == pytest.approx(sys.getswitchinterval())
 
 
 def test_the_last_of_several_reads_lets_garbage_be_collected_again() -> None:
-    with page.undisturbed:
-        with page.undisturbed:
+    with database.undisturbed:
+        with database.undisturbed:
             pass
         assert not gc.isenabled()
     assert gc.isenabled()
     gc.disable()
     try:
-        with page.undisturbed:
+        with database.undisturbed:
             pass
         assert not gc.isenabled(), "whoever switched it off wants it so"
     finally:
@@ -342,10 +341,10 @@ def test_the_last_of_several_reads_lets_garbage_be_collected_again() -> None:
 
 def test_whoever_has_threads_switch_oftener_keeps_that() -> None:
     usual = sys.getswitchinterval()
-    oftener = page.SWITCH_SECONDS / 2
+    oftener = database.SWITCH_SECONDS / 2
     sys.setswitchinterval(oftener)
     try:
-        with page.undisturbed:
+        with database.undisturbed:
             assert sys.getswitchinterval() == pytest.approx(oftener)
         assert sys.getswitchinterval() == pytest.approx(oftener)
     finally:
@@ -357,8 +356,8 @@ def test_a_writer_is_never_blocked(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path = empty_like("new_v1", tmp_path / "studio.sqlite")
     spans = rows("new_v1")
     insert(path, spans[:200])
-    monkeypatch.setattr(page, "PAGE_ROWS", 10)
-    monkeypatch.setattr(reading, "STEP_ROWS", 10)
+    monkeypatch.setattr(database, "PAGE_ROWS", 10)
+    monkeypatch.setattr(reading, "BATCH_ROWS", 10)
     reader, ledger = StudioReader(path, QUICK), Ledger()
     at = 200
     for step in reader.read(ledger.cursor, ledger, now=NOW):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flywheel.sources.studio import full_scan
-from flywheel.sources.studio.full_scan import Census
+from flywheel.sources.studio.full_scan import FullScan
 from tests.sources.studio.writer import Studio, agent
 
 
@@ -21,11 +21,11 @@ def test_groups_are_smaller_where_rows_are_large(
     studio.write(*(agent(f"a{number}", "q", "x" * letters, trace=f"t{number}") for number in range(100)))
     sizes = []
     names: list[str] = []
-    with Census(studio.path) as looked:
+    with FullScan(studio.path) as looked:
         looked.list_rows()
         for group in looked.groups():
-            names += [trace.trace_id for trace in group.traces]
-            sizes.append(sum(len(row) for trace in group.traces for row in trace.rows.values()))
+            names += group.traces
+            sizes.append(sum(len(row) for rows in group.traces.values() for row in rows.values()))
     assert names == [f"t{number}" for number in range(100)]
     assert len(sizes) in groups
     assert max(sizes[1:]) < 130_000

@@ -177,12 +177,13 @@ def test_counts(name: str) -> None:
 def test_the_reader_says_what_it_reads(name: str) -> None:
     reader = StudioReader(DATA / f"{name}.sqlite", IngestSettings())
     ledger = Ledger()
-    assert reader.schema == ""
+    assert reader.schema is None
     steps = ledger.pass_(reader)
     found = (DATA / f"{name}.sqlite").stat()
-    assert reader.schema == GENERATION[name]
+    assert reader.schema is not None and reader.schema.name == GENERATION[name]
+    assert steps[-1].cursor is not None
     assert steps[-1].cursor.identity == f"{found.st_dev}:{found.st_ino}"
     assert steps[-1].cursor.fingerprint
-    assert steps[-1].cursor.rowid == reader.rows_in_all() == sum(step.rows for step in steps)
-    assert reader.longest_read_ms > 0
+    assert steps[-1].cursor.rowid == reader.database.last_rowid() == sum(step.rows for step in steps)
+    assert reader.database.longest_read_ms > 0
     reader.close()

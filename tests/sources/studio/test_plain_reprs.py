@@ -10,8 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flywheel.sources.studio import reprs
-from flywheel.sources.studio.plain_reprs import plain_call
-from flywheel.sources.studio.reprs import ReprError, parse_call
+from flywheel.sources.studio.reprs import ReprError, parse_call, plain_call
 
 VALUES: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from flywheel.batch import Batch
 from flywheel.config import IngestSettings, parse
 from flywheel.sources import studio_connector
-from flywheel.sources.studio import conversion, database, page, reader, row
+from flywheel.sources.studio import database, reader, replies, schema
 from flywheel.sources.studio.reader import StudioReader
 from flywheel.sources.studio.span import Span
 from flywheel.sources.studio.trace_tree import Tree
@@ -211,9 +211,8 @@ def test_attributes_of_any_shape_never_raise(value: Any, tmp_path: Path) -> None
 
 
 def test_a_huge_row_is_dead_and_the_rest_flows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row, "MAX_CELL", 10_000)
+    monkeypatch.setattr(schema, "MAX_CELL", 10_000)
     monkeypatch.setattr(database, "MAX_CELL", 10_000)
-    monkeypatch.setattr(page, "MAX_CELL", 10_000)
     studio = Studio(tmp_path / "studio.sqlite")
     studio.write(agent("huge", "q" * 20_000, trace="1"), agent("fine", trace="2"))
     replies, dead, _ = read_all(studio.path)
@@ -339,9 +338,8 @@ async def entries_of_all(studio: Studio, folder: Path, *, in_process: bool) -> l
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(studio_connector, "LONG_ROWS", 5 if in_process else 10**9)
-            patch.setattr(studio_connector, "ENOUGH", 10**9)
-            patch.setattr(reader, "STEP_ROWS", 5)
-            patch.setattr(page, "PAGE_ROWS", 5)
+            patch.setattr(reader, "BATCH_ROWS", 5)
+            patch.setattr(database, "PAGE_ROWS", 5)
             return [batch async for batch in connector.read(1, Cursor(), final=True)]
     finally:
         await connector.close()
@@ -382,15 +380,14 @@ def test_a_reply_that_cannot_be_written_is_dead_by_itself(monkeypatch: pytest.Mo
     source = StudioReader(studio.path, IngestSettings())
     (step,) = source.read(Cursor(), Ledger(), now=NOW, final=True)
     source.close()
-    finished = conversion.finished_reply
+    finished = replies.finished_reply
 
     def odd(tree: Tree, span: Span, selection: Selection) -> Reply:
         reply = finished(tree, span, selection)
         return replace(reply, structured={"object": object()}) if span.span_id == "a2" else reply
 
-    monkeypatch.setattr(conversion, "finished_reply", odd)
-    traces = [(trace.rows, trace.is_open) for trace in step.traces]
-    told = conversion.convert("generation 2", traces, Selection(), "a.sqlite")
+    monkeypatch.setattr(replies, "finished_reply", odd)
+    told = replies.extract(step, "generation 2", Selection(), "a.sqlite")
     assert [entry.span_id for entry in told.entries] == ["a0", "a1", "a3", "a4"]
     (dead,) = told.dead
     assert (dead.span_id, dead.trace_id) == ("a2", "t2") and "cannot be written as JSON" in dead.error

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flywheel.sources.studio.recorded import Attributes
-from flywheel.sources.studio.span import Span, SpanKind
+from flywheel.sources.studio.span import Attributes, Span, SpanKind
 from flywheel.sources.studio.trace_tree import Role, Tree
 from flywheel.trace import SpanStatus
 

@@ -1,0 +1,122 @@
+"""Runs `replies.extract` in a child process while a long history is read, so that two cores are used.
+
+Parsing holds the interpreter. In the process that reads and stores, it would delay both. The child ends when its
+connection closes, so a parent that was killed leaves no process behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from flywheel.batch import Batch
+from flywheel.errors import StudioError
+from flywheel.process_tuning import tune_malloc
+from flywheel.sources.studio.replies import extract
+from flywheel.trace import Selection
+
+
+class Question(Struct, array_like=True, frozen=True):
+    """The arguments of `extract`."""
+
+    batch: Batch
+    schema: str
+    selection: Selection
+    source: str
+
+
+class Answer(Struct, array_like=True, frozen=True):
+    """The result of `extract`, or why it failed."""
+
+    batch: Batch | None
+    error: str = ""
+
+
+_encode: Final = msgspec.msgpack.Encoder().encode
+_decode_question: Final = msgspec.msgpack.Decoder(Question).decode
+_decode_answer: Final = msgspec.msgpack.Decoder(Answer).decode
+
+
+class ExtractionProcess:
+    """A child process that extracts one batch after the other."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", __spec__.name, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                # Ctrl-C in a terminal is for the parent, which ends the child.
+                process_group=0,
+            )
+        self._connection = Connection(ours.detach())
+        # The child cannot take the next batch before its answer is received.
+        self._receiver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="extraction")
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def extract(self, batch: Batch, schema: str, selection: Selection, source: str) -> Future[Batch]:
+        """Send a batch; waits while the child is busy. One thread may call it.
+
+        The future raises StudioError if the child has died or extraction failed.
+        """
+        with contextlib.suppress(OSError):  # the receiver reports it
+            self._connection.send_bytes(_encode(Question(batch, schema, selection, source)))
+        return self._receiver.submit(self._receive, source)
+
+    def _receive(self, source: str) -> Batch:
+        try:
+            answer = _decode_answer(self._connection.recv_bytes())
+        except (OSError, EOFError):
+            answer = Answer(None, "the process that parses them has died")
+        if answer.batch is None:
+            raise StudioError(
+                f"extract replies of {source}",
+                answer.error,
+                "It is retried at the next pass. If it fails again, look at the system log and report it.",
+                retryable=True,
+            )
+        return answer.batch
+
+    def kill(self) -> None:
+        """End the child at once, from any thread. Whoever waits for it gets an error. It has nothing to lose."""
+        self._child.kill()
+
+    def close(self) -> None:
+        """End the child. Batches that it has not extracted are lost."""
+        self.kill()
+        self._child.wait()
+        self._receiver.shutdown(cancel_futures=True)
+        self._connection.close()
+
+
+def _answer(message: bytes) -> bytes:
+    question = _decode_question(message)
+    try:
+        answer = Answer(extract(question.batch, question.schema, question.selection, question.source))
+    except Exception as error:
+        # A defect costs its own batch; the parent reports it.
+        answer = Answer(None, f"{type(error).__name__}: {error}")
+    return _encode(answer)
+
+
+def main() -> None:
+    """The child: answer until the connection closes."""
+    tune_malloc()
+    with Connection(int(sys.argv[1])) as connection, contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            connection.send_bytes(_answer(connection.recv_bytes()))
+
+
+if __name__ == "__main__":
+    main()

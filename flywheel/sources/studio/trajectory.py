@@ -1,0 +1,303 @@
+"""What an agent did during one reply: its model calls and tool calls, their errors, and the steps they add up to.
+
+Clients record failures and interruptions differently: by the span's status, by an event, by a result's state, or only
+by the text of a result while the span ends as if all were well.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import cached_property
+from operator import itemgetter
+from typing import Any, Final
+
+from flywheel.exclusion import TrainedModels
+from flywheel.request_id import BASE_VERSION, mark_of
+from flywheel.sources.studio import attributes as at
+from flywheel.sources.studio.attributes import ToolUse, first_text, value_of
+from flywheel.sources.studio.messages import FINISH_FUNCTIONS, Message, chat_of, without_finish
+from flywheel.sources.studio.reprs import ReprError, is_result, parse_call
+from flywheel.sources.studio.span import NOTHING, Span, SpanKind, in_order
+from flywheel.trace import ChatMessage, SpanStatus, get_path
+
+_ERROR_TEXT: Final = re.compile(r"\A(?:Error|[A-Z]\w*(?:Error|Exception)): ")
+"""How AgentScope begins the result of a tool that raised or does not exist."""
+_STATE: Final = "state=<ToolResultState."
+_FAILED: Final = f"{_STATE}ERROR"
+
+
+class Trajectory:
+    """The model calls and tool calls among an agent's own spans. Raises ReprError if a recorded answer is garbled."""
+
+    def __init__(self, own: Sequence[Span]) -> None:
+        self.own = own
+        """The agent's spans in the order in which they began."""
+        self.models: list[Span] = []
+        self.answers: list[Message | None] = []
+        """What each model call answered."""
+        self.tools: list[ToolUse] = []
+        self._aside: list[int] = []
+        """Places of model calls that only prepared later ones: the agent had them fill a structure, such as a search
+        query or a summary, and none of it is part of its conversation with the user."""
+        for span in own:
+            if span.kind is SpanKind.LLM:
+                if at.wants_structure(span):
+                    self._aside.append(len(self.models))
+                self.models.append(span)
+                self.answers.append(at.model_output(span))
+            elif span.kind is SpanKind.TOOL:
+                self.tools.append(at.tool_use(span))
+        last = len(self.models) - 1
+        while self._aside and self._aside[-1] == last:
+            self._aside.pop()
+            last -= 1
+
+    def of_models(self, models: TrainedModels) -> dict[str, Any]:
+        """What the model calls say together, by the names of a reply's fields. The last call that answered names the
+        model and, if it says so, the version of the alias."""
+        model = adapter = source = ""
+        tools: tuple[dict[str, Any], ...] = ()
+        inputs = outputs = 0
+        for place, span in enumerate(self.models):
+            asked = at.model_name(span)
+            if place not in self._aside and asked and (not model or self.answers[place]):
+                model = asked
+            tools = tools or at.tool_definitions(span)
+            given, answered = at.tokens(span)
+            inputs += given
+            outputs += answered
+            if (version := _version(span, asked, models)) is not None:
+                adapter, source = version
+        return {
+            "model": model,
+            "adapter": adapter,
+            "adapter_source": source,
+            "prompt_tokens": at.tokens(self.first)[0] if self.first else 0,
+            "tools": tools,
+            "input_tokens": inputs,
+            "output_tokens": outputs,
+        }
+
+    @cached_property
+    def first(self) -> Span | None:
+        """The first model call with a recorded input; the first of all if none has one."""
+        spans = [span for place, span in enumerate(self.models) if place not in self._aside]
+        return next((span for span in spans if at.conversation(span)), spans[0] if spans else None)
+
+    def first_input(self) -> list[ChatMessage]:
+        """The input of the first model call: the conversation so far, without empty messages at its end.
+
+        AgentScope 2.x has one there if the model was sent something that the tracer hides.
+        """
+        given = at.conversation(self.first) if self.first else []
+        while given and given[-1] == {"role": "assistant", "content": ""}:
+            given.pop()
+        return without_finish(given)
+
+    def steps(self, answer: str, before: Sequence[ChatMessage] = ()) -> tuple[ChatMessage, ...]:
+        """The messages between request and answer: what the model said and called, and what the tools returned.
+
+        A resumed reply begins with the steps `before`.
+        """
+        unused = list(self.tools)
+        if before:
+            done = {step["tool_call_id"] for step in before if step["role"] == "tool"}
+            unused = [tool for tool in unused if tool.id not in done]
+        answer = answer.strip()
+        steps: list[ChatMessage] = list(before)
+        last = len(self.models) - 1
+        for place, said in enumerate(self.answers):
+            if place in self._aside:
+                continue
+            until = self.models[place + 1].started_ns if place < last else None
+            for message in chat_of(said) if said else ():
+                wanted = message.get("tool_calls", ())
+                content = message["content"]
+                if wanted or (content and not (place == last and content.strip() == answer)):
+                    steps.append(message)
+                for call in wanted:
+                    name = call["function"]["name"]
+                    tool = _take(unused, call["id"], name, until)
+                    if name in FINISH_FUNCTIONS:
+                        continue
+                    result = tool.result if tool is not None else self._later_results.after(place, call["id"])
+                    if result is not None:
+                        steps.append(_tool_step(call["id"], name, result))
+        for tool in unused:
+            # No recorded model call asked for it: the agent called it by itself.
+            if tool.name not in FINISH_FUNCTIONS:
+                steps.append({"role": "assistant", "content": "", "tool_calls": [tool.call]})
+                if (result := tool.result) is not None:
+                    steps.append(_tool_step(tool.id or tool.span.span_id, tool.name, result))
+        return tuple(without_finish(steps)) if steps else ()
+
+    @cached_property
+    def _later_results(self) -> _LaterResults:
+        return _LaterResults(self.models)
+
+    def errors(self, steps: Sequence[ChatMessage]) -> tuple[str, ...]:
+        """The model and tool calls that failed, with the reason. A failed call may have been repeated since."""
+        failed = [(tool.span, f"tool {tool.name}: {why}") for tool in self.tools if (why := tool_failure(tool))]
+        failed += [(span, f"model: {error_text(span)}") for span in self.models if span.status is SpanStatus.ERROR]
+        failed.sort(key=lambda one: in_order(one[0]))
+        found = [why[:500] for _, why in failed]
+        if results := [step for step in steps if step["role"] == "tool"]:
+            # A call without a span of its own: 2.x makes none for a tool that does not exist.
+            spans = {"", *(tool.id for tool in self.tools)}
+            alone = [step for step in results if step["tool_call_id"] not in spans]
+            found += [f"tool {s['name']}: {s['content']}"[:500] for s in alone if _ERROR_TEXT.match(s["content"])]
+        return tuple(found)
+
+
+def _version(span: Span, asked: str, models: TrainedModels) -> tuple[str, str] | None:
+    """The version that answered a call (empty: the base model), and where it is recorded; None if it is not."""
+    response = span.attributes.gen_ai.response
+    if (mark := mark_of(response.id)) is not None:
+        return "" if mark.version == BASE_VERSION else mark.version, "id"
+    if "@" in response.model:
+        return response.model, "model"
+    if models.alias and asked.startswith(f"{models.alias}@"):
+        return asked, "model"
+    return ("", "model") if response.model and response.model == models.base else None
+
+
+class _LaterResults:
+    """Results of tool calls without a span of their own, from the inputs of the following model calls.
+
+    Each input is parsed once and only when it is needed: there may be thousands, each repeating the one before it.
+    """
+
+    def __init__(self, models: Sequence[Span]) -> None:
+        self._models = models
+        self._read = 0
+        self._runs: dict[str, list[tuple[int, str]]] = {}
+        """By call id: each result, with the place of the last of the model calls in a row that were given it."""
+
+    def after(self, place: int, call_id: str) -> str | None:
+        """The result that the first model call behind `place` with any result of that call was given.
+
+        Places must not decrease from call to call.
+        """
+        self._read = max(self._read, place + 1)
+        while (found := self._known(place, call_id)) is None and self._read < len(self._models):
+            # The last of each id: some models number their calls from 0 in every answer.
+            given = {
+                message["tool_call_id"]: str(message["content"])
+                for message in at.conversation(self._models[self._read])
+                if message["role"] == "tool"
+            }
+            for one, result in given.items():
+                runs = self._runs.setdefault(one, [])
+                if runs and runs[-1][1] == result:
+                    runs.pop()
+                runs.append((self._read, result))
+            self._read += 1
+        return found
+
+    def _known(self, place: int, call_id: str) -> str | None:
+        runs = self._runs.get(call_id, ())
+        behind = bisect_right(runs, place, key=itemgetter(0))
+        return runs[behind][1] if behind < len(runs) else None
+
+
+def _take(tools: list[ToolUse], call_id: str, name: str, until_ns: int | None) -> ToolUse | None:
+    """Remove and return the first tool use of this call that began before the next model call.
+
+    Ids may repeat, some clients give none, and some spans have no name.
+    """
+    for tool in tools:
+        is_in_time = until_ns is None or tool.span.started_ns <= until_ns
+        if tool.id == call_id and tool.name in (name, "") and is_in_time:
+            tools.remove(tool)
+            return tool
+    return None
+
+
+def _tool_step(call_id: str, name: str, content: str) -> ChatMessage:
+    return {"role": "tool", "tool_call_id": call_id, "name": name, "content": content}
+
+
+def exception(span: Span) -> tuple[str, str]:
+    """Type and message of the last exception recorded in a span; two empty texts if there is none."""
+    for event in reversed(span.events):
+        if event.get("name") == "exception":
+            details = event.get("attributes")
+            kind = first_text(get_path(details, "exception", "type"), get_path(details, "exception.type"))
+            return kind, first_text(get_path(details, "exception", "message"), get_path(details, "exception.message"))
+    return "", ""
+
+
+def error_text(span: Span) -> str:
+    """Why a span failed, in one line; empty if it did not."""
+    kind, message = exception(span)
+    if span.status is not SpanStatus.ERROR and not kind:
+        return ""
+    cause = span.status_message or message
+    return " ".join(f"{kind.rpartition('.')[2]}: {cause}".strip(": ").split()) or "the span ended with an error"
+
+
+def tool_failure(tool: ToolUse) -> str:
+    """Why a tool call failed, in one line; empty if it did not.
+
+    2.x records it in the result's state. 1.x returns the error as a text that begins with its type. In both the span
+    ends as if all were well.
+    """
+    if error := error_text(tool.span):
+        return error
+    output = tool.output
+    if output is None or (
+        isinstance(output, str) and "Error:" not in output and "Exception:" not in output and _FAILED not in output
+    ):
+        # Nearly all results end here, without being parsed.
+        return ""
+    state = _state(output)
+    text = " ".join((tool.result or "").split())
+    if state == "error":
+        return text or "the tool says so"
+    return text if not isinstance(state, str) and _ERROR_TEXT.match(text) else ""
+
+
+def _state(returned: Any) -> Any:
+    """The state that 2.x gives a tool's result, up to 2.0.6 in a repr; None if there is none."""
+    if not isinstance(returned, str):
+        return get_path(returned, "state")
+    if not is_result(returned) or _STATE not in returned:
+        return None
+    try:
+        written = parse_call(returned).get("state")
+    except ReprError:
+        return None
+    return written.removeprefix("<").rpartition(": ")[2].strip("'>") if isinstance(written, str) else None
+
+
+def is_interrupted(span: Span) -> bool:
+    """Whether a model call or a tool records that it was interrupted."""
+    if span.events and exception(span)[0].endswith("CancelledError"):
+        return True
+    attributes = span.attributes
+    reasons, call, output = attributes.gen_ai.response.finish_reasons, attributes.gen_ai.tool.call, attributes.output
+    if b"interrupted" not in b" ".join((reasons, call, output)):
+        # Nearly all spans end here, without being parsed.
+        return False
+    found = value_of(reasons)
+    if isinstance(found, list) and "interrupted" in found:
+        return True
+    returned = get_path(value_of(call), "result")
+    returned = value_of(output) if returned is None else returned
+    if _state(returned) == "interrupted":
+        return True
+    if isinstance(returned, str) and is_result(returned):
+        try:
+            return "is_interrupted=True" in returned and parse_call(returned).get("is_interrupted") is True
+        except ReprError:
+            return False
+    return get_path(returned, "is_interrupted") is True
+
+
+def pending_tools(span: Span) -> list[str]:
+    """The tools for which an agent stopped (2.x): a person must allow them, or they are executed elsewhere."""
+    pause = span.attributes.agentscope.agent
+    pending = (pause.hitl_pending_tools, pause.external_execution_pending_tools)
+    return [str(name) for raw in pending if raw is not NOTHING for name in value_of(raw) or ()]

@@ -1,0 +1,34 @@
+"""Rows of many traces at once: each reply becomes one entry, in its order, whatever the size of the groups."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from flywheel.batch import Batch, entry_of
+from flywheel.config import IngestSettings
+from flywheel.sources.studio import replies
+from flywheel.sources.studio.reader import StudioReader
+from flywheel.trace import Cursor, DeadRow, Selection
+from tests.sources.studio.reading import NOW, Ledger
+from tests.sources.studio.writer import DATA, NAMES
+
+
+@pytest.mark.parametrize("group", [1, 7, 10_000])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_reply_becomes_one_entry_in_its_order(name: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replies, "_GROUP", group)
+    reader = StudioReader(DATA / f"{name}.sqlite", IngestSettings())
+    batches = list(reader.read(Cursor(), Ledger(), now=NOW, final=True))
+    reader.close()
+    assert reader.schema is not None
+    traces = tuple(trace for batch in batches for trace in batch.traces)
+    entries, dead, kinds = [], list[DeadRow](), Counter[str]()
+    for rows, is_open in traces:
+        own, bad = replies.replies_of(reader.schema, rows, Selection(), is_open=is_open, kinds=kinds)
+        entries += [entry_of(reply, "a.sqlite") for reply in own]
+        dead += bad
+    expected = Batch(None, entries=tuple(entries), dead=tuple(dead), kinds=dict(kinds))
+    assert replies.extract(Batch(None, traces=traces), reader.schema.name, Selection(), "a.sqlite") == expected
+    assert len(entries) > 20

@@ -1,0 +1,111 @@
+"""Extraction in a child process: the same results in the same order, and errors that name what ended it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+
+import pytest
+from msgspec.structs import replace
+
+from flywheel.batch import Batch
+from flywheel.config import IngestSettings
+from flywheel.errors import StudioError
+from flywheel.sources.studio import database
+from flywheel.sources.studio import reader as reading
+from flywheel.sources.studio.extraction_process import ExtractionProcess
+from flywheel.sources.studio.reader import StudioReader
+from flywheel.sources.studio.replies import extract
+from flywheel.trace import Cursor, Selection
+from tests.sources.studio.reading import NOW, Ledger
+from tests.sources.studio.writer import DATA, NAMES
+
+
+@pytest.fixture
+def process() -> Iterator[ExtractionProcess]:
+    made = ExtractionProcess()
+    yield made
+    made.close()
+
+
+def batches_of(name: str) -> tuple[str, list[Batch]]:
+    reader = StudioReader(DATA / f"{name}.sqlite", IngestSettings())
+    batches = list(reader.read(Cursor(), Ledger(), now=NOW, final=True))
+    assert reader.schema is not None
+    reader.close()
+    return reader.schema.name, batches
+
+
+def long_batch() -> tuple[str, Batch]:
+    """A batch that is longer than the buffer of a connection, and so is its answer."""
+    schema, batches = batches_of("new_v2")
+    return schema, Batch(None, traces=tuple(trace for batch in batches for trace in batch.traces) * 20)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_batches_come_back_in_order_as_extract_returns_them(
+    name: str, process: ExtractionProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "PAGE_ROWS", 40)
+    monkeypatch.setattr(reading, "BATCH_ROWS", 40)
+    schema, batches = batches_of(name)
+    assert len(batches) > 5
+    selection = Selection(exclude=frozenset({"Solver"}))
+    answers = [process.extract(batch, schema, selection, "a.sqlite") for batch in batches]
+    for batch, answer in zip(batches, answers, strict=True):
+        assert answer.result(60) == extract(batch, schema, selection, "a.sqlite")
+
+
+def test_long_batches_and_long_answers_do_not_block_each_other(process: ExtractionProcess) -> None:
+    """Neither fits into the connection's buffer, and no answer is asked for before all batches are sent."""
+    schema, batch = long_batch()
+    answers = [process.extract(batch, schema, Selection(), "a.sqlite") for _ in range(4)]
+    alone = len(extract(batch, schema, Selection(), "a.sqlite").entries)
+    assert [len(answer.result(120).entries) for answer in answers] == [alone] * 4
+
+
+def test_a_killed_process_is_reported(process: ExtractionProcess) -> None:
+    schema, batches = batches_of("old")
+    os.kill(process.pid, signal.SIGKILL)
+    answers = [process.extract(batches[0], schema, Selection(), "a.sqlite") for _ in range(3)]
+    for answer in answers:
+        with pytest.raises(StudioError, match=r"extract replies of a\.sqlite.*has died") as caught:
+            answer.result(60)
+        assert caught.value.retryable
+
+
+def test_a_defect_in_extraction_costs_its_own_batch(process: ExtractionProcess) -> None:
+    schema, batches = batches_of("old")
+    bad = process.extract(replace(batches[0], traces=(({1: b"no row"}, False),)), schema, Selection(), "a.sqlite")
+    good = process.extract(batches[0], schema, Selection(), "a.sqlite")
+    with pytest.raises(StudioError, match="ValueError"):
+        bad.result(60)
+    assert good.result(60) == extract(batches[0], schema, Selection(), "a.sqlite")
+
+
+def test_killing_the_process_frees_whoever_waits_for_it() -> None:
+    """The thread that reads may be sending a batch to a child that is busy."""
+    schema, batch = long_batch()
+    process = ExtractionProcess()
+    os.kill(process.pid, signal.SIGSTOP)
+    answers = []
+
+    def send() -> None:
+        answers.extend(process.extract(batch, schema, Selection(), "a.sqlite") for _ in range(3))
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    sender.join(0.5)
+    assert sender.is_alive()
+    process.kill()
+    sender.join(60)
+    assert not sender.is_alive()
+    process.close()
+    for answer in answers:
+        with pytest.raises((StudioError, CancelledError)):
+            answer.result(60)
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)
