@@ -25,6 +25,7 @@ from flywheel.round import Probe
 from flywheel.serving import server
 from flywheel.serving.key import admin_key
 from flywheel.serving.restart import alias_file, base_name
+from tests import warm
 
 ROOT = Path(__file__).parent.parent
 POLICY = ROOT / "demo" / "policy"
@@ -41,6 +42,10 @@ GROUPS = {
 }  # fmt: skip
 """Modules that share a server, a cluster or a costly import, in the order in which they begin."""
 GROUP_OF = {f"tests/{module}": group for group, modules in GROUPS.items() for module in modules}
+
+# Readline puts the size of a terminal into the environment that a worker of a divided run inherits.
+for name in ("COLUMNS", "LINES"):
+    os.environ.pop(name, None)
 
 # How long an example takes says how busy the machine is, and nothing else.
 hypothesis.settings.register_profile("flywheel", deadline=None)
@@ -217,6 +222,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return item.get_closest_marker("last") is not None, begins
 
     items.sort(key=place)
+
+
+def pytest_sessionfinish() -> None:
+    warm.end_server()
 
 
 @pytest.hookimpl(optionalhook=True)

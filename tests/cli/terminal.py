@@ -8,12 +8,13 @@ import os
 import pty
 import re
 import struct
-import subprocess
 import sys
 import termios
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests import warm
 
 SECONDS = 120
 
@@ -47,7 +48,7 @@ def in_terminal(
     environment: Mapping[str, str] = {**kept, "TERM": "xterm", "HOME": str(home), **(variables or {})}
     output = folder / "piped"
     with output.open("wb") as file:
-        process = subprocess.Popen(
+        process = warm.Popen(
             [sys.executable, "-m", "flywheel", *map(str, arguments)],
             cwd=folder,
             env=environment,

@@ -18,6 +18,7 @@ from prometheus_client.samples import Sample
 from flywheel.daemon.lock import InstanceLock
 from flywheel.store import deployments
 from flywheel.store.database import Store
+from tests import warm
 from tests.cli.conftest import Run
 from tests.cli.test_metrics import by, parsed
 from tests.daemon.test_deployer import put_adapter
@@ -143,7 +144,7 @@ def test_a_deploy_that_is_stopped_takes_back_what_it_did(
 ) -> None:
     app, _ = server
     app.slow_paths.add("/v1/completions")
-    process = subprocess.Popen(
+    process = warm.Popen(
         [sys.executable, "-m", "flywheel", "deploy", "r0001", "-c", config], stderr=subprocess.PIPE, text=True
     )
     try:
@@ -170,7 +171,7 @@ def test_a_deploy_that_is_stopped_takes_back_what_it_did(
 def test_who_waits_for_another_swap_is_told_so(flywheel: Run, config: Path, two_adapters: None) -> None:
     lock = InstanceLock(config.parent / "state", "swap.lock")
     lock.__enter__()
-    process = subprocess.Popen(
+    process = warm.Popen(
         [sys.executable, "-m", "flywheel", "deploy", "r0001", "-c", config], stderr=subprocess.PIPE, text=True
     )
     assert process.stderr is not None

@@ -6,7 +6,6 @@ import json
 import os
 import pty
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests import warm
 from tests.cli.conftest import Run
 from tests.cli.filter_bench import CRITERIA, Bench, says
 from tests.judge_server import JudgeServer
@@ -225,7 +225,7 @@ def test_what_a_users_function_prints_is_not_in_the_json(bench: Bench) -> None:
     bench.lines("good boxed")
     bench("status")
     command = [sys.executable, "-m", "flywheel", "filter", "--json"]
-    ran = subprocess.run(command, cwd=bench.folder, capture_output=True, text=True, check=True)
+    ran = warm.run(command, cwd=bench.folder, capture_output=True, text=True, check=True)
     assert json.loads(ran.stdout)["accepted"] == 1
     assert "looking at" in ran.stderr
 
@@ -234,7 +234,7 @@ def on_a_terminal(columns: int, folder: Path, *arguments: str) -> str:
     """What a person would have seen, bars and all, without colours."""
     ours, theirs = pty.openpty()
     env = {**os.environ, "COLUMNS": str(columns), "LINES": "50", "TERM": "xterm-256color"}
-    process = subprocess.Popen(
+    process = warm.Popen(
         [sys.executable, "-m", "flywheel", *arguments], cwd=folder, stdout=theirs, stderr=theirs, env=env
     )
     os.close(theirs)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests import waiting
+from tests import waiting, warm
 from tests.conftest import POLICY
 from tests.judge_server import JudgeServer
 
@@ -50,7 +50,7 @@ def config(round_due: None, tmp_path: Path) -> Iterator[Path]:
 
 
 def ask(config: Path, command: str) -> dict[str, Any]:
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-m", "flywheel", command, "--json", "-c", str(config)],
         capture_output=True,
         text=True,
@@ -75,7 +75,7 @@ def test_a_stopped_round_leaves_no_worker_and_goes_on_later(
     config: Path, arguments: list[str], number: signal.Signals, left: str
 ) -> None:
     command = [sys.executable, "-m", "flywheel", *arguments, "-c", str(config)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with warm.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             wait_for(lambda: workers(config.parent) or process.poll() is not None, "the worker")
             process.send_signal(number)
@@ -108,7 +108,7 @@ def test_a_stopped_filter_stores_what_was_in_flight(tmp_path: Path, number: sign
             f"judge: {{base_url: '{judge.base_url}', model: judge, max_thread: 4}}\n"
         )
         command = [sys.executable, "-m", "flywheel", "filter", "--json", "-c", str(config)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        with warm.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             try:
                 wait_for(lambda: judge.in_flight == 4 or process.poll() is not None, "judge calls")
                 process.send_signal(number)
@@ -138,7 +138,7 @@ def test_a_second_signal_does_not_wait_for_the_judge(tmp_path: Path) -> None:
         )
         command = [sys.executable, "-m", "flywheel", "filter", "-c", str(config)]
         log = tmp_path / "log"
-        with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
+        with log.open("w") as output, warm.Popen(command, stdout=output, stderr=output) as process:
             try:
                 wait_for(lambda: judge.in_flight == 4 or process.poll() is not None, "judge calls")
                 process.send_signal(signal.SIGINT)
@@ -176,7 +176,7 @@ def start(folder: Path, judge: JudgeServer, command: str, log: Path) -> subproce
     )
     arguments = [sys.executable, "-m", "flywheel", *WITH_LABELS[command]]
     with log.open("wb") as output:
-        return subprocess.Popen(arguments, cwd=folder, stdout=output, stderr=output)
+        return warm.Popen(arguments, cwd=folder, stdout=output, stderr=output)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -23,6 +23,7 @@ from rich.console import Console
 
 from flywheel.cli import status_view
 from flywheel.cli.status_view import fitted
+from tests import warm
 from tests.cli.conftest import Run
 from tests.sources.studio.writer import DATA
 
@@ -102,7 +103,7 @@ def test_a_round_is_told_in_few_lines_on_any_terminal(flywheel: Run, folder: Pat
 def test_a_terminal_shows_it_at_once(folder: Path) -> None:
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    process = subprocess.Popen(
+    process = warm.Popen(
         [sys.executable, "-m", "flywheel", "status", "--watch"],
         cwd=folder,
         env={**os.environ, "TERM": "xterm"},
@@ -153,7 +154,7 @@ def test_that_a_server_was_looked_at_once_more_is_no_news(
 
 @pytest.fixture
 def piped(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
+    process = warm.Popen(
         [sys.executable, "-m", "flywheel", "status", "--watch"],
         cwd=folder,
         env={**os.environ, "PYTHONUNBUFFERED": ""},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from flywheel.cli.verdict_table import verdict_table
+from tests import warm
 from tests.cli.conftest import Run
 from tests.cli.filter_bench import Bench, says
 from tests.cli.terminal import in_terminal
@@ -48,7 +48,7 @@ def bench(flywheel: Run, tmp_path: Path) -> Iterator[Bench]:
 
 def piped(folder: Path, *arguments: str) -> list[str]:
     """The lines that a pipe gets."""
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-m", "flywheel", *arguments],
         cwd=folder,
         # Readline, which pytest loads, puts COLUMNS where only a process without this would find it.

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.daemon.following import CANNOT, Following, becomes, configuration, exported, source, status, until
 from tests.sources.studio.writer import Studio, agent, empty_like
 
@@ -337,7 +338,7 @@ def process(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "tests.daemon.following", str(folder)]
     with (
         (folder / "log").open("wb") as log,
-        subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stderr=log) as running,
+        warm.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stderr=log) as running,
     ):
         try:
             yield running

@@ -17,6 +17,7 @@ from flywheel.daemon.judging import TaskJudging
 from flywheel.states import TaskState
 from flywheel.store import claims, dead_letters
 from flywheel.store.database import Store
+from tests import warm
 from tests.daemon.conftest import Make
 from tests.daemon.filter_bench import questions, states, tell
 from tests.judge_server import JudgeServer
@@ -59,7 +60,7 @@ class Flywheel:
         }
         self.config.write_text(json.dumps(settings))
         command = [sys.executable, "-m", "flywheel", *arguments, "-c", str(self.config)]
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        with warm.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
             self.process = process
             _, self.said = process.communicate(timeout=300)
         return process.returncode
@@ -98,7 +99,7 @@ def test_a_task_on_which_the_process_dies_three_times_is_a_dead_letter(tmp_path:
         assert flywheel.crashes() == [("pending", 0)]
         assert flywheel.start(judge, "run", "--once") == 0
         assert flywheel.crashes() == [("accepted", 0)]
-    audit = subprocess.run(
+    audit = warm.run(
         [sys.executable, "-m", "flywheel", "audit", "--json", "-c", str(flywheel.config)],
         capture_output=True,
         check=True,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -32,6 +31,7 @@ from flywheel.store import claims, gate_tests, ledger, rounds, schema
 from flywheel.store.database import Store
 from flywheel.store.transitions import move
 from flywheel.trace import Reply
+from tests import warm
 from tests.samples import accepted, batch, replies_on, reply
 
 EVERY_ROUND: dict[str, Any] = {"min_tasks": 1, "min_power": 0}
@@ -317,7 +317,7 @@ async def test_a_kill_between_evaluation_and_decision_spends_the_test_once(tmp_p
     finally:
         await store.close()
     command = [sys.executable, "-m", "tests.daemon.test_gate_power", str(tmp_path), point]
-    killed = await asyncio.to_thread(subprocess.run, command, timeout=120, check=False)
+    killed = await asyncio.to_thread(warm.run, command, timeout=120, check=False)
     assert killed.returncode == -signal.SIGKILL
     assert await finish(config) is RoundState.REJECTED
     store = await Store.open(config.state_dir)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests import warm
 from tests.daemon.killed import POINTS
 from tests.sources.studio.reading import MUCH_LATER, by_id, read_all
 from tests.sources.studio.writer import empty_like
@@ -30,7 +31,7 @@ KILLS = 3
 def filled(path: Path, name: str, seed: int) -> Iterator[subprocess.Popen[bytes]]:
     """A process that fills a source until its input is closed."""
     command = [sys.executable, "-m", "tests.daemon.filling", str(path), name, str(seed)]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE) as process:
+    with warm.Popen(command, cwd=ROOT, stdin=subprocess.PIPE) as process:
         try:
             yield process
         finally:
@@ -38,7 +39,7 @@ def filled(path: Path, name: str, seed: int) -> Iterator[subprocess.Popen[bytes]
 
 
 def flywheel(*arguments: str) -> dict[str, Any]:
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-m", "flywheel", *arguments, "--json"], capture_output=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr.decode()[-3000:]
@@ -81,7 +82,7 @@ def test_a_kill_at_any_point_loses_and_doubles_nothing(tmp_path: Path, seed: int
         ]
         for point, arrival in kills:
             command = [sys.executable, "-m", "tests.daemon.killed", str(config), point, str(arrival)]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=300, check=False)
+            done = warm.run(command, cwd=ROOT, capture_output=True, timeout=300, check=False)
             assert done.returncode == -signal.SIGKILL, f"{point} {arrival}: {done.stderr.decode()[-3000:]}"
             assert state.exists()
             assert all(filler.poll() is None for filler in fillers), "a writer failed"

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests import waiting
+from tests import waiting, warm
 from tests.judge_server import JudgeServer
 from tests.sources.studio.writer import empty_like, insert, labels, rows
 
@@ -49,7 +49,7 @@ class Daemon:
     def start(self) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "flywheel", "run", "-c", str(self.config)]
         log = (self.folder / "daemon.log").open("a")
-        self.process = subprocess.Popen(command, stderr=log, text=True)
+        self.process = warm.Popen(command, stderr=log, text=True)
         log.close()
         wait_for(lambda: "watching" in self.log() or self.process.poll() is not None, "the daemon's start")  # type: ignore[union-attr]
         return self.process
@@ -58,7 +58,7 @@ class Daemon:
         return (self.folder / "daemon.log").read_text()
 
     def ask(self, command: str) -> dict[str, Any]:
-        done = subprocess.run(
+        done = warm.run(
             [sys.executable, "-m", "flywheel", command, "--json", "-c", str(self.config)],
             capture_output=True, text=True, timeout=SOON, check=False,
         )  # fmt: skip
@@ -107,11 +107,12 @@ def test_a_live_database_is_followed_beside_a_bad_one(tmp_path: Path, make: Call
     with JudgeServer() as judge:
         daemon = make(judge, live, tmp_path / "bad.sqlite", tmp_path / "later.sqlite")
         process = daemon.start()
-        status = daemon.ask("status")
-        assert status["daemon"]["pid"] == process.pid
-        errors = {Path(source["path"]).name: source["error"] for source in status["sources"]}
-        assert errors["bad.sqlite"]
-        assert errors["later.sqlite"]
+        assert daemon.ask("status")["daemon"]["pid"] == process.pid
+
+        def failing() -> set[str]:
+            return {Path(source["path"]).name for source in daemon.ask("status")["sources"] if source["error"]}
+
+        wait_for(lambda: failing() == {"bad.sqlite", "later.sqlite"}, "the sources' errors")
         for commit in in_commits("new_v2"):
             insert(live, commit)
             time.sleep(0.1)
@@ -140,7 +141,7 @@ def test_a_live_database_is_followed_beside_a_bad_one(tmp_path: Path, make: Call
         wait_for(lambda: sum(map(int, told())) >= len(expected), "the lines of the passes")
         assert len(told()) < len(expected)
 
-        second = subprocess.run(
+        second = warm.run(
             [sys.executable, "-m", "flywheel", "run", "-c", str(daemon.config)],
             capture_output=True,
             timeout=SOON,

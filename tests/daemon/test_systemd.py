@@ -4,13 +4,13 @@ import asyncio
 import os
 import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from flywheel.daemon.systemd import beat, notify
+from tests import warm
 
 
 def test_the_service_manager_hears_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +62,7 @@ def test_the_daemon_says_when_it_is_ready_that_it_lives_and_how_long_its_end_may
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(path))
         manager.settimeout(120)
-        process = subprocess.Popen(
+        process = warm.Popen(
             [sys.executable, "-m", "flywheel", "run", "-c", tmp_path / "flywheel.yaml"],
             env={**os.environ, "NOTIFY_SOCKET": str(path), "WATCHDOG_USEC": "100000"},
         )
