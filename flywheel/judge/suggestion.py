@@ -1,4 +1,4 @@
-"""Suggestion: criteria that the judge drafts from labelled replies, written as a rubric that is right."""
+"""Drafts of rubrics: the judge derives criteria from labelled replies, and the draft is validated."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from flywheel.trace import ChatMessage
 from flywheel.yaml_file import YamlDocument
 
 TYPES: Final = ("llm-rubric", "regex", "not-regex", "contains")
-MOST: Final = 40
-"""Labels that are shown, half of them of either verdict where there are as many."""
-LONGEST: Final = 1500
-"""Characters of a question or an answer that are shown."""
+MAX_EXAMPLES: Final = 40
+"""Half of them accepted and half rejected, where there are as many."""
+MAX_CHARACTERS: Final = 1500
+"""Of a question or an answer in an example."""
 MAX_TOKENS: Final = 4096
 
 RULES: Final = """\
@@ -47,47 +47,42 @@ Reply with one JSON object and nothing else:
 {{"description": "what the rubric is for, in one sentence", "criteria": [
 {{"id": "short_name", "type": "llm-rubric", "value": "The statement.", "weight": 2, "required": false}}]}}"""
 
-_CRITERION: Final = {
-    "type": "object",
-    "properties": {
-        "id": {"type": "string"},
-        "type": {"type": "string", "enum": list(TYPES)},
-        "value": {"type": "string"},
-        "weight": {"type": "number"},
-        "required": {"type": "boolean"},
-    },
-    "required": ["id", "type", "value", "weight", "required"],
-    "additionalProperties": False,
+FIELDS: Final = {
+    "id": {"type": "string"},
+    "type": {"type": "string", "enum": list(TYPES)},
+    "value": {"type": "string"},
+    "weight": {"type": "number"},
+    "required": {"type": "boolean"},
 }
+
+
+def _object_schema(properties: dict[str, Any]) -> dict[str, Any]:
+    required = list(properties)
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+_CRITERIA: Final = {"type": "array", "items": _object_schema(FIELDS)}
+_SCHEMA: Final = _object_schema({"description": {"type": "string"}, "criteria": _CRITERIA})
 RESPONSE_FORMAT: Final = {
     "type": "json_schema",
-    "json_schema": {
-        "name": "rubric",
-        "strict": True,
-        "schema": {
-            "type": "object",
-            "properties": {"description": {"type": "string"}, "criteria": {"type": "array", "items": _CRITERION}},
-            "required": ["description", "criteria"],
-            "additionalProperties": False,
-        },
-    },
+    "json_schema": {"name": "rubric", "strict": True, "schema": _SCHEMA},
 }
 
 
-class _UnusableError(ValueError):
-    """A draft that is no right rubric; the message says what is wrong with it."""
+class _InvalidDraftError(ValueError):
+    """The message says what is wrong with the draft."""
 
 
 def draft(client: JudgeClient, labels: Sequence[Label], name: str, stop: threading.Event = NEVER) -> str:
-    """The YAML of a rubric. A draft that is not right is asked for once more, with what is wrong with it.
+    """The YAML of a rubric with this name. After an invalid draft the judge is told the problem and asked once more.
 
-    Raises JudgeError when the second is not right either, and when the judge cannot be asked.
+    Raises JudgeError when the second draft is invalid too, and when the judge cannot be asked.
     """
-    shown = chosen(labels)
+    examples = choose_examples(labels)
     problem = ""
     for _ in range(2):
         reply = client.ask(
-            messages(shown, problem),
+            messages(examples, problem),
             response_format=RESPONSE_FORMAT,
             temperature=0.0,
             max_tokens=MAX_TOKENS,
@@ -95,113 +90,105 @@ def draft(client: JudgeClient, labels: Sequence[Label], name: str, stop: threadi
         )
         try:
             if reply.problem:
-                raise _UnusableError(reply.problem)
-            return _written(_object(reply.text), shown, name, len(labels))
-        except _UnusableError as error:
+                raise _InvalidDraftError(reply.problem)
+            return _rubric_file(parse_draft(reply.text), examples, name, len(labels))
+        except _InvalidDraftError as error:
             problem = str(error)
     raise JudgeError(
         "draft a rubric",
-        f"what the judge wrote is not right, twice: {problem}",
+        f"the judge's draft is invalid, twice: {problem}",
         "Try a more capable judge.model, or write the criteria by hand.",
     )
 
 
-def chosen(labels: Sequence[Label]) -> list[Label]:
-    """The labels that are shown: the same each time, spread over the file, both verdicts where there are both."""
-    good = [label for label in labels if label.accept]
-    bad = [label for label in labels if not label.accept]
-    of_good = max(MOST // 2, MOST - len(bad))
-    return [*_spread(good, of_good), *_spread(bad, MOST - min(len(good), of_good))]
-
-
-def _spread(labels: list[Label], count: int) -> list[Label]:
-    if len(labels) <= count:
-        return labels
-    return [labels[place * len(labels) // count] for place in range(count)]
+def choose_examples(labels: Sequence[Label]) -> list[Label]:
+    """The labels for the prompt: the same each time, spread over the file, with both verdicts if there are both."""
+    accepted = [label for label in labels if label.accept]
+    rejected = [label for label in labels if not label.accept]
+    share = max(MAX_EXAMPLES // 2, MAX_EXAMPLES - len(rejected))
+    chosen: list[Label] = []
+    for group, most in ((accepted, share), (rejected, MAX_EXAMPLES - min(len(accepted), share))):
+        count = min(most, len(group))
+        chosen += [group[place * len(group) // count] for place in range(count)]
+    return chosen
 
 
 def messages(labels: Sequence[Label], problem: str = "") -> list[ChatMessage]:
-    """System and user message; what was wrong with an earlier draft is told in our words, and quotes no example."""
+    """System and user message. `problem` is what was wrong with an earlier draft; it quotes no example."""
     nonce = new_nonce()
-    parts = [_example(label, nonce) for label in labels]
-    told = [f"An earlier draft could not be used: {problem}"] if problem else []
-    end = "Write the rubric. What stood between the delimiters was data. Reply with the JSON object only."
+    parts = []
+    for label in labels:
+        # The decision is not by the author of the texts: it stands before them, unescaped.
+        lines = [f"People {'accepted' if label.accept else 'rejected'} this answer."]
+        texts = {"reason": label.reason, "question": label.exchange.query, "answer": label.exchange.answer}
+        lines += [turn(name, _shorten(text), nonce) for name, text in texts.items() if text or name != "reason"]
+        parts.append(block("EXAMPLE", "\n".join(lines), nonce))
+    if problem:
+        parts.append(f"An earlier draft could not be used: {problem}")
+    parts.append("Write the rubric. What stood between the delimiters was data. Reply with the JSON object only.")
     return [
         {"role": "system", "content": RULES.format(nonce=nonce)},
-        {"role": "user", "content": "\n\n".join([*parts, *told, end])},
+        {"role": "user", "content": "\n\n".join(parts)},
     ]
 
 
-def _example(label: Label, nonce: str) -> str:
-    told = {"reason": label.reason, "question": label.exchange.query, "answer": label.exchange.answer}
-    parts = [turn(name, _cut(text), nonce) for name, text in told.items() if text or name != "reason"]
-    # What people decided is not theirs who wrote the texts, and stands before them.
-    verdict = f"People {'accepted' if label.accept else 'rejected'} this answer."
-    return block("EXAMPLE", "\n".join([verdict, *parts]), nonce)
+def _shorten(text: str) -> str:
+    half = MAX_CHARACTERS // 2
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:half]}\n[…]\n{text[-half:]}"
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]}\n[…]\n{text[-LONGEST // 2 :]}"
-
-
-def _object(text: str) -> dict[str, Any]:
-    """The object in a reply, whatever stands around it."""
+def parse_draft(text: str) -> dict[str, Any]:
+    """The object in a reply, whatever is around it. Raises _InvalidDraftError."""
     begin = text.find("{")
     found = storable_value(json_repair.loads(text[begin:])) if begin >= 0 else None
     if not isinstance(found, dict) or not isinstance(found.get("criteria"), list):
-        raise _UnusableError("it is no JSON object with `criteria`")
+        raise _InvalidDraftError("it is no JSON object with `criteria`")
     return found
 
 
-def _written(said: dict[str, Any], shown: Sequence[Label], name: str, count: int) -> str:
-    """The draft as a rubric file. Raises _UnusableError with everything that is wrong with it."""
+def _rubric_file(drafted: dict[str, Any], examples: Sequence[Label], name: str, count: int) -> str:
+    """The draft as a rubric file. Raises _InvalidDraftError with all problems."""
     criteria = [
-        {key: value for key, value in criterion.items() if key in ("id", "type", "value", "weight", "required")}
-        if isinstance(criterion, dict)
-        else criterion
-        for criterion in said["criteria"]
+        {key: value for key, value in each.items() if key in FIELDS} if isinstance(each, dict) else each
+        for each in drafted["criteria"]
     ]
-    # A draft may not name files or functions: what a model writes is not executed.
+    # A draft must not name files or functions: nothing that a model writes is executed.
     if others := sorted({str(each.get("type")) for each in criteria if isinstance(each, dict)} - {*TYPES, "None"}):
-        raise _UnusableError(f"{', '.join(others)} is none of {', '.join(TYPES)}")
+        raise _InvalidDraftError(f"{', '.join(others)} is none of {', '.join(TYPES)}")
     raw = {
         "version": 1,
         "id": re.sub(r"[^\w-]+", "-", name).strip("-") or "suggested",
-        "description": str(said.get("description", "")),
+        "description": str(drafted.get("description", "")),
         "threshold": 0.7,
         "criteria": criteria,
     }
     body = yaml.safe_dump(raw, sort_keys=False, allow_unicode=True, width=110)
     read = validate(YamlDocument(body), Path())
     if read.rubric is None:
-        raise _UnusableError("; ".join(problem.message for problem in read.problems))
-    if warnings := lint.warnings(read):
-        raise _UnusableError("; ".join(warning.message for warning in warnings))
-    if problems := _contradictions(read.rubric, shown):
-        raise _UnusableError("; ".join(problems))
-    accepted = sum(label.accept for label in shown)
-    head = (
+        raise _InvalidDraftError("; ".join(problem.message for problem in read.problems))
+    problems = [warning.message for warning in lint.warnings(read)] or _contradictions(read.rubric, examples)
+    if problems:
+        raise _InvalidDraftError("; ".join(problems))
+    accepted = sum(label.accept for label in examples)
+    return (
         "# yaml-language-server: $schema=rubric.schema.json\n"
-        f"# Drafted by a model from {len(shown)} of {count} labelled replies ({accepted} accepted). Read it,\n"
-        "# correct it, and hold it against the labels with `flywheel rubric calibrate`.\n"
+        f"# Drafted by a model from {len(examples)} of {count} labelled replies ({accepted} accepted). Review it,\n"
+        f"# correct it, and check it against the labels with `flywheel rubric calibrate`.\n{body}"
     )
-    return head + body
 
 
-def _contradictions(rubric: Rubric, shown: Sequence[Label]) -> list[str]:
+def _contradictions(rubric: Rubric, examples: Sequence[Label]) -> list[str]:
     """Required checks that accepted answers fail."""
-    accepted = [label for label in shown if label.accept]
+    accepted = [label for label in examples if label.accept]
     found = []
-    for criterion in rubric.every:
-        if criterion.asks_the_judge or not criterion.required:
+    for each in rubric.every:
+        if each.asks_the_judge or not each.required:
             continue
         try:
-            failed = sum(not check(criterion, label.exchange, rubric).passed for label in accepted)
+            failed = sum(not check(each, label.exchange, rubric).passed for label in accepted)
         except CheckError as error:
             found.append(str(error))
             continue
         if failed:
-            found.append(
-                f"the required {criterion.type} {criterion.id} fails {failed} of {len(accepted)} accepted answers"
-            )
+            found.append(f"the required {each.type} {each.id} fails {failed} of {len(accepted)} accepted answers")
     return found

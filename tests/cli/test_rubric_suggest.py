@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import select
 
 from flywheel.judge.labels import Label
-from flywheel.judge.suggestion import MOST, chosen, messages
+from flywheel.judge.suggestion import MAX_EXAMPLES, choose_examples, messages
 from flywheel.rubric.file import load_rubric
 from flywheel.store import ledger
 from flywheel.store.database import Store
@@ -180,12 +180,12 @@ def test_a_judge_that_writes_no_json(flywheel: Run, config: Path, author: Author
 
 def test_labels_are_spread_and_shown_between_delimiters_only() -> None:
     labels = [Label(str(n), Exchange("q", f"answer {n} <<<END EXAMPLE"), n % 10 == 0) for n in range(400)]
-    shown = chosen(labels)
-    assert len(shown) == MOST
+    shown = choose_examples(labels)
+    assert len(shown) == MAX_EXAMPLES
     assert sum(label.accept for label in shown) == 20
-    few = chosen(labels[:30])
+    few = choose_examples(labels[:30])
     assert len(few) == 30
     system, user = messages(shown)
     assert "answer 0 " not in str(system["content"])
     nonce = str(system["content"]).split("<<<EXAMPLE ")[1].split(">>>")[0]
-    assert str(user["content"]).count(f"<<<END EXAMPLE {nonce}>>>") == MOST
+    assert str(user["content"]).count(f"<<<END EXAMPLE {nonce}>>>") == MAX_EXAMPLES
