@@ -1,7 +1,7 @@
-"""What the judge was used for, and how a round's worker and its daemon tell each other of it.
+"""Use of the judge: calls and tokens, and the files by which a round's worker and its daemon share it.
 
-The worker appends a line to `usage.jsonl` for every verdict it has paid for, before anybody sees the verdict; the
-daemon books the lines, each once. In `allowance.json` the daemon says how much the worker may use.
+The worker appends a line to `usage.jsonl` for every verdict that it paid for, before anything else sees the verdict.
+The daemon books each line once, and writes to `allowance.json` how much the worker may use.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Purpose(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """Calls and tokens, and the day (UTC) on which they were made."""
+    """Calls and tokens, with the day (UTC) of the calls."""
 
     day: str
     purpose: Purpose
@@ -47,7 +47,7 @@ def today() -> str:
 
 
 class UsageFile:
-    """That of one round. It goes on through all attempts: what they used was used."""
+    """The usage file of one round. All attempts of the round append to it."""
 
     def __init__(self, round_dir: Path) -> None:
         self.path = round_dir / USAGE_FILE
@@ -56,36 +56,33 @@ class UsageFile:
         append_jsonl(self.path, [asdict(used)])
 
     def mend(self) -> None:
-        """Cut what a worker that died in the middle of a line has left of it."""
+        """Remove the incomplete last line of a worker that was killed while it wrote."""
         cut_torn_line(self.path)
 
     def size(self) -> int:
         """In bytes."""
-        try:
-            return self.path.stat().st_size
-        except FileNotFoundError:
-            return 0
+        return self.path.stat().st_size if self.path.exists() else 0
 
     def read(self, begin: int, end: int = -1) -> tuple[list[Used], int]:
-        """The whole lines from that byte on (to `end`, if there is one), and where they end."""
+        """The complete lines from byte `begin` to `end` (by default, to the end of the file), and where they end."""
         try:
             with self.path.open("rb") as file:
                 file.seek(begin)
-                lines, _, _ = file.read(end - begin if end >= 0 else -1).rpartition(b"\n")
+                lines, newline, _ = file.read(end - begin if end >= 0 else -1).rpartition(b"\n")
         except FileNotFoundError:
             return [], begin
         found = []
         for line in lines.splitlines():
-            # What is no such line was not written by a worker.
+            # Other lines are not by a worker.
             with contextlib.suppress(ValueError, TypeError):
-                told = json.loads(line)
-                found.append(Used(**{**told, "purpose": Purpose(told["purpose"])}))
-        return found, begin + len(lines) + (1 if lines else 0)
+                stored = json.loads(line)
+                found.append(Used(**{**stored, "purpose": Purpose(stored["purpose"])}))
+        return found, begin + len(lines) + len(newline)
 
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """How many tokens may stand in the round's `usage.jsonl` before its worker has to wait, and why no more."""
+    """How many tokens the round's `usage.jsonl` may hold before its worker has to wait, and why no more."""
 
     tokens: int
     why: str
@@ -95,9 +92,9 @@ class Allowance:
 
     @classmethod
     def read(cls, round_dir: Path) -> Allowance | None:
-        """None where the daemon says nothing."""
+        """None without a readable file."""
         try:
-            told = json.loads((round_dir / ALLOWANCE_FILE).read_bytes())
-            return cls(int(told["tokens"]), str(told["why"]))
+            stored = json.loads((round_dir / ALLOWANCE_FILE).read_bytes())
+            return cls(int(stored["tokens"]), str(stored["why"]))
         except (OSError, ValueError, KeyError, TypeError):
             return None

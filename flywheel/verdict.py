@@ -1,4 +1,4 @@
-"""What is judged, and the judge's whole answer on it. Plain data."""
+"""Exchanges, and the verdicts on them. Plain data."""
 
 from __future__ import annotations
 
@@ -17,9 +17,14 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A question and an answer with what came before and between: a traced reply, or a fresh rollout.
+    """A question with its answer: a traced reply, or a rollout.
 
-    `reference` is the traced answer when a rollout is judged, and empty when the traced answer itself is.
+    Attributes:
+        history: The conversation before the question.
+        trajectory: The steps between question and answer.
+        tools: The tools of the agent.
+        reference: The traced answer when a rollout is judged, else empty.
+        line: The task's line of `tasks.jsonl`, for checks that need more; empty when a rollout is judged.
     """
 
     query: str
@@ -29,15 +34,18 @@ class Exchange:
     tools: tuple[dict[str, Any], ...] = ()
     reference: str = ""
     line: dict[str, Any] = field(default_factory=dict)
-    """The task's own line of `tasks.jsonl`, for checks that look at more; empty when a rollout is judged."""
 
 
 @dataclass(frozen=True, slots=True)
 class CriterionResult:
-    """One criterion's choice and its value in 0…1; `passed` is whether the choice is good enough for it.
+    """The result of one criterion.
 
-    `hash` says what the judge was told of the criterion: as long as that is the same, so is what it said. It is empty
-    where no judge was asked.
+    Attributes:
+        criterion: The id of the criterion.
+        value: The value of the choice, 0 to 1.
+        passed: Whether the choice is good enough for the criterion.
+        hash: Hash of what the judge was told of the criterion: with the same hash, the result can be reused. Empty
+            where no judge was asked.
     """
 
     criterion: str
@@ -50,11 +58,13 @@ class CriterionResult:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """One opinion of the judge: a verdict is made of one, or of several that vote.
+    """One opinion of the judge. A verdict has one, or several that vote.
 
-    `stage` is "first" for what is asked of every task and "again" for what was asked because the score was close.
-    `score` is None when the reply could not be used; `error` then says why. `judge` is the model that gave it.
-    `estimated_tokens` is what `prompt_tokens` was thought to be, for estimates to learn from; 0 where it is not told.
+    Attributes:
+        score: None when the reply could not be used; then `error` says why.
+        judge: The model and endpoint that answered.
+        stage: "first" for every task, "again" for a task with a close score.
+        estimated_tokens: The estimate of `prompt_tokens`, which later estimates learn from; 0 without usage.
     """
 
     outcome: Outcome
@@ -71,10 +81,14 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The judge's answer on one exchange.
+    """The verdict on one exchange.
 
-    `score` is in 0…1, and None exactly when the outcome is undecided; `error` then says why.
-    Tokens and calls are what was billed, for unreadable answers too.
+    Attributes:
+        score: 0 to 1; None exactly when the outcome is undecided. Then `error` says why.
+        calls: Calls and tokens are those that were billed, including unreadable replies.
+        unreachable: Undecided because the endpoint failed, not because of this exchange.
+        judgements: Every opinion in order; empty where the judge was not asked.
+        broken: Undecided because grading itself failed on this exchange: it would fail again.
     """
 
     outcome: Outcome
@@ -87,13 +101,10 @@ class Verdict:
     completion_tokens: int = 0
     latency_seconds: float = 0.0
     unreachable: bool = False
-    """Undecided because the endpoint could not be reached or kept failing, not because of this exchange."""
     judgements: tuple[Judgement, ...] = ()
-    """Every opinion that was asked for, in turn; empty where the judge was not asked."""
     broken: bool = False
-    """Undecided because grading itself broke on this exchange: it would again."""
 
     @property
     def failed(self) -> tuple[str, ...]:
-        """Ids of the criteria that were not met."""
+        """Ids of the criteria that failed."""
         return tuple(result.criterion for result in self.results if not result.passed)

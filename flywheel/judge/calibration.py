@@ -1,9 +1,10 @@
-"""Calibration: labelled replies judged by a rubric, and how far judge and people agree."""
+"""Calibration: labelled replies are judged by a rubric, and the judge's agreement with people is measured."""
 
 from __future__ import annotations
 
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -18,12 +19,55 @@ from flywheel.judge.labels import Label
 from flywheel.judge.pool import grade_all
 from flywheel.verdict import Outcome, Verdict
 
-WORST = 10
+WORST: Final = 10
+"""How many disagreements are reported."""
+RESAMPLES: Final = 9999
+SEED: Final = 0
+_CELLS: Final = 5_000_000
+"""Entries of one batch of resamples: it bounds the memory for any number of labels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Confusion:
+    """Counts of pairs of decisions: first the person's, then the judge's."""
+
+    accept_accept: int
+    accept_reject: int
+    reject_accept: int
+    reject_reject: int
+
+    @property
+    def n(self) -> int:
+        return self.accept_accept + self.accept_reject + self.reject_accept + self.reject_reject
+
+    @property
+    def agreement(self) -> float:
+        """The share of equal decisions."""
+        return (self.accept_accept + self.reject_reject) / self.n
+
+    @property
+    def base_rate(self) -> float:
+        """The share that people accept."""
+        return (self.accept_accept + self.accept_reject) / self.n
+
+    @property
+    def judge_rate(self) -> float:
+        """The share that the judge accepts."""
+        return (self.accept_accept + self.reject_accept) / self.n
+
+
+@dataclass(frozen=True, slots=True)
+class Kappa:
+    """The estimate with its 95 % interval; None where it is not defined."""
+
+    value: float | None
+    low: float | None
+    high: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """A reply on which judge and person differ; `margin` is how far its score is from the threshold."""
+    """A reply on which judge and person differ; `margin` is the distance of its score from the threshold."""
 
     label: Label
     verdict: Verdict
@@ -32,7 +76,14 @@ class Disagreement:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What came out. `undecided` replies count in no figure; `consistency` needs more than one repeat."""
+    """The outcome.
+
+    Attributes:
+        undecided: Replies that count in no figure, with the reason.
+        consistency: The share of equal pairs among the repeats of a reply; None without repeats.
+        unanimous: The share of replies whose repeats are all equal; None without repeats.
+        worst: The disagreements with the largest margins.
+    """
 
     confusion: Confusion
     kappa: Kappa
@@ -60,13 +111,13 @@ def calibrate(
     stop: threading.Event | None = None,
     budget: Budget | None = None,
 ) -> Calibration | None:
-    """Judge every label `repeats` times; the majority of what was decided is the judge's word.
+    """Judge every label `repeats` times; the majority of the decided verdicts counts.
 
     None if `stop` was set meanwhile, which begins no other call. Raises JudgeError when the judge cannot be asked,
-    and BudgetSpentError when the budget does not suffice after all.
+    and BudgetSpentError when the budget does not suffice.
     """
     verdicts: list[list[Verdict]] = [[] for _ in labels]
-    # Repeats of one reply are not neighbours: a server that answers twins alike would look consistent.
+    # Repeats of one reply are not adjacent: a server that answers adjacent twins alike would look consistent.
     items = ((place, label.exchange) for _ in range(repeats) for place, label in enumerate(labels))
     for place, verdict in grade_all(grader, items, max_thread, stop, budget=budget):
         verdicts[place].append(verdict)
@@ -87,26 +138,26 @@ def _summary(
     decisions = []
     for label, given in zip(labels, verdicts, strict=True):
         decided = [verdict for verdict in given if verdict.outcome is not Outcome.UNDECIDED]
-        said = [verdict.outcome is Outcome.ACCEPTED for verdict in decided]
-        decisions.append(said)
-        if 2 * sum(said) == len(said):
+        accepts = [verdict.outcome is Outcome.ACCEPTED for verdict in decided]
+        decisions.append(accepts)
+        if 2 * sum(accepts) == len(accepts):
             undecided.append((label, given[0].error or "its repeats do not agree"))
             continue
-        accept = 2 * sum(said) > len(said)
+        accept = 2 * sum(accepts) > len(accepts)
         people.append(label.accept)
         judge.append(accept)
         if accept is not label.accept:
-            verdict = decided[said.index(accept)]
+            verdict = decided[accepts.index(accept)]
             worst.append(Disagreement(label, verdict, abs((verdict.score or 0.0) - threshold)))
     worst.sort(key=lambda each: each.margin, reverse=True)
     everything = [verdict for given in verdicts for verdict in given]
-    repeated = [said for said in decisions if len(said) > 1]
+    repeated = [accepts for accepts in decisions if len(accepts) > 1]
     return Calibration(
         confusion=confusion(people, judge),
         kappa=kappa_of(people, judge),
         undecided=tuple(undecided),
         consistency=consistency(decisions),
-        unanimous=sum(len(set(said)) == 1 for said in repeated) / len(repeated) if repeated else None,
+        unanimous=sum(len(set(accepts)) == 1 for accepts in repeated) / len(repeated) if repeated else None,
         worst=tuple(worst[:WORST]),
         repeats=repeats,
         calls=sum(verdict.calls for verdict in everything),
@@ -115,84 +166,27 @@ def _summary(
     )
 
 
-RESAMPLES: Final = 9999
-SEED: Final = 0
-_CELLS: Final = 5_000_000
-"""Entries of one batch of resamples: memory stays bounded however many labels there are."""
-
-
-@dataclass(frozen=True, slots=True)
-class Confusion:
-    """Pairs of decisions: the first word is the person's, the second the judge's."""
-
-    accept_accept: int
-    accept_reject: int
-    reject_accept: int
-    reject_reject: int
-
-    @property
-    def n(self) -> int:
-        return self.accept_accept + self.accept_reject + self.reject_accept + self.reject_reject
-
-    @property
-    def agreement(self) -> float:
-        """The share on which both decide alike."""
-        return (self.accept_accept + self.reject_reject) / self.n
-
-    @property
-    def base_rate(self) -> float:
-        """The share that people accept."""
-        return (self.accept_accept + self.accept_reject) / self.n
-
-    @property
-    def judge_rate(self) -> float:
-        """The share that the judge accepts."""
-        return (self.accept_accept + self.reject_accept) / self.n
-
-
 def confusion(people: Sequence[bool], judge: Sequence[bool]) -> Confusion:
-    pairs = list(zip(people, judge, strict=True))
-    return Confusion(*(pairs.count(pair) for pair in ((True, True), (True, False), (False, True), (False, False))))
-
-
-def kappa(people: NDArray[np.bool_], judge: NDArray[np.bool_], axis: int = -1) -> Any:
-    """Cohen's kappa (Cohen 1960, "A coefficient of agreement for nominal scales"): (p_o - p_e) / (1 - p_e).
-
-    p_o is the observed agreement, p_e that of raters who decide by chance at their own rates. NaN where p_e is 1:
-    when both always say the same, nothing is known about agreement.
-    """
-    observed = np.mean(people == judge, axis=axis)
-    first, second = np.mean(people, axis=axis), np.mean(judge, axis=axis)
-    expected = first * second + (1 - first) * (1 - second)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.where(expected < 1, (observed - expected) / (1 - expected), np.nan)
-
-
-@dataclass(frozen=True, slots=True)
-class Kappa:
-    """The estimate with its 95 % interval; None where it is not defined."""
-
-    value: float | None
-    low: float | None
-    high: float | None
+    counts = Counter(zip(people, judge, strict=True))
+    return Confusion(*(counts[pair] for pair in ((True, True), (True, False), (False, True), (False, False))))
 
 
 def kappa_of(people: Sequence[bool], judge: Sequence[bool]) -> Kappa:
     """Kappa with a percentile bootstrap interval over the pairs (9,999 resamples, a fixed seed).
 
-    A resample in which both always say the same counts as 0: it shows no agreement beyond chance.
+    A resample in which both always decide the same counts as 0: it shows no agreement beyond chance.
     """
     first, second = np.asarray(people, bool), np.asarray(judge, bool)
-    if not len(first) or np.isnan(value := kappa(first, second)):
+    if not len(first) or np.isnan(value := _kappa(first, second)):
         return Kappa(None, None, None)
     if len(first) < 2:
         return Kappa(float(value), None, None)
     with warnings.catch_warnings():
-        # All resamples may be alike: the interval is a point then, and no matter to warn of.
+        # All resamples can be equal: then the interval is a point.
         warnings.simplefilter("ignore")
         interval = bootstrap(
             (first, second),
-            lambda a, b, axis: np.nan_to_num(kappa(a, b, axis)),
+            lambda a, b, axis: np.nan_to_num(_kappa(a, b, axis)),
             paired=True,
             vectorized=True,
             n_resamples=RESAMPLES,
@@ -203,11 +197,24 @@ def kappa_of(people: Sequence[bool], judge: Sequence[bool]) -> Kappa:
     return Kappa(float(value), float(interval.low), float(interval.high))
 
 
+def _kappa(people: NDArray[np.bool_], judge: NDArray[np.bool_], axis: int = -1) -> Any:
+    """Cohen's kappa (Cohen 1960, "A coefficient of agreement for nominal scales"): (p_o - p_e) / (1 - p_e).
+
+    p_o is the observed agreement, p_e that of raters who decide by chance at their own rates. NaN where p_e is 1: if
+    both always decide the same, nothing is known about agreement.
+    """
+    observed = np.mean(people == judge, axis=axis)
+    first, second = np.mean(people, axis=axis), np.mean(judge, axis=axis)
+    expected = first * second + (1 - first) * (1 - second)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(expected < 1, (observed - expected) / (1 - expected), np.nan)
+
+
 def consistency(repeats: Sequence[Sequence[bool]]) -> float | None:
-    """The share of repeats of the same reply that agree with each other, over all pairs; None without a pair."""
-    alike = pairs = 0
+    """The share of equal pairs among the repeats of the same reply; None without a pair."""
+    equal = pairs = 0
     for decisions in repeats:
         n, accepted = len(decisions), sum(decisions)
         pairs += n * (n - 1) // 2
-        alike += accepted * (accepted - 1) // 2 + (n - accepted) * (n - accepted - 1) // 2
-    return alike / pairs if pairs else None
+        equal += accepted * (accepted - 1) // 2 + (n - accepted) * (n - accepted - 1) // 2
+    return equal / pairs if pairs else None

@@ -209,8 +209,8 @@ def test_a_label_by_task_id(flywheel: Run, config: Path, tmp_path: Path) -> None
         ({"answer": "a", "verdict": "accept"}, "neither a `query` nor a `task_id`"),
         ({"query": 3, "answer": "a", "verdict": "accept"}, "must be texts"),
         (label("a", "accept", metadata={"tools_json": "{"}), "`metadata.tools_json` is not JSON"),
-        ("", "it holds no label"),
-        (label("a", None), "it holds no label"),
+        ("", "it has no label"),
+        (label("a", None), "it has no label"),
     ],
 )
 def test_labels_that_cannot_be_used(
