@@ -63,7 +63,7 @@ async def test_rules_that_hold_are_not_applied_again(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await apply_model_rules(store, made(tmp_path, {}))
-    monkeypatch.setattr(samples, "apply", None)
+    monkeypatch.setattr(samples, "apply_model_rules", None)
     await apply_model_rules(store, made(tmp_path, {}))
 
 
