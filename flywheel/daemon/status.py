@@ -130,7 +130,7 @@ def _warnings(conn: Connection, config: Config, supply: Supply) -> list[str]:
     found = (
         task_file.warning(conn),
         verdicts.none_accepted(conn, config.filter.warn_window),
-        splits.empty_side(conn, config.ingest.train_ratio),
+        splits.empty_split(conn, config.ingest.train_ratio),
         supply.notice,
     )
     return [warning for warning in found if warning]

@@ -41,7 +41,7 @@ def named(conn: Connection, source: int, names: TaskIds, entries: tuple[Entry, .
     """The entries by the names that they have in the ledger, or will have; None for one that adds nothing to it."""
     keys = {entry.key for entry in entries}
     keys |= {entry.otherwise for entry in entries if isinstance(entry, JsonlEntry) and not entry.line}
-    known = reingestion.told(conn, source, sorted(keys))
+    known = reingestion.known_replies(conn, source, sorted(keys))
     return names.given(entries, known, partial(reingestion.line_of, conn))
 
 

@@ -1,4 +1,4 @@
-"""What is remembered of the traces of each source, so that rows are told once and changes are noticed."""
+"""Checkpoints of traces: which rows of a source were extracted, and a digest by which changes are found."""
 
 from __future__ import annotations
 
@@ -13,69 +13,63 @@ from flywheel.store.schema import traces
 from flywheel.trace import Checkpoint
 
 _OF_TRACES: Final = Lookup(select(traces).where(traces.c.source_id == bindparam("source")), traces.c.trace_id)
+_COLUMNS: Final = ("source_id", "trace_id", "rowids", "digest", "generation", "is_open")
 
 
 def checkpoints_of(conn: Connection, source: int, trace_ids: Sequence[str]) -> dict[str, Checkpoint]:
-    """The marks of these traces, as far as there are any."""
-    return {row.trace_id: _mark(row) for row in _OF_TRACES.rows(conn, trace_ids, source)}
+    """The checkpoints of these traces, as far as there are any."""
+    return {row.trace_id: _checkpoint(row) for row in _OF_TRACES.rows(conn, trace_ids, source)}
 
 
 def has_checkpoints(conn: Connection, source: int) -> bool:
-    """Whether anything is remembered of this source."""
+    """Whether a source has any checkpoint."""
     return conn.execute(select(traces.c.trace_id).where(traces.c.source_id == source).limit(1)).first() is not None
 
 
 def open_checkpoints(conn: Connection, source: int) -> list[Checkpoint]:
-    """The marks of the traces that are waited for."""
+    """The checkpoints of open traces."""
     rows = conn.execute(select(traces).where(traces.c.source_id == source, traces.c.is_open))
-    return [_mark(row) for row in rows]
+    return [_checkpoint(row) for row in rows]
 
 
-def remember(conn: Connection, source: int, marks: Iterable[Checkpoint]) -> None:
-    """Store marks in place of those there were; of several of one trace, the last."""
-    latest = {mark.trace_id: mark for mark in marks}
-    insert_many(
-        conn,
-        traces,
-        ("source_id", "trace_id", "rowids", "digest", "generation", "is_open"),
-        [
-            (source, mark.trace_id, spelled(mark.rowids), mark.digest, mark.generation, mark.is_open)
-            for mark in latest.values()
-        ],
-        replace=True,
-    )
+def store_checkpoints(conn: Connection, source: int, checkpoints: Iterable[Checkpoint]) -> None:
+    """Store checkpoints in place of the stored ones; of several of one trace, the last."""
+    latest = {each.trace_id: each for each in checkpoints}
+    rows = [
+        (source, each.trace_id, format_ranges(each.rowids), each.digest, each.generation, each.is_open)
+        for each in latest.values()
+    ]
+    insert_many(conn, traces, _COLUMNS, rows, replace=True)
 
 
 def reopen(conn: Connection, source: int, trace_ids: Sequence[str]) -> int:
-    """Have traces looked at again at the next pass; how many of them are remembered."""
-    return sum(
-        conn.execute(
-            update(traces)
-            .where(traces.c.source_id == source, traces.c.trace_id.in_(some))
-            .values(is_open=True, digest=0)
-        ).rowcount
-        for some in chunks(trace_ids)
-    )
+    """Have traces read again in the next pass; how many of them have a checkpoint."""
+    found = 0
+    for some in chunks(trace_ids):
+        wanted = update(traces).where(traces.c.source_id == source, traces.c.trace_id.in_(some))
+        found += conn.execute(wanted.values(is_open=True, digest=0)).rowcount
+    return found
 
 
-def _mark(row: Row[Any]) -> Checkpoint:
-    return Checkpoint(row.trace_id, parsed(row.rowids), row.digest, row.generation, bool(row.is_open))
+def _checkpoint(row: Row[Any]) -> Checkpoint:
+    return Checkpoint(row.trace_id, parse_ranges(row.rowids), row.digest, row.generation, bool(row.is_open))
 
 
-def spelled(rowids: Sequence[int]) -> str:
+def format_ranges(rowids: Sequence[int]) -> str:
     """Ascending numbers as ranges: `7-9,12`."""
     if not rowids:
         return ""
     if rowids[-1] - rowids[0] == len(rowids) - 1:
-        # As nearly all are: a trace's rows are written one after the other.
+        # True of nearly all traces: their rows are written one after the other.
         return f"{rowids[0]}-{rowids[-1]}" if len(rowids) > 1 else str(rowids[0])
-    starts = [rowids[0], *(after for before, after in pairwise(rowids) if after != before + 1)]
-    ends = [*(before for before, after in pairwise(rowids) if after != before + 1), rowids[-1]]
+    gaps = [(before, after) for before, after in pairwise(rowids) if after != before + 1]
+    starts = [rowids[0], *(after for _, after in gaps)]
+    ends = [*(before for before, _ in gaps), rowids[-1]]
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
-def parsed(text: str) -> tuple[int, ...]:
-    """The numbers that `spelled` wrote."""
+def parse_ranges(text: str) -> tuple[int, ...]:
+    """The numbers that `format_ranges` wrote."""
     found: list[int] = []
     for part in text.split(",") if text else ():
         first, _, last = part.partition("-")

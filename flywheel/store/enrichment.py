@@ -1,5 +1,8 @@
-"""What the state knows of a reply and its trace does not tell: which version of the alias answered, and whether an
-earlier turn of its conversation was sent a message that no trace shows."""
+"""Enrichment: what the state knows of a reply and its trace does not show.
+
+That is the version of the alias that answered, whether an earlier turn contained a message that no trace shows, and
+the earlier turns of its conversation.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,14 @@ from sqlalchemy import Connection, LargeBinary, cast, literal_column, select
 from flywheel import exclusion
 from flywheel.batch import Entry, line_bytes
 from flywheel.exclusion import Exclusion
-from flywheel.states import Split, TaskState
+from flywheel.states import TaskState
 from flywheel.store import deployments
 from flywheel.store.bulk import Lookup
 from flywheel.store.schema import tasks
 from flywheel.task import NO_CONVERSATION
-from flywheel.trace import ChatMessage
 
+TURNS: Final = 50
+"""Earlier turns that a task shows, at most: the last ones."""
 _HIDING: Final = Lookup(
     select(tasks.c.conversation_id, tasks.c.agent, tasks.c.started_at).where(
         tasks.c.excluded.like(literal_column(f"'%{Exclusion.HIDDEN.value}%'"))
@@ -31,34 +35,53 @@ _HIDING: Final = Lookup(
 )
 
 
-def completed(conn: Connection, entries: Sequence[Entry]) -> list[Entry]:
-    """The entries of a batch, with that in their lines and beside them. Their `content` stays: it is of the trace."""
+class _Turn(Struct):
+    """What a later turn shows of a stored line. The rest, with its long history, is not decoded."""
+
+    main_query: str
+    answer: str
+
+
+_TURN: Final = msgspec.json.Decoder(_Turn)
+
+
+def enriched(conn: Connection, entries: Sequence[Entry]) -> Sequence[Entry]:
+    """The entries of a batch with what the state knows, in their lines and fields. Their content hashes stay."""
+    if not any(entry.asked_alias or entry.follows for entry in entries):
+        return entries
     hiding = _first_hiding(conn, entries)
     periods: dict[str, list[deployments.Period]] = {}
-    done = []
-    for entry in entries:
-        changes: dict[str, Any] = {}
-        line: dict[str, Any] | None = None
-        if entry.line and entry.asked_alias:
-            if entry.asked_alias not in periods:
-                periods[entry.asked_alias] = deployments.periods(conn, entry.asked_alias)
-            if of_alias := periods[entry.asked_alias]:
-                line = orjson.loads(entry.line)
-                about = line["metadata"]
-                times = (datetime.fromisoformat(about[name]) for name in ("started_at", "ended_at"))
-                if (adapter := deployments.answering(of_alias, *times)) is not None:
-                    changes["adapter"] = about["adapter"] = adapter
-                    about["adapter_source"] = "history"
-        if entry.line and entry.follows and _follows_one(entry, hiding):
-            line = line or orjson.loads(entry.line)
-            line["metadata"] |= {"prompt_exact": False, "prompt_reason": exclusion.HIDDEN_EARLIER}
-            changes["excluded"] = exclusion.column({*exclusion.parsed(entry.excluded), Exclusion.HIDDEN})
-        done.append(replace(entry, line=line_bytes(line), **changes) if changes and line else entry)
-    return done
+    return [_enriched(conn, entry, hiding, periods) if entry.line else entry for entry in entries]
+
+
+def _enriched(
+    conn: Connection,
+    entry: Entry,
+    hiding: dict[tuple[str, str], str],
+    periods: dict[str, list[deployments.Period]],
+) -> Entry:
+    changes: dict[str, Any] = {}
+    line: dict[str, Any] = {}
+    if alias := entry.asked_alias:
+        if alias not in periods:
+            periods[alias] = deployments.periods(conn, alias)
+        if periods[alias]:
+            line = orjson.loads(entry.line)
+            metadata = line["metadata"]
+            times = (datetime.fromisoformat(metadata[name]) for name in ("started_at", "ended_at"))
+            if (adapter := deployments.answering(periods[alias], *times)) is not None:
+                changes["adapter"] = metadata["adapter"] = adapter
+                metadata["adapter_source"] = "history"
+    first_hidden = hiding.get((entry.conversation_id, entry.agent))
+    if entry.follows and first_hidden is not None and first_hidden < entry.started_at:
+        line = line or orjson.loads(entry.line)
+        line["metadata"] |= {"prompt_exact": False, "prompt_reason": exclusion.HIDDEN_EARLIER}
+        changes["excluded"] = exclusion.column({*exclusion.parsed(entry.excluded), Exclusion.HIDDEN})
+    return replace(entry, line=line_bytes(line), **changes) if changes else entry
 
 
 def _first_hiding(conn: Connection, entries: Sequence[Entry]) -> dict[tuple[str, str], str]:
-    """When the first reply began that was sent a hidden message, by conversation and agent of those that follow."""
+    """The start of the first reply with a hidden message by conversation and agent, if entries may follow it."""
     wanted = {entry.conversation_id for entry in entries if entry.follows} - NO_CONVERSATION
     if not wanted:
         return {}
@@ -68,32 +91,10 @@ def _first_hiding(conn: Connection, entries: Sequence[Entry]) -> dict[tuple[str,
         for entry in entries
         if Exclusion.HIDDEN in exclusion.parsed(entry.excluded)
     ]
-    return {(conversation, agent): began for conversation, agent, began in sorted(found, reverse=True)}
+    return {(conversation, agent): start for conversation, agent, start in sorted(found, reverse=True)}
 
 
-def _follows_one(entry: Entry, hiding: dict[tuple[str, str], str]) -> bool:
-    began = hiding.get((entry.conversation_id, entry.agent))
-    return began is not None and began < entry.started_at
-
-
-MOST: Final = 50
-"""Earlier turns that are shown, at most: the last ones."""
-_TRAIN: Final = b'"split":"train"}}'
-_HELD_OUT: Final = b'"split":"held-out"}}'
-"""How lines end, since a task's split is the last of its metadata and they are the last of the task."""
-
-
-class _Turn(Struct):
-    """What a later turn is shown of a line; the rest, its own history above all, is passed over."""
-
-    main_query: str
-    answer: str
-
-
-_TURN: Final = msgspec.json.Decoder(_Turn)
-
-
-def before(conn: Connection, entry: Entry) -> list[tuple[str, str]]:
+def earlier_turns(conn: Connection, entry: Entry) -> list[tuple[str, str]]:
     """Question and answer of the same agent's earlier turns in the conversation, oldest first."""
     if entry.conversation_id in NO_CONVERSATION:
         return []
@@ -107,25 +108,7 @@ def before(conn: Connection, entry: Entry) -> list[tuple[str, str]]:
             tasks.c.key != entry.key,
         )
         .order_by(tasks.c.started_at.desc(), tasks.c.id.desc())
-        .limit(MOST)
+        .limit(TURNS)
     ).scalars()
     turns = [_TURN.decode(line) for line in rows]
     return [(turn.main_query, turn.answer) for turn in reversed(turns)]
-
-
-def line(entry: Entry, side: Split, earlier: list[tuple[str, str]]) -> bytes:
-    """The entry's task line on its side, with the earlier turns before it."""
-    if not earlier and (side is Split.TRAIN or entry.line.endswith(_TRAIN)):
-        return entry.line if side is Split.TRAIN else entry.line.removesuffix(_TRAIN) + _HELD_OUT
-    task = orjson.loads(entry.line)
-    task["metadata"]["split"] = side.value
-    if earlier:
-        messages: list[ChatMessage] = [
-            message
-            for query, answer in earlier
-            for message in ({"role": "user", "content": query}, {"role": "assistant", "content": answer})
-        ]
-        task["init_messages"] = [*task["init_messages"], *messages]
-        task["prompt"] = [*task["init_messages"], task["prompt"][-1]]
-        task["metadata"]["turn"] = len(earlier)
-    return line_bytes(task)

@@ -1,7 +1,7 @@
 """The ledger of replies: what came out of each source, and the tasks made of it.
 
-A batch is stored in one transaction: replies, tasks, dead letters, what is remembered of traces, and the cursor. A
-reply that is known already changes nothing if it looks as it did; what happens otherwise is `retelling`'s matter.
+A batch is stored in one transaction: replies, tasks, dead letters, the checkpoints of traces, and the cursor. A known
+reply whose content hash is unchanged stays as it is; `reingestion` handles the others.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,25 +16,28 @@ from sqlalchemy import Connection, Row, Text, bindparam, func, insert, select, t
 
 from flywheel.batch import Batch, Entry, line_bytes, storable
 from flywheel.files import tidied
-from flywheel.states import ReplyState, SkipReason, Split, TaskState
-from flywheel.store import enrichment
+from flywheel.states import ReplyState, SkipReason
 from flywheel.store.bulk import Lookup, first_free, insert_many
-from flywheel.store.checkpoints import remember
+from flywheel.store.checkpoints import store_checkpoints
 from flywheel.store.dead_letters import ROW, dead_letter
-from flywheel.store.enrichment import completed
-from flywheel.store.reingestion import renewed, retell
+from flywheel.store.enrichment import enriched
+from flywheel.store.reingestion import reingest
 from flywheel.store.schema import replies, sources, tasks
-from flywheel.store.splits import Sides
+from flywheel.store.splits import Splits
+from flywheel.store.task_records import TaskRecords
 from flywheel.store.transitions import record, utcnow
 from flywheel.trace import Cursor, DeadRow
 
 _KNOWN: Final = Lookup(select(replies).where(replies.c.source_id == bindparam("source")), replies.c.span_id)
-_TASKS: Final = Lookup(select(tasks.c.key, tasks.c.id, tasks.c.state), tasks.c.key)
+_REPLY_COLUMNS: Final = (
+    "id", "source_id", "span_id", "trace_id", "conversation_id", "agent", "state", "skip_reason", "detail", "task_id",
+    "content", "created_at",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class SourceCounts:
-    """What the ledger holds of one source: `replies` is the sum of the rest."""
+    """Replies of one source: `replies` is the sum of the rest."""
 
     replies: int
     tasks: int
@@ -45,7 +47,7 @@ class SourceCounts:
 
 @dataclass(slots=True)
 class Recorded:
-    """What one batch changed."""
+    """What a batch changed. `retold` counts known replies that changed."""
 
     new_tasks: int = 0
     new_replies: int = 0
@@ -63,7 +65,7 @@ class Recorded:
         self.warnings += other.warnings
 
     def onto(self, counts: SourceCounts) -> SourceCounts:
-        """The counts after this batch, in which nothing that was known has changed."""
+        """The counts after this batch, if no known reply changed."""
         skipped = Counter(counts.skipped) + self.skipped
         return SourceCounts(
             counts.replies + self.new_replies + self.dead,
@@ -90,7 +92,7 @@ def known_source(conn: Connection, path: str) -> int | None:
 
 
 def _source(conn: Connection, path: str) -> Row[Any, Any] | None:
-    """Its number and path: this one, or one that was noted with `..` and leads there."""
+    """The number and path of a source; the stored path may contain `..` and lead to the same place."""
     wanted = select(sources.c.id, sources.c.path)
     if (found := conn.execute(wanted.where(sources.c.path == path)).one_or_none()) is not None:
         return found
@@ -104,44 +106,41 @@ def cursor_of(conn: Connection, source: int) -> Cursor:
 
 
 def swept_at(conn: Connection, source: int) -> str | None:
-    """When the whole source was last compared with the ledger."""
+    """The time of the last full scan of a source."""
     found = conn.execute(select(sources.c.swept_at).where(sources.c.id == source)).scalar_one()
     return None if found is None else str(found)
 
 
 def note_source(conn: Connection, /, source: int, **values: Any) -> None:
-    """Write what is known of a source besides its cursor: schema, condition, error, longest read."""
+    """Set columns of a source: schema, condition, error, longest read, cursor."""
     conn.execute(update(sources).where(sources.c.id == source).values(**values))
 
 
 def record_batch(conn: Connection, source: int, batch: Batch, *, train_ratio: float, split_seed: int) -> Recorded:
     """Store one batch in the caller's transaction."""
     done = Recorded(warnings=list(batch.warnings))
-    told = {entry.span_id: entry for entry in completed(conn, batch.entries)}
-    asked = [*told, *(row.span_id for row in batch.dead)]
-    known = {row.span_id: row for row in _KNOWN.rows(conn, asked, source)}
-    sides = Sides(conn, list(told.values()), train_ratio=train_ratio, seed=split_seed)
+    entries = {entry.span_id: entry for entry in enriched(conn, batch.entries)}
+    dead = {row.span_id: row for row in batch.dead if row.span_id not in entries}
+    known = {row.span_id: row for row in _KNOWN.rows(conn, [*entries, *dead], source)}
+    splits = Splits(conn, list(entries.values()), train_ratio=train_ratio, seed=split_seed)
+    records = TaskRecords(conn, splits)
     for span, before in known.items():
-        if span in told:
-            done.retold += retell(
-                conn,
-                before,
-                told[span],
-                line=partial(_line_of_known, conn, sides),
-                make=lambda entry: _record_tasks(conn, [entry], sides, done)[entry.key],
-            )
-    new = [entry for span, entry in told.items() if span not in known] if known else list(told.values())
-    _record_replies(conn, source, new, sides, done)
-    sides.store()
-    for row in {row.span_id: row for row in batch.dead}.values():
-        if row.span_id in told:
-            continue
-        if row.span_id not in known:
-            _record_dead(conn, source, row, done)
-        elif known[row.span_id].state == ReplyState.DEAD:
-            # Its letter may have been retried.
-            dead_letter(conn, ROW, row.span_id, row.error, row.excerpt, source)
-    remember(conn, source, batch.checkpoints)
+        if span in entries:
+            done.retold += reingest(conn, before, entries[span], records)
+    if new := [entry for span, entry in entries.items() if span not in known]:
+        _add_replies(conn, source, new, records.store([entry for entry in new if entry.skip is None]))
+        done.new_replies = len(new)
+        done.skipped = Counter(entry.skip.value for entry in new if entry.skip)
+    splits.store()
+    done.new_tasks = records.new
+    for span, row in dead.items():
+        if span not in known:
+            _add_dead(conn, source, row)
+            done.dead += 1
+        elif known[span].state == ReplyState.DEAD:
+            # Its dead letter may have been retried.
+            dead_letter(conn, ROW, span, row.error, row.excerpt, source)
+    store_checkpoints(conn, source, batch.checkpoints)
     if (cursor := batch.cursor) is not None:
         note_source(
             conn,
@@ -156,16 +155,13 @@ def record_batch(conn: Connection, source: int, batch: Batch, *, train_ratio: fl
     return done
 
 
-def _record_replies(conn: Connection, source: int, new: Sequence[Entry], sides: Sides, done: Recorded) -> None:
-    """Replies that were not known: all at once, however many."""
-    if not new:
-        return
-    made = _record_tasks(conn, [entry for entry in new if entry.skip is None], sides, done)
+def _add_replies(conn: Connection, source: int, new: Sequence[Entry], task_numbers: Mapping[str, int]) -> None:
+    """Store replies that were not known; `task_numbers` are those of their tasks, by key."""
     now = utcnow()
-    number = first_free(conn, replies.c.id)
     by_skip: dict[SkipReason | None, list[str]] = {}
     rows: list[tuple[object, ...]] = []
-    for entry in new:
+    for number, entry in enumerate(new, first_free(conn, replies.c.id)):
+        skip = entry.skip
         rows.append(
             (
                 number,
@@ -174,100 +170,22 @@ def _record_replies(conn: Connection, source: int, new: Sequence[Entry], sides: 
                 entry.trace_id,
                 entry.conversation_id,
                 entry.agent,
-                _end(entry.skip).value,
-                entry.skip.value if entry.skip else None,
+                (ReplyState.SKIPPED if skip else ReplyState.CONVERTED).value,
+                skip.value if skip else None,
                 entry.detail[:500],
-                None if entry.skip else made[entry.key],
+                None if skip else task_numbers[entry.key],
                 entry.content,
                 now,
             )
         )
-        by_skip.setdefault(entry.skip, []).append(str(number))
-        number += 1
+        by_skip.setdefault(skip, []).append(str(number))
     insert_many(conn, replies, _REPLY_COLUMNS, rows)
-    for skip, some in by_skip.items():
-        record(conn, replies.name, some, ReplyState.CLOSED, _end(skip), skip or "")
-        if skip:
-            done.skipped[skip.value] += len(some)
-    done.new_replies += len(new)
+    for reason, numbers in by_skip.items():
+        state = ReplyState.SKIPPED if reason else ReplyState.CONVERTED
+        record(conn, replies.name, numbers, ReplyState.CLOSED, state, reason or "")
 
 
-_REPLY_COLUMNS: Final = (
-    "id", "source_id", "span_id", "trace_id", "conversation_id", "agent", "state", "skip_reason", "detail", "task_id",
-    "content", "created_at",
-)  # fmt: skip
-
-
-def _end(skip: SkipReason | None) -> ReplyState:
-    return ReplyState.SKIPPED if skip else ReplyState.CONVERTED
-
-
-def _record_tasks(conn: Connection, new: Sequence[Entry], sides: Sides, done: Recorded) -> dict[str, int]:
-    """The tasks of these entries by key; the same reply seen through another source (a copy) has one already."""
-    wanted = {entry.key: entry for entry in new}
-    made: dict[str, int] = {}
-    for row in _TASKS.rows(conn, list(wanted)):
-        made[row.key] = row.id
-        if row.state == TaskState.WITHDRAWN:
-            # None told it any more; now one does again.
-            renewed(conn, None, wanted[row.key], partial(_line_of_known, conn, sides))
-    lacking = [entry for key, entry in wanted.items() if key not in made]
-    if not lacking:
-        return made
-    now = utcnow()
-    number = first_free(conn, tasks.c.id)
-    # One by one in the order they began: a later turn of a conversation is shown the earlier ones.
-    linked = sorted((entry for entry in lacking if entry.linked), key=lambda entry: entry.started_at)
-    plain = [entry for entry in lacking if not entry.linked]
-    fresh: dict[str, int] = {}
-    for some in (plain, *([entry] for entry in linked)):
-        rows: list[tuple[object, ...]] = []
-        for entry in some:
-            side = sides.of(entry)
-            earlier = _earlier(conn, entry)
-            fresh[entry.key] = number
-            rows.append(
-                (
-                    number,
-                    entry.key,
-                    entry.conversation_id,
-                    entry.agent,
-                    entry.adapter,
-                    entry.started_at,
-                    side.value,
-                    TaskState.PENDING.value,
-                    entry.excluded,
-                    entry.model,
-                    entry.beginning if side is Split.HELD_OUT and not earlier else None,
-                    enrichment.line(entry, side, earlier),
-                    now,
-                )
-            )
-            number += 1
-        insert_many(conn, tasks, _TASK_COLUMNS, rows)
-    record(conn, tasks.name, map(str, fresh.values()), None, TaskState.PENDING)
-    done.new_tasks += len(fresh)
-    return made | fresh
-
-
-_TASK_COLUMNS: Final = (
-    "id", "key", "conversation_id", "agent", "adapter", "started_at", "split", "state", "excluded", "model",
-    "beginning", "payload", "created_at",
-)  # fmt: skip
-
-
-def _earlier(conn: Connection, entry: Entry) -> list[tuple[str, str]]:
-    """The turns before a reply that its own spans do not show."""
-    return enrichment.before(conn, entry) if entry.linked else []
-
-
-def _line_of_known(conn: Connection, sides: Sides, entry: Entry, side: Split) -> bytes:
-    """The task as it is exported that is on a side already: its conversation goes there too, if that is a new one."""
-    sides.keep(entry, side)
-    return enrichment.line(entry, side, _earlier(conn, entry))
-
-
-def _record_dead(conn: Connection, source: int, row: DeadRow, done: Recorded) -> None:
+def _add_dead(conn: Connection, source: int, row: DeadRow) -> None:
     conn.execute(
         insert(replies).values(
             source_id=source,
@@ -279,7 +197,6 @@ def _record_dead(conn: Connection, source: int, row: DeadRow, done: Recorded) ->
         )
     )
     dead_letter(conn, ROW, row.span_id, row.error, row.excerpt, source)
-    done.dead += 1
 
 
 def all_sources(conn: Connection) -> list[dict[str, Any]]:

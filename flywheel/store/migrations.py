@@ -13,12 +13,12 @@ from flywheel import exclusion
 from flywheel.errors import StoreError
 from flywheel.similarity import beginning_of
 from flywheel.states import TaskState
-from flywheel.store import samples, signature_filter
+from flywheel.store import samples
 from flywheel.store.schema import SCHEMA_VERSION, meta, metadata, sources, tasks
 from flywheel.task import conversation_key
 
 VERSION_KEY: Final = "schema_version"
-_PORTION: Final = 500
+_PAGE: Final = 500
 """Tasks that are read at once."""
 
 
@@ -76,7 +76,6 @@ def _to_4(conn: Connection) -> None:
 
 def _to_5(conn: Connection) -> None:
     _grow(conn)
-    signature_filter.make(conn)
 
 
 def _to_6(conn: Connection) -> None:
@@ -91,10 +90,21 @@ def _to_7(conn: Connection) -> None:
     conn.execute(text("ALTER TABLE judge_days RENAME TO judge_days_of_6"))
     task_columns = ("excluded", "model", "beginning", "crashes")
     _grow(conn, tasks=task_columns, conversations=("exact",), rounds=("usage_read",))
+    _rename_band_tables(conn)
     _say_what_is_exact(conn)
     _remember_beginnings(conn)
     _say_what_judging_was_for(conn)
     _count_tests(conn)
+
+
+def _rename_band_tables(conn: Connection) -> None:
+    """The tables of bands get new names, and the Bloom filter of the large one goes."""
+    names = inspect(conn).get_table_names()
+    for old, new in (("openings", "signature_bands"), ("recent_openings", "recent_bands")):
+        if old in names:
+            conn.execute(text(f"DROP TABLE {new}"))
+            conn.execute(text(f"ALTER TABLE {old} RENAME TO {new}"))
+    conn.execute(text("DROP TABLE IF EXISTS openings_filter"))
 
 
 def _say_what_is_exact(conn: Connection) -> None:
@@ -134,7 +144,7 @@ def _remember_beginnings(conn: Connection) -> None:
     have such: then the held-out tasks leave the gate."""
     conn.execute(text("CREATE TEMP TABLE begun (id INTEGER PRIMARY KEY, key TEXT, split TEXT, beginning INTEGER)"))
     told = select(tasks.c.id, tasks.c.conversation_id, tasks.c.split, tasks.c.payload)
-    for rows in conn.execute(told.where(tasks.c.state != TaskState.WITHDRAWN.value)).partitions(_PORTION):
+    for rows in conn.execute(told.where(tasks.c.state != TaskState.WITHDRAWN.value)).partitions(_PAGE):
         conn.execute(
             text("INSERT INTO begun VALUES (:id, :key, :split, :beginning)"),
             [
@@ -150,13 +160,12 @@ def _remember_beginnings(conn: Connection) -> None:
     for statement in (
         "INSERT OR IGNORE INTO conversations (key, split, \"like\", words) SELECT key, split, key, x'' FROM "
         "(SELECT key, split, min(id) FROM begun GROUP BY key)",
-        "INSERT OR IGNORE INTO openings (band, key) SELECT beginning, key FROM "
+        "INSERT OR IGNORE INTO signature_bands (band, key) SELECT beginning, key FROM "
         "(SELECT beginning, key, min(iif(split = 'train', id, id + (1 << 62))) FROM begun GROUP BY beginning)",
         "UPDATE tasks SET beginning = (SELECT beginning FROM begun WHERE begun.id = tasks.id) "
         "WHERE split = 'held-out'",
     ):
         conn.execute(text(statement))
-    signature_filter.make(conn)
     both = text("SELECT beginning FROM begun GROUP BY beginning HAVING count(DISTINCT split) > 1")
     samples.leave_gate(conn, set(conn.execute(both).scalars()))
     conn.execute(text("DROP TABLE begun"))

@@ -93,11 +93,11 @@ conversations = Table(
     Index("conversations_joined", "like", sqlite_where=text('"like" <> key AND exact = 0')),
     sqlite_with_rowid=False,
 )
-"""Which side a conversation is on, for ever. `like` is the conversation it follows because it begins nearly or
-exactly (`exact`) as that one does, else itself; `words` are the hashes of the words it begins with, none where it is
-`exact`."""
+"""The split of each conversation, which never changes. `like` is the conversation that it follows because it begins
+nearly or exactly (`exact`) as that one does, else itself; `words` are the hashes of the words of its first question,
+empty where `exact`."""
 
-openings, recent_openings = (
+signature_bands, recent_bands = (
     Table(
         name,
         metadata,
@@ -105,21 +105,10 @@ openings, recent_openings = (
         Column("key", ForeignKey("conversations.key"), primary_key=True),
         sqlite_with_rowid=False,
     )
-    for name in ("openings", "recent_openings")
+    for name in ("signature_bands", "recent_bands")
 )
-"""Where conversations that begin alike are found, see `flywheel.store.splits`: bands of a MinHash signature,
-and a hash of exactly what one begins with."""
-
-openings_filter = Table(
-    "openings_filter",
-    metadata,
-    Column("id", Integer, primary_key=True),
-    Column("stamp", BigInteger, nullable=False),
-    Column("bands", BigInteger, nullable=False),
-    Column("bits", LargeBinary, nullable=False),
-)
-"""The Bloom filter of the large table, see `flywheel.store.signature_filter`: one row, with how many bands are in it.
-`stamp` is another number whenever it has changed."""
+"""The bands by which conversations that begin alike are found, see `flywheel.similarity`; also the hash of each
+beginning. New rows go to the small table `recent_bands` first, see `flywheel.store.splits`."""
 
 tasks = Table(
     "tasks",

@@ -34,7 +34,7 @@ def test_a_side_that_stays_empty_is_explained(flywheel: Run, tmp_path: Path, sid
     filled(tmp_path / "home", first, *(reply(1000 + n, query="Hello?") for n in range(99)))
     told = flywheel("status", "--json").json["warnings"]
     empty = "held out" if side is Split.TRAIN else "for training"
-    why = "all 100 conversations begin alike, and those that do are on one side"
+    why = "all 100 conversations begin alike, and such conversations are in one split"
     assert told == [f"no task is {empty}: {why}"]
     assert told[0] in flywheel("status").out
 

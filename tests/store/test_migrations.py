@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
-from sqlalchemy import Connection, inspect, select
+from sqlalchemy import Connection, insert, inspect, select
 
 from flywheel.config import parse
 from flywheel.exclusion import Exclusion
@@ -20,7 +20,17 @@ from flywheel.store import (
     verdicts,
 )
 from flywheel.store.database import Store
-from flywheel.store.schema import SCHEMA_VERSION, conversations, events, metadata, replies, sources, tasks
+from flywheel.store.schema import (
+    SCHEMA_VERSION,
+    conversations,
+    events,
+    metadata,
+    recent_bands,
+    replies,
+    signature_bands,
+    sources,
+    tasks,
+)
 from flywheel.store.task_file import TaskFile
 from flywheel.trace import Reply
 from tests.samples import batch, reply
@@ -35,6 +45,8 @@ BEFORE_7 = (
     "CREATE TABLE judge_days (day TEXT PRIMARY KEY, calls INTEGER NOT NULL, prompt_tokens BIGINT NOT NULL,"
     " completion_tokens BIGINT NOT NULL);"
     "DROP TABLE gate_conversations; DROP TABLE gate_tests;"
+    "ALTER TABLE signature_bands RENAME TO openings; ALTER TABLE recent_bands RENAME TO recent_openings;"
+    "CREATE TABLE openings_filter (id INTEGER PRIMARY KEY, stamp BIGINT, bands BIGINT, bits BLOB);"
 )
 """Makes a present state one of before version 7, but for its number."""
 OLD = Path(__file__).parent.parent / "data" / "state_v1.sql"
@@ -93,15 +105,15 @@ async def test_version_1_grows_into_the_present_schema(tmp_path: Path) -> None:
 
 
 async def test_conversations_of_version_3_are_still_found(tmp_path: Path) -> None:
-    """Their openings stay in the large table; those that joined another one are counted by an index of their own."""
+    """Their bands are kept; those that follow another one are counted by an index of their own."""
     query = "A train travels at 150 km/h for 7 hours. How many kilometres does it cover?"
     store = await Store.open(tmp_path / "state")
     await store.write(put, reply(1, query=query))
     await store.close()
     database = sqlite3.connect(tmp_path / "state" / "state.db")
     database.executescript(
-        "INSERT INTO openings SELECT band, key FROM recent_openings; DROP TABLE recent_openings;"
-        f"DROP TABLE openings_filter; {BEFORE_7}"
+        f"{BEFORE_7} INSERT INTO openings SELECT band, key FROM recent_openings; DROP TABLE recent_openings;"
+        "DROP TABLE openings_filter;"
         'CREATE INDEX ix_conversations_like ON conversations ("like");'
         "UPDATE meta SET value = 3 WHERE key = 'schema_version'; UPDATE conversations SET split = 'held-out'"
     )
@@ -115,6 +127,27 @@ async def test_conversations_of_version_3_are_still_found(tmp_path: Path) -> Non
         )
         assert [tuple(row) for row in splits] == [("held-out", splits[0].like)] * 8
         assert "ix_conversations_like" not in (await store.read(indexes))["conversations"]
+    finally:
+        await store.close()
+
+
+async def test_bands_of_both_tables_of_version_6_are_kept(tmp_path: Path) -> None:
+    tables = (signature_bands, recent_bands)
+
+    def bands(conn: Connection) -> list[list[tuple[int, str]]]:
+        return [[tuple(row) for row in conn.execute(select(table).order_by(table.c.band))] for table in tables]
+
+    store = await Store.open(tmp_path / "state")
+    await store.write(put, *(reply(number) for number in range(5)))
+    await store.write(lambda conn: conn.execute(insert(signature_bands).values(band=1, key="conversation-1")))
+    before = await store.read(bands)
+    await store.close()
+    as_version_6(tmp_path / "state" / "state.db")
+    store = await Store.open(tmp_path / "state")
+    try:
+        large, recent = await store.read(bands)
+        assert (1, "conversation-1") in large, "beside the beginnings that the migration notes"
+        assert recent == before[1] and len(recent) == 55
     finally:
         await store.close()
 
@@ -217,7 +250,7 @@ async def test_what_version_6_put_on_both_sides_leaves_the_gate_and_is_followed_
         "UPDATE conversations SET split = CASE WHEN key < 'conversation-6' THEN 'held-out' ELSE 'train' END "
         "WHERE key IN (SELECT conversation_id FROM tasks WHERE id <= 8);"
         "UPDATE tasks SET state = 'accepted', split = (SELECT split FROM conversations WHERE key = conversation_id);"
-        'DELETE FROM recent_openings; UPDATE conversations SET "like" = key;'
+        'DELETE FROM recent_bands; UPDATE conversations SET "like" = key;'
     )
     alone = {key for (key,) in database.execute("SELECT key FROM conversations WHERE split = 'held-out'")}
     before = dict(database.execute("SELECT conversation_id, split FROM tasks"))

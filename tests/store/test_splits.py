@@ -14,8 +14,7 @@ from flywheel.states import Split
 from flywheel.store import gate_tests, ledger, samples, splits
 from flywheel.store.database import Store
 from flywheel.store.lineage import why
-from flywheel.store.schema import openings as large_openings
-from flywheel.store.schema import recent_openings, tasks
+from flywheel.store.schema import recent_bands, signature_bands, tasks
 from flywheel.task import split_of
 from flywheel.trace import Reply
 from tests.samples import batch, reply
@@ -187,7 +186,7 @@ async def test_those_that_joined_are_counted_without_a_look_at_the_others(store:
 
 
 @pytest.mark.parametrize("recent", [0, 25, 10**6])
-async def test_what_begins_alike_is_found_wherever_it_is_kept(
+async def test_near_duplicates_are_found_in_both_tables_of_bands(
     store: Store, monkeypatch: pytest.MonkeyPatch, recent: int
 ) -> None:
     monkeypatch.setattr(splits, "RECENT", recent)
@@ -200,7 +199,7 @@ async def test_what_begins_alike_is_found_wherever_it_is_kept(
     kept = await store.read(
         lambda conn: [
             conn.execute(select(func.count()).select_from(table)).scalar_one()
-            for table in (recent_openings, large_openings)
+            for table in (recent_bands, signature_bands)
         ]
     )
     assert sum(kept) == 12 * 10 + 24 and kept[0] <= recent, "bands of the first ones alone, and how each begins"

@@ -90,6 +90,6 @@ def _obstacles(conn: Connection, config: Config, supply: Supply) -> list[tuple[s
             found.append(("", _SHARES.format(chain=config.filter.chain)))
         if held := claims.count(conn, tasks.c.state == TaskState.HELD.value):
             found.append((f"; {quantity(held, 'task')} of bursts wait for a person", _HELD))
-    if empty := splits.empty_side(conn, config.ingest.train_ratio):
+    if empty := splits.empty_split(conn, config.ingest.train_ratio):
         found.append((f"; {empty}", _SPLIT))
     return found

@@ -1,0 +1,147 @@
+"""Tasks of the ledger: each is stored with its line, in the split of its conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import orjson
+from sqlalchemy import Connection, Text, delete, select, type_coerce, update
+
+from flywheel import exclusion
+from flywheel.batch import Entry, line_bytes
+from flywheel.exclusion import Exclusion
+from flywheel.states import Split, TaskState
+from flywheel.store import deduplication
+from flywheel.store.bulk import Lookup, first_free, insert_many
+from flywheel.store.enrichment import earlier_turns
+from flywheel.store.schema import tasks, verdicts
+from flywheel.store.splits import Splits
+from flywheel.store.transitions import move, record, utcnow
+
+_KNOWN: Final = Lookup(select(tasks.c.key, tasks.c.id, tasks.c.state), tasks.c.key)
+_COLUMNS: Final = (
+    "id", "key", "conversation_id", "agent", "adapter", "started_at", "split", "state", "excluded", "model",
+    "beginning", "payload", "created_at",
+)  # fmt: skip
+_TRAIN: Final = b'"split":"train"}}'
+_HELD_OUT: Final = b'"split":"held-out"}}'
+"""The ends of lines: the split is the last key of the metadata, which is the last key of the task."""
+
+
+class TaskRecords:
+    """Stores the tasks of one batch; `new` counts those that were not known."""
+
+    def __init__(self, conn: Connection, splits: Splits) -> None:
+        self.new = 0
+        self._conn = conn
+        self._splits = splits
+
+    def store(self, entries: Sequence[Entry]) -> dict[str, int]:
+        """The numbers of the entries' tasks by key. Tasks that are not known are stored, withdrawn ones are renewed.
+
+        A task can be known from another source, which is a copy.
+        """
+        wanted = {entry.key: entry for entry in entries}
+        numbers: dict[str, int] = {}
+        for row in _KNOWN.rows(self._conn, list(wanted)):
+            numbers[row.key] = row.id
+            if row.state == TaskState.WITHDRAWN:
+                self.renew(wanted[row.key], None)
+        unknown = [entry for key, entry in wanted.items() if key not in numbers]
+        return numbers | self._add(unknown) if unknown else numbers
+
+    def _add(self, entries: Sequence[Entry]) -> dict[str, int]:
+        now = utcnow()
+        first = number = first_free(self._conn, tasks.c.id)
+        numbers: dict[str, int] = {}
+        # A later turn shows the earlier ones, so linked entries are stored one by one, in the order of their start.
+        linked = sorted((entry for entry in entries if entry.linked), key=lambda entry: entry.started_at)
+        for some in ([entry for entry in entries if not entry.linked], *([entry] for entry in linked)):
+            rows: list[tuple[object, ...]] = []
+            for entry in some:
+                split = self._splits.of(entry)
+                turns = earlier_turns(self._conn, entry) if entry.linked else []
+                beginning = entry.beginning if split is Split.HELD_OUT and not turns else None
+                numbers[entry.key] = number
+                rows.append(
+                    (
+                        number,
+                        entry.key,
+                        entry.conversation_id,
+                        entry.agent,
+                        entry.adapter,
+                        entry.started_at,
+                        split.value,
+                        TaskState.PENDING.value,
+                        entry.excluded,
+                        entry.model,
+                        beginning,
+                        _line(entry, split, turns),
+                        now,
+                    )
+                )
+                number += 1
+            insert_many(self._conn, tasks, _COLUMNS, rows)
+        record(self._conn, tasks.name, map(str, range(first, number)), None, TaskState.PENDING)
+        self.new += number - first
+        return numbers
+
+    def renew(self, entry: Entry, task: int | None) -> int | None:
+        """The number of the entry's task, None if there is none.
+
+        It is written anew if it is the reply's own `task`, or was withdrawn. Its split stays.
+        """
+        found = self._conn.execute(
+            select(tasks.c.id, tasks.c.state, tasks.c.split, tasks.c.excluded).where(tasks.c.key == entry.key)
+        ).one_or_none()
+        if found is None:
+            return None
+        if found.id == task or found.state == TaskState.WITHDRAWN:
+            split = Split(found.split)
+            make_due(self._conn, found.id)
+            self._splits.keep(entry, split)
+            turns = earlier_turns(self._conn, entry) if entry.linked else []
+            # Whether a linked entry repeats another beginning was decided when it was first stored.
+            still = {Exclusion.REPEATED} & set(exclusion.parsed(found.excluded)) if entry.linked else ()
+            begins = split is Split.HELD_OUT and not entry.linked
+            self._conn.execute(
+                update(tasks)
+                .where(tasks.c.id == found.id, tasks.c.state == TaskState.PENDING.value)
+                .values(
+                    payload=type_coerce(_line(entry, split, turns).decode(), Text),
+                    conversation_id=entry.conversation_id,
+                    agent=entry.agent,
+                    adapter=entry.adapter,
+                    started_at=entry.started_at,
+                    model=entry.model,
+                    excluded=exclusion.column({*exclusion.parsed(entry.excluded), *still}),
+                    beginning=entry.beginning if begins else tasks.c.beginning,
+                )
+            )
+        return int(found.id)
+
+
+def make_due(conn: Connection, task: int) -> None:
+    """Delete what was found out about a task without cost: its reply has changed, and it is pending again."""
+    state = TaskState(conn.execute(select(tasks.c.state).where(tasks.c.id == task)).scalar_one())
+    if state is not TaskState.PENDING:
+        move(conn, task, state, TaskState.PENDING, "its reply changed, and nothing was paid for it", retry_at=None)
+        conn.execute(delete(verdicts).where(verdicts.c.task_id == task))
+    deduplication.forget(conn, task)
+
+
+def _line(entry: Entry, split: Split, turns: Sequence[tuple[str, str]]) -> bytes:
+    """The task line of an entry in a split, with the earlier turns (question, answer) before it."""
+    if not turns and split is Split.TRAIN:
+        return entry.line
+    if not turns and entry.line.endswith(_TRAIN):
+        return entry.line.removesuffix(_TRAIN) + _HELD_OUT
+    task = orjson.loads(entry.line)
+    task["metadata"]["split"] = split.value
+    if turns:
+        for query, answer in turns:
+            task["init_messages"] += ({"role": "user", "content": query}, {"role": "assistant", "content": answer})
+        task["prompt"] = [*task["init_messages"], task["prompt"][-1]]
+        task["metadata"]["turn"] = len(turns)
+    return line_bytes(task)
