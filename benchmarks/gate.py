@@ -29,9 +29,9 @@ from scipy import stats
 
 from benchmarks import measurement
 from flywheel.config import GateSettings
-from flywheel.evaluation import budget
-from flywheel.evaluation.compare import Paired, compare
+from flywheel.evaluation import alpha_spending
 from flywheel.evaluation.gate import decide
+from flywheel.evaluation.paired_comparison import Paired, compare
 from flywheel.round import Comparison, GateTest, SpentTest
 
 ROUNDS: Final = 20
@@ -57,7 +57,7 @@ def promotes_one(traffic: Traffic, gate: GateSettings, seed: int, rounds: int = 
     last: SpentTest | None = None
     asked, never_tested = 0, traffic.conversations
     for _ in range(rounds):
-        test = budget.next_test(gate.alpha, last, never_tested)
+        test = alpha_spending.next_test(gate.alpha, last, never_tested)
         asked = 0 if test.number == 1 else asked
         more = min(never_tested, gate.max_tasks // traffic.tasks - asked)
         asked += more
@@ -77,8 +77,8 @@ def promotes_one(traffic: Traffic, gate: GateSettings, seed: int, rounds: int = 
 
 def shows_ten_points(gate: GateSettings, tasks: int, seed: int) -> bool:
     """Whether the first test promotes a candidate that is better by ten points."""
-    test = budget.next_test(gate.alpha, None, tasks)
-    found = compared(Traffic(tasks), tasks, gate, test, np.random.default_rng(seed), gain=budget.GAIN)
+    test = alpha_spending.next_test(gate.alpha, None, tasks)
+    found = compared(Traffic(tasks), tasks, gate, test, np.random.default_rng(seed), gain=alpha_spending.GAIN)
     return decide(found, gate).promote
 
 

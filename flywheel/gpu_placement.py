@@ -11,7 +11,7 @@ USABLE: Final = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class GpuShare:
     """`place` is the number of a GPU (or of a process, where there are none), `share` the part of it; 0 without."""
 
     place: int
@@ -23,15 +23,15 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True)
-class Seating:
+class GpuPlacement:
     """`occupied` is how many sit in each place."""
 
-    trainer: Seat | None
-    engines: tuple[Seat, ...]
+    trainer: GpuShare | None
+    engines: tuple[GpuShare, ...]
     occupied: tuple[int, ...]
 
 
-def seating(engines: int, gpus: int, *, with_trainer: bool) -> Seating:
+def seating(engines: int, gpus: int, *, with_trainer: bool) -> GpuPlacement:
     """Seats for a round on so many GPUs.
 
     Where there are too few, the trainer shares one with an engine, if it shares one at all: they take turns, while
@@ -39,17 +39,19 @@ def seating(engines: int, gpus: int, *, with_trainer: bool) -> Seating:
     """
     seats = engines + with_trainer
     if gpus == 0:
-        alone = [Seat(place, 0.0) for place in range(seats)]
-        return Seating(alone.pop() if with_trainer else None, tuple(alone), (1,) * seats)
+        alone = [GpuShare(place, 0.0) for place in range(seats)]
+        return GpuPlacement(alone.pop() if with_trainer else None, tuple(alone), (1,) * seats)
     least, more = divmod(seats, min(gpus, seats))
     occupied = tuple(least + (place < more) for place in range(min(gpus, seats)))
     # Rounded down, so that the parts fit.
     free = [
-        Seat(place, math.floor(100 / number) / 100) for place, number in enumerate(occupied) for _ in range(number)
+        GpuShare(place, math.floor(100 / number) / 100)
+        for place, number in enumerate(occupied)
+        for _ in range(number)
     ]
     if not with_trainer:
-        return Seating(None, tuple(free), occupied)
+        return GpuPlacement(None, tuple(free), occupied)
     shared = [number for number in occupied if number > 1]
     beside = min(shared) if shared else 1
     trainer = free.pop(next(at for at, seat in enumerate(free) if occupied[seat.place] == beside))
-    return Seating(trainer, tuple(free), occupied)
+    return GpuPlacement(trainer, tuple(free), occupied)

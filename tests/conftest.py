@@ -22,9 +22,9 @@ import pytest
 
 from flywheel.config import Config, parse
 from flywheel.round import Probe
-from flywheel.serving import server
-from flywheel.serving.key import admin_key
-from flywheel.serving.restart import alias_file, base_name
+from flywheel.serving import inference_server
+from flywheel.serving.server_keys import admin_key
+from flywheel.serving.startup_adapters import alias_file, base_name
 from tests import warm
 
 ROOT = Path(__file__).parent.parent
@@ -118,8 +118,8 @@ def serve_config(state_dir: Path, port: int, **serving: object) -> Config:
 
 def start_server(config: Config, log: Path) -> subprocess.Popen[bytes]:
     """Start what `flywheel serve` would become, in a process group of its own, and wait until it answers."""
-    arguments, environment = server.command(config)
-    server.prepare(config)
+    arguments, environment = inference_server.command(config)
+    inference_server.prepare(config)
     with log.open("wb") as output:
         process = subprocess.Popen(
             arguments,

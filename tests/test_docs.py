@@ -22,7 +22,7 @@ from flywheel.filtering.rules import Rules
 from flywheel.formats import FORMATS
 from flywheel.rubric.criterion import KINDS
 from flywheel.rubric.file import parse_rubric
-from flywheel.serving.condition import Condition
+from flywheel.serving.replica_condition import Condition
 from flywheel.states import SkipReason, TaskState
 from flywheel.store.schema import SCHEMA_VERSION, metadata
 from scripts.configuration_page import PAGE, page

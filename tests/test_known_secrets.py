@@ -25,7 +25,7 @@ from flywheel.known_secrets import (
     register_secret_variable,
 )
 from flywheel.round import LOG_FILE
-from flywheel.serving.client import Replica
+from flywheel.serving.replica_client import Replica
 from flywheel.user_code import PythonProcess
 
 KEY = 'sk-"of/a\\test'

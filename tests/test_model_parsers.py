@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flywheel.model_parsers import _FAMILIES, _FORMATS, Parsers, parsers_of
-from flywheel.serving.arguments import _known
+from flywheel.serving.vllm_arguments import _known
 from tests.conftest import POLICY
 
 

@@ -19,7 +19,7 @@ from flywheel.cli.app import ConfigOption, JsonOption, app, binary_stdout, load_
 from flywheel.errors import ExportError
 from flywheel.files import whole_file
 from flywheel.formats import FORMATS, Format, FormatName, LeftOut, Sample, traits
-from flywheel.formats.format import Record, Sink
+from flywheel.formats.export_format import Record, Sink
 from flywheel.states import Split, TaskState
 from flywheel.terminal import escape_terminal, quantity
 

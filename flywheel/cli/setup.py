@@ -24,7 +24,7 @@ def serve(config: ConfigOption = None) -> None:
 
     It prints when it is ready, and at which address.
     """
-    from flywheel.serving.server import serve as start
+    from flywheel.serving.inference_server import serve as start
 
     start(load_config(config))
 

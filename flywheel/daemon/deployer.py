@@ -16,12 +16,12 @@ from flywheel.daemon.lock import swap_lock
 from flywheel.errors import FlywheelError, LockedError, ServeError
 from flywheel.files import tree_sha256
 from flywheel.round import AdapterRef, Probe
-from flywheel.serving.client import Replica
-from flywheel.serving.inspection import ask, look
-from flywheel.serving.key import admin_key
-from flywheel.serving.report import ReplicaReport, RollbackError, SwapReport
-from flywheel.serving.retirement import retire
-from flywheel.serving.swap import Proven, reconcile, rollback, swap
+from flywheel.serving.adapter_swap import Proven, reconcile, rollback, swap
+from flywheel.serving.adapter_unloading import retire
+from flywheel.serving.health_check import ask, look
+from flywheel.serving.replica_client import Replica
+from flywheel.serving.server_keys import admin_key
+from flywheel.serving.swap_report import ReplicaReport, RollbackError, SwapReport
 from flywheel.states import AdapterState, DeploymentState
 from flywheel.store import deployments, rounds
 from flywheel.store.database import Store

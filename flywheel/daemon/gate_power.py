@@ -10,7 +10,7 @@ from typing import Any, Final
 from sqlalchemy import Connection
 
 from flywheel.config import Config, GateSettings
-from flywheel.evaluation import budget
+from flywheel.evaluation import alpha_spending
 from flywheel.round import GateTest
 from flywheel.store import gate_tests
 from flywheel.terminal import quantity
@@ -66,13 +66,13 @@ def next_test(conn: Connection, config: Config) -> NextTest:
     last = past[0] if past else None
     fresh = gate_tests.never_tested(conn, most, takes)
     never_tested = len({conversation for _, conversation in fresh})
-    test = budget.next_test(gate.alpha, last, never_tested)
+    test = alpha_spending.next_test(gate.alpha, last, never_tested)
     own = [] if test.number == 1 else gate_tests.tested_in(conn, test.epoch, most, takes)
     asked = _spread_out([*own, *fresh])[: gate.max_tasks]
     conversations = len({conversation for _, conversation in asked})
 
     def power(conversations: int, alpha: float, tasks: int) -> float:
-        return budget.power(conversations, budget.spread(gate.samples_for(tasks), past), alpha)
+        return alpha_spending.power(conversations, alpha_spending.spread(gate.samples_for(tasks), past), alpha)
 
     now = power(conversations, test.alpha, len(asked))
     missing: int | None = 0
@@ -81,7 +81,7 @@ def next_test(conn: Connection, config: Config) -> NextTest:
         ways = []
         if (needed := _first(most_asked, lambda n: power(n, test.alpha, n) >= gate.min_power)) is not None:
             ways.append(needed - conversations)
-        first = budget.alpha_of(gate.alpha, 1)
+        first = alpha_spending.alpha_of(gate.alpha, 1)
         if last is not None and (needed := _first(most_asked, lambda n: power(n, first, n) >= gate.min_power)):
             ways.append(max(needed, last.conversations) - never_tested)
         # Several tasks of a conversation are asked less often each: one more is missing at least.

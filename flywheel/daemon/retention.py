@@ -22,8 +22,8 @@ from flywheel.daemon.lock import swap_lock
 from flywheel.errors import LockedError, ServeError, StoreError
 from flywheel.files import write_json
 from flywheel.round import ADAPTER_DIR, ERROR_FILE, METRICS_FILE, RESULT_FILE, SPEC_FILE
-from flywheel.serving.client import Replica
-from flywheel.serving.key import admin_key
+from flywheel.serving.replica_client import Replica
+from flywheel.serving.server_keys import admin_key
 from flywheel.store import retention
 from flywheel.store.database import Store
 from flywheel.store.retention import Old

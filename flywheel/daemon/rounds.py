@@ -33,7 +33,7 @@ from flywheel.judge.grader import Grader
 from flywheel.round import RoundResult
 from flywheel.round_progress import RoundProgress, progress_of
 from flywheel.rubric import Rubric
-from flywheel.serving.condition import Condition
+from flywheel.serving.replica_condition import Condition
 from flywheel.states import RoundState
 from flywheel.store import calibrations, deployments, notes, rounds
 from flywheel.store.database import Store

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from flywheel.formats import agentscope, trl
-from flywheel.formats.format import Format, FormatName, LeftOut, Sample, traits
+from flywheel.formats.export_format import Format, FormatName, LeftOut, Sample, traits
 from flywheel.formats.verl import verl
 from flywheel.formats.writer import JsonLines, VerlTable
 

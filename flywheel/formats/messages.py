@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from flywheel.formats.format import LeftOut
+from flywheel.formats.export_format import LeftOut
 from flywheel.trace import ChatMessage
 
 INT64 = range(-(2**63), 2**63)

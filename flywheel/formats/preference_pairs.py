@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flywheel.formats import messages
-from flywheel.formats.format import LeftOut, Sample
+from flywheel.formats.export_format import LeftOut, Sample
 
 ALONE = "no reply with the other verdict to the same prompt"
 SAME = "the accepted and the rejected replies to the prompt say the same"

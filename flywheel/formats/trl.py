@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flywheel.formats import messages
-from flywheel.formats.format import Record, Sample
+from flywheel.formats.export_format import Record, Sample
 
 
 def grpo(sample: Sample) -> Record:

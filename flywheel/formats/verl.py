@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from flywheel.formats import messages
-from flywheel.formats.format import Record, Sample
+from flywheel.formats.export_format import Record, Sample
 from flywheel.trace import ChatMessage
 
 DATA_SOURCE = "flywheel"

@@ -8,7 +8,7 @@ import orjson
 
 from flywheel.errors import ExportError
 from flywheel.files import json_line
-from flywheel.formats.format import Record
+from flywheel.formats.export_format import Record
 
 ROW_GROUP = 1000
 

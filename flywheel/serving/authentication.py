@@ -18,7 +18,7 @@ from pathlib import Path
 
 from flywheel.serving import routes
 from flywheel.serving.asgi import RefusedError, Scope, header, route_path, with_header
-from flywheel.serving.environment import (
+from flywheel.serving.environment_variables import (
     ADMIN_KEY_FILE_VARIABLE,
     ADMIN_KEY_VARIABLE,
     API_KEY_VARIABLE,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from flywheel.request_id import BASE_VERSION, mark_of, new_request_id
 from flywheel.serving import routes
-from flywheel.serving.aliases import AliasTable
+from flywheel.serving.alias_table import AliasTable
 from flywheel.serving.asgi import (
     App,
     Receive,
@@ -34,7 +34,7 @@ from flywheel.serving.asgi import (
     within,
 )
 from flywheel.serving.authentication import Gate
-from flywheel.serving.environment import (
+from flywheel.serving.environment_variables import (
     ADDRESS_VARIABLE,
     ALIAS_VARIABLE,
     BASE_VARIABLE,
@@ -42,10 +42,10 @@ from flywheel.serving.environment import (
     LOADED_VARIABLE,
     MAX_BODY_VARIABLE,
 )
-from flywheel.serving.management import Management, load_adapter
+from flywheel.serving.management_endpoints import Management, load_adapter
 from flywheel.serving.model_listing import listing
 from flywheel.serving.model_rewriting import rewrite_model
-from flywheel.serving.readiness import announcing
+from flywheel.serving.ready_line import announcing
 
 MAX_BODY_BYTES = 32_000_000
 """The default if `flywheel serve` sets no other."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from flywheel.serving.aliases import Target
+from flywheel.serving.alias_table import Target
 from flywheel.serving.asgi import Message, Send
 
 OWNER = "flywheel"

@@ -326,8 +326,8 @@ gate_tests = Table(
     Column("spread", Float),
     Column("samples", Integer),
 )
-"""Which test of the gate each round is, see `flywheel.evaluation.budget`. `conversations`, how many it has used, is
-NULL until its rewards were seen: the test is not spent."""
+"""Which test of the gate each round is, see `flywheel.evaluation.alpha_spending`. `conversations` is how many it has
+used, NULL until its rewards were seen: the test is not spent."""
 
 gate_conversations = Table(
     "gate_conversations",

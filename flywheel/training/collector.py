@@ -17,8 +17,8 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from flywheel.errors import FlywheelError, TrainError
-from flywheel.training.meter import Meter
-from flywheel.training.process import POLL_SECONDS, check_stopped
+from flywheel.training.process_setup import POLL_SECONDS, check_stopped
+from flywheel.training.progress_meter import Meter
 from flywheel.training.rollout import Batch, Completion, Rollout, RolloutRequest, exchange
 from flywheel.verdict import Exchange, Outcome, Verdict
 

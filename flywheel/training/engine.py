@@ -21,8 +21,8 @@ from typing import Any
 
 from flywheel.errors import TrainError
 from flywheel.round import RoundTask
-from flywheel.training.chat import ChatFormat, ServedChat
-from flywheel.training.member import Member
+from flywheel.training.actor import RoundActor
+from flywheel.training.chat_rendering import ChatFormat, ServedChat
 from flywheel.training.policy import base_dtype
 from flywheel.training.prompts import Prompt
 from flywheel.training.rollout import Completion, LoadedAdapter, RolloutRequest
@@ -51,7 +51,7 @@ class EngineSettings:
     chat: ChatFormat = field(default_factory=ChatFormat)
 
 
-class Engine(Member):
+class Engine(RoundActor):
     """Runs as an asynchronous Ray actor: many calls at once, each one rollout. `start` comes first."""
 
     def __init__(self, settings: EngineSettings) -> None:

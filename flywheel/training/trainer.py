@@ -20,14 +20,14 @@ from flywheel.config import Config
 from flywheel.errors import TrainError
 from flywheel.files import append_jsonl
 from flywheel.round import ADAPTER_DIR, ROLLOUTS_FILE, RoundSpec
+from flywheel.training.actor import RoundActor
 from flywheel.training.collector import Collector, Grade
-from flywheel.training.directory import SYNC_DIR, TRL_DIR
-from flywheel.training.member import Member
-from flywheel.training.meter import Meter
 from flywheel.training.metrics import Metrics
 from flywheel.training.policy import load_policy, save_adapter
+from flywheel.training.progress_meter import Meter
 from flywheel.training.prompts import Prompt, schedule, seed_of
 from flywheel.training.rollout import Batch, LoadedAdapter, RolloutRequest, add_usage
+from flywheel.training.round_directory import SYNC_DIR, TRL_DIR
 
 FIRST_LOOK = 2
 """Number of first steps without different rewards after which a round is refused; one could be chance."""
@@ -48,7 +48,7 @@ class RefusedError(Exception):
     """This round's tasks have no training signal; the message says why."""
 
 
-class Trainer(Member):
+class Trainer(RoundActor):
     """Runs as a Ray actor. `start` comes first."""
 
     def __init__(self, spec: RoundSpec, directory: str, threads: int) -> None:

@@ -27,11 +27,18 @@ from flywheel.files import write_atomic
 from flywheel.judge_usage import UsageFile
 from flywheel.round import LOG_FILE, RESULT_FILE, RoundResult, RoundSpec
 from flywheel.rubric import FIT_FOR_ROLLOUTS
-from flywheel.training import cluster
-from flywheel.training.directory import clear, finished, read_spec, settings_of, start_over, write_error
+from flywheel.training import ray_cluster
 from flywheel.training.policy import check_base, check_parent, other_form
-from flywheel.training.process import Stopped, alone_in, catch_signals, output_to
-from flywheel.worker.grading import build_grade, rubric_of
+from flywheel.training.process_setup import Stopped, alone_in, catch_signals, output_to
+from flywheel.training.round_directory import (
+    clear,
+    finished,
+    read_spec,
+    settings_of,
+    start_over,
+    write_error,
+)
+from flywheel.worker.rollout_grading import build_grade, rubric_of
 from flywheel.worker.training_round import MakeGrade, Round
 
 log = logging.getLogger("flywheel.worker")
@@ -58,14 +65,14 @@ def run_round(spec: RoundSpec, directory: Path, make_grade: MakeGrade) -> RoundR
     whole = Round(spec, directory, settings, make_grade)
     whole.metrics.phase("starting")
     whole.meter.enter("starting")
-    with cluster.session(settings):
+    with ray_cluster.session(settings):
         # Ray has just installed its own handlers.
         catch_signals()
         try:
             result = whole.run()
         finally:
             if not isinstance(sys.exception(), Stopped):
-                cluster.stop(whole.engines)
+                ray_cluster.stop(whole.engines)
     total = round(time.monotonic() - started, 3)
     return result.model_copy(update={"seconds": {**result.seconds, "total": total}})
 
@@ -117,7 +124,7 @@ def main(argv: Sequence[str] | None = None, make_grade: MakeGrade = build_grade)
     parser.add_argument("directory", type=Path, metavar="ROUND_DIR", help="holds spec.json; the results go there too")
     directory = parser.parse_args(argv).directory.absolute()
     catch_signals()
-    cluster.adopt_orphans()
+    ray_cluster.adopt_orphans()
     try:
         work(directory, make_grade)
     except Stopped as stopped:

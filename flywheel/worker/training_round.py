@@ -15,28 +15,28 @@ import ray
 
 from flywheel.config import Config
 from flywheel.errors import TrainError
-from flywheel.evaluation.compare import Paired, compare, compare_criterion
+from flywheel.evaluation.paired_comparison import Paired, compare, compare_criterion
 from flywheel.files import tree_sha256
 from flywheel.gpu_placement import seating
 from flywheel.judge_usage import Purpose
 from flywheel.model_parsers import parsers_of
 from flywheel.round import ADAPTER_DIR, AdapterRef, Comparison, RoundResult, RoundSpec, RoundTask
-from flywheel.serving.arguments import parser_arguments
-from flywheel.training import cluster
-from flywheel.training.chat import ChatFormat, served_format
+from flywheel.serving.vllm_arguments import parser_arguments
+from flywheel.training import ray_cluster
+from flywheel.training.chat_rendering import ChatFormat, served_format
 from flywheel.training.collector import Collector, Grade
-from flywheel.training.debug import roll_out_only
+from flywheel.training.debug_round import roll_out_only
 from flywheel.training.engine import Engine, EngineSettings
-from flywheel.training.held_out import Pairs, answer, check_enough
-from flywheel.training.meter import Meter
+from flywheel.training.held_out_evaluation import Pairs, answer, check_enough
 from flywheel.training.metrics import Metrics
 from flywheel.training.policy import rank
-from flywheel.training.probe import make_probe
+from flywheel.training.probe_measurement import make_probe
+from flywheel.training.progress_meter import Meter
 from flywheel.training.prompts import Asked, Prompt, asked, asked_as_served
 from flywheel.training.rollout import LoadedAdapter, add_usage
 from flywheel.training.trainer import Trainer
-from flywheel.worker.grading import rubric_of
-from flywheel.worker.patience import Pause
+from flywheel.worker.judge_pause import Pause
+from flywheel.worker.rollout_grading import rubric_of
 
 log = logging.getLogger("flywheel.worker")
 
@@ -72,9 +72,9 @@ class Round:
     def start(self) -> None:
         """Start engines and trainer side by side."""
         rollout, training = self.settings.rollout, self.settings.training
-        seats = seating(rollout.engines, cluster.gpus(), with_trainer=not self.spec.debug)
-        places = cluster.Places(seats, self.settings.ray.placement_seconds)
-        chat, threads = chat_of(self.spec, self.settings), cluster.cpu_threads()
+        seats = seating(rollout.engines, ray_cluster.gpus(), with_trainer=not self.spec.debug)
+        places = ray_cluster.Places(seats, self.settings.ray.placement_seconds)
+        chat, threads = chat_of(self.spec, self.settings), ray_cluster.cpu_threads()
         for seat in seats.engines:
             engine = EngineSettings(
                 model=self.spec.base_model,
@@ -86,10 +86,10 @@ class Round:
                 cpu_threads=threads,
                 chat=chat,
             )
-            self.engines.append(cluster.start(Engine, engine, gpus=seat.share, within=places.at(seat)))
+            self.engines.append(ray_cluster.start(Engine, engine, gpus=seat.share, within=places.at(seat)))
         members = list(self.engines)
         if (seat_of_trainer := seats.trainer) is not None:
-            self.trainer = cluster.start(
+            self.trainer = ray_cluster.start(
                 Trainer,
                 self.spec,
                 str(self.directory),
@@ -99,8 +99,8 @@ class Round:
             )
             members.append(self.trainer)
         with self._mark() as mark:
-            cluster.gather(members, self.settings, [mark, *self._needed()])
-        told = cluster.wait([member.start.remote() for member in members])[: rollout.engines]
+            ray_cluster.gather(members, self.settings, [mark, *self._needed()])
+        told = ray_cluster.wait([member.start.remote() for member in members])[: rollout.engines]
         self.about = {**told[0], "context": min(each["context"] for each in told)}
 
     @contextlib.contextmanager
@@ -132,7 +132,7 @@ class Round:
         return asked_as_served(*self._encoded(tasks), context=self.about["context"])
 
     def _encoded(self, tasks: Sequence[RoundTask]) -> tuple[list[Prompt], dict[str, str]]:
-        [(prompts, refused)] = cluster.wait([self.engines[0].encode.remote(list(tasks))])
+        [(prompts, refused)] = ray_cluster.wait([self.engines[0].encode.remote(list(tasks))])
         if tasks and len(refused) == len(tasks):
             first = next(f"{task}: {why}" for task, why in refused.items())
             raise TrainError(
@@ -170,7 +170,7 @@ class Round:
             return self._debug(prompts)
         with self._timed("train"):
             gate_rollouts = 2 * self.settings.gate.samples_for(len(held_out)) * len(held_out)
-            [trained] = cluster.wait(
+            [trained] = ray_cluster.wait(
                 [self.trainer.train.remote(prompts, self.engines, self.make_grade, gate_rollouts)]
             )
             ray.kill(self.trainer)
@@ -215,7 +215,7 @@ class Round:
         if adapter is None:
             return None
         loaded = LoadedAdapter(f"{adapter.name}-{number}", number, adapter.path)
-        cluster.wait([engine.load.remote(loaded) for engine in self.engines])
+        ray_cluster.wait([engine.load.remote(loaded) for engine in self.engines])
         return loaded
 
     def _too_few_exact(self, train: int, held_out: int) -> RoundResult:

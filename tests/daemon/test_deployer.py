@@ -20,8 +20,8 @@ from flywheel.daemon.lock import InstanceLock
 from flywheel.daemon.service import Service
 from flywheel.errors import ServeError, StoreError
 from flywheel.files import tree_sha256
-from flywheel.serving.client import Replica
-from flywheel.serving.key import make_admin_key
+from flywheel.serving.replica_client import Replica
+from flywheel.serving.server_keys import make_admin_key
 from flywheel.states import AdapterState, DeploymentState
 from flywheel.store import deployments, rounds, schema
 from flywheel.store.database import Store

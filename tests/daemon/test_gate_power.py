@@ -23,7 +23,7 @@ from flywheel.daemon.judge_setup import rubric_of
 from flywheel.daemon.rounds import Rounds
 from flywheel.daemon.status import snapshot
 from flywheel.errors import TrainError
-from flywheel.evaluation.budget import alpha_of
+from flywheel.evaluation.alpha_spending import alpha_of
 from flywheel.files import tree_sha256, write_json
 from flywheel.round import AdapterRef, Comparison, RoundResult, RoundSpec, Score
 from flywheel.states import RoundState, Split

@@ -19,11 +19,11 @@ from flywheel.diagnostics.doctor.finding import Finding, Result
 from flywheel.diagnostics.doctor.state import check_state
 from flywheel.files import write_json
 from flywheel.round import ERROR_FILE, LOG_FILE, SPEC_FILE
-from flywheel.serving.aliases import AliasTable, Target
+from flywheel.serving.alias_table import AliasTable, Target
 from flywheel.store.database import Store
 from tests.daemon.following import Following, exported, until
 from tests.sources.otlp.exporting import PROTOBUF, fixture, request_of
-from tests.training.test_directory import spec
+from tests.training.test_round_directory import spec
 
 
 @pytest.fixture(params=[0o000, 0o022, 0o077])

@@ -15,7 +15,7 @@ from flywheel.daemon.worker_process import WorkerProcess, result_of
 from flywheel.errors import TrainError
 from flywheel.files import write_json
 from flywheel.round import RoundResult
-from tests.training.test_directory import spec
+from tests.training.test_round_directory import spec
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from flywheel.formats.format import Sample
+from flywheel.formats.export_format import Sample
 from flywheel.formats.verl import verl
 from flywheel.formats.writer import ROW_GROUP, VerlTable
 from flywheel.states import TaskState

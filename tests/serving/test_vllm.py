@@ -16,10 +16,10 @@ from flywheel.errors import ServeError
 from flywheel.files import tree_sha256
 from flywheel.request_id import BASE_VERSION, mark_of
 from flywheel.round import AdapterRef
-from flywheel.serving.client import Replica
-from flywheel.serving.report import SwapReport
-from flywheel.serving.retirement import retire
-from flywheel.serving.swap import rollback, swap
+from flywheel.serving.adapter_swap import rollback, swap
+from flywheel.serving.adapter_unloading import retire
+from flywheel.serving.replica_client import Replica
+from flywheel.serving.swap_report import SwapReport
 from flywheel.states import DeploymentState
 from tests.conftest import MadeAdapter, VllmServer
 

@@ -16,14 +16,14 @@ import ray
 
 from flywheel.config import Config
 from flywheel.errors import FlywheelError, JudgeError, TrainError
-from flywheel.training import cluster
+from flywheel.training import ray_cluster
 from flywheel.training.collector import Collector, Grade
-from flywheel.training.held_out import answer
+from flywheel.training.held_out_evaluation import answer
 from flywheel.training.prompts import seed_of
 from flywheel.training.rollout import Batch, Completion, RolloutRequest
 from flywheel.verdict import CriterionResult, Exchange, Verdict
 from tests.training.rollouts import prompt, request, verdict
-from tests.training.test_directory import spec
+from tests.training.test_round_directory import spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -49,7 +49,7 @@ class Engine:
 @pytest.fixture(scope="module", autouse=True)
 def session() -> Iterator[None]:
     before = {process.pid for process in psutil.Process().children(recursive=True)}
-    with cluster.session(Config()):
+    with ray_cluster.session(Config()):
         yield
     left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
     assert left == []
@@ -57,8 +57,8 @@ def session() -> Iterator[None]:
 
 def started() -> Any:
     """An engine that is up: the first call to an actor waits for its process."""
-    actor = cluster.start(Engine, gpus=0)
-    cluster.wait([actor.generate.remote(request())])
+    actor = ray_cluster.start(Engine, gpus=0)
+    ray_cluster.wait([actor.generate.remote(request())])
     return actor
 
 
@@ -194,7 +194,7 @@ def test_an_actors_own_words_come_out_as_they_were_raised() -> None:
         def fail(self, error: FlywheelError) -> None:
             raise error
 
-    actor = cluster.start(Judge, gpus=0)
+    actor = ray_cluster.start(Judge, gpus=0)
     with pytest.raises(JudgeError, match="the key is wrong"):
-        cluster.wait([actor.fail.remote(JudgeError("ask", "the key is wrong"))])
+        ray_cluster.wait([actor.fail.remote(JudgeError("ask", "the key is wrong"))])
     ray.kill(actor)

@@ -16,12 +16,12 @@ from flywheel.config import Config, LoraSettings
 from flywheel.errors import TrainError
 from flywheel.gpu_placement import seating
 from flywheel.round import RoundTask
-from flywheel.training import cluster
+from flywheel.training import ray_cluster
 from flywheel.training.engine import Engine, EngineSettings
 from flywheel.training.prompts import Prompt
 from flywheel.training.rollout import Completion, LoadedAdapter, RolloutRequest
 from tests.training.rollouts import task
-from tests.training.test_directory import POLICY
+from tests.training.test_round_directory import POLICY
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -34,12 +34,12 @@ def settings(model: str) -> EngineSettings:
         seed=1,
         gpu_memory_utilization=0.3,
         kv_cache_gib=1,
-        cpu_threads=cluster.cpu_threads(),
+        cpu_threads=ray_cluster.cpu_threads(),
     )
 
 
 def share_of_an_engine() -> float:
-    [seat] = seating(1, cluster.gpus(), with_trainer=True).engines
+    [seat] = seating(1, ray_cluster.gpus(), with_trainer=True).engines
     return seat.share
 
 
@@ -58,13 +58,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(model: Path) -> Iterator[Any]:
-    with cluster.session(Config()):
-        actor = cluster.start(Engine, settings(str(model)), gpus=share_of_an_engine())
-        [about] = cluster.wait([actor.start.remote()])
+    with ray_cluster.session(Config()):
+        actor = ray_cluster.start(Engine, settings(str(model)), gpus=share_of_an_engine())
+        [about] = ray_cluster.wait([actor.start.remote()])
         # The server's, which is the model's own, although rollouts to learn from need less.
         assert about["context"] == 2048
         yield actor
-        cluster.stop([actor])
+        ray_cluster.stop([actor])
 
 
 @pytest.fixture(scope="module")
@@ -84,14 +84,14 @@ def adapters(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Load
         path = tmp_path_factory.mktemp("adapters") / f"a{number}"
         save_adapter(model, path)
         loaded.append(LoadedAdapter(f"test-{number}", number, str(path)))
-    cluster.wait([engine.load.remote(adapter) for adapter in loaded])
+    ray_cluster.wait([engine.load.remote(adapter) for adapter in loaded])
     return loaded
 
 
 @pytest.fixture(scope="module")
 def prompts(engine: Any) -> list[Prompt]:
     some = [task(f"t-{place}", question.text) for place, question in enumerate(questions()[::150])]
-    [(made, refused)] = cluster.wait([engine.encode.remote(some)])
+    [(made, refused)] = ray_cluster.wait([engine.encode.remote(some)])
     assert (len(made), refused) == (len(some), {})
     prompts: list[Prompt] = made
     return prompts
@@ -102,7 +102,7 @@ def requests(prompts: list[Prompt], adapter: LoadedAdapter | None, seed: int = 0
 
 
 def generate(engine: Any, wanted: list[RolloutRequest]) -> list[Completion]:
-    found: list[Completion] = cluster.wait([engine.generate.remote(request) for request in wanted])
+    found: list[Completion] = ray_cluster.wait([engine.generate.remote(request) for request in wanted])
     return found
 
 
@@ -145,22 +145,22 @@ def test_an_adapter_makes_room_for_the_next(
     base = generate(engine, requests(prompts, None))
     old = adapters[1]
     for number in range(3, 9):
-        cluster.wait([engine.unload.remote(old)])
+        ray_cluster.wait([engine.unload.remote(old)])
         new = LoadedAdapter(f"test-{number}", number, adapters[1].path)
-        cluster.wait([engine.load.remote(new)])
+        ray_cluster.wait([engine.load.remote(new)])
         both = generate(engine, [*requests(prompts, None), *requests(prompts, new)])
         assert agreeing(base, both[: len(prompts)]) >= 0.9
         assert agreeing(base, both[len(prompts) :]) < 0.5
         old = new
-    cluster.wait([engine.unload.remote(old)])
-    cluster.wait([engine.load.remote(LoadedAdapter("test-9", 9, adapters[1].path))])
+    ray_cluster.wait([engine.unload.remote(old)])
+    ray_cluster.wait([engine.load.remote(LoadedAdapter("test-9", 9, adapters[1].path))])
 
 
 def test_scores_are_those_of_the_tokens_it_generated(engine: Any, prompts: list[Prompt]) -> None:
     [completion] = generate(engine, requests(prompts[:1], None))
-    [scores] = cluster.wait([engine.score.remote(prompts[0].token_ids, completion.token_ids, None)])
+    [scores] = ray_cluster.wait([engine.score.remote(prompts[0].token_ids, completion.token_ids, None)])
     assert scores == pytest.approx(list(completion.logprobs), abs=1e-3)
-    [greedy] = cluster.wait([engine.continue_greedily.remote(prompts[0].token_ids, None, tokens=16)])
+    [greedy] = ray_cluster.wait([engine.continue_greedily.remote(prompts[0].token_ids, None, tokens=16)])
     assert len(greedy) == 16
 
 
@@ -172,7 +172,7 @@ def test_rollouts_to_learn_from_are_drawn_from_the_policy_whatever_its_defaults_
     assert max(len(completion.token_ids) for completion in drawn) > 5
     assert agreeing(drawn, generate(engine, requests(prompts, None, seed=1000))) < 0.5
     for prompt, completion in list(zip(prompts, drawn, strict=True))[:4]:
-        [scores] = cluster.wait([engine.score.remote(prompt.token_ids, completion.token_ids, None)])
+        [scores] = ray_cluster.wait([engine.score.remote(prompt.token_ids, completion.token_ids, None)])
         assert scores == pytest.approx(list(completion.logprobs), abs=1e-3)
 
 
@@ -213,13 +213,13 @@ def test_an_answer_of_the_gate_is_cut_when_its_time_is_up(engine: Any, prompts: 
 
 def test_a_task_that_the_chat_template_refuses_is_left_out(engine: Any) -> None:
     broken = RoundTask(task_id="t-x", query="?", answer="", prompt=[{"content": "?"}])
-    [(made, refused)] = cluster.wait([engine.encode.remote([task(), broken])])
+    [(made, refused)] = ray_cluster.wait([engine.encode.remote([task(), broken])])
     assert [prompt.task.task_id for prompt in made] == ["t-1"]
     assert list(refused) == ["t-x"]
 
 
 def test_a_model_that_is_none_is_said_to_be_none(engine: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    actor = cluster.start(Engine, settings(str(tmp_path)), gpus=0)
+    actor = ray_cluster.start(Engine, settings(str(tmp_path)), gpus=0)
     with pytest.raises(TrainError, match=f"cannot load base model {tmp_path}"):
-        cluster.wait([actor.start.remote()])
+        ray_cluster.wait([actor.start.remote()])

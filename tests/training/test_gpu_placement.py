@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.gpu_placement import Seat, seating
+from flywheel.gpu_placement import GpuShare, seating
 
 
 def test_eight_engines_and_the_trainer_use_all_of_eight_gpus() -> None:
@@ -58,4 +58,4 @@ def test_everybody_has_a_seat_and_no_gpu_is_idle_or_given_away_twice(
 
 
 def test_what_is_configured_goes_before() -> None:
-    assert Seat(0, 0.5).memory(0.3) == 0.3
+    assert GpuShare(0, 0.5).memory(0.3) == 0.3

@@ -13,7 +13,7 @@ from flywheel.config import Config, LoraSettings
 from flywheel.errors import TrainError
 from flywheel.training.rollout import Batch, Completion, Rollout
 from tests.training.rollouts import prompt, request, verdict
-from tests.training.test_directory import POLICY
+from tests.training.test_round_directory import POLICY
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

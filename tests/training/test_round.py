@@ -30,9 +30,9 @@ from flywheel.files import tree_sha256
 from flywheel.judge_usage import Purpose, UsageFile
 from flywheel.round import AdapterRef, GateTest, RoundResult, RoundSpec, RoundTask
 from flywheel.round_progress import progress_of
-from flywheel.serving.probe import compare
-from flywheel.training.process import LOCK_FILE
-from tests.training.test_directory import POLICY
+from flywheel.serving.weight_verification import compare
+from flywheel.training.process_setup import LOCK_FILE
+from tests.training.test_round_directory import POLICY
 from tests.waiting import wait_for
 
 pytestmark = [

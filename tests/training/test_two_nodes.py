@@ -16,15 +16,15 @@ from ray.cluster_utils import Cluster
 from flywheel.config import Config
 from flywheel.errors import TrainError
 from flywheel.gpu_placement import seating
-from flywheel.training import cluster
-from flywheel.training.member import Member
+from flywheel.training import ray_cluster
+from flywheel.training.actor import RoundActor
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 GPUS_PER_NODE = 4
 NODE = {"num_cpus": 6, "num_gpus": GPUS_PER_NODE, "object_store_memory": 100 << 20}
 
 
-class Process(Member):
+class Process(RoundActor):
     """Says where it is and what it knows."""
 
     def seat(self) -> tuple[str, tuple[str, ...]]:
@@ -54,7 +54,7 @@ def address() -> Iterator[str]:
 @contextlib.contextmanager
 def connected(address: str, **settings: Any) -> Iterator[Config]:
     config = Config.model_validate({"ray": {"address": address, "placement_seconds": 3}, **settings})
-    with cluster.session(config):
+    with ray_cluster.session(config):
         yield config
 
 
@@ -65,19 +65,19 @@ def test_secrets_and_environment_reach_every_process(address: str, monkeypatch: 
     monkeypatch.setenv("MY_DIARY", "private")
     judge = {"api_key_env": "MY_JUDGE_KEY", "backup": {"api_key_env": "MY_BACKUP_KEY"}}
     with connected(address, judge=judge) as config:
-        seats = seating(8, cluster.gpus(), with_trainer=True)
-        places = cluster.Places(seats, 60)
+        seats = seating(8, ray_cluster.gpus(), with_trainer=True)
+        places = ray_cluster.Places(seats, 60)
         members = [
-            cluster.start(Process, gpus=seat.share, within=places.at(seat))
+            ray_cluster.start(Process, gpus=seat.share, within=places.at(seat))
             for seat in (seats.trainer, *seats.engines)
         ]
-        cluster.gather(members, config, [])
-        assert cluster.wait([each.knows.remote(*names, "MY_DIARY") for each in members]) == [
+        ray_cluster.gather(members, config, [])
+        assert ray_cluster.wait([each.knows.remote(*names, "MY_DIARY") for each in members]) == [
             [*(f"value of {name}" for name in names), None]
         ] * len(members)
-        assert "value of" not in cluster.wait([members[0].told_by_ray.remote()])[0], "a dashboard shows that"
+        assert "value of" not in ray_cluster.wait([members[0].told_by_ray.remote()])[0], "a dashboard shows that"
         # Whole GPUs first: all eight of both nodes are used, one of them by two.
-        taken = cluster.wait([each.seat.remote() for each in members])
+        taken = ray_cluster.wait([each.seat.remote() for each in members])
         assert all(len(gpu) == 1 for _, gpu in taken)
         assert len(set(taken)) == 2 * GPUS_PER_NODE
         assert len({node for node, _ in taken}) == 2
@@ -86,10 +86,10 @@ def test_secrets_and_environment_reach_every_process(address: str, monkeypatch: 
 
 def test_what_has_no_room_is_told_with_what_was_asked_and_what_is_free(address: str) -> None:
     with connected(address) as config:
-        held = cluster.Places(seating(4, GPUS_PER_NODE, with_trainer=False), 60)
+        held = ray_cluster.Places(seating(4, GPUS_PER_NODE, with_trainer=False), 60)
         assert held is not None
         with pytest.raises(TrainError) as caught:
-            cluster.Places(seating(5, cluster.gpus(), with_trainer=False), config.ray.placement_seconds)
+            ray_cluster.Places(seating(5, ray_cluster.gpus(), with_trainer=False), config.ray.placement_seconds)
         assert caught.value.retryable
         assert "no room within 3 s. Asked for, each on one node: 5 × (1 GPU, 1 CPU)." in caught.value.why
         assert (
@@ -97,16 +97,16 @@ def test_what_has_no_room_is_told_with_what_was_asked_and_what_is_free(address: 
             in (caught.value.why)
         )
         # What could not be had is not held either.
-        assert cluster.Places(seating(4, cluster.gpus(), with_trainer=False), 60)
+        assert ray_cluster.Places(seating(4, ray_cluster.gpus(), with_trainer=False), 60)
 
 
 def test_a_path_that_a_node_does_not_have_is_named(address: str, tmp_path: Path) -> None:
     missing = tmp_path / "state" / "rounds"
     with connected(address) as config:
-        member = cluster.start(Process, gpus=0)
-        cluster.gather([member], config, [tmp_path])
+        member = ray_cluster.start(Process, gpus=0)
+        ray_cluster.gather([member], config, [tmp_path])
         with pytest.raises(TrainError, match=f"it has no {missing}") as caught:
-            cluster.gather([member], config, [tmp_path, missing])
+            ray_cluster.gather([member], config, [tmp_path, missing])
     assert "a file system that they share" in caught.value.hint
     assert not caught.value.retryable
 

@@ -12,12 +12,12 @@ from flywheel.config import Config
 from flywheel.diagnostics.doctor.finding import Finding, Result
 from flywheel.errors import FlywheelError, ServeError
 from flywheel.model_parsers import parsers_of
-from flywheel.serving.client import Alias, Replica
-from flywheel.serving.key import admin_key
+from flywheel.serving.inference_server import command
 from flywheel.serving.loopback import is_loopback
-from flywheel.serving.refusals import message_of
-from flywheel.serving.restart import base_name, deployed
-from flywheel.serving.server import command
+from flywheel.serving.replica_client import Alias, Replica
+from flywheel.serving.replica_errors import message_of
+from flywheel.serving.server_keys import admin_key
+from flywheel.serving.startup_adapters import base_name, deployed
 
 TIMEOUT_SECONDS: Final = 10.0
 TOOL_TIMEOUT_SECONDS: Final = 60.0

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from flywheel.errors import ServeError
-from flywheel.serving import client as client_module
-from flywheel.serving.client import Alias, Replica
+from flywheel.serving import replica_client as client_module
+from flywheel.serving.replica_client import Alias, Replica
 from tests.serving.fake_vllm import BASE, FakeVllm, replica, running, with_middleware
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from flywheel.round import Probe
-from flywheel.training.cluster import wait
 from flywheel.training.prompts import Prompt
+from flywheel.training.ray_cluster import wait
 from flywheel.training.rollout import LoadedAdapter
 
 PROMPTS = 8

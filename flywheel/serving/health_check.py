@@ -7,9 +7,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from flywheel.errors import ServeError
-from flywheel.serving.client import Replica, every
-from flywheel.serving.condition import Condition
-from flywheel.serving.report import ReplicaReport, SwapReport
+from flywheel.serving.replica_client import Replica, every
+from flywheel.serving.replica_condition import Condition
+from flywheel.serving.swap_report import ReplicaReport, SwapReport
 
 
 async def ask(replicas: Sequence[Replica], alias: str) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from flywheel.errors import ServeError
-from flywheel.serving.condition import Condition
-from flywheel.serving.probe import ProbeFigures
+from flywheel.serving.replica_condition import Condition
+from flywheel.serving.weight_verification import ProbeFigures
 
 
 @dataclass(frozen=True, slots=True)

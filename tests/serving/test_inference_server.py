@@ -15,8 +15,8 @@ import pytest
 from flywheel.config import Config, parse
 from flywheel.errors import ConfigError, ServeError
 from flywheel.files import tree_sha256
-from flywheel.serving import server
-from flywheel.serving.restart import alias_file
+from flywheel.serving import inference_server
+from flywheel.serving.startup_adapters import alias_file
 from tests.conftest import free_port
 
 
@@ -48,7 +48,7 @@ def after(arguments: list[str], flag: str) -> str:
 
 def test_the_command(make: Callable[..., Config]) -> None:
     config = make(port=8123, max_loras=3, max_lora_rank=32, max_model_len=777, extra_args=["--enforce-eager"])
-    arguments, environment = server.command(config)
+    arguments, environment = inference_server.command(config)
     assert after(arguments, "--served-model-name") == "tiny"
     assert after(arguments, "--model") == config.model.base
     assert after(arguments, "--port") == "8123"
@@ -72,7 +72,7 @@ def test_the_command(make: Callable[..., Config]) -> None:
 
 
 def test_a_hub_name_keeps_the_hub(make: Callable[..., Config]) -> None:
-    arguments, environment = server.command(make(base="Qwen/Qwen3-4B"))
+    arguments, environment = inference_server.command(make(base="Qwen/Qwen3-4B"))
     assert after(arguments, "--served-model-name") == "Qwen/Qwen3-4B"
     assert "HF_HUB_OFFLINE" not in environment
 
@@ -82,23 +82,25 @@ def test_the_key_is_handed_over_by_environment_only(
 ) -> None:
     monkeypatch.setenv("MY_KEY", "s3cret")
     monkeypatch.setenv("ADMIN", "admin-s3cret")
-    arguments, environment = server.command(make(host="0.0.0.0", api_key_env="MY_KEY", admin_key_env="ADMIN"))
+    arguments, environment = inference_server.command(
+        make(host="0.0.0.0", api_key_env="MY_KEY", admin_key_env="ADMIN")
+    )
     assert environment["FLYWHEEL_API_KEY"] == "s3cret"
     assert environment["FLYWHEEL_ADMIN_KEY"] == "admin-s3cret"
     internal = environment["VLLM_API_KEY"]
     assert len(internal) >= 32
     assert "--api-key" not in arguments
     assert not any(secret in " ".join(arguments) for secret in ("s3cret", internal))
-    assert server.command(make())[1]["VLLM_API_KEY"] != internal
+    assert inference_server.command(make())[1]["VLLM_API_KEY"] != internal
 
 
 def test_who_has_vllm_ask_for_a_key_means_the_agents(
     make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    assert server.command(make())[1]["FLYWHEEL_API_KEY"] == ""
+    assert inference_server.command(make())[1]["FLYWHEEL_API_KEY"] == ""
     monkeypatch.setenv("VLLM_API_KEY", "s3cret")
-    environment = server.command(make())[1]
+    environment = inference_server.command(make())[1]
     assert environment["FLYWHEEL_API_KEY"] == "s3cret"
     assert environment["VLLM_API_KEY"] != "s3cret"
 
@@ -107,7 +109,7 @@ def test_the_agents_key_cannot_be_the_admin_key(make: Callable[..., Config], mon
     monkeypatch.setenv("ONE", "s3cret")
     monkeypatch.setenv("TWO", "s3cret")
     with pytest.raises(ServeError, match="every agent could load adapters") as refused:
-        server.command(make(api_key_env="ONE", admin_key_env="TWO"))
+        inference_server.command(make(api_key_env="ONE", admin_key_env="TWO"))
     assert "s3cret" not in str(refused.value)
 
 
@@ -116,7 +118,7 @@ def test_an_admin_key_is_made_once_and_for_its_owner_alone(make: Callable[..., C
     file = config.state_dir / "serving" / "admin.key"
     before = os.umask(0)
     try:
-        server.prepare(config)
+        inference_server.prepare(config)
     finally:
         os.umask(before)
     key = file.read_text()
@@ -124,24 +126,24 @@ def test_an_admin_key_is_made_once_and_for_its_owner_alone(make: Callable[..., C
     assert file.stat().st_mode & 0o777 == 0o600
     assert file.parent.stat().st_mode & 0o777 == 0o700
     file.chmod(0o644)
-    server.prepare(config)
+    inference_server.prepare(config)
     assert file.read_text() == key
     assert file.stat().st_mode & 0o777 == 0o600
-    assert server.command(config)[1]["FLYWHEEL_ADMIN_KEY_FILE"] == str(file)
+    assert inference_server.command(config)[1]["FLYWHEEL_ADMIN_KEY_FILE"] == str(file)
     assert [path.name for path in file.parent.iterdir()] == ["admin.key"]
 
 
 def test_an_admin_key_of_ones_own(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ADMIN", "admin-s3cret")
     config = make(admin_key_env="ADMIN")
-    server.prepare(config)
+    inference_server.prepare(config)
     assert list((config.state_dir / "serving").iterdir()) == []
-    assert "FLYWHEEL_ADMIN_KEY_FILE" not in server.command(config)[1]
+    assert "FLYWHEEL_ADMIN_KEY_FILE" not in inference_server.command(config)[1]
 
 
 def test_hosts_are_looked_at_on_loopback_alone(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
     def hosts(**serving: Any) -> Any:
-        return json.loads(server.command(make(**serving))[1].get("FLYWHEEL_ALLOWED_HOSTS", "null"))
+        return json.loads(inference_server.command(make(**serving))[1].get("FLYWHEEL_ALLOWED_HOSTS", "null"))
 
     assert set(hosts()) == {"localhost", "127.0.0.1", "::1"}
     assert set(hosts(host="127.0.0.2", allowed_hosts=["Agents.Internal", "[::2]"])) == {
@@ -158,31 +160,31 @@ def test_what_is_no_host_name(make: Callable[..., Config], name: str) -> None:
 
 
 def test_what_the_middleware_is_told(make: Callable[..., Config]) -> None:
-    environment = server.command(make(max_body_mb=1.5, open_metrics=True, port=8123))[1]
+    environment = inference_server.command(make(max_body_mb=1.5, open_metrics=True, port=8123))[1]
     assert environment["FLYWHEEL_MAX_BODY_BYTES"] == "1500000"
     assert environment["FLYWHEEL_OPEN_METRICS"] == "1"
     assert environment["FLYWHEEL_ADDRESS"] == "http://127.0.0.1:8123"
     encrypted = make(extra_args=["--ssl_certfile=/etc/cert.pem", "--ssl-keyfile", "/etc/key.pem"])
-    assert server.command(encrypted)[1]["FLYWHEEL_ADDRESS"] == "https://127.0.0.1:8000"
-    assert "FLYWHEEL_OPEN_METRICS" not in server.command(make())[1]
+    assert inference_server.command(encrypted)[1]["FLYWHEEL_ADDRESS"] == "https://127.0.0.1:8000"
+    assert "FLYWHEEL_OPEN_METRICS" not in inference_server.command(make())[1]
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.7", "::", "inference.local"])
 def test_no_open_server_without_a_key(make: Callable[..., Config], host: str) -> None:
     with pytest.raises(ServeError, match="no key is set") as refused:
-        server.command(make(host=host))
+        inference_server.command(make(host=host))
     assert "serving.api_key_env" in refused.value.hint
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
 def test_loopback_needs_no_key(make: Callable[..., Config], host: str) -> None:
-    server.command(make(host=host))
+    inference_server.command(make(host=host))
 
 
 def test_a_key_that_is_not_there(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MY_KEY", raising=False)
     with pytest.raises(ServeError, match="MY_KEY, which is not set"):
-        server.command(make(api_key_env="MY_KEY"))
+        inference_server.command(make(api_key_env="MY_KEY"))
 
 
 @pytest.mark.parametrize(
@@ -209,26 +211,26 @@ def test_arguments_that_would_break_the_promises(
     make: Callable[..., Config], arguments: list[str], hint: str
 ) -> None:
     with pytest.raises(ServeError) as refused:
-        server.command(make(extra_args=arguments))
+        inference_server.command(make(extra_args=arguments))
     assert hint in refused.value.hint
 
 
 @pytest.mark.parametrize("argument", ["--model-impl", "--max-num-seqs", "--dtype=float32", "--middleware", "-O3"])
 def test_other_arguments_are_passed_on(make: Callable[..., Config], argument: str) -> None:
-    assert server.command(make(extra_args=[argument]))[0][-1] == argument
+    assert inference_server.command(make(extra_args=[argument]))[0][-1] == argument
 
 
 def test_parsers_by_family_and_by_setting(make: Callable[..., Config], tmp_path: Path) -> None:
-    assert "--enable-auto-tool-choice" not in server.command(make())[0], "nothing is known of this model"
+    assert "--enable-auto-tool-choice" not in inference_server.command(make())[0], "nothing is known of this model"
     (tmp_path / "tiny" / "config.json").write_text('{"model_type": "qwen3"}')
-    arguments, _ = server.command(make())
+    arguments, _ = inference_server.command(make())
     assert "--enable-auto-tool-choice" in arguments
     assert after(arguments, "--tool-call-parser") == "hermes"
     assert after(arguments, "--reasoning-parser") == "qwen3"
-    arguments, _ = server.command(make(tool_call_parser="pythonic", reasoning_parser="none"))
+    arguments, _ = inference_server.command(make(tool_call_parser="pythonic", reasoning_parser="none"))
     assert after(arguments, "--tool-call-parser") == "pythonic"
     assert "--reasoning-parser" not in arguments
-    arguments, _ = server.command(make(tool_call_parser="none"))
+    arguments, _ = inference_server.command(make(tool_call_parser="none"))
     assert "--enable-auto-tool-choice" not in arguments
 
 
@@ -236,11 +238,11 @@ def test_parsers_by_family_and_by_setting(make: Callable[..., Config], tmp_path:
 def test_a_parser_that_vllm_does_not_have(make: Callable[..., Config], kind: str) -> None:
     setting = f"{kind}_parser"
     with pytest.raises(ServeError, match="no parser called qwne") as refused:
-        server.command(make(**{setting: "qwne"}))
+        inference_server.command(make(**{setting: "qwne"}))
     assert f"serving.{setting}" in refused.value.hint
     assert "mistral" in refused.value.hint
     plugin = "--tool-parser-plugin" if kind == "tool_call" else "--reasoning-parser-plugin"
-    arguments, _ = server.command(make(**{setting: "qwne"}, extra_args=[plugin, "/my/parsers.py"]))
+    arguments, _ = inference_server.command(make(**{setting: "qwne"}, extra_args=[plugin, "/my/parsers.py"]))
     assert "qwne" in arguments
 
 
@@ -248,16 +250,16 @@ def test_a_model_whose_tool_calls_nobody_can_read_is_named(
     make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(os, "execve", lambda *_: None)
-    server.serve(make(port=free_port()))
+    inference_server.serve(make(port=free_port()))
     assert "serving.tool_call_parser" in caplog.text
     caplog.clear()
-    server.serve(make(port=free_port(), tool_call_parser="hermes"))
+    inference_server.serve(make(port=free_port(), tool_call_parser="hermes"))
     assert caplog.text == ""
 
 
 def test_alias_and_base_must_differ(make: Callable[..., Config]) -> None:
     with pytest.raises(ServeError, match="same name"):
-        server.command(make(alias="tiny"))
+        inference_server.command(make(alias="tiny"))
 
 
 def save(config: Config, entries: Any) -> None:
@@ -270,7 +272,7 @@ def test_what_was_deployed_is_loaded_again(make: Callable[..., Config], tmp_path
     config = make()
     path = str(adapter(tmp_path / "a,=b" / "r0007"))
     save(config, {"agent": {"target": "agent@r0007", "path": path}, "spare": {"target": "tiny", "path": None}})
-    arguments, environment = server.command(config)
+    arguments, environment = inference_server.command(config)
     assert json.loads(after(arguments, "--lora-modules")) == {"name": "agent@r0007", "path": path}
     assert json.loads(environment["FLYWHEEL_LOADED_ADAPTERS"]) == ["agent@r0007"]
 
@@ -301,7 +303,7 @@ def test_a_damaged_adapter_is_left_out_loudly(
     folder = adapter(tmp_path / "r0007")
     damage(folder)
     save(config, {"agent": {"target": "agent@r0007", "path": str(folder)}})
-    arguments, environment = server.command(config)
+    arguments, environment = inference_server.command(config)
     assert "--lora-modules" not in arguments
     assert environment["FLYWHEEL_LOADED_ADAPTERS"] == "[]"
     assert why in caplog.text
@@ -318,7 +320,7 @@ def test_an_adapter_of_another_base_model_is_left_out_until_it_is_proven(
     for base, fits in ((config.model.base, True), (str(tmp_path / "link"), True), ("Qwen/Qwen3-4B", False)):
         told = {"r": 8, "base_model_name_or_path": base}
         (folder / "adapter_config.json").write_text(json.dumps(told))
-        arguments, _ = server.command(config)
+        arguments, _ = inference_server.command(config)
         assert ("--lora-modules" in arguments) is fits
     assert f"it was trained on Qwen/Qwen3-4B, and model.base is {config.model.base}" in caplog.text
 
@@ -329,10 +331,10 @@ def test_files_that_were_changed_since_they_were_proven_are_left_out_loudly(
     config = make()
     folder = adapter(tmp_path / "r0007")
     save(config, {"agent": {"target": "agent@r0007", "path": str(folder), "sha256": tree_sha256(folder)}})
-    assert "--lora-modules" in server.command(config)[0]
+    assert "--lora-modules" in inference_server.command(config)[0]
     weights = folder / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"\1\2\3\4")
-    arguments, environment = server.command(config)
+    arguments, environment = inference_server.command(config)
     assert "--lora-modules" not in arguments
     assert environment["FLYWHEEL_LOADED_ADAPTERS"] == "[]"
     assert f"the files in {folder} are not those that were proven" in caplog.text
@@ -343,25 +345,25 @@ def test_files_that_were_changed_since_they_were_proven_are_left_out_loudly(
 def test_listening_on_ipv6(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
     became: list[Any] = []
     monkeypatch.setattr(os, "execve", lambda *arguments: became.extend(arguments))
-    server.serve(make(host="::1", port=free_port()))
+    inference_server.serve(make(host="::1", port=free_port()))
     assert after(became[1], "--host") == "::1"
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ServeError, match=rf"listen on \[::1\]:{port}: Address already in use"):
-            server.serve(make(host="::1", port=port))
+            inference_server.serve(make(host="::1", port=port))
 
 
 def test_a_host_that_has_no_address(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "s3cret")
     with pytest.raises(ServeError, match=r"listen on no-such-host\.invalid:8000: (?!Unknown error)"):
-        server.serve(make(host="no-such-host.invalid", api_key_env="MY_KEY"))
+        inference_server.serve(make(host="no-such-host.invalid", api_key_env="MY_KEY"))
 
 
 def test_a_port_in_use(make: Callable[..., Config]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ServeError, match="Address already in use") as refused:
-            server.serve(make(port=port))
+            inference_server.serve(make(port=port))
     assert str(port) in refused.value.attempted
     assert "serving.port" in refused.value.hint
 
@@ -370,13 +372,13 @@ def test_a_port_in_use(make: Callable[..., Config]) -> None:
 def test_a_model_that_is_not_there(make: Callable[..., Config], tmp_path: Path, folder: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ServeError, match=r"no such folder|no config\.json"):
-        server.serve(make(base=str(tmp_path / folder)))
+        inference_server.serve(make(base=str(tmp_path / folder)))
 
 
 def test_vllm_is_not_installed(make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ServeError, match="vLLM is not installed") as refused:
-        server.serve(make())
+        inference_server.serve(make())
     assert "agentscope-flywheel[gpu]" in refused.value.hint
 
 
@@ -385,7 +387,7 @@ def test_serve_becomes_the_server(make: Callable[..., Config], monkeypatch: pyte
     monkeypatch.setattr(os, "execve", lambda *arguments: became.extend(arguments))
     monkeypatch.setenv("FROM_OUTSIDE", "kept")
     config = make(port=free_port())
-    server.serve(config)
+    inference_server.serve(config)
     program, arguments, environment = became
     assert program == arguments[0]
     assert environment["FROM_OUTSIDE"] == "kept"

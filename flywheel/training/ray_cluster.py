@@ -28,8 +28,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from flywheel.config import Config
 from flywheel.errors import FlywheelError, TrainError
-from flywheel.gpu_placement import Seat, Seating
-from flywheel.training.process import POLL_SECONDS, check_stopped
+from flywheel.gpu_placement import GpuPlacement, GpuShare
+from flywheel.training.process_setup import POLL_SECONDS, check_stopped
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ def gpus() -> int:
 class Places:
     """Placement of all processes of a round, reserved together and released with the session."""
 
-    def __init__(self, seats: Seating, seconds: float) -> None:
+    def __init__(self, seats: GpuPlacement, seconds: float) -> None:
         """Raises TrainError when the resources are not available within `seconds`."""
         with_gpus = any(seat.share for seat in seats.engines)
         self._wanted = [{"CPU": float(number), **({"GPU": 1.0} if with_gpus else {})} for number in seats.occupied]
@@ -161,7 +161,7 @@ class Places:
                 remove_placement_group(self._group)
                 raise refusal
 
-    def at(self, seat: Seat) -> PlacementGroupSchedulingStrategy:
+    def at(self, seat: GpuShare) -> PlacementGroupSchedulingStrategy:
         return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=seat.place)
 
     def _refusal(self, seconds: float) -> TrainError:

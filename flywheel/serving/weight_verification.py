@@ -12,8 +12,8 @@ from typing import Final
 
 from flywheel.errors import ServeError
 from flywheel.round import Probe
-from flywheel.serving.client import Replica
-from flywheel.serving.condition import Condition
+from flywheel.serving.replica_client import Replica
+from flywheel.serving.replica_condition import Condition
 
 NOISE_ALLOWED: Final = 4
 """Tolerance as a multiple of the measured noise."""

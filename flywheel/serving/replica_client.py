@@ -14,9 +14,9 @@ import httpx2
 
 from flywheel.errors import ServeError
 from flywheel.serving import routes
-from flywheel.serving.condition import Condition
 from flywheel.serving.model_listing import OWNER
-from flywheel.serving.refusals import load_error, message_of, no_middleware, refused
+from flywheel.serving.replica_condition import Condition
+from flywheel.serving.replica_errors import load_error, message_of, no_middleware, refused
 
 T = TypeVar("T")
 

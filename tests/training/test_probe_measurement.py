@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from flywheel.training import probe as probe_module
-from flywheel.training.probe import COMPARED, PROMPTS, TOKENS, make_probe
+from flywheel.training import probe_measurement as probe_module
+from flywheel.training.probe_measurement import COMPARED, PROMPTS, TOKENS, make_probe
 from flywheel.training.rollout import LoadedAdapter
 from tests.training.rollouts import prompt
 

@@ -10,7 +10,7 @@ import pytest
 
 from flywheel.adapter_files import unsafe_weights
 from flywheel.errors import ServeError
-from flywheel.serving.client import Replica
+from flywheel.serving.replica_client import Replica
 from tests.serving.fake_vllm import FakeVllm
 
 

@@ -10,8 +10,8 @@ from flywheel.config import Config
 from flywheel.files import append_jsonl
 from flywheel.round import ROLLOUTS_FILE, RoundSpec
 from flywheel.training.collector import Collector
-from flywheel.training.meter import Meter
 from flywheel.training.metrics import Metrics
+from flywheel.training.progress_meter import Meter
 from flywheel.training.prompts import Prompt, schedule
 from flywheel.training.rollout import LoadedAdapter, add_usage
 from flywheel.training.trainer import FIRST_LOOK, step_requests

@@ -15,11 +15,11 @@ import pytest
 from flywheel.config import ServingSettings
 from flywheel.errors import ServeError, StoreError
 from flywheel.round import AdapterRef, Probe
-from flywheel.serving.client import Replica
-from flywheel.serving.probe import compare
-from flywheel.serving.report import SwapReport
-from flywheel.serving.retirement import retire
-from flywheel.serving.swap import reconcile, rollback, swap
+from flywheel.serving.adapter_swap import reconcile, rollback, swap
+from flywheel.serving.adapter_unloading import retire
+from flywheel.serving.replica_client import Replica
+from flywheel.serving.swap_report import SwapReport
+from flywheel.serving.weight_verification import compare
 from flywheel.states import DeploymentState, may_follow
 from tests.serving.fake_vllm import BASE, FakeVllm, replica, running, with_middleware
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
-class Member:
+class RoundActor:
     """Base class of actors. Call `join` first."""
 
     def join(self, environment: Mapping[str, str], paths: Sequence[str]) -> tuple[str, list[str]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from flywheel.adapter_files import unsafe_weights
 from flywheel.config import Config
 from flywheel.files import tree_sha256
-from flywheel.serving.aliases import Target, read_aliases
+from flywheel.serving.alias_table import Target, read_aliases
 
 
 def base_name(base: str) -> str:

@@ -12,9 +12,9 @@ from flywheel.config import Config, ServingSettings
 from flywheel.errors import ServeError
 from flywheel.files import sync_directory
 from flywheel.known_secrets import register_secret
-from flywheel.serving.condition import Condition
-from flywheel.serving.environment import VLLM_KEY_VARIABLE
+from flywheel.serving.environment_variables import VLLM_KEY_VARIABLE
 from flywheel.serving.loopback import is_loopback
+from flywheel.serving.replica_condition import Condition
 
 
 def agents_key(serving: ServingSettings, attempted: str) -> str | None:

@@ -17,7 +17,7 @@ from flywheel.round import RoundSpec
 from flywheel.rubric import Rubric
 from flywheel.training.collector import Grade
 from flywheel.verdict import Exchange, Verdict
-from flywheel.worker.patience import Patience, Pause
+from flywheel.worker.judge_pause import Patience, Pause
 
 TRIES: Final = 3
 """Attempts for an exchange on which the judge fails while it answers about others."""

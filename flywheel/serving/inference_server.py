@@ -20,8 +20,7 @@ from flywheel.config.serving import own_url
 from flywheel.errors import ServeError
 from flywheel.files import make_private
 from flywheel.model_parsers import parsers_of
-from flywheel.serving.arguments import check_arguments, has_tls, parser_arguments
-from flywheel.serving.environment import (
+from flywheel.serving.environment_variables import (
     ADDRESS_VARIABLE,
     ADMIN_KEY_FILE_VARIABLE,
     ADMIN_KEY_VARIABLE,
@@ -35,10 +34,11 @@ from flywheel.serving.environment import (
     OPEN_METRICS_VARIABLE,
     VLLM_KEY_VARIABLE,
 )
-from flywheel.serving.key import admin_key, admin_key_file, agents_key, make_admin_key
 from flywheel.serving.loopback import is_loopback
 from flywheel.serving.middleware import AliasMiddleware
-from flywheel.serving.restart import alias_file, base_name, deployed
+from flywheel.serving.server_keys import admin_key, admin_key_file, agents_key, make_admin_key
+from flywheel.serving.startup_adapters import alias_file, base_name, deployed
+from flywheel.serving.vllm_arguments import check_arguments, has_tls, parser_arguments
 
 log = logging.getLogger(__name__)
 

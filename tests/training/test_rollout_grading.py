@@ -15,8 +15,8 @@ from flywheel.judge.grader import Grader
 from flywheel.judge_usage import Allowance, Purpose, UsageFile
 from flywheel.rubric.file import parse_rubric
 from flywheel.verdict import Exchange
-from flywheel.worker.grading import Grading
-from flywheel.worker.patience import Patience
+from flywheel.worker.judge_pause import Patience
+from flywheel.worker.rollout_grading import Grading
 from tests.judge_server import JudgeServer
 from tests.waiting import wait_for
 

@@ -8,7 +8,7 @@ import httpx2
 
 from flywheel.errors import ServeError
 from flywheel.known_secrets import redact_secrets
-from flywheel.serving.condition import Condition
+from flywheel.serving.replica_condition import Condition
 
 
 def load_error(attempted: str, response: httpx2.Response, path: str, *, healthy: bool) -> ServeError:

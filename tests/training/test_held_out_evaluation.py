@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from flywheel.config import Config
 from flywheel.round import RoundSpec
-from flywheel.training.held_out import answer
+from flywheel.training.held_out_evaluation import answer
 from flywheel.training.rollout import Batch, LoadedAdapter, Rollout, RolloutRequest
 from tests.training.rollouts import prompt, rollout
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flywheel.evaluation.interval import interval, standard_error
+from flywheel.evaluation.confidence_interval import interval, standard_error
 from flywheel.round import Comparison, CriterionComparison, Score
 
 

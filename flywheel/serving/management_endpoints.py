@@ -12,7 +12,7 @@ from typing import Any
 
 from flywheel.adapter_files import unsafe_weights
 from flywheel.serving import routes
-from flywheel.serving.aliases import AliasTable, Target, TargetMismatchError
+from flywheel.serving.alias_table import AliasTable, Target, TargetMismatchError
 from flywheel.serving.asgi import App, Receive, RefusedError, Scope, Send, answer, read_body, route_path, with_body
 
 MAX_BYTES = 65536

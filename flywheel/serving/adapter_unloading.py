@@ -8,8 +8,8 @@ from collections.abc import Collection, Sequence
 
 from flywheel.config import ServingSettings
 from flywheel.errors import ServeError
-from flywheel.serving.client import Replica
-from flywheel.serving.swap import version_name
+from flywheel.serving.adapter_swap import version_name
+from flywheel.serving.replica_client import Replica
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from scipy import stats
 
 from benchmarks.gate import Traffic, promotes_one
 from flywheel.config import GateSettings
-from flywheel.evaluation.budget import alpha_of
-from flywheel.evaluation.compare import Paired, compare, compare_criterion
+from flywheel.evaluation.alpha_spending import alpha_of
+from flywheel.evaluation.paired_comparison import Paired, compare, compare_criterion
 from flywheel.round import Comparison, CriterionComparison
 
 

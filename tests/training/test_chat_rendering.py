@@ -17,13 +17,13 @@ import pytest
 from flywheel.config import Config
 from flywheel.errors import ServeError, TrainError
 from flywheel.round import RoundSpec, RoundTask
-from flywheel.training.chat import Answer, ChatFormat, ServedChat, served_format
+from flywheel.training.chat_rendering import Answer, ChatFormat, ServedChat, served_format
 from flywheel.training.engine import Engine, EngineSettings
 from flywheel.training.rollout import Completion, RolloutRequest
 from flywheel.worker.training_round import chat_of
 from tests.conftest import VllmServer
 from tests.training.rollouts import task
-from tests.training.test_directory import POLICY
+from tests.training.test_round_directory import POLICY
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

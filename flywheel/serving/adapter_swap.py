@@ -15,11 +15,11 @@ from typing import Protocol
 from flywheel.config import ServingSettings
 from flywheel.errors import FlywheelError, ServeError
 from flywheel.round import AdapterRef, Probe
-from flywheel.serving.client import QUICK_SECONDS, Alias, Replica, every
-from flywheel.serving.condition import Condition
-from flywheel.serving.inspection import if_healthy
-from flywheel.serving.probe import ProbeFigures, prove
-from flywheel.serving.report import ReplicaReport, RollbackError, SwapReport
+from flywheel.serving.health_check import if_healthy
+from flywheel.serving.replica_client import QUICK_SECONDS, Alias, Replica, every
+from flywheel.serving.replica_condition import Condition
+from flywheel.serving.swap_report import ReplicaReport, RollbackError, SwapReport
+from flywheel.serving.weight_verification import ProbeFigures, prove
 from flywheel.states import DeploymentState
 
 log = logging.getLogger(__name__)

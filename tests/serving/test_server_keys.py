@@ -9,7 +9,7 @@ import pytest
 
 from flywheel.config import Config, parse
 from flywheel.errors import ServeError
-from flywheel.serving.key import admin_key, admin_key_file, make_admin_key
+from flywheel.serving.server_keys import admin_key, admin_key_file, make_admin_key
 
 LOCAL = "http://127.0.0.1:8000"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flywheel.round_progress import RoundProgress, progress_of
-from flywheel.training.meter import Meter
+from flywheel.training.progress_meter import Meter
 
 
 class Clock:

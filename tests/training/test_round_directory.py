@@ -15,8 +15,8 @@ from flywheel.config import Config
 from flywheel.errors import LockedError, TrainError
 from flywheel.files import tree_sha256
 from flywheel.round import AdapterRef, RoundResult, RoundSpec
-from flywheel.training.directory import PARTS, finished, read_spec, settings_of, start_over
-from flywheel.training.process import alone_in
+from flywheel.training.process_setup import alone_in
+from flywheel.training.round_directory import PARTS, finished, read_spec, settings_of, start_over
 from tests.training.rollouts import task
 
 POLICY = Path(__file__).parents[2] / "demo" / "policy"
