@@ -148,10 +148,12 @@ def gpus() -> int:
 class Places:
     """Placement of all processes of a round, reserved together and released with the session."""
 
-    def __init__(self, seats: GpuPlacement, seconds: float) -> None:
+    def __init__(self, placement: GpuPlacement, seconds: float) -> None:
         """Raises TrainError when the resources are not available within `seconds`."""
-        with_gpus = any(seat.share for seat in seats.engines)
-        self._wanted = [{"CPU": float(number), **({"GPU": 1.0} if with_gpus else {})} for number in seats.occupied]
+        with_gpus = any(gpu_share.share for gpu_share in placement.engines)
+        self._wanted = [
+            {"CPU": float(number), **({"GPU": 1.0} if with_gpus else {})} for number in placement.occupied
+        ]
         self._group = placement_group(self._wanted, strategy="PACK")
         end = time.monotonic() + seconds
         while not self._group.wait(POLL_SECONDS):
@@ -161,8 +163,8 @@ class Places:
                 remove_placement_group(self._group)
                 raise refusal
 
-    def at(self, seat: GpuShare) -> PlacementGroupSchedulingStrategy:
-        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=seat.place)
+    def at(self, gpu_share: GpuShare) -> PlacementGroupSchedulingStrategy:
+        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=gpu_share.place)
 
     def _refusal(self, seconds: float) -> TrainError:
         counts = Counter(_told(wanted) for wanted in self._wanted)

@@ -17,7 +17,7 @@ from flywheel.config import Config
 from flywheel.errors import TrainError
 from flywheel.evaluation.paired_comparison import Paired, compare, compare_criterion
 from flywheel.files import tree_sha256
-from flywheel.gpu_placement import seating
+from flywheel.gpu_placement import place_on_gpus
 from flywheel.judge_usage import Purpose
 from flywheel.model_parsers import parsers_of
 from flywheel.round import ADAPTER_DIR, AdapterRef, Comparison, RoundResult, RoundSpec, RoundTask
@@ -72,30 +72,30 @@ class Round:
     def start(self) -> None:
         """Start engines and trainer side by side."""
         rollout, training = self.settings.rollout, self.settings.training
-        seats = seating(rollout.engines, ray_cluster.gpus(), with_trainer=not self.spec.debug)
-        places = ray_cluster.Places(seats, self.settings.ray.placement_seconds)
+        placement = place_on_gpus(rollout.engines, ray_cluster.gpus(), with_trainer=not self.spec.debug)
+        places = ray_cluster.Places(placement, self.settings.ray.placement_seconds)
         chat, threads = chat_of(self.spec, self.settings), ray_cluster.cpu_threads()
-        for seat in seats.engines:
+        for gpu_share in placement.engines:
             engine = EngineSettings(
                 model=self.spec.base_model,
                 max_model_len=rollout.max_model_len,
                 max_lora_rank=rank(self.spec.parent, training.lora),
                 seed=self.spec.seed,
-                gpu_memory_utilization=seat.memory(rollout.gpu_memory_utilization),
+                gpu_memory_utilization=gpu_share.memory(rollout.gpu_memory_utilization),
                 kv_cache_gib=rollout.cpu_kv_cache_gib,
                 cpu_threads=threads,
                 chat=chat,
             )
-            self.engines.append(ray_cluster.start(Engine, engine, gpus=seat.share, within=places.at(seat)))
+            self.engines.append(ray_cluster.start(Engine, engine, gpus=gpu_share.share, within=places.at(gpu_share)))
         members = list(self.engines)
-        if (seat_of_trainer := seats.trainer) is not None:
+        if (trainer_share := placement.trainer) is not None:
             self.trainer = ray_cluster.start(
                 Trainer,
                 self.spec,
                 str(self.directory),
                 threads,
-                gpus=seat_of_trainer.share,
-                within=places.at(seat_of_trainer),
+                gpus=trainer_share.share,
+                within=places.at(trainer_share),
             )
             members.append(self.trainer)
         with self._mark() as mark:

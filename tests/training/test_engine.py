@@ -14,7 +14,7 @@ import pytest
 from demo.questions import questions
 from flywheel.config import Config, LoraSettings
 from flywheel.errors import TrainError
-from flywheel.gpu_placement import seating
+from flywheel.gpu_placement import place_on_gpus
 from flywheel.round import RoundTask
 from flywheel.training import ray_cluster
 from flywheel.training.engine import Engine, EngineSettings
@@ -39,8 +39,8 @@ def settings(model: str) -> EngineSettings:
 
 
 def share_of_an_engine() -> float:
-    [seat] = seating(1, ray_cluster.gpus(), with_trainer=True).engines
-    return seat.share
+    [gpu_share] = place_on_gpus(1, ray_cluster.gpus(), with_trainer=True).engines
+    return gpu_share.share
 
 
 @pytest.fixture(scope="module")

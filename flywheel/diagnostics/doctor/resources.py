@@ -18,7 +18,7 @@ from flywheel.config import Config
 from flywheel.diagnostics.doctor.finding import Finding, Result
 from flywheel.diagnostics.doctor.model import Base
 from flywheel.diagnostics.doctor.servers import is_local
-from flywheel.gpu_placement import seating
+from flywheel.gpu_placement import place_on_gpus
 from flywheel.terminal import byte_size
 
 PROCESS_BYTES: Final = 1_200 << 20
@@ -161,8 +161,8 @@ def _gpus(config: Config, machine: Machine, base: Base, build: str, memory: int)
     text = "; ".join(
         f"{gpu.name}, {'the memory of the system' if gpu.memory is None else byte_size(gpu.memory)}" for gpu in gpus
     )
-    seats = seating(config.rollout.engines, len(gpus), with_trainer=True)
-    share = min(seat.memory(config.rollout.gpu_memory_utilization) for seat in seats.engines)
+    placement = place_on_gpus(config.rollout.engines, len(gpus), with_trainer=True)
+    share = min(gpu_share.memory(config.rollout.gpu_memory_utilization) for gpu_share in placement.engines)
     if base.weights and base.weights >= int(share * memory):
         why = f"{text}: an engine's share, {byte_size(int(share * memory))}, is less than the model's weights"
         remedy = "Raise rollout.gpu_memory_utilization, or use a smaller model or a larger GPU."
