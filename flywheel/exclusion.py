@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from itertools import combinations
@@ -18,11 +18,11 @@ OTHERWISE: Final = "the model was sent these messages in another order or form"
 FINISH_FUNCTION: Final = "the model was also offered the function that hands in the answer"
 TEMPLATE_PARAMETERS: Final = "the request has parameters of the chat template, which the prompt has not"
 IMAGE: Final = "it holds an image, of which only a reference is kept"
-"""Why a prompt is not exactly what the model was sent; `prompt_reason` joins those that hold."""
+"""Reasons why a prompt is not exactly what the model was sent. `prompt_reason` joins several with `; `."""
 
 
 class Exclusion(StrEnum):
-    """Why a round leaves a task out. Settings can take tasks with an image, and those whose prompt is not exact."""
+    """Why a round leaves a task out. Settings can include tasks with an image or with an inexact prompt."""
 
     IMAGE = "image"
     HIDDEN = "hidden"
@@ -33,7 +33,7 @@ class Exclusion(StrEnum):
 
 
 class Words(NamedTuple):
-    """An exclusion for people: why such tasks are left out, and what can be done about it."""
+    """An exclusion explained: why such tasks are left out, and what the user can do about it."""
 
     why: str
     remedy: str
@@ -72,36 +72,32 @@ _OF_REASON: Mapping[str, Exclusion] = MappingProxyType(
 )
 
 
-def joined(reasons: Iterable[str]) -> str:
-    """Several reasons as one text."""
-    return "; ".join(reasons)
-
-
 def of_prompt(prompt_reason: str) -> set[Exclusion]:
-    """What the reasons why a prompt is not exact exclude a task for; none of an exact one."""
+    """The exclusions that a `prompt_reason` implies; empty for an exact prompt."""
     return {_OF_REASON.get(one, Exclusion.INEXACT) for one in prompt_reason.split("; ") if one}
 
 
 def column(exclusions: Collection[Exclusion]) -> str:
-    """How a task's column holds them: in the order of the enumeration, empty for none."""
+    """Exclusions as the text of a task's column, in the order of the enumeration; empty for none."""
     return " ".join(each.value for each in Exclusion if each in exclusions)
 
 
 def parsed(text: str) -> tuple[Exclusion, ...]:
-    """What a column holds."""
+    """The exclusions in the text of a column."""
     return tuple(Exclusion(name) for name in text.split())
 
 
 def columns_within(taken: Collection[Exclusion]) -> list[str]:
-    """Every value of the column that holds nothing but what is `taken`, the empty one first."""
+    """Every text of the column that has only exclusions in `taken`, beginning with the empty one."""
     return [column(some) for count in range(len(taken) + 1) for some in combinations(sorted(taken), count)]
 
 
 class TrainedModels(Struct, frozen=True):
-    """`alias` is what agents call, `base` what it stands for at first, and its versions are named `ALIAS@rNNNN`.
+    """Which models' replies are trained on: those of `alias`, its versions and `base`, and of `include`d models.
 
-    Replies of these are trained on, and those of models that match a pattern of `include`; those that match one of
-    `exclude` never are. A model whose name is not known counts as one of these.
+    `alias` is the stable name that agents call, and `base` the model behind it before the first round. Versions are
+    named `ALIAS@rNNNN`. `include` and `exclude` are names or patterns; `exclude` wins. An unknown model counts as the
+    alias.
     """
 
     alias: str = ""
@@ -110,7 +106,8 @@ class TrainedModels(Struct, frozen=True):
     exclude: tuple[str, ...] = ()
 
     def is_own(self, model: str, adapter: str) -> bool:
-        """Whether the alias, a version of it or its base gave a reply that was asked of `model`."""
+        """Whether a reply requested from `model` and given by `adapter` is one of the alias, a version or the
+        base."""
         version = f"{self.alias}@"
         return model in ("", self.alias, self.base) or adapter.startswith(version) or model.startswith(version)
 
@@ -122,4 +119,3 @@ class TrainedModels(Struct, frozen=True):
 
 
 ANY_MODEL: Final = TrainedModels(include=("*",))
-"""Replies of all models are trained on."""

@@ -35,7 +35,7 @@ class Task(Struct, frozen=True):
         """Why the prompt is not exactly what the model was sent, empty where nothing is known to be missing."""
         reason = self.reply.prompt_reason
         if self.reply.images and exclusion.IMAGE not in reason:
-            return exclusion.joined(filter(None, (reason, exclusion.IMAGE)))
+            return "; ".join(filter(None, (reason, exclusion.IMAGE)))
         return reason
 
     def line(self) -> dict[str, Any]:

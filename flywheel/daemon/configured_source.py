@@ -1,4 +1,4 @@
-"""Which source of the configuration a stored path belongs to, and whose replies are trained on because of that."""
+"""Finds the configured source of a stored path, and applies changed `models` settings to stored tasks."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from flywheel.store.database import Store
 
 
 def source_of(config: Config, path: Path) -> SourceSettings | None:
-    """The source whose database, inbox or file this is, or in whose directory it lies; None if none is."""
+    """The source with this database, inbox, file or directory of files; None if no configured source has it."""
     for source in config.sources:
         if isinstance(source, OtlpSource):
-            # Not above: whoever receives nothing need not wait for a web server.
+            # Imported here: `flywheel status` needs it only for such sources.
             from flywheel.sources.otlp.inbox import inbox_path
 
-            name = inbox_path(config.state_dir, source.listen)
+            own = inbox_path(config.state_dir, source.listen)
         else:
-            name = source.path.absolute()
-        if path == name or (isinstance(source, JsonlSource) and path.parent == name):
+            own = source.path.absolute()
+        if path == own or (isinstance(source, JsonlSource) and path.parent == own):
             return source
     return None
 
 
 async def apply_model_rules(store: Store, config: Config) -> None:
-    """Let `sources[].models`, `model.alias` and `model.base` hold for what was read before they were changed."""
-    told = [source.model_dump_json() for source in config.sources]
-    digest = hashlib.sha256("\n".join((config.model.alias, config.model.base, *told)).encode()).hexdigest()
+    """Update which stored tasks rounds leave out, if `sources[].models`, `model.alias` or `model.base` have
+    changed."""
+    settings = [config.model.alias, config.model.base, *(source.model_dump_json() for source in config.sources)]
+    digest = hashlib.sha256("\n".join(settings).encode()).hexdigest()
     if await store.read(samples.applied_model_rules) == digest:
         return
 

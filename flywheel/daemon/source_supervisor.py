@@ -1,6 +1,7 @@
-"""The sources of a running daemon: each is read when it changes, when it is due and at every poll, by itself.
+"""Supervises the sources of a running daemon: reads each one when it changes, when it is due, and at every poll.
 
-One that is locked, damaged or long holds up no other. Sweeps go on beside the passes.
+Each source has its own task, so a locked, damaged or long database delays no other source. Full scans run beside the
+passes. OTLP receivers are started and stopped here as well.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,12 +26,12 @@ from flywheel.store.ledger import Recorded
 
 log = logging.getLogger(__name__)
 
-GATHER_SECONDS = 0.01
-"""How long a change is waited on before it is read: a burst of commits is one pass."""
+DEBOUNCE_SECONDS = 0.01
+"""Delay between a change and its pass: a burst of commits needs one pass."""
 
 
 class SourceSupervisor:
-    """Starts and stops what reads the sources; `on_tasks` is called with the number of new tasks."""
+    """Starts and stops all reading. `on_tasks` is called with the number of new tasks."""
 
     def __init__(
         self,
@@ -47,13 +49,13 @@ class SourceSupervisor:
         self._export = Stage("task file", ingestion.export)
         self._stages: dict[Path, Stage] = {}
         self._running: set[asyncio.Task[None]] = set()
-        self._sweeps: dict[Path, asyncio.Task[None]] = {}
-        self._due: dict[Path, asyncio.TimerHandle] = {}
+        self._full_scans: dict[Path, asyncio.Task[None]] = {}
+        self._timers: dict[Path, asyncio.TimerHandle] = {}
         self._receivers: list[Receiver] = []
         self._watcher: Watcher | None = None
 
     async def start(self) -> None:
-        """Begin. Raises FlywheelError when an address to receive at cannot be had."""
+        """Start receivers, watches and passes. Raises FlywheelError if a receiver cannot listen at its address."""
         self._watcher = Watcher()
         for source in self._config.sources:
             if isinstance(source, OtlpSource):
@@ -63,94 +65,86 @@ class SourceSupervisor:
                 await receiver.start()
             elif isinstance(source, JsonlSource):
                 self._watcher.watch_directory(source.path.absolute(), self.refresh)
-        self._run(self._export)
-        self._export.wake.set()
+        self._start(self._export)
         self.refresh()
 
     def refresh(self) -> None:
-        """Notice sources and directories that have appeared since."""
+        """Start reading sources that have appeared, and watch directories that have appeared."""
         if self._stopping.is_set() or self._watcher is None:
             return
         for source in self._ingestion.sources():
             if source.path not in self._stages:
                 stage = Stage(f"source {source.path}", functools.partial(self._read, source))
-                self._run(stage)
                 self._stages[source.path] = stage
+                self._start(stage)
                 self._watcher.watch(source.path, stage.wake.set)
-                stage.wake.set()
         self._watcher.refresh()
 
+    def _start(self, stage: Stage) -> None:
+        self._running.add(asyncio.create_task(stage.run(self._stopping), name=stage.name))
+        stage.wake.set()
+
     def poll(self) -> None:
-        """Look at every source, whether or not an event came, and for tasks that could not be written before."""
+        """Read every source and retry the export, whether or not a change was noticed."""
         for stage in (*self._stages.values(), self._export):
             stage.wake.set()
 
     async def stop(self) -> None:
-        """End passes at their next batch; what is stored is whole."""
+        """End passes at their next batch and finish requests in flight. Everything stored is complete."""
         if self._watcher is not None:
             self._watcher.stop()
         receivers = [asyncio.create_task(receiver.stop()) for receiver in self._receivers]
-        for timer in self._due.values():
+        for timer in self._timers.values():
             timer.cancel()
-        for sweep in self._sweeps.values():
-            sweep.cancel()
-        for stage in (self._export, *self._stages.values()):
-            stage.wake.set()
-        await asyncio.gather(*receivers, *self._running, *self._sweeps.values(), return_exceptions=True)
+        for scan in self._full_scans.values():
+            scan.cancel()
+        self.poll()
+        await asyncio.gather(*receivers, *self._running, *self._full_scans.values(), return_exceptions=True)
 
-    def _run(self, stage: Stage) -> None:
-        self._running.add(asyncio.create_task(stage.run(self._stopping), name=stage.name))
+    async def prune(self) -> None:
+        """Delete received spans that are older than `ingest.keep_received_days`."""
+        before_ns = time.time_ns() - int(self._config.ingest.keep_received_days * 86_400e9)
+        for source in self._config.sources:
+            if isinstance(source, OtlpSource):
+                await prune(inbox_path(self._config.state_dir, source.listen), before_ns)
 
     async def _read(self, source: SourceIngestion) -> None:
-        await asyncio.sleep(GATHER_SECONDS)
+        await asyncio.sleep(DEBOUNCE_SECONDS)
         report = await source.read(stop=self._stopping)
         if report.new:
-            log.debug("%s: %d new tasks", report.path, report.new)
-            self._tell(report.new)
+            self._announce(report.new)
         if report.error is not None:
             raise report.error
-        if source.is_rescan_due:
-            self._tell_of(source, await source.rescan())
-        if source.path not in self._sweeps and await source.is_full_scan_due():
-            self._sweeps[source.path] = asyncio.create_task(self._sweep(source))
-        self._wake_when_due(source)
-
-    def _wake_when_due(self, source: SourceIngestion) -> None:
-        """Each pass says anew when the next one is due; what the one before it said no longer holds."""
-        if (earlier := self._due.pop(source.path, None)) is not None:
-            earlier.cancel()
-        if (due := source.due_at) is not None:
-            wake = self._stages[source.path].wake
-            self._due[source.path] = asyncio.get_running_loop().call_later(
-                max(0.0, due - time.time()) + 0.001, wake.set
+        if source.rescan_at <= time.time():
+            self._report_found(source, await source.rescan())
+        if source.path not in self._full_scans and await source.is_full_scan_due():
+            self._full_scans[source.path] = asyncio.create_task(self._scan(source))
+        # Each pass determines the next due time; the timer of the previous pass no longer holds.
+        if (timer := self._timers.pop(source.path, None)) is not None:
+            timer.cancel()
+        if (due := source.due_at) < math.inf:
+            self._timers[source.path] = asyncio.get_running_loop().call_later(
+                max(0.0, due - time.time()) + 0.001, self._stages[source.path].wake.set
             )
 
-    async def _sweep(self, source: SourceIngestion) -> None:
+    async def _scan(self, source: SourceIngestion) -> None:
         try:
-            self._tell_of(source, await source.rescan(whole=True))
+            self._report_found(source, await source.rescan(whole=True))
         except FlywheelError as error:
-            log.error("look through %s: %s", source.path, error)
+            log.error("full scan of %s: %s", source.path, error)
         finally:
-            del self._sweeps[source.path]
+            del self._full_scans[source.path]
 
-    def _tell_of(self, source: SourceIngestion, found: Recorded) -> None:
+    def _report_found(self, source: SourceIngestion, found: Recorded) -> None:
         if found.new_replies or found.retold:
             log.info(
-                "%s: %d replies had been missed, %d were changed in place",
+                "%s: a re-scan found %d missed replies and %d updated in place",
                 source.path,
                 found.new_replies,
                 found.retold,
             )
-            self._tell(found.new_tasks)
+            self._announce(found.new_tasks)
 
-    def _tell(self, new: int) -> None:
+    def _announce(self, new_tasks: int) -> None:
         self._export.wake.set()
-        self._on_tasks(new)
-
-    async def prune(self) -> None:
-        """Delete received spans that are older than they have to be kept."""
-        before = time.time_ns() - int(self._config.ingest.keep_received_days * 86_400e9)
-        for source in self._config.sources:
-            if isinstance(source, OtlpSource):
-                inbox = inbox_path(self._config.state_dir, source.listen)
-                await prune(inbox, before)
+        self._on_tasks(new_tasks)

@@ -1,4 +1,4 @@
-"""A stage of the daemon: something that is done when it is woken."""
+"""A stage of the daemon: an action that runs whenever it is woken, and again after an error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class Stage:
-    """One step of the wheel: runs its action when woken, and survives whatever goes wrong in it."""
+    """Runs `action` each time `wake` is set. An error is logged; it does not end the stage."""
 
     def __init__(self, name: str, action: Callable[[], Awaitable[None]]) -> None:
         self.name = name
@@ -29,10 +29,10 @@ class Stage:
             try:
                 await self._action()
                 if self._last_error:
-                    log.info("%s: all is well again", self.name)
+                    log.info("%s: recovered", self.name)
                 self._last_error = ""
             except FlywheelError as error:
-                # The same trouble is told once, not at every try.
+                # Each error is logged once, not at every attempt.
                 if str(error) != self._last_error:
                     log.error("%s: %s", self.name, error)
                 self._last_error = str(error)

@@ -23,7 +23,7 @@ from flywheel.sources.ingestion import Ingestion
 from flywheel.sources.jsonl.file import is_listed
 from flywheel.sources.jsonl.reader import JsonlReader
 from flywheel.sources.jsonl.task_ids import TaskIds
-from flywheel.sources.jsonl_connector import named
+from flywheel.sources.jsonl_connector import with_ids
 from flywheel.sources.studio.database import shown
 from flywheel.sources.studio.full_scan import FullScan, Group
 from flywheel.sources.studio.open_traces import digest_of
@@ -244,7 +244,7 @@ class _Lines:
             batches: Iterator[Batch] = reader.read(cursor, final=True)
             while (batch := await asyncio.to_thread(next, batches, None)) is not None:
                 found |= {row.span_id: None for row in batch.dead}
-                entries = await self._store.read(named, source or 0, names, batch.entries)
+                entries = await self._store.read(with_ids, source or 0, names, batch.entries)
                 found |= {entry.span_id: entry.content for entry in entries if entry}
                 renamed |= {
                     entry.key: own.key

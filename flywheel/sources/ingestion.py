@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from flywheel.batch import Batch
-from flywheel.config import Config, IngestSettings, JsonlSource, OtlpSource, SourceSettings, StudioSource
+from flywheel.config import Config, IngestSettings, JsonlSource, OtlpSource
 from flywheel.errors import FlywheelError, SourceError, StoreError
 from flywheel.files import PRIVATE
 from flywheel.filtering.chain import redactor_of
@@ -36,16 +37,17 @@ from flywheel.store.task_file import TaskFile
 from flywheel.store.transitions import utcnow
 from flywheel.trace import Cursor
 
-AT_ONCE = 8
-"""Sources that are read at the same time by a single pass over all of them, and files of lines at any time."""
-FOLLOW_SECONDS = 1.0
-"""How often the task file follows while a pass goes on: at the end of a long history little is left to write."""
+SOURCES_AT_ONCE: Final = 8
+"""Sources that `Ingestion.run` reads concurrently, and threads that read JSONL files."""
+EXPORT_SECONDS: Final = 1.0
+"""How often new tasks are appended to the task file during `Ingestion.run`."""
 FULL_SCAN_SHARE: Final = 0.2
-"""The share of the time that a look back at a whole source takes while it goes on."""
+"""Share of the time that a throttled full scan spends reading."""
+NO_COUNTS: Final = SourceCounts(0, 0, {}, 0)
 
 
 class Connector(Protocol):
-    """What brings one source's batches."""
+    """Reads one source in batches. A batch must be stored before the next one is requested."""
 
     path: Path
     progress: Progress
@@ -57,21 +59,34 @@ class Connector(Protocol):
     @property
     def longest_read_ms(self) -> float: ...
     @property
-    def due_at(self) -> float | None: ...
-    def read(self, number: int, cursor: Cursor, *, final: bool) -> AsyncGenerator[Batch]: ...
-    def forget(self) -> None: ...
+    def due_at(self) -> float | None:
+        """When to read again although nothing changed, in seconds since 1970."""
+        ...
+
+    def read(self, number: int, cursor: Cursor, *, final: bool) -> AsyncGenerator[Batch]:
+        """One pass from the cursor on; `number` is the source's id in the ledger."""
+        ...
+
+    def forget(self) -> None:
+        """Discard uncommitted state; the next read resumes from the stored cursor."""
+        ...
+
     async def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class SourceReport:
-    """What one pass over one source found: `counts` is all that the ledger holds, `new` the pass's tasks."""
+    """The result of one pass over one source.
+
+    `counts` are all replies of the source in the ledger, `new` the tasks that this pass added. `source_id` is 0 when
+    the ledger could not be read.
+    """
 
     path: Path
-    source_id: int
-    schema: str
-    counts: SourceCounts
-    new: int
+    source_id: int = 0
+    schema: str = ""
+    counts: SourceCounts = NO_COUNTS
+    new: int = 0
     warnings: tuple[str, ...] = ()
     error: FlywheelError | None = None
 
@@ -92,7 +107,7 @@ class SourceReport:
 
 
 class SourceIngestion:
-    """One source. Passes and looks back take turns: what they store about a trace must come in order."""
+    """Ingests one source. Passes and re-scans exclude each other: batches of one trace must be stored in order."""
 
     def __init__(
         self,
@@ -104,117 +119,114 @@ class SourceIngestion:
         agentjet_tasks: AgentJetTasks | None = None,
     ) -> None:
         self.connector = connector
-        self._agentjet_tasks = agentjet_tasks
-        self._redact = redact
+        self.path = connector.path
+        self.rescan_at = math.inf
+        """When `rescan` is due, in seconds since 1970."""
         self._store = store
         self._settings = settings
-        self._turn = asyncio.Lock()
-        self._number: int | None = None
+        self._redact = redact
+        self._agentjet_tasks = agentjet_tasks
+        self._lock = asyncio.Lock()
+        self._source = 0
         self._noted: dict[str, Any] = {}
         self._warnings: tuple[str, ...] = ()
-        self._recheck_at: float | None = None
-        self._swept_at: datetime | None = None
+        self._scanned_at: datetime | None = None
         self._counts: SourceCounts | None = None
-        self._has_looked = False
-
-    @property
-    def path(self) -> Path:
-        return self.connector.path
+        self._was_read = False
 
     async def read(self, *, final: bool = False, stop: asyncio.Event | None = None) -> SourceReport:
-        """One pass, to the end or to `stop`. What goes wrong is in the report.
+        """Make one pass, to the end of the source or until `stop`. Errors are in the report.
 
-        Nothing is lost then: the next pass begins before it.
+        After an error nothing is lost: the next pass resumes from the last stored batch.
         """
         done = Recorded()
         error: FlywheelError | None = None
+        cursor: Cursor | None = None
         moved = False
-        async with self._turn:
+        async with self._lock:
             try:
-                number = await self._source()
-                cursor = await self._store.read(ledger.cursor_of, number)
-                async with aclosing(self.connector.read(number, cursor, final=final)) as batches:
-                    while (batch := await _next(batches, stop)) is not None:
-                        if _says_something(batch, cursor):
-                            await self._record(batch, done)
-                            moved = moved or (batch.cursor is not None and batch.cursor.rowid != cursor.rowid)
-                            cursor = batch.cursor or cursor
+                self._source = self._source or await self._store.write(
+                    ledger.source_id, str(self.path), self.connector.type
+                )
+                cursor = await self._store.read(ledger.cursor_of, self._source)
+                batches = self.connector.read(self._source, cursor, final=final)
+                async with aclosing(batches if stop is None else _until(stop, batches)) as coming:
+                    async for batch in coming:
+                        await self._record(batch, cursor, done)
+                        moved = moved or (batch.cursor is not None and batch.cursor.rowid != cursor.rowid)
+                        cursor = batch.cursor or cursor
             except (SourceError, StoreError) as failure:
                 self.connector.forget()
-                error = failure
-            if moved or not self._has_looked:
-                # What is new may come with changes in place; so may what happened while nobody looked.
-                self._recheck_at = time.time() + (0 if final else self._settings.settle_seconds)
-                self._has_looked = True
-            return await self._report(done, cursor if error is None else None, error)
+                error, cursor = failure, None
+            if moved or not self._was_read:
+                # New rows may come together with in-place updates. Rows may also have changed before the first pass.
+                self.rescan_at = time.time() + (0 if final else self._settings.settle_seconds)
+                self._was_read = True
+            return await self._report(done, cursor, error)
 
     async def rescan(self, *, whole: bool = False, throttled: bool = True) -> Recorded:
-        """Look for what was changed in place: in the newest rows, or in all. Raises FlywheelError."""
-        self._recheck_at = None
+        """Store rows that were updated in place: a recent re-scan, or a full scan if `whole`. Call `read` before.
+
+        A throttled full scan pauses between batches. Raises FlywheelError.
+        """
+        self.rescan_at = math.inf
         done = Recorded()
         if not isinstance(self.connector, StudioConnector):
             return done
-        look = self.connector.rescan(await self._source(), whole=whole)
+        scan = self.connector.rescan(self._source, whole=whole)
         while True:
             began = time.monotonic()
-            async with self._turn:
+            async with self._lock:
                 try:
-                    batch = await anext(look, None)
+                    batch = await anext(scan, None)
                     if batch is None:
                         break
-                    if _says_something(batch, None):
-                        await self._record(batch, done)
+                    await self._record(batch, None, done)
                 except BaseException:
                     self.connector.forget()
-                    await look.aclose()
+                    await scan.aclose()
                     raise
             if whole and throttled:
                 await asyncio.sleep((time.monotonic() - began) * (1 / FULL_SCAN_SHARE - 1))
         if whole:
-            self._swept_at = await self._swept()
+            await self._note_full_scan()
         return done
 
     @property
-    def due_at(self) -> float | None:
-        """When this source should be looked at although nothing happens, seconds since 1970."""
-        return min((at for at in (self.connector.due_at, self._recheck_at) if at is not None), default=None)
-
-    @property
-    def is_rescan_due(self) -> bool:
-        return self._recheck_at is not None and self._recheck_at <= time.time()
+    def due_at(self) -> float:
+        """When to call `read` although nothing changed, in seconds since 1970."""
+        return min(self.rescan_at, self.connector.due_at or math.inf)
 
     async def is_full_scan_due(self) -> bool:
-        """Whether the whole source has not been compared with the ledger for long enough."""
+        """Whether `ingest.sweep_seconds` have passed since the last full scan."""
         if not isinstance(self.connector, StudioConnector):
             return False
-        if self._swept_at is None:
-            last = await self._store.read(ledger.swept_at, await self._source())
-            # What was just read for the first time needs no second look.
-            self._swept_at = datetime.fromisoformat(last) if last else await self._swept()
-        return (datetime.now(UTC) - self._swept_at).total_seconds() >= self._settings.sweep_seconds
+        if self._scanned_at is None:
+            last = await self._store.read(ledger.swept_at, self._source)
+            if last:
+                self._scanned_at = datetime.fromisoformat(last)
+            else:
+                # The first pass has just read everything.
+                await self._note_full_scan()
+        assert self._scanned_at is not None
+        return (datetime.now(UTC) - self._scanned_at).total_seconds() >= self._settings.sweep_seconds
 
-    async def _swept(self) -> datetime:
-        now = datetime.now(UTC)
-        await self._store.write(ledger.note_source, await self._source(), swept_at=now.isoformat())
-        return now
+    async def _note_full_scan(self) -> None:
+        self._scanned_at = datetime.now(UTC)
+        await self._store.write(ledger.note_source, self._source, swept_at=self._scanned_at.isoformat())
 
-    async def close(self) -> None:
-        await self.connector.close()
-
-    async def _source(self) -> int:
-        if self._number is None:
-            self._number = await self._store.write(ledger.source_id, str(self.path), self.connector.type)
-        return self._number
-
-    async def _record(self, batch: Batch, done: Recorded) -> None:
+    async def _record(self, batch: Batch, cursor: Cursor | None, done: Recorded) -> None:
+        """Store a batch, unless it holds nothing beyond the stored `cursor`, and add the result to `done`."""
+        if not (batch.entries or batch.dead or batch.checkpoints or batch.warnings or batch.cursor != cursor):
+            return
         if self._agentjet_tasks is not None:
-            # Before personal data leaves it: the file was written with what was there.
+            # Before redaction: the AgentJet file holds the original texts.
             batch = await asyncio.to_thread(self._agentjet_tasks.skipped, batch)
         if self._redact is not None:
             batch = await asyncio.to_thread(redacted, batch, self._redact)
         recorded = await self._store.write(
             jsonl_connector.record if self.connector.type == "jsonl" else ledger.record_batch,
-            await self._source(),
+            self._source,
             batch,
             train_ratio=self._settings.train_ratio,
             split_seed=self._settings.split_seed,
@@ -223,179 +235,157 @@ class SourceIngestion:
         self._counts = None if recorded.retold or self._counts is None else recorded.onto(self._counts)
 
     async def _report(self, done: Recorded, cursor: Cursor | None, error: FlywheelError | None) -> SourceReport:
-        if self._number is None:
-            # The state itself cannot be used.
-            return SourceReport(self.path, 0, "", SourceCounts(0, 0, {}, 0), 0, (), error)
+        """Note the source's condition in the ledger and report the pass. `cursor` is None after an error."""
+        if not self._source:
+            return SourceReport(self.path, error=error)
         try:
             if self._counts is None:
-                # Once: counting all replies takes the longer, the more there are.
-                self._counts = await self._store.read(ledger.counts_of, self._number)
-            counts = self._counts
+                # Cached, because counting takes longer the more replies there are.
+                self._counts = await self._store.read(ledger.counts_of, self._source)
             if cursor is not None:
-                self._warnings = self._warned(counts, cursor, tuple(dict.fromkeys(done.warnings)))
+                if isinstance(self.connector, StudioConnector) and cursor.rowid and not self._counts.replies:
+                    # Reported as long as the database has no agent's reply, also by a pass without new spans.
+                    self._warnings = (_no_agent_spans(self.connector),) if self.connector.kinds else self._warnings
+                else:
+                    self._warnings = tuple(dict.fromkeys(done.warnings))
             noted = {
                 "schema": self.connector.schema,
                 "longest_read_ms": round(self.connector.longest_read_ms, 1),
-                "condition": _condition(error),
+                "condition": error.condition if isinstance(error, SourceError) else "not stored" if error else "ok",
                 "error": str(error or ""),
                 "warning": "; ".join(self._warnings),
             }
             if noted != self._noted:
-                await self._store.write(ledger.note_source, self._number, read_at=utcnow(), **noted)
+                await self._store.write(ledger.note_source, self._source, read_at=utcnow(), **noted)
                 self._noted = noted
         except StoreError as failure:
-            return SourceReport(self.path, self._number, "", SourceCounts(0, 0, {}, 0), 0, (), error or failure)
-        return SourceReport(
-            self.path, self._number, self.connector.schema, counts, done.new_tasks, self._warnings, error
-        )
-
-    def _warned(self, counts: SourceCounts, cursor: Cursor, told: tuple[str, ...]) -> tuple[str, ...]:
-        """A database without agents is told about for as long as it has none, never passed over in silence."""
-        if not isinstance(self.connector, StudioConnector) or counts.replies or not cursor.rowid:
-            return told
-        if not self.connector.kinds:
-            return self._warnings
-        found = ", ".join(f"{count} {kind}" for kind, count in self.connector.kinds.most_common())
-        return (
-            f"{self.path} holds {self.connector.kinds.total()} spans and not one of them is an agent's ({found}): "
-            "only agents' replies become tasks. Trace the agent itself, with AgentScope's own tracing.",
-        )
+            return SourceReport(self.path, self._source, error=error or failure)
+        schema = self.connector.schema
+        return SourceReport(self.path, self._source, schema, self._counts, done.new_tasks, self._warnings, error)
 
 
-async def _next(batches: AsyncGenerator[Batch], stop: asyncio.Event | None) -> Batch | None:
-    """The next batch; None at the end, or when `stop` comes first: many long histories wait for each other."""
-    if stop is None:
-        return await anext(batches, None)
-    if stop.is_set():
-        return None
-    coming = asyncio.ensure_future(_of(batches))
+def _no_agent_spans(connector: StudioConnector) -> str:
+    """The warning about a database with spans, but without a span of an agent."""
+    found = ", ".join(f"{count} {kind}" for kind, count in connector.kinds.most_common())
+    return (
+        f"{connector.path} holds {connector.kinds.total()} spans and none of them is an agent's ({found}): only the "
+        "replies of agents become tasks. Trace the agent itself, with AgentScope's own tracing."
+    )
+
+
+async def _until(stop: asyncio.Event, batches: AsyncGenerator[Batch]) -> AsyncGenerator[Batch]:
+    """The batches until `stop` is set, also while the next one is awaited: sources with long histories take turns."""
     stopped = asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait((coming, stopped), return_when=asyncio.FIRST_COMPLETED)
-        return coming.result() if coming.done() else None
-    finally:
-        for task in (coming, stopped):
-            task.cancel()
-        await asyncio.gather(coming, stopped, return_exceptions=True)
-
-
-async def _of(batches: AsyncGenerator[Batch]) -> Batch | None:
-    return await anext(batches, None)
-
-
-def _condition(error: FlywheelError | None) -> str:
-    """One or two words for what `error` tells in full."""
-    match error:
-        case None:
-            return "ok"
-        case SourceError():
-            return error.condition
-        case _:
-            return "not stored"
-
-
-def _says_something(batch: Batch, cursor: Cursor | None) -> bool:
-    return bool(batch.entries or batch.dead or batch.checkpoints or batch.warnings or batch.cursor != cursor)
+    async with aclosing(batches):
+        try:
+            while not stop.is_set():
+                coming = asyncio.ensure_future(anext(batches, None))
+                await asyncio.wait((coming, stopped), return_when=asyncio.FIRST_COMPLETED)
+                if not coming.done():
+                    coming.cancel()
+                    await asyncio.gather(coming, return_exceptions=True)
+                    return
+                if (batch := coming.result()) is None:
+                    return
+                yield batch
+        finally:
+            stopped.cancel()
+            await asyncio.gather(stopped, return_exceptions=True)
 
 
 class Ingestion:
-    """Reads all sources of a configuration into the store."""
+    """Ingests all sources of a configuration. Without `export_tasks`, the task file is not written."""
 
     def __init__(self, store: Store, config: Config, *, export_tasks: bool = True) -> None:
         self._store = store
         self._config = config
         self._export = export_tasks
-        # Another program, of another user perhaps, reads it where it was told to be.
+        # With ingest.output, another user's program may read the file.
         self._task_file = TaskFile(config.task_file, mode=PRIVATE if config.ingest.output is None else 0o666)
         self._agentjet_tasks = AgentJetTasks(config.task_file)
         self._redact = redactor_of(config.filter.chain) if config.filter.chain else None
         self._shares = SharedLimits()
-        self._line_threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="lines")
+        self._jsonl_threads = ThreadPoolExecutor(SOURCES_AT_ONCE, thread_name_prefix="jsonl")
         self._sources: dict[Path, SourceIngestion] = {}
 
     def sources(self) -> list[SourceIngestion]:
-        """The sources there are now: the files of a directory come and go. The same one named twice is one."""
+        """The sources that exist now, including each file of a JSONL directory. A path named twice is one source."""
         for source in self._config.sources:
-            match source:
-                case StudioSource():
-                    self._add(source.path.absolute(), "studio", source)
-                case OtlpSource():
-                    inbox = inbox_path(self._config.state_dir, source.listen)
-                    if inbox.exists():  # the daemon makes it when it begins to receive
-                        self._add(inbox, "otlp", source)
-                case JsonlSource():
-                    for file in _files(source.path.absolute()):
-                        self._add(file, "jsonl", source)
+            if isinstance(source, OtlpSource):
+                inbox = inbox_path(self._config.state_dir, source.listen)
+                paths = [inbox] if inbox.exists() else []  # the receiver creates it
+            elif isinstance(source, JsonlSource):
+                try:
+                    paths = files_of(source.path.absolute())
+                except SourceError:
+                    paths = [source.path.absolute()]  # reading it reports the error
+            else:
+                paths = [source.path.absolute()]
+            for path in paths:
+                if path in self._sources:
+                    continue
+                models = self._config.models_of(source)
+                self._sources[path] = SourceIngestion(
+                    self._store,
+                    JsonlConnector(path, self._jsonl_threads, models)
+                    if isinstance(source, JsonlSource)
+                    else StudioConnector(
+                        path, self._config, self._store, kind=source.type, shares=self._shares, models=models
+                    ),
+                    self._config.ingest,
+                    redact=self._redact,
+                    agentjet_tasks=self._agentjet_tasks,
+                )
         return list(self._sources.values())
-
-    def _add(self, path: Path, kind: str, source: SourceSettings) -> None:
-        if path not in self._sources:
-            models = self._config.models_of(source)
-            connector = (
-                JsonlConnector(path, self._line_threads, models)
-                if kind == "jsonl"
-                else StudioConnector(path, self._config, self._store, kind=kind, shares=self._shares, models=models)
-            )
-            self._sources[path] = SourceIngestion(
-                self._store, connector, self._config.ingest, redact=self._redact, agentjet_tasks=self._agentjet_tasks
-            )
 
     async def run(
         self, *, final: bool = False, sweep: bool = False, stop: asyncio.Event | None = None
     ) -> list[SourceReport]:
-        """One pass. A source that fails reports its error and leaves the others alone.
+        """Read every source once. An error of one source is in its report and does not affect the others.
 
-        `final` closes replies at once instead of waiting for their traces to settle; `sweep` compares whole sources
-        with the ledger instead of their newest rows. After `stop` passes end at their next batch.
+        `final` closes replies at once instead of waiting until their traces are quiet. `sweep` makes a full scan of
+        each source instead of a recent re-scan. After `stop`, passes end at their next batch.
         """
-        seats = asyncio.Semaphore(AT_ONCE)
+        free = asyncio.Semaphore(SOURCES_AT_ONCE)
 
-        async def one(source: SourceIngestion) -> SourceReport:
-            async with seats:
+        async def read(source: SourceIngestion) -> SourceReport:
+            async with free:
                 report = await source.read(final=final, stop=stop)
                 is_stopped = stop is not None and stop.is_set()
-                if report.error is None and not is_stopped and (source.is_rescan_due or sweep):
+                if report.error is None and not is_stopped and (sweep or source.rescan_at <= time.time()):
                     found = await source.rescan(whole=sweep, throttled=False)
-                    # Traces that were found to be open are waited for by a pass.
+                    # This pass waits for the traces that the re-scan opened again.
                     again = await source.read(final=final, stop=stop)
                     warnings = tuple(dict.fromkeys((*report.warnings, *again.warnings)))
-                    new = report.new + found.new_tasks + again.new
-                    report = replace(again, new=new, warnings=warnings)
+                    report = replace(again, new=report.new + found.new_tasks + again.new, warnings=warnings)
                 return report
 
         done = asyncio.Event()
-        following = asyncio.create_task(self._follow(done))
+        exporting = asyncio.create_task(self._export_until(done))
         try:
-            reports = await asyncio.gather(*(one(source) for source in self.sources()))
+            reports = await asyncio.gather(*(read(source) for source in self.sources()))
         finally:
             done.set()
-            await following
+            await exporting
         await self.export()
         return list(reports)
 
     async def export(self) -> None:
-        """Append what is new to the task file."""
+        """Append new tasks to the task file."""
         if self._export:
             await self._task_file.follow(self._store)
 
-    async def _follow(self, done: asyncio.Event) -> None:
+    async def _export_until(self, done: asyncio.Event) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(done.wait(), FOLLOW_SECONDS)
+                await asyncio.wait_for(done.wait(), EXPORT_SECONDS)
                 return
             with contextlib.suppress(StoreError):
-                # What goes wrong is told at the end, if it still does then.
+                # `run` exports again at its end and reports an error that persists.
                 await self.export()
 
     async def close(self) -> None:
+        """Close all connectors and end their threads."""
         for source in self._sources.values():
-            await source.close()
-        self._line_threads.shutdown()
-
-
-def _files(path: Path) -> list[Path]:
-    """The files of a source of lines; its own path if they cannot be listed, for reading it tells why."""
-    try:
-        return files_of(path)
-    except SourceError:
-        return [path]
+            await source.connector.close()
+        self._jsonl_threads.shutdown()

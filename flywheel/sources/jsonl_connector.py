@@ -1,4 +1,4 @@
-"""One file of task lines on its way into the ledger."""
+"""Connects a JSONL file to the ledger: reads it in threads, and stores its tasks under unique ids."""
 
 from __future__ import annotations
 
@@ -23,34 +23,33 @@ from flywheel.store import ledger, reingestion
 from flywheel.store.ledger import Recorded
 from flywheel.trace import Cursor
 
-
-def record(conn: Connection, source: int, batch: Batch, *, train_ratio: float, split_seed: int) -> Recorded:
-    """Store one batch of lines by names that tell them apart, in the caller's transaction."""
-    by_name = named(conn, source, TaskIds(), batch.entries)
-    # The same words for every batch: they are told once.
-    warnings = batch.warnings
-    if any(entry and entry.line and entry.key != own.key for entry, own in zip(by_name, batch.entries, strict=True)):
-        warnings += ("some lines have the task_id of another task: each is a task of its own, named by a hash",)
-    if None in by_name:
-        warnings += ("some lines that are no tasks have the task_id of a task: they add nothing",)
-    apart = replace(batch, entries=tuple(entry for entry in by_name if entry), warnings=warnings)
-    return ledger.record_batch(conn, source, apart, train_ratio=train_ratio, split_seed=split_seed)
-
-
-def named(conn: Connection, source: int, names: TaskIds, entries: tuple[Entry, ...]) -> list[Entry | None]:
-    """The entries by the names that they have in the ledger, or will have; None for one that adds nothing to it."""
-    keys = {entry.key for entry in entries}
-    keys |= {entry.otherwise for entry in entries if isinstance(entry, JsonlEntry) and not entry.line}
-    known = reingestion.known_replies(conn, source, sorted(keys))
-    return names.given(entries, known, partial(reingestion.line_of, conn))
-
-
 T = TypeVar("T")
 
 
+def record(conn: Connection, source: int, batch: Batch, *, train_ratio: float, split_seed: int) -> Recorded:
+    """Store one batch in the caller's transaction, each task under an id of its own."""
+    assigned = with_ids(conn, source, TaskIds(), batch.entries)
+    # The texts are the same for every batch, so each is reported once.
+    warnings = batch.warnings
+    if any(entry and entry.line and entry.key != own.key for entry, own in zip(assigned, batch.entries, strict=True)):
+        warnings += ("some lines have the task_id of a different task: these tasks get a hash as their id",)
+    if None in assigned:
+        warnings += ("some lines without a task have the task_id of a task: they are ignored",)
+    batch = replace(batch, entries=tuple(entry for entry in assigned if entry), warnings=warnings)
+    return ledger.record_batch(conn, source, batch, train_ratio=train_ratio, split_seed=split_seed)
+
+
+def with_ids(conn: Connection, source: int, ids: TaskIds, entries: tuple[Entry, ...]) -> list[Entry | None]:
+    """The entries with the ids that they have in the ledger or will get; None for one that adds nothing."""
+    keys = {entry.key for entry in entries}
+    keys |= {entry.otherwise for entry in entries if isinstance(entry, JsonlEntry) and not entry.line}
+    known = reingestion.known_replies(conn, source, sorted(keys))
+    return ids.assign(entries, known, partial(reingestion.line_of, conn))
+
+
 class JsonlConnector:
-    """The reader of one file. It runs in a few `threads` for all files, since a directory may hold thousands; what is
-    done with one file is done in order."""
+    """Reads one file in the shared `threads`: a directory may hold thousands of files. Calls run one after
+    another."""
 
     type = "jsonl"
     due_at: float | None = None
@@ -71,7 +70,7 @@ class JsonlConnector:
         return self._reader.longest_read_ms
 
     async def read(self, number: int, cursor: Cursor, *, final: bool) -> AsyncGenerator[Batch]:
-        """One pass, batch by batch; each must be stored before the next is asked for."""
+        """One pass from the cursor on. Each batch must be stored before the next one is requested."""
         if await self._in_thread(partial(is_listed, self.path)):
             return
         self.progress = Progress()
@@ -80,20 +79,20 @@ class JsonlConnector:
             self.progress.read += len(batch.entries) + len(batch.dead)
             yield batch
         if final:
-            # Nobody waits for what comes, so it need not stay open.
-            await self._in_thread(self._reader.close)
+            # No further pass is expected, so the file need not stay open.
+            await self.close()
 
     def forget(self) -> None:
-        """Nothing is remembered beside the cursor."""
+        """The reader holds no uncommitted state."""
 
     async def close(self) -> None:
         await self._in_thread(self._reader.close)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        """Run something with the reader, after what was given up before it ended."""
+        """Run `work` in a thread, after the previous call has ended, even if that one was cancelled."""
         if self._last is not None:
             await asyncio.wait((self._last,))
         running = self._last = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        # What went wrong in something that was given up is nobody's matter.
+        # An error of a cancelled call is of no interest.
         running.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(running)

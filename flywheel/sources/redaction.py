@@ -1,4 +1,4 @@
-"""Personal data leaves what a source brings before any of it is stored or written to a file."""
+"""Removes personal data from a batch before any of it is stored or written to a file."""
 
 from __future__ import annotations
 
@@ -8,32 +8,26 @@ from msgspec.structs import replace
 from flywheel.batch import Batch, Entry, line_bytes
 from flywheel.filtering.pii import Redactor
 from flywheel.similarity import beginning_of, prompt_signatures
-from flywheel.trace import DeadRow
 
 
 def redacted(batch: Batch, redact: Redactor) -> Batch:
-    """The batch as the ledger may have it. The hash of a reply's content stays: it only notices changes."""
+    """The batch without personal data. Content hashes stay those of the original: they only detect changes."""
+
+    def text(text: str) -> str:
+        line = {"main_query": text, "answer": "", "init_messages": [], "metadata": {}}
+        return str(redact(line)["main_query"]) if text else text
+
+    def entry(entry: Entry) -> Entry:
+        detail = text(entry.detail)
+        if not entry.line:
+            return replace(entry, detail=detail)
+        line = redact(orjson.loads(entry.line))
+        words, bands = prompt_signatures([line["main_query"]])[0] if entry.words else ((), ())
+        beginning = beginning_of(line)
+        return replace(entry, line=line_bytes(line), detail=detail, beginning=beginning, words=words, bands=bands)
+
     return replace(
         batch,
-        entries=tuple(_entry(entry, redact) for entry in batch.entries),
-        dead=tuple(_dead(row, redact) for row in batch.dead),
+        entries=tuple(entry(one) for one in batch.entries),
+        dead=tuple(replace(row, error=text(row.error), excerpt=text(row.excerpt)) for row in batch.dead),
     )
-
-
-def _entry(entry: Entry, redact: Redactor) -> Entry:
-    detail = _text(entry.detail, redact)
-    if not entry.line:
-        return replace(entry, detail=detail)
-    line = redact(orjson.loads(entry.line))
-    words, bands = prompt_signatures([line["main_query"]])[0] if entry.words else ((), ())
-    begun = beginning_of(line)
-    return replace(entry, line=line_bytes(line), detail=detail, beginning=begun, words=words, bands=bands)
-
-
-def _dead(row: DeadRow, redact: Redactor) -> DeadRow:
-    return replace(row, error=_text(row.error, redact), excerpt=_text(row.excerpt, redact))
-
-
-def _text(text: str, redact: Redactor) -> str:
-    line = {"main_query": text, "answer": "", "init_messages": [], "metadata": {}}
-    return str(redact(line)["main_query"]) if text else text

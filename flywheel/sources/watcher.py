@@ -1,6 +1,6 @@
-"""Waking up when a source changes: file system events from its directory, where they come.
+"""File system events of sources: calls back when a file, or any file in a directory, changes.
 
-Polling remains the backstop: network mounts send no events, and a queue of events can overflow.
+Polling remains necessary: network mounts send no events, and an event queue can overflow.
 """
 
 from __future__ import annotations
@@ -19,79 +19,79 @@ log = logging.getLogger(__name__)
 
 
 class _Directory(FileSystemEventHandler):
-    """What happens in one directory, told to those who watch a file in it."""
+    """Receives the events of one directory and forwards those of watched files. An empty name watches all files."""
 
-    def __init__(self, path: Path, tell: Callable[[Callable[[], object]], None]) -> None:
-        self.wakes: dict[str, Callable[[], object]] = {}
+    def __init__(self, path: Path, call: Callable[[Callable[[], object]], None]) -> None:
+        self.callbacks: dict[str, Callable[[], object]] = {}
         self.was_deleted = False
-        """Its watch is dead then, even where a directory of the same number has taken its place."""
+        """The watch is dead then, even if a new directory has the same inode number."""
         self.is_polled = False
         self._path = str(path)
-        self._tell = tell
+        self._call = call
 
     def on_any_event(self, event: FileSystemEvent) -> None:
-        # Reading makes events too ("opened", "closed_no_write"): they would wake us for our own looking.
+        # Reading causes events too ("opened", "closed_no_write"): they would call back for our own reads.
         if event.event_type not in ("created", "modified", "moved", "deleted"):
             return
         if event.event_type == "deleted" and event.src_path == self._path:
             self.was_deleted = True
         names = {Path(str(path)).name for path in (event.src_path, getattr(event, "dest_path", "")) if path}
-        for watched, wake in list(self.wakes.items()):
-            # SQLite writes beside the file: NAME-journal, NAME-wal. An empty name stands for the whole directory.
+        for watched, callback in list(self.callbacks.items()):
+            # SQLite writes beside the file: NAME-journal, NAME-wal.
             if any(name.startswith(watched) for name in names):
-                self._tell(wake)
+                self._call(callback)
 
 
 class Watcher:
-    """Watches files through their directories, as both come and go."""
+    """Watches files through their directories, since both can appear, disappear and be replaced."""
 
     def __init__(self) -> None:
         self._directories: dict[Path, _Directory] = {}
-        self._scheduled: dict[Path, tuple[tuple[int, int], ObservedWatch]] = {}
+        self._watches: dict[Path, tuple[tuple[int, int], ObservedWatch]] = {}
         self._observer = Observer()
         self._loop = asyncio.get_running_loop()
         self._observer.start()
 
-    def watch(self, path: Path, wake: Callable[[], object]) -> None:
-        """Call `wake` in the event loop after anything happens to a file, or to what a link leads to."""
+    def watch(self, path: Path, callback: Callable[[], object]) -> None:
+        """Call `callback` in the event loop after a change of the file, or of the file that a link points to."""
         for place in {path, path.resolve()}:
-            self._in(place.parent).wakes[place.name] = wake
+            self._directory(place.parent).callbacks[place.name] = callback
         self.refresh()
 
-    def watch_directory(self, path: Path, wake: Callable[[], object]) -> None:
-        """Call `wake` in the event loop after anything happens to any file in a directory."""
-        self._in(path).wakes[""] = wake
+    def watch_directory(self, path: Path, callback: Callable[[], object]) -> None:
+        """Call `callback` in the event loop after a change of any file in the directory."""
+        self._directory(path).callbacks[""] = callback
         self.refresh()
 
-    def _in(self, directory: Path) -> _Directory:
-        return self._directories.setdefault(directory, _Directory(directory, self._tell))
+    def _directory(self, path: Path) -> _Directory:
+        return self._directories.setdefault(path, _Directory(path, self._call))
 
-    def _tell(self, wake: Callable[[], object]) -> None:
+    def _call(self, callback: Callable[[], object]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has been closed in the meantime
-            self._loop.call_soon_threadsafe(wake)
+            self._loop.call_soon_threadsafe(callback)
 
     def refresh(self) -> None:
-        """Watch directories that have appeared or were made anew, and forget those that went away."""
+        """Watch directories that appeared or were replaced, and drop the watches of those that disappeared."""
         for path, directory in self._directories.items():
             identity = _identity(path)
-            if path in self._scheduled and (self._scheduled[path][0] != identity or directory.was_deleted):
+            if path in self._watches and (self._watches[path][0] != identity or directory.was_deleted):
                 directory.was_deleted = False
-                _, watch = self._scheduled.pop(path)
+                _, watch = self._watches.pop(path)
                 with contextlib.suppress(KeyError, OSError):
                     self._observer.unschedule(watch)
-            if identity is None or path in self._scheduled:
+            if identity is None or path in self._watches:
                 continue
             try:
-                self._scheduled[path] = (identity, self._observer.schedule(directory, str(path)))
+                self._watches[path] = (identity, self._observer.schedule(directory, str(path)))
             except OSError as error:
                 if not directory.is_polled:
                     log.warning("no file system events from %s (%s): polling only", path, error)
                 directory.is_polled = True
                 continue
             directory.is_polled = False
-            # What happened before the watch began was not seen.
-            for wake in directory.wakes.values():
-                self._tell(wake)
+            # Changes before the watch began caused no event.
+            for callback in directory.callbacks.values():
+                self._call(callback)
 
     def stop(self) -> None:
         self._observer.stop()
@@ -100,6 +100,7 @@ class Watcher:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
+    """Device and inode of a directory; None if there is none."""
     try:
         found = path.stat()
     except OSError:

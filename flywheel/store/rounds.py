@@ -207,7 +207,7 @@ def _mark_inexact(conn: Connection, row: Row[Any, Any, Any, Any], why: str) -> N
     """No later round takes this task; its line in the task file stays."""
     line = dict(row.payload)
     known = line["metadata"]["prompt_reason"]
-    reason = exclusion.joined(filter(None, (known, why)))
+    reason = "; ".join(filter(None, (known, why)))
     rewrite_lines(
         conn, {row.id: line | {"metadata": line["metadata"] | {"prompt_exact": False, "prompt_reason": reason}}}
     )

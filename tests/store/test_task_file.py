@@ -105,7 +105,7 @@ async def test_what_was_appended_and_not_marked_is_not_appended_again(
 
 async def test_the_file_follows_while_a_pass_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse({"state": {"dir": "state"}, "sources": [{"path": str(DATA / "new_v2.sqlite")}]}, "test", tmp_path)
-    monkeypatch.setattr(ingestion, "FOLLOW_SECONDS", 0.01)
+    monkeypatch.setattr(ingestion, "EXPORT_SECONDS", 0.01)
     read = SourceIngestion.read
 
     async def read_and_wait(self: SourceIngestion, **how: Any) -> SourceReport:

@@ -1,7 +1,6 @@
-"""One file of lines, opened for reading: which file it is, and its complete lines from any byte on.
+"""An open JSONL file: its identity, and its complete lines from any byte on.
 
-Nothing here knows what a line means. Bytes are read in pieces: neither a long file nor a very long line is ever held
-whole.
+Nothing here interprets a line. Bytes are read in blocks: neither a long file nor a very long line is ever held whole.
 """
 
 from __future__ import annotations
@@ -19,27 +18,26 @@ import xxhash
 from flywheel.errors import SourceError
 
 MAX_LINE: Final = 16 << 20
-"""A line of more bytes than this is not looked into."""
-_PIECE: Final = 1 << 20
-_MARKED: Final = 4096
-"""As much of a line is enough to know it again."""
-_OTHERWISE: Final = {
-    b"\x1f\x8b": ("packed with gzip", "Unpack it, under a name that ends in .jsonl."),
-    b"\x28\xb5\x2f\xfd": ("packed with zstd", "Unpack it, under a name that ends in .jsonl."),
-    b"\xfd7zXZ\x00": ("packed with xz", "Unpack it, under a name that ends in .jsonl."),
-    b"BZh91AY&SY": ("packed with bzip2", "Unpack it, under a name that ends in .jsonl."),
-    b"PK\x03\x04": ("a zip archive", "Unpack it, under a name that ends in .jsonl."),
-    b"\xff\xfe": ("text in UTF-16", "Write it in UTF-8."),
-    b"\xfe\xff": ("text in UTF-16", "Write it in UTF-8."),
+"""Longest line in bytes that is parsed."""
+_BLOCK: Final = 1 << 20
+_FINGERPRINTED: Final = 4096
+"""Bytes at the beginning or end of a line that identify it."""
+_COMPRESSED: Final = {
+    b"\x1f\x8b": "compressed with gzip",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd",
+    b"\xfd7zXZ\x00": "compressed with xz",
+    b"BZh91AY&SY": "compressed with bzip2",
+    b"PK\x03\x04": "a zip archive",
 }
-"""What files begin with that hold no lines in UTF-8; thousands of dead letters would not say it better."""
+"""First bytes of other formats. They are refused as a whole; otherwise each line would be a dead letter."""
+_UTF_16: Final = (b"\xff\xfe", b"\xfe\xff")
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """The bytes from `start` up to `end`, with the line end unless the file ends first.
+    """The bytes from `start` to `end`, including the line end unless the file ends first.
 
-    Of a line that is longer than MAX_LINE, `text` is only the beginning and `tail` the end; `whole` is false.
+    If the line is longer than MAX_LINE, `whole` is false, `text` is its beginning and `tail` its end.
     """
 
     start: int
@@ -48,24 +46,22 @@ class Line:
     tail: bytes
     whole: bool = True
 
-    @property
-    def head_mark(self) -> str:
-        return _mark(self.text[:_MARKED])
 
-    @property
-    def tail_mark(self) -> str:
-        return _mark(self.tail)
-
-
-def _mark(text: bytes) -> str:
+def fingerprint(text: bytes) -> str:
+    """Length and hash of some bytes, as LENGTH:HASH."""
     return f"{len(text)}:{xxhash.xxh3_64_hexdigest(text)}"
 
 
-def files_of(path: Path) -> list[Path]:
-    """The files that a path stands for: itself, or a directory's `*.jsonl` in the order of their names.
+def head_fingerprint(line: Line) -> str:
+    """The fingerprint of the first bytes of a line."""
+    return fingerprint(line.text[:_FINGERPRINTED])
 
-    A directory is itself among them when something in it cannot be read; reading it says what. Raises SourceError
-    when there is nothing at `path`.
+
+def files_of(path: Path) -> list[Path]:
+    """The files of a source path: the path itself, or a directory's `*.jsonl` files, sorted by name.
+
+    A directory is itself included if a file in it cannot be read; reading it reports why. Raises SourceError if
+    nothing exists at `path`.
     """
     try:
         if not path.is_dir():
@@ -73,23 +69,23 @@ def files_of(path: Path) -> list[Path]:
             return [path]
         named, misnamed = _files_in(path)
     except OSError as error:
-        raise _unreachable(path, error) from error
+        raise _unreadable(path, error) from error
     return [*named, path] if misnamed else named
 
 
 def is_listed(path: Path) -> bool:
     """Whether this is a directory, whose files are sources of their own.
 
-    Raises SourceError if it cannot be seen, or a file in it not be named.
+    Raises SourceError if it cannot be listed, or if the name of a file in it is not valid UTF-8.
     """
     try:
         if not path.is_dir():
             return False
         misnamed = _files_in(path)[1]
     except PermissionError as error:
-        raise _unreachable(path, error) from error
+        raise _unreadable(path, error) from error
     except OSError:
-        return False  # reading says it better
+        return False  # opening it reports a better error
     if misnamed:
         raise SourceError(
             f"read {path}",
@@ -100,7 +96,7 @@ def is_listed(path: Path) -> bool:
 
 
 def _files_in(path: Path) -> tuple[list[Path], list[Path]]:
-    """The files of lines in a directory, and those of a name that is no text."""
+    """The JSONL files of a directory: those with a valid name, and those whose name is not UTF-8."""
     found = sorted(
         file for file in path.iterdir() if file.suffix == ".jsonl" and file.name[0] != "." and file.is_file()
     )
@@ -109,18 +105,18 @@ def _files_in(path: Path) -> tuple[list[Path], list[Path]]:
 
 
 class JsonlFile:
-    """An open file. It stays the same one when its name is given to another."""
+    """An open file. It remains the same file when another one takes its name. Raises SourceError."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.longest_read_ms = 0.0
         self.unfinished: Line | None = None
-        """What the last pass over `lines` found behind the last line end."""
+        """The line without a line end that the last pass over `lines` found at the end of the file."""
         try:
             # Without O_NONBLOCK, opening a pipe would wait for its writer.
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
-            raise _unreachable(path, error) from error
+            raise _unreadable(path, error) from error
         found = os.fstat(self._fd)
         if not stat.S_ISREG(found.st_mode):
             self.close()
@@ -133,53 +129,52 @@ class JsonlFile:
         os.close(self._fd)
 
     def refuse_other_formats(self) -> None:
-        """Raises SourceError if it begins as no file of lines does."""
-        beginning = self._take(0, max(map(len, _OTHERWISE)))
-        for mark, (what, hint) in _OTHERWISE.items():
-            if beginning.startswith(mark):
-                error = SourceError(f"read {self._path}", f"it is {what}, not lines of JSON in UTF-8", hint)
-                error.condition = "not lines"
-                raise error
+        """Raise SourceError if the first bytes are those of a compressed file or of UTF-16 text."""
+        first = self._take(0, 16)
+        what = next((what for mark, what in _COMPRESSED.items() if first.startswith(mark)), "")
+        hint = "Unpack it, under a name that ends in .jsonl."
+        if first.startswith(_UTF_16):
+            what, hint = "text in UTF-16", "Write it in UTF-8."
+        if what:
+            error = SourceError(f"read {self._path}", f"it is {what}, not lines of JSON in UTF-8", hint)
+            error.condition = "not lines"
+            raise error
 
     def is_at(self, path: Path) -> bool:
-        """Whether `path` still leads to this file. Raises SourceError if it leads nowhere."""
+        """Whether `path` still names this file. Raises SourceError if nothing exists there."""
         try:
             found = path.stat()
         except OSError as error:
-            raise _unreachable(path, error) from error
+            raise _unreadable(path, error) from error
         return self.identity == f"{found.st_dev}:{found.st_ino}"
 
     @property
     def is_deleted(self) -> bool:
-        """Whether no name leads to this file any more."""
+        """Whether the file has no name any more."""
         return os.fstat(self._fd).st_nlink == 0
 
     @property
     def state(self) -> tuple[int, int]:
-        """Size and time of the last change."""
+        """Size in bytes and time of the last change in nanoseconds."""
         found = os.fstat(self._fd)
         return found.st_size, found.st_mtime_ns
 
-    def ends_so(self, end: int, mark: str) -> bool:
-        """Whether the bytes before `end` still are those of `mark`."""
+    def has_at(self, mark: str, *, end: int | None = None) -> bool:
+        """Whether the bytes before `end`, or the first bytes of the file, have the fingerprint `mark`."""
         length = int(mark.partition(":")[0])
-        return _mark(self._take(end - length, length)) == mark
-
-    def begins_so(self, mark: str) -> bool:
-        """Whether the first bytes still are those of `mark`."""
-        return _mark(self._take(0, int(mark.partition(":")[0]))) == mark
+        return fingerprint(self._take(0 if end is None else end - length, length)) == mark
 
     def lines(self, start: int) -> Iterator[Line]:
-        """Every complete line from `start` on. Raises SourceError."""
+        """Every complete line from byte `start` on. Raises SourceError."""
         self.unfinished = None
         held = bytearray()
         searched = 0
-        while piece := self._take(start + len(held), _PIECE):
-            held += piece
+        while block := self._take(start + len(held), _BLOCK):
+            held += block
             first = 0
             while (stop := held.find(b"\n", max(first, searched))) >= 0:
                 text = bytes(held[first : stop + 1])
-                yield Line(start + first, start + stop + 1, text, text[-_MARKED:], len(text) <= MAX_LINE)
+                yield Line(start + first, start + stop + 1, text, text[-_FINGERPRINTED:], len(text) <= MAX_LINE)
                 first = stop + 1
             del held[:first]
             start += first
@@ -194,35 +189,35 @@ class JsonlFile:
                 start, searched = long.end, 0
         if held:
             text = bytes(held)
-            self.unfinished = Line(start, start + len(text), text, text[-_MARKED:])
+            self.unfinished = Line(start, start + len(text), text, text[-_FINGERPRINTED:])
 
     def _long_line(self, start: int, held: bytes) -> Line:
-        """The line of which `held` is the beginning, without keeping what lies between its ends."""
-        at, tail = start + len(held), held[-_MARKED:]
-        while piece := self._take(at, _PIECE):
-            stop = piece.find(b"\n") + 1
-            tail = (tail + (piece[:stop] if stop else piece))[-_MARKED:]
-            at += stop or len(piece)
+        """The line that begins with `held`; what lies between its two ends is not kept."""
+        at, tail = start + len(held), held[-_FINGERPRINTED:]
+        while block := self._take(at, _BLOCK):
+            stop = block.find(b"\n") + 1
+            tail = (tail + (block[:stop] if stop else block))[-_FINGERPRINTED:]
+            at += stop or len(block)
             if stop:
                 break
-        return Line(start, at, held[:_MARKED], tail, whole=False)
+        return Line(start, at, held[:_FINGERPRINTED], tail, whole=False)
 
     def _take(self, at: int, length: int) -> bytes:
         began = time.perf_counter()
         try:
             return os.pread(self._fd, length, at)
         except OSError as error:
-            raise _unreachable(self._path, error) from error
+            raise _unreadable(self._path, error) from error
         finally:
             self.longest_read_ms = max(self.longest_read_ms, (time.perf_counter() - began) * 1000)
 
 
-def _unreachable(path: Path, error: OSError) -> SourceError:
-    hints: dict[type[OSError], str] = {
-        FileNotFoundError: "Correct the source's path, or wait until the file is written.",
-        PermissionError: "Make it readable for this user.",
-    }
-    hint = hints.get(type(error), "Check the disk and the system log.")
+def _unreadable(path: Path, error: OSError) -> SourceError:
+    condition, hint = "failing", "Check the disk and the system log."
+    if isinstance(error, FileNotFoundError):
+        condition, hint = "missing", "Correct the source's path, or wait until the file is written."
+    elif isinstance(error, PermissionError):
+        condition, hint = "denied", "Make it readable for this user."
     found = SourceError(f"read {path}", error.strerror or str(error), hint, retryable=True)
-    found.condition = {FileNotFoundError: "missing", PermissionError: "denied"}.get(type(error), "failing")
+    found.condition = condition
     return found

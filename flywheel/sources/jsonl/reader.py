@@ -1,8 +1,8 @@
-"""Reads one file of lines from a cursor on: page by page, each page's tasks together with the cursor to store.
+"""Reads a JSONL file from a cursor on, in batches of tasks, each with the cursor to store.
 
-The cursor counts bytes, and knows the file by device and inode and, in its anchor, by the first line and the last one
-that was read: a file that was rotated, truncated, replaced or rewritten in place is read from its beginning, and the
-ledger's keys stop duplicates. A file that was moved away is read to its end before the one that took its name.
+The cursor counts bytes. It identifies the file by device and inode and, in its anchor, by fingerprints of the first
+line and of the last one read. A file that was rotated, truncated, replaced or rewritten is read from its beginning;
+task ids prevent duplicates. A file that was moved away is read to its end before the one that took its name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from flywheel.batch import Batch, Entry
 from flywheel.errors import SourceError
 from flywheel.exclusion import ANY_MODEL, TrainedModels
-from flywheel.sources.jsonl.file import MAX_LINE, JsonlFile, Line
+from flywheel.sources.jsonl.file import MAX_LINE, JsonlFile, Line, fingerprint, head_fingerprint
 from flywheel.sources.jsonl.messages import LineError
 from flywheel.sources.jsonl.record import entry_of_line
 from flywheel.trace import Cursor, DeadRow
@@ -30,31 +30,28 @@ log = logging.getLogger(__name__)
 PAGE_LINES: Final = 500
 PAGE_BYTES: Final = 4 << 20
 EXCERPT: Final = 2000
+"""Characters of a line that a dead letter shows."""
 
 
 class JsonlReader:
-    """One file. It is opened when it is first read; one thread at a time may use it."""
+    """Reads one file, which is opened by the first read. Not thread-safe. `models` says whose tasks are trained
+    on."""
 
     schema = "jsonl"
 
     def __init__(self, path: Path, models: TrainedModels = ANY_MODEL) -> None:
-        """`models` says whose tasks are trained on."""
         self.path = path
         self._models = models
         self._file: JsonlFile | None = None
-        self._identity = ""
         self._longest_read_ms = 0.0
-        self._waiting: tuple[int, int] | None = None
-        self._still: tuple[Cursor, tuple[int, int]] | None = None
-
-    @property
-    def identity(self) -> str:
-        """Device and inode of the file when it was last read; empty before."""
-        return self._identity
+        self._unfinished: tuple[int, int] | None = None
+        """Start and end of the unfinished last line that the last pass found."""
+        self._unchanged: tuple[Cursor, tuple[int, int]] | None = None
+        """Cursor and file state at which there is nothing to read but a long unfinished line."""
 
     @property
     def longest_read_ms(self) -> float:
-        """The longest read so far. Readers of a file keep no writer waiting."""
+        """The longest read so far. It delays no writer: reading a file takes no lock."""
         return max(self._longest_read_ms, self._file.longest_read_ms if self._file else 0.0)
 
     def close(self) -> None:
@@ -64,47 +61,46 @@ class JsonlReader:
             self._file = None
 
     def read(self, cursor: Cursor, *, final: bool = False) -> Iterator[Batch]:
-        """One pass to the end of the file; nothing if nothing is new. Raises SourceError.
+        """One pass to the end of the file; no batch if nothing is new. Raises SourceError.
 
-        Ask for the next batch only when the last one is stored. A last line without a line end waits for it; `final`
-        takes it if it is a whole object.
+        Store each batch before the next one is requested. A last line without a line end is read when that is
+        written; with `final`, if it is a complete object.
         """
         if self._file is not None:
-            for batch in self._if_moved(self._file, cursor):
+            for batch in self._rest_of_moved(self._file, cursor):
                 yield batch
                 cursor = batch.cursor or cursor
         file = self._file = self._file or JsonlFile(self.path)
-        self._identity = file.identity
-        begin, state = _resumed(file, cursor), file.state
-        if not begin.rowid:
+        start, state = _resume(file, cursor), file.state
+        if not start.rowid:
             file.refuse_other_formats()
-        if self._still == (begin, state):
-            yield Batch(begin, warnings=self._warnings(file))
+        if self._unchanged == (start, state):
+            yield Batch(start, warnings=self._warnings(file))
             return
-        for batch in self._pages(file, begin):
+        for batch in self._pages(file, start):
             yield batch
-            begin = cursor = batch.cursor or begin
-        for batch in self._open_line(file, begin, state, final=final):
+            start = cursor = batch.cursor or start
+        for batch in self._last_line(file, start, state, final=final):
             yield batch
-            begin = cursor = batch.cursor or begin
-        if begin != cursor:
-            yield Batch(begin)
+            start = cursor = batch.cursor or start
+        if start != cursor:
+            yield Batch(start)
 
-    def _if_moved(self, file: JsonlFile, cursor: Cursor) -> Iterator[Batch]:
-        """What is left in a file that is no longer where it was; it is closed when it will not come back."""
+    def _rest_of_moved(self, file: JsonlFile, cursor: Cursor) -> Iterator[Batch]:
+        """The rest of an open file that no longer has its name. It is closed unless its name may come back."""
         missing: SourceError | None = None
         try:
             if file.is_at(self.path):
                 return
         except SourceError as error:
             missing = error
-        for batch in self._pages(file, _resumed(file, cursor)):
+        for batch in self._pages(file, _resume(file, cursor)):
             yield batch
             cursor = batch.cursor or cursor
         if missing is None or file.is_deleted:
             if file.unfinished is not None and file.unfinished.text.strip():
-                # Nobody will end this line where it is looked for: it is a task or a dead row as it stands.
-                yield self._batch([file.unfinished], _resumed(file, cursor))
+                # The file is not read again, so this line is a task or a dead letter as it is.
+                yield self._batch([file.unfinished], _resume(file, cursor))
             self.close()
         if missing is not None:
             raise missing
@@ -116,19 +112,19 @@ class JsonlReader:
             yield batch
             cursor = batch.cursor or cursor
 
-    def _open_line(self, file: JsonlFile, cursor: Cursor, state: tuple[int, int], *, final: bool) -> Iterator[Batch]:
-        """What lies behind the last line end."""
-        line, waited, self._waiting, self._still = file.unfinished, self._waiting, None, None
+    def _last_line(self, file: JsonlFile, cursor: Cursor, state: tuple[int, int], *, final: bool) -> Iterator[Batch]:
+        """The unfinished last line: a batch if it is read, or a warning if it has not grown since the last pass."""
+        line, before, self._unfinished, self._unchanged = file.unfinished, self._unfinished, None, None
         if line is None or not line.text.strip():
             return
-        if final and _is_whole(line):
+        if final and _is_complete(line):
             yield self._batch([line], cursor)
             return
-        self._waiting = line.start, line.end
+        self._unfinished = line.start, line.end
         if len(line.text) > MAX_LINE or not line.whole:
-            # Looking for the end of a line this long costs something: not again before the file changes.
-            self._still = (cursor, state)
-        if waited == (line.start, line.end):
+            # Searching the end of a line this long is expensive: not again before the file changes.
+            self._unchanged = (cursor, state)
+        if before == self._unfinished:
             yield Batch(cursor, warnings=self._warnings(file))
 
     def _warnings(self, file: JsonlFile) -> tuple[str, ...]:
@@ -153,32 +149,32 @@ class JsonlReader:
             except Exception as error:
                 log.exception("%s: a line could not be read", self.path)
                 dead.append(_dead(line, f"{type(error).__name__}: {error}. This is a defect; please report it."))
-        first = page[0].head_mark if page[0].start == 0 else cursor.anchor.partition(" ")[0]
-        moved = replace(cursor, rowid=page[-1].end, anchor=f"{first} {page[-1].tail_mark}")
+        first = head_fingerprint(page[0]) if page[0].start == 0 else cursor.anchor.partition(" ")[0]
+        moved = replace(cursor, rowid=page[-1].end, anchor=f"{first} {fingerprint(page[-1].tail)}")
         return Batch(moved, tuple(entries), tuple(dead))
 
 
-def _resumed(file: JsonlFile, cursor: Cursor) -> Cursor:
-    """Where to go on in this file: at the cursor, or at its beginning if the cursor is not about what it holds."""
+def _resume(file: JsonlFile, cursor: Cursor) -> Cursor:
+    """Where to go on: at the cursor, or at the beginning of the file if the cursor does not match its content."""
     if cursor.identity == file.identity:
         first, _, last = cursor.anchor.partition(" ")
-        if not cursor.rowid or (file.begins_so(first) and file.ends_so(cursor.rowid, last)):
+        if not cursor.rowid or (file.has_at(first) and file.has_at(last, end=cursor.rowid)):
             return cursor
     generation = cursor.generation + 1 if cursor.identity else cursor.generation
     return Cursor(identity=file.identity, generation=generation)
 
 
 def _page(lines: Iterator[Line]) -> Iterator[Line]:
-    held = 0
+    size = 0
     for line in islice(lines, PAGE_LINES):
         yield line
-        held += len(line.text)
-        if held >= PAGE_BYTES:
+        size += len(line.text)
+        if size >= PAGE_BYTES:
             return
 
 
-def _is_whole(line: Line) -> bool:
-    """Whether a line without a line end can be read as it is: no beginning of an object is an object itself."""
+def _is_complete(line: Line) -> bool:
+    """Whether a line without a line end can be parsed: no proper prefix of an object is an object."""
     try:
         entry_of_line(line.text, Path(), datetime.now(UTC))
     except LineError:
@@ -187,11 +183,11 @@ def _is_whole(line: Line) -> bool:
 
 
 def _dead(line: Line, error: str) -> DeadRow:
-    # The hash tells it from what another file of this name had at this place.
-    what = xxhash.xxh3_64_hexdigest(line.text + line.tail)[:8]
+    # The hash tells it from a line at the same place of another file with this name.
+    digest = xxhash.xxh3_64_hexdigest(line.text + line.tail)[:8]
     return DeadRow(
         rowid=line.start,
-        span_id=f"line at byte {line.start} ({what})",
+        span_id=f"line at byte {line.start} ({digest})",
         trace_id="",
         error=f"line at byte {line.start}: {error}",
         excerpt=line.text[:EXCERPT].decode("utf-8", "replace").rstrip("\n"),

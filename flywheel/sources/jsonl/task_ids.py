@@ -1,8 +1,7 @@
-"""Which name a line goes by: its own id, unless that is another line's already; then a hash of what it says.
+"""Which id the task of a line gets: the line's own `task_id`, or a hash of its content if another task has that id.
 
-An id belongs to the first task that has it, in whichever file that stands. What a line says is its question, its
-answer and the history before: a line that says the same is the same task, whatever else is written beside it. A line
-that is no task adds nothing to an id that has one: it may have stood there before the answer came.
+An id belongs to the first task that has it, in any file. Two lines are the same task if question, answer and history
+are equal. A line without a task (no answer yet, for example) adds nothing to an id that has one.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Redact = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class Known(Protocol):
-    """What is stored under an id: `contents` are the hashes of the lines that told it, None where that is unknown."""
+    """What the ledger has under an id. `contents` are the hashes of its lines, with None for an unknown one."""
 
     @property
     def has_task(self) -> bool: ...
@@ -29,99 +28,87 @@ class Known(Protocol):
     def contents(self) -> frozenset[int | None]: ...
 
 
-class _Holder:
-    """What goes by an id: the hashes of its lines, whether it is a task, and what that says."""
+class _Owner:
+    """What an id stands for: the content hashes of its lines, whether it is a task, and that task's identity."""
 
-    __slots__ = ("_line", "_says", "contents", "is_task")
+    __slots__ = ("contents", "has_task", "identity", "line")
 
     def __init__(self, known: Known | None) -> None:
         self.contents: set[int | None] = set(known.contents) if known else set()
-        self.is_task = known is not None and known.has_task
-        self._line: bytes | None = None
-        self._says: bytes | None = None
-
-    def take(self, entry: JsonlEntry) -> None:
-        self.contents.add(entry.content)
-        if entry.line and not self.is_task:
-            self.is_task = True
-            self._line = entry.line
-
-    def forget_line(self, redact: Redact) -> None:
-        """Keep the hash of its line alone."""
-        if self._line is not None:
-            self._says, self._line = self._says or _says(self._line, redact), None
-
-    def says(self, redact: Redact, stored: Callable[[], bytes]) -> bytes:
-        """A hash of it, made once; `stored` gives the line of a task that was known before."""
-        if self._says is None:
-            self._says = _says(stored()) if self._line is None else _says(self._line, redact)
-        return self._says
+        self.has_task = known is not None and known.has_task
+        self.line = b""
+        """The task's line, held until `identity` is computed; empty for a task of the ledger."""
+        self.identity = b""
 
 
 class TaskIds:
-    """Names of the lines that come one after the other; what they were given goes before what is stored.
+    """Assigns ids to entries that are read one after the other. Its own assignments go before those of the ledger.
 
-    Lines are compared as they are stored: `redact` is what they still have to go through for that.
+    Lines are compared as they are stored, so `redact` is applied first.
     """
 
     def __init__(self, redact: Redact | None = None) -> None:
         self._redact: Redact = redact or (lambda task: task)
-        self._holders: dict[str, _Holder] = {}
-        self._recent: list[_Holder] = []
-        """Those whose lines may still be held: no more of them than came last."""
+        self._owners: dict[str, _Owner] = {}
+        self._with_line: list[_Owner] = []
 
-    def given(
+    def assign(
         self, entries: Iterable[Entry], known: Mapping[str, Known], line_of: Callable[[str], bytes]
     ) -> list[Entry | None]:
-        """The entries by their names, None for one that adds nothing; `line_of` gives the stored task of an id.
+        """The entries with their final ids, None for one that adds nothing.
 
-        `known` is asked for the entries' ids, and for what those that are no tasks go by otherwise.
+        `known` holds what the ledger has for the entries' keys, and for the `otherwise` of those without a task.
+        `line_of` returns the stored line of an id.
         """
-        for holder in self._recent:
-            holder.forget_line(self._redact)
-        self._recent.clear()
-        return [self._named(entry, known, line_of) if isinstance(entry, JsonlEntry) else entry for entry in entries]
+        for owner in self._with_line:
+            # Only the lines of the last call are held; a hash of the others is enough.
+            owner.identity, owner.line = owner.identity or self._identity(owner.line), b""
+        self._with_line.clear()
+        return [
+            self._assigned(entry, known, line_of) if isinstance(entry, JsonlEntry) else entry for entry in entries
+        ]
 
-    def _named(
+    def _assigned(
         self, entry: JsonlEntry, known: Mapping[str, Known], line_of: Callable[[str], bytes]
     ) -> JsonlEntry | None:
         if entry.otherwise == entry.key:
             return entry
-        holder = self._holders.get(entry.key)
-        if holder is None:
-            holder = self._holders[entry.key] = _Holder(known.get(entry.key))
-        if self._is_its_own(entry, holder, line_of):
-            holder.take(entry)
-            self._recent.append(holder)
+        owner = self._owners.get(entry.key)
+        if owner is None:
+            owner = self._owners[entry.key] = _Owner(known.get(entry.key))
+        if self._owns(owner, entry, line_of):
+            owner.contents.add(entry.content)
+            if entry.line and not owner.has_task:
+                owner.has_task, owner.line = True, entry.line
+                self._with_line.append(owner)
             return entry
-        name = entry.otherwise
-        if not entry.line and holder.is_task and name not in known:
+        if not entry.line and owner.has_task and entry.otherwise not in known:
             return None
-        return replace(entry, key=name, span_id=name, line=_renamed(entry.line, name))
+        line = entry.line
+        if line:
+            task: dict[str, Any] = orjson.loads(line)
+            task["task_id"] = task["metadata"]["span_id"] = entry.otherwise
+            line = line_bytes(task)
+        return replace(entry, key=entry.otherwise, span_id=entry.otherwise, line=line)
 
-    def _is_its_own(self, entry: JsonlEntry, holder: _Holder, line_of: Callable[[str], bytes]) -> bool:
-        """Whether the id of a line is free or stands for the same."""
-        if not holder.contents or entry.content in holder.contents:
+    def _owns(self, owner: _Owner, entry: JsonlEntry, line_of: Callable[[str], bytes]) -> bool:
+        """Whether the entry's own id is free, or stands for the same task."""
+        if not owner.contents or entry.content in owner.contents:
             return True
-        if not holder.is_task:
-            # What had no answer may have got one.
-            return bool(entry.line) or None in holder.contents
+        if not owner.has_task:
+            # A line without an answer may have been completed.
+            return bool(entry.line) or None in owner.contents
         if not entry.line:
             return False
-        return _says(entry.line, self._redact) == holder.says(self._redact, lambda: line_of(entry.key))
+        if not owner.identity:
+            owner.identity = self._identity(owner.line) if owner.line else _hash(orjson.loads(line_of(entry.key)))
+        return self._identity(entry.line) == owner.identity
+
+    def _identity(self, line: bytes) -> bytes:
+        return _hash(self._redact(orjson.loads(line)))
 
 
-def _says(line: bytes, redact: Redact | None = None) -> bytes:
-    task: dict[str, Any] = orjson.loads(line)
-    if redact is not None:
-        task = redact(task)
-    said = (task["question"], task["answer"], task["init_messages"], task["metadata"].get("images_json"))
-    return xxhash.xxh3_128_digest(orjson.dumps(said, option=orjson.OPT_SORT_KEYS))
-
-
-def _renamed(line: bytes, name: str) -> bytes:
-    if not line:
-        return line
-    task: dict[str, Any] = orjson.loads(line)
-    task["task_id"] = task["metadata"]["span_id"] = name
-    return line_bytes(task)
+def _hash(task: Mapping[str, Any]) -> bytes:
+    """A hash of question, answer, history and images."""
+    content = (task["question"], task["answer"], task["init_messages"], task["metadata"].get("images_json"))
+    return xxhash.xxh3_128_digest(orjson.dumps(content, option=orjson.OPT_SORT_KEYS))

@@ -196,9 +196,7 @@ async def test_an_id_on_many_lines_of_a_file_loses_none(tmp_path: Path, answers:
     write(path, *lines)
     [report] = await ingest(tmp_path, path)
     assert (report.new, report.counts.replies) == (len(lines), len(lines))
-    assert report.warnings == (
-        "some lines have the task_id of another task: each is a task of its own, named by a hash",
-    )
+    assert report.warnings == ("some lines have the task_id of a different task: these tasks get a hash as their id",)
     assert asked(tmp_path)["math"] == "q0 a"
     add(path, told("math", "another"), told("math", "q1"))
     assert [report.new for report in await ingest(tmp_path, path)] == [1]
@@ -234,7 +232,7 @@ async def test_a_line_without_an_answer_takes_no_task_away_and_may_get_one(tmp_p
     write(path, told("x", "q"), told("x", "other", None), told("y", "r", None))
     [report] = await ingest(tmp_path, path)
     assert (report.counts.tasks, dict(report.counts.skipped)) == (1, {"no_answer": 1})
-    assert report.warnings == ("some lines that are no tasks have the task_id of a task: they add nothing",)
+    assert report.warnings == ("some lines without a task have the task_id of a task: they are ignored",)
     add(path, told("x", "third", None), told("y", "r"))
     [report] = await ingest(tmp_path, path)
     assert (report.counts.tasks, dict(report.counts.skipped)) == (2, {})
