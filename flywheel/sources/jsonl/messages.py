@@ -1,6 +1,6 @@
-"""Chat messages as other programs write them: their texts and images, and where question and answer are.
+"""Parses chat messages of other programs: their texts and images, and the last question with its answer.
 
-Whatever has the wrong type is a LineError: it costs its own line.
+A value of an unexpected type raises LineError; the line becomes a dead letter.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any, Final
 from flywheel.trace import ChatMessage
 
 _KEPT: Final = ("name", "tool_calls", "tool_call_id", "reasoning_content")
-"""What of a message is kept beside its role and its text."""
+"""Keys of a message that are kept beside its role and its text."""
 _NAMES: Final = ("name", "tool_call_id")
 
 
 class LineError(ValueError):
-    """A line that is no task; the text says why, and where."""
+    """A line that cannot be a task. The text says why, and at which key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """A conversation around its last user message: what came before it, and what answered it."""
+    """A conversation split at its last user message: `history` before it, `trajectory` and `answer` after it."""
 
     history: tuple[ChatMessage, ...] = ()
     query: str = ""
@@ -33,19 +33,19 @@ class Dialogue:
 
 
 def messages_of(value: Any, where: str) -> list[ChatMessage]:
-    """A list of messages, each with text as its content. Raises LineError."""
+    """A list of messages, the content of each reduced to its text. `where` names the key. Raises LineError."""
     if not isinstance(value, list):
         raise LineError(f"`{where}` is {kind(value)}, not a list of messages")
     return [_message(message, f"{where}[{place}]") for place, message in enumerate(value)]
 
 
 def dialogue_of(value: Any, where: str) -> Dialogue:
-    """Question and answer of a list of messages. Raises LineError."""
+    """A list of messages as a dialogue. Raises LineError."""
     messages = messages_of(value, where)
     asked = _last(messages, "user")
     if asked is None:
         return Dialogue(history=tuple(messages))
-    trajectory, answer = answered(messages[asked + 1 :])
+    trajectory, answer = split_answer(messages[asked + 1 :])
     return Dialogue(
         history=tuple(messages[:asked]),
         query=messages[asked]["content"],
@@ -55,8 +55,8 @@ def dialogue_of(value: Any, where: str) -> Dialogue:
     )
 
 
-def answered(messages: Sequence[ChatMessage]) -> tuple[tuple[ChatMessage, ...], str]:
-    """The steps before the last assistant message, and its text."""
+def split_answer(messages: Sequence[ChatMessage]) -> tuple[tuple[ChatMessage, ...], str]:
+    """The messages before the last assistant message, and its text."""
     last = _last(messages, "assistant")
     if last is None:
         return tuple(messages), ""
@@ -77,44 +77,40 @@ def _message(value: Any, where: str) -> ChatMessage:
     for key in _NAMES:
         if isinstance(kept.get(key, ""), bool | list | dict):
             raise LineError(f"`{where}.{key}` is {kind(kept[key])}, not a text")
-    if kept.get("tool_calls"):
-        _check_calls(kept["tool_calls"], f"{where}.tool_calls")
+    calls = kept.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise LineError(f"`{where}.tool_calls` is {kind(calls)}, not a list of calls")
+    for place, call in enumerate(calls):
+        if not isinstance(call, dict) or not isinstance(_function(call).get("name"), str):
+            raise LineError(f"`{where}.tool_calls[{place}]` names no function")
     return {"role": role, "content": _text(value.get("content"), f"{where}.content"), **kept}
 
 
-def _check_calls(calls: Any, where: str) -> None:
-    if not isinstance(calls, list):
-        raise LineError(f"`{where}` is {kind(calls)}, not a list of calls")
-    for place, call in enumerate(calls):
-        if not isinstance(call, dict) or not isinstance(_called(call).get("name"), str):
-            raise LineError(f"`{where}[{place}]` names no function")
-
-
-def _called(call: dict[str, Any]) -> dict[str, Any]:
-    """Name and arguments of a call: its `function`, its `custom` tool, or, as some templates write it, itself."""
+def _function(call: dict[str, Any]) -> dict[str, Any]:
+    """Name and arguments of a tool call: its `function`, its `custom` tool or, in some templates, the call itself."""
     function = call.get("function", call.get("custom", call))
     return function if isinstance(function, dict) else {}
 
 
-def in_chat_form(message: ChatMessage) -> ChatMessage:
-    """A message as it goes on: ids and names are texts, and a call holds its function."""
-    made: ChatMessage = {key: str(message[key]) for key in _NAMES if isinstance(message.get(key), int | float)}
+def normalized(message: ChatMessage) -> ChatMessage:
+    """A message in the form of the OpenAI API: ids and names are strings, and each tool call has a `function`."""
+    changed: ChatMessage = {key: str(message[key]) for key in _NAMES if isinstance(message.get(key), int | float)}
     if calls := message.get("tool_calls"):
-        made["tool_calls"] = [_in_chat_form(call) for call in calls]
-    return {**message, **made} if made else message
+        changed["tool_calls"] = [_normalized_call(call) for call in calls]
+    return {**message, **changed}
 
 
-def _in_chat_form(call: dict[str, Any]) -> dict[str, Any]:
+def _normalized_call(call: dict[str, Any]) -> dict[str, Any]:
     if isinstance(call.get("function"), dict) and isinstance(call.get("id", ""), str | None):
         return call
-    function = _called(call)
-    name, arguments = function["name"], function.get("arguments", function.get("input"))
-    told = "" if call.get("id") is None else str(call["id"])
-    return {"id": told, "type": "function", "function": {"name": name, "arguments": arguments}}
+    function = _function(call)
+    call_id = "" if call.get("id") is None else str(call["id"])
+    arguments = function.get("arguments", function.get("input"))
+    return {"id": call_id, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
 def _text(content: Any, where: str) -> str:
-    """The text of a content: text itself, nothing, or parts of which some are text."""
+    """The text of a content: a string, null, or a list of parts of which some are text."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list) or not all(isinstance(part, str | dict) for part in content):
@@ -124,34 +120,21 @@ def _text(content: Any, where: str) -> str:
 
 
 def _images(content: Any) -> tuple[str, ...]:
-    parts = content if isinstance(content, list) else []
-    return tuple(dict.fromkeys(image for part in parts if (image := _image(part))))
+    """The images of a content, each once: addresses, or the hashes of embedded data."""
+    urls: list[str] = []
+    for part in content if isinstance(content, list) else []:
+        match part:
+            case {"type": "image_url", "image_url": {"url": str(url)}} | {"type": "image_url", "image_url": str(url)}:
+                urls.append(url)
+            case {"type": "image", "source": {"url": str(url)}} | {"type": "image", "image": str(url)}:
+                urls.append(url)
+    hashed = (f"sha256:{hashlib.sha256(url.encode()).hexdigest()}" if url[:5] == "data:" else url for url in urls)
+    return tuple(dict.fromkeys(image for image in hashed if image))
 
 
-def _image(part: Any) -> str:
-    match part:
-        case {"type": "image_url", "image_url": {"url": str(url)}} | {"type": "image_url", "image_url": str(url)}:
-            pass
-        case {"type": "image", "source": {"url": str(url)}} | {"type": "image", "image": str(url)}:
-            pass
-        case _:
-            return ""
-    # Embedded data is named by its hash: it has no address.
-    return f"sha256:{hashlib.sha256(url.encode()).hexdigest()}" if url.startswith("data:") else url
+_KINDS: Final = {bool: "a boolean", int: "a number", float: "a number", str: "a text", list: "a list"}
 
 
 def kind(value: Any) -> str:
     """The JSON type of a value, for a message."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "a boolean"
-        case int() | float():
-            return "a number"
-        case str():
-            return "a text"
-        case list():
-            return "a list"
-        case _:
-            return "an object"
+    return "null" if value is None else _KINDS.get(type(value), "an object")
