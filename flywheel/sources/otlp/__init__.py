@@ -1,7 +1,7 @@
-"""The OpenTelemetry receiver: spans that agents send themselves, kept in a file that the Studio reader reads.
+"""The OTLP receiver: an OTLP/HTTP endpoint that stores spans in an inbox, which the Studio reader reads.
 
-It owns the OTLP/HTTP endpoint and its inbox, and must not know of replies, traces or tasks: what a span means is said
-in `studio/`. The web server and the protobuf messages are imported when a receiver starts, not before.
+It must not know replies or tasks: `studio/` interprets spans. The web server and the protobuf messages are imported
+when a receiver starts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""How agents of other frameworks say what AgentScope says in its own way, by OpenTelemetry's GenAI conventions.
+"""Translates spans of other frameworks, which follow OpenTelemetry's GenAI conventions, into AgentScope's form.
 
-They may put the messages into an event of the span, the system prompt into an attribute of its own, and name a model
-call after the provider's operation. Here that becomes the form the Studio reader knows. Nothing is taken away, and
-where AgentScope's form is there already, nothing is changed.
+Other frameworks may put messages into span events, the system prompt into an attribute of its own, and name a model
+call after the provider's operation. The translation only adds what is missing: it removes and changes nothing.
 https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/
 """
 
@@ -15,19 +14,19 @@ from flywheel.trace import get_path
 
 _MODEL_CALLS: Final = {"generate_content", "text_completion"}
 _SPAN_KINDS: Final = {"AGENT": "invoke_agent", "LLM": "chat", "TOOL": "execute_tool", "FORMATTER": "format"}
-"""What AgentScope before 1.0.9 wrote as `span.kind`."""
+"""Operations by the `span.kind` of AgentScope before 1.0.9."""
 _IN_EVENTS: Final = (("input", "messages"), ("output", "messages"), ("system_instructions",), ("tool", "definitions"))
-"""What instrumentations also write into `gen_ai.client.inference.operation.details` events, below `gen_ai`."""
+"""Attributes below `gen_ai` that may stand in `gen_ai.client.inference.operation.details` events instead."""
 UNKNOWN: Final = "unknown"
 
 
 def complete(attributes: dict[str, Any], events: Sequence[dict[str, Any]]) -> None:
-    """Add to a span's nested attributes what its events and its system instructions say."""
+    """Add the messages in a span's events and its system instructions to its nested attributes."""
     for path in _IN_EVENTS:
         for event in reversed(events):
-            told = get_path(event, "attributes", "gen_ai", *path)
-            if told is not None and get_path(attributes, "gen_ai", *path) is None:
-                _put(attributes, told, "gen_ai", *path)
+            value = get_path(event, "attributes", "gen_ai", *path)
+            if value is not None and get_path(attributes, "gen_ai", *path) is None:
+                _put(attributes, value, "gen_ai", *path)
     if operation(attributes) == "chat":
         _lead_with_instructions(attributes)
 
@@ -52,7 +51,7 @@ def _put(attributes: dict[str, Any], value: Any, *path: str) -> None:
 
 
 def operation(attributes: dict[str, Any]) -> str | None:
-    """The operation in the words the reader knows, where it has one for it."""
+    """The operation under the name that the reader knows, if it has one for it."""
     written = get_path(attributes, "gen_ai", "operation", "name")
     if written is None:
         kind = get_path(attributes, "span", "kind")
@@ -61,7 +60,7 @@ def operation(attributes: dict[str, Any]) -> str | None:
 
 
 def conversation(attributes: dict[str, Any]) -> str:
-    """Which dialogue a span belongs to."""
+    """The id of the conversation of a span; `unknown` without one."""
     for path in (("gen_ai", "conversation", "id"), ("project", "run_id"), ("session", "id")):
         if (found := get_path(attributes, *path)) not in (None, "", {}, []):
             return str(found)

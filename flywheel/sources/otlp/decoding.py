@@ -33,40 +33,40 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from flywheel.files import json_line
 
 MAX_SPANS: Final = 20_000
-"""Spans of one request. An exporter sends 512 at once, a collector some thousand."""
+"""Spans of one request. An exporter sends 512 at once, a collector some thousands."""
 MAX_VALUES: Final = 500_000
-"""Values of one request: a span of an agent has about a hundred."""
+"""Values of one request. A span of an agent has about a hundred."""
 
 _VARINT: Final = 0
 _BYTES: Final = 2
 _NUMBERS: Final = {1: 8, 5: 4}
-"""Bytes of numbers of fixed length, by wire type."""
+"""Length in bytes of fixed-size numbers, by wire type."""
 _ROOT: Final = ExportTraceServiceRequest.DESCRIPTOR
 _STRINGS: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _PUNCTUATION: Final = (b"{", b"[", b",")
 
 
 class TooLargeError(ValueError):
-    """A body that holds, or unpacks to, more than is accepted."""
+    """A body that exceeds a limit, as received or uncompressed."""
 
 
 class WireError(ValueError):
-    """Bytes that are no protobuf message."""
+    """Bytes that are not a protobuf message."""
 
 
 class _Fields(NamedTuple):
-    """What is counted of a message, by numbers of fields; `keys` and `spans` are 0 where there is no such field."""
+    """The fields of a message type that are counted, by field number; 0 where there is no such field."""
 
     within: dict[int, Descriptor]
-    """The fields that are messages."""
+    """Fields with messages."""
     repeated: frozenset[int]
     keys: int
-    """The field whose dots are levels."""
+    """The attribute key, of which each dot is a nesting level."""
     spans: int
 
 
 def check_wire(body: bytes | bytearray) -> None:
-    """Raises TooLargeError, and WireError for what no parser would take."""
+    """Count spans and values of a protobuf body without parsing it. Raises TooLargeError and WireError."""
     spans = values = 0
     waiting = [(0, len(body), _ROOT)]
     while waiting:
@@ -98,9 +98,9 @@ def check_wire(body: bytes | bytearray) -> None:
 
 
 def check_json(body: bytes | bytearray) -> None:
-    """Raises TooLargeError for a JSON text of too many values."""
+    """Raise TooLargeError if a JSON body has too many values; counts its punctuation."""
     if _punctuation(body) > MAX_VALUES:
-        # Texts have punctuation too. Without them only values are left.
+        # Strings contain punctuation too; count again without them.
         _check("values", _punctuation(_STRINGS.sub(b"", body)), MAX_VALUES)
 
 
@@ -132,7 +132,7 @@ def _varint(body: bytes | bytearray, at: int) -> tuple[int, int]:
 
 
 def _skipped(body: bytes | bytearray, at: int, kind: int) -> int:
-    """Where a field ends that holds a number."""
+    """The end of a field with a number."""
     if kind == _VARINT:
         return _varint(body, at)[1]
     if kind not in _NUMBERS:
@@ -152,13 +152,13 @@ def _fields(descriptor: Descriptor) -> _Fields:
 
 
 WINDOWS: Final = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
-"""The content encodings that are understood, each with the window that tells zlib its framing."""
+"""Accepted content encodings, each with zlib's window size that selects the format."""
 MAX_RATIO: Final = 250
-"""Bytes that one byte may unpack to. Histories that repeat in every span of a batch reach about a hundred."""
+"""Highest compression ratio. Histories that repeat in every span of a batch reach about a hundred."""
 FREE_OF_RATIO: Final = 4 << 20
-"""Bytes that any body may unpack to."""
+"""Uncompressed bytes up to which the ratio is not limited."""
 Body = bytes | bytearray
-_PIECE: Final = 4096
+_BLOCK: Final = 4096
 _NESTING: Final = 100
 _IDS: Final = ("traceId", "spanId", "parentSpanId", "trace_id", "span_id", "parent_span_id")
 
@@ -169,11 +169,11 @@ class Encoding(StrEnum):
 
 
 class UndecodableError(ValueError):
-    """A body that is not what its headers say."""
+    """A body that does not match its headers."""
 
 
 def inflated(body: Body, content_encoding: str, limit: int) -> Body:
-    """The body without its compression. Raises UndecodableError or TooLargeError."""
+    """The uncompressed body, of at most `limit` bytes. Raises UndecodableError or TooLargeError."""
     if content_encoding not in WINDOWS:
         return body
     by_ratio = max(MAX_RATIO * len(body), FREE_OF_RATIO)
@@ -182,9 +182,9 @@ def inflated(body: Body, content_encoding: str, limit: int) -> Body:
     whole = bytearray()
     stream = zlib.decompressobj(WINDOWS[content_encoding])
     try:
-        # A piece at a time: what is behind the end of one of several gzip members is copied for each of them.
-        for start in range(0, len(body), _PIECE):
-            rest = body[start : start + _PIECE]
+        # In blocks: zlib copies all data behind the end of a gzip member, for each of several members.
+        for start in range(0, len(body), _BLOCK):
+            rest = body[start : start + _BLOCK]
             while rest:
                 if stream.eof:
                     stream = zlib.decompressobj(WINDOWS[content_encoding])
@@ -200,7 +200,7 @@ def inflated(body: Body, content_encoding: str, limit: int) -> Body:
 
 
 def request_of(body: Body, encoding: Encoding) -> ExportTraceServiceRequest:
-    """The spans in a body. Raises UndecodableError, and TooLargeError before more is made of it than is accepted."""
+    """Parse a body. Raises UndecodableError, and TooLargeError before objects beyond the limits are created."""
     request = ExportTraceServiceRequest()
     try:
         if encoding is Encoding.PROTOBUF:
@@ -221,7 +221,7 @@ def request_of(body: Body, encoding: Encoding) -> ExportTraceServiceRequest:
 
 
 def _json(body: Body) -> Any:
-    """Lone surrogates, which a text cut within an emoji ends in, become `?`, as they do everywhere."""
+    """Parse JSON. Lone surrogates, as a text cut within an emoji has them, become `?`."""
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as refused:
@@ -253,13 +253,13 @@ def _ids_to_base64(holder: dict[str, Any]) -> None:
             try:
                 raw = binascii.unhexlify(value)
             except ValueError:
-                # Not empty, which would be a root's parent, and of no id's length: this span alone is refused.
+                # An invalid length, so that only this span is rejected. Empty would mean a root span.
                 raw = b"?"
             holder[name] = base64.b64encode(raw).decode()
 
 
 def accepted(encoding: Encoding, rejected: int = 0, why: str = "") -> bytes:
-    """The body of a 200."""
+    """The body of a 200 response; `why` explains the rejected spans."""
     response = ExportTraceServiceResponse()
     if rejected:
         response.partial_success.rejected_spans = rejected
@@ -268,7 +268,7 @@ def accepted(encoding: Encoding, rejected: int = 0, why: str = "") -> bytes:
 
 
 def refused(encoding: Encoding, code: int, why: str) -> bytes:
-    """The body of every other answer; `code` is a google.rpc.Code."""
+    """The body of an error response; `code` is a google.rpc.Code."""
     return _encoded(Status(code=code, message=why), encoding)
 
 

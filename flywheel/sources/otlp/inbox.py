@@ -1,7 +1,6 @@
 """The inbox: an SQLite file with Studio's span table, written by the receiver and pruned by the daemon.
 
-It owns the file's layout and its durability: what `store` has returned from survives a crash of the machine. A span
-that is sent again updates its row in place, so that its place in the table never changes.
+Spans are on disk when `store` returns. A span that is sent again updates its row in place and keeps its row number.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from flywheel.errors import ReceiverError
 from flywheel.files import make_private, private, sync_directory
 
 Row = Sequence[Any]
-"""The values of one span in the order of COLUMNS."""
+"""The values of one span, in the order of COLUMNS."""
 
 BUSY_SECONDS: Final = 5.0
 PRUNED_AT_ONCE: Final = 500
-"""Rows that one transaction of `prune` deletes: a client that sends meanwhile waits for a few milliseconds."""
+"""Rows that one transaction of `prune` deletes. A concurrent write waits for a few milliseconds."""
 
 COLUMN_TYPES: Final = {
     "id": "varchar PRIMARY KEY NOT NULL",
@@ -69,8 +68,8 @@ _STORE: Final = (
     f"INSERT INTO span_table ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))}) "  # noqa: S608 - constants
     f"ON CONFLICT (id) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in COLUMNS[1:])}"
 )
-# The last row stays, whatever its age: without it SQLite would give its number to another span, and a reader that
-# has passed that number would never look at it.
+# The last row is never deleted: SQLite would reuse its number for another span, which a reader beyond that number
+# would never read.
 _PRUNE: Final = (
     "DELETE FROM span_table WHERE rowid BETWEEN ? AND ? AND CAST(endTimeUnixNano AS INTEGER) < ? "
     "AND rowid < (SELECT max(rowid) FROM span_table)"
@@ -78,44 +77,44 @@ _PRUNE: Final = (
 
 
 def inbox_path(state_dir: Path, listen: str) -> Path:
-    """Where the spans received at HOST:PORT are kept."""
+    """The inbox of the spans received at HOST:PORT."""
     host, _, port = listen.rpartition(":")
-    # Each colon of an IPv6 address stays in its place: [::1] and [1::] are two addresses.
+    # Each colon is replaced in place: [::1] and [1::] are different addresses.
     name = re.sub(r"[^\w.-]", "_", host.removeprefix("[").removesuffix("]"))
     return state_dir / "otlp" / f"{name}-{port}.sqlite"
 
 
 class Inbox:
-    """One connection to the file, made when the first spans arrive. Transactions take turns."""
+    """One connection to the file. Transactions run one after another."""
 
     def __init__(self, path: Path, *, busy_seconds: float = BUSY_SECONDS) -> None:
         self.path = path
         self._busy_seconds = busy_seconds
         self._connection: aiosqlite.Connection | None = None
         self._identity: tuple[int, int] | None = None
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def open(self) -> None:
-        """Make the file and its table, unless they are there. Raises ReceiverError."""
-        async with self._turn, self._explained("open"):
+        """Create the file and its table if they do not exist. Raises ReceiverError."""
+        async with self._lock, self._explained("open"):
             await self._connected()
 
     async def store(self, rows: Sequence[Row]) -> None:
-        """Insert or update the rows in one transaction that is on disk on return. Raises ReceiverError."""
+        """Insert or update the rows in one transaction, which is on disk on return. Raises ReceiverError."""
         transaction = asyncio.create_task(self._store(rows))
         try:
             await asyncio.shield(transaction)
         except asyncio.CancelledError:
-            # It has begun, and nothing may be left open behind it.
+            # Wait for the transaction, so that it is not left open.
             await asyncio.wait([transaction])
             raise
 
     async def close(self) -> None:
-        async with self._turn:
+        async with self._lock:
             await self._disconnect()
 
     async def _store(self, rows: Sequence[Row]) -> None:
-        async with self._turn, self._explained("write to"):
+        async with self._lock, self._explained("write to"):
             connection = await self._connected()
             await connection.execute("BEGIN IMMEDIATE")
             try:
@@ -126,21 +125,21 @@ class Inbox:
                 raise
 
     async def _connected(self) -> aiosqlite.Connection:
-        if self._connection is not None and self._identity != self._found():
-            # The file was removed or replaced: what is written to the old one nobody will read.
+        if self._connection is not None and self._identity != self._identity_on_disk():
+            # The file was removed or replaced; nothing reads the old one any more.
             await self._disconnect()
         if self._connection is None:
             await asyncio.to_thread(_make, self.path)
             connection = await aiosqlite.connect(self.path, timeout=self._busy_seconds, isolation_level=None)
             try:
-                # Readers and the receiver do not wait for each other, and a commit is one sync of the log.
+                # With WAL, readers and the receiver do not block each other, and a commit syncs one file.
                 for statement in ("PRAGMA journal_mode = WAL", "PRAGMA synchronous = FULL", *_SCHEMA):
                     await connection.execute(statement)
             except BaseException:
                 await connection.close()
                 raise
             sync_directory(self.path.parent)
-            self._connection, self._identity = connection, self._found()
+            self._connection, self._identity = connection, self._identity_on_disk()
         return self._connection
 
     async def _disconnect(self) -> None:
@@ -148,7 +147,7 @@ class Inbox:
             connection, self._connection = self._connection, None
             await connection.close()
 
-    def _found(self) -> tuple[int, int] | None:
+    def _identity_on_disk(self) -> tuple[int, int] | None:
         try:
             found = self.path.stat()
         except FileNotFoundError:
@@ -161,25 +160,25 @@ class Inbox:
             yield
         except (sqlite3.Error, OSError) as error:
             await self._disconnect()
-            hint = "Senders keep their spans and try again for a while. Free disk space, or move the state directory."
+            hint = "Senders keep their spans and retry for a while. Free disk space, or move the state directory."
             if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
-                hint = "Move the file away; a new one is made for the next spans."
+                hint = "Move the file away; a new one is created for the next spans."
             raise ReceiverError(f"{attempt} the inbox {self.path}", str(error), hint, retryable=True) from error
 
 
 def _make(path: Path) -> None:
-    """An empty file for this user alone, unless it is there; SQLite's files beside it follow it."""
+    """Create an empty file that only this user can read. SQLite gives its side files the same permissions."""
     make_private(path.parent)
     os.close(private(path, os.O_RDWR | os.O_CREAT))
 
 
 async def prune(inbox: Path, before_ns: int) -> int:
-    """Delete the spans that ended before a time (nanoseconds since 1970) and count them. Raises ReceiverError.
+    """Delete the spans that ended before `before_ns` (nanoseconds since 1970); returns their number. Raises
+    ReceiverError.
 
-    The newest row stays, however old. The freed pages are used again; the file does not shrink.
+    The last row is kept. Freed pages are reused; the file does not shrink.
     """
     if not await asyncio.to_thread(inbox.exists):
-        # Nothing has been received yet.
         return 0
     deleted = 0
     try:
@@ -189,6 +188,6 @@ async def prune(inbox: Path, before_ns: int) -> int:
                 done = await connection.execute(_PRUNE, (at, at + PRUNED_AT_ONCE - 1, before_ns))
                 deleted += done.rowcount
     except sqlite3.Error as error:
-        hint = "Spans go on being received; prune again when the cause is gone."
+        hint = "Receiving continues. Prune again when the cause is removed."
         raise ReceiverError(f"prune the inbox {inbox}", str(error), hint, retryable=True) from error
     return deleted

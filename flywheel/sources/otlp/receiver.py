@@ -1,6 +1,6 @@
-"""The receiver's life in the daemon: bind, serve on the daemon's event loop, stop without losing what was accepted.
+"""Starts and stops the OTLP receiver on the daemon's event loop; accepted spans survive a stop.
 
-It owns the socket, the web server and the one thread that reads requests; it installs no signal handlers.
+Owns the socket, the web server and the thread that decodes requests. Installs no signal handlers.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _HINTS: Final = {
 
 
 class Receiver:
-    """Receives at `listen` (HOST:PORT; with port 0 the system chooses one) and stores into `inbox`.
+    """Receives at `listen` (HOST:PORT; port 0 lets the system choose one) and stores into `inbox`.
 
-    `token_env` names the environment variable with the token that senders must know. Without one everybody may send
-    who reaches the address.
+    `token_env` names the environment variable with the token that senders must send. Without it, every client that
+    reaches the address may send.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class Receiver:
 
     @property
     def url(self) -> str:
-        """Where clients send to; the port is known when `start` has returned."""
+        """The URL for clients. The port is known when `start` has returned."""
         host, port = self._address or _host_and_port(self._listen)
         return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1/traces"
 
     async def start(self) -> None:
-        """Open the inbox and listen. Raises ReceiverError, retryable where waiting may help, and ConfigError."""
+        """Open the inbox and listen. Raises ReceiverError (retryable if waiting may help) and ConfigError."""
         host, port = _host_and_port(self._listen)
         token = _token(self._listen, self._token_env)
         bound = _bound(host, port)
@@ -78,7 +78,9 @@ class Receiver:
         if self._serving.done():
             await self.stop()
             raise ReceiverError(f"receive spans at {self._listen}", "the web server ended at once", "See the log.")
-        _tell_refused_accepts(self.url, bound.fileno())
+        from flywheel.sources.otlp.server import limit_accept_error_logs
+
+        limit_accept_error_logs(asyncio.get_running_loop(), self.url, bound.fileno())
         log.info("receiving spans at %s", self.url)
 
     async def stop(self) -> None:
@@ -95,7 +97,7 @@ class Receiver:
 
 
 def _token(listen: str, variable: str | None) -> str | None:
-    """What senders must know. Raises ConfigError."""
+    """The token that senders must send; None without `token_env`. Raises ConfigError."""
     if variable is None:
         return None
     token = os.environ.get(variable, "")
@@ -107,14 +109,8 @@ def _token(listen: str, variable: str | None) -> str | None:
     return token
 
 
-def _tell_refused_accepts(url: str, fileno: int) -> None:
-    from flywheel.sources.otlp.server import tell_refused_accepts
-
-    tell_refused_accepts(asyncio.get_running_loop(), url, fileno)
-
-
 def _server(inbox: Inbox, thread: ThreadPoolExecutor, token: str | None) -> uvicorn.Server:
-    # A daemon without a receiver must not carry a web server and protobuf in its memory.
+    # Imported here: a daemon without a receiver does not load a web server and protobuf.
     import uvicorn
 
     from flywheel.sources.otlp.server import Protocol, TracesEndpoint
@@ -122,7 +118,7 @@ def _server(inbox: Inbox, thread: ThreadPoolExecutor, token: str | None) -> uvic
     class Server(uvicorn.Server):
         @contextmanager
         def capture_signals(self) -> Iterator[None]:
-            """Signals belong to the daemon."""
+            """The daemon handles signals."""
             yield
 
     return Server(
@@ -157,7 +153,7 @@ def _bound(host: str, port: int) -> socket.socket:
         raise ReceiverError(
             attempt, f"the host is not known ({error})", "Correct `listen`.", retryable=True
         ) from error
-    # Of a name with both, clients try both: the older family is the one that is always there.
+    # Clients try both families of a name; IPv4 is always available.
     family, kind, protocol, _, address = sorted(found, key=lambda one: one[0] != socket.AF_INET)[0]
     bound = socket.socket(family, kind, protocol)
     try:

@@ -1,7 +1,7 @@
-"""Spans as rows of Studio's span table: what Studio itself would have stored, with exact times.
+"""Converts OTLP spans to rows of Studio's span table: the rows that Studio would have stored, with exact times.
 
-Dotted attribute keys become nested objects, and attributes whose text is JSON become that JSON, as Studio does it;
-except for texts that read as a number, true or false: an answer "1e3" must stay what the agent said.
+As in Studio, dotted attribute keys become nested objects, and attributes with JSON text become JSON values. Texts
+that read as a number, true or false stay texts: an answer "1e3" must not change.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from flywheel.trace import get_path
 _TRACE_ID_BYTES: Final = 16
 _SPAN_ID_BYTES: Final = 8
 _LATEST_NS: Final = 10**19
-"""Times from here on, in the year 2286, the reader takes for garbage."""
+"""The reader rejects times from here on (year 2286) as invalid."""
 _LARGEST: Final = 2**63
-"""The numbers that SQLite can hold are smaller."""
+"""SQLite integers are smaller than this."""
 _DEEP: Final = 100
-_TOLD_REASONS: Final = 5
+_SHOWN_REASONS: Final = 5
 
 
 class SpanError(ValueError):
@@ -37,7 +37,7 @@ class SpanError(ValueError):
 
 @dataclass(slots=True)
 class Rows:
-    """The spans of a request: rows to store, and how many spans were refused, with the first reasons."""
+    """The spans of a request: the rows to store, and the number of rejected spans with the first reasons."""
 
     accepted: list[Row] = field(default_factory=list)
     rejected: int = 0
@@ -50,7 +50,7 @@ class Rows:
 
 
 def rows_of(request: ExportTraceServiceRequest) -> Rows:
-    """Every span of a request as a row or as a refusal."""
+    """Convert every span of a request to a row, or reject it."""
     rows = Rows()
     nested = _Nested()
     for of_resource in request.resource_spans:
@@ -66,16 +66,16 @@ def rows_of(request: ExportTraceServiceRequest) -> Rows:
                     rows.accepted.append(_row(span, resource, scope, nested))
                 except SpanError as error:
                     rows.rejected += 1
-                    if len(rows.reasons) < _TOLD_REASONS:
+                    if len(rows.reasons) < _SHOWN_REASONS:
                         rows.reasons.append(f"span {span.span_id.hex() or '?'} ({span.name[:80]}): {error}")
     return rows
 
 
 class _Nested:
-    """Attributes as Studio nests them; of two that claim one place, the later has it.
+    """Nests attributes as Studio does; of two at the same path, the later one wins.
 
-    Text that is JSON becomes its value, as long as the texts of one request hold no more values than are accepted.
-    Behind that, and where a value has more levels than can be written, it stays text, which the reader takes too.
+    JSON text becomes its value until the texts of one request hold MAX_VALUES values. Further texts, and values with
+    more levels than orjson can write, stay text, which the reader accepts as well.
     """
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ def _row(span: Span, resource: dict[str, Any], scope: dict[str, Any], nested: _N
         "spanId": span_id,
         "traceState": span.trace_state,
         "parentSpanId": _identifier(span.parent_span_id, _SPAN_ID_BYTES, "parent span id")
-        if any(span.parent_span_id)  # all zero is how some write that there is none
+        if any(span.parent_span_id)  # some clients send zeros for a root span
         else "",
         "flags": span.flags,
         "name": span.name,

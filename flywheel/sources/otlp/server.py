@@ -42,24 +42,24 @@ from flywheel.sources.otlp.rows import rows_of
 log = logging.getLogger(__name__)
 
 HEADER_SECONDS: Final = 10.0
-"""Longest time before the first request, between two, and from the first byte of a header to its last."""
+"""Longest time in seconds without a complete header: after connecting, and after each response."""
 MAX_CONNECTIONS: Final = 512
 SHARE_OF_DESCRIPTORS: Final = 4
-"""A receiver takes no more than a quarter of the descriptors that the process may have."""
-TOLD_SECONDS: Final = 60.0
-"""How often it is logged, at most, that there are too many connections, or no descriptors for them."""
+"""A receiver uses at most this fraction (1/4) of the file descriptors that the process may open."""
+LOG_SECONDS: Final = 60.0
+"""Shortest time between two log lines about too many connections, or about missing descriptors."""
 
 
 def max_connections() -> int:
-    """Connections at a time to one receiver."""
+    """Concurrent connections that one receiver accepts."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, soft // SHARE_OF_DESCRIPTORS)
 
 
 class LogRateLimit:
-    """Says whether something may be logged again."""
+    """Allows an event to be logged once per `seconds`."""
 
-    def __init__(self, seconds: float = TOLD_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, seconds: float = LOG_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds = seconds
         self._clock = clock
         self._last: float | None = None
@@ -73,9 +73,12 @@ class LogRateLimit:
 
 
 class Protocol(H11Protocol):
-    """A connection with a deadline for each header. Those beyond the limit are closed at once."""
+    """A connection with a deadline for each header. Connections beyond the limit are closed at once.
 
-    too_many = LogRateLimit()
+    uvicorn limits only the time between two requests; silent connections would hold descriptors forever.
+    """
+
+    too_many_log = LogRateLimit()
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -84,38 +87,38 @@ class Protocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > max_connections():
-            if self.too_many.allows():
-                log.warning("more than %d connections to the receiver: others are closed", max_connections())
+            if self.too_many_log.allows():
+                log.warning("more than %d connections to the receiver: further ones are closed", max_connections())
             transport.abort()
         else:
-            self._begin_waiting()
+            self._start_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end_waiting()
+        self._cancel_deadline()
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
         super().handle_events()
         if self.cycle is not None and not self.cycle.response_complete:
-            self._end_waiting()
+            self._cancel_deadline()
 
     def on_response_complete(self) -> None:
-        # Before the next request, which may have come already, is looked at.
-        self._begin_waiting()
+        # Before the base class handles the next request, which may have arrived already.
+        self._start_deadline()
         super().on_response_complete()
 
-    def _begin_waiting(self) -> None:
-        self._end_waiting()
+    def _start_deadline(self) -> None:
+        self._cancel_deadline()
         self._deadline = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
 
-    def _end_waiting(self) -> None:
+    def _cancel_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
 
-def tell_refused_accepts(loop: asyncio.AbstractEventLoop, where: str, fileno: int) -> None:
-    """Log at a rate that no connection can be accepted at a socket; asyncio logs it hundreds of times a second."""
+def limit_accept_error_logs(loop: asyncio.AbstractEventLoop, where: str, fileno: int) -> None:
+    """Log at most once a minute that no connection can be accepted; asyncio logs it hundreds of times a second."""
     before = loop.get_exception_handler() or (lambda loop, context: loop.default_exception_handler(context))
     rate = LogRateLimit()
 
@@ -126,7 +129,7 @@ def tell_refused_accepts(loop: asyncio.AbstractEventLoop, where: str, fileno: in
         if socket is None or socket.fileno() != fileno:
             return before(loop, context)
         if rate.allows():
-            log.error("connections at %s cannot be accepted: %s; senders try again", where, error.strerror)
+            log.error("cannot accept connections at %s: %s; senders retry", where, error.strerror)
         return None
 
     loop.set_exception_handler(handle)
@@ -139,13 +142,14 @@ log = logging.getLogger(__name__)
 
 PATH: Final = "/v1/traces"
 MAX_BODY: Final = 32 * 1024 * 1024
-"""Bytes of a body, packed and unpacked. An exporter's batch of 512 spans is a few megabytes."""
+"""Bytes of one body, compressed and uncompressed. A batch of 512 spans has a few megabytes."""
 MAX_HELD: Final = 8 * MAX_BODY
-"""Bytes of all bodies as they were sent, whole or still arriving. Beside them one at a time is unpacked and read."""
-TAKEN_AT_ONCE: Final = 8
-"""Requests that are unpacked, read and stored at once; others wait with their bodies."""
+"""Bytes of all received bodies, complete or still arriving. In addition, one at a time is decoded."""
+DECODED_AT_ONCE: Final = 8
+"""Requests that are decoded and stored concurrently; others wait with their bodies."""
 READ_SECONDS: Final = 30.0
-_TOLD_CHARACTERS: Final = 500
+"""Longest time in which a body must arrive."""
+_LOGGED_CHARACTERS: Final = 500
 _LATER: Final = {"Retry-After": "5"}
 
 _CODES: Final = {
@@ -162,7 +166,10 @@ _CODES: Final = {
 
 
 class TracesEndpoint:
-    """Receives requests on the event loop; unpacks and reads them one after the other in `executor`."""
+    """Receives requests on the event loop, decodes them in `executor` and passes the rows to `store`.
+
+    With a `token`, requests need the header `Authorization: Bearer TOKEN`.
+    """
 
     def __init__(
         self,
@@ -173,14 +180,13 @@ class TracesEndpoint:
         max_body: int = MAX_BODY,
         max_held: int = MAX_HELD,
     ) -> None:
-        """Whoever sends must know the `token`, if there is one."""
         self._store = store
         self._executor = executor
         self._wanted = None if token is None else f"Bearer {token}".encode()
         self._max_body = max_body
         self._max_held = max_held
         self._held = 0
-        self._turns = asyncio.Semaphore(TAKEN_AT_ONCE)
+        self._free = asyncio.Semaphore(DECODED_AT_ONCE)
         self._failing = False
         self.app = Starlette(
             routes=[Route(PATH, self._export, methods=["POST"])],
@@ -191,28 +197,30 @@ class TracesEndpoint:
         if self._wanted is not None:
             given = request.headers.get("authorization", "").encode("latin-1")
             if not secrets.compare_digest(given, self._wanted):
-                why = "the token is missing or another one: send the header Authorization: Bearer TOKEN"
+                why = "the token is missing or wrong: send the header Authorization: Bearer TOKEN"
                 raise HTTPException(401, why, {"WWW-Authenticate": "Bearer"})
         encoding = _encoding_of(request)
-        packing = request.headers.get("content-encoding", "identity").strip().lower()
-        if packing not in (*WINDOWS, "identity", ""):
-            raise HTTPException(415, f"content encoding {packing!r} is not understood; send {' or '.join(WINDOWS)}")
+        compression = request.headers.get("content-encoding", "identity").strip().lower()
+        if compression not in (*WINDOWS, "identity", ""):
+            raise HTTPException(
+                415, f"content encoding {compression!r} is not understood; send {' or '.join(WINDOWS)}"
+            )
         body = bytearray()
         try:
             await self._receive(request, body)
-            async with self._turns:
-                return await self._take(body, packing, encoding)
+            async with self._free:
+                return await self._decode_and_store(body, compression, encoding)
         except asyncio.CancelledError:
-            # The server is stopping and has waited long enough. The client may send the same again.
+            # The server stops and its grace period is over. The client can retry.
             raise HTTPException(503, "the receiver is stopping", _LATER) from None
         finally:
             self._held -= len(body)
 
     async def _receive(self, request: Request, body: bytearray) -> None:
-        """Fill `body`; what is in it counts as held."""
+        """Read the request into `body` and count its bytes in `_held`."""
         too_large = HTTPException(413, f"the body is larger than {self._max_body:,} bytes; send smaller batches")
-        told = request.headers.get("content-length", "")
-        if told.isdecimal() and int(told) > self._max_body:
+        length = request.headers.get("content-length", "")
+        if length.isdecimal() and int(length) > self._max_body:
             raise too_large
         try:
             async with asyncio.timeout(READ_SECONDS):
@@ -222,17 +230,17 @@ class TracesEndpoint:
                     if len(body) > self._max_body:
                         raise too_large
                     if self._held > self._max_held:
-                        raise HTTPException(503, "there is no room for more bodies; send it again later", _LATER)
+                        raise HTTPException(503, "the receiver holds too many bodies; retry later", _LATER)
         except TimeoutError:
             raise HTTPException(408, f"the body did not arrive within {READ_SECONDS:g} seconds") from None
         except ClientDisconnect:
-            raise HTTPException(400, "the client went away before its body had arrived") from None
+            raise HTTPException(400, "the client disconnected before its body had arrived") from None
 
-    async def _take(self, body: Body, packing: str, encoding: Encoding) -> Response:
+    async def _decode_and_store(self, body: Body, compression: str, encoding: Encoding) -> Response:
         loop = asyncio.get_running_loop()
         try:
             rows = await loop.run_in_executor(
-                self._executor, lambda: rows_of(request_of(inflated(body, packing, self._max_body), encoding))
+                self._executor, lambda: rows_of(request_of(inflated(body, compression, self._max_body), encoding))
             )
             if rows.accepted:
                 await self._store(rows.accepted)
@@ -241,7 +249,7 @@ class TracesEndpoint:
         except TooLargeError as error:
             raise HTTPException(413, f"{error}; send smaller batches") from error
         except ReceiverError as error:
-            # Said once and not for every request of every client that tries again.
+            # Logged once, not for every retry of every client.
             if not self._failing:
                 log.error("%s", error)
             self._failing = True
@@ -251,11 +259,9 @@ class TracesEndpoint:
             return _refusal(500, "the request could not be handled; the log says why", encoding)
         if self._failing and rows.accepted:
             self._failing = False
-            log.info("spans are being stored again")
+            log.info("storing spans works again")
         if rows.rejected:
-            log.warning(
-                "%d of %d spans were refused: %s", rows.rejected, rows.rejected + len(rows.accepted), rows.why
-            )
+            log.warning("rejected %d of %d spans: %s", rows.rejected, rows.rejected + len(rows.accepted), rows.why)
         return Response(accepted(encoding, rows.rejected, rows.why), media_type=encoding.value)
 
 
@@ -277,11 +283,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     why = error.detail
     if error.status_code == 404:
-        why = f"there is nothing at {request.url.path}: traces are received at {PATH}, metrics and logs are not"
+        why = f"{request.url.path} does not exist: only traces are received, at {PATH}; metrics and logs are not"
     elif error.status_code != 405:
-        # These were spans, and not every client says that they are lost.
+        # These were spans, and not every client reports the loss.
         sender = request.client.host if request.client else "a client"
-        log.warning("what %s sent was answered with %d: %s", sender, error.status_code, why[:_TOLD_CHARACTERS])
+        log.warning("answered %s with %d: %s", sender, error.status_code, why[:_LOGGED_CHARACTERS])
     try:
         encoding = _encoding_of(request)
     except HTTPException:

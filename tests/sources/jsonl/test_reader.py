@@ -378,7 +378,7 @@ def test_every_complete_line_comes_exactly_once(
     path.touch()
     with pytest.MonkeyPatch.context() as during:
         during.setattr(line_reader, "PAGE_LINES", pages)
-        during.setattr(line_file, "_PIECE", data.draw(st.sampled_from([1, 7, 64, 1 << 20])))
+        during.setattr(line_file, "_BLOCK", data.draw(st.sampled_from([1, 7, 64, 1 << 20])))
         for place, piece in enumerate(pieces):
             ended = path.read_bytes().endswith(b"\n")
             if place in rotations and ended:

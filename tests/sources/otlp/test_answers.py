@@ -81,7 +81,7 @@ async def test_a_body_that_cannot_be_decoded_is_a_400(
     assert message
     assert ids(inbox) == []
     (told,) = [record.getMessage() for record in caplog.records if record.name == "flywheel.sources.otlp.server"]
-    assert told == f"what 127.0.0.1 sent was answered with 400: {message}"[: len(told)]
+    assert told == f"answered 127.0.0.1 with 400: {message}"[: len(told)]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ async def test_spans_that_cannot_be_stored_are_counted_and_the_others_kept(
     for words in ("span 000000000000000a (span 10): its trace id is not 16 bytes", "and 5 more"):
         assert words in partial.error_message
     assert ids(inbox) == [1, 2]
-    assert "10 of 12 spans were refused" in caplog.text
+    assert "rejected 10 of 12 spans" in caplog.text
 
     answer = await client.post("/v1/traces", content=json_body(json_span(traceId="xyz")), headers=JSON)
     assert answer.json()["partialSuccess"]["rejectedSpans"] == "1"

@@ -77,7 +77,7 @@ async def test_connections_beyond_the_limit_are_closed_and_it_is_told_once(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 4)
-    monkeypatch.setattr(server.Protocol, "too_many", LogRateLimit())
+    monkeypatch.setattr(server.Protocol, "too_many_log", LogRateLimit())
     idle = [await connected(receiver) for _ in range(4)]
     while len(receiver._server.server_state.connections) < 4:  # type: ignore[union-attr]
         await asyncio.sleep(0.01)
@@ -116,7 +116,7 @@ async def test_connections_that_cannot_be_accepted_are_told_at_a_rate(
     for _ in range(500):
         refused(server.sockets[0])
     (told,) = caplog.records
-    assert told.getMessage().startswith(f"connections at {receiver.url} cannot be accepted: Too many open files")
+    assert told.getMessage().startswith(f"cannot accept connections at {receiver.url} cannot be accepted: Too many open files")
     assert told.exc_info is None
     caplog.clear()
     loop.call_exception_handler({"message": "something else", "exception": ValueError("x")})
