@@ -116,7 +116,7 @@ async def test_connections_that_cannot_be_accepted_are_told_at_a_rate(
     for _ in range(500):
         refused(server.sockets[0])
     (told,) = caplog.records
-    assert told.getMessage().startswith(f"cannot accept connections at {receiver.url} cannot be accepted: Too many open files")
+    assert told.getMessage().startswith(f"cannot accept connections at {receiver.url}: Too many open files")
     assert told.exc_info is None
     caplog.clear()
     loop.call_exception_handler({"message": "something else", "exception": ValueError("x")})
