@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Connection, Row, and_, exists, func, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, and_, exists, func, literal_column, or_, select, update
 
 from flywheel.states import Split, TaskState
 from flywheel.store.bulk import rows_in
@@ -47,9 +47,9 @@ def count(conn: Connection, *where: ColumnElement[bool]) -> int:
     return int(conn.execute(select(func.count()).select_from(tasks).where(*where)).scalar_one())
 
 
-def _due() -> ColumnElement[bool]:
-    waiting = and_(tasks.c.state == TaskState.UNDECIDED.value, tasks.c.retry_at <= utcnow())
-    return or_(tasks.c.state == TaskState.PENDING.value, waiting)
+def _due(state: ColumnElement[str] = tasks.c.state) -> ColumnElement[bool]:
+    waiting = and_(state == TaskState.UNDECIDED.value, tasks.c.retry_at <= utcnow())
+    return or_(state == TaskState.PENDING.value, waiting)
 
 
 def count_due(conn: Connection) -> int:
@@ -92,7 +92,9 @@ def has_suspects(conn: Connection) -> bool:
 
 
 def _suspect(conn: Connection) -> list[tuple[int, str]]:
-    query = select(tasks.c.id, tasks.c.state).where(tasks.c.crashes > 0, _due())
+    # The literal 0 and `coalesce` make SQLite use the index of suspects, not one by state: most tasks may be due.
+    suspected = tasks.c.crashes > literal_column("0")
+    query = select(tasks.c.id, tasks.c.state).where(suspected, _due(func.coalesce(tasks.c.state, "")))
     return [(row.id, row.state) for row in conn.execute(query.order_by(tasks.c.crashes, tasks.c.id).limit(1))]
 
 

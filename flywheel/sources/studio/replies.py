@@ -354,4 +354,4 @@ def prompt_reason(first: Span | None, given: Sequence[ChatMessage], prompt: Sequ
         exclusion.FINISH_FUNCTION: any(name.encode() in bytes(raw) for raw in offered for name in FINISH_FUNCTIONS),
         exclusion.TEMPLATE_PARAMETERS: at.sets_template_parameters(first),
     }
-    return exclusion.joined(reason for reason, applies in reasons.items() if applies)
+    return "; ".join(reason for reason, applies in reasons.items() if applies)
