@@ -1,4 +1,4 @@
-"""What a source brings in one step: replies as the ledger stores them, and where to go on. Plain data, no I/O."""
+"""Replies in the form in which the ledger stores them, and batches of them. Plain data, no I/O."""
 
 from __future__ import annotations
 
@@ -20,16 +20,19 @@ from flywheel.trace import Checkpoint, Cursor, DeadRow, Reply
 
 
 class Entry(Struct, frozen=True, gc=False):
-    """A reply as the ledger stores it: what is asked of it often, and its task as one JSON object.
+    """A reply as the ledger stores it: its task as one JSON object, and the columns that are queried.
 
-    `line` is the task in UTF-8 without a line end, empty where `skip` says why there is none. Its split is
-    provisional: the ledger knows which side the conversation is on. `content` is a 63-bit hash of all that, to notice
-    that a reply looks different when it is read again. `beginning` says what its conversation begins with, 0 where it
-    has no task; `words` and `bands` what that is like (see `similarity`), where this is the first turn. A reply is
-    `linked` when its own spans do not show the conversation before it: the ledger then finds the earlier turns by
-    conversation id and time. `excluded` says why rounds leave its task out (see `exclusion`), `model` which model was
-    asked. Where nothing recorded tells which version of the alias answered, `asked_alias` is the alias; where an
-    earlier turn may have hidden a message, it `follows`: then the ledger knows more.
+    - `line`: the task in UTF-8 without a line end; empty if `skip` says why there is none. Its split is provisional,
+      as the ledger decides the split of the conversation.
+    - `content`: a 63-bit hash of the line and `skip`, which differs if a re-extracted reply differs.
+    - `beginning`: a hash of the beginning of the conversation, 0 without a task.
+    - `words`, `bands`: the prompt signature of a first turn (see `similarity`).
+    - `linked`: the reply's own spans do not show the conversation before it. The ledger finds the earlier turns by
+      conversation id and time.
+    - `excluded`: why rounds leave the task out (see `exclusion`).
+    - `model`: the model that was requested.
+    - `asked_alias`: the alias, if nothing recorded says which of its versions answered.
+    - `follows`: an earlier turn may have hidden a message, which the ledger can find out.
     """
 
     span_id: str
@@ -79,11 +82,8 @@ class Batch(Struct, frozen=True):
 
 def joined(batches: Sequence[Batch]) -> Batch:
     """Consecutive batches of one pass as one batch."""
-    last = batches[-1]
-    if len(batches) == 1:
-        return last
     return replace(
-        last,
+        batches[-1],
         entries=tuple(entry for batch in batches for entry in batch.entries),
         dead=tuple(row for batch in batches for row in batch.dead),
         checkpoints=tuple(checkpoint for batch in batches for checkpoint in batch.checkpoints),
@@ -96,12 +96,12 @@ _NO_SIGNATURE: Final = PromptSignature()
 
 
 def entry_of(reply: Reply, source: str, models: TrainedModels = ANY_MODEL) -> Entry:
-    """A reply from `source` in the ledger's form; `models` says whose replies are trained on."""
+    """The entry of a reply from `source`; `models` says whose replies are trained on."""
     return entries_of((reply,), source, models)[0]
 
 
 def entries_of(replies: Sequence[Reply], source: str, models: TrainedModels = ANY_MODEL) -> list[Entry]:
-    """`entry_of` each of them; many take less time at once."""
+    """The entry of each reply. Signatures of many replies are computed faster together."""
     begin = [reply.turn == 0 and not reply.skip for reply in replies]
     signatures = iter(
         prompt_signatures([reply.query for reply, begins in zip(replies, begin, strict=True) if begins])
@@ -117,7 +117,7 @@ def _entry(reply: Reply, source: str, signature: PromptSignature, models: Traine
     whole = line_bytes(line)
     skip = reply.skip
     reason = line["metadata"]["prompt_reason"]
-    # Whatever the request called it, an id of Flywheel's own server tells which version answered.
+    # If the id is of Flywheel's own server, it says which version answered, whatever name the request used.
     model = "" if reply.adapter_source == "id" else storable(reply.model)
     return Entry(
         span_id=reply.span_id,
@@ -143,7 +143,7 @@ def _entry(reply: Reply, source: str, signature: PromptSignature, models: Traine
 
 
 def _exclusions(reply: Reply, prompt_reason: str, model: str, models: TrainedModels) -> set[Exclusion]:
-    """Why rounds leave a reply out of training and gate."""
+    """Why rounds leave a reply out of training and out of the gate."""
     found = exclusion.of_prompt(prompt_reason)
     if reply.tools or any(step.get("tool_calls") or step.get("role") == "tool" for step in reply.trajectory):
         found.add(Exclusion.TOOLS)
@@ -153,12 +153,12 @@ def _exclusions(reply: Reply, prompt_reason: str, model: str, models: TrainedMod
 
 
 def storable(text: str) -> str:
-    """A text as UTF-8 can hold it: lone surrogates, which JSON allows in traces, become `?`."""
+    """A text that UTF-8 can encode: lone surrogates, which JSON allows, become `?`."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def line_bytes(line: dict[str, object]) -> bytes:
-    """A task line as JSON without its end. Lone surrogates, which traces can hold and UTF-8 cannot, become `?`."""
+    """A task line as JSON without a line end. Lone surrogates become `?`."""
     try:
         return orjson.dumps(line)
     except orjson.JSONEncodeError:

@@ -1,6 +1,6 @@
-"""What a source tells: the replies of agents, and where reading resumes. Plain data, no I/O.
+"""Replies of agents, and where reading a source resumes. Plain data, no I/O.
 
-Structs, because a long history makes millions of them: a frozen dataclass takes ten times as long to make.
+They are structs because a long history creates millions of them, and a frozen dataclass takes ten times as long.
 """
 
 from __future__ import annotations
@@ -26,16 +26,19 @@ class SpanStatus(StrEnum):
 
 
 class Reply(Struct, frozen=True):
-    """One agent invocation, with everything a task needs. `skip` says why it must not become one, if so.
+    """One agent invocation, with everything that a task needs.
 
-    `history` is the conversation before the reply, the system prompt first; `request` is what this agent was handed
-    (for the last stage of a pipeline that is another agent's text, while `query` is what the user had asked).
-    `trajectory` holds the model and tool messages between request and answer, `errors` the steps that failed on the
-    way ("tool search: TimeoutError: …"). `reference` is the right answer, where a source knows it.
-    `adapter` is the version of the alias that answered, empty for the base model and where that is not known;
-    `adapter_source` says what told it: the response's `id`, the `model` of the response, the deployment `history`, or
-    nothing (empty). `prompt_reason` says why the prompt is not exactly what the model was sent, empty where nothing
-    is known to be missing; `prompt_tokens` are the input tokens of the first model call, 0 where they are not known.
+    - `query`: what the user asked. `request`: what this agent was called with; for the last stage of a pipeline that
+      is another agent's text.
+    - `history`: the conversation before the reply, the system prompt first. `turn`: the number of earlier turns.
+    - `trajectory`: the model and tool messages between request and answer.
+    - `errors`: the steps that failed ("tool search: TimeoutError: …").
+    - `reference`: the right answer, if the source has one.
+    - `adapter`: the version of the alias that answered; empty for the base model or if unknown. `adapter_source`:
+      where that is recorded: the `id` or the `model` of the response, the deployment `history`, or nowhere (empty).
+    - `prompt_reason`: why the prompt is not exactly what the model was sent; empty if nothing is known to be missing.
+    - `input_tokens`, `output_tokens`: of all model calls. `prompt_tokens`: input tokens of the first. 0: unknown.
+    - `skip`: why the reply becomes no task, if so; `skip_detail`: the same for people.
     """
 
     span_id: str
@@ -70,7 +73,7 @@ class Reply(Struct, frozen=True):
 
 
 class DeadRow(Struct, frozen=True):
-    """A row of a source that could not be understood; it costs itself and nothing else."""
+    """A row of a source that cannot be parsed. It affects no other row."""
 
     rowid: int
     span_id: str
@@ -80,11 +83,11 @@ class DeadRow(Struct, frozen=True):
 
 
 class Cursor(Struct, frozen=True):
-    """Where reading resumes: every row up to and including `rowid` has been seen.
+    """Where reading resumes: every row up to and including `rowid` has been read.
 
     `identity` is the file's device and inode, `fingerprint` a hash of the schema, `anchor` the id of the row at
-    `rowid`. When one of them no longer holds, the generation is counted up and reading starts over (the ledger's
-    keys stop duplicates). For a file of lines, `rowid` is the number of bytes read.
+    `rowid`. If one of them has changed, `generation` is increased and reading starts over; the ledger's keys prevent
+    duplicates. For a JSONL file, `rowid` is the number of bytes read.
     """
 
     rowid: int = 0
@@ -95,9 +98,10 @@ class Cursor(Struct, frozen=True):
 
 
 class Checkpoint(Struct, frozen=True):
-    """What is remembered of a trace: where its rows are (in `generation`), and what they were when it was told.
+    """The state of a trace when it was last read: its rows by number (in `generation`), and their contents.
 
-    `digest` is the sum of the hashes of its rows, 0 of a trace that was not told yet. An open trace is waited for.
+    `digest` is the sum of the hashes of the rows, 0 if the trace was not extracted yet. An open trace may get more
+    rows, or must be extracted again.
     """
 
     trace_id: str
@@ -108,7 +112,7 @@ class Checkpoint(Struct, frozen=True):
 
 
 class Selection(Struct, frozen=True):
-    """Which replies become tasks beyond the visible ones, by the agent's name, and which models' are trained on."""
+    """Agents, by name, whose replies become tasks although another agent called them, or never; trained models."""
 
     include: frozenset[str] = frozenset()
     exclude: frozenset[str] = frozenset()

@@ -80,23 +80,21 @@ class SharedLimits:
     turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(4))
 
 
+@dataclass(frozen=True, slots=True)
 class StoredCheckpoints:
     """The checkpoints of one source in the ledger, for the reader's thread. To be created on the event loop."""
 
-    def __init__(self, store: Store, source: int) -> None:
-        self._store = store
-        self._source = source
-        self._loop = asyncio.get_running_loop()
+    store: Store
+    source: int
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
     def open_checkpoints(self) -> Sequence[Checkpoint]:
-        return self._ask(checkpoints.open_checkpoints)
+        answer = self.store.read(checkpoints.open_checkpoints, self.source)
+        return asyncio.run_coroutine_threadsafe(answer, self.loop).result()
 
     def checkpoints(self, trace_ids: Sequence[str]) -> Mapping[str, Checkpoint]:
-        return self._ask(checkpoints.checkpoints_of, trace_ids)
-
-    def _ask(self, query: Callable[..., T], *values: object) -> T:
-        answer = self._store.read(query, self._source, *values)
-        return asyncio.run_coroutine_threadsafe(answer, self._loop).result()
+        answer = self.store.read(checkpoints.checkpoints_of, self.source, trace_ids)
+        return asyncio.run_coroutine_threadsafe(answer, self.loop).result()
 
 
 class StudioConnector:
@@ -155,7 +153,7 @@ class StudioConnector:
         producer = asyncio.create_task(self._produce(batches, queue))
         try:
             while group := await self._next_group(queue):
-                yield joined(group)
+                yield joined(group) if len(group) > 1 else group[0]
             await producer
         except BaseException:
             producer.cancel()

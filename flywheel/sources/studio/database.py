@@ -135,20 +135,29 @@ class Database:
         """All rows of a small query, in one read transaction. Raises StudioError."""
         return self._run(lambda connection: connection.execute(sql, values).fetchall())
 
-    def page(self, columns: Sequence[str], after: int) -> Page:
-        """The first rows behind number `after`, as many as a few milliseconds allow. Raises StudioError.
+    def page(self, columns: Sequence[str], after: int, rowids: Sequence[int] = ()) -> Page:
+        """The first rows behind number `after`, or those of `rowids`, as many as a few milliseconds allow.
 
         Each row is its number and `columns`. A row with a value that is too large has its number and ids, and the
-        size and the first bytes of that value.
+        size and the first bytes of that value. Raises StudioError.
         """
-        return self._page(columns, "rowid > ?", (after,))
+        where = f"rowid IN ({','.join('?' * len(rowids))})" if rowids else "rowid > ?"
+        values = rowids or (after,)
+        rest = f"FROM {TABLE} WHERE {where} ORDER BY rowid"
+        sql = f"SELECT rowid, {', '.join(columns)} {rest}"
+        while True:
+            page = self._run(lambda connection: read_page(connection, sql, values))
+            if page.rows or not page.more:
+                return page
+            if first := self._run(lambda connection: _first_row(connection, columns, rest, values)):
+                return Page(first, True, 0)
 
     def rows(self, columns: Sequence[str], rowids: Iterable[int]) -> Iterator[Row]:
         """The rows of these numbers that exist, in short reads. Raises StudioError."""
         wanted = sorted(rowids)
         while wanted:
             some = wanted[:_LOOKUP_ROWS]
-            page = self._page(columns, f"rowid IN ({','.join('?' * len(some))})", some)
+            page = self.page(columns, 0, some)
             yield from page.rows
             wanted = [rowid for rowid in wanted if rowid > page.rows[-1][0]] if page.more else wanted[_LOOKUP_ROWS:]
 
@@ -197,16 +206,6 @@ class Database:
         if self._copy is not None:
             self._copy.cleanup()
             self._copy = None
-
-    def _page(self, columns: Sequence[str], where: str, values: Sequence[int]) -> Page:
-        rest = f"FROM {TABLE} WHERE {where} ORDER BY rowid"
-        sql = f"SELECT rowid, {', '.join(columns)} {rest}"
-        while True:
-            page = self._run(lambda connection: read_page(connection, sql, values))
-            if page.rows or not page.more:
-                return page
-            if first := self._run(lambda connection: _first_row(connection, columns, rest, values)):
-                return Page(first, True, 0)
 
     def _run(self, query: Callable[[sqlite3.Connection], T]) -> T:
         """Run a query and measure how long it holds the file. While the file is locked, wait outside of SQLite."""

@@ -1,8 +1,7 @@
-"""Messages as clients write them, and as the OpenAI chat form.
+"""Parses the messages that clients record and converts them to the OpenAI chat form.
 
-These dialects occur: AgentScope's own messages (`content` is text or a list of blocks), the GenAI convention
-(`parts`), and what formatters produce, in the form of OpenAI, Anthropic, DashScope or Gemini. Reasoning never counts
-as text.
+Dialects: AgentScope's own messages (`content` is text or a list of blocks), the GenAI convention (`parts`), and the
+output of formatters in the form of OpenAI, Anthropic, DashScope or Gemini. Reasoning never counts as text.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from flywheel.trace import ChatMessage
 Message = dict[str, Any]
 
 FINISH_FUNCTIONS: Final = frozenset({"generate_response", "GenerateStructuredOutput"})
-"""How AgentScope lets the model hand in its answer: calls of these are the answer, not steps on the way to it."""
+"""Functions by which AgentScope lets the model return its answer. Calls of them are the answer, not steps."""
 
 ROLES: Final = frozenset({"system", "user", "assistant", "tool", "developer"})
 
@@ -66,7 +65,7 @@ def _blocks(content: Any) -> list[dict[str, Any]]:
 
 
 def _typed(block: dict[str, Any]) -> dict[str, Any]:
-    """A block as DashScope's and Gemini's interfaces have it, without a type, as one that has it."""
+    """A block of DashScope's or Gemini's interface, which has no type, with its type."""
     match block:
         case {"thought": True}:
             return {"type": "thinking", **block}
@@ -75,7 +74,7 @@ def _typed(block: dict[str, Any]) -> dict[str, Any]:
         case {"image": str(url)}:
             return {"type": "image", "source": {"url": url}}
         case {"function_call": {"name": name, **call}}:
-            # AgentScope hands Gemini's own signature of a call round as the call's id.
+            # AgentScope uses Gemini's signature of a call as the call's id.
             call_id = call.get("id") or block.get("thought_signature")
             return {"type": "tool_use", "id": call_id, "name": name, "input": call.get("args")}
         case {"function_response": {"name": name, **result}}:
@@ -86,12 +85,12 @@ def _typed(block: dict[str, Any]) -> dict[str, Any]:
 
 
 def text_of(message: Message) -> str:
-    """The text that a reader of the message saw, without reasoning and tool calls."""
+    """The text of a message, without reasoning and tool calls."""
     return _text(blocks_of(message))
 
 
 def texts_of(message: Message) -> list[str]:
-    """The same, text by text."""
+    """The text blocks of a message."""
     return _texts(blocks_of(message))
 
 
@@ -100,28 +99,24 @@ def _texts(blocks: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def _text(blocks: Iterable[dict[str, Any]]) -> str:
-    texts = _texts(blocks)
-    return texts[0] if len(texts) == 1 else "\n".join(texts)
+    return "\n".join(_texts(blocks))
 
 
 def _plain(value: Any) -> str:
-    """Servers decode loosely: a text that happened to be JSON can arrive as the number or object it spelled."""
+    """A value as text. Servers decode loosely: a text that was also JSON may arrive as a number or an object."""
     if isinstance(value, str):
         return value
     return "" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def images_of(message: Message) -> list[str]:
-    """References to the images of a message. Embedded data is named by its hash: it has no address."""
-    found = []
-    for block in blocks_of(message):
-        if block.get("type") != "text" and (reference := _image(block)):
-            found.append(reference)
-    return found
+    """References to the images of a message. Embedded data has no address, so its hash is the reference."""
+    blocks = (block for block in blocks_of(message) if block.get("type") != "text")
+    return [reference for block in blocks if (reference := _image(block))]
 
 
 def is_media(block: dict[str, Any]) -> bool:
-    """Whether a block is an image, or anything else that is no text."""
+    """Whether a block is an image, audio, video or a file."""
     return block.get("type") in _MEDIA_TYPES
 
 
@@ -149,7 +144,7 @@ def _embedded(data: str) -> str:
 
 
 def result_text(value: Any) -> str:
-    """The text of a tool's result, in any form: text, blocks, an object with content, a repr, JSON of blocks."""
+    """The text of a tool's result: a text, blocks, an object with content, a repr, or JSON of blocks."""
     if isinstance(value, str):
         if is_result(value):
             try:
@@ -175,7 +170,7 @@ def result_text(value: Any) -> str:
 
 
 def chat_of(message: Message) -> list[ChatMessage]:
-    """A message in the OpenAI form: one message, or several where it holds tool results between its parts."""
+    """A message in the OpenAI form; several messages if it has tool results between its parts."""
     role = message.get("role")
     if role not in ROLES:
         role = "assistant" if role == "model" else "user"
@@ -185,7 +180,7 @@ def chat_of(message: Message) -> list[ChatMessage]:
         results = [block for block in blocks if block.get("type") in _RESULTS]
         if not results:
             return [_tool_message(call_id, message.get("name"), _text(blocks))]
-        # The name of such a message is its author's.
+        # The message's own name is its author's.
         return [
             _tool_message(block.get("id") or call_id, block.get("name"), result_text(_result_in(block)))
             for block in results
@@ -253,7 +248,7 @@ def tool_of(definition: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_finish(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """The messages without calls of the finish functions and without their results."""
+    """The messages without calls of finish functions and without their results."""
     finished: set[str] = set()
     kept: list[ChatMessage] = []
     names: dict[str, str] = {}

@@ -10,7 +10,7 @@ that changed, or was missed, is handed on like a new one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Final, Protocol
@@ -206,16 +206,17 @@ class StudioReader:
         if unknown := [trace for trace in new if trace not in found]:
             found |= checkpoints.checkpoints(unknown)
         for trace_id, checkpoint in found.items():
-            new[trace_id].known = checkpoint
-            if checkpoint.generation == self._cursor.generation:
-                self._add_earlier_rows(scan, new[trace_id], checkpoint)
+            trace = new[trace_id]
+            trace.known = checkpoint
+            if checkpoint.generation == self._cursor.generation and not trace.ids.keys() >= set(checkpoint.rowids):
+                self._add_earlier_rows(scan, trace, checkpoint)
 
     def _add_earlier_rows(self, scan: Scan, trace: OpenTrace, checkpoint: Checkpoint) -> None:
         earlier = [rowid for rowid in checkpoint.rowids if rowid <= scan.at and rowid not in trace.ids]
         if earlier and (rows := [row for row in self._fetch(earlier, {trace.trace_id}) if is_id(row[1])]):
             scan.extend(trace, rows)
 
-    def _fetch(self, rowids: Sequence[int], trace_ids: set[str]) -> Iterator[Row]:
+    def _fetch(self, rowids: Sequence[int], trace_ids: Collection[str]) -> Iterator[Row]:
         """Rows by number, as far as they still belong to these traces."""
         assert self.schema is not None
         names = {trace.encode() for trace in trace_ids}
@@ -249,7 +250,8 @@ class StudioReader:
         self, scan: Scan, chosen: Sequence[tuple[OpenTrace, bool]], dead: Sequence[DeadRow], rows: int, *, more: bool
     ) -> Batch:
         """Selects the rows of closed traces that changed since their checkpoint, and builds the new checkpoints."""
-        self._restore_contents([trace for trace, _ in chosen])
+        if dropped := [trace for trace, _ in chosen if len(trace.rows) < len(trace.ids)]:
+            self._restore_contents(dropped)
         traces: list[RawTrace] = []
         written: list[Checkpoint] = []
         for trace, is_open in chosen:
@@ -292,12 +294,11 @@ class StudioReader:
                 yield trace.known
 
     def _restore_contents(self, traces: Sequence[OpenTrace]) -> None:
-        """Read the rows again whose contents were dropped."""
-        dropped = {trace.trace_id.encode(): trace for trace in traces if len(trace.rows) < len(trace.ids)}
-        if dropped:
-            rowids = [rowid for trace in dropped.values() for rowid in trace.ids.keys() - trace.rows.keys()]
-            for row in self._fetch(rowids, {trace.trace_id for trace in dropped.values()}):
-                dropped[row[2]].restore(row)
+        """Read rows again whose contents were dropped."""
+        by_id = {trace.trace_id: trace for trace in traces}
+        rowids = [rowid for trace in traces for rowid in trace.ids.keys() - trace.rows.keys()]
+        for row in self._fetch(rowids, by_id.keys()):
+            by_id[row[2].decode()].restore(row)
 
 
 def _is_unchanged(checkpoint: Checkpoint, known: Checkpoint | None) -> bool:

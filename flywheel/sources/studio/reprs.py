@@ -1,7 +1,7 @@
-"""The Python reprs that AgentScope 1.x writes into spans: `Msg(id='…', content=[…], …)`, `ToolResponse(…)`.
+"""Parses the Python reprs that AgentScope 1.x writes into spans: `Msg(id='…', content=[…], …)`, `ToolResponse(…)`.
 
-They are read as Python literals: plain ones by `plain_literal`, all others through `ast`. Nothing in them is ever
-evaluated, and no regular expression looks inside them: message texts hold quotes, brackets and whole other reprs.
+They are parsed with `ast` and never evaluated. No regular expression looks inside them, as message texts contain
+quotes, brackets and whole other reprs.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ _CONTENT: Final = "', content="
 
 
 class ReprError(ValueError):
-    """A text that begins like a repr but is none: cut off or garbled."""
+    """A text that begins like a repr but is cut off or garbled."""
 
 
 def is_message(text: str) -> bool:
-    """Whether a text presents itself as the repr of a message (it may still be cut off)."""
+    """Whether a text begins like the repr of a message."""
     return text.startswith("Msg(id=")
 
 
 def is_result(text: str) -> bool:
-    """Whether a text presents itself as the repr of a tool's or a model's response."""
+    """Whether a text begins like the repr of a tool's or a model's response."""
     return text.startswith(("ToolResponse(content=", "ChatResponse(content="))
 
 
 def is_block(value: object) -> bool:
-    """Whether something presents itself as the repr of a block of a message."""
+    """Whether a value is a text that begins like the repr of a block of a message."""
     return isinstance(value, str) and value.startswith(
         ("TextBlock(type=", "DataBlock(type=", "ThinkingBlock(type=", "HintBlock(type=")
     )
@@ -38,13 +38,11 @@ def is_block(value: object) -> bool:
 
 @lru_cache(maxsize=16)
 def parse_call(text: str) -> dict[str, Any]:
-    """The keyword arguments of a repr such as `Msg(…)`; the caller must not change them. Raises ReprError.
+    """The keyword arguments of a repr such as `Msg(…)`; callers must not change them. Raises ReprError.
 
-    What is no literal inside (other objects, dates, enums) becomes a dictionary of its own keywords or its source
-    text. The last few are kept, because one reply asks for the same repr more than once.
+    A value that is not a literal (other objects, dates, enums) becomes a dictionary of its keywords, or its source
+    text. The last few results are cached, because one reply needs the same repr more than once.
     """
-    if (plain := plain_call(text)) is not None:
-        return plain
     text = _quoted_name(text)
     try:
         node = ast.parse(text, mode="eval").body
@@ -86,7 +84,7 @@ def _key(node: ast.expr) -> str:
 
 
 def _quoted_name(text: str) -> str:
-    """AgentScope writes a message's name between quotes without escaping it: `name='O'Brien'`."""
+    """Escape a message's name, which AgentScope writes between quotes as it is: `name='O'Brien'`."""
     if not text.startswith(_MSG):
         return text
     start = text.find(_NAME)
@@ -98,7 +96,7 @@ def _quoted_name(text: str) -> str:
 
 
 def _without_objects(text: str) -> str:
-    """Put every `<object at 0x…>` outside of string literals between quotes, so that the rest parses."""
+    """Quote every `<object at 0x…>` outside of string literals, so that the rest can be parsed."""
     out: list[str] = []
     at = 0
     while at < len(text):
@@ -119,121 +117,3 @@ def _without_objects(text: str) -> str:
             out.append(char)
         at = end
     return "".join(out)
-
-
-_QUOTES: Final = "'\""
-_ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"'}
-_WORDS: Final = (("None", None), ("True", True), ("False", False))
-
-
-class _UnusualError(Exception):
-    """Something else is here."""
-
-
-def plain_call(text: str) -> dict[str, Any] | None:
-    """The keyword arguments of a repr such as `Msg(…)`; None if there is anything unusual about it."""
-    try:
-        found: dict[str, Any] = {}
-        at = text.index("(") + 1
-        if not text[: at - 1].isidentifier():
-            return None
-        while True:
-            end = text.index("=", at)
-            name = text[at:end]
-            if name in found:
-                return None
-            found[name], at = _plain_value(text, end + 1)
-            if name == "name" and ("\\" in text[end:at] or not text.startswith(", content=", at)):
-                # Names are written as they are, without escapes: this one may end elsewhere.
-                return None
-            if text.startswith(", ", at):
-                at += 2
-            elif text[at] == ")" and at == len(text) - 1:
-                return found if all(map(str.isidentifier, found)) else None
-            else:
-                return None
-    except (_UnusualError, IndexError, ValueError, RecursionError):
-        return None
-
-
-def _plain_value(text: str, at: int) -> tuple[Any, int]:
-    """The value that begins at a place, and the place behind it."""
-    char = text[at]
-    if char in _QUOTES:
-        return _string(text, at, char)
-    if char == "[":
-        return _list(text, at + 1)
-    if char == "{":
-        return _dict(text, at + 1)
-    for word, value in _WORDS:
-        if text.startswith(word, at):
-            return value, at + len(word)
-    end = at + 1
-    while text[end] not in ",)]}":
-        end += 1
-    digits = text[at:end]
-    if not digits.isdecimal() or not digits.isascii() or (len(digits) > 1 and char == "0"):
-        raise _UnusualError
-    return int(digits), end
-
-
-def _list(text: str, at: int) -> tuple[list[Any], int]:
-    found: list[Any] = []
-    if text[at] == "]":
-        return found, at + 1
-    while True:
-        value, at = _plain_value(text, at)
-        found.append(value)
-        if text[at] == "]":
-            return found, at + 1
-        at = _next(text, at)
-
-
-def _dict(text: str, at: int) -> tuple[dict[str, Any], int]:
-    found: dict[str, Any] = {}
-    if text[at] == "}":
-        return found, at + 1
-    while True:
-        char = text[at]
-        if char not in _QUOTES:
-            raise _UnusualError
-        key, at = _string(text, at, char)
-        if not text.startswith(": ", at):
-            raise _UnusualError
-        found[key], at = _plain_value(text, at + 2)
-        if text[at] == "}":
-            return found, at + 1
-        at = _next(text, at)
-
-
-def _next(text: str, at: int) -> int:
-    if not text.startswith(", ", at):
-        raise _UnusualError
-    return at + 2
-
-
-def _string(text: str, at: int, quote: str) -> tuple[str, int]:
-    end = text.index(quote, at + 1)
-    found = text[at + 1 : end]
-    if "\\" in found:
-        return _escaped(text, at + 1, quote)
-    if not found.isprintable() or (not found and text.startswith(quote, end + 1)):
-        # Python escapes what cannot be printed, and writes no text between three quotes.
-        raise _UnusualError
-    return found, end + 1
-
-
-def _escaped(text: str, at: int, quote: str) -> tuple[str, int]:
-    parts: list[str] = []
-    while True:
-        slash = text.find("\\", at)
-        end = text.index(quote, at)
-        is_last = slash < 0 or end < slash
-        plain = text[at:end] if is_last else text[at:slash]
-        char = "" if is_last else _ESCAPES.get(text[slash + 1])
-        if char is None or not plain.isprintable():
-            raise _UnusualError
-        parts += (plain, char)
-        if is_last:
-            return "".join(parts), end + 1
-        at = slash + 2

@@ -1,10 +1,9 @@
-"""The spans of one trace as a tree: who called whom, which spans belong to which agent, who answered the user.
+"""The spans of one trace as a tree: which spans belong to which agent, and each agent's role.
 
-Roles. An agent below another agent was called by it (as a tool): nested. Agents beside each other under one root that
-is no agent's ran after each other: a pipeline, whose last stage the user sees. Two cases look like a pipeline and are
-none: agents that overlap in time are a fan-out, and an agent that is handed something new, neither the answer of one
-before it nor what another one was asked, is the next turn of a conversation that the application wrapped into one
-span.
+An agent below another agent was called by it as a tool: nested. Agents beside each other below a root that is not an
+agent's form a pipeline, and the user sees the answer of its last stage. Two cases look like a pipeline but are not.
+Agents that overlap in time are a fan-out. An agent whose input is new, neither the answer of an earlier agent nor
+what another one was asked, begins the next turn of a conversation that the application wrapped into one span.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from flywheel.sources.studio.span import Span, SpanKind, in_order
 from flywheel.trace import SpanStatus
 
 QUOTED: Final = 24
-"""Characters from which on a user's message does not hold an answer by chance; about "Paris" one may ask further."""
+"""The shortest text that counts as quoted in a user's message. A shorter one ("Paris") may occur by chance."""
 
 
 class Role(StrEnum):
@@ -40,29 +39,29 @@ class Placement(Struct, frozen=True):
 
 
 class Tree:
-    """`spans` by id. `buried` are ids of spans that exist but could not be read."""
+    """`spans` by id. `dead` has the ids of spans that exist but could not be read."""
 
-    def __init__(self, spans: Mapping[str, Span], buried: Collection[str] = ()) -> None:
+    def __init__(self, spans: Mapping[str, Span], dead: Collection[str] = ()) -> None:
         self.spans = spans
         ordered = sorted(spans.values(), key=in_order)
         self._is_plain = _is_plain(ordered)
-        """Whether one agent, at the top, called everything else by itself. Most traces are no more than that."""
+        """Whether one agent at the top is the parent of all other spans, as in most traces."""
         self._children: dict[str, list[Span]] = {}
         if self._is_plain:
             self.agents = ordered[:1]
             self._children[ordered[0].span_id] = ordered[1:]
         else:
             self.agents = [span for span in ordered if span.kind is SpanKind.AGENT]
-            """The agent spans in the order they began."""
+            """The agent spans in the order in which they began."""
             for span in ordered:
                 if span.parent_id:
                     self._children.setdefault(span.parent_id, []).append(span)
         self.missing = {
-            parent: under for parent, under in self._children.items() if parent not in spans and parent not in buried
+            parent: under for parent, under in self._children.items() if parent not in spans and parent not in dead
         }
-        """Ids that spans name as their parent and that are not there, with those spans."""
+        """Parents that are not there, by id, with the spans that name them."""
         self.missing_agents = {parent: under for parent, under in self.missing.items() if _is_agents(under)}
-        """The missing parents that must be agents."""
+        """Those of them that must be agents."""
         self._placements: dict[str, Placement] | None = None
 
     def cyclic(self) -> list[Span]:
@@ -84,10 +83,10 @@ class Tree:
         return [span for span in self.spans.values() if span.span_id in circles]
 
     def own(self, agent_id: str) -> list[Span]:
-        """The spans of one agent in the order they began, without those of agents it called as tools.
+        """The spans of one agent in the order in which they began, without those of agents that it called as tools.
 
-        A reply that only delegates to its superclass is two spans of one agent, one right below the other: the inner
-        spans belong to both.
+        A `reply` that only delegates to its superclass makes two spans of one agent, one right below the other. The
+        inner spans belong to both.
         """
         if self._is_plain:
             return self._children[agent_id]
@@ -132,7 +131,7 @@ class Tree:
         return placed
 
     def _above(self, span: Span, known: dict[str, tuple[Span, bool]]) -> tuple[Span, bool]:
-        """The span at the top of the ancestors, and whether one of them is an agent; `known` has some already."""
+        """The topmost ancestor, and whether an ancestor is an agent. `known` caches results."""
         line: list[Span] = []
         here = span
         while here.span_id not in known:
@@ -149,7 +148,7 @@ class Tree:
         return known[span.span_id]
 
     def _below_missing_agent(self, top: Span, agent: Span) -> bool:
-        """Whether the trace ends above `agent` where an agent must have been that never arrived."""
+        """Whether an agent that never arrived must be above `agent`."""
         if not top.parent_id or top.parent_id not in self.missing:
             return False
         others = (child for children in self.missing_agents.values() for child in children if child is not top)
@@ -164,18 +163,18 @@ def _is_plain(ordered: Sequence[Span]) -> bool:
 
 
 def _is_agents(children: list[Span]) -> bool:
-    """Whether the spans below a missing one are such as only an agent has: model calls, tools, formatters."""
+    """Whether spans below a missing one are of kinds that only agents have: model calls, tools, formatters."""
     return any(child.kind is not SpanKind.AGENT and child.kind is not SpanKind.OTHER for child in children)
 
 
 def _is_delegated(agent: Span, below: Span) -> bool:
-    """Whether the agent right below is the same one: another of that name has an id of its own."""
+    """Whether the agent right below is the same agent. A different agent of that name has an id of its own."""
     ids = {at.agent_id(agent), at.agent_id(below)} - {""}
     return len(ids) < 2 and at.agent_name(agent) == at.agent_name(below)
 
 
 class _Stage(Struct, frozen=True):
-    """An agent beside others: what it was handed, as roles and texts, and what it answered."""
+    """An agent beside others: its input as roles and texts, and its answer."""
 
     span: Span
     name: str
@@ -183,12 +182,12 @@ class _Stage(Struct, frozen=True):
     answer: str
 
     def follows(self, earlier: _Stage) -> bool:
-        """Whether this one works on from what `earlier` answered or was asked, rather than from what came next."""
+        """Whether this one continues from what `earlier` answered or was asked."""
         said = earlier.answer
         if not said or earlier.span.ended_ns > self.span.started_ns:
             return False
         if not self.handed:
-            # It answers what it has observed: another agent's answer, or its own user.
+            # It answers what it has observed: the answer of another agent, or its own user.
             return earlier.name != self.name
         for role, text in self.handed:
             if text == said or ((role == "assistant" or len(said) >= QUOTED) and said in text):
@@ -196,7 +195,7 @@ class _Stage(Struct, frozen=True):
             if earlier.name != self.name and any(
                 asked and (asked == text or (len(asked) >= QUOTED and asked in text)) for _, asked in earlier.handed
             ):
-                # A router sends the same question on; a classifier's finding is put before it.
+                # A router forwards the same question; a classifier puts its result before it.
                 return True
         return False
 
@@ -206,19 +205,19 @@ def _stage(agent: Span) -> _Stage:
         output = at.agent_output(agent)
         handed = [(str(message.get("role")), _plain(text_of(message))) for message in at.agent_input(agent)]
     except ReprError:
-        # It costs its own reply, which is told elsewhere.
+        # Extraction reports it with the reply of this agent.
         return _Stage(agent, at.agent_name(agent), [("user", "")], "")
     answer = _plain(text_of(output)) if output and agent.status is not SpanStatus.ERROR else ""
     return _Stage(agent, at.agent_name(agent), handed, answer)
 
 
 def _plain(text: str) -> str:
-    """A text without what is often changed when it is handed on."""
+    """A text without the differences that forwarding often makes."""
     return " ".join(text.casefold().split())
 
 
 def _pipeline(agents: list[Span]) -> dict[str, Placement]:
-    """The roles of agents beside each other, given in the order they began."""
+    """The roles of agents beside each other, given in the order in which they began."""
     stages = [_stage(agent) for agent in agents]
     asked: dict[str, Span] = {}
     went_on: set[str] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import enum
 from dataclasses import dataclass
@@ -121,3 +122,36 @@ def test_a_repr_nested_too_deeply_is_refused() -> None:
 def test_nothing_in_a_repr_is_evaluated() -> None:
     read = parse_call("Msg(id='x', content=__import__('os').abort())")
     assert read["content"] == "__import__('os').abort()"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "plain",
+        "both ' and \"",
+        "lines\n\tand \\ slashes\r",
+        "größer 日本 🙂",
+        [{"type": "text", "text": "it's"}],
+        7,
+        [],
+        {},
+    ],
+)
+def test_usual_messages_are_parsed(content: Any) -> None:
+    text = f"Msg(id='1', name='Bob', content={content!r}, role='user', metadata={{'n': None, 'yes': True}})"
+    expected = {"id": "1", "name": "Bob", "content": content, "role": "user", "metadata": {"n": None, "yes": True}}
+    assert parse_call(text) == expected
+
+
+@PATIENT
+@given(
+    CONTENT,
+    st.sampled_from(["", "'", '"', "\\", "\n", "=", "(", ")", "]", "b'x'", "'''", "\x00", "01"]),
+    st.integers(0, 200),
+)
+def test_a_garbled_message_is_parsed_or_refused(content: Any, garbling: str, place: int) -> None:
+    text = f"Msg(id='1', name='Bob', content={content!r}, role='user')"
+    place = min(place, len(text))
+    with contextlib.suppress(ReprError):
+        assert isinstance(parse_call(text[:place] + garbling + text[place + 1 :]), dict)
