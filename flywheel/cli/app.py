@@ -1,4 +1,4 @@
-"""The command `flywheel`: its options that many commands share, and how errors become messages and exit codes."""
+"""The command `flywheel`: shared options, access to the state, and errors as messages and exit codes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Concatenate, Final, ParamSpec, TextIO, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, TextIO, TypeVar
 
 import typer
 from typer.core import TyperGroup
@@ -18,47 +18,47 @@ from typer.core import TyperGroup
 from flywheel import __version__, log
 from flywheel.cli import EXIT_INTERRUPTED, heed_interrupts
 from flywheel.cli.tables import short_path
-from flywheel.errors import EXIT_FAILED, ConfigError, ExportError, FlywheelError
+from flywheel.errors import EXIT_FAILED, ConfigError, ExportError, FlywheelError, StoreError
 from flywheel.files import expanded, tidied
 from flywheel.terminal import escape_terminal
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
+    from sqlalchemy import Connection
 
     from flywheel.config import Config
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 EXIT_UNREAD: Final = 141
 _STDOUT: Final = 1
 _STDERR: Final = 2
-_WHOLE: Final = 1_000
-"""Characters that no sentence of ours has."""
+_UNCUT: Final = 1_000
+"""More characters than the first sentence of any help text has."""
 _AS_JSON: Final = "flywheel.json"
-"""What is noted of a command line with `--json`."""
+"""The key by which the context says that the command line has `--json`."""
 
 
 class _UnreadError(Exception):
-    """The reader of our output went away. No OSError: Typer and rich would make a failure of that."""
+    """The reader of stdout closed the pipe. Not an OSError, which Typer and rich would report as a failure."""
 
 
 class _UnwrittenError(OSError):
-    """Our own output could not be written, and no other file."""
+    """Stdout could not be written, as opposed to any other file."""
 
 
 class _Stdout(FileIO):
-    """Stdout, whose errors are known from those of every other file."""
+    """Stdout with errors of its own class, to tell them from the errors of other files."""
 
     @classmethod
-    def of(cls, stdout: TextIO | None) -> TextIO | None:
-        """`stdout` by way of this; as it is, if it is none, or something that a test put there."""
+    def around(cls, stdout: TextIO | None) -> TextIO | None:
+        """The process's stdout, wrapped; anything else, such as a test's stream, unchanged."""
         if stdout is None or stdout is not sys.__stdout__ or not isinstance(stdout, TextIOWrapper):
             return stdout
         return TextIOWrapper(
             BufferedWriter(cls(_STDOUT, "w", closefd=False)),
             encoding=stdout.encoding,
-            # What people read is shown as well as their terminal can; what programs read is not written this way.
+            # People see what their terminal can show. Programs read JSON, which escapes what cannot be encoded.
             errors="replace",
             line_buffering=stdout.line_buffering,
             write_through=stdout.write_through,
@@ -74,17 +74,17 @@ class _Stdout(FileIO):
 
 
 class Group(TyperGroup):
-    """Commands under one name, each told in `--help` with the whole sentence that says what it does."""
+    """Commands under one name. `--help` prints the first sentence of each in full."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """As Click does it, which would cut the sentences."""
+        """Like Click, which cuts the sentences."""
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
-            formatter.write_dl([(name, each.get_short_help_str(_WHOLE)) for name, each in commands if each])
+            formatter.write_dl([(name, each.get_short_help_str(_UNCUT)) for name, each in commands if each])
 
 
 class _Commands(Group):
-    """All commands; with `--json`, an error that ends one is an object on stdout too."""
+    """All commands. With `--json`, an error that ends one is also an object on stdout."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -98,7 +98,7 @@ class _Commands(Group):
 app = typer.Typer(
     name="flywheel",
     cls=_Commands,
-    help="A closed loop for AgentScope agents: traces in, judged samples, GRPO rounds, proven adapters out.",
+    help="A closed loop for AgentScope agents: traces, judged samples, GRPO rounds, tested adapters.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -113,7 +113,7 @@ ConfigOption = Annotated[
         "--config",
         metavar="FILE",
         help="Configuration. Default: $FLYWHEEL_CONFIG, ./flywheel.yaml.",
-        readable=False,  # one that may not be read is a wrong configuration, and no wrong usage
+        readable=False,  # an unreadable file is a wrong configuration, not wrong usage
     ),
 ]
 
@@ -137,7 +137,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print version.")
+    ] = False,
     log_level: Annotated[
         str, typer.Option(metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR.", envvar="FLYWHEEL_LOG")
     ] = "INFO",
@@ -149,7 +151,7 @@ def _options(
 
 
 def find_config(path: Path | None) -> Path | None:
-    """The configuration file that applies: the given one, `$FLYWHEEL_CONFIG`, `flywheel.yaml` here, or none."""
+    """The configuration file: the given one, `$FLYWHEEL_CONFIG`, `./flywheel.yaml`, or None for the defaults."""
     if path is not None:
         return path
     if named := os.environ.get("FLYWHEEL_CONFIG"):
@@ -168,7 +170,7 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
     import asyncio
 
     with asyncio.Runner() as runner:
-        # An event loop that is interrupted while it is made complains when it is taken away.
+        # An event loop that is interrupted while it is created warns when it is collected.
         runner.get_loop()
         heed_interrupts()
         return runner.run(work)
@@ -179,20 +181,20 @@ def print_json(value: Any) -> None:
     try:
         text.encode(sys.stdout.encoding if sys.stdout is not None else "utf-8")
     except UnicodeEncodeError:
-        # Halves of surrogate pairs, or a terminal of another encoding: JSON has a way to write both.
+        # Lone surrogates, or another encoding: escaped, JSON can be written anywhere.
         text = json.dumps(value, indent=2)
     print(text)
 
 
 def binary_stdout() -> BinaryIO:
-    """Where bytes that programs read go. Raises ExportError if there is no such place."""
+    """Stdout for bytes. Raises ExportError if it is closed."""
     if sys.stdout is None:
-        raise ExportError("write to stdout", "it is closed", "Name a file, or open it.")
+        raise ExportError("write to stdout", "it is closed", "Name a file, or open stdout.")
     return sys.stdout.buffer
 
 
 def absolute(path: Path) -> Path:
-    """A path of the command line as it is seen from everywhere. Raises ConfigError."""
+    """The absolute form of a path on the command line. Raises ConfigError."""
     try:
         return tidied(expanded(path).absolute())
     except ValueError as error:
@@ -203,58 +205,105 @@ def absolute(path: Path) -> Path:
         ) from error
 
 
+def missing_state(config: Config) -> str:
+    """That there is no state where the configuration says, and what that can mean; empty if there is one."""
+    path = config.state_dir / "state.db"
+    try:
+        # An interrupted copy, or a full disk at the first start, leaves an empty file.
+        if path.stat().st_size:
+            return ""
+    except FileNotFoundError:
+        pass
+    except OSError:
+        return ""  # opening it will report why
+    return (
+        f"there is no state at {short_path(path)}: nothing was read yet, or it is kept elsewhere "
+        "(by another configuration, user or $FLYWHEEL_HOME)"
+    )
+
+
+def require_state(config: Config, attempted: str) -> None:
+    """Raises StoreError if there is no state: a command would create one in the wrong place."""
+    if missing := missing_state(config):
+        hint = "Name the configuration with -c, or set state.dir or $FLYWHEEL_HOME to where the daemon has it."
+        raise StoreError(attempted, missing, hint)
+
+
+async def read_state(config: Config, question: Callable[[Connection], T], *, warn: bool = True) -> T:
+    """Read the state beside a running daemon. With `warn`, stderr says if there is none. Raises StoreError."""
+    # Commands that only read their configuration do not wait for the import of the database library.
+    from flywheel.store.database import Store
+
+    if warn and (missing := missing_state(config)):
+        print_error(f"flywheel: {missing}")
+    store = await Store.view(config.state_dir)
+    try:
+        return await store.read(question)
+    finally:
+        await store.close()
+
+
+async def change_state(config: Config, change: Callable[[Connection], T], *, lock: bool) -> T:
+    """Change the state in one transaction, with the instance lock or beside a running daemon. Raises StoreError."""
+    from flywheel.daemon.lock import InstanceLock
+    from flywheel.store.database import Store
+
+    with InstanceLock(config.state_dir) if lock else contextlib.nullcontext():
+        store = await Store.open(config.state_dir)
+        try:
+            return await store.write(change)
+        finally:
+            await store.close()
+
+
 def complain(error: FlywheelError | str) -> None:
-    tell(f"flywheel: {escape_terminal(str(error))}")
+    print_error(f"flywheel: {escape_terminal(str(error))}")
 
 
-def tell(text: str) -> None:
-    """Print on stderr. Where nobody can be told, the exit code still tells."""
+def print_error(text: str) -> None:
+    """Print on stderr. If it is closed, the exit code alone reports an error."""
     if sys.stderr is None:
-        # Print would take stdout instead, which may hold an object or records.
+        # print() would use stdout, which may hold JSON or records.
         return
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr)
 
 
 MODULES: Final = (
-    "run", "ingest", "filter", "rounds", "prune", "status", "dead_letters", "tasks", "show", "rubric", "export",
-    "setup", "doctor",
+    "run", "ingest", "filter", "rounds", "prune", "status", "audit", "why", "dead_letters", "tasks", "show", "rubric",
+    "export", "setup", "doctor",
 )  # fmt: skip
-"""Each adds its commands to `app` when it is imported; the order is that of `--help`."""
+"""Each adds its commands to `app` when it is imported, in the order of `--help`."""
 
 
 def main() -> None:
-    """Run the command line; every FlywheelError ends with its message and its exit code."""
+    """Run the command line. A FlywheelError becomes its message and its exit code."""
     for name in MODULES:
         importlib.import_module(f"flywheel.cli.{name}")
-    _forget_no_sizes()
-    stdout = sys.stdout = _Stdout.of(sys.stdout)
+    for name in ("COLUMNS", "LINES"):
+        size = os.environ.get(name, "")
+        # rich takes these for the size of the terminal even if they are not numbers above 0.
+        if not (size.isascii() and size.isdigit() and int(size)):
+            os.environ.pop(name, None)
+    stdout = sys.stdout = _Stdout.around(sys.stdout)
     try:
         code = _run()
         if stdout is not None:
             stdout.flush()
     except (_UnreadError, BrokenPipeError):
-        # The reader of our output went away (`| head`): that is its right.
-        _let_go(_STDOUT)
+        # The reader closed the pipe (`| head`).
+        _discard(_STDOUT)
         code = EXIT_UNREAD
     except _UnwrittenError as error:
-        _let_go(_STDOUT)
-        complain(ExportError("write to stdout", error.strerror or str(error), "Make room where it goes."))
+        _discard(_STDOUT)
+        complain(ExportError("write to stdout", error.strerror or str(error), "Free space on its device."))
         code = EXIT_FAILED
     try:
         if sys.stderr is not None:
             sys.stderr.flush()
     except OSError:
-        _let_go(_STDERR)
+        _discard(_STDERR)
     sys.exit(code)
-
-
-def _forget_no_sizes() -> None:
-    """Where these are no size, a terminal is as large as it says itself; by their word, it would have no column."""
-    for name in ("COLUMNS", "LINES"):
-        size = os.environ.get(name, "")
-        if not (size.isascii() and size.isdigit() and int(size)):
-            os.environ.pop(name, None)
 
 
 def _run() -> int:
@@ -270,52 +319,6 @@ def _run() -> int:
     return 0
 
 
-def _let_go(descriptor: int) -> None:
-    """What is still to be written would fail once more when the program ends, and change its exit code."""
+def _discard(descriptor: int) -> None:
+    """Write what is still buffered to /dev/null: at exit it would fail again and change the exit code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-
-
-if TYPE_CHECKING:
-    from sqlalchemy import Connection
-
-    from flywheel.config import Config
-
-
-def missing_state(config: Config) -> str:
-    """That there is no state where it is looked for, and what that can mean; empty where there is one."""
-    path = config.state_dir / "state.db"
-    try:
-        # One without a byte is what an interrupted copy leaves, or a disk that was full at the first step.
-        if path.stat().st_size:
-            return ""
-    except FileNotFoundError:
-        pass
-    except OSError:
-        return ""  # who looks is told why that may not be known
-    return (
-        f"there is no state at {short_path(path)}: nothing was read yet, or it is kept elsewhere "
-        "(by another configuration, user or $FLYWHEEL_HOME)"
-    )
-
-
-async def read_state_or_warn(
-    config: Config, look: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs
-) -> T:
-    """What a question to the state answers; on stderr, if there is none. Raises StoreError."""
-    if missing := missing_state(config):
-        typer.echo(f"flywheel: {missing}", err=True)
-    return await read_state(config, look, *args, **kwargs)
-
-
-async def read_state(
-    config: Config, look: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs
-) -> T:
-    """The same, by a command that says itself when there is no state."""
-    # Not above: commands that only read their configuration must not wait for a database library.
-    from flywheel.store.database import Store
-
-    store = await Store.view(config.state_dir)
-    try:
-        return await store.read(look, *args, **kwargs)
-    finally:
-        await store.close()

@@ -26,10 +26,13 @@ if TYPE_CHECKING:
     from flywheel.verdict import Verdict
 
 T = TypeVar("T")
+EXCERPT = 300
+"""Characters of the texts of a disagreement."""
 
 
 async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: bool) -> dict[str, Any]:
     """Judge the labels, store the outcome, and report it as one JSON object."""
+    from flywheel.cli.progress_bars import TaskCounter
     from flywheel.daemon.judge_cost import CostEstimator, cost_of
     from flywheel.daemon.judge_setup import chain_of, judge_settings
     from flywheel.judge.budget import Budget, BudgetSpentError
@@ -57,7 +60,7 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
         estimator = await CostEstimator.of(store, grader.judge_hash, settings.prices)
         cost = estimator.cost(await asyncio.to_thread(_preview, grader, given, repeats))
         _foretell(len(given.labels), repeats, cost, f"calibrate {file}", budget, quiet=quiet)
-        with _Progress(len(given.labels) * repeats, quiet=quiet) as progress:
+        with TaskCounter("judging", len(given.labels) * repeats, quiet=quiet) as progress:
 
             def on_verdict(verdict: Verdict) -> None:
                 # At once: what was spent is spent, whatever becomes of the calibration.
@@ -198,32 +201,6 @@ async def _labels(path: Path, store: Store) -> Labels:
     return await asyncio.to_thread(read_labels, path, lookup)
 
 
-class _Progress:
-    """A bar on a terminal, and nothing elsewhere."""
-
-    def __init__(self, total: int, *, quiet: bool) -> None:
-        from rich.console import Console
-        from rich.progress import Progress
-
-        console = Console(stderr=True)
-        self._bar = Progress(console=console, transient=True, disable=quiet or not console.is_terminal)
-        self._task = self._bar.add_task("judging", total=total)
-
-    def __enter__(self) -> _Progress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def step(self) -> None:
-        self._bar.advance(self._task)
-
-
-SHOWN = 300
-"""Characters of a text that are shown of a disagreement."""
-
-
 def calibration_json(
     file: Path, rubric: Rubric, judge: str, given: Labels, outcome: Calibration, shortfall: str | None
 ) -> dict[str, Any]:
@@ -274,38 +251,35 @@ def _disagreement(each: Disagreement) -> dict[str, Any]:
 
 
 def show(report: dict[str, Any]) -> None:
-    """The report for a person."""
-    from rich.console import Console
-    from rich.table import Table
+    """Print the report."""
+    from flywheel.cli.tables import Row, excerpt, rows_table, stdout
+    from flywheel.cli.verdict_table import spent
 
-    from flywheel.cli.verdict_table import money
-
-    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console = stdout()
     report = escape_terminal(report)
-    told = quantity(report["judged"], "reply", "replies")
+    text = quantity(report["judged"], "reply", "replies")
     if report["left_out"]:
-        told += f", {quantity(report['left_out'], 'line')} without an answer or a verdict left out"
-    console.print(f"rubric {report['rubric']} judged by {report['judge']}: {told}")
-    table = Table("", "judge accepts", "judge rejects")
-    for label, row in report["confusion"].items():
-        table.add_row(f"people {label}", str(row["accepted"]), str(row["rejected"]))
-    console.print(table)
-    kappa = report["kappa"]
+        text += f", {quantity(report['left_out'], 'line')} without an answer or a verdict excluded"
+    console.print(f"rubric {report['rubric']} judged by {report['judge']}: {text}")
+    rows = [
+        Row((f"human: {label}", str(row["accepted"]), str(row["rejected"])))
+        for label, row in report["confusion"].items()
+    ]
+    console.print(rows_table(("", "judge: accept", "judge: reject"), rows, fold=()))
+    kappa, base = report["kappa"], report["base_rate"]
     if kappa["value"] is None:
-        console.print("Cohen's kappa is not defined: labels and verdicts are all alike")
+        console.print("Cohen's kappa is not defined: all labels and all verdicts are the same")
     else:
         interval = "" if kappa["low"] is None else f" (95 % interval {kappa['low']:.2f} to {kappa['high']:.2f})"
         console.print(f"Cohen's kappa {kappa['value']:.2f}{interval}")
-    base = report["base_rate"]
     console.print(
-        f"agreement {report['agreement']:.0%}; people accept {base:.0%}, the judge {report['judge_rate']:.0%};"
-        f" always saying the same would agree on {max(base, 1 - base):.0%}"
+        f"agreement {report['agreement']:.0%}; accepted: human {base:.0%}, judge {report['judge_rate']:.0%};"
+        f" a constant verdict would agree on {max(base, 1 - base):.0%}"
     )
     if (pairs := report["consistency"]["pairs"]) is not None:
-        unanimous = report["consistency"]["unanimous"]
         console.print(
             f"over {report['repeats']} repeats the judge agrees with itself on {pairs:.0%} of pairs,"
-            f" and on {unanimous:.0%} of replies every time"
+            f" and in all repeats on {report['consistency']['unanimous']:.0%} of replies"
         )
     for each in report["undecided"]:
         console.print(f"undecided: {each['name']}: {each['error']}")
@@ -313,18 +287,10 @@ def show(report: dict[str, Any]) -> None:
         console.print(f"\nthe worst disagreements ({len(report['worst'])}):")
     for number, each in enumerate(report["worst"], 1):
         reason = f" ({each['label_reason']})" if each["label_reason"] else ""
-        console.print(f"\n{number}. {each['name']}: people {each['label']}{reason}; judge: {each['verdict']}", end="")
-        console.print("" if each["score"] is None else f", score {each['score']:.2f}")
-        console.print(f"   question: {_short(each['query'])}\n   answer:   {_short(each['answer'])}")
-        console.print(f"   judge:    {_short(each['reason'])}")
-    usage = report["usage"]
-    tokens = usage["prompt_tokens"] + usage["completion_tokens"]
-    priced = f", {money(report['cost'])}" if report["cost"] is not None else ""
-    console.print(f"\n{quantity(usage['calls'], 'call')}, {quantity(tokens, 'token')}{priced}")
+        score = "" if each["score"] is None else f", score {each['score']:.2f}"
+        console.print(f"\n{number}. {each['name']}: human: {each['label']}{reason}; judge: {each['verdict']}{score}")
+        for name, key in (("question", "query"), ("answer", "answer"), ("judge", "reason")):
+            console.print(f"   {name + ':':<9} {excerpt(each[key], EXCERPT)}")
+    console.print(f"\n{spent(report['usage'], 0, report['cost'])}")
     if report["shortfall"]:
         console.print(report["shortfall"])
-
-
-def _short(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= SHOWN else f"{line[: SHOWN - 1]}…"

@@ -1,4 +1,4 @@
-"""`flywheel doctor`: whether this installation will work, and what it lacks."""
+"""`flywheel doctor`: check whether this installation works, and what it lacks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 from flywheel import __version__
 from flywheel.cli.app import ConfigOption, JsonOption, app, find_config, print_json, run_async
-from flywheel.cli.tables import plain, short_path
+from flywheel.cli.tables import print_facts, short_path
 from flywheel.errors import EXIT_CONFIG, EXIT_FAILED
 from flywheel.terminal import escape_terminal
 
@@ -27,14 +27,14 @@ def doctor(
     ask_judge: Annotated[
         bool,
         typer.Option(
-            "--ask-judge", help="Also ask each judge one short question, which it may charge (some 50 tokens)."
+            "--ask-judge", help="Also ask each judge one short question (about 50 tokens, which may cost money)."
         ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Check the installation, and say what it lacks; nothing is changed.
+    """Check the installation and report what it lacks; nothing is changed.
 
-    Looks at packages, configuration, state, sources, rubric, judge, servers, model and machine. Exit 1 when something
+    Checks packages, configuration, state, sources, rubric, judge, servers, model and machine. Exit 1 when something
     failed, 78 when configuration, rubric or filter file is wrong.
     """
     path = find_config(config)
@@ -65,30 +65,15 @@ async def _examined(path: Path | None, ask_judge: bool) -> list[Finding]:
 
 
 def _show(findings: Sequence[Finding], counts: Counter[str]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    rows = [(finding.result.value, finding.name, _text(finding)) for finding in findings]
-    console = Console()
-    if console.is_terminal:
-        table = Table.grid(padding=(0, 2))
-        for _ in range(2):
-            table.add_column(no_wrap=True)
-        table.add_column(overflow="fold")
-        for result, name, text in rows:
-            table.add_row(Text(result, style=COLOURS[result]), Text(name, style="bold"), Text(text, overflow="fold"))
-        console.print(table)
-    else:
-        width = max(map(len, COLOURS))
-        typer.echo(plain([(f"{result:<{width}}  {name}", text) for result, name, text in rows]))
-    told = ", ".join(f"{counts[result]} {result}" for result in COLOURS if counts[result])
-    typer.echo(f"\n{told}")
+    width = max(map(len, COLOURS))
+    rows = [(f"{finding.result.value:<{width}}", finding.name, _text(finding)) for finding in findings]
+    print_facts(rows, {f"{result:<{width}}": colour for result, colour in COLOURS.items()})
+    typer.echo("\n" + ", ".join(f"{counts[result]} {result}" for result in COLOURS if counts[result]))
 
 
 def _text(finding: Finding) -> str:
-    """What was found, below what it is about, and above what to do."""
+    """The subject, what was found, and what to do."""
     shown: dict[str, Any] = escape_terminal(finding.as_json(), one_line=True)
     subject = short_path(shown["subject"]) if shown["subject"].startswith("/") else shown["subject"]
-    needs = finding.remedy and finding.result not in ("ok", "skipped")
-    return "\n".join(line for line in (subject, shown["found"], f"→ {shown['do']}" if needs else "") if line)
+    remedy = f"→ {shown['do']}" if shown["do"] and finding.result not in ("ok", "skipped") else ""
+    return "\n".join(filter(None, (subject, shown["found"], remedy)))

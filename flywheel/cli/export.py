@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final
 
 import typer
 
-from flywheel.cli.app import ConfigOption, JsonOption, app, binary_stdout, load_config, print_json, run_async, tell
+from flywheel.cli.app import (
+    ConfigOption,
+    JsonOption,
+    app,
+    binary_stdout,
+    load_config,
+    print_error,
+    print_json,
+    run_async,
+)
 from flywheel.errors import ExportError
 from flywheel.files import whole_file
 from flywheel.formats import FORMATS, Format, FormatName, LeftOut, Sample, traits
@@ -128,7 +137,7 @@ def export(
     if as_json:
         print_json(report)
     else:
-        _print(escape_terminal(report), tell if out == "-" else print)
+        _print(escape_terminal(report), print_error if out == "-" else print)
 
 
 def _print(report: dict[str, Any], say: Callable[[str], None]) -> None:

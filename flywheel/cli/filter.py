@@ -1,4 +1,4 @@
-"""`flywheel filter`: judge pending tasks, or show what the judge would say, what a rubric flips, what it costs."""
+"""`flywheel filter`: judge pending tasks, try a rubric without writing, compare two rubrics, estimate the cost."""
 
 from __future__ import annotations
 
@@ -33,14 +33,16 @@ if TYPE_CHECKING:
     from flywheel.store.database import Store
     from flywheel.verdict import CriterionResult
 
-FORETOLD: Final = 2_000
-"""Up to so many tasks, a dry run says first what it will ask."""
+PREVIEWED: Final = 2_000
+"""A dry run of up to this many tasks first prints an estimate."""
+EXCERPT: Final = 240
+"""Characters of a question or an answer of a flip."""
 NAME_ONE: Final = "Name a rubric in YAML."
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
-    """What the command line says."""
+class _Options:
+    """The options of the command line."""
 
     config: Config
     has_sources: bool
@@ -50,43 +52,43 @@ class _Wanted:
     rejudge: bool
     quiet: bool
     failures: list[FlywheelError] = field(default_factory=list)
-    """Of sources that could not be read; the others are judged all the same."""
+    """Errors of sources that could not be read; tasks of the others are judged."""
 
 
 @app.command(name="filter")
 def filter_tasks(
     config: ConfigOption = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Ask the judge, but write nothing anywhere.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Ask the judge, but write nothing.")] = False,
     rubric: Annotated[Path | None, typer.Option(metavar="FILE", help="Use this rubric.", readable=False)] = None,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Judge this many tasks at most.")] = None,
     rejudge: Annotated[
-        bool, typer.Option("--rejudge", help="Also judge again what another rubric or judge accepted or rejected.")
+        bool, typer.Option("--rejudge", help="Also judge tasks again that another rubric or judge decided.")
     ] = False,
     against: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Dry run: compare with this rubric on all tasks; which verdicts flip, and why.",
+            help="Dry run: compare with this rubric on all tasks; show which verdicts flip, and why.",
             readable=False,
         ),
     ] = None,
     estimate: Annotated[
-        bool, typer.Option("--estimate", help="Make no call: say how many it would take, tokens and cost.")
+        bool, typer.Option("--estimate", help="Make no call: estimate calls, tokens and cost.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Judge pending tasks with the rubric; new replies of configured sources are read first."""
+    """Read new replies of the configured sources, then judge pending tasks with the rubric."""
     if against is not None and (estimate or rejudge):
-        typer.echo("flywheel: --against compares all tasks: give it without --estimate and --rejudge", err=True)
+        typer.echo("flywheel: --against compares all tasks: use it without --estimate and --rejudge", err=True)
         raise typer.Exit(EXIT_USAGE)
     settings = load_config(config)
     if find_config(config) is None:
         complain(
             "no source is read without a configuration (-c FILE, $FLYWHEEL_CONFIG or ./flywheel.yaml);"
-            " `flywheel init` lays one out"
+            " `flywheel init` writes one"
         )
     dry = dry_run or estimate or against is not None
-    wanted = _Wanted(settings, find_config(config) is not None, dry, rubric, limit, rejudge, as_json)
+    wanted = _Options(settings, find_config(config) is not None, dry, rubric, limit, rejudge, as_json)
     tune_malloc()
     if estimate:
         shown, error = run_async(_estimate(wanted)), None
@@ -108,8 +110,8 @@ def filter_tasks(
 
 
 @asynccontextmanager
-async def _state(wanted: _Wanted) -> AsyncIterator[Store]:
-    """The state with what is new in the sources: for a dry run a copy of its own, else the real one, locked."""
+async def _state(wanted: _Options) -> AsyncIterator[Store]:
+    """The state after reading the sources: a copy for a dry run, otherwise the real one, locked."""
     from flywheel.daemon.judging import recover
     from flywheel.daemon.lock import InstanceLock
     from flywheel.sources.ingestion import Ingestion
@@ -118,7 +120,7 @@ async def _state(wanted: _Wanted) -> AsyncIterator[Store]:
 
     async def ready(store: Store) -> None:
         if wanted.dry_run:
-            # What is in work there may be a living daemon's.
+            # In the copy, tasks that a running daemon is judging become pending.
             await store.write(claims.release_all, "not judged")
         else:
             await recover(store, wanted.config.state_dir)
@@ -135,7 +137,7 @@ async def _state(wanted: _Wanted) -> AsyncIterator[Store]:
 
     state_dir = wanted.config.state_dir
     with nullcontext() if wanted.dry_run else InstanceLock(state_dir):
-        # Everything happens to the copy, by the same code: what is shown is what would be done.
+        # A dry run executes the same code on the copy.
         store = await (Store.copy if wanted.dry_run else Store.open)(state_dir)
         try:
             await ready(store)
@@ -144,7 +146,7 @@ async def _state(wanted: _Wanted) -> AsyncIterator[Store]:
             await store.close()
 
 
-def _filtering(store: Store, wanted: _Wanted) -> TaskJudging:
+def _filtering(store: Store, wanted: _Options) -> TaskJudging:
     from flywheel.daemon.judging import TaskJudging
     from flywheel.judge.budget import CallsInFlight
     from flywheel.rubric.file import load_rubric
@@ -157,7 +159,7 @@ def _filtering(store: Store, wanted: _Wanted) -> TaskJudging:
     )
 
 
-async def _filter(wanted: _Wanted) -> tuple[dict[str, Any], FlywheelError | None]:
+async def _filter(wanted: _Options) -> tuple[dict[str, Any], FlywheelError | None]:
     from flywheel.cli.progress_bars import TaskCounter
     from flywheel.daemon.judge_cost import CostEstimator, cost_of
     from flywheel.daemon.judge_setup import exchange_of
@@ -174,15 +176,15 @@ async def _filter(wanted: _Wanted) -> tuple[dict[str, Any], FlywheelError | None
         filtering = _filtering(store, wanted)
         total = await filtering.count(limit=wanted.limit, rejudge=wanted.rejudge)
         prices = wanted.config.judge.prices
-        if wanted.dry_run and not wanted.quiet and 0 < total <= FORETOLD:
+        if wanted.dry_run and not wanted.quiet and 0 < total <= PREVIEWED:
             preview = await filtering.preview(limit=wanted.limit, rejudge=wanted.rejudge)
             estimator = await CostEstimator.of(store, filtering.grader.judge_hash, prices)
-            _foretell(preview.tasks, preview.free, estimator.cost(preview))
+            _print_estimate(preview.tasks, preview.free, estimator.cost(preview))
         found: dict[int, dict[str, Any]] = {}
         with TaskCounter("judging", total, quiet=wanted.quiet) as counter:
 
             def on_judged(judged: TaskResult) -> None:
-                # Only machines are told what a call for each task would send: it takes time to know.
+                # Only --json reports the estimated tokens of each task, which take time to compute.
                 tokens = filtering.grader.estimate(exchange_of(judged.task.line)).prompt_tokens if wanted.quiet else 0
                 found[judged.task.id] = verdict_json(judged, filtering, tokens)
                 counter.step()
@@ -192,7 +194,7 @@ async def _filter(wanted: _Wanted) -> tuple[dict[str, Any], FlywheelError | None
         if warning := await store.read(verdicts.none_accepted, wanted.config.filter.warn_window):
             complain(f"warning: {warning}")
     if interruption.by is not None:
-        left = "Nothing was written." if wanted.dry_run else "Verdicts are stored; the other tasks stay as they were."
+        left = "Nothing was written." if wanted.dry_run else "Verdicts are stored; the other tasks are unchanged."
         stopped = interruption.error("judge all that is due", left)
         if report is None:
             raise stopped
@@ -203,7 +205,7 @@ async def _filter(wanted: _Wanted) -> tuple[dict[str, Any], FlywheelError | None
     return report_json(report, total, judged, wanted.dry_run, cost.price), report.error
 
 
-async def _estimate(wanted: _Wanted) -> dict[str, Any]:
+async def _estimate(wanted: _Options) -> dict[str, Any]:
     from flywheel.daemon.judge_cost import CostEstimator
 
     async with _state(wanted) as store:
@@ -215,7 +217,7 @@ async def _estimate(wanted: _Wanted) -> dict[str, Any]:
     return {"estimate": {"tasks": preview.tasks, "without_a_call": preview.free, **told}, "dry_run": True}
 
 
-async def _compare(wanted: _Wanted, against: Path) -> tuple[dict[str, Any], FlywheelError | None]:
+async def _compare(wanted: _Options, against: Path) -> tuple[dict[str, Any], FlywheelError | None]:
     from flywheel.cli.progress_bars import TaskCounter
     from flywheel.daemon.judge_cost import CostEstimator, cost_of
     from flywheel.daemon.judging import TaskJudging
@@ -233,9 +235,9 @@ async def _compare(wanted: _Wanted, against: Path) -> tuple[dict[str, Any], Flyw
         total = triable if wanted.limit is None else min(triable, wanted.limit)
         diff = RubricDiff(store, old.grader, new.grader, new.judge, new.redact)
         estimator = await CostEstimator.of(store, new.grader.judge_hash, prices)
-        if not wanted.quiet and 0 < total <= FORETOLD:
+        if not wanted.quiet and 0 < total <= PREVIEWED:
             preview = await diff.preview(wanted.limit)
-            _foretell(preview.tasks, preview.free, estimator.cost(preview))
+            _print_estimate(preview.tasks, preview.free, estimator.cost(preview))
         interruption = StopSignals(wanted.config.daemon.drain_seconds)
         try:
             with TaskCounter("comparing", total, quiet=wanted.quiet) as counter:
@@ -277,12 +279,12 @@ async def _compare(wanted: _Wanted, against: Path) -> tuple[dict[str, Any], Flyw
     }, report.error
 
 
-def _foretell(tasks: int, free: int, cost: Cost) -> None:
+def _print_estimate(tasks: int, free: int, cost: Cost) -> None:
     from rich.console import Console
 
-    from flywheel.cli.verdict_table import estimated, foretold
+    from flywheel.cli.verdict_table import estimated, tasks_to_judge
 
-    text = f"{foretold(tasks, free)}: {estimated(cost_json(cost))}"
+    text = f"{tasks_to_judge(tasks, free)}: {estimated(cost_json(cost))}"
     Console(stderr=True, highlight=False, markup=False).print(text, style="dim")
 
 
@@ -292,15 +294,15 @@ def _print(shown: dict[str, Any], *, has_prices: bool) -> None:
 
     console = stdout()
     if (estimate := shown.get("estimate")) is not None:
-        console.print(tables.foretold(estimate["tasks"], estimate["without_a_call"]))
+        console.print(tables.tasks_to_judge(estimate["tasks"], estimate["without_a_call"]))
         console.print(tables.estimated(estimate))
         if estimate["calls"]:
-            console.print(f"({tables.learned(estimate)})")
+            console.print(f"({tables.estimate_basis(estimate)})")
     elif "flips" in shown:
         tables.rubric_diff(console, shown)
         console.print("dry run: nothing was written")
     elif not shown["verdicts"]:
-        console.print(f"due: {shown['due']:,}; none was judged" if shown["due"] else "no task is due")
+        console.print(f"{shown['due']:,} due, none judged" if shown["due"] else "no task is due")
     else:
         tables.verdict_table(console, shown["verdicts"])
         console.print()
@@ -342,7 +344,7 @@ def _criterion(result: CriterionResult, filtering: TaskJudging) -> dict[str, Any
 def report_json(
     report: JudgingReport, due: int, verdicts: list[dict[str, Any]], dry_run: bool, cost: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """`due` tasks were there to be judged before the first of them was."""
+    """`due` is the number of tasks that were due at the start."""
     return {
         "due": due,
         "judged": report.judged,
@@ -367,7 +369,7 @@ def report_json(
 
 
 def flip_json(compared: Compared, old: TaskJudging, new: TaskJudging) -> dict[str, Any]:
-    from flywheel.cli.verdict_table import excerpt
+    from flywheel.cli.tables import excerpt
     from flywheel.daemon.rubric_diff import contributions
 
     line = compared.task.line
@@ -386,8 +388,8 @@ def flip_json(compared: Compared, old: TaskJudging, new: TaskJudging) -> dict[st
             for side, verdict in (("old", compared.old), ("new", compared.new))
         },
         "why": why,
-        "query": excerpt(line["main_query"]),
-        "answer": excerpt(line["answer"]),
+        "query": excerpt(line["main_query"], EXCERPT),
+        "answer": excerpt(line["answer"], EXCERPT),
     }
 
 

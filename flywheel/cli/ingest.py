@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flywheel.cli.app import ConfigOption, JsonOption, absolute, app, complain, load_config, print_json, run_async
-from flywheel.cli.tables import short_path, show, source_text
+from flywheel.cli.tables import print_facts, short_path, source_text
 from flywheel.errors import EXIT_FAILED
 from flywheel.process_tuning import raise_open_file_limit, tune_malloc
 from flywheel.store import ledger
@@ -26,22 +26,22 @@ def ingest(
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Append the tasks here.")] = None,
     sweep: Annotated[
-        bool, typer.Option("--sweep", help="Compare everything with the ledger, not only what is new.")
+        bool, typer.Option("--sweep", help="Full scan: compare all rows with the ledger, not only new ones.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Read new replies from the sources and make tasks of them."""
+    """Read new replies from the sources and turn them into tasks."""
     from flywheel.config import StudioSource, source_at
 
     settings = load_config(config)
     if source:
         settings = settings.model_copy(update={"sources": [StudioSource(path=absolute(path)) for path in source]})
-    # What the configuration alone says was looked at when it was loaded.
+    # The configured combination was checked when the configuration was loaded.
     if out or source:
         appended = absolute(out or settings.task_file)
         if (read := source_at(settings, appended)) is not None:
             raise typer.BadParameter(
-                f"{appended} is read by the source {read}; Flywheel does not write to what it reads",
+                f"{appended} is read by the source {read}; Flywheel never writes to a source",
                 param_hint="--out" if out else "--source",
             )
     tune_malloc()
@@ -88,15 +88,14 @@ async def _ingest(config: Config, out: Path | None, sweep: bool) -> tuple[dict[s
 
 
 _UNKNOWN: dict[str, Any] = {"condition": "not stored", "open_traces": 0, "longest_read_ms": 0.0}
-"""What is noted of a source beside its counts, where nothing could be noted."""
+"""For a source whose condition could not be stored."""
 
 
 def _print(report: dict[str, Any]) -> None:
-    facts = [("source", source_text(source)) for source in map(_without_error, report["sources"])]
-    facts.append(("tasks", f"{report['tasks']:,}, of them {report['new']:,} new, in {short_path(report['out'])}"))
-    show(facts)
-
-
-def _without_error(source: dict[str, Any]) -> dict[str, Any]:
-    """Errors are told on stderr."""
-    return {**source, "error": "", "warning": "\n".join(f"warning: {text}" for text in source["warnings"])}
+    facts = []
+    for source in report["sources"]:
+        warnings = "\n".join(f"warning: {text}" for text in source["warnings"])
+        # Errors are on stderr.
+        facts.append(("source", source_text({**source, "error": "", "warning": warnings})))
+    facts.append(("tasks", f"{report['tasks']:,} ({report['new']:,} new) in {short_path(report['out'])}"))
+    print_facts(facts)

@@ -1,4 +1,4 @@
-"""`flywheel prune`: what the daemon does now and then to old rounds, by hand."""
+"""`flywheel prune`: remove the files of old rounds by hand, as the daemon does regularly."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, missing_state, print_json, run_async
-from flywheel.errors import ConfigError, StoreError
-from flywheel.terminal import byte_size, escape_terminal
+from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, require_state, run_async
+from flywheel.errors import ConfigError
+from flywheel.terminal import byte_size, escape_terminal, quantity
 
 if TYPE_CHECKING:
     from flywheel.config import Config
     from flywheel.daemon.retention import Removal
 
 WAIT_SECONDS = 120.0
-"""How long a swap that is under way is waited for."""
+"""Longest wait for a swap in progress."""
 
 
 @app.command()
 def prune(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be removed.")] = False,
     keep_days: Annotated[
         float | None, typer.Option(min=0, max=36_500, metavar="N", help="Instead of retention.keep_days.")
     ] = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove the adapters, rollouts and logs of old rounds that nothing needs any more."""
+    """Remove the adapters, rollouts and logs of old rounds that nothing needs."""
     settings = load_config(config)
     if keep_days is not None and math.isnan(keep_days):
         raise typer.BadParameter("it must be a number", param_hint="--keep-days")
@@ -36,8 +36,8 @@ def prune(
     if days is None:
         raise ConfigError(
             "remove files of old rounds",
-            "retention.keep_days is null: they stay for ever",
-            "Say with --keep-days how many days they stay.",
+            "retention.keep_days is null: they are kept forever",
+            "Set --keep-days to the number of days to keep them.",
         )
     done = run_async(_prune(settings, days, dry_run=dry_run))
     if as_json:
@@ -51,9 +51,7 @@ async def _prune(config: Config, keep_days: float, *, dry_run: bool) -> Removal:
     from flywheel.daemon.retention import Retention
     from flywheel.store.database import Store
 
-    if missing := missing_state(config):
-        hint = "Name the configuration with -c, or set state.dir or $FLYWHEEL_HOME to where the daemon has it."
-        raise StoreError("remove files of old rounds", missing, hint)
+    require_state(config, "remove files of old rounds")
     store = await (Store.view if dry_run else Store.open)(config.state_dir)
     try:
         retention = Retention(store, config)
@@ -82,7 +80,7 @@ def _lines(done: Removal, *, dry_run: bool) -> list[str]:
         for each, size in done.removed
     ]
     lines += [f"{each.name}  stays: {each.needed}" for each in done.kept]
-    rounds = "1 round" if len(done.removed) == 1 else f"{len(done.removed)} rounds"
     if not done.removed:
         return [*lines, "nothing to remove"]
-    return [*lines, f"{rounds}, {byte_size(done.size)}{': dry run, nothing was removed' if dry_run else ' removed'}"]
+    what = f"{quantity(len(done.removed), 'round')}, {byte_size(done.size)}"
+    return [*lines, f"{what}{': dry run, nothing was removed' if dry_run else ' removed'}"]

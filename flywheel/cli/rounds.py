@@ -1,13 +1,12 @@
-"""`flywheel round`, `deploy` and `rollback`: what the daemon does by itself, by hand."""
+"""`flywheel round`, `deploy` and `rollback`: by hand what the daemon does by itself."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
@@ -15,16 +14,16 @@ from flywheel.cli.app import (
     ConfigOption,
     JsonOption,
     app,
+    change_state,
     load_config,
-    missing_state,
+    print_error,
     print_json,
     read_state,
-    read_state_or_warn,
+    require_state,
     run_async,
-    tell,
 )
 from flywheel.cli.tables import criterion_lines
-from flywheel.errors import EXIT_FAILED, ServeError, StoreError, TrainError
+from flywheel.errors import EXIT_FAILED, ServeError, TrainError
 from flywheel.terminal import escape_terminal, quantity
 
 if TYPE_CHECKING:
@@ -34,9 +33,10 @@ if TYPE_CHECKING:
     from flywheel.daemon.deployer import Deployer
     from flywheel.daemon.rounds import Rounds
     from flywheel.judge_usage import UsageFile
+    from flywheel.serving.swap_report import SwapReport
     from flywheel.store.database import Store
 
-T = TypeVar("T")
+    Swap: TypeAlias = Callable[[Deployer], Coroutine[Any, Any, tuple[str | None, SwapReport]]]
 
 
 @app.command(name="round")
@@ -44,18 +44,17 @@ def train_round(
     config: ConfigOption = None,
     debug: Annotated[
         bool,
-        typer.Option(
-            "--debug", help="Rollouts and rewards only: no optimizer, and nothing is stored but what the judge took."
-        ),
+        typer.Option("--debug", help="Rollouts and rewards only: no optimizer; only the judge's usage is stored."),
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Do not wait for trigger.min_samples.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="With --force: do not ask about too few samples.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="With --force: do not ask for confirmation.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run one training round now."""
     settings = load_config(config)
     if force and not debug:
-        _ask_about(run_async(read_state(settings, _shortage, settings)), yes)
+        shortage = run_async(read_state(settings, lambda conn: _shortage(conn, settings), warn=False))
+        _confirm(shortage, yes)
     report = run_async(_debug(settings, quiet=as_json) if debug else _round(settings, force, quiet=as_json))
     if as_json:
         print_json(report)
@@ -66,7 +65,7 @@ def train_round(
 
 
 def _shortage(conn: Connection, config: Config) -> str:
-    """That a new round would be trained on fewer samples than it should be; empty where it would not."""
+    """That a new round would have fewer samples than it should; empty if it has enough."""
     from flywheel.daemon.supply import Supplies
     from flywheel.store.rounds import live
 
@@ -76,16 +75,16 @@ def _shortage(conn: Connection, config: Config) -> str:
     return f"{supply.told}: a round on so few learns little"
 
 
-def _ask_about(shortage: str, yes: bool) -> None:
-    """Say it, and go on if somebody wants that. Raises UsageError where nobody can be asked."""
+def _confirm(shortage: str, yes: bool) -> None:
+    """Ask whether to go on in spite of a shortage. A usage error if nobody can be asked."""
     if not shortage:
         return
-    tell(f"flywheel: {shortage}")
+    print_error(f"flywheel: {shortage}")
     if yes:
         return
     if sys.stdin is None or not sys.stdin.isatty():
-        raise typer.BadParameter("nobody can be asked whether to start it: give --yes", param_hint="--force")
-    if not typer.confirm("Start it all the same?", err=True):
+        raise typer.BadParameter("stdin is no terminal, so nobody can confirm it: give --yes", param_hint="--force")
+    if not typer.confirm("Start it anyway?", err=True):
         raise typer.Exit(EXIT_FAILED)
 
 
@@ -114,7 +113,7 @@ async def _round(config: Config, force: bool, *, quiet: bool) -> dict[str, Any]:
 
 
 async def _train(rounds: Rounds, store: Store, config: Config, force: bool, *, quiet: bool) -> str:
-    """The round that was left unfinished, else a new one; its name when it has ended, or was stopped."""
+    """Continue the unfinished round or run a new one; its name, once it has ended or was stopped."""
     from flywheel.cli import progress_bars
     from flywheel.daemon.planner import due
     from flywheel.store.rounds import by_name, live
@@ -126,7 +125,7 @@ async def _train(rounds: Rounds, store: Store, config: Config, force: bool, *, q
     else:
         wanted = await store.read(due, config)
         if not wanted.start:
-            raise TrainError("start a round", wanted.reason, "Wait for that, or use --force.")
+            raise TrainError("start a round", wanted.reason, "Wait, or use --force.")
         name = await rounds.plan(wanted.reason)
     row = await store.read(by_name, name)
     assert row is not None
@@ -136,12 +135,12 @@ async def _train(rounds: Rounds, store: Store, config: Config, force: bool, *, q
 
 
 def left_of_round(conn: Connection) -> str:
-    """What to know and do about the round after a stop."""
+    """What became of the round after a stop, and how it continues."""
     from flywheel.store.rounds import live
 
     if (row := live(conn)) is None:
         return "No round is left unfinished."
-    return f"{row.name} is {row.state}: the daemon, `flywheel run --once` or `flywheel round` goes on with it."
+    return f"{row.name} is {row.state}: the daemon, `flywheel run --once` or `flywheel round` continues it."
 
 
 async def _debug(config: Config, *, quiet: bool) -> dict[str, Any]:
@@ -157,17 +156,15 @@ async def _debug(config: Config, *, quiet: bool) -> dict[str, Any]:
     from flywheel.judge_usage import UsageFile
 
     rubric = rubric_of(config)
-    spec = await read_state_or_warn(config, debug_spec, config, rubric)
+    spec = await read_state(config, lambda conn: debug_spec(conn, config, rubric))
     directory = config.state_dir / "rounds" / "debug"
-    usage, lent = (
-        UsageFile(directory),
-        await read_state_or_warn(config, left, config.judge.budget, Budget(config.judge.budget)),
-    )
+    usage, budget = UsageFile(directory), config.judge.budget
+    lent = await read_state(config, lambda conn: left(conn, budget, Budget(budget)), warn=False)
     if lent is not None and lent.tokens <= 0:
         raise TrainError("try a round", lent.why, "Or raise it.")
 
     async def begin_account() -> None:
-        # An earlier one's calls are booked.
+        # The calls of an earlier debug round are already counted.
         usage.path.unlink(missing_ok=True)
         if lent is not None:
             lent.write(directory)
@@ -176,7 +173,7 @@ async def _debug(config: Config, *, quiet: bool) -> dict[str, Any]:
     workers: list[WorkerProcess] = []
 
     async def work() -> int | None:
-        # Signals are heard already: one that comes now must not leave the worker behind.
+        # A signal that arrived while the worker started must still stop it.
         workers.append(await WorkerProcess.start(directory, spec, begin_account))
         if interruption.by is not None:
             await stop()
@@ -195,7 +192,7 @@ async def _debug(config: Config, *, quiet: bool) -> dict[str, Any]:
     finally:
         await _book(config, usage)
     if interruption.by is not None:
-        raise interruption.error("try a round", "Its worker has ended; nothing but what its judge took was stored.")
+        raise interruption.error("try a round", "Its worker has ended; only the judge's usage was stored.")
     result = result_of(directory, code)
     steps = [entry for entry in metrics_of(directory) if entry.get("event") == "step"]
     return {
@@ -208,18 +205,12 @@ async def _debug(config: Config, *, quiet: bool) -> dict[str, Any]:
 
 
 async def _book(config: Config, usage: UsageFile) -> None:
-    """Count what a debug round's judge was used for. A running daemon is not in the way: what was spent is added."""
-    from flywheel.store.database import Store
+    """Add the judge usage of a debug round to the state, beside a running daemon."""
     from flywheel.store.verdicts import book
 
     found, _ = usage.read(0)
-    if not found:
-        return
-    store = await Store.open(config.state_dir)
-    try:
-        await store.write(book, found)
-    finally:
-        await store.close()
+    if found:
+        await change_state(config, lambda conn: book(conn, found), lock=False)
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -247,17 +238,21 @@ def deploy(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Point the alias at an adapter: load it everywhere, prove that it answers, then flip."""
+    """Point the alias at an adapter: load it on every server, test it, then switch."""
     settings = load_config(config)
     attempted = f"deploy adapter {adapter}"
     name = _adapter(adapter, settings, attempted)
-    report = run_async(_deploy(settings, None if name == "base" else name, attempted))
-    _print_swap(report, as_json)
+
+    async def swap(deployer: Deployer) -> tuple[str | None, SwapReport]:
+        target = None if name == "base" else name
+        return target, await deployer.deploy(target, "by hand")
+
+    _swap(settings, swap, attempted, as_json)
 
 
 @app.command()
 def rollback(
-    to: Annotated[str | None, typer.Option(metavar="ADAPTER", help="To this one, or to `base`.")] = None,
+    to: Annotated[str | None, typer.Option(metavar="ADAPTER", help="To this adapter, or to `base`.")] = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -265,65 +260,43 @@ def rollback(
     settings = load_config(config)
     attempted = f"roll {settings.model.alias} back"
     name = None if to is None else _adapter(to, settings, attempted)
-    report = run_async(_rollback(settings, name, attempted))
-    _print_swap(report, as_json)
+    _swap(settings, lambda deployer: deployer.rollback(name), attempted, as_json)
 
 
 def _adapter(text: str, config: Config, attempted: str) -> str:
-    """The adapter that is meant, by its name or as `ALIAS@rNNNN`."""
+    """The adapter named as `rNNNN` or `ALIAS@rNNNN`."""
     alias, at, name = text.rpartition("@")
     if not name:
-        raise ServeError(attempted, "no adapter is named", "List what there is with `flywheel status`.")
+        raise ServeError(attempted, "no adapter is named", "`flywheel status` lists them.")
     if at and alias != config.model.alias:
         why = f"{text} is no version of {config.model.alias}"
-        raise ServeError(attempted, why, "Name the configuration whose model.alias it is with -c.")
+        raise ServeError(attempted, why, "Name the configuration with that model.alias with -c.")
     return name
 
 
-@contextlib.asynccontextmanager
-async def _deployer(config: Config, attempted: str) -> AsyncIterator[Deployer]:
-    """What moves the alias, on a state that is there."""
+def _swap(config: Config, swap: Swap, attempted: str, as_json: bool) -> None:
+    require_state(config, attempted)
+    adapter, swapped = run_async(_run_swap(config, swap, attempted))
+    if as_json:
+        print_json({"alias": config.model.alias, "adapter": adapter, "report": swapped.as_json()})
+    else:
+        typer.echo(f"{config.model.alias} is now {adapter or 'the base model'}")
+
+
+async def _run_swap(config: Config, swap: Swap, attempted: str) -> tuple[str | None, SwapReport]:
+    """A signal has the swap undone; a second one does not interrupt that. Raises StoppedError."""
     from flywheel.daemon.deployer import Deployer
-    from flywheel.store.database import Store
-
-    if missing := missing_state(config):
-        # An empty one would know nothing to go back to, and would be made in a wrong place.
-        hint = "Name the configuration with -c, or set state.dir or $FLYWHEEL_HOME to where the daemon has it."
-        raise StoreError(attempted, missing, hint)
-    store = await Store.open(config.state_dir)
-    try:
-        yield Deployer(store, config)
-    finally:
-        await store.close()
-
-
-async def _deploy(config: Config, adapter: str | None, attempted: str) -> dict[str, Any]:
-    async with _deployer(config, attempted) as deployer:
-        report = await _undisturbed(deployer.deploy(adapter, "by hand"), attempted)
-    return {"alias": config.model.alias, "adapter": adapter, "report": report.as_json()}
-
-
-async def _rollback(config: Config, to: str | None, attempted: str) -> dict[str, Any]:
-    async with _deployer(config, attempted) as deployer:
-        adapter, report = await _undisturbed(deployer.rollback(to), attempted)
-    return {"alias": config.model.alias, "adapter": adapter, "report": report.as_json()}
-
-
-async def _undisturbed(swap: Coroutine[Any, Any, T], attempted: str) -> T:
-    """What `swap` returns. A signal has it taken back, which no second one breaks off. Raises StoppedError."""
     from flywheel.daemon.signals import StopSignals
+    from flywheel.store.database import Store
 
     async def nothing_more() -> None: ...
 
-    interruption = StopSignals(drain_seconds=0)
-    result = await interruption.during(swap, nothing_more)
+    store = await Store.open(config.state_dir)
+    try:
+        interruption = StopSignals(drain_seconds=0)
+        result = await interruption.during(swap(Deployer(store, config)), nothing_more)
+    finally:
+        await store.close()
     if result is None:
-        raise interruption.error(attempted, "What served before still does; `flywheel status` shows it.")
+        raise interruption.error(attempted, "The alias is unchanged; `flywheel status` shows it.")
     return result
-
-
-def _print_swap(report: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print_json(report)
-    else:
-        typer.echo(f"{report['alias']} is now answered by {report['adapter'] or 'the base model'}")

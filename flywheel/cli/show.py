@@ -1,4 +1,4 @@
-"""`flywheel show`: one task as a person reads it: conversation, question, steps, answer, verdict with reasons."""
+"""`flywheel show`: one task in full: conversation, question, steps, answer, verdict with reasons."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, read_state_or_warn, run_async
+from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, read_state, run_async
 from flywheel.cli.tables import moment
 from flywheel.errors import StoreError
 from flywheel.terminal import escape_terminal
@@ -23,10 +23,10 @@ def show(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show a task: conversation, question, steps, answer, and the verdict with its reasons."""
+    """Show a task in full, and its verdict with the reasons."""
     from flywheel.store.task_list import of_subject
 
-    found = run_async(read_state_or_warn(load_config(config), lambda conn: of_subject(conn, subject)))
+    found = run_async(read_state(load_config(config), lambda conn: of_subject(conn, subject)))
     if not found:
         raise StoreError(
             f"show {subject}",

@@ -1,210 +1,327 @@
-"""`flywheel status`, `audit` and `why`: looking, without touching anything."""
+"""`flywheel status`: all of it, or with `--watch` as much as fits the screen.
+
+No line is cut. A screen that is too small loses, in this order: the details of sources and servers, older rounds, all
+rounds, and the single sources and servers, which are then counted by their condition.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import typer
 
 from flywheel.cli.app import (
     ConfigOption,
     JsonOption,
-    absolute,
     app,
     binary_stdout,
     load_config,
     missing_state,
     print_json,
     read_state,
-    read_state_or_warn,
     run_async,
 )
-from flywheel.cli.tables import criterion_lines
-from flywheel.errors import EXIT_FAILED, StoreError
-from flywheel.process_tuning import tune_malloc
+from flywheel.cli.tables import (
+    Fact,
+    Row,
+    counted,
+    facts_grid,
+    facts_text,
+    moment,
+    money,
+    rows_table,
+    short_path,
+    source_condition,
+    source_text,
+)
 from flywheel.terminal import escape_terminal, quantity
 
 if TYPE_CHECKING:
-    from flywheel.config import Config
-    from flywheel.diagnostics.audit import DeepAudit
-    from flywheel.store.balance import Balance
+    from rich.console import Console, RenderableType
+
+ROUND_COLUMNS: Final = ("round", "state", "reward", "held-out score", "why")
+WATCH_SECONDS = 1.0
+FEW_ROUNDS: Final = 3
+WIDE: Final = 100
+"""Terminals of this width have room for a table of rounds."""
 
 
 @app.command()
 def status(
     config: ConfigOption = None,
     as_json: JsonOption = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Look again every second, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh every second, until Ctrl-C.")] = False,
     metrics: Annotated[bool, typer.Option("--metrics", help="Print it in Prometheus' text format.")] = False,
 ) -> None:
-    """Show sources, funnel, rounds and what is deployed."""
+    """Show sources, tasks, samples, rounds and what is deployed."""
     from flywheel.daemon.status import snapshot
 
     if watch + as_json + metrics > 1:
-        raise typer.BadParameter(
-            "give one of --json, --metrics and --watch", param_hint="--watch" if watch else "--json"
-        )
+        option = "--watch" if watch else "--json"
+        raise typer.BadParameter("give one of --json, --metrics and --watch", param_hint=option)
     settings = load_config(config)
 
     def look() -> dict[str, Any]:
-        return run_async(read_state(settings, lambda conn: snapshot(conn, settings))) | {
-            "no_state": missing_state(settings)
-        }
+        found = run_async(read_state(settings, lambda conn: snapshot(conn, settings), warn=False))
+        return found | {"no_state": missing_state(settings)}
 
     if as_json:
         print_json(look())
-        return
-    if metrics:
+    elif metrics:
         from flywheel.daemon.prometheus import exposition
 
         binary_stdout().write(exposition(look()))
-        return
-    from flywheel.cli import status_view
-
-    if watch:
-        status_view.watch(lambda: escape_terminal(look()))
+    elif watch:
+        _watch(lambda: escape_terminal(look()))
     else:
-        status_view.show(escape_terminal(look()))
+        _print(escape_terminal(look()))
 
 
-@app.command()
-def audit(
-    config: ConfigOption = None,
-    deep: Annotated[
-        bool, typer.Option("--deep", help="Compare with the sources themselves and the task file as well.")
-    ] = False,
-    source: Annotated[
-        list[Path] | None, typer.Option(metavar="DB", help="With --deep: this database, not the configured ones.")
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Prove that every reply is accounted for; exit 1 if one is not."""
-    settings = load_config(config)
-    if source and not deep:
-        raise typer.BadParameter("it belongs to --deep", param_hint="--source")
-    if source:
-        from flywheel.config import StudioSource
+def _print(state: dict[str, Any]) -> None:
+    from rich.console import Console
 
-        settings = settings.model_copy(update={"sources": [StudioSource(path=absolute(path)) for path in source]})
-    tune_malloc()
-    books, found = run_async(_audit(settings, deep=deep))
-    problems = [*books.problems, *(found.problems if found else ())]
-    missing = missing_state(settings)
-    report = {
-        "balanced": books.balanced,
-        "replies": books.replies,
-        **books.ends,
-        "reply_states": books.reply_states,
-        "task_states": books.task_states,
-        "skip_reasons": books.skipped,
-        **(found.as_json() if found else {}),
-        "no_state": missing,
-        "problems": problems,
-    }
-    if as_json:
-        print_json(report)
+    console = Console()
+    if console.is_terminal:
+        console.print(_with_rounds(_facts(state, _detailed(state)), state, len(state["rounds"]), console.width))
     else:
-        typer.echo(
-            f"{quantity(books.replies, 'reply', 'replies')} = "
-            + " + ".join(f"{number:,} {end}" for end, number in books.ends.items())
-        )
-        for line in found.lines if found else ():
-            typer.echo(escape_terminal(line, one_line=True))
-        for problem in problems:
-            typer.echo(f"wrong: {escape_terminal(problem, one_line=True)}")
-        beyond = len(problems) - len(books.problems)
-        told = "balanced, but for what is wrong beyond the ledger" if beyond else "balanced"
-        typer.echo(missing or (told if books.balanced else "NOT balanced"))
-    if problems:
-        raise typer.Exit(EXIT_FAILED)
+        typer.echo(_text(state))
 
 
-async def _audit(config: Config, *, deep: bool) -> tuple[Balance, DeepAudit | None]:
-    from flywheel.store.balance import balance
-    from flywheel.store.database import Store
+def _watch(look: Callable[[], dict[str, Any]]) -> None:
+    """Print what `look` returns every second: in place on a terminal, elsewhere when it has changed."""
+    from rich.console import Console
+    from rich.live import Live
 
-    store = await Store.view(config.state_dir)
-    try:
-        books = await store.read(balance)
-        if not deep:
-            return books, None
-        from flywheel.diagnostics.audit import deep_audit
-
-        return books, await deep_audit(store, config)
-    finally:
-        await store.close()
+    console = Console()
+    if not console.is_terminal:
+        _print_changes(look)
+    with Live(fitted(look(), console), console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        while True:
+            time.sleep(WATCH_SECONDS)
+            live.update(fitted(look(), console), refresh=True)
 
 
-@app.command()
-def why(
-    subject: Annotated[str, typer.Argument(metavar="ID", help="An adapter, task, trace, span or conversation.")],
-    config: ConfigOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Tell which conversations made an adapter, or what became of a trace."""
-    from flywheel.store.lineage import why as tell
-
-    story = run_async(read_state_or_warn(load_config(config), lambda conn: tell(conn, subject)))
-    if story is None:
-        raise StoreError(
-            f"explain {subject}",
-            "no adapter, task, trace, span or conversation has this id",
-            "Ids are in tasks.jsonl, in `flywheel filter` and in `flywheel status`.",
-        )
-    if as_json:
-        print_json(story)
-        return
-    story = escape_terminal(story, one_line=True)
-    if story["kind"] == "round":
-        _print_round(story)
-    else:
-        for reply in story["replies"]:
-            _print_reply(reply)
+def _print_changes(look: Callable[[], dict[str, Any]]) -> None:
+    before = ""
+    while True:
+        state = look()
+        if (now := _text(_without_noise(state))) != before:
+            typer.echo(f"\n{_text(state)}" if before else _text(state))
+            sys.stdout.flush()
+            before = now
+        time.sleep(WATCH_SECONDS)
 
 
-def _print_round(story: dict[str, Any]) -> None:
-    typer.echo(f"{story['id']}: {story['state']}{' – ' + story['reason'] if story['reason'] else ''}")
-    typer.echo(f"started because: {story['trigger']}; attempt {story['attempt']}, seed {story['seed']}")
-    typer.echo(f"continues: {story['parent'] or 'the base model'}")
-    if story["adapter"]:
-        removed = ", its files were removed" if story["adapter"]["state"] == "removed" else ""
-        typer.echo(f"adapter: {story['adapter']['path']} (sha256 {story['adapter']['sha256'][:12]}…{removed})")
-    if comparison := story["comparison"]:
-        means = f"{comparison['deployed_mean']:.3f} → {comparison['candidate_mean']:.3f}"
-        gain = f"{comparison['gain']:+.3f} ({comparison['lower']:+.3f} … {comparison['upper']:+.3f})"
-        typer.echo(f"held-out: {means} on {quantity(comparison['tasks'], 'task')}, gain {gain}")
-        for line in criterion_lines(comparison):
-            typer.echo(line)
-    if usage := story["usage"]:
-        typer.echo(
-            f"judged: {usage['judge_calls']:,} calls for {usage['rollouts']:,} rollouts,"
-            f" {usage['judge_prompt_tokens']:,} tokens sent, {usage['judge_completion_tokens']:,} received"
-        )
-    for entry in story["deployments"]:
-        typer.echo(f"deployed as {entry['alias']}: {entry['state']} since {entry['activated_at'] or '–'}")
-    conversations = quantity(len(story["conversations"]), "conversation")
-    typer.echo(f"made of {quantity(len(story['samples']), 'sample')} from {conversations}:")
-    for sample in story["samples"]:
-        typer.echo(f"  {sample['task_id']}  {sample['conversation_id']}  {sample['agent']}")
-    for task, reason in story["left_out"].items():
-        typer.echo(f"left out {task}: {reason}")
+def _without_noise(state: dict[str, Any]) -> dict[str, Any]:
+    """Without the times when servers were checked and the single rollouts of a step, which change all the time."""
+    live = state["live_round"]
+    if live is not None and live["progress"] is not None:
+        live = {**live, "progress": {key: live["progress"][key] for key in ("phase", "step", "steps", "paused")}}
+    return {**state, "live_round": live, "replicas": [{**each, "looked_at": None} for each in state["replicas"]]}
 
 
-def _print_reply(reply: dict[str, Any]) -> None:
-    whose = ", ".join(filter(None, (reply["agent"], reply["source"])))
-    typer.echo(f"span {reply['span_id']} of trace {reply['trace_id']} ({whose})")
-    task = reply["task"]
-    if task is None:
-        typer.echo(f"  {reply['state']}: {reply['skip_reason'] or ''} {reply['detail']}".rstrip())
-        return
-    typer.echo(f"  task {task['task_id']}: {task['state']}, {task['split']}")
-    if repeats := task["repeats"]:
-        typer.echo(f"  repeats {repeats['task_id']} ({repeats['method']}, {repeats['similarity']:.2f})")
-    for left_out in task["left_out"]:
-        typer.echo(f"  left out of rounds: {left_out['why']}")
-    for verdict in task["verdicts"]:
-        score = "–" if verdict["score"] is None else f"{verdict['score']:.2f}"
-        typer.echo(f"  verdict: {verdict['outcome']} ({score}) {verdict['reason'] or verdict['error']}")
-    for used in task["rounds"]:
-        typer.echo(f"  {used['round']} ({used['state']}): {used['split']}")
+def fitted(state: dict[str, Any], console: Console) -> RenderableType:
+    """The most detailed form that the terminal has lines for."""
+    *detailed, shortest = _forms(state, console.width)
+    for form in detailed:
+        if len(console.render_lines(form, pad=False)) < console.height:
+            return form
+    return shortest
+
+
+class _Parts(NamedTuple):
+    """The parts of the status that can be long or short."""
+
+    sources: list[Fact]
+    servers: list[Fact]
+    left_out: list[Fact]
+    samples: str
+
+
+def _forms(state: dict[str, Any], width: int) -> Iterator[RenderableType]:
+    """The most detailed first."""
+    from rich.console import Group
+
+    rounds = len(state["rounds"])
+    yield _with_rounds(_facts(state, _detailed(state)), state, rounds, width)
+    short = _Parts(
+        [("source", _source_line(source)) for source in state["sources"]],
+        [("server", f"{each['url']}: {_serves(each)}") for each in state["replicas"]],
+        [],
+        _samples(state),
+    )
+    hint: Fact = ("", "(shortened to fit this screen: `flywheel status` shows everything)")
+    for most in (rounds, FEW_ROUNDS):
+        yield Group(_with_rounds(_facts(state, short), state, most, width), facts_grid([hint]))
+    yield facts_grid([*_facts(state, short), hint])
+    counts = _Parts(
+        [("sources", _conditions(state["sources"], "not read yet"))],
+        [("servers", _conditions(state["replicas"], _UNCHECKED))],
+        [],
+        _sample_counts(state),
+    )
+    yield facts_grid([*_facts(state, counts), hint])
+    # On a terminal of a few lines, what may need attention comes first.
+    yield facts_grid(reversed(_facts(state, counts)))
+
+
+def _detailed(state: dict[str, Any]) -> _Parts:
+    shortfall = state["gate"]["shortfall"]
+    left_out = [
+        ("left out", f"{quantity(each['tasks'], 'task')}: {each['why']}\n{each['do']}") for each in state["left_out"]
+    ]
+    return _Parts(
+        [("source", source_text(source)) for source in state["sources"]],
+        [("server", _server_text(replica)) for replica in state["replicas"]],
+        [*([("gate", shortfall)] if shortfall else []), *left_out],
+        _samples(state),
+    )
+
+
+def _facts(state: dict[str, Any], parts: _Parts) -> list[Fact]:
+    daemon, missing, deployed = state["daemon"]["pid"], state["no_state"], state["deployment"]
+    letters = state["dead_letters"]
+    return [
+        *(("WARNING", text) for text in state["warnings"]),
+        ("daemon", f"running (process {daemon})" if daemon else "not running"),
+        ("state", missing or short_path(state["state_dir"])),
+        *parts.sources,
+        ("replies", counted(state["replies"]) or "none yet"),
+        ("skipped", counted(state["skipped"]) or "none"),
+        ("tasks", counted(state["tasks"]) or "none yet"),
+        *(("verdicts", text) for text in _verdicts(state["recent_verdicts"])),
+        ("samples", parts.samples),
+        *parts.left_out,
+        ("judge", _judge(state["judge"])),
+        ("deployed", f"{deployed['alias']} → {deployed['adapter'] or 'the base model'}"),
+        *parts.servers,
+        *_live_round(state["live_round"]),
+        ("waiting", state["waiting_for"] or "–"),
+        ("dead letters", f"{letters:,} open: see `flywheel dead-letters`" if letters else "none"),
+        ("ledger", "–" if missing else "balanced" if state["balanced"] else "NOT balanced: run `flywheel audit`"),
+    ]
+
+
+def _source_line(source: dict[str, Any]) -> str:
+    counts = f"{quantity(source['replies'], 'reply', 'replies')}, {quantity(source['tasks'], 'task')}"
+    return f"{short_path(source['path'])}: {source_condition(source)}, {counts}"
+
+
+_UNCHECKED: Final = "not checked yet (requires `flywheel run`)"
+
+
+def _serves(replica: dict[str, Any]) -> str:
+    if not replica["condition"]:
+        return _UNCHECKED
+    return f"{replica['condition']}, serves {replica['serves']}" if replica["serves"] else str(replica["condition"])
+
+
+def _server_text(replica: dict[str, Any]) -> str:
+    """An inference server: what it serves, since when, when it was checked, and its error."""
+    times = (("since", "since"), ("checked", "looked_at"))
+    moments = [f"{name} {moment(replica[key])} UTC" for name, key in times if replica["condition"] and replica[key]]
+    return "\n".join(filter(None, (replica["url"], ", ".join((_serves(replica), *moments)), replica["error"])))
+
+
+def _conditions(each: list[dict[str, Any]], unknown: str) -> str:
+    conditions = Counter(
+        (one["condition"] or unknown) if one.get("configured", True) else "not in the configuration" for one in each
+    )
+    return f"{len(each)}: {counted(conditions)}"
+
+
+def _verdicts(recent: dict[str, Any]) -> Iterator[str]:
+    if recent["judged"]:
+        yield f"last {recent['judged']:,}: {recent['accepted']:,} accepted"
+    if recent["judged"] and recent["rejected_by"]:
+        yield f"rejected by {counted(recent['rejected_by'])}"
+
+
+def _judge(judge: dict[str, Any]) -> str:
+    """Its error, and its usage in all and by purpose."""
+    from flywheel.cli.verdict_table import spent
+
+    usage = judge["usage"]
+    lines = [judge["error"]] if judge["error"] else []
+    if usage["calls"] or not lines:
+        lines.append(spent(usage, 0, usage["cost"]))
+    parts = [
+        f"{purpose} {quantity(used['calls'], 'call')}, {used['prompt_tokens'] + used['completion_tokens']:,} tokens"
+        + (f", {money(used['cost'])}" if used["cost"] is not None else "")
+        for purpose, used in judge["by_purpose"].items()
+        if used["calls"]
+    ]
+    if len(parts) > 1:
+        lines.append("; ".join(parts))
+    return "\n".join(lines)
+
+
+def _live_round(live: dict[str, Any] | None) -> list[Fact]:
+    from flywheel.round_progress import RoundProgress
+
+    if live is None:
+        return []
+    progress = live["progress"]
+    text = RoundProgress.model_validate(progress).summary if progress is not None else live["state"]
+    return [("round", f"{live['round']}: {text}")]
+
+
+def _sample_counts(state: dict[str, Any]) -> str:
+    text = f"{state['free_samples']} free of {state['min_samples']} needed, {state['held_out']} held out"
+    return f"{text} ({missing} more needed)" if (missing := state["gate"]["missing"]) else text
+
+
+def _samples(state: dict[str, Any]) -> str:
+    """Counts, why samples wait, and why tasks are excluded from rounds."""
+    waiting = [f"{number:,} {why}" for why, number in state["waiting_samples"].items()]
+    excluded = [f"{each['tasks']:,} excluded ({_EXCLUDED[each['reason']]})" for each in state["left_out"]]
+    return "; ".join(filter(None, (_sample_counts(state), state["new_samples"]["wait"], *waiting, *excluded)))
+
+
+_EXCLUDED: Final = {
+    "image": "image input",
+    "hidden": "hidden message",
+    "inexact": "inexact prompt",
+    "tools": "tools",
+    "model": "other model",
+    "repeated": "repeated in training",
+}
+"""Why rounds exclude tasks, by `flywheel.exclusion.Exclusion`."""
+
+
+def _rounds(state: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    for entry in state["rounds"]:
+        comparison = entry["comparison"]
+        score = f"{comparison['deployed_mean']:.2f} → {comparison['candidate_mean']:.2f}" if comparison else "–"
+        first, last = entry["reward_first"], entry["reward_last"]
+        reward = f"{first:.2f} → {last:.2f}" if first is not None and last is not None else "–"
+        yield entry["round"], entry["state"], reward, score, entry["reason"] or entry["trigger"]
+
+
+def _with_rounds(facts: list[Fact], state: dict[str, Any], most: int, width: int) -> RenderableType:
+    """The facts and the newest rounds: in a table, or as facts on a narrow terminal."""
+    from rich.console import Group
+
+    rounds = list(islice(_rounds(state), most))
+    if rounds and width >= WIDE:
+        rows = [Row(row[:-1], row[-1:]) for row in rounds]
+        return Group(facts_grid(facts), "", rows_table(ROUND_COLUMNS, rows, fold=ROUND_COLUMNS))
+    return facts_grid([*facts, *map(_round_fact, rounds)])
+
+
+def _round_fact(row: tuple[str, ...]) -> Fact:
+    name, state, *figures, why = row
+    shown = [
+        f"{column} {figure}" for column, figure in zip(ROUND_COLUMNS[2:], figures, strict=False) if figure != "–"
+    ]
+    return name, "\n".join(filter(None, (", ".join([state, *shown]), why)))
+
+
+def _text(state: dict[str, Any]) -> str:
+    rounds = (ROUND_COLUMNS, *_rounds(state)) if state["rounds"] else ()
+    return "\n".join([facts_text(_facts(state, _detailed(state))), *("\t".join(row) for row in rounds)])

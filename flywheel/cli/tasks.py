@@ -1,4 +1,4 @@
-"""`flywheel tasks`: list tasks with their verdicts, and decide about those that are set aside for a person."""
+"""`flywheel tasks`: list tasks with their verdicts; release or reject held tasks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from flywheel.cli.app import (
     Group,
     JsonOption,
     app,
+    change_state,
     load_config,
     print_json,
-    read_state_or_warn,
+    read_state,
     run_async,
 )
-from flywheel.cli.tables import moment, stdout
+from flywheel.cli.tables import Row, excerpt, moment, print_rows, score_text, stdout
 from flywheel.errors import EXIT_USAGE, StoreError
 from flywheel.states import TaskState
 from flywheel.terminal import escape_terminal
@@ -26,30 +27,31 @@ from flywheel.terminal import escape_terminal
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import sqlalchemy
     from rich.console import Console
-    from sqlalchemy import Connection, Row
+    from sqlalchemy import Connection
 
     from flywheel.config import Config
 
 tasks_app = typer.Typer(
     cls=Group,
-    help="List tasks with their verdicts; release or reject those that are set aside.",
+    help="List tasks with their verdicts; release or reject held tasks.",
     rich_markup_mode=None,
 )
 app.add_typer(tasks_app, name="tasks")
 
 IdsArgument = Annotated[list[str] | None, typer.Argument(metavar="ID", help="Ids of held tasks.")]
-AllOption = Annotated[bool, typer.Option("--all", help="All that are held.")]
+AllOption = Annotated[bool, typer.Option("--all", help="All held tasks.")]
 EXCERPT = 60
-"""Characters of a question and of an answer."""
+"""Characters of a question or an answer in the list."""
 SHOWN = 50
 WIDE = 120
-"""From so many columns on, question and answer have room beside the verdict."""
+"""Terminals of this width have room for question and answer beside the verdict."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Before:
-    """What the command line says before `release` or `reject`; it holds for them as if it stood behind."""
+class _GroupOptions:
+    """Options before `release` or `reject`, which apply to them too."""
 
     config: Path | None
     as_json: bool
@@ -59,31 +61,31 @@ class _Before:
 def show(
     context: typer.Context,
     config: ConfigOption = None,
-    state: Annotated[TaskState | None, typer.Option(help="Of this state.")] = None,
+    state: Annotated[TaskState | None, typer.Option(help="Only this state.")] = None,
     adapter: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Answered by this adapter; `base` is the base model.")
+        str | None, typer.Option(metavar="NAME", help="Only answers of this adapter; `base` is the base model.")
     ] = None,
-    criterion: Annotated[str | None, typer.Option(metavar="ID", help="Did not meet this criterion.")] = None,
+    criterion: Annotated[str | None, typer.Option(metavar="ID", help="Only if it failed this criterion.")] = None,
     text: Annotated[str | None, typer.Option(metavar="TEXT", help="Question or answer contains this.")] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, metavar="N", help=f"At most this many. Default: {SHOWN}; with --json all.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List tasks with their verdicts, the newest first; or `release` or `reject` those that are held."""
+    """List tasks with their verdicts, newest first, or `release` or `reject` held tasks."""
     if (verb := context.invoked_subcommand) is not None:
         given = {"--state": state, "--adapter": adapter, "--criterion": criterion, "--text": text, "--limit": limit}
         for name, value in given.items():
             if value is not None:
-                raise typer.BadParameter(f"it is for listing: give {verb} ids, or --all", param_hint=name)
-        context.obj = _Before(config, as_json)
+                raise typer.BadParameter(f"it applies to the list only: give {verb} ids, or --all", param_hint=name)
+        context.obj = _GroupOptions(config, as_json)
         return
     from flywheel.store import task_list
 
     wanted = task_list.conditions(state, adapter, criterion, text)
     most = limit if as_json else limit or SHOWN
     found, total = run_async(
-        read_state_or_warn(
+        read_state(
             load_config(config),
             lambda conn: (task_list.listed(conn, wanted, most), task_list.count(conn, wanted)),
         )
@@ -99,7 +101,7 @@ def show(
     typer.echo(f"{total:,}{kind}" if len(shown) == total else shortened)
 
 
-def _task(row: Row[Any]) -> dict[str, Any]:
+def _task(row: sqlalchemy.Row[Any]) -> dict[str, Any]:
     return {
         "task_id": row.key,
         "state": row.state,
@@ -119,35 +121,16 @@ def _task(row: Row[Any]) -> dict[str, Any]:
 
 
 def _print(console: Console, shown: list[dict[str, Any]]) -> None:
-    """In a table, with question and answer in its last column, or on a line of their own where that has no room."""
-    from rich.padding import Padding
-    from rich.table import Table
-    from rich.text import Text
-
-    from flywheel.cli.verdict_table import excerpt
-
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    # Held tasks have no verdict; what matters of them is where they come from.
+    # Held tasks have no verdict; their origin matters.
     held = all(task["state"] == TaskState.HELD for task in shown)
     columns = ("task", "asked at", "origin") if held else ("task", "asked at", "state", "score", "failed")
-    for name in columns:
-        table.add_column(name, no_wrap=name != "failed", justify="right" if name == "score" else "left")
-    is_wide = console.width >= WIDE
-    if is_wide:
-        table.add_column("question → answer", overflow="fold")
+    rows = []
     for task in shown:
-        score = "–" if task["score"] is None else f"{task['score']:.2f}"
-        failed = ", ".join(task["failed"]) or "–"
-        cells = (task["origin"] or "–",) if held else (task["state"], score, failed)
-        about = Text(" → ".join(excerpt(task[name], EXCERPT) for name in ("query", "answer")))
-        facts = [Text(cell) for cell in (task["task_id"], moment(task["started_at"]), *cells)]
-        if is_wide:
-            table.add_row(*facts, about)
-        else:
-            console.print(Text("  ").join(facts))
-            console.print(Padding(about, (0, 0, 0, 2), expand=False))
-    if is_wide:
-        console.print(table)
+        verdict = (task["state"], score_text(task["score"]), ", ".join(task["failed"]) or "–")
+        about = " → ".join(excerpt(task[name], EXCERPT) for name in ("query", "answer"))
+        cells = (task["task_id"], moment(task["started_at"]), *((task["origin"] or "–",) if held else verdict))
+        rows.append(Row(cells, (about,)))
+    print_rows(console, (*columns, "question → answer"), rows, wide=WIDE, fold=("failed", "question → answer"))
 
 
 @tasks_app.command()
@@ -158,10 +141,10 @@ def release(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Let held tasks go on to the filters and the judge; they are not held again."""
+    """Pass held tasks on to the filters and the judge; they are not held again."""
     from flywheel.store.claims import release_held
 
-    before: _Before = context.obj
+    before: _GroupOptions = context.obj
     settings = load_config(config or before.config)
     _decide("release", release_held, ids or [], everything, config=settings, as_json=as_json or before.as_json)
 
@@ -174,10 +157,10 @@ def reject(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Reject held tasks, as a person's verdict."""
+    """Reject held tasks by hand."""
     from flywheel.store.claims import reject_held
 
-    before: _Before = context.obj
+    before: _GroupOptions = context.obj
     settings = load_config(config or before.config)
     _decide("reject", reject_held, ids or [], everything, config=settings, as_json=as_json or before.as_json)
 
@@ -196,6 +179,7 @@ def _decide(
         raise typer.Exit(EXIT_USAGE)
     from flywheel.store import task_list
 
+    # Without the instance lock: each change is one compare-and-set, beside which the daemon may run.
     def settle(conn: Connection) -> list[str]:
         held = {row.key: row.id for row in reversed(task_list.listed(conn, task_list.conditions(TaskState.HELD)))}
         if unknown := [key for key in keys if key not in held]:
@@ -207,20 +191,9 @@ def _decide(
         done = set(decide(conn, [held[key] for key in (keys or held)]))
         return [key for key, number in held.items() if number in done]
 
-    done = run_async(_change(config, settle))
+    done = run_async(change_state(config, settle, lock=False))
     past = {"release": "released", "reject": "rejected"}[verb]
     if as_json:
         print_json({past: done})
     else:
         typer.echo(f"{len(done)} {past}")
-
-
-async def _change(config: Config, change: Callable[[Connection], list[str]]) -> list[str]:
-    from flywheel.store.database import Store
-
-    # Without the instance lock: the daemon may run, and each change is one compare-and-set in one transaction.
-    store = await Store.open(config.state_dir)
-    try:
-        return await store.write(change)
-    finally:
-        await store.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,8 +12,12 @@ from typing import Any
 
 import pytest
 
-from flywheel.cli import main
+from flywheel.cli import app, main
 from flywheel.store.database import Store
+
+for name in app.MODULES:
+    # Commands are listed in the order in which their modules are imported, whatever a test module imports first.
+    importlib.import_module(f"flywheel.cli.{name}")
 
 
 @dataclass(frozen=True)

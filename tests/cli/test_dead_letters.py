@@ -50,10 +50,10 @@ def succeeded(ran: Ran) -> Ran:
 
 
 def test_without_any_there_are_none(flywheel: Run) -> None:
-    assert "no open dead letters" in succeeded(flywheel("dead-letters")).out
+    assert "Dead letters: none" in succeeded(flywheel("dead-letters")).out
     assert letters(flywheel) == {"letters": [], "open": 0, "retried": 0, "dropped": 0}
-    assert succeeded(flywheel("dead-letters", "retry", "--all")).out == "none is open\n"
-    assert succeeded(flywheel("dead-letters", "drop", "--all")).out == "none is open\n"
+    assert succeeded(flywheel("dead-letters", "retry", "--all")).out == "no dead letter is open\n"
+    assert succeeded(flywheel("dead-letters", "drop", "--all")).out == "no dead letter is open\n"
 
 
 def test_a_row_that_cannot_be_read_is_shown(flywheel: Run, studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,13 +80,13 @@ def test_a_row_that_was_corrected_becomes_a_task_when_it_is_retried(flywheel: Ru
     flywheel("ingest")
     correct(studio)
     said = succeeded(flywheel("dead-letters", "retry", "1")).out
-    assert "its trace is read again" in said
+    assert "reads its trace again" in said
     assert balanced(flywheel) == {"pending": 2, "dead": 1}
     assert flywheel("ingest", "--json").json["new"] == 1
     assert letters(flywheel) == {"letters": [], "open": 0, "retried": 1, "dropped": 0}
     assert [letter["state"] for letter in letters(flywheel, "--all")["letters"]] == ["retried"]
     assert balanced(flywheel) == {"pending": 3, "dead": 0}
-    assert "it is not dead any more" in flywheel("dead-letters", "retry", "1").out
+    assert "it is no longer dead" in flywheel("dead-letters", "retry", "1").out
 
 
 def test_a_row_that_fails_again_is_open_again_and_counted(flywheel: Run, studio: Studio) -> None:
@@ -125,7 +125,7 @@ def test_a_line_that_cannot_be_read_is_read_again(flywheel: Run, tmp_path: Path)
     bad = "b" * (len(good[1]) - 1)
     lines.write_text(f"{good[0]}\n{bad}\n\n{good[2]}\n")
     assert flywheel("ingest", "--json").json["new"] == 2
-    assert "its file is read again" in flywheel("dead-letters", "retry", "1").out
+    assert "reads its file again" in flywheel("dead-letters", "retry", "1").out
     assert flywheel("ingest", "--json").json["new"] == 0
     assert letters(flywheel)["letters"][0]["attempts"] == 2
     # The line in the middle is corrected in place, which nothing but a retry makes anybody look at.

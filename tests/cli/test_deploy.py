@@ -75,12 +75,12 @@ def test_a_state_that_is_not_there_is_not_made(
 @pytest.mark.usefixtures("two_adapters")
 def test_deploying_and_going_back(flywheel: Run, config: Path) -> None:
     ran = flywheel("deploy", "r0001", "-c", config)
-    assert (ran.out, ran.err) == ("agent is now answered by r0001\n", "")
+    assert (ran.out, ran.err) == ("agent is now r0001\n", "")
     assert flywheel("deploy", "agent@r0002", "-c", config, "--json").json["adapter"] == "r0002"
-    assert flywheel("rollback", "-c", config).out == "agent is now answered by r0001\n"
+    assert flywheel("rollback", "-c", config).out == "agent is now r0001\n"
     assert flywheel("rollback", "--to", "r0002", "-c", config, "--json").json["adapter"] == "r0002"
     ran = flywheel("rollback", "--to", "base", "-c", config)
-    assert (ran.out, ran.err) == ("agent is now answered by the base model\n", "")
+    assert (ran.out, ran.err) == ("agent is now the base model\n", "")
 
 
 @pytest.mark.usefixtures("two_adapters")
@@ -108,7 +108,7 @@ def test_status_says_what_each_server_serves_and_what_is_wrong(
     unknown = {"condition": "", "serves": "", "error": "", "since": None, "looked_at": None}
     assert state["replicas"] == [{"url": url, **unknown}, {"url": gone, **unknown}]
     assert re.search(
-        rf"^server +{url}\n +not looked at yet: the daemon does$", flywheel("status", "-c", config).out, re.M
+        rf"^server +{url}\n +not checked yet \(requires `flywheel run`\)$", flywheel("status", "-c", config).out, re.M
     )
     conditions = by(exposed(flywheel, config)["flywheel_replica_condition"], "replica", "condition")
     assert conditions == {f"{url} not looked at yet": 1, f"{gone} not looked at yet": 1}
@@ -119,9 +119,7 @@ def test_status_says_what_each_server_serves_and_what_is_wrong(
     assert (second["condition"], second["serves"]) == ("unreachable", "")
     assert "flywheel serve" in second["error"]
     text = flywheel("status", "-c", config).out
-    assert re.search(
-        rf"^server +{url}\n +ok, answers with {BASE}, since \S+ \S+ UTC, looked at \S+ \S+ UTC$", text, re.M
-    )
+    assert re.search(rf"^server +{url}\n +ok, serves {BASE}, since \S+ \S+ UTC, checked \S+ \S+ UTC$", text, re.M)
     assert re.search(
         rf"^server +{gone}\n +unreachable, since .* UTC\n +cannot ask {gone} .*`flywheel serve`", text, re.M
     )

@@ -98,7 +98,7 @@ def test_an_estimate_tells_what_close_scores_can_add(bench: Bench) -> None:
     bench.rubric(judge=judge)
     foretold = bench.filter("--estimate")["estimate"]
     assert (foretold["calls"], foretold["more_calls_if_close"]) == (6, 9)
-    assert "; up to 9 more calls where scores are close" in bench("filter", "--estimate").out
+    assert "; up to 9 more calls if scores are close" in bench("filter", "--estimate").out
     assert bench.filter()["usage"]["calls"] == 6 + 2 * 3
     # With a wider band the second look at the third is what is left.
     bench.rubric(judge={**judge, "escalate": {"band": [0.0, 1.0], "repeats": 3}})
@@ -157,7 +157,7 @@ def test_a_rubric_diff_asks_once_what_both_sides_have_to_know(bench: Bench) -> N
     assert ran.code == 0
     assert "2 tasks: 2 calls" in ran.err
     assert bench.asked() == [["correct", "clear", "bad"]] * 2
-    assert "1 flip (0 to accepted, 1 to rejected), 1 stay" in ran.out
+    assert "1 flip (0 to accepted, 1 to rejected), 1 unchanged" in ran.out
     assert re.search(r"bad: – → -0\.80 \(new\)", ran.out)
     assert not (bench.folder / "state").exists()
 

@@ -74,7 +74,7 @@ def test_the_readme_shows_a_dry_run_as_it_is(flywheel: Run, tmp_path: Path, monk
 def test_a_filter_without_a_configuration_says_what_it_lacks(flywheel: Run, home: Path) -> None:
     ran = flywheel("filter", "--dry-run")
     assert "no source is read without a configuration" in ran.err
-    assert "`flywheel init` lays one out" in ran.err
+    assert "`flywheel init` writes one" in ran.err
     assert "FLYWHEEL_CONFIG" not in flywheel("init", ".").out, "commands find it in the current directory"
     assert "without a configuration" not in flywheel("filter", "--dry-run", "--limit", "1").err
 

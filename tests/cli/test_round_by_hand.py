@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.cli import status_view
+from flywheel.cli import status as status_command
 from flywheel.judge_usage import today
 from tests.cli.conftest import Run
 from tests.cli.test_metrics import by, parsed
@@ -140,7 +140,7 @@ def test_a_forced_round_with_too_few_samples_asks_at_a_terminal(
     ran = flywheel("round", "--force", "-c", scarce)
     assert ran.code == code
     assert SHORTAGE in ran.err
-    assert "Start it all the same? [y/N]" in ran.err
+    assert "Start it anyway? [y/N]" in ran.err
     assert len(flywheel("status", "--json", "-c", scarce).json["rounds"]) == (code == 0)
 
 
@@ -221,7 +221,7 @@ def test_a_running_round_is_told_in_the_log_the_status_the_json_and_the_metrics(
         assert (progress["phase"], progress["step"], progress["steps"]) == ("training", 2, 5)
         assert (live["round"], live["steps"], live["reward_first"], live["reward_last"]) == ("r0001", 2, 0.25, 0.5)
 
-        assert f"round     r0001: {TOLD}\n" in flywheel("status", "-c", config).out
+        assert f"round         r0001: {TOLD}\n" in flywheel("status", "-c", config).out
 
         metrics = parsed(flywheel("status", "--metrics", "-c", config).out)
         assert by(metrics["flywheel_live_round_phase"], "round", "phase") == {"r0001 training": 1}
@@ -253,10 +253,10 @@ def test_a_running_round_is_told_in_the_log_the_status_the_json_and_the_metrics(
             except StopIteration:
                 raise KeyboardInterrupt from None
 
-        monkeypatch.setattr(status_view, "WATCH_SECONDS", 0)
+        monkeypatch.setattr(status_command, "WATCH_SECONDS", 0)
         capsys.readouterr()
         with pytest.raises(KeyboardInterrupt):
-            status_view.watch(look)
+            status_command._watch(look)
         shown = capsys.readouterr().out
         assert re.findall(r"step (\d) of 5, (\d+) of 64", shown) == [("3", "40"), ("4", "3")]
     finally:

@@ -89,7 +89,7 @@ def test_the_figures_and_the_worst_disagreements(
     assert judge.calls == said["usage"]["calls"] == 39
     shown = flywheel("rubric", "calibrate", "r.yaml", "--labels", labels, "-c", config)
     assert shown.code == 0
-    for words in ("Cohen's kappa 0.69 (95 % interval", "people accept 54%", "short but right", "judge accepts"):
+    for words in ("Cohen's kappa 0.69 (95 % interval", "accepted: human 54%", "short but right", "judge: accept"):
         assert words in shown.out
 
 
@@ -126,7 +126,7 @@ def test_it_says_first_what_it_will_take_and_counts_in_the_days_budget(
     # One of the replies is too short for its check, which is no required one: the judge is asked of all.
     told = re.match(r"13 replies, 2 times each: 26 calls, about (\S+) tokens sent, (\S+) received, about ", ran.err)
     assert told is not None
-    assert "26 calls, 3,120 tokens, about 5.20 EUR" in ran.out
+    assert "26 calls; 2,600 tokens sent, 520 received; about 5.20 EUR" in ran.out
     assert spent(tmp_path) == [(26, 26 * 120)]
     once = sum(int(number.replace(",", "")) for number in told.groups()) // 2
     budget = f"budget: {{tokens_per_day: {26 * 120 + once}}}, max_thread"

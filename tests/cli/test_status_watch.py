@@ -21,8 +21,8 @@ from typing import IO, Any
 import pytest
 from rich.console import Console
 
-from flywheel.cli import status_view
-from flywheel.cli.status_view import fitted
+from flywheel.cli import status as status_command
+from flywheel.cli.status import fitted
 from tests import warm
 from tests.cli.conftest import Run
 from tests.sources.studio.writer import DATA
@@ -68,10 +68,10 @@ def test_what_fits_is_whole(flywheel: Run, folder: Path, lines: int, rounds: int
     assert "…" not in text
     if lines >= 14:
         assert len(found) < lines
-        for name in ("tasks", "waiting", "balance"):
+        for name in ("tasks", "waiting", "ledger"):
             assert re.search(rf"^{name} +\S", text, re.M), text
     else:
-        assert found[0].startswith("balance")
+        assert found[0].startswith("ledger")
     if lines >= 24:
         assert all(f"studio-{number}.sqlite" in text for number in range(SOURCES))
     if lines >= 60 and not rounds:
@@ -117,7 +117,7 @@ def test_a_terminal_shows_it_at_once(folder: Path) -> None:
     watchdog.start()
     screen = b""
     try:
-        while b"balance" not in screen:
+        while b"ledger" not in screen:
             screen += os.read(master, 65536)
         process.send_signal(signal.SIGINT)
         code = process.wait(SECONDS)
@@ -128,7 +128,7 @@ def test_a_terminal_shows_it_at_once(folder: Path) -> None:
         os.close(master)
     assert code == 130
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.decode())
-    assert all(name in text for name in ("tasks", "waiting", "balance"))
+    assert all(name in text for name in ("tasks", "waiting", "ledger"))
     assert "…" not in text
 
 
@@ -144,12 +144,12 @@ def test_that_a_server_was_looked_at_once_more_is_no_news(
             raise KeyboardInterrupt
         return {**state, "replicas": [{**state["replicas"][0], **found, "looked_at": moment}]}
 
-    monkeypatch.setattr(status_view, "WATCH_SECONDS", 0)
+    monkeypatch.setattr(status_command, "WATCH_SECONDS", 0)
     with pytest.raises(KeyboardInterrupt):
-        status_view.watch(look)
+        status_command._watch(look)
     shown = capsys.readouterr().out
-    assert shown.count("ok, answers with tiny, since 2026-01-01 00:00:00 UTC, looked at 2026-01-01 00:00:00 UTC") == 1
-    assert shown.count("balance") == 1
+    assert shown.count("ok, serves tiny, since 2026-01-01 00:00:00 UTC, checked 2026-01-01 00:00:00 UTC") == 1
+    assert shown.count("ledger") == 1
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def until(output: IO[str], name: str) -> str:
 def test_a_pipe_gets_it_whenever_it_has_changed(flywheel: Run, folder: Path, piped: subprocess.Popen[str]) -> None:
     assert piped.stdout is not None
     assert "96 pending" in until(piped.stdout, "tasks")
-    until(piped.stdout, "balance")
+    until(piped.stdout, "ledger")
     (folder / "more.jsonl").write_text('{"question": "q", "answer": "a"}\n')
     settings = {"state": {"dir": "state"}, "sources": [{"type": "jsonl", "path": "more.jsonl"}]}
     (folder / "more.yaml").write_text(json.dumps(settings))

@@ -23,7 +23,7 @@ from tests.judge_server import JudgeServer
 
 REASON = "the carry was forgotten in the second step, so that the sum is wrong by ten " * 3
 LONG = "is not JSON, as everybody can see who looks at this long line " * 3
-ROWS = ("to judge all 2 by the new rubric", "the same with what is stored now", "this comparison took")
+ROWS = ("judge all 2 with the new rubric", "the same with what is stored now", "this comparison took")
 
 
 @pytest.fixture
@@ -80,8 +80,10 @@ def test_columns_that_are_no_number_are_no_width(bench: Bench, monkeypatch: pyte
 
 def test_a_pipe_gets_a_comparison_in_whole_lines(bench: Bench) -> None:
     lines = piped(bench.folder, "filter", "--against", "old.yaml")
-    assert any(line == "  question What is 0 plus 1?" for line in lines)
-    assert any(re.match(rf"{ROWS[0]} +2 +[\d,]+ +[\d,]+ +about .* USD", line) for line in lines)
+    assert any(line == "  question  What is 0 plus 1?" for line in lines)
+    assert any(
+        re.match(rf"{ROWS[0]}: 2 calls, [\d,]+ tokens sent, [\d,]+ received, about .* USD", line) for line in lines
+    )
     assert max(map(len, lines)) < 1000
 
 
@@ -115,7 +117,7 @@ def test_a_pipe_gets_each_letter_in_one_line(flywheel: Run, dead: Path) -> None:
     for line, letter in zip(lines, told, strict=True):
         assert line.split("\t")[2:4] == ["some-lines.jsonl", letter["subject"]]
         assert line.split("\t")[-1] == letter["error"]
-    assert last == "3 open dead letters"
+    assert last == "Dead letters: 3 open"
 
 
 @pytest.mark.parametrize("columns", [40, 80, 99, 100, 200])

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from flywheel import files
-from flywheel.cli import status_view
 from flywheel.config import Config
 from flywheel.daemon.prometheus import exposition
 from flywheel.daemon.round_usage import RoundUsage
@@ -134,9 +133,11 @@ async def test_status_and_metrics_tell_filter_rounds_and_gates_apart_and_togethe
     assert (tokens_of["gates prompt"], tokens_of["gates completion"]) == (500_000, 50_000)
     assert by(metrics["flywheel_judge_cost"], "purpose", "currency")["gates USD"] == 1.5
     assert metrics["flywheel_judge_tokens_today"][0].value == 900
-    status_view.show(state | {"no_state": ""})
+    from flywheel.cli import status as status_command
+
+    status_command._print(state | {"no_state": ""})
     told = capsys.readouterr().out
-    assert "judge     10 calls; 3,500,900 tokens sent, 350,000 received; about 10.50 USD\n" in told
+    assert "judge         10 calls; 3,500,900 tokens sent, 350,000 received; about 10.50 USD\n" in told
     assert "filter 1 call, 900 tokens, about 0.0018 USD; rounds 3 calls, 3,300,000 tokens, about 9.00 USD; " in told
     assert "gates 3 calls, 550,000 tokens, about 1.50 USD; calibration 3 calls, 0 tokens" in told
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from flywheel import files
-from flywheel.cli import status_view
 from flywheel.config import Config
 from flywheel.daemon import planner
 from flywheel.daemon.judge_setup import rubric_of
@@ -80,7 +79,9 @@ async def test_open_to_strangers_keeps_to_its_shares_and_holds_bursts(store: Sto
     assert due.reason == f"1 of 40 samples are free; {waiting}"
     state = await store.read(snapshot, config)
     assert (state["free_samples"], state["waiting_samples"]) == (1, {"over their share": 39})
-    assert f"1 free of 40 needed, 2 held out; {waiting}\n" in status_view._plain(state | {"no_state": ""}) + "\n"
+    from flywheel.cli import status as status_command
+
+    assert f"1 free of 40 needed, 2 held out; {waiting}\n" in status_command._text(state | {"no_state": ""}) + "\n"
     await tell(store, *burst(25, first=5000))
     await run(store, config)
     assert (await states(store)).count("held") > 0

@@ -1,0 +1,86 @@
+"""`flywheel why`: which conversations made an adapter, or what became of a trace."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, read_state, run_async
+from flywheel.cli.tables import criterion_lines, score_text
+from flywheel.errors import StoreError
+from flywheel.terminal import escape_terminal, quantity
+
+
+@app.command()
+def why(
+    subject: Annotated[str, typer.Argument(metavar="ID", help="An adapter, task, trace, span or conversation.")],
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show which conversations made an adapter, or what became of a trace."""
+    from flywheel.store import lineage
+
+    story = run_async(read_state(load_config(config), lambda conn: lineage.why(conn, subject)))
+    if story is None:
+        raise StoreError(
+            f"explain {subject}",
+            "no adapter, task, trace, span or conversation has this id",
+            "Ids are in tasks.jsonl, in `flywheel filter` and in `flywheel status`.",
+        )
+    if as_json:
+        print_json(story)
+        return
+    story = escape_terminal(story, one_line=True)
+    if story["kind"] == "round":
+        _print_round(story)
+    else:
+        for reply in story["replies"]:
+            _print_reply(reply)
+
+
+def _print_round(story: dict[str, Any]) -> None:
+    typer.echo(f"{story['id']}: {story['state']}{' – ' + story['reason'] if story['reason'] else ''}")
+    typer.echo(f"started because: {story['trigger']}; attempt {story['attempt']}, seed {story['seed']}")
+    typer.echo(f"continues: {story['parent'] or 'the base model'}")
+    if story["adapter"]:
+        removed = ", its files were removed" if story["adapter"]["state"] == "removed" else ""
+        typer.echo(f"adapter: {story['adapter']['path']} (sha256 {story['adapter']['sha256'][:12]}…{removed})")
+    if comparison := story["comparison"]:
+        means = f"{comparison['deployed_mean']:.3f} → {comparison['candidate_mean']:.3f}"
+        gain = f"{comparison['gain']:+.3f} ({comparison['lower']:+.3f} … {comparison['upper']:+.3f})"
+        typer.echo(f"held-out: {means} on {quantity(comparison['tasks'], 'task')}, gain {gain}")
+        for line in criterion_lines(comparison):
+            typer.echo(line)
+    if usage := story["usage"]:
+        typer.echo(
+            f"judged: {usage['judge_calls']:,} calls for {usage['rollouts']:,} rollouts,"
+            f" {usage['judge_prompt_tokens']:,} tokens sent, {usage['judge_completion_tokens']:,} received"
+        )
+    for entry in story["deployments"]:
+        typer.echo(f"deployed as {entry['alias']}: {entry['state']} since {entry['activated_at'] or '–'}")
+    conversations = quantity(len(story["conversations"]), "conversation")
+    typer.echo(f"made of {quantity(len(story['samples']), 'sample')} from {conversations}:")
+    for sample in story["samples"]:
+        typer.echo(f"  {sample['task_id']}  {sample['conversation_id']}  {sample['agent']}")
+    for task, reason in story["left_out"].items():
+        typer.echo(f"left out {task}: {reason}")
+
+
+def _print_reply(reply: dict[str, Any]) -> None:
+    whose = ", ".join(filter(None, (reply["agent"], reply["source"])))
+    typer.echo(f"span {reply['span_id']} of trace {reply['trace_id']} ({whose})")
+    task = reply["task"]
+    if task is None:
+        typer.echo(f"  {reply['state']}: {reply['skip_reason'] or ''} {reply['detail']}".rstrip())
+        return
+    typer.echo(f"  task {task['task_id']}: {task['state']}, {task['split']}")
+    if repeats := task["repeats"]:
+        typer.echo(f"  repeats {repeats['task_id']} ({repeats['method']}, {repeats['similarity']:.2f})")
+    for left_out in task["left_out"]:
+        typer.echo(f"  left out of rounds: {left_out['why']}")
+    for verdict in task["verdicts"]:
+        score = score_text(verdict["score"])
+        typer.echo(f"  verdict: {verdict['outcome']} ({score}) {verdict['reason'] or verdict['error']}")
+    for used in task["rounds"]:
+        typer.echo(f"  {used['round']} ({used['state']}): {used['split']}")
