@@ -90,7 +90,7 @@ class DeploymentState(StrEnum):
     FAILED = "failed"
 
 
-class LetterState(StrEnum):
+class DeadLetterState(StrEnum):
     """A dead letter's."""
 
     OPEN = "open"
@@ -101,7 +101,7 @@ class LetterState(StrEnum):
 
 
 _R, _T, _RO, _A, _D = ReplyState, TaskState, RoundState, AdapterState, DeploymentState
-_L = LetterState
+_L = DeadLetterState
 _Table = Mapping[StrEnum, frozenset[StrEnum]]
 
 # One table per kind: members of different StrEnums compare equal by text (a reply's and a task's "dead").
@@ -153,7 +153,7 @@ TRANSITIONS: Final[Mapping[type[StrEnum], _Table]] = {
         _D.RETIRED: frozenset(),
         _D.FAILED: frozenset(),
     },
-    LetterState: {
+    DeadLetterState: {
         _L.OPEN: frozenset({_L.RETRIED, _L.DROPPED}),
         _L.RETRIED: frozenset({_L.OPEN}),
         _L.DROPPED: frozenset(),

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from flywheel.config import Config
-    from flywheel.store.dead_letters import Letter
+    from flywheel.store.dead_letters import DeadLetter
 
 NEXT: Final = {
     "judged": "the task is pending again: the daemon or `flywheel filter` judges it",
@@ -69,12 +69,12 @@ def dead_letters(
 
 
 def _show(config: Config, ids: list[int], every: bool, as_json: bool) -> None:
-    from flywheel.states import LetterState
+    from flywheel.states import DeadLetterState
     from flywheel.store import dead_letters
 
     def look(conn: Connection) -> tuple[list[dict[str, Any]], dict[str, int]]:
-        states = list(LetterState) if every else [LetterState.OPEN]
-        found = dead_letters.letters_of(conn, ids) if ids else dead_letters.letters_in(conn, states)
+        states = list(DeadLetterState) if every else [DeadLetterState.OPEN]
+        found = dead_letters.with_ids(conn, ids) if ids else dead_letters.in_states(conn, states)
         histories = [{"history": dead_letters.history_of(conn, letter.id)} if ids else {} for letter in found]
         told = [asdict(letter) | history for letter, history in zip(found, histories, strict=True)]
         return told, dead_letters.count(conn)
@@ -97,7 +97,7 @@ def _close(config: Config, action: Action, ids: list[int] | None, as_json: bool)
     """Retry or drop these dead letters, all open ones without `ids`."""
     from flywheel.store import dead_letters
 
-    def named(letter: Letter) -> dict[str, Any]:
+    def named(letter: DeadLetter) -> dict[str, Any]:
         return {"id": letter.id, "kind": letter.kind, "subject": letter.subject}
 
     if action is Action.RETRY:

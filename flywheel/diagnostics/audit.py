@@ -32,7 +32,7 @@ from flywheel.sources.studio_connector import StudioConnector
 from flywheel.states import ReplyState
 from flywheel.store import ledger, ledger_snapshot
 from flywheel.store.database import Store
-from flywheel.store.ledger_snapshot import Holdings
+from flywheel.store.ledger_snapshot import LedgerSnapshot
 from flywheel.trace import Checkpoint, Cursor, Selection
 
 
@@ -114,7 +114,7 @@ class _Spans:
         if source is None:
             self._found.not_read_yet += len(spans)
             return doubtful
-        held = await self._store.read(ledger_snapshot.holdings, source, list(told), spans)
+        held = await self._store.read(ledger_snapshot.snapshot, source, list(told), spans)
         is_followed = await asyncio.to_thread(_is_followed, scan, held.cursor)
         for trace_id, rows in group.traces.items():
             if not self._agrees(
@@ -154,7 +154,7 @@ class _Spans:
         self,
         rows: dict[int, bytes],
         told: dict[str, int | None],
-        held: Holdings,
+        held: LedgerSnapshot,
         checkpoint: Checkpoint | None,
         *,
         is_followed: bool,
@@ -184,7 +184,7 @@ class _Spans:
         return True
 
 
-def _differs(reply: ledger_snapshot.Held, content: int | None) -> bool:
+def _differs(reply: ledger_snapshot.StoredReply, content: int | None) -> bool:
     if content is None:
         return reply.state is not ReplyState.DEAD
     return reply.content is not None and reply.content != content
@@ -215,7 +215,7 @@ class _Lines:
         if source is None:
             found.not_read_yet = len(lines)
             return
-        held = await self._store.read(ledger_snapshot.holdings, source, [], [*lines, *renamed.values()])
+        held = await self._store.read(ledger_snapshot.snapshot, source, [], [*lines, *renamed.values()])
         for name, own in renamed.items():
             if name not in held.replies and own not in lines:
                 # Nobody else has its id now: it is the line that was told by it, and says something else.

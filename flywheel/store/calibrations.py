@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, insert, select
 
-from flywheel.store.bulk import chunks
+from flywheel.store.bulk import rows_in
 from flywheel.store.schema import calibrations, tasks
 from flywheel.store.transitions import utcnow
 
@@ -80,8 +80,5 @@ def _missing(conn: Connection, rubric_hash: str) -> str:
 
 def lines_of(conn: Connection, keys: list[str]) -> dict[str, dict[str, Any]]:
     """The lines of tasks by their keys; those that are not known are left out."""
-    found: dict[str, dict[str, Any]] = {}
-    for some in chunks(keys):
-        rows = conn.execute(select(tasks.c.key, tasks.c.payload).where(tasks.c.key.in_(some)))
-        found.update({row.key: row.payload for row in rows})
-    return found
+    rows = rows_in(conn, select(tasks.c.key, tasks.c.payload), tasks.c.key, keys)
+    return {row.key: row.payload for row in rows}

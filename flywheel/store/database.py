@@ -1,7 +1,7 @@
-"""The connection to the state database: opening it, and running functions in its transactions.
+"""The state database: opening it, and running functions in its transactions.
 
-A whole transaction is run in a thread: one for what is written, since SQLite has one writer, and a few for what is
-read. So the loop is free meanwhile, and a statement costs no way to a thread and back.
+A whole transaction runs in a thread: one thread writes, since SQLite has one writer, and a few read. The event loop
+stays free, and a statement does not pay for a way to a thread and back.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import asyncio
 import contextlib
 import os
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar
 from urllib.parse import quote
 
-from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy import Connection, Engine, create_engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import QueuePool
 
@@ -33,22 +34,28 @@ READERS: Final = 4
 """Transactions that only read, at the same time."""
 CACHE_KIB: Final = 8_000
 CHECKPOINT_PAGES: Final = 16_000
-"""A long history is stored in two thirds of the time when a transaction fits into the cache, and when what every one
-of them changes, the indexes, is brought from the write-ahead log (64 MB) into the database a few times less."""
+"""Storing a long history takes two thirds of the time if a transaction fits into the cache, and if the pages of
+indexes, which every transaction changes, are copied from the write-ahead log (64 MB) to the database less often."""
 
 
-class _Line:
-    """Connections of one kind, each with a thread: transactions that find none free wait for their turn."""
+class _Connections:
+    """Connections of one kind, each used by one thread: a transaction that finds none free waits for its turn."""
 
     def __init__(
-        self, connect: Callable[[], sqlite3.Connection], begin: str, settings: tuple[str, ...] = (), *, threads: int
+        self, name: str, connect: Callable[[], sqlite3.Connection], begin: str, *pragmas: str, threads: int = 1
     ) -> None:
-        self._engine = _engine(connect, begin, settings, connections=threads)
+        """`begin` is the statement that begins a transaction; `pragmas` are set in each connection."""
+        self._name = name
+        self._begin = begin
+        self._engine = _engine(connect, pragmas, connections=threads)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="state")
 
-    async def run(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+    async def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run `function(connection, …)` in a transaction. Raises StoreError."""
+
         def transaction() -> T:
             with self._engine.begin() as connection:
+                connection.exec_driver_sql(self._begin)
                 return function(connection, *args, **kwargs)
 
         future = self._threads.submit(transaction)
@@ -57,9 +64,11 @@ class _Line:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
             if not future.cancel():
-                # It has begun, so it is committed or undone before its caller goes on.
+                # It has begun: it is committed or undone before its caller goes on.
                 await asyncio.wait([running])
             raise
+        except DBAPIError as error:
+            raise _explain(self._name, error) from error
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -67,13 +76,12 @@ class _Line:
 
 
 class Store:
-    """Flywheel's state. `write` and `read` run one function in one transaction and return what it returns.
+    """Flywheel's state. `write` and `read` run one function in one transaction and return its result.
 
     A function that is given to `read` must only read.
     """
 
-    def __init__(self, name: str, writing: _Line, reading: _Line) -> None:
-        self._name = name
+    def __init__(self, writing: _Connections, reading: _Connections) -> None:
         self._writing = writing
         self._reading = reading
 
@@ -89,35 +97,33 @@ class Store:
                 error.strerror or str(error),
                 "Set state.dir (or $FLYWHEEL_HOME) to a directory that you may write.",
             ) from error
-        # The files that SQLite makes beside it have its permissions. Where it cannot be made, SQLite says why.
+        # The files that SQLite makes beside it get its permissions. If it cannot be made, SQLite says why.
         with contextlib.suppress(OSError):
             os.close(private(path, os.O_RDWR | os.O_CREAT))
-
-        def connect() -> sqlite3.Connection:
-            return sqlite3.connect(path, check_same_thread=False)
-
-        settings = (
+        connect = partial(sqlite3.connect, path, check_same_thread=False)
+        pragmas = (
             "journal_mode = WAL",
             "synchronous = FULL",
             f"cache_size = -{CACHE_KIB}",
             f"wal_autocheckpoint = {CHECKPOINT_PAGES}",
         )
-        writing = _Line(connect, "BEGIN IMMEDIATE", settings, threads=1)
-        reading = _Line(connect, "BEGIN", ("query_only = ON",), threads=READERS)
-        return await cls._ready(cls(str(path), writing, reading))
+        return await cls._migrated(
+            _Connections(str(path), connect, "BEGIN IMMEDIATE", *pragmas),
+            _Connections(str(path), connect, "BEGIN", "query_only = ON", threads=READERS),
+        )
 
     @classmethod
     async def view(cls, state_dir: Path) -> Self:
-        """The state to look at, beside whoever works on it. Nothing is written, not even SQLite's side files."""
+        """The state, read-only, beside a process that writes it. Nothing is written, not even SQLite's side files."""
         path = state_dir / "state.db"
         if not _is_there(path):
             return await cls.copy(state_dir)
-        line = _Line(lambda: _read_only(path), "BEGIN", threads=1)
-        store = cls(str(path), line, line)
+        connections = _Connections(str(path), partial(_read_only, path), "BEGIN")
+        store = cls(connections, connections)
         try:
             version = await store.read(version_of)
             if version == 0:
-                # Somebody is just making it.
+                # Another process is just making it.
                 await store.close()
                 return await cls.copy(state_dir)
             if version != SCHEMA_VERSION:
@@ -135,9 +141,9 @@ class Store:
 
     @classmethod
     async def copy(cls, state_dir: Path) -> Self:
-        """A copy of the state of one's own (empty if there is none): what is done to it leaves no trace.
+        """A private copy of the state, empty if there is none: changes to it leave no trace.
 
-        SQLite keeps a little of it in memory and the rest in a file without a name, which is gone with the process.
+        SQLite keeps a little of it in memory and the rest in an unlinked file.
         """
         path = state_dir / "state.db"
         is_there = _is_there(path)
@@ -149,11 +155,13 @@ class Store:
                     source.backup(private)
             return private
 
-        line = _Line(connect, "BEGIN IMMEDIATE", threads=1)
-        return await cls._ready(cls(f"{path} (a copy in $SQLITE_TMPDIR, $TMPDIR, /var/tmp or /tmp)", line, line))
+        name = f"{path} (a copy in $SQLITE_TMPDIR, $TMPDIR, /var/tmp or /tmp)"
+        connections = _Connections(name, connect, "BEGIN IMMEDIATE")
+        return await cls._migrated(connections, connections)
 
     @classmethod
-    async def _ready(cls, store: Self) -> Self:
+    async def _migrated(cls, writing: _Connections, reading: _Connections) -> Self:
+        store = cls(writing, reading)
         try:
             await store.write(migrate)
         except BaseException:
@@ -162,13 +170,13 @@ class Store:
         return store
 
     async def write(self, function: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self._run(self._writing, function, args, kwargs)
+        return await self._writing.run(function, *args, **kwargs)
 
     async def read(self, function: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self._run(self._reading, function, args, kwargs)
+        return await self._reading.run(function, *args, **kwargs)
 
     async def trial(self, function: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What a function returns in a transaction that is undone: nothing of what it writes is kept."""
+        """The result of a function whose writes are undone."""
 
         def undone(connection: Connection) -> T:
             savepoint = connection.begin_nested()
@@ -177,31 +185,25 @@ class Store:
             finally:
                 savepoint.rollback()
 
-        return await self._run(self._writing, undone, (), {})
-
-    async def _run(self, line: _Line, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-        try:
-            return await line.run(function, args, kwargs)
-        except DBAPIError as error:
-            raise _explain(self._name, error) from error
+        return await self._writing.run(undone)
 
     async def close(self) -> None:
-        """Wait for what is running, and close the connections; the last of them brings the write-ahead log home."""
-        for line in (self._reading, self._writing):
-            await asyncio.to_thread(line.close)
+        """Wait for running transactions and close the connections; the last one checkpoints the write-ahead log."""
+        for connections in (self._reading, self._writing):
+            await asyncio.to_thread(connections.close)
 
 
 def found_version(state_dir: Path) -> int | None:
-    """The schema version of the state as it is, 0 while it is made; None if there is none. Raises StoreError.
+    """The schema version of the state, 0 while it is made; None if there is none. Raises StoreError.
 
     Nothing is written.
     """
     path = state_dir / "state.db"
     if not _is_there(path):
         return None
-    engine = _engine(lambda: _read_only(path), "BEGIN", (), connections=1)
+    engine = _engine(partial(_read_only, path), (), connections=1)
     try:
-        with engine.begin() as connection:
+        with engine.connect() as connection:
             return version_of(connection)
     except DBAPIError as error:
         raise _explain(str(path), error) from error
@@ -226,25 +228,17 @@ def _read_only(path: Path) -> sqlite3.Connection:
     return sqlite3.connect(f"file:{quote(str(path))}?mode=ro{immutable}", uri=True, check_same_thread=False)
 
 
-def _engine(
-    connect: Callable[[], sqlite3.Connection], begin: str, settings: tuple[str, ...], connections: int
-) -> Engine:
-    engine = create_engine(
-        "sqlite+pysqlite://", creator=connect, poolclass=QueuePool, pool_size=connections, max_overflow=0
-    )
-
-    @event.listens_for(engine, "connect")
-    def connected(connection: sqlite3.Connection, _record: object) -> None:
-        # The driver's own idea of when a transaction begins is switched off: every one begins as written below.
+def _engine(connect: Callable[[], sqlite3.Connection], pragmas: Sequence[str], connections: int) -> Engine:
+    def connected() -> sqlite3.Connection:
+        connection = connect()
+        # The driver begins no transactions of its own: each begins with a statement of ours.
         connection.isolation_level = None
-        for pragma in (f"busy_timeout = {BUSY_TIMEOUT_MS}", "foreign_keys = ON", *settings):
+        for pragma in (f"busy_timeout = {BUSY_TIMEOUT_MS}", "foreign_keys = ON", *pragmas):
             connection.execute(f"PRAGMA {pragma}").close()
+        return connection
 
-    @event.listens_for(engine, "begin")
-    def began(connection: Connection) -> None:
-        connection.exec_driver_sql(begin)
-
-    return engine
+    pool = {"poolclass": QueuePool, "pool_size": connections, "max_overflow": 0}
+    return create_engine("sqlite+pysqlite://", creator=connected, **pool)
 
 
 def _explain(name: str, error: DBAPIError) -> StoreError:

@@ -1,7 +1,7 @@
-"""Duplicates: what earlier tasks are compared by, and which task repeats which.
+"""Deduplication: the stored fingerprints of questions, and which task repeats which.
 
-A duplicate repeats a task that is *kept*: one that passed deduplication and that nobody has rejected since. When the
-judge rejects a task, those that were put aside as its repetitions are due again.
+A duplicate repeats a task that is *kept*: one that passed deduplication and was not rejected since. When the judge
+rejects a task, its duplicates are due again.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from sqlalchemy import Connection, Row, delete, exists, func, insert, select, up
 
 from flywheel import similarity
 from flywheel.states import TaskState
-from flywheel.store.bulk import chunks
+from flywheel.store.bulk import chunks, rows_in
 from flywheel.store.schema import duplicates, fingerprint_bands, fingerprints, tasks
 from flywheel.store.transitions import move, utcnow
 
 GONE: Final = (TaskState.REJECTED, TaskState.DEAD, TaskState.WITHDRAWN)
-"""A task in one of these stands in nobody's way."""
+"""A task in one of these states is not kept: other tasks may repeat it."""
 DECIDED: Final = (TaskState.ACCEPTED, TaskState.RESERVED, TaskState.CONSUMED)
 
 LIKELY: Final = 256
@@ -28,7 +28,7 @@ LIKELY: Final = 256
 
 
 class Compared(Protocol):
-    """What this module stores of a question, see `flywheel.filtering.fingerprint.Fingerprint`."""
+    """A fingerprint, see `flywheel.filtering.fingerprint`."""
 
     @property
     def scope(self) -> int: ...
@@ -58,7 +58,7 @@ class Repeats:
 
 @dataclass(frozen=True, slots=True)
 class Near:
-    """A question that was entered before and is near another one; `kept` is whether it stands in that one's way.
+    """A stored question that is near another one; `kept` is whether the other one may not repeat it.
 
     `text` names its embedding.
     """
@@ -82,11 +82,12 @@ class Entry:
 
 
 def enter(conn: Connection, entries: Sequence[Entry], threshold: float) -> dict[int, list[Near]]:
-    """Remember what these tasks are compared by, and find what is near each of them, the nearest first.
+    """Store the fingerprints of these tasks, and find what is near each of them, the nearest first.
 
-    A task is like the first that it nearly repeats. What is entered in the same call is found too, in its order.
+    A task is like the first that it nearly repeats. Tasks of the same call are found too, in their order.
     """
-    known = _known(conn, [entry.task for entry in entries])
+    ids = [entry.task for entry in entries]
+    known = {row.task_id: row for row in rows_in(conn, select(fingerprints), fingerprints.c.task_id, ids)}
     near: dict[int, list[Near]] = {}
     rows: list[dict[str, Any]] = []
     leaders: list[Entry] = []
@@ -130,24 +131,13 @@ def enter(conn: Connection, entries: Sequence[Entry], threshold: float) -> dict[
 
 
 def keep(conn: Connection, entries: Sequence[Entry]) -> None:
-    """These tasks go on to the judge: later ones are compared with them."""
+    """Mark tasks as kept: they go on to the judge, and later ones are compared with them."""
     ids = [entry.task for entry in entries]
     for some in chunks(ids):
         conn.execute(update(fingerprints).where(fingerprints.c.task_id.in_(some)).values(kept=True))
-        there = set(
-            conn.execute(
-                select(fingerprint_bands.c.task_id).where(fingerprint_bands.c.task_id.in_(some)).distinct()
-            ).scalars()
-        )
-        _enter_bands(conn, [entry for entry in entries if entry.task in some and entry.task not in there])
-
-
-def _known(conn: Connection, ids: Sequence[int]) -> dict[int, Any]:
-    found: dict[int, Any] = {}
-    for some in chunks(ids):
-        rows = conn.execute(select(fingerprints).where(fingerprints.c.task_id.in_(some)))
-        found |= {row.task_id: row for row in rows}
-    return found
+    with_bands = select(fingerprint_bands.c.task_id).distinct()
+    there = {row.task_id for row in rows_in(conn, with_bands, fingerprint_bands.c.task_id, ids)}
+    _enter_bands(conn, [entry for entry in entries if entry.task not in there])
 
 
 def _near(conn: Connection, entry: Entry, threshold: float) -> list[Near]:
@@ -203,7 +193,7 @@ def _enter_bands(conn: Connection, entries: Sequence[Entry]) -> None:
 
 
 def note(conn: Connection, task: int, found: Repeats) -> None:
-    """Write down which task a rejected one repeats."""
+    """Store which task a rejected one repeats."""
     conn.execute(delete(duplicates).where(duplicates.c.task_id == task))
     conn.execute(
         insert(duplicates).values(
@@ -217,38 +207,31 @@ def note(conn: Connection, task: int, found: Repeats) -> None:
 
 
 def forget(conn: Connection, task: int) -> None:
-    """A task is another one now, or none: what was known of its question, and what repeated it, no longer holds."""
+    """Delete the fingerprint of a task whose reply has changed. Its duplicates are due again."""
     for table in (fingerprint_bands, fingerprints, duplicates):
         conn.execute(delete(table).where(table.c.task_id == task))
     free_repetitions(conn, [task])
 
 
 def free_repetitions(conn: Connection, originals: Sequence[int]) -> int:
-    """Tasks that were rejected because they repeat one of these, which is rejected itself now: they are due again."""
+    """Make the rejected duplicates of these tasks due again, which are rejected themselves; how many."""
+    rejected = (
+        select(duplicates.c.task_id)
+        .join(tasks, tasks.c.id == duplicates.c.task_id)
+        .where(tasks.c.state == TaskState.REJECTED.value)
+        .order_by(duplicates.c.task_id)
+    )
     freed = 0
-    for some in chunks(originals):
-        rows = conn.execute(
-            select(duplicates.c.task_id)
-            .join(tasks, tasks.c.id == duplicates.c.task_id)
-            .where(
-                duplicates.c.original_id.in_(some),
-                tasks.c.state == TaskState.REJECTED.value,
-            )
-            .order_by(duplicates.c.task_id)
-        ).scalars()
-        for task in rows.all():
-            conn.execute(delete(duplicates).where(duplicates.c.task_id == task))
-            freed += move(conn, task, TaskState.REJECTED, TaskState.PENDING, "what it repeated was rejected")
+    for row in list(rows_in(conn, rejected, duplicates.c.original_id, originals)):
+        conn.execute(delete(duplicates).where(duplicates.c.task_id == row.task_id))
+        freed += move(conn, row.task_id, TaskState.REJECTED, TaskState.PENDING, "what it repeated was rejected")
     return freed
 
 
 def gone(conn: Connection, ids: Sequence[int]) -> list[int]:
-    """Those of these tasks that stand in nobody's way any more."""
-    found: list[int] = []
-    for some in chunks(ids):
-        where = tasks.c.id.in_(some), tasks.c.state.in_([state.value for state in GONE])
-        found += conn.execute(select(tasks.c.id).where(*where)).scalars()
-    return found
+    """Those of these tasks that are not kept any more."""
+    where = tasks.c.state.in_([state.value for state in GONE])
+    return [row.id for row in rows_in(conn, select(tasks.c.id).where(where), tasks.c.id, ids)]
 
 
 def unknown(conn: Connection, threshold: float, limit: int) -> list[Row[Any]]:

@@ -1,4 +1,4 @@
-"""Embeddings of questions: made once per text and model, and what they say two questions have in common."""
+"""Embeddings of questions, stored once per text and model, and the nearest kept question by them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, and_, delete, exists, func, insert, select
 
-from flywheel.store.bulk import chunks
+from flywheel.store.bulk import rows_in
 from flywheel.store.deduplication import GONE, Entry, Repeats, same_things, unpacked
 from flywheel.store.schema import embeddings, fingerprints, tasks
 
@@ -64,34 +64,27 @@ def lacking(conn: Connection, model: str, limit: int) -> list[Row[Any]]:
 
 def of_texts(conn: Connection, model: str, texts: Sequence[str]) -> dict[str, bytes]:
     """The embeddings of these texts as far as they were made."""
-    found: dict[str, bytes] = {}
-    for some in chunks(texts):
-        rows = conn.execute(
-            select(embeddings.c.text, embeddings.c.vector).where(
-                embeddings.c.model == model, embeddings.c.text.in_(some)
-            )
-        )
-        found |= {row.text: bytes(row.vector) for row in rows}
-    return found
+    query = select(embeddings.c.text, embeddings.c.vector).where(embeddings.c.model == model)
+    return {row.text: bytes(row.vector) for row in rows_in(conn, query, embeddings.c.text, texts)}
 
 
 def store(conn: Connection, model: str, made: Mapping[str, bytes]) -> int:
-    """Keep new embeddings. Those of another length are another model's by the same name: they are forgotten.
+    """Store new embeddings. Stored ones of another length are deleted: another model had the same name.
 
-    Gives how many these were.
+    Returns how many were deleted.
     """
     there = of_texts(conn, model, list(made))
     rows: list[dict[str, Any]] = [
         {"model": model, "text": text, "vector": made[text]} for text in made if text not in there
     ]
     length = max((len(row["vector"]) for row in rows), default=0)
-    forgotten = _forget_others(conn, model, length) if length else 0
+    forgotten = _delete_others(conn, model, length) if length else 0
     if rows:
         conn.execute(insert(embeddings), rows)
     return forgotten
 
 
-def _forget_others(conn: Connection, model: str, length: int) -> int:
+def _delete_others(conn: Connection, model: str, length: int) -> int:
     size = func.length(embeddings.c.vector)
     made = and_(embeddings.c.model == model, size > 0)
     # One tells of all: there are never two lengths.

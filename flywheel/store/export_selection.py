@@ -9,7 +9,7 @@ from typing import Any, Final
 from sqlalchemy import ColumnElement, Connection, case, func, select
 
 from flywheel.states import Split, TaskState
-from flywheel.store.bulk import chunks
+from flywheel.store.bulk import rows_in
 from flywheel.store.schema import tasks, verdicts
 from flywheel.verdict import Outcome
 
@@ -64,7 +64,6 @@ def read(conn: Connection, ids: Sequence[int]) -> list[Selected]:
     query = select(tasks.c.id, tasks.c.payload, tasks.c.state, verdicts.c.outcome, verdicts.c.score).outerjoin(
         verdicts, verdicts.c.id == newest
     )
-    rows = (row for some in chunks(list(set(ids))) for row in conn.execute(query.where(tasks.c.id.in_(some))))
     found = {
         row.id: Selected(
             row.id,
@@ -73,6 +72,6 @@ def read(conn: Connection, ids: Sequence[int]) -> list[Selected]:
             None if row.outcome is None else Outcome(row.outcome),
             row.score,
         )
-        for row in rows
+        for row in rows_in(conn, query, tasks.c.id, list(set(ids)))
     }
     return [found[number] for number in ids if number in found]

@@ -10,7 +10,7 @@ from sqlalchemy import Connection, Row, exists, func, insert, select, update
 
 from flywheel.exclusion import Exclusion
 from flywheel.states import Split, TaskState
-from flywheel.store.bulk import chunks
+from flywheel.store.bulk import rows_in
 from flywheel.store.samples import allowed, free, tried
 from flywheel.store.schema import fingerprints, influences, tasks
 from flywheel.store.transitions import move
@@ -40,18 +40,11 @@ class Weighed(Protocol):
 
 def enter(conn: Connection, weights: Mapping[int, Weighed]) -> None:
     """Remember by what the shares of these tasks are counted."""
-    known: set[int] = set()
-    for some in chunks(list(weights)):
-        known |= set(conn.execute(select(influences.c.task_id).where(influences.c.task_id.in_(some))).scalars())
+    stored = rows_in(conn, select(influences.c.task_id), influences.c.task_id, list(weights))
+    known = {row.task_id for row in stored}
     rows = []
     for task, weight in weights.items():
-        values = {
-            "conversation": weight.conversation,
-            "user": weight.user,
-            "template": weight.template,
-            "origin": weight.origin,
-            "at": weight.at,
-        }
+        values = {name: getattr(weight, name) for name in ("conversation", "user", "template", "origin", "at")}
         if task in known:
             conn.execute(update(influences).where(influences.c.task_id == task).values(**values))
         else:
@@ -124,17 +117,16 @@ class _Group:
 
 def _groups(conn: Connection, asked: Sequence[int]) -> list[_Group]:
     groups: dict[tuple[str, int], _Group] = {}
-    for some in chunks(asked):
-        rows = conn.execute(
-            select(influences.c.task_id, influences.c.origin, influences.c.at, fingerprints.c.like)
-            .join(fingerprints, fingerprints.c.task_id == influences.c.task_id)
-            .where(influences.c.task_id.in_(some), influences.c.released.is_(False))
-            .order_by(influences.c.task_id)
-        )
-        for row in rows:
-            group = groups.setdefault((row.origin, row.like), _Group(row.origin, row.like, row.at, row.at))
-            group.first, group.last = min(group.first, row.at), max(group.last, row.at)
-            group.asked.add(row.task_id)
+    query = (
+        select(influences.c.task_id, influences.c.origin, influences.c.at, fingerprints.c.like)
+        .join(fingerprints, fingerprints.c.task_id == influences.c.task_id)
+        .where(influences.c.released.is_(False))
+        .order_by(influences.c.task_id)
+    )
+    for row in rows_in(conn, query, influences.c.task_id, asked):
+        group = groups.setdefault((row.origin, row.like), _Group(row.origin, row.like, row.at, row.at))
+        group.first, group.last = min(group.first, row.at), max(group.last, row.at)
+        group.asked.add(row.task_id)
     return list(groups.values())
 
 

@@ -1,8 +1,8 @@
-"""Why: from an adapter back to the conversations that made it, and from a trace to what became of it."""
+"""Lineage: from an adapter back to the conversations that it was trained on, and from a trace to its outcome."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from sqlalchemy import Connection, RowMapping, or_, select
 
@@ -22,7 +22,14 @@ from flywheel.store.schema import (
     verdicts,
 )
 
-originals = tasks.alias("originals")
+_originals: Final = tasks.alias("originals")
+_ROUND: Final = (
+    "state", "trigger", "reason", "attempt", "parent", "seed", "config_hash", "rubric_hash", "created_at",
+    "finished_at",
+)  # fmt: skip
+_REPLY: Final = (
+    "source", "span_id", "trace_id", "conversation_id", "agent", "state", "skip_reason", "detail",
+)  # fmt: skip
 
 
 def why(conn: Connection, subject: str) -> dict[str, Any] | None:
@@ -69,16 +76,7 @@ def _round_story(conn: Connection, row: RowMapping) -> dict[str, Any]:
     return {
         "kind": "round",
         "id": row["name"],
-        "state": row["state"],
-        "trigger": row["trigger"],
-        "reason": row["reason"],
-        "attempt": row["attempt"],
-        "parent": row["parent"],
-        "seed": row["seed"],
-        "config_hash": row["config_hash"],
-        "rubric_hash": row["rubric_hash"],
-        "created_at": row["created_at"],
-        "finished_at": row["finished_at"],
+        **{key: row[key] for key in _ROUND},
         "adapter": adapter and {key: adapter[key] for key in ("name", "path", "sha256", "state", "base_model")},
         "comparison": _without_scores(adapter["comparison"] if adapter else result.get("comparison")),
         "versions": result.get("versions", {}),
@@ -101,7 +99,7 @@ def _without_scores(comparison: dict[str, Any] | None) -> dict[str, Any] | None:
     return comparison and {key: value for key, value in comparison.items() if key != "scores"}
 
 
-def _why_left_out(reason: Exclusion, task: RowMapping) -> str:
+def _exclusion_reason(reason: Exclusion, task: RowMapping) -> str:
     metadata = task["payload"]["metadata"]
     match reason:
         case Exclusion.HIDDEN | Exclusion.INEXACT | Exclusion.IMAGE:
@@ -112,20 +110,13 @@ def _why_left_out(reason: Exclusion, task: RowMapping) -> str:
 
 
 def _reply_story(conn: Connection, row: RowMapping) -> dict[str, Any]:
-    story: dict[str, Any] = {
-        "source": row["source"],
-        "span_id": row["span_id"],
-        "trace_id": row["trace_id"],
-        "conversation_id": row["conversation_id"],
-        "agent": row["agent"],
-        "state": row["state"],
-        "skip_reason": row["skip_reason"],
-        "detail": row["detail"],
-        "task": None,
-    }
-    if row["task_id"] is None:
-        return story
-    task = conn.execute(select(tasks).where(tasks.c.id == row["task_id"])).mappings().one()
+    return {**{key: row[key] for key in _REPLY}, "task": _task_story(conn, row["task_id"])}
+
+
+def _task_story(conn: Connection, number: int | None) -> dict[str, Any] | None:
+    if number is None:
+        return None
+    task = conn.execute(select(tasks).where(tasks.c.id == number)).mappings().one()
     judged = conn.execute(select(verdicts).where(verdicts.c.task_id == task["id"]).order_by(verdicts.c.id)).mappings()
     used = conn.execute(
         select(rounds.c.name, rounds.c.state, round_samples.c.split)
@@ -139,11 +130,11 @@ def _reply_story(conn: Connection, row: RowMapping) -> dict[str, Any]:
         .order_by(events.c.id)
     )
     repeats = conn.execute(
-        select(originals.c.key, duplicates.c.similarity, duplicates.c.method)
-        .join(originals, originals.c.id == duplicates.c.original_id)
+        select(_originals.c.key, duplicates.c.similarity, duplicates.c.method)
+        .join(_originals, _originals.c.id == duplicates.c.original_id)
         .where(duplicates.c.task_id == task["id"])
     ).one_or_none()
-    story["task"] = {
+    return {
         "task_id": task["key"],
         "state": task["state"],
         "split": task["split"],
@@ -151,7 +142,8 @@ def _reply_story(conn: Connection, row: RowMapping) -> dict[str, Any]:
         "query": task["payload"]["main_query"],
         "answer": task["payload"]["answer"],
         "left_out": [
-            {"reason": each.value, "why": _why_left_out(each, task)} for each in exclusion.parsed(task["excluded"])
+            {"reason": each.value, "why": _exclusion_reason(each, task)}
+            for each in exclusion.parsed(task["excluded"])
         ],
         "repeats": repeats and {"task_id": repeats.key, "similarity": repeats.similarity, "method": repeats.method},
         "verdicts": [
@@ -165,4 +157,3 @@ def _reply_story(conn: Connection, row: RowMapping) -> dict[str, Any]:
         "rounds": [{"round": u.name, "state": u.state, "split": u.split} for u in used],
         "history": [{"at": h.at, "old": h.old, "new": h.new, "detail": h.detail} for h in history],
     }
-    return story

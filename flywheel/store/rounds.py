@@ -21,7 +21,7 @@ from flywheel.exclusion import Exclusion
 from flywheel.round import AdapterRef, GateTest, RoundResult
 from flywheel.states import AdapterState, RoundState, Split, TaskState
 from flywheel.store import gate_tests
-from flywheel.store.bulk import chunks
+from flywheel.store.bulk import rows_in
 from flywheel.store.ledger import rewrite_lines
 from flywheel.store.samples import LEFT_OUT, free_samples
 from flywheel.store.schema import adapters, round_samples, rounds, tasks
@@ -99,22 +99,14 @@ def plan(
 
 def payloads(conn: Connection, ids: Sequence[int]) -> list[dict[str, Any]]:
     """The lines of these tasks, in the order of their numbers."""
-    return [
-        dict(payload)
-        for some in chunks(sorted(ids))
-        for payload in conn.execute(
-            select(tasks.c.payload).where(tasks.c.id.in_(some)).order_by(tasks.c.id)
-        ).scalars()
-    ]
+    query = select(tasks.c.payload).order_by(tasks.c.id)
+    return [dict(row.payload) for row in rows_in(conn, query, tasks.c.id, sorted(ids))]
 
 
 def rejected(conn: Connection, ids: Sequence[int]) -> set[str]:
     """Those of these tasks whose traced answer was rejected, by their keys."""
-    found: set[str] = set()
-    for some in chunks(ids):
-        where = tasks.c.id.in_(some), tasks.c.state == TaskState.REJECTED.value
-        found.update(conn.execute(select(tasks.c.key).where(*where)).scalars())
-    return found
+    query = select(tasks.c.key).where(tasks.c.state == TaskState.REJECTED.value)
+    return {row.key for row in rows_in(conn, query, tasks.c.id, ids)}
 
 
 def samples_of(conn: Connection, round_id: int, split: Split) -> list[int]:
@@ -161,22 +153,14 @@ def finish(conn: Connection, round_id: int, old: RoundState, new: RoundState, wh
 
 def _used_in(conn: Connection, ids: Sequence[int], times: int) -> set[int]:
     """Those of these samples that so many rounds or more have been trained on and compared."""
-    found: set[int] = set()
-    for some in chunks(ids):
-        found |= set(
-            conn.execute(
-                select(round_samples.c.task_id)
-                .join(gate_tests_table, gate_tests_table.c.round_id == round_samples.c.round_id)
-                .where(
-                    round_samples.c.task_id.in_(some),
-                    round_samples.c.split == Split.TRAIN.value,
-                    gate_tests_table.c.conversations.is_not(None),
-                )
-                .group_by(round_samples.c.task_id)
-                .having(func.count() >= times)
-            ).scalars()
-        )
-    return found
+    query = (
+        select(round_samples.c.task_id)
+        .join(gate_tests_table, gate_tests_table.c.round_id == round_samples.c.round_id)
+        .where(round_samples.c.split == Split.TRAIN.value, gate_tests_table.c.conversations.is_not(None))
+        .group_by(round_samples.c.task_id)
+        .having(func.count() >= times)
+    )
+    return {row.task_id for row in rows_in(conn, query, round_samples.c.task_id, ids)}
 
 
 def without_promotion(conn: Connection) -> int:
@@ -197,13 +181,12 @@ def store_result(conn: Connection, round_id: int, result: RoundResult) -> None:
     for key, why in result.left_out.items():
         ids = conn.execute(select(tasks.c.id).where(tasks.c.key == key)).scalars().all()
         record(conn, tasks.name, map(str, ids), TaskState.RESERVED, LEFT_OUT, f"of {result.round_id}: {why}")
-    for some in chunks(list(result.inexact)):
-        of_these = select(tasks.c.id, tasks.c.key, tasks.c.excluded, tasks.c.payload).where(tasks.c.key.in_(some))
-        for row in conn.execute(of_these).fetchall():
-            _mark_inexact(conn, row, f"{result.inexact[row.key]} (found by {result.round_id})")
+    of_tasks = select(tasks.c.id, tasks.c.key, tasks.c.excluded, tasks.c.payload)
+    for row in list(rows_in(conn, of_tasks, tasks.c.key, list(result.inexact))):
+        _mark_inexact(conn, row, f"{result.inexact[row.key]} (found by {result.round_id})")
 
 
-def _mark_inexact(conn: Connection, row: Row[Any, Any, Any, Any], why: str) -> None:
+def _mark_inexact(conn: Connection, row: Row[Any], why: str) -> None:
     """No later round takes this task; its line in the task file stays."""
     line = dict(row.payload)
     known = line["metadata"]["prompt_reason"]

@@ -77,18 +77,14 @@ class Splits:
         self._new: list[tuple[object, ...]] = []
         self._new_bands: list[tuple[int, str]] = []
 
-    def of(self, entry: Entry) -> Split:
-        """The split of an entry's conversation."""
-        return self.keep(entry, None)
-
-    def keep(self, entry: Entry, split: Split | None) -> Split:
-        """The split of an entry whose task is in a `split` already: its conversation gets it, if it is a new one."""
+    def of(self, entry: Entry, given: Split | None = None) -> Split:
+        """The split of an entry. If its task has a `given` split already, a new conversation gets that one."""
         key = conversation_key(entry.conversation_id, entry.trace_id)
         if key not in self._splits:
-            self._splits[key] = self._decide(key, entry, split)
+            self._splits[key] = self._decide(key, entry, given)
         elif self._shows_beginning(key, entry):
-            self._note_beginning(key, entry, split or self._splits[key])
-        return split or self._splits[key]
+            self._note_beginning(key, entry, given or self._splits[key])
+        return given or self._splits[key]
 
     def store(self) -> None:
         """Write the decisions to the database."""

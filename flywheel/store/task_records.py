@@ -100,7 +100,7 @@ class TaskRecords:
         if found.id == task or found.state == TaskState.WITHDRAWN:
             split = Split(found.split)
             make_due(self._conn, found.id)
-            self._splits.keep(entry, split)
+            self._splits.of(entry, split)
             turns = earlier_turns(self._conn, entry) if entry.linked else []
             # Whether a linked entry repeats another beginning was decided when it was first stored.
             still = {Exclusion.REPEATED} & set(exclusion.parsed(found.excluded)) if entry.linked else ()

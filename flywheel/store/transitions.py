@@ -13,8 +13,8 @@ from flywheel.batch import storable
 from flywheel.errors import StoreError
 from flywheel.states import (
     AdapterState,
+    DeadLetterState,
     DeploymentState,
-    LetterState,
     ReplyState,
     RoundState,
     TaskState,
@@ -29,7 +29,7 @@ _TABLES: dict[type[StrEnum], Table] = {
     RoundState: schema.rounds,
     AdapterState: schema.adapters,
     DeploymentState: schema.deployments,
-    LetterState: schema.dead_letters,
+    DeadLetterState: schema.dead_letters,
 }
 
 

@@ -115,7 +115,7 @@ def test_a_row_that_is_dropped_is_closed_and_stays_dead(flywheel: Run, studio: S
     assert balanced(flywheel) == {"pending": 2, "dead": 1}
     refused = flywheel("dead-letters", "retry", "1")
     assert refused.code == 1
-    assert "it was dropped, which is for good" in refused.err
+    assert "it was dropped, which is final" in refused.err
 
 
 def test_a_line_that_cannot_be_read_is_read_again(flywheel: Run, tmp_path: Path) -> None:

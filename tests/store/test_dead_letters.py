@@ -9,10 +9,10 @@ import pytest
 from sqlalchemy import Connection, insert, select, update
 
 from flywheel.errors import StoreError
-from flywheel.states import LetterState, ReplyState, TaskState
+from flywheel.states import DeadLetterState, ReplyState, TaskState
 from flywheel.store import balance, dead_letters
 from flywheel.store.database import Store
-from flywheel.store.dead_letters import Letter, Next, dead_letter
+from flywheel.store.dead_letters import DeadLetter, Next, dead_letter
 from flywheel.store.schema import events, replies, sources, tasks, traces
 from flywheel.store.transitions import utcnow
 
@@ -81,8 +81,8 @@ def dead_task(conn: Connection) -> None:
     dead_letter(conn, "task", KEY, "filter python: ValueError: broken")
 
 
-def every(conn: Connection) -> list[Letter]:
-    return dead_letters.letters_in(conn, list(LetterState))
+def every(conn: Connection) -> list[DeadLetter]:
+    return dead_letters.in_states(conn, list(DeadLetterState))
 
 
 async def test_a_unit_that_fails_twice_is_one_letter(store: Store) -> None:
@@ -92,7 +92,7 @@ async def test_a_unit_that_fails_twice_is_one_letter(store: Store) -> None:
     await store.write(fail, "first")
     await store.write(fail, "second")
     [letter] = await store.read(every)
-    assert (letter.state, letter.attempts, letter.error) == (LetterState.OPEN, 1, "first")
+    assert (letter.state, letter.attempts, letter.error) == (DeadLetterState.OPEN, 1, "first")
     assert await store.read(dead_letters.count) == {"open": 1, "retried": 0, "dropped": 0}
 
 
@@ -117,7 +117,7 @@ async def test_a_task_that_is_retried_is_pending_and_counted_when_it_fails_again
 
     await store.write(fail_again)
     [letter] = await store.read(every)
-    assert (letter.state, letter.attempts, letter.error) == (LetterState.OPEN, 2, "still broken")
+    assert (letter.state, letter.attempts, letter.error) == (DeadLetterState.OPEN, 2, "still broken")
     assert (await store.read(dead_letters.count))["open"] == 1
     history = await store.read(dead_letters.history_of, 1)
     assert [entry["state"] for entry in history] == ["open", "retried", "open"]
@@ -167,7 +167,7 @@ async def test_a_dropped_letter_stays_closed_and_its_unit_dead(store: Store) -> 
     assert [letter.id for letter in await store.write(dead_letters.drop, [1])] == [1]
     await store.write(dead_letter, "row", "s1", "no JSON either", "", number)
     [letter] = await store.read(every)
-    assert (letter.state, letter.attempts, letter.error) == (LetterState.DROPPED, 1, "no JSON")
+    assert (letter.state, letter.attempts, letter.error) == (DeadLetterState.DROPPED, 1, "no JSON")
     books = await store.read(balance.balance)
     assert books.balanced
     assert books.ends["dead"] == 1
@@ -211,7 +211,7 @@ async def test_an_older_state_keeps_its_letters_open(tmp_path: Path) -> None:
     store = await Store.open(tmp_path)
     try:
         found = [letter for letter in await store.read(every) if letter.subject == "t-0"]
-        assert [(letter.state, letter.attempts) for letter in found] == [(LetterState.OPEN, 1)]
+        assert [(letter.state, letter.attempts) for letter in found] == [(DeadLetterState.OPEN, 1)]
         await store.write(dead_letters.drop, [found[0].id])
         assert [event.new for event in await store.read(lambda conn: conn.execute(select(events)).all())][
             -1

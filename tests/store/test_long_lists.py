@@ -29,7 +29,7 @@ def put(conn: Connection) -> None:
 LISTS: dict[str, Callable[[Connection, list[int]], list[Any]]] = {
     "lines of tasks": rounds.payloads,
     "tasks for export": export_selection.read,
-    "dead letters": dead_letters.letters_of,
+    "dead letters": dead_letters.with_ids,
     "tasks of sources": lambda conn, ids: task_file._of_sources(conn, [*range(2, COUNT), 1]),
     "rejected tasks": lambda conn, ids: [*rounds.rejected(conn, ids), *ids],
 }
