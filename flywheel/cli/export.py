@@ -27,8 +27,8 @@ from flywheel.cli.app import (
 )
 from flywheel.errors import ExportError
 from flywheel.files import whole_file
-from flywheel.formats import FORMATS, Format, FormatName, LeftOut, Sample, traits
-from flywheel.formats.export_format import Record, Sink
+from flywheel.formats import FORMATS, Format, FormatName, LeftOut, Sample, typed_columns
+from flywheel.formats.writer import JsonLinesWriter, Record
 from flywheel.states import Split, TaskState
 from flywheel.terminal import escape_terminal, quantity
 
@@ -79,13 +79,13 @@ class Survey:
     """What a first look found: the tasks of each record to write, and what the records are like."""
 
     groups: list[tuple[int, ...]] = field(default_factory=list)
-    traits: frozenset[str] = frozenset()
+    typed: frozenset[str] = frozenset()
     left_out: Counter[str] = field(default_factory=Counter)
 
     def add(self, group: tuple[int, ...], record: Record) -> None:
         # A record that shows a trait first goes to the front: readers infer types from the beginning of a file.
-        if new := traits(record) - self.traits:
-            self.traits |= new
+        if new := typed_columns(record) - self.typed:
+            self.typed |= new
             self.groups.insert(0, group)
         else:
             self.groups.append(group)
@@ -161,9 +161,9 @@ async def _export(state_dir: Path, form: Format, out: str, wanted: Wanted, split
             what = "accepted and rejected" if form.paired else wanted.value
             raise _nothing(form, what, split, survey, await store.read(export_selection.counts), state_dir)
         with _target(out) as file:
-            sink = form.sink(file, survey.traits)
-            await _write(store, form, survey.groups, sink)
-            sink.close()
+            writer = form.writer(file, survey.typed)
+            await _write(store, form, survey.groups, writer)
+            writer.close()
         return survey
     finally:
         await store.close()
@@ -214,9 +214,9 @@ async def _records(
             yield group, form.record(*(_sample(found[number]) for number in group))
 
 
-async def _write(store: Store, form: Format, groups: Sequence[tuple[int, ...]], sink: Sink) -> None:
+async def _write(store: Store, form: Format, groups: Sequence[tuple[int, ...]], writer: JsonLinesWriter) -> None:
     async for _, record in _records(store, form, groups):
-        sink.write(record)
+        writer.write(record)
 
 
 def _sample(one: Selected) -> Sample:

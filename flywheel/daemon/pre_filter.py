@@ -42,6 +42,7 @@ class FilterResult:
 
     task: Claimed
     """The task, its line without personal data."""
+    passed: bool = True
     reason: str = ""
     """Which filter rejected it, and why."""
     error: str = ""
@@ -50,10 +51,6 @@ class FilterResult:
     """Whether it waits for a person."""
     repeats: Repeats | None = None
     """The earlier task that it repeats."""
-
-    @property
-    def passed(self) -> bool:
-        return not (self.reason or self.error or self.held)
 
 
 class PreFilter:
@@ -91,7 +88,7 @@ class PreFilter:
         sound = [each.task for each in redacted.values() if each.passed]
         entries = self._entries(sound)
         near, held = self._enter(sound, entries)
-        results = {number: replace(each, held=number in held) for number, each in redacted.items()}
+        results = redacted | {number: replace(redacted[number], passed=False, held=True) for number in held}
         return self._run(self._chain.before, results, entries, near)
 
     def after(self, task: Claimed) -> FilterResult:
@@ -113,7 +110,7 @@ class PreFilter:
                 line = redact(task.line)
             except Exception as error:
                 # No judge sees this task, since its personal data is unknown; the others are not concerned.
-                results.append(FilterResult(task, error=f"filter pii: {type(error).__name__}: {error}"))
+                results.append(FilterResult(task, passed=False, error=f"filter pii: {type(error).__name__}: {error}"))
                 continue
             results.append(FilterResult(replace(task, line=line)))
             if line != task.line:
@@ -169,12 +166,12 @@ class PreFilter:
                         raise FilterError("filter tasks", "judging stops", "The tasks wait.", retryable=True)
                     if not (decision := step.decide(task.line)).kept:
                         reason = "" if decision.error else f"filter {decision.filter}: {decision.reason}"
-                        results[task.id] = FilterResult(task, reason=reason, error=decision.error)
+                        results[task.id] = FilterResult(task, passed=False, reason=reason, error=decision.error)
             elif left:
                 for number, repeats in self._repeats(step, [entries[task.id] for task in left], near).items():
                     how = f"{repeats.method}, {repeats.similarity:.2f}"
                     reason = f"filter deduplication: repeats {repeats.key} ({how})"
-                    results[number] = FilterResult(results[number].task, reason=reason, repeats=repeats)
+                    results[number] = FilterResult(results[number].task, passed=False, reason=reason, repeats=repeats)
         return list(results.values())
 
     def _repeats(

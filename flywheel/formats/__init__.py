@@ -1,24 +1,26 @@
-"""What `flywheel export` writes: one format for each program that reads tasks. No store access."""
+"""The formats of `flywheel export`, by name: one for each program that reads tasks."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from flywheel.formats import agentscope, trl
-from flywheel.formats.export_format import Format, FormatName, LeftOut, Sample, traits
+from flywheel.formats.export_format import Format as Format
+from flywheel.formats.export_format import FormatName as FormatName
+from flywheel.formats.export_format import LeftOut as LeftOut
+from flywheel.formats.export_format import Sample as Sample
+from flywheel.formats.export_format import typed_columns as typed_columns
 from flywheel.formats.verl import verl
-from flywheel.formats.writer import JsonLines, VerlTable
-
-__all__ = ["FORMATS", "Format", "FormatName", "LeftOut", "Sample", "traits"]
+from flywheel.formats.writer import JsonLinesWriter, VerlWriter
 
 FORMATS: Final = {
     known.name: known
     for known in (
-        Format(FormatName.AGENTJET, "jsonl", agentscope.agentjet, JsonLines),
-        Format(FormatName.TRINITY, "jsonl", agentscope.trinity, JsonLines),
-        Format(FormatName.TRL_GRPO, "jsonl", trl.grpo, JsonLines),
-        Format(FormatName.TRL_SFT, "jsonl", trl.sft, JsonLines),
-        Format(FormatName.TRL_DPO, "jsonl", trl.dpo, JsonLines, paired=True),
-        Format(FormatName.VERL, "parquet", verl, VerlTable),
+        Format(FormatName.AGENTJET, "jsonl", agentscope.agentjet, JsonLinesWriter),
+        Format(FormatName.TRINITY, "jsonl", agentscope.trinity, JsonLinesWriter),
+        Format(FormatName.TRL_GRPO, "jsonl", trl.grpo, JsonLinesWriter),
+        Format(FormatName.TRL_SFT, "jsonl", trl.sft, JsonLinesWriter),
+        Format(FormatName.TRL_DPO, "jsonl", trl.dpo, JsonLinesWriter, paired=True),
+        Format(FormatName.VERL, "parquet", verl, VerlWriter),
     )
 }

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 from flywheel.formats import messages
-from flywheel.formats.export_format import Record, Sample
+from flywheel.formats.export_format import Sample
+from flywheel.formats.writer import Record
 
 AGENTJET = ("main_query", "init_messages", "task_id", "env_type", "metadata")
 

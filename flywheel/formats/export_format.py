@@ -1,20 +1,16 @@
-"""What a format is: how tasks become records of a file that another program trains on.
-
-Knows no store and no file: a task comes as its line, a record goes as plain data.
-"""
+"""What a format of `flywheel export` is: how task lines become records, and which writer stores them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
+from flywheel.formats.writer import JsonLinesWriter, Record
 from flywheel.states import TaskState
 
-Record = dict[str, Any]
-
-PLAIN = frozenset({"role", "content"})
+_TEXT_MESSAGE = frozenset({"role", "content"})
 """The keys of a message that is only text."""
 
 
@@ -29,49 +25,41 @@ class FormatName(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A task line with what the judge made of it; `score` is 0…1, or None without a verdict."""
+    """A task line with its verdict."""
 
     line: dict[str, Any]
     state: TaskState
     score: float | None
+    """0…1, None without a verdict."""
 
 
 class LeftOut(Exception):  # noqa: N818 - not an error: the format has no place for this task
-    """A task that a format cannot carry. Its text is the reason, in one clause."""
-
-
-class Sink(Protocol):
-    """Where records go, one after the other; `close` ends the file's content but leaves the file open."""
-
-    def write(self, record: Record) -> None: ...
-
-    def close(self) -> None: ...
+    """A task that a format cannot hold. The text is the reason, in one clause."""
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """`record` takes one sample or, if `paired`, the better and the worse of two replies to one prompt.
-
-    It raises LeftOut. `sink` takes the file and the traits of all the records that will come.
-    """
+    """One export format."""
 
     name: FormatName
     suffix: str
     record: Callable[..., Record]
-    sink: Callable[[BinaryIO, frozenset[str]], Sink]
+    """Converts one sample or, if `paired`, the better and the worse of two replies to one prompt. Raises LeftOut."""
+    writer: Callable[[BinaryIO, frozenset[str]], JsonLinesWriter]
+    """Takes the file and the typed columns of all records that will be written."""
     paired: bool = False
 
 
-def traits(record: Record) -> frozenset[str]:
-    """The columns of a record whose type a reader could not guess from a poorer record.
+def typed_columns(record: Record) -> frozenset[str]:
+    """The columns of a record whose type a reader cannot infer from records with fewer values.
 
-    Readers infer the types of a JSONL file from its beginning (`datasets`: the first 10 MB). A column that is null so
-    far, or messages that are only text so far, would make a later number or tool call an error.
+    Readers infer the types of a JSONL file from its beginning (`datasets`: the first 10 MB). After a column of nulls,
+    or of messages with text only, a number or a tool call would be an error.
     """
-    return frozenset(name for name, value in record.items() if value is not None and _is_rich(value))
+    return frozenset(name for name, value in record.items() if _has_own_type(value))
 
 
-def _is_rich(value: Any) -> bool:
+def _has_own_type(value: Any) -> bool:
     if isinstance(value, list):
-        return any(isinstance(item, dict) and "role" in item and item.keys() != PLAIN for item in value)
+        return any(isinstance(item, dict) and "role" in item and item.keys() != _TEXT_MESSAGE for item in value)
     return isinstance(value, float)

@@ -1,7 +1,6 @@
-"""The messages of a task in the chat form that templates of `transformers` take.
+"""The messages of a task in the chat format of `transformers` templates.
 
-Differs from the task line in one point: the arguments of a tool call are an object and not JSON text, as templates
-that go through them require.
+The arguments of a tool call are an object and not JSON text as in the task line: templates iterate over them.
 """
 
 from __future__ import annotations
@@ -17,33 +16,33 @@ INT64 = range(-(2**63), 2**63)
 
 
 def prompt(line: dict[str, Any]) -> list[ChatMessage]:
-    """What the agent was given. Raises LeftOut where text alone is not what it was given."""
+    """The prompt of the agent. Raises LeftOut if it held more than text."""
     if metadata(line, "images_json"):
         raise LeftOut("the question holds an image, of which only a reference is kept")
     return messages(line["prompt"])
 
 
 def reply(line: dict[str, Any]) -> list[ChatMessage]:
-    """The whole reply: the agent's steps and what its tools returned, then its answer.
+    """The whole reply: the agent's steps with the results of its tools, then its answer.
 
-    Raises LeftOut for a reply that nobody should learn to write word by word.
+    Raises LeftOut for a reply that the model did not write as text.
     """
     if not line["answer"].strip():
         raise LeftOut("the answer is empty")
     if metadata(line, "structured_json") is not None:
-        # The model handed it in by a call that ends the reply; the text beside it is the agent framework's.
+        # The model returned it by a tool call that ends the reply; the text is the agent framework's.
         raise LeftOut("the answer is structured output, which the model did not write as text")
     return [*messages(metadata(line, "trajectory_json")), {"role": "assistant", "content": line["answer"]}]
 
 
 def tools(line: dict[str, Any]) -> str:
-    """The offered tools as JSON text, `null` without any: trainers decode it, and its type is always the same."""
+    """The offered tools as JSON text, `null` without any. Always text, so that the column has one type."""
     offered = metadata(line, "tools_json")
     return json.dumps(offered, ensure_ascii=False) if offered else "null"
 
 
 def metadata(line: dict[str, Any], name: str) -> Any:
-    """A part of the task line that is kept as JSON text."""
+    """A value of the task line's metadata that is JSON text."""
     return json.loads(line["metadata"][name])
 
 
@@ -60,7 +59,7 @@ def _message(message: ChatMessage) -> ChatMessage:
 
 
 def _call(call: Any) -> dict[str, Any]:
-    """A call in OpenAI's form; `name` and `arguments` may also stand in it without a `function` around them."""
+    """A tool call in OpenAI's format. `name` and `arguments` may also be given without `function` around them."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise LeftOut("a tool call names no function")
@@ -83,7 +82,7 @@ def _arguments(function: dict[str, Any]) -> dict[str, Any]:
 def _int64(digits: str) -> int:
     number = int(digits)
     if number not in INT64:
-        # pandas' parser, which `datasets` reads with, takes no more, and gives up on the whole file.
+        # The parser of pandas, which `datasets` uses, fails on the whole file for larger numbers.
         raise ValueError(digits)
     return number
 

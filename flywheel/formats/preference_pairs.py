@@ -1,6 +1,6 @@
-"""Which replies make a preference pair: two to the same prompt, one accepted and one rejected.
+"""Pairs of replies for preference training: an accepted and a rejected one to the same prompt.
 
-Works on hashes and scores, not on texts, so that a large state needs little memory.
+Uses hashes and scores and not texts, so that a large state needs little memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ USED_UP = "more replies with this verdict than with the other to the same prompt
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One reply that could be half of a pair; replies with the same `prompt` answer the same."""
+    """A reply that can be in a pair. `prompt` and `answer` are hashes."""
 
     id: int
     prompt: bytes
@@ -31,7 +31,7 @@ class Candidate:
 
 
 def candidate(number: int, sample: Sample) -> Candidate:
-    """Raises LeftOut for a reply that cannot be part of a pair."""
+    """Raises LeftOut for a reply that cannot be in a pair."""
     line = sample.line
     messages.reply(line)
     if sample.score is None:
@@ -47,7 +47,7 @@ def _digest(text: str) -> bytes:
 
 
 class Pairing:
-    """Collects candidates and pairs them: all rejected ones first, then the accepted ones."""
+    """Collects candidates and pairs them. Add all rejected ones before the accepted ones."""
 
     def __init__(self, margin: float) -> None:
         self._margin = margin
@@ -65,7 +65,7 @@ class Pairing:
             self.left_out[ALONE] += 1
 
     def pairs(self) -> list[tuple[int, int]]:
-        """The ids of (accepted, rejected), in the order of the accepted ones. No reply is in two pairs."""
+        """The ids of (accepted, rejected) replies, by accepted id. No reply is in two pairs."""
         found: list[tuple[int, int]] = []
         for prompt, rejected in self._rejected.items():
             accepted = self._accepted.get(prompt, [])
@@ -76,7 +76,7 @@ class Pairing:
         return sorted(found)
 
     def _match(self, accepted: Sequence[Candidate], rejected: Sequence[Candidate]) -> list[tuple[int, int]]:
-        """The best with the worst, then the next: few wide pairs teach more than many narrow ones."""
+        """Pair the best with the worst, then the next ones: few pairs far apart teach more than many close ones."""
         free = sorted(rejected, key=lambda one: (one.score, one.id))
         rest: list[Candidate] = []
         found = []
@@ -94,12 +94,12 @@ class Pairing:
         return found
 
     def _differ(self, better: Candidate, worse: Candidate) -> bool:
-        # Rounded: 0.9 - 0.8 is less than 0.1 in binary.
+        # Rounded: 0.9 - 0.8 is less than 0.1 in floating point.
         gap = round(better.score - worse.score, 9)
         return better.answer != worse.answer and gap > 0 and gap >= self._margin
 
     def _why(self, possible: Sequence[tuple[Candidate, Candidate]]) -> str:
-        """Why a reply is in no pair, of all the pairs it could have been in."""
+        """Why a reply is in no pair, from all pairs that were possible for it."""
         if all(better.answer == worse.answer for better, worse in possible):
             return SAME
         return USED_UP if any(self._differ(better, worse) for better, worse in possible) else CLOSE

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from flywheel.formats import messages
-from flywheel.formats.export_format import Record, Sample
+from flywheel.formats.export_format import Sample
+from flywheel.formats.writer import Record
 
 
 def grpo(sample: Sample) -> Record:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 
 from flywheel.formats import messages
-from flywheel.formats.export_format import Record, Sample
+from flywheel.formats.export_format import Sample
+from flywheel.formats.writer import Record
 from flywheel.trace import ChatMessage
 
 DATA_SOURCE = "flywheel"
-"""verl chooses the reward function by this name; it has none of its own for it, so one must be configured."""
+"""verl chooses the reward function by this name. It has none for it, so that one must be configured."""
 
 
 def verl(sample: Sample) -> Record:
@@ -34,17 +35,11 @@ def verl(sample: Sample) -> Record:
 
 
 def _flat(message: ChatMessage) -> ChatMessage:
-    """A column of a table has one type: arguments, which differ from tool to tool, are JSON text here."""
+    """The message with the arguments of tool calls as JSON text: they differ by tool, and a column has one type."""
     if "tool_calls" not in message:
         return message
-    calls = [
-        {
-            **call,
-            "function": {
-                "name": call["function"]["name"],
-                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
-            },
-        }
-        for call in message["tool_calls"]
-    ]
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {"name": call["function"]["name"], "arguments": arguments}})
     return {**message, "tool_calls": calls}

@@ -1,39 +1,41 @@
-"""The files that records go to: JSON lines, and the parquet table that verl reads. The caller owns the file."""
+"""Writers of export files: JSON lines, and the parquet table that verl reads. The caller owns the file."""
 
 from __future__ import annotations
 
+import io
 from typing import Any, BinaryIO
 
 import orjson
 
 from flywheel.errors import ExportError
 from flywheel.files import json_line
-from flywheel.formats.export_format import Record
 
+Record = dict[str, Any]
 ROW_GROUP = 1000
+"""Rows that are written together."""
 
 
-class JsonLines:
-    """One JSON object a line, UTF-8."""
+class JsonLinesWriter:
+    """Writes one JSON object per line, UTF-8."""
 
-    def __init__(self, file: BinaryIO, traits: frozenset[str]) -> None:
+    def __init__(self, file: BinaryIO, typed: frozenset[str]) -> None:
         self._file = file
 
     def write(self, record: Record) -> None:
         self._file.write(json_line(record))
 
     def close(self) -> None:
-        """Nothing follows the last line."""
+        """Write what is left. The file stays open."""
 
 
-class VerlTable:
-    """verl's columns in parquet, written in groups of rows.
+class VerlWriter(JsonLinesWriter):
+    """Writes verl's columns as parquet.
 
-    Messages get the fields of tool calls only if one has any: a template that asks whether a message *has* tool calls
-    would be misled by a null.
+    Messages have the fields of tool calls only if one of them has any: a template that tests whether a message has
+    tool calls would take a null for one.
     """
 
-    def __init__(self, file: BinaryIO, traits: frozenset[str]) -> None:
+    def __init__(self, file: BinaryIO, typed: frozenset[str]) -> None:
         try:
             import pyarrow as pa  # type: ignore[import-untyped]
             import pyarrow.parquet  # type: ignore[import-untyped]
@@ -44,35 +46,32 @@ class VerlTable:
                 "Install it: pip install 'agentscope-flywheel[cpu]' (or [gpu]), or just: pip install pyarrow.",
             ) from error
         self._rows: list[Record] = []
-        self._schema = _schema(pa, with_tools="prompt" in traits)
+        self._schema = _schema(pa, with_tools="prompt" in typed)
         self._table = pa.Table
-        # Its own handle on the file: closing the writer would close the file that was given.
         self._writer = pyarrow.parquet.ParquetWriter(pa.PythonFile(_KeptOpen(file), mode="w"), self._schema)
 
     def write(self, record: Record) -> None:
-        # Through UTF-8 and back: lone surrogates, which traces can hold, become "?" as they do in JSON lines.
+        # Through JSON: lone surrogates, which traces can hold, become "?" as in JSON lines.
         self._rows.append(orjson.loads(json_line(record)))
         if len(self._rows) >= ROW_GROUP:
-            self._flush()
+            self._write_rows()
 
     def close(self) -> None:
-        self._flush()
+        self._write_rows()
         self._writer.close()
 
-    def _flush(self) -> None:
+    def _write_rows(self) -> None:
         if self._rows:
             self._writer.write_table(self._table.from_pylist(self._rows, schema=self._schema))
             self._rows = []
 
 
-class _KeptOpen:
-    """A file for pyarrow to write to and to close, while the one below stays open: it may be a pipe, which cannot
-    tell its position."""
+class _KeptOpen(io.RawIOBase):
+    """A file that stays open when pyarrow closes it, and that knows its position, which a pipe does not."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._written = 0
-        self.closed = False
 
     def write(self, data: Any) -> int:
         self._file.write(data)
@@ -83,20 +82,8 @@ class _KeptOpen:
     def tell(self) -> int:
         return self._written
 
-    def flush(self) -> None:
-        self._file.flush()
-
-    def close(self) -> None:
-        self.closed = True
-
-    def readable(self) -> bool:
-        return False
-
     def writable(self) -> bool:
         return True
-
-    def seekable(self) -> bool:
-        return False
 
 
 def _schema(pa: Any, *, with_tools: bool) -> Any:

@@ -20,6 +20,8 @@ QUERY: Final = "query"
 """The `value` of a `language` criterion that expects the language of the question."""
 YES_NO: Final = ("no", "yes")
 _TEXT: Final = {"type": "string", "pattern": r"\S"}
+_REGEX: Final = {**_TEXT, "format": "regex"}
+_COUNT: Final = {"type": "integer", "minimum": 0}
 _NAMES: Final = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "minItems": 1}]}
 
 
@@ -104,15 +106,11 @@ KINDS: Final[Mapping[str, Kind]] = MappingProxyType(
         MODEL_TYPE: Kind(
             "The judge decides whether the statement is true.", _check_text, _TEXT, options=frozenset({"choices"})
         ),
-        "regex": Kind("The pattern is found in the answer.", _check_pattern, {**_TEXT, "format": "regex"}),
-        "not-regex": Kind("The pattern is not found in the answer.", _check_pattern, {**_TEXT, "format": "regex"}),
+        "regex": Kind("The pattern is found in the answer.", _check_pattern, _REGEX),
+        "not-regex": Kind("The pattern is not found in the answer.", _check_pattern, _REGEX),
         "contains": Kind("The text is in the answer.", _check_text, _TEXT),
-        "min-length": Kind(
-            "The answer has at least so many characters.", _check_count, {"type": "integer", "minimum": 0}
-        ),
-        "max-length": Kind(
-            "The answer has at most so many characters.", _check_count, {"type": "integer", "minimum": 0}
-        ),
+        "min-length": Kind("The answer has at least so many characters.", _check_count, _COUNT),
+        "max-length": Kind("The answer has at most so many characters.", _check_count, _COUNT),
         "language": Kind(
             "The answer is in the language of the question, or in this one.",
             _check_language,
@@ -240,12 +238,12 @@ class Criterion(Part):
         if not isinstance(choices, dict | list):
             return choices
         names = [YES_NO[name] if isinstance(name, bool) else str(name) for name in choices]
+        if any(name != name.strip() or not name for name in names):
+            raise ValueError("choices must not be empty, nor begin or end with white space")
+        if (names or isinstance(choices, list)) and len({name.casefold() for name in names}) < max(2, len(names)):
+            raise ValueError("there must be at least two choices, which differ not only in upper and lower case")
         if isinstance(choices, dict):
             return dict(zip(names, choices.values(), strict=True))
-        if len(names) < 2:
-            raise ValueError("a list of choices needs at least two")
-        if len(set(names)) < len(names):
-            raise ValueError("a choice is listed twice")
         return {name: index / (len(names) - 1) for index, name in enumerate(names)}
 
     @model_validator(mode="after")
@@ -265,19 +263,11 @@ class Criterion(Part):
             raise invalid("give the reference once: as `value` or as `reference`", "reference")
         if self.min is not None and self.max is not None and self.min > self.max:
             raise invalid(f"min {self.min} is more than max {self.max}: that is never met", "min")
-        if self.choices:
-            self._check_choices()
+        if any(not 0 <= value <= 1 for value in self.choices.values()):
+            raise invalid("values of choices must be in 0…1", "choices")
         if self.weight < 0 or self.required:
             self._check_weight()
         return self
-
-    def _check_choices(self) -> None:
-        if any(not 0 <= value <= 1 for value in self.choices.values()):
-            raise invalid("values of choices must be in 0…1", "choices")
-        if any(choice != choice.strip() or not choice for choice in self.choices):
-            raise invalid("choices must not be empty, nor begin or end with white space", "choices")
-        if len({choice.casefold() for choice in self.choices}) < max(2, len(self.choices)):
-            raise invalid("choices must be two or more that differ not only in upper and lower case", "choices")
 
     def _check_weight(self) -> None:
         if self.weight < 0 and not KINDS[self.type].allows_negative_weight:

@@ -9,7 +9,7 @@ import pytest
 
 from flywheel.formats.export_format import Sample
 from flywheel.formats.verl import verl
-from flywheel.formats.writer import ROW_GROUP, VerlTable
+from flywheel.formats.writer import ROW_GROUP, VerlWriter
 from flywheel.states import TaskState
 from tests.conftest import POLICY
 from tests.formats.conftest import TEMPLATES, Exported, Load
@@ -61,7 +61,7 @@ def test_scores_may_be_missing_and_answers_empty(exported: Exported, load: Load)
 
 def test_rows_are_written_in_groups_and_all_of_them() -> None:
     file = io.BytesIO()
-    table = VerlTable(file, frozenset({"prompt"}))
+    table = VerlWriter(file, frozenset({"prompt"}))
     kinds = [reply(1), with_tools(2), after_tools(3)]
     for number in range(ROW_GROUP * 2 + 7):
         table.write(verl(Sample(line(kinds[number % 3]), TaskState.ACCEPTED, 1.0)))

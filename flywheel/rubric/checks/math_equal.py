@@ -13,6 +13,7 @@ import re
 import resource
 import sys
 import threading
+from dataclasses import dataclass, field
 from typing import Final
 
 from flywheel.errors import CheckError
@@ -92,13 +93,12 @@ def _reference(criterion: Criterion, exchange: Exchange) -> str:
     )
 
 
+@dataclass(slots=True)
 class MathProcess:
     """A child process that compares results, one at a time. The first comparison starts it. Thread-safe."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._child: ChildProcess | None = None
-        atexit.register(self.close)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _child: ChildProcess | None = None
 
     def compare(self, given: str, wanted: str) -> bool | None:
         """Whether two results are equal; None if the child process took too long or ended."""
@@ -124,6 +124,7 @@ class MathProcess:
 
 
 _process = MathProcess()
+atexit.register(_process.close)
 
 
 def main() -> None:
