@@ -22,7 +22,7 @@ from flywheel.config import JudgeSettings
 from flywheel.judge import prompt
 from flywheel.judge.answer import response_format
 from flywheel.judge.grader import Grader
-from flywheel.judge.pool import grade_all
+from flywheel.judge.thread_pool import grade_all
 from flywheel.rubric import Rubric
 from flywheel.verdict import Exchange, Outcome
 

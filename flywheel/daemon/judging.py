@@ -22,10 +22,11 @@ from flywheel.daemon.pre_filter import Ask, FilterResult, PreFilter, without_emb
 from flywheel.daemon.signals import LinkedEvent, aside
 from flywheel.daemon.task_result import JudgingEstimate, JudgingReport, TaskResult
 from flywheel.errors import FilterError, FlywheelError, JudgeError
-from flywheel.judge.budget import Budget, CallsInFlight
+from flywheel.judge.budget import Budget
+from flywheel.judge.calls_in_flight import CallsInFlight
 from flywheel.judge.grader import CallEstimate, Grader
 from flywheel.judge.independence import check_independence
-from flywheel.judge.pool import grade_batches
+from flywheel.judge.thread_pool import grade_batches
 from flywheel.rubric import Rubric
 from flywheel.states import TaskState
 from flywheel.store import claims, deduplication, notes, verdicts
@@ -245,7 +246,7 @@ class TaskJudging:
             if self._pre_filter is not None:
                 self._pre_filter.weigh_earlier()
             # A calibration that runs beside the daemon uses the same daily budget.
-            self.budget.look_again()
+            self.budget.refresh()
             judged = grade_batches(
                 self.grader,
                 self._to_grade(batches, settle),

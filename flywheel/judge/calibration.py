@@ -16,7 +16,7 @@ from scipy.stats import bootstrap
 from flywheel.judge.budget import Budget
 from flywheel.judge.grader import Grader
 from flywheel.judge.labels import Label
-from flywheel.judge.pool import grade_all
+from flywheel.judge.thread_pool import grade_all
 from flywheel.verdict import Outcome, Verdict
 
 WORST: Final = 10

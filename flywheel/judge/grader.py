@@ -19,7 +19,7 @@ from typing import Any
 from flywheel.config import JudgeSettings
 from flywheel.errors import CheckError, JudgeError
 from flywheel.judge import prompt
-from flywheel.judge.budget import CallsInFlight
+from flywheel.judge.calls_in_flight import CallsInFlight
 from flywheel.judge.client import NEVER, JudgeClient, settings_for
 from flywheel.judge.judge_call import JudgeCall, JudgeCallResult
 from flywheel.rubric import FLAT_ID, Criterion, Rubric

@@ -50,9 +50,9 @@ class Lent(Budget):
     def refused(self) -> str:
         """The reason why no call may be made; empty if one may."""
         with self._changed:
-            return next((why for used, limit, why, _ in self._rows() if used >= limit), "")
+            return next((why for used, limit, why, _ in self._limits() if used >= limit), "")
 
-    def _rows(self) -> Iterator[tuple[int, int, str, str]]:
+    def _limits(self) -> Iterator[tuple[int, int, str, str]]:
         # Without an allowance, the worker was started by hand.
         if (allowance := Allowance.read(self._dir)) is not None:
             found, self._read_to = self._file.read(self._read_to)
@@ -101,7 +101,7 @@ class Grading:
         """One verdict of the judge; its usage is recorded before it is returned."""
         while True:
             try:
-                self._budget.enter(NEVER)
+                self._budget.reserve(NEVER)
                 break
             except BudgetSpentError:
                 self._patience.until_room(self._budget.refused)
@@ -112,5 +112,5 @@ class Grading:
                 counts = verdict.calls, verdict.prompt_tokens, verdict.completion_tokens
                 self._file.append(Used(today(), self._purpose, *counts))
         finally:
-            self._budget.leave(verdict)
+            self._budget.release(verdict)
         return verdict

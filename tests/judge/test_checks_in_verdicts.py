@@ -9,7 +9,7 @@ import pytest
 
 from flywheel.config import JudgeSettings
 from flywheel.judge.grader import Grader
-from flywheel.judge.pool import grade_all
+from flywheel.judge.thread_pool import grade_all
 from flywheel.rubric import Rubric
 from flywheel.rubric.file import load_rubric, parse_rubric
 from flywheel.verdict import Exchange, Outcome

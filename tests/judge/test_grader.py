@@ -15,8 +15,8 @@ from flywheel.errors import JudgeError
 from flywheel.judge import prompt
 from flywheel.judge.client import Endpoint, endpoints_of
 from flywheel.judge.grader import Grader
-from flywheel.judge.pool import BROKEN_IN_A_ROW, grade_all
 from flywheel.judge.response import CallError
+from flywheel.judge.thread_pool import MAX_BROKEN, grade_all
 from flywheel.model_http_client import parse_retry_after
 from flywheel.rubric import Rubric
 from flywheel.verdict import Exchange, Outcome, Verdict
@@ -461,11 +461,11 @@ def test_an_exchange_that_breaks_the_grading_stops_no_other(
 
 def test_grading_that_breaks_on_everything_ends_the_batch(make: MakeGrader, monkeypatch: pytest.MonkeyPatch) -> None:
     done = []
-    with JudgeServer() as judge, pytest.raises(JudgeError, match=rf"{BROKEN_IN_A_ROW} times in a row.*poison"):
+    with JudgeServer() as judge, pytest.raises(JudgeError, match=rf"{MAX_BROKEN} times in a row.*poison"):
         grader = broken_on(make(judge), lambda _: True, monkeypatch)
         for number, _ in grade_all(grader, ((n, GOOD) for n in range(1000)), 4):
             done.append(number)
-    assert BROKEN_IN_A_ROW <= len(done) <= BROKEN_IN_A_ROW + 2 * 4
+    assert MAX_BROKEN <= len(done) <= MAX_BROKEN + 2 * 4
 
 
 def test_the_judges_hash_is_that_of_what_answers(make: MakeGrader) -> None:

@@ -18,7 +18,6 @@ from flywheel.errors import JudgeError
 from flywheel.judge.budget import Budget, BudgetSpentError
 from flywheel.judge.client import NEVER, Endpoint
 from flywheel.judge.grader import Grader
-from flywheel.judge.pool import MOST_ASIDE, grade_all
 from flywheel.judge.rate_limit import (
     MAX_REST_SECONDS,
     REJECTED_SECONDS,
@@ -28,6 +27,7 @@ from flywheel.judge.rate_limit import (
     RateLimiter,
 )
 from flywheel.judge.response import MAX_TOKEN_COUNT
+from flywheel.judge.thread_pool import MAX_WAITING, grade_all
 from flywheel.rubric import Rubric
 from flywheel.verdict import Exchange, Outcome, Verdict
 from tests.judge_server import JudgeServer
@@ -401,7 +401,7 @@ def test_judging_pauses_when_the_budget_is_spent(make: Make, threads: int) -> No
     assert sum(tokens for _, tokens in done) == 1200
     assert judge.calls == len(done) == 10
     # Each thread looks before it takes one.
-    assert len(taken) == took <= 10 + MOST_ASIDE + threads
+    assert len(taken) == took <= 10 + MAX_WAITING + threads
 
 
 @pytest.mark.parametrize("threads", [1, 4])

@@ -1,4 +1,4 @@
-"""Many exchanges at once: threads that take the next one when they are free, and never more in flight than asked."""
+"""Threads that grade many exchanges at once, within the budget and with a bounded number of calls in flight."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from queue import Empty, SimpleQueue
-from typing import Generic, ParamSpec, TypeVar
+from typing import Any, Generic, TypeVar
 
 from flywheel.config import JudgeBudget
 from flywheel.errors import FlywheelError, JudgeError
-from flywheel.judge.budget import Budget, CallsInFlight
+from flywheel.judge.budget import Budget
+from flywheel.judge.calls_in_flight import CallsInFlight
 from flywheel.judge.grader import Grader, PendingJudgeCall
 from flywheel.verdict import Exchange, Outcome, Verdict
 
@@ -21,16 +22,15 @@ log = logging.getLogger(__name__)
 
 K = TypeVar("K")
 R = TypeVar("R")
-P = ParamSpec("P")
 
-LOOK_SECONDS = 0.2
-"""How often somebody who waits for a verdict looks whether to stop."""
-MOST_ASIDE = 256
-"""Exchanges that wait for room in the budget while others are decided for nothing."""
-MOST_IN_BATCH = 32
+POLL_SECONDS = 0.2
+"""How often a wait for a verdict checks whether to stop."""
+MAX_WAITING = 256
+"""Exchanges that wait for the budget while free verdicts are made."""
+MAX_BATCH = 32
 """Verdicts that are stored together. In larger batches all threads would wait for one long transaction."""
-BROKEN_IN_A_ROW = 50
-"""Exchanges on which grading breaks one after the other, before it is no matter of the exchanges."""
+MAX_BROKEN = 50
+"""Unexpected errors in a row after which grading ends: they do not come from the exchanges."""
 
 
 def grade_all(
@@ -110,13 +110,14 @@ class _Pool(Generic[K]):
         self._stop = stop
         self._budget = budget
         self._earlier = earlier or (lambda _: ())
+        self._calls = calls
         self._taking = threading.Lock()
         self._exhausted = False
-        self._aside: deque[tuple[K, PendingJudgeCall]] = deque()
+        # Exchanges that need a judge call, until the budget has room for it.
+        self._waiting: deque[tuple[K, PendingJudgeCall]] = deque()
         self._done: SimpleQueue[tuple[K, Verdict, SimpleQueue[bool]] | None] = SimpleQueue()
         self.stored: list[SimpleQueue[bool]] = [SimpleQueue() for _ in range(threads)]
         """One per thread: gets True when the thread's verdict is stored, False when nobody will store it."""
-        self._calls = calls
         # Exchanges that the judge was asked about, and how many of the last ones in a row were unreachable or broken.
         self._asked = self._unreachable = self._broken = 0
         self._last_error = ""
@@ -128,8 +129,7 @@ class _Pool(Generic[K]):
     def work(self, stored: SimpleQueue[bool]) -> None:
         try:
             while (found := self._next()) is not None:
-                key, begun = found
-                self._done.put((key, self._paid(begun) if isinstance(begun, PendingJudgeCall) else begun, stored))
+                self._done.put((*found, stored))
                 if not stored.get():
                     break
                 if self._calls is not None:
@@ -141,61 +141,58 @@ class _Pool(Generic[K]):
         finally:
             self._done.put(None)
 
-    def _next(self) -> tuple[K, Verdict | PendingJudgeCall] | None:
-        """One that is decided for nothing, or one to ask about with room in the budget for it.
+    def _next(self) -> tuple[K, Verdict] | None:
+        """The next verdict: a free one, or one that the budget has room for. None at the end.
 
-        While there is no room, what has to be asked about is put aside, so that what costs nothing goes past it.
+        While the budget has no room, exchanges that need a call wait, and free verdicts go first.
         """
         while not (self._stop.is_set() or self.closed.is_set()):
-            may_take = not self._exhausted and len(self._aside) < MOST_ASIDE
-            if (asking := self._affordable(None if may_take else self._stop)) is not None:
-                return asking
+            may_take = not self._exhausted and len(self._waiting) < MAX_WAITING
+            # Waits for room only if nothing else can be done.
+            if self._waiting and self._budget.reserve(None if may_take else self._stop):
+                try:
+                    key, pending = self._waiting.popleft()
+                except IndexError:  # another thread was faster
+                    self._budget.release(None)
+                    continue
+                return key, self._finish(pending)
             if may_take and (item := self._take()) is not None:
                 key, exchange = item
-                begun = self._unbroken(self._grader.begin, exchange, self._earlier(key))
-                if not isinstance(begun, PendingJudgeCall):
+                begun = self._guard(self._grader.begin, exchange, self._earlier(key))
+                if isinstance(begun, Verdict):
                     return key, begun
-                self._aside.append((key, begun))
-            elif self._exhausted and not self._aside:
+                self._waiting.append((key, begun))
+            elif self._exhausted and not self._waiting:
                 break
         return None
 
-    def _affordable(self, stop: threading.Event | None) -> tuple[K, PendingJudgeCall] | None:
-        """The first that was put aside, if there is room for it in the budget; with `stop`, waits for that."""
-        if not self._aside or not self._budget.enter(stop):
-            return None
-        try:
-            return self._aside.popleft()
-        except IndexError:  # another thread was faster
-            self._budget.leave(None)
-            return None
-
     def _take(self) -> tuple[K, Exchange] | None:
-        # Before anything is taken: when nothing is left to spend, nothing is even looked at.
+        # First, so that nothing is taken when nothing is left to spend.
         self._budget.check()
         with self._taking:
             item = None if self._stop.is_set() or self.closed.is_set() else next(self._items, None)
             self._exhausted = item is None
             return item
 
-    def _paid(self, asking: PendingJudgeCall) -> Verdict:
-        """The judge's verdict; gives the room for it back."""
+    def _finish(self, pending: PendingJudgeCall) -> Verdict:
+        """The judge's verdict; ends its reservation."""
         verdict = None
         try:
-            verdict = self._unbroken(self._grader.finish, asking, self._stop)
+            verdict = self._guard(self._grader.finish, pending, self._stop)
         finally:
-            self._budget.leave(verdict)
+            self._budget.release(verdict)
         return verdict
 
-    def _unbroken(self, step: Callable[P, R | Verdict], *given: P.args, **named: P.kwargs) -> R | Verdict:
+    def _guard(self, step: Callable[..., R | Verdict], *arguments: Any) -> R | Verdict:
+        """The result of a step, or an undecided verdict for an unexpected error in it."""
         try:
-            return step(*given, **named)
+            return step(*arguments)
         except FlywheelError:
             raise
         except Exception as error:
             log.exception("grading broke")
-            said = f"grading broke on it: {type(error).__name__}: {error}. This is a defect; please report it."
-            return Verdict(Outcome.UNDECIDED, None, error=said, broken=True)
+            message = f"grading broke on it: {type(error).__name__}: {error}. This is a defect; please report it."
+            return Verdict(Outcome.UNDECIDED, None, error=message, broken=True)
 
     def batches(self, drain_seconds: float | None) -> Iterator[list[tuple[K, Verdict]]]:
         running = len(self.stored)
@@ -219,15 +216,35 @@ class _Pool(Generic[K]):
                 retryable=True,
             )
 
+    def _ready(self, drain_seconds: float | None) -> list[tuple[K, Verdict, SimpleQueue[bool]] | None]:
+        """What is finished, after a wait for the first; empty after POLL_SECONDS without any.
+
+        Sets `drained` when the time after a stop is over.
+        """
+        wait = POLL_SECONDS
+        if drain_seconds is not None and self._stop.is_set():
+            now = time.monotonic()
+            self._drain_until = min(self._drain_until, now + drain_seconds)
+            self.drained = now >= self._drain_until
+            wait = max(0.0, min(wait, self._drain_until - now))
+        ready = []
+        try:
+            ready.append(self._done.get(timeout=wait))
+            while len(ready) < MAX_BATCH:
+                ready.append(self._done.get_nowait())
+        except Empty:
+            pass
+        return ready
+
     def _is_judged(self, verdict: Verdict) -> bool:
-        """False for an exchange whose attempts the stop ended. Also ends the grading when too many fail in a row."""
+        """False for an exchange whose attempts were ended by the stop. Ends the grading after too many failures."""
         if verdict.unreachable and not verdict.calls and self._stop.is_set():
             return False
         self._broken = self._broken + 1 if verdict.broken else 0
-        if self._broken == BROKEN_IN_A_ROW:
+        if self._broken == MAX_BROKEN:
             self.closed.set()
             self.error = self.error or JudgeError("go on judging", f"{self._broken} times in a row {verdict.error}")
-        # What the checks decided says nothing about the endpoint.
+        # A free verdict says nothing about the endpoint.
         self._asked += verdict.unreachable or verdict.calls > 0
         if verdict.unreachable:
             self._unreachable += 1
@@ -237,23 +254,3 @@ class _Pool(Generic[K]):
         elif verdict.calls:
             self._unreachable = 0
         return True
-
-    def _ready(self, drain_seconds: float | None) -> list[tuple[K, Verdict, SimpleQueue[bool]] | None]:
-        """What is finished, after a wait for the first; empty after LOOK_SECONDS without any."""
-        ready = []
-        try:
-            ready.append(self._done.get(timeout=self._patience(drain_seconds)))
-            while len(ready) < MOST_IN_BATCH:
-                ready.append(self._done.get_nowait())
-        except Empty:
-            pass
-        return ready
-
-    def _patience(self, drain_seconds: float | None) -> float:
-        """How long to wait for a verdict before looking around; sets `drained` when it is over."""
-        if drain_seconds is None or not self._stop.is_set():
-            return LOOK_SECONDS
-        now = time.monotonic()
-        self._drain_until = min(self._drain_until, now + drain_seconds)
-        self.drained = now >= self._drain_until
-        return max(0.0, min(LOOK_SECONDS, self._drain_until - now))
