@@ -33,7 +33,7 @@ START_SECONDS = 300
 SOAK_SECONDS = float(os.environ.get("FLYWHEEL_SOAK_SECONDS", "60"))
 GROUPS = {
     "rounds": ("training/test_round.py", "sources/studio/test_manners.py"),
-    "vllm": ("serving/test_vllm.py", "judge/test_vllm.py", "training/test_chat.py"),
+    "vllm": ("serving/test_vllm.py", "judge/test_vllm.py", "training/test_chat_rendering.py"),
     "ray": ("training/test_engine.py", "training/test_engine_memory.py", "training/test_collector.py",
             "training/test_two_nodes.py"),
     "demo": ("demo/test_demo.py",),

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "transformers", "trl", "peft", "vllm", "ray")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["run", "--once"], ["status", "--json"]])
 def test_commands_import_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
     code = (

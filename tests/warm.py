@@ -47,6 +47,7 @@ class Popen(subprocess.Popen[Any]):
             "env": {
                 os.fsdecode(name): os.fsdecode(value) for name, value in (os.environ if env is None else env).items()
             },
+            "umask": _umask(),
             "new_session": new_session,
         }
         p2cread, _, _, c2pwrite, _, errwrite = pipes
@@ -83,6 +84,12 @@ def _takes(env: Mapping[str, str] | None) -> bool:
         return {name: value for name, value in variables.items() if name.startswith(("PYTHON", "LC_", "LANG"))}
 
     return env is None or read(env) == read(os.environ)
+
+
+def _umask() -> int:
+    """This process's, without changing it."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("Umask:")[2].split()[0], 8)
 
 
 class _Server:
@@ -172,6 +179,7 @@ def _become(request: dict[str, Any]) -> None:
     if request["new_session"]:
         os.setsid()
     os.chdir(request["cwd"])
+    os.umask(request["umask"])
     os.environ.clear()
     os.environ.update(request["env"])
     signal.signal(signal.SIGINT, signal.default_int_handler)

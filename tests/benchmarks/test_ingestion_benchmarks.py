@@ -84,6 +84,7 @@ def peer(folder: Path, name: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ingest", "poll", "latency"])
 def test_keys_and_types(name: str, tmp_path: Path) -> None:
     check(name, run(name, "--json", "--dir", str(tmp_path)))
@@ -91,17 +92,20 @@ def test_keys_and_types(name: str, tmp_path: Path) -> None:
     assert left and all(name.startswith("studio-") for name in left), "only the databases are kept"
 
 
+@pytest.mark.slow
 def test_people_see_the_machine_too(tmp_path: Path) -> None:
     done = run("ingest", "--spans", "300", "--schema", "old")
     assert "cold_vs_floor" in done.stdout
     assert "python 3." in done.stdout and "sqlite 3." in done.stdout
 
 
+@pytest.mark.slow
 def test_peer_reads_what_ours_reads(tmp_path: Path) -> None:
     result = check("peer", run("peer", "--json", "--peer", str(peer(tmp_path, "ReActAgent.reply"))))
     assert result["tasks"] == result["peer_tasks"] > 0
 
 
+@pytest.mark.slow
 def test_peer_that_finds_nothing_is_no_comparison(tmp_path: Path) -> None:
     done = run("peer", "--json", "--peer", str(peer(tmp_path, "invoke_agent Solver")))
     assert done.returncode == 1
@@ -114,6 +118,7 @@ def test_a_directory_without_the_peer(tmp_path: Path) -> None:
     assert "is no checkout of AgentJet" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_missed_reply_is_no_result(tmp_path: Path) -> None:
     made = cached(tmp_path, 300, "new")
     more = dataclasses.replace(made, truth=dataclasses.replace(made.truth, replies=made.truth.replies + 1))

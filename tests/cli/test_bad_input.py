@@ -195,6 +195,7 @@ def test_a_state_directory_that_cannot_be_written(flywheel: Run, tmp_path: Path)
     assert "state.dir" in ran.err
 
 
+@pytest.mark.slow
 def test_a_full_disk_loses_nothing(flywheel: Run, tmp_path: Path, studio: Path) -> None:
     """A limit on the size of files stands for the full disk: writes fail in the middle of the pass."""
 

@@ -14,6 +14,7 @@ from tests.judge_server import JudgeServer
 WORDS = "tasks.jsonl was cut by another program"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [("filter",), ("ingest",), ("run", "--once")])
 def test_a_task_file_that_was_cut_is_told(flywheel: Run, tmp_path: Path, command: tuple[str, ...]) -> None:
     with JudgeServer(says) as judge:

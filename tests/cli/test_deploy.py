@@ -136,6 +136,7 @@ def exposed(flywheel: Run, config: Path) -> dict[str, list[Sample]]:
     return parsed(flywheel("status", "--metrics", "-c", config).out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_deploy_that_is_stopped_takes_back_what_it_did(
     config: Path, two_adapters: None, server: tuple[FakeVllm, str], number: signal.Signals, code: int
@@ -166,6 +167,7 @@ def test_a_deploy_that_is_stopped_takes_back_what_it_did(
     assert asyncio.run(states()) == ["failed"]
 
 
+@pytest.mark.slow
 def test_who_waits_for_another_swap_is_told_so(flywheel: Run, config: Path, two_adapters: None) -> None:
     lock = InstanceLock(config.parent / "state", "swap.lock")
     lock.__enter__()

@@ -144,6 +144,7 @@ def test_nothing_is_changed(bench: Bench, with_state: bool) -> None:
     assert {call for call in bench.vllm.calls if not call.startswith("GET ")} == {"POST /v1/chat/completions"}
 
 
+@pytest.mark.slow
 def test_nothing_heavy_is_imported(bench: Bench) -> None:
     bench()
     code = (
@@ -310,6 +311,7 @@ def test_a_judge_that_lists_nothing(bench: Bench, listing: Any, words: str, resu
     assert_failed(bench()["judge"], words, result=result)
 
 
+@pytest.mark.slow
 def test_keys_of_a_judge(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.judge.wants_key = True
     bench.judge.by_key = {"wrong": "401", "none": "401"}
@@ -394,6 +396,7 @@ def test_a_server_that_wants_the_admin_key(bench: Bench, monkeypatch: pytest.Mon
     assert found["tools"]["result"] == "ok"
 
 
+@pytest.mark.slow
 def test_a_server_that_takes_no_tools(bench: Bench) -> None:
     asked: dict[str, Any] = {}
 
@@ -470,6 +473,7 @@ def test_settings_that_do_not_go_together(bench: Bench) -> None:
     assert_failed(bench(rollout={"max_model_len": 9_000_000})["context"], "rollout.max_model_len is 9,000,000")
 
 
+@pytest.mark.slow
 def test_people_get_a_table(bench: Bench) -> None:
     bench(judge={"model": "jugde"})
     ran = bench.run("doctor")

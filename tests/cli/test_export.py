@@ -217,6 +217,7 @@ def run_alone(
     return done.returncode, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["trl-sft", "verl"])
 def test_a_full_disk_leaves_no_file(home: Path, name: str) -> None:
     code, err = run_alone(home, "export", "--format", name, "--out", "out", limit=1000)
@@ -226,6 +227,7 @@ def test_a_full_disk_leaves_no_file(home: Path, name: str) -> None:
     assert [path.name for path in home.parent.iterdir()] == [home.name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["trl-sft", "verl"])
 def test_a_full_device_and_a_full_stdout_are_errors(home: Path, name: str) -> None:
     code, err = run_alone(home, "export", "--format", name, "--out", "/dev/full")
@@ -237,6 +239,7 @@ def test_a_full_device_and_a_full_stdout_are_errors(home: Path, name: str) -> No
     assert err.startswith("flywheel: cannot write stdout: No space left on device.")
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_error_of_ours(home: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)

@@ -45,6 +45,7 @@ def config(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_a_bar_for_the_long_source_only(config: Path, tmp_path: Path) -> None:
     seen = in_terminal(tmp_path, ["ingest", "-c", config], columns=80, home=tmp_path)
     assert seen.code == 0
@@ -59,6 +60,7 @@ def test_a_terminal_shows_a_bar_for_the_long_source_only(config: Path, tmp_path:
     assert any(line.strip() == "~/short.sqlite" or line.endswith("  ~/short.sqlite") for line in seen.lines)
 
 
+@pytest.mark.slow
 def test_json_is_alone_on_stdout_while_the_terminal_shows_the_bar(config: Path, tmp_path: Path) -> None:
     seen = in_terminal(tmp_path, ["ingest", "--json", "-c", config], columns=100, home=tmp_path, piped=True)
     assert seen.code == 0
@@ -66,6 +68,7 @@ def test_json_is_alone_on_stdout_while_the_terminal_shows_the_bar(config: Path, 
     assert any("rows/s" in line for line in seen.lines)
 
 
+@pytest.mark.slow
 def test_without_a_terminal_lines_say_it_now_and_then(
     flywheel: Run, config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,6 +88,7 @@ def test_a_short_ingestion_says_nothing(flywheel: Run, tmp_path: Path) -> None:
     assert (seen.code, "rows/s" in seen.screen) == (0, False)
 
 
+@pytest.mark.slow
 async def test_progress_counts_what_this_pass_has_to_read(tmp_path: Path) -> None:
     path = empty_like("new_v2", tmp_path / "database.sqlite")
     first = grow(path, 5_000)

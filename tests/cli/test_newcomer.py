@@ -79,6 +79,7 @@ def test_a_filter_without_a_configuration_says_what_it_lacks(flywheel: Run, home
     assert "without a configuration" not in flywheel("filter", "--dry-run", "--limit", "1").err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["status"], ["audit"], ["audit", "--deep"], ["tasks"], ["dead-letters"]])
 def test_a_state_that_is_not_there_is_not_right(flywheel: Run, tmp_path: Path, command: list[str]) -> None:
     config = tmp_path / "elsewhere.yaml"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.cli.conftest import Run
 from tests.sources.studio.writer import DATA
 
@@ -50,19 +51,28 @@ def run(folder: Path, shell: str, **environment: str | None) -> subprocess.Compl
     return done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS, ids=IDS)
 def test_a_full_disk_is_named(ingested: Path, command: list[str]) -> None:
-    ran = run(ingested, f"flywheel {' '.join(command)} > /dev/full")
+    with Path("/dev/full").open("wb") as full:
+        ran = warm.run(
+            [sys.executable, "-m", "flywheel", *command],
+            cwd=ingested,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=120,
+        )
     assert ran.returncode == 1
     assert ran.stderr.startswith(b"flywheel: cannot write to stdout: No space left on device.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS, ids=IDS)
 def test_a_reader_that_goes_away_is_no_error_of_ours(ingested: Path, command: list[str]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     try:
-        done = subprocess.run(
+        done = warm.run(
             [sys.executable, "-m", "flywheel", *command],
             cwd=ingested,
             stdout=writing,
@@ -75,6 +85,7 @@ def test_a_reader_that_goes_away_is_no_error_of_ours(ingested: Path, command: li
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+@pytest.mark.slow
 def test_a_closed_stdout(ingested: Path) -> None:
     assert run(ingested, "flywheel status >&-").returncode == 0
     for command in ("status --metrics", "export --format verl --state all --split all --out -"):
@@ -83,12 +94,14 @@ def test_a_closed_stdout(ingested: Path) -> None:
         assert b"cannot write to stdout: it is closed" in ran.stderr
 
 
+@pytest.mark.slow
 def test_a_full_stderr_leaves_the_exit_code(folder: Path) -> None:
     assert run(folder, "flywheel status -c none.yaml 2>/dev/full").returncode == 78
     assert run(folder, "flywheel ingest --source none.sqlite 2>/dev/full").returncode == 1
     assert run(folder, "flywheel filter --estimate 2>/dev/full").returncode == 0
 
 
+@pytest.mark.slow
 def test_a_closed_stderr_puts_nothing_beside_what_programs_read(ingested: Path) -> None:
     ran = run(ingested, "flywheel status --json -c none.yaml 2>&-")
     assert ran.returncode == 78
@@ -103,6 +116,7 @@ def test_a_closed_stderr_puts_nothing_beside_what_programs_read(ingested: Path) 
         assert (ran.returncode, ran.stdout) == (0, whole.stdout)
 
 
+@pytest.mark.slow
 def test_json_is_exact_on_a_terminal_of_another_encoding(flywheel: Run, folder: Path) -> None:
     line = {"question": "→ 什么 \ud83d", "answer": "é"}
     (folder / "lines.jsonl").write_text(json.dumps(line) + "\n")
@@ -121,6 +135,7 @@ def test_json_is_exact_on_a_terminal_of_another_encoding(flywheel: Run, folder: 
     assert metrics.returncode == 0
 
 
+@pytest.mark.slow
 def test_help_needs_no_home_directory(folder: Path) -> None:
     script = (
         "import pwd, sys\n"
@@ -146,6 +161,7 @@ def test_help_needs_no_home_directory(folder: Path) -> None:
         assert ("home directory" in done.stderr) == (code == 78)
 
 
+@pytest.mark.slow
 def test_a_current_directory_that_is_gone(folder: Path) -> None:
     settings = folder / "flywheel.yaml"
     settings.write_text(SETTINGS.replace('"state"}', f'"{folder}/state"}}'))

@@ -199,6 +199,7 @@ def started(config: Path, worker: Path, stderr: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, env={**os.environ, "TERM": "xterm"}, stdout=subprocess.PIPE, stderr=stderr)
 
 
+@pytest.mark.slow
 def test_a_running_round_is_told_in_the_log_the_status_the_json_and_the_metrics(
     flywheel: Run,
     config: Path,
@@ -267,6 +268,7 @@ def test_a_running_round_is_told_in_the_log_the_status_the_json_and_the_metrics(
     assert flywheel("status", "--json", "-c", config).json["live_round"] is None
 
 
+@pytest.mark.slow
 def test_a_running_round_is_shown_on_a_terminal(config: Path, worker: Path, halfway: Callable[[], None]) -> None:
     master, slave = pty.openpty()
     process = started(config, worker, slave)

@@ -104,6 +104,7 @@ def looked_at(flywheel: Run, config: Path, *commands: tuple[str, ...]) -> str:
     return "\n".join((*texts, *(path.read_bytes().decode("utf-8", "replace") for path in files)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [200, 302, 400, 401, 403, 404, 413, 429, 500])
 def test_a_judge_that_repeats_the_key(flywheel: Run, tmp_path: Path, echo: tuple[Echo, str], status: int) -> None:
     """Its words are cut behind the middle of the key."""

@@ -179,6 +179,7 @@ def start(folder: Path, judge: JudgeServer, command: str, log: Path) -> subproce
         return warm.Popen(arguments, cwd=folder, stdout=output, stderr=output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("command", WITH_LABELS)
 def test_what_is_stopped_begins_no_other_call(labelled: Path, command: str, number: signal.Signals) -> None:

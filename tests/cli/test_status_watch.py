@@ -49,6 +49,7 @@ def shown(state: dict[str, Any], lines: int, columns: int = 80) -> list[str]:
     return console.export_text().splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lines", [4, 8, 14, 20, 24, 30, 60])
 @pytest.mark.parametrize("rounds", [0, 20])
 def test_what_fits_is_whole(flywheel: Run, folder: Path, lines: int, rounds: int) -> None:
@@ -175,6 +176,7 @@ def until(output: IO[str], name: str) -> str:
     return next(line for line in output if line.startswith(name))
 
 
+@pytest.mark.slow
 def test_a_pipe_gets_it_whenever_it_has_changed(flywheel: Run, folder: Path, piped: subprocess.Popen[str]) -> None:
     assert piped.stdout is not None
     assert "96 pending" in until(piped.stdout, "tasks")

@@ -67,6 +67,7 @@ def safe(ran: Ran, *, code: int = 0) -> Ran:
     return ran
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", ["60", "160"])
 def test_no_command_lets_a_text_command_the_terminal(
     flywheel: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, columns: str

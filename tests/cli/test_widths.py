@@ -135,6 +135,7 @@ def test_a_letter_is_whole_on_any_terminal(flywheel: Run, dead: Path, columns: i
             assert word[:6] in together
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", ["0", "²"])
 @pytest.mark.parametrize("command", [["dead-letters"], ["status"], ["ingest"]], ids=" ".join)
 def test_columns_that_are_no_number_leave_a_terminal_as_wide_as_it_is(

@@ -89,6 +89,7 @@ async def test_missing_until_it_is_made(sources: Sources) -> None:
     await sources.well()
 
 
+@pytest.mark.slow
 async def test_its_folder_goes_away_and_comes_back(sources: Sources) -> None:
     sources.made()
     await sources.well()
@@ -101,6 +102,7 @@ async def test_its_folder_goes_away_and_comes_back(sources: Sources) -> None:
         await sources.well()
 
 
+@pytest.mark.slow
 async def test_locked_for_longer_than_it_waits(sources: Sources) -> None:
     studio = sources.made()
     await sources.well()
@@ -236,6 +238,7 @@ async def test_an_older_copy_is_put_back(sources: Sources, in_place: bool) -> No
     await sources.well()
 
 
+@pytest.mark.slow
 async def test_a_link_is_led_elsewhere(tmp_path: Path) -> None:
     real = tmp_path / "real"
     real.mkdir()
@@ -265,6 +268,7 @@ def switched(owner: sqlite3.Connection, mode: str) -> bool:
     return owner.execute(f"PRAGMA journal_mode = {mode}").fetchall() == [(mode,)]
 
 
+@pytest.mark.slow
 async def test_it_changes_to_a_write_ahead_log_and_back(sources: Sources) -> None:
     studio = sources.made()
     await sources.well()
@@ -281,6 +285,7 @@ async def test_it_changes_to_a_write_ahead_log_and_back(sources: Sources) -> Non
         assert [path.name for path in sources.path.parent.iterdir()] == ["database.sqlite"]
 
 
+@pytest.mark.slow
 async def test_fifty_sources_of_which_some_are_broken(tmp_path: Path) -> None:
     folder = tmp_path / "all"
     folder.mkdir()
@@ -346,6 +351,7 @@ def process(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
             running.kill()
 
 
+@pytest.mark.slow
 async def test_the_disk_of_the_state_fills_up_and_is_freed(tmp_path: Path) -> None:
     sources = Sources(tmp_path)
     studio = sources.made()
@@ -381,6 +387,7 @@ async def test_the_task_file_cannot_be_written_for_a_while(sources: Sources) -> 
     await sources.well()
 
 
+@pytest.mark.slow
 async def test_not_allowed_until_it_is(tmp_path: Path) -> None:
     sources = Sources(tmp_path)
     studio = sources.made()

@@ -93,6 +93,7 @@ def counts(report: JudgingReport) -> dict[str, Any]:
     return {name: getattr(report, name) for name in JudgingReport.__slots__ if name != "error"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_embedded", [False, True])
 async def test_the_real_run_decides_and_costs_what_the_dry_run_said(
     tmp_path: Path, store: Store, make: Make, judge: JudgeServer, embeddings: EmbeddingServer, is_embedded: bool

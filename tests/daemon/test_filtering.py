@@ -342,6 +342,7 @@ async def test_slow_repetition_and_other_origins_are_no_burst(store: Store, make
     assert set(await states(store)) == {"accepted"}
 
 
+@pytest.mark.slow
 async def test_shares_hold_a_round_back_and_what_is_above_them_waits(store: Store, make: Make) -> None:
     params = {"conversation": 0.25, "template": 1, "user": 1, "burst": None, "widen": False}
     trigger = {"min_samples": 4, "max_samples": 8}

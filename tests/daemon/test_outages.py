@@ -50,6 +50,7 @@ def behaviours(chance: random.Random) -> Iterator[str]:
         yield chance.choice(PASSING) if chance.random() < 0.5 else "good"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 async def test_an_outage_of_everything_changes_no_decision(
     store: Store, make: Make, judge: JudgeServer, embeddings: EmbeddingServer, seed: int

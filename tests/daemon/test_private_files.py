@@ -78,7 +78,9 @@ async def test_a_task_file_elsewhere_is_for_whom_the_umask_lets(tmp_path: Path) 
     assert stat.S_IMODE((tmp_path / "shared.jsonl").stat().st_mode) == 0o644
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_umask")
+@pytest.mark.parametrize("_umask", [0o000], indirect=True)
 async def test_what_a_round_writes_is_for_its_user_alone(tmp_path: Path) -> None:
     directory = tmp_path / "state" / "rounds" / "r0001"
     unfit = spec().model_copy(update={"train": []})
@@ -89,7 +91,9 @@ async def test_what_a_round_writes_is_for_its_user_alone(tmp_path: Path) -> None
     assert set(found.values()) == {0}, found
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_umask")
+@pytest.mark.parametrize("_umask", [0o000], indirect=True)
 async def test_what_libraries_write_for_a_round_is_for_its_user_alone(tmp_path: Path) -> None:
     code = (
         "import os, runpy, sys, flywheel.worker as worker\n"

@@ -105,6 +105,7 @@ def test_a_part_that_dies_ends_the_demo_with_its_reason(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.e2e
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_one_turn_of_the_wheel(tmp_path: Path) -> None:
     process = start(tmp_path, "--rounds", "1", "--minutes", "15")

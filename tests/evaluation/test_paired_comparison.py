@@ -189,6 +189,7 @@ def test_every_task_counts_the_same_however_long_its_conversation() -> None:
     assert run([*long, *short]).gain == pytest.approx(0.25)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 18, 40])
 def test_what_is_much_better_passes_at_the_level_of_any_test(number: int) -> None:
     """9,999 resamples resolve no level below 0.0001: from some test on nothing could pass."""

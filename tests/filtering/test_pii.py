@@ -237,6 +237,7 @@ def test_what_presidio_finds_is_redacted_beside_the_rest(tmp_path: Path, monkeyp
     monkeypatch.delitem(sys.modules, "presidio_analyzer", raising=False)
 
 
+@pytest.mark.slow
 @given(st.text(max_size=300) | st.text("0123456789 -+()./@abE", max_size=300))
 def test_any_text_is_searched_and_what_is_found_is_in_order(text: str) -> None:
     found = find(text, regions=regions())

@@ -28,6 +28,7 @@ from flywheel.rubric.pattern import visible
 from flywheel.similarity import normalised, numbers, prompt_signatures, words
 from flywheel.terminal import escape_terminal
 from flywheel.verdict import Exchange
+from tests.cases import for_each
 
 READERS = (
     "judge", "filtering", "rubric", "rubric.checks", "store", "formats", "sources", "sources.studio", "sources.jsonl",
@@ -155,11 +156,13 @@ def growth(work: Callable[[str], Any], *ends: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.slow
+@for_each("name", PATTERNS)
 def test_no_pattern_grows_faster_than_its_text(name: str) -> None:
     assert growth(partial(everywhere, PATTERNS[name]), "", "!", "-") == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_nothing_that_reads_texts_grows_faster_than_them(name: str) -> None:
     work = FUNCTIONS[name]

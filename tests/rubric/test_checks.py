@@ -151,6 +151,7 @@ def test_the_references_in_their_order() -> None:
         result(Exchange("q", r"\boxed{2}", line={"metadata": {"reference": ""}}), "math-equal")
 
 
+@pytest.mark.slow
 def test_a_result_that_computes_for_ever_is_ended_and_the_next_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert passes(r"\boxed{1+1}", "math-equal", 2)
     monkeypatch.setattr(math_equal, "TIMEOUT_SECONDS", 0.5)

@@ -129,6 +129,7 @@ print(kilobytes() - small)
 """
 
 
+@pytest.mark.slow
 async def test_a_copy_of_a_large_state_takes_little_memory(tmp_path: Path) -> None:
     for name in ("small", "large"):
         await (await Store.open(tmp_path / name)).close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import Connection, create_engine, select
@@ -57,6 +58,7 @@ QUARTERS = st.integers(0, 240).map(lambda n: n / 4)
 PIECES = st.lists(st.lists(QUARTERS, max_size=5), min_size=1, max_size=5)
 
 
+@pytest.mark.slow
 @given(pieces=PIECES, count=st.integers(2, 5))
 @example(pieces=[[18.0, 19.0], [0.0, 5.0, 9.0]], count=3)
 @example(pieces=[[0.0, 1.0], [18.0, 14.0, 9.0]], count=3)

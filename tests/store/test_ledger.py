@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy import Connection, event, select
@@ -149,6 +150,7 @@ async def test_the_audit_notices_what_is_wrong(store: Store) -> None:
         assert complaint in "; ".join(books.problems)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     steps=st.lists(

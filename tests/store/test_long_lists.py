@@ -35,6 +35,7 @@ LISTS: dict[str, Callable[[Connection, list[int]], list[Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LISTS)
 async def test_a_list_may_be_longer_than_one_statement_takes(store: Store, name: str) -> None:
     await store.write(put)

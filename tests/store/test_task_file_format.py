@@ -106,6 +106,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("torn", [False, True])
 @pytest.mark.parametrize("place", ["renaming", "appending", "marking"])
 async def test_a_process_that_is_killed_loses_and_doubles_nothing(tmp_path: Path, place: str, torn: bool) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from demo import judge
 from demo.questions import questions
 from flywheel.config import Config, LoraSettings
 from flywheel.errors import TrainError
@@ -18,9 +19,15 @@ from flywheel.gpu_placement import place_on_gpus
 from flywheel.round import RoundTask
 from flywheel.training import ray_cluster
 from flywheel.training.engine import Engine, EngineSettings
-from flywheel.training.prompts import Prompt
+from flywheel.training.prompts import Prompt, schedule
 from flywheel.training.rollout import Completion, LoadedAdapter, RolloutRequest
+from flywheel.training.round_directory import settings_of
+from flywheel.training.trainer import step_requests
+from flywheel.worker.rollout_grading import build_grade
+from flywheel.worker.training_round import Round
 from tests.training.rollouts import task
+from tests.training.test_round import GROUP, PROMPTS
+from tests.training.test_round import spec as round_spec
 from tests.training.test_round_directory import POLICY
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -216,6 +223,38 @@ def test_a_task_that_the_chat_template_refuses_is_left_out(engine: Any) -> None:
     [(made, refused)] = ray_cluster.wait([engine.encode.remote([task(), broken])])
     assert [prompt.task.task_id for prompt in made] == ["t-1"]
     assert list(refused) == ["t-x"]
+
+
+def test_a_debug_round_rolls_out_and_trains_nothing(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a whole round, with the engine that is there. `tests.training.test_round` starts one of its own."""
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    with judge.running() as url:
+        spec = round_spec(url, round_id="debug", debug=True, held_out=[])
+        whole = Round(spec, tmp_path, settings_of(spec), build_grade)
+
+        def start() -> None:
+            whole.engines, whole.about = [engine], {"context": 2048, "versions": {}, "device": "cpu"}
+
+        monkeypatch.setattr(whole, "start", start)
+        result = whole.run()
+    assert (result.outcome, result.adapter, result.steps) == ("debug", None, 2)
+    assert "of 8 groups have rewards that differ" in result.reason
+    assert not (tmp_path / "adapter").exists()
+    rolled_out = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    assert {line["step"] for line in rolled_out} == {1, 2}
+    # The same seeds on the same weights: what a round would see in its first step.
+    prompts = whole.asked(spec.train).prompts
+    [first, *_] = schedule(len(prompts), per_step=PROMPTS, steps=2, seed=spec.seed)
+    wanted = step_requests([prompts[place] for place in first], 0, spec, whole.settings, None)
+    same = [
+        [*request.prompt.token_ids, *completion.token_ids] == line["token_ids"]
+        for request, completion, line in zip(wanted, generate(engine, wanted), rolled_out, strict=False)
+    ]
+    assert len(same) == PROMPTS * GROUP
+    # Another batch may turn a tie.
+    assert sum(same) >= 0.9 * len(same)
 
 
 def test_a_model_that_is_none_is_said_to_be_none(engine: Any, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from flywheel.training.engine import Engine
 from tests.training.test_engine import settings
 from tests.training.test_round_directory import POLICY
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
 
 def test_a_context_that_memory_does_not_hold_is_cut_and_one_that_the_round_needs_is_refused(tmp_path: Path) -> None:

@@ -57,5 +57,9 @@ def test_too_few_exact_prompts_refuse_a_round(
 def test_too_few_prompts_for_other_reasons_still_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TrainError, match="none of its 1 tasks"):
         made(tmp_path, monkeypatch, Asked([], {"t-3": "too long"}), Asked(SOME, {})).run()
-    with pytest.raises(TrainError, match=r"0 can be asked, and gate\.min_tasks is 2"):
+    with pytest.raises(
+        TrainError, match=r"of its 1 held-out tasks 0 can be asked, and gate\.min_tasks is 2"
+    ) as caught:
         made(tmp_path, monkeypatch, Asked(SOME, {}), Asked([], {"t-3": "too long"})).run()
+    assert not caught.value.retryable
+    assert not (tmp_path / "metrics.jsonl").exists(), "it fails before it trains"

@@ -390,17 +390,6 @@ def test_trainer_and_engine_agree_on_every_steps_adapter(trained: Done, continue
         assert step["logprob_gap"] < 1e-3
 
 
-def test_a_round_without_enough_held_out_prompts_fails_before_it_trains(judge_url: str, tmp_path: Path) -> None:
-    """The one task of three that is left is not enough for the gate: what is trained could only be rejected."""
-    some = tasks(questions()[30:31], "held-") + tasks(questions()[30:31], "same-")
-    too_long = RoundTask(task_id="t-long", query="?", answer="", prompt=[{"role": "user", "content": "word " * 500}])
-    done = run(tmp_path / "few", spec(judge_url, held_out=[*some, too_long]))
-    assert done.code == 1
-    assert "of its 3 held-out tasks 1 can be asked, and gate.min_tasks is 8" in done.stderr
-    assert not json.loads((done.directory / "error.json").read_text())["retryable"]
-    assert done.steps == []
-
-
 def test_both_sides_are_compared_on_the_newest_held_out_tasks(trained: Done) -> None:
     comparison = trained.result.comparison
     assert comparison is not None
@@ -493,6 +482,7 @@ def test_versions_and_device_are_written_down(trained: Done) -> None:
     assert set(trained.result.seconds) == {"start", "train", "evaluate", "total"}
 
 
+@pytest.mark.long
 def test_a_debug_round_rolls_out_and_trains_nothing(trained: Done, judge_url: str, tmp_path: Path) -> None:
     done = run(tmp_path / "debug", spec(judge_url, round_id="debug", debug=True, held_out=[]))
     assert done.code == 0, (done.directory / "worker.log").read_text()[-3000:]
@@ -509,7 +499,8 @@ def test_a_debug_round_rolls_out_and_trains_nothing(trained: Done, judge_url: st
 
 def test_sigterm_ends_everything_at_once(judge_url: str, tmp_path: Path) -> None:
     directory = tmp_path / "r0001"
-    process = start(directory, spec(judge_url))
+    # A debug round, which is the shortest.
+    process = start(directory, spec(judge_url, debug=True, held_out=[]))
     try:
         deadline = time.monotonic() + 300
         metrics = directory / "metrics.jsonl"

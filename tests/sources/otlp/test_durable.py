@@ -42,6 +42,7 @@ def whole(path: Path) -> None:
     connection.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_what_was_answered_with_200_survives_kill_9(inbox: Path, seed: int) -> None:
     """Requests of many spans are whole or absent."""
@@ -138,6 +139,7 @@ async def test_an_inbox_that_is_no_database_takes_nothing_and_says_so(
     assert sum("not a database" in record.message for record in caplog.records) == 1
 
 
+@pytest.mark.slow
 async def test_concurrent_clients_lose_nothing(receiver: Receiver, inbox: Path) -> None:
     async def one(client: int) -> None:
         async with httpx2.AsyncClient(timeout=60) as sender:

@@ -70,6 +70,7 @@ def test_a_restart_after_every_commit_changes_nothing(name: str, tmp_path: Path)
     assert ledger.replies == whole(name)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_commits_passes_and_crashes_in_any_order(
