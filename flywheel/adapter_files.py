@@ -1,4 +1,4 @@
-"""The files of a LoRA adapter: which of them may be loaded."""
+"""Checks the files of a LoRA adapter for weights that are unsafe to load."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Final
 
 PICKLED: Final = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"})
-"""Endings of weights in Python's pickle format, which can run code when they are loaded."""
+"""Suffixes of weights in the pickle format, which can run code when they are loaded."""
 
 
 def unsafe_weights(folder: Path) -> str:
-    """Why the weights in `folder` must not be loaded, or nothing: only safetensors cannot hold code.
+    """Why the weights in a folder must not be loaded; empty if they may be. Only safetensors cannot hold code.
 
-    Raises OSError when the folder cannot be read.
+    Raises OSError if the folder cannot be read.
     """
     for place, _, names in os.walk(folder, onerror=_raise):
         for name in sorted(names):

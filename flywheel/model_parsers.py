@@ -1,7 +1,7 @@
-"""Model families: which of vLLM's parsers read their tool calls and their thinking.
+"""Chooses vLLM's parsers of tool calls and reasoning for a model.
 
-A model is known by its name, by the type in its `config.json` and by the words of its chat template, as far as they
-are on this machine. The parsers' names are those of vLLM 0.32.
+A model's family is recognised by its name and by the type in its `config.json`, its formats by its chat template, if
+these files are on this machine. Names of parsers are those of vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -16,25 +16,27 @@ NO_PARSER: Final = "none"
 
 
 class Parsers(NamedTuple):
-    """Names of vLLM's parsers; None where the model needs none, or none is known for it."""
+    """Names of vLLM's parsers; None if the model needs none or none is known."""
 
     tool: str | None = None
     reasoning: str | None = None
 
 
 class _Family(NamedTuple):
-    """`types` matches the beginning of the model type, `names` anything in the model's name, in small letters. The
-    reasoning parser is chosen for those of the family that think."""
+    """A model family and its parsers."""
 
     types: str
+    """Pattern for the beginning of the model type."""
     names: str
+    """Pattern for any part of the model's name, in small letters."""
     tool: str
     reasoning: str | None = None
+    """For the models of the family that reason."""
 
 
 _NO_TYPE: Final = r"(?!)"
 _FAMILIES: Final = (
-    # Distilled into another family's architecture, and speaking its teacher's format.
+    # Distilled into another family's architecture, with the format of the teacher.
     _Family(_NO_TYPE, r"r1[-_]distill|deepseek[-_]r1", "deepseek_v3", "deepseek_r1"),
     _Family(_NO_TYPE, r"hermes", "hermes"),
     _Family(_NO_TYPE, r"xlam", "xlam"),
@@ -76,20 +78,20 @@ _FORMATS: Final = (
     (re.compile(r"<function="), "qwen3_coder"),
     (re.compile(r"<tool_call>"), "hermes"),
 )
-"""How a template writes calls, and the parser that reads them: of models with an architecture that several formats
-share, and of those of no known family."""
+"""Tool calls as chat templates write them, and their parsers: for architectures with several formats, and for unknown
+families."""
 _SHARED: Final = frozenset({None, "deepseek_v3", "llama3_json", "qwen3_coder", "hermes"})
 _THINKS: Final = re.compile(r"enable_thinking|<think>(\\n|\n)?['\"]|<seed:think>|\[THINK\]")
-"""In a template: thinking can be asked for, or has begun where the answer begins."""
+"""In a chat template: reasoning can be switched on, or the answer begins with it."""
 _ASKED_TO: Final = frozenset({"deepseek_v3", "deepseek_v4", "openai_gptoss"})
-"""Reasoning parsers that go by the request or by the format itself: they fit a model that does not think as well."""
+"""Reasoning parsers that depend on the request or the format: they also suit models that do not reason."""
 _BY_DEFAULT: Final = frozenset({"qwen3", "glm45", "glm47", "minimax_m2"})
 _BY_NAME: Final = re.compile(r"think|reason|r1|qwq|magistral|seed[-_]oss")
 _NEVER: Final = re.compile(r"instruct|coder")
 
 
 def folder_of(base: str) -> Path | None:
-    """The directory of a model on this machine: a local one, or what the hub's client keeps of it."""
+    """The directory of a model on this machine: a local one, or the snapshot in the hub's cache; None without one."""
     if Path(base).is_absolute():
         return Path(base)
     home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
@@ -103,8 +105,7 @@ def folder_of(base: str) -> Path | None:
 
 
 def parsers_of(base: str, tool: str | None = None, reasoning: str | None = None) -> Parsers:
-    """The parsers for the model `base`; a name that is given goes before what is known of the family, and `none` is
-    no parser."""
+    """The parsers of the model `base`. Names that are given take precedence; `none` is no parser."""
     known = _known(base.rstrip("/").lower().rpartition("/")[2], folder_of(base))
     return Parsers(_chosen(tool, known.tool), _chosen(reasoning, known.reasoning))
 
@@ -130,14 +131,14 @@ def _known(name: str, folder: Path | None) -> Parsers:
 def _thinks(name: str, template: str, reasoning: str) -> bool:
     if reasoning in _ASKED_TO:
         return True
-    # vLLM's parsers take a whole answer for a thought that has not ended: not for a model that does not think.
+    # Without an end of reasoning, vLLM's parsers take the whole answer for reasoning.
     if _NEVER.search(name) and not _BY_NAME.search(name):
         return False
     return bool(_THINKS.search(template)) if template else reasoning in _BY_DEFAULT or bool(_BY_NAME.search(name))
 
 
 def _template(folder: Path) -> str:
-    """The model's chat template, with all its variants; empty where there is none."""
+    """The model's chat template with all its variants; empty without one."""
     try:
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""A training round as it is written down: what the worker is told, and what it answers."""
+"""The files of a training round: the specification that the worker reads, and the result that it writes."""
 
 from __future__ import annotations
 
@@ -22,42 +22,45 @@ class Frozen(BaseModel):
 
 
 class RoundTask(Frozen):
-    """A task as training and evaluation need it. `prompt` is in the OpenAI chat form, `answer` the traced one if it
-    was accepted, `reference` the right one where the task knows it; `output_tokens` is what the traced reply took.
-    Tasks of one `conversation` are no independent evidence. `prompt_tokens` are what the prompt had when the model
-    was asked, 0 where that is not known or not to be compared."""
+    """A task for training or evaluation."""
 
     task_id: str
     query: str
     answer: str
+    """The traced answer if it was accepted, else empty."""
     prompt: list[ChatMessage]
+    """In the OpenAI chat format."""
     tools: list[dict[str, Any]] = []
     reference: str = ""
+    """The right answer, if the task has one."""
     prompt_tokens: int = 0
+    """Tokens of the traced prompt, 0 if unknown or not comparable."""
     output_tokens: int = 0
+    """Tokens of the traced reply."""
     conversation: str = ""
+    """Tasks of one conversation are not independent of each other."""
 
 
 class GateTest(Frozen):
-    """Which test of the gate a round is: its number in an epoch, and the one-sided level that this leaves it."""
+    """The gate's test of a round."""
 
     epoch: int
     number: int
+    """Its number in the epoch."""
     alpha: float
+    """Its one-sided level."""
 
 
 class SpentTest(Frozen):
-    """A test of which the rewards were seen.
-
-    `spread` is what one conversation contributes to the gain's standard error, see `Comparison`; `samples` are the
-    answers per task and side. Both are None where they are not known.
-    """
+    """A test whose rewards were seen."""
 
     epoch: int
     number: int
     conversations: int
     spread: float | None
+    """See `Comparison`; None if unknown."""
     samples: int | None
+    """Answers per task and adapter; None if unknown."""
 
 
 class AdapterRef(Frozen):
@@ -69,8 +72,7 @@ class AdapterRef(Frozen):
 
 
 class RoundSpec(Frozen):
-    """Everything a worker needs; `settings` is the whole configuration and never holds a secret. A debug round has no
-    `test`."""
+    """Everything that a worker needs."""
 
     round_id: str
     attempt: int
@@ -82,11 +84,13 @@ class RoundSpec(Frozen):
     held_out: list[RoundTask]
     rubric: dict[str, Any]
     settings: dict[str, Any]
+    """The whole configuration, without secrets."""
     test: GateTest | None = None
+    """None for a debug round."""
 
 
 class Score(Frozen):
-    """Rewards of one held-out task: `candidate` and `deployed` hold the mean over the same seeds, in 0…1."""
+    """Rewards of one held-out task, 0…1: the mean of each adapter over the same seeds."""
 
     task_id: str
     candidate: float
@@ -94,13 +98,11 @@ class Score(Frozen):
 
 
 class CriterionComparison(Frozen):
-    """One criterion on the same answers: its value in 0…1, turned where it takes away, so that more is better.
-
-    `tasks` are those where it was looked at on both sides: a failed required check leaves the judge unasked.
-    """
+    """The comparison by one criterion: its values in 0…1, inverted for a negative weight, so that more is better."""
 
     criterion: str
     tasks: int
+    """Tasks with a value for both adapters: after a failed required check the judge is not called."""
     candidate_mean: float
     deployed_mean: float
     gain: float
@@ -109,12 +111,7 @@ class CriterionComparison(Frozen):
 
 
 class Comparison(Frozen):
-    """Candidate against deployed on the same held-out tasks.
-
-    `gain` is the mean of the paired differences over tasks, `lower` and `upper` bound its confidence interval at
-    `confidence`; `spread` is the gain's standard error times the root of the number of conversations. Criteria are in
-    the order of the rubric.
-    """
+    """The candidate and the deployed adapter on the same held-out tasks."""
 
     tasks: int
     conversations: int = 0
@@ -123,51 +120,60 @@ class Comparison(Frozen):
     candidate_mean: float
     deployed_mean: float
     gain: float
+    """Mean of the paired differences over tasks."""
     lower: float
+    """Lower bound of the gain's confidence interval."""
     upper: float
+    """Its upper bound."""
     confidence: float
+    """Its level."""
     method: str
+    """How it was computed."""
     spread: float | None = None
+    """The gain's standard error times the square root of the number of conversations."""
     scores: list[Score]
     criteria: list[CriterionComparison] = []
+    """In the order of the rubric."""
 
 
 class Probe(Frozen):
-    """What proves that a server answers with an adapter: the log-probabilities of given tokens under it, under its
-    parent (None: it has none, or an older round did not measure that) and under the base model.
+    """Log-probabilities of given tokens, by which a server is verified to answer with an adapter's weights.
 
-    All lists of log-probabilities belong to `token_ids` (the continuation of `prompt_token_ids`) and have its length.
-    `places` are the tokens that are compared (empty: all), and `noise` how far two measurements of the adapter lie
-    apart there, in nats per token.
+    The lists of log-probabilities have the length of `token_ids`.
     """
 
     prompt_token_ids: list[int]
     token_ids: list[int]
+    """The continuation of the prompt."""
     adapter_logprobs: list[float]
     base_logprobs: list[float]
     parent_logprobs: list[float] | None = None
+    """None without a parent, and for older rounds."""
     places: list[int] = []
+    """Indices of the tokens that are compared; empty for all."""
     noise: float = 0.0
+    """Difference between two measurements of the adapter at these tokens, nats per token."""
 
     @property
     def compared(self) -> list[int]:
-        """The places in `token_ids` that are compared."""
+        """Indices of the tokens that are compared."""
         return self.places or list(range(len(self.token_ids)))
 
 
 class RoundResult(Frozen):
-    """The worker's last word, written atomically. `adapter` is absent after a debug run or a refusal; `left_out` says
-    of tasks that were to be trained on, by their ids, why they were not."""
+    """The result of a worker, written atomically when it ends."""
 
     round_id: str
     outcome: Literal["trained", "refused", "debug"]
     reason: str = ""
     adapter: AdapterRef | None = None
+    """None after a debug round and after a refusal."""
     comparison: Comparison | None = None
     probe: Probe | None = None
     left_out: dict[str, str] = {}
+    """Tasks that were not trained on, by id, with the reason."""
     inexact: dict[str, str] = {}
-    """Of tasks for training or gate whose prompt is not as long as what the model was sent, what was found."""
+    """Tasks whose prompt has another length than the traced one, by id, with the difference."""
     steps: int = 0
     reward_first: float | None = None
     reward_last: float | None = None

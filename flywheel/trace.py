@@ -120,7 +120,7 @@ class Selection(Struct, frozen=True):
 
 
 def get_path(value: Any, *keys: str) -> Any:
-    """The value below nested keys, or None where there is no such path."""
+    """The value at a path of keys in nested mappings; None if there is none."""
     for key in keys:
         if not isinstance(value, dict):
             return None
