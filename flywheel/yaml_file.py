@@ -171,8 +171,62 @@ def explain_one(item: dict[str, Any], model: type[BaseModel]) -> str:
     if item["type"] == "union_tag_invalid":
         tags = item["ctx"]["expected_tags"].replace("'", "`")
         return f"`{key}.type`: there is no type `{item['ctx']['tag']}`; it is one of {tags}"
-    message = item["msg"].removeprefix("Value error, ")
+    message = _problem(item)
     return f"`{key}`: {message[:1].lower()}{message[1:]}" if key else message
+
+
+def _problem(item: dict[str, Any]) -> str:
+    """What is wrong with a value. A validator's own message is used as it is."""
+    kind = item["type"]
+    if kind not in _RULES:
+        return str(item["msg"].removeprefix("Value error, "))
+    limits = {
+        name: int(value) if isinstance(value, float) and value.is_integer() else value
+        for name, value in (item.get("ctx") or {}).items()
+    }
+    value = item["input"]
+    # A text in the place of something else may be a secret.
+    is_shown = value is None or isinstance(value, int | float) or (isinstance(value, str) and kind in _SHOWN_TEXTS)
+    given = "null" if value is None else str(value)
+    shown = f", not `{given}`" if is_shown and len(given) <= MAX_SHOWN else ""
+    return _RULES[kind].format(**limits) + shown
+
+
+_SHOWN_TEXTS: Final = ("int_parsing", "float_parsing", "bool_parsing", "literal_error", "enum")
+MAX_SHOWN: Final = 40
+"""Characters of a wrong value that a message quotes."""
+_RULES: Final = {
+    "missing": "it is required",
+    "literal_error": "it must be {expected}",
+    "enum": "it must be {expected}",
+    "finite_number": "it must be a finite number",
+    "greater_than": "it must be above {gt}",
+    "greater_than_equal": "it must be {ge} or more",
+    "less_than": "it must be below {lt}",
+    "less_than_equal": "it must be {le} or less",
+    "too_short": "it must have {min_length} or more items",
+    "too_long": "it must have {max_length} or fewer items",
+    "string_too_short": "it must have {min_length} or more characters",
+    "string_too_long": "it must have {max_length} or fewer characters",
+    "int_from_float": "it must be a whole number",
+    "invalid_key": "a key must be a text",
+    "path_type": "it must be a path",
+    "string_type": "it must be a text",
+    "int_type": "it must be a whole number",
+    "int_parsing": "it must be a whole number",
+    "int_parsing_size": "it must be a smaller number",
+    "float_type": "it must be a number",
+    "float_parsing": "it must be a number",
+    "bool_type": "it must be true or false",
+    "bool_parsing": "it must be true or false",
+    "list_type": "it must be a list",
+    "tuple_type": "it must be a list",
+    "model_type": "it must be a mapping of keys to values",
+    "model_attributes_type": "it must be a mapping of keys to values",
+    "dict_type": "it must be a mapping of keys to values",
+    "none_required": "it must be null",
+}
+"""What the program requires, by pydantic's error type; its messages are about Python."""
 
 
 def _locate(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[list[str], list[str]]:

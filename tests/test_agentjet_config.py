@@ -95,9 +95,9 @@ def test_defaults_are_theirs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("beside", "complaint"),
     [
-        ({"judge": "abc"}, "`judge`: input should be"),
-        ({"ingest": [1]}, "`ingest`: input should be"),
-        ({"filter": 3}, "`filter`: input should be"),
+        ({"judge": "abc"}, "`judge`: it must be a mapping"),
+        ({"ingest": [1]}, "`ingest`: it must be a mapping"),
+        ({"filter": 3}, "`filter`: it must be a mapping"),
         ({"ajet": {"task_reader": 5, "feedback_tracing": {}}, "model": MODEL}, None),
     ],
 )

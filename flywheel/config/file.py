@@ -67,16 +67,12 @@ class Config(Section):
     daemon: DaemonSettings = DaemonSettings()
 
     @model_validator(mode="after")
-    def _can_serve_what_it_trains(self) -> Self:
+    def _check(self) -> Self:
         if self.training.lora.r > self.serving.max_lora_rank:
             raise ValueError(
                 f"training.lora.r {self.training.lora.r} is above serving.max_lora_rank {self.serving.max_lora_rank}:"
                 " the server would not take what a round trains"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _waits_for_what_the_gate_needs(self) -> Self:
         waited_for, needed = self.trigger.min_held_out, self.gate.min_tasks
         if waited_for is not None and waited_for < needed:
             raise ValueError(

@@ -15,7 +15,13 @@ _HOST_NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?")
 
 
 def _replica(url: str) -> str:
-    parts = urlsplit(url)  # of its own accord it refuses half an IPv6 address
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError as error:
+        raise ValueError(
+            "its port is not a number up to 65535" if "ort" in str(error) else "its host is no address"
+        ) from None
     if parts.username is not None or parts.password is not None:
         raise ValueError("a name or password in it would be shown: name the key's variable in serving.api_key_env")
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -24,10 +30,6 @@ def _replica(url: str) -> str:
         raise ValueError("it must be host, port and path alone")
     if any(not letter.isprintable() or letter.isspace() for letter in parts.hostname):
         raise ValueError("a host has no spaces")
-    try:
-        _ = parts.port
-    except ValueError:
-        raise ValueError("its port is none") from None
     url = url.rstrip("/")
     if url.endswith("/v1"):
         raise ValueError("it must be without /v1: Flywheel also asks for what lies beside that")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
 from apscheduler.triggers.cron import CronTrigger
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
 from flywheel.config.section import Section, Share
 from flywheel.exclusion import Exclusion
@@ -14,8 +14,18 @@ from flywheel.files import expanded
 
 
 def _crontab(text: str) -> str:
-    CronTrigger.from_crontab(text, timezone="UTC")
+    try:
+        CronTrigger.from_crontab(text, timezone="UTC")
+    except ValueError:
+        raise ValueError("it must be five fields of crontab(5), for example `0 3 * * *`") from None
     return text
+
+
+def _target_modules(value: object) -> object:
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
+        raise ValueError("it must be a list of names, one regular expression, or `all-linear`")
+    return value
 
 
 def _model(name: str) -> str:
@@ -64,7 +74,7 @@ class LoraSettings(Section):
     """Scale: the update is multiplied by alpha / r."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the adapter's input. Above 0, the trainer's logprobs differ from the engine's."""
-    target_modules: Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(min_length=1)] = "all-linear"
+    target_modules: Annotated[str | list[str], BeforeValidator(_target_modules)] = "all-linear"
     """Which layers get an adapter: a list of names, one regular expression, or `all-linear`."""
 
 
@@ -126,16 +136,12 @@ class TrainingSettings(Section):
         return frozenset(taken)
 
     @model_validator(mode="after")
-    def _divides(self) -> Self:
+    def _check(self) -> Self:
         if (self.prompts_per_step * self.group_size) % self.micro_batch_size:
             raise ValueError(
                 f"micro_batch_size {self.micro_batch_size} does not divide prompts_per_step × group_size "
                 f"= {self.prompts_per_step * self.group_size}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _reaches_its_rate(self) -> Self:
         if self.warmup_steps >= self.steps:
             raise ValueError(
                 f"warmup_steps {self.warmup_steps} is not below steps {self.steps}: the learning rate would never be"
@@ -163,7 +169,7 @@ class RolloutSettings(Section):
     """Key-value cache of a rollout engine without a GPU, GiB."""
 
     @model_validator(mode="after")
-    def _leaves_room(self) -> Self:
+    def _check(self) -> Self:
         if self.max_completion_tokens is not None and self.max_completion_tokens >= self.max_model_len:
             raise ValueError(
                 f"max_completion_tokens {self.max_completion_tokens} leaves no room for a prompt in max_model_len"
@@ -208,7 +214,7 @@ class GateSettings(Section):
         return self.samples or max(FEWEST_ANSWERS, min(MOST_ANSWERS, ANSWERS // max(tasks, 1)))
 
     @model_validator(mode="after")
-    def _can_be_passed(self) -> Self:
+    def _check(self) -> Self:
         if self.max_tasks < self.min_tasks:
             raise ValueError(
                 f"max_tasks {self.max_tasks} is below min_tasks {self.min_tasks}: nothing could ever be promoted"
