@@ -1,4 +1,4 @@
-"""HTTP to the judge: whole answers within a time and a size, through proxies, over connections that stay."""
+"""The HTTP client for models: deadline, size limit, proxies, redirects and connections that stay open."""
 
 from __future__ import annotations
 
@@ -90,16 +90,16 @@ def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name.upper(), raising=False)
 
 
-def transport(url: str, timeout: float = 30) -> ModelHttpClient:
+def client(url: str, timeout: float = 30) -> ModelHttpClient:
     return ModelHttpClient(url, timeout_seconds=timeout)
 
 
 def test_one_connection_serves_many_calls() -> None:
     with serving(answers(b"{}", Retry="7")) as served:
-        sender = transport(served.url)
+        http = client(served.url)
         for _ in range(5):
-            answer = sender.post("/v1/chat?x=1", b"{}", "key")
-        sender.close()
+            answer = http.post("/v1/chat?x=1", b"{}", "key")
+        http.close()
     assert (answer.status, answer.body, answer.headers["retry"]) == (200, b"{}", "7")
     assert served.paths == ["/v1/chat?x=1"] * 5
     assert len(served.connections) == 1
@@ -124,15 +124,15 @@ def is_silent(handler: BaseHTTPRequestHandler) -> None:
 
 @pytest.mark.parametrize("play", [is_silent, drips, drips_headers, asks_to_continue])
 @pytest.mark.parametrize("proxied", [False, True])
-def test_an_answer_that_drips_is_given_up(play: Play, proxied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_answer_ends_at_the_deadline(play: Play, proxied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(play) as served:
         if proxied:
             monkeypatch.setenv("http_proxy", served.url)
         url = "http://judge.example" if proxied else served.url
-        sender = transport(url, timeout=0.3)
+        http = client(url, timeout=0.3)
         with pytest.raises(RequestFailedError, match=r"no complete response within 0\.3 s"):
-            sender.post("/v1", b"{}", "key")
-        sender.close()
+            http.post("/v1", b"{}", "key")
+        http.close()
 
 
 def test_a_slow_answer_leaves_its_connection_the_whole_time_for_the_next() -> None:
@@ -141,19 +141,19 @@ def test_a_slow_answer_leaves_its_connection_the_whole_time_for_the_next() -> No
         answers(b"{}")(handler)
 
     with serving(slow) as served:
-        sender = transport(served.url, timeout=3)
+        http = client(served.url, timeout=3)
         for _ in range(5):
-            assert sender.post("/v1", b"{}", "key").body == b"{}"
-        sender.close()
+            assert http.post("/v1", b"{}", "key").body == b"{}"
+        http.close()
     assert len(served.connections) == 1
 
 
 def test_an_answer_that_is_too_large_is_not_read() -> None:
     with serving(answers(b" " * (MAX_BODY_BYTES + 1))) as served:
-        sender = transport(served.url)
+        http = client(served.url)
         with pytest.raises(ResponseTooLargeError, match="4 MiB"):
-            sender.post("/v1", b"{}", "key")
-        sender.close()
+            http.post("/v1", b"{}", "key")
+        http.close()
 
 
 def test_a_redirect_is_not_followed_with_the_key() -> None:
@@ -169,10 +169,10 @@ def test_a_redirect_is_not_followed_with_the_key() -> None:
 def test_a_proxy_of_the_environment_is_used_except_where_it_must_not(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(answers(b"proxied")) as proxy, serving(answers(b"direct")) as served:
         monkeypatch.setenv("http_proxy", proxy.url)
-        through = transport("http://judge.example")
+        through = client("http://judge.example")
         assert through.post("/v1/chat", b"{}", "key").body == b"proxied"
         monkeypatch.setenv("no_proxy", "127.0.0.1")
-        past = transport(served.url)
+        past = client(served.url)
         assert past.post("/v1/chat", b"{}", "key").body == b"direct"
         through.close()
         past.close()

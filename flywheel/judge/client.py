@@ -113,7 +113,12 @@ def endpoints_of(settings: JudgeSettings) -> list[EndpointConfig]:
 
 
 class JudgeClient:
-    """Asks the judge. Thread-safe. `capabilities` records what its endpoints do not support."""
+    """Asks the judge. Thread-safe.
+
+    Attributes:
+        capabilities: What its endpoints do not support.
+        identity: Names its models and endpoints: a verdict of another model is another verdict.
+    """
 
     def __init__(
         self,
@@ -122,14 +127,11 @@ class JudgeClient:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.capabilities = capabilities or EndpointCapabilities()
-        self.endpoints = [Endpoint(config, settings) for config in endpoints_of(settings)]
+        configs = endpoints_of(settings)
+        self.endpoints = [Endpoint(config, settings) for config in configs]
+        self.identity = "\0".join(f"{each.base_url}\0{each.model}" for each in configs)
         self._clock = clock
         self._failover_until = float("-inf")
-
-    @property
-    def identity(self) -> str:
-        """The models and endpoints that answer: a verdict of another model is another verdict."""
-        return "\0".join(f"{each.config.base_url}\0{each.config.model}" for each in self.endpoints)
 
     def ask(
         self,

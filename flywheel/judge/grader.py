@@ -316,13 +316,9 @@ class EarlierResults:
         """The results of the judgement at this place of a stage, by criterion id."""
         found = {}
         for criterion in self._rubric.asked:
-            told = self._hashes[criterion.id]
-            results = self._results.get((stage, told), ())
+            results = self._results.get((stage, self._hashes[criterion.id]), ())
             if place < len(results):
-                earlier = results[place]
-                value = criterion.scale[earlier.choice]
+                value = criterion.scale[results[place].choice]
                 passed = criterion.passes(value)
-                found[criterion.id] = CriterionResult(
-                    criterion.id, earlier.choice, value, passed, earlier.reason, told
-                )
+                found[criterion.id] = replace(results[place], criterion=criterion.id, value=value, passed=passed)
         return found

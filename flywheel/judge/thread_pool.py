@@ -71,7 +71,7 @@ def grade_batches(
 
     Raises JudgeError at the end: when the judge refuses every call, when the endpoint failed `max_thread` times in a
     row (or every time), and when the budget is spent (BudgetSpentError). An exchange that raises an unexpected error
-    gets an undecided verdict with `broken` set; BROKEN_IN_A_ROW of them in a row end the grading.
+    gets an undecided verdict with `broken` set; MAX_BROKEN of them in a row end the grading.
     """
     stop, budget = stop or threading.Event(), budget or Budget(JudgeBudget())
     pool = _Pool(grader, iter(items), stop, max_thread, budget, earlier, calls)

@@ -1,4 +1,4 @@
-"""What the checks do to a verdict: they come first, save calls, and when they break nothing is decided."""
+"""Checks in verdicts: they come first and save calls; a check that fails leaves the task undecided."""
 
 from __future__ import annotations
 

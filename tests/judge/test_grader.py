@@ -1,4 +1,4 @@
-"""Verdicts from a real endpoint, and none from one that gives no readable answer."""
+"""Verdicts from an HTTP endpoint: good, failing, and unreadable ones."""
 
 from __future__ import annotations
 

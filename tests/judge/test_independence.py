@@ -1,4 +1,4 @@
-"""The judge is somebody else, however its address is spelled."""
+"""The judge is not the trained model, however its address is spelled."""
 
 from __future__ import annotations
 

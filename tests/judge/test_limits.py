@@ -1,4 +1,4 @@
-"""How many calls, how fast, with which key, for how much: by an injected clock, and at a server that counts."""
+"""Rate limiter, concurrency limit, keys, failover and budget: with an injected clock and a server that counts."""
 
 from __future__ import annotations
 

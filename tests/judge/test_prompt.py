@@ -1,4 +1,4 @@
-"""What the judge sees: nothing untrusted outside its delimiters, and everything back as it went in."""
+"""The prompt: no untrusted text outside of the delimiters, and every text can be parsed back."""
 
 from __future__ import annotations
 

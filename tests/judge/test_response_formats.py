@@ -1,4 +1,4 @@
-"""How a verdict's form is asked for: by the best means that the endpoint has, capabilities once."""
+"""Response formats: the strictest supported one is requested, and what is not supported is recorded once."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         grader.close()
 
 
-def means(judge: JudgeServer) -> list[str]:
+def formats(judge: JudgeServer) -> list[str]:
     return [
         "schema" if "response_format" in request else "tool" if "tools" in request else "text"
         for request in judge.requests
@@ -62,10 +62,10 @@ def means(judge: JudgeServer) -> list[str]:
         ("ignoring, without nonce", ["schema", "tool", "text", "text", "text", "text", "text", "text"]),
     ],
 )
-def test_the_best_means_that_are_left(make: Make, behaviour: str, asked: list[str]) -> None:
+def test_the_strictest_format_that_is_left(make: Make, behaviour: str, asked: list[str]) -> None:
     with JudgeServer(behaviour=behaviour) as judge:
         outcomes = {make_verdict.outcome for make_verdict in map(make(judge).grade, [GOOD] * 3)}
-    assert means(judge) == asked
+    assert formats(judge) == asked
     assert outcomes == {Outcome.UNDECIDED if "without nonce" in behaviour else Outcome.ACCEPTED}
 
 
@@ -79,19 +79,19 @@ def test_a_tool_call_is_forced_and_read(make: Make) -> None:
     assert tool["tools"][0]["function"]["parameters"]["required"] == ["criteria", "check"]
 
 
-def test_what_was_learned_outlives_the_process(make: Make) -> None:
+def test_capabilities_outlive_the_process(make: Make) -> None:
     with JudgeServer(behaviour="no schema, no tools") as judge:
         first = make(judge)
         first.grade(GOOD)
         later = EndpointCapabilities()
         later.restore(first.client.capabilities.snapshot())
         assert make(judge, capabilities=later).grade(GOOD).outcome is Outcome.ACCEPTED
-        assert means(judge) == ["schema", "tool", "text", "text"]
+        assert formats(judge) == ["schema", "tool", "text", "text"]
         make(judge, capabilities=later, model="another").grade(GOOD)
-        assert means(judge)[4:] == ["schema", "tool", "text"], "it is capabilities of one model"
+        assert formats(judge)[4:] == ["schema", "tool", "text"], "it is recorded for one model"
 
 
-def test_what_was_learned_is_forgotten_after_a_month() -> None:
+def test_capabilities_expire_after_a_month() -> None:
     now = [1e9]
     capabilities = EndpointCapabilities(lambda: now[0])
     assert capabilities.add("m at http://x", ResponseFormat.SCHEMA)
@@ -102,25 +102,25 @@ def test_what_was_learned_is_forgotten_after_a_month() -> None:
 
 
 @pytest.mark.parametrize("stored", ["", "{", "[]", '{"x": 3}', '{"x": {"schema": "y"}}', "null"])
-def test_a_broken_snapshot_is_nothing(stored: str) -> None:
+def test_a_broken_snapshot_is_ignored(stored: str) -> None:
     capabilities = EndpointCapabilities()
     capabilities.add("x", ResponseFormat.TOOL)
     capabilities.restore(stored)
     assert capabilities.formats("x") == [ResponseFormat.SCHEMA, ResponseFormat.TEXT]
 
 
-def test_the_retry_shows_what_was_wrong_by_the_means_that_are_left(make: Make) -> None:
+def test_the_retry_shows_the_problem_in_the_format_that_is_left(make: Make) -> None:
     with JudgeServer(behaviour=["no schema, no tools"] * 3 + ["missing criterion", "good"]) as judge:
         grader = make(judge)
         grader.grade(GOOD)
         verdict = grader.grade(GOOD)
     assert (verdict.outcome, verdict.calls) == (Outcome.ACCEPTED, 2)
     assert "missing: correct" in judge.requests[-1]["messages"][-1]["content"]
-    assert means(judge)[-2:] == ["text", "text"]
+    assert formats(judge)[-2:] == ["text", "text"]
 
 
 @pytest.mark.parametrize("behaviour", ["fenced", "broken json", "prose"])
-def test_words_are_read_in_fences_prose_and_broken_json(make: Make, behaviour: str) -> None:
+def test_text_is_read_in_fences_prose_and_broken_json(make: Make, behaviour: str) -> None:
     with JudgeServer(behaviour=["no schema, no tools", "no schema, no tools", behaviour, behaviour]) as judge:
         grader = make(judge)
         good = grader.grade(GOOD)
@@ -155,7 +155,7 @@ def test_a_judge_that_refuses_a_parameter_is_asked_without(make: Make, behaviour
         grader = make(judge)
         for _ in range(2):
             assert grader.grade(GOOD).outcome is Outcome.ACCEPTED
-    assert judge.calls == 3, "it is capabilities once"
+    assert judge.calls == 3, "it is recorded once"
     last = judge.requests[-1]
     assert ("temperature" in last) is (behaviour != "no temperature")
     assert ("max_tokens" in last) is (behaviour != "no max_tokens")
@@ -165,7 +165,7 @@ def test_a_judge_that_refuses_a_parameter_is_asked_without(make: Make, behaviour
     assert "response_format" in last, "that was not refused"
 
 
-def test_a_server_that_breaks_where_others_refuse_is_asked_by_other_means(make: Make) -> None:
+def test_a_server_that_fails_where_others_reject_is_asked_in_another_format(make: Make) -> None:
     with JudgeServer(behaviour="breaks on schema and tools") as judge:
         grader = make(judge)
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Texts of tasks in prompts of open-weight models: no control token of theirs becomes a control id."""
+"""Escaping of task texts: no control token in them becomes a control id of an open-weight model."""
 
 from __future__ import annotations
 
