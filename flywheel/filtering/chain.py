@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -149,7 +149,6 @@ def load_chain(path: Path) -> Chain:
     digest = hashlib.sha256(file.model_dump_json(exclude={"filters"}).encode())
     filters: list[tuple[str, LineFilter | Parameters]] = []
     redactors: list[Redactor] = []
-    notices: list[str] = []
     for index, entry in enumerate(file.filters):
         if (params := _parameters(path, index, entry)) is None:
             continue
@@ -169,18 +168,8 @@ def load_chain(path: Path) -> Chain:
             python = _python_path(path, index, params)
             step = LineFilter("python", load_filter(python, params.function, params.timeout_seconds))
             digest.update(python.read_bytes())
-        elif isinstance(params, Deduplication) and params.db_path is not None:
-            notices.append(
-                f"{path}: deduplication's db_path {params.db_path} is not used: earlier tasks are kept in Flywheel's"
-                " own state, and that file is left as it is"
-            )
         filters.append((entry.type, step))
     ordered = filters if file.keep_order else sorted(filters, key=lambda each: FILTERS[each[0]][0])
-    if ordered != filters:
-        notices.append(
-            f"{path}: the filters run by cost, the cheapest first: {', '.join(name for name, _ in ordered)}. "
-            "Set keep_order: true to run them in the order of the file"
-        )
     steps = [step for _, step in ordered]
     judge = next((index for index, step in enumerate(steps) if isinstance(step, LlmEvaluate)), len(steps))
     return Chain(
@@ -191,8 +180,22 @@ def load_chain(path: Path) -> Chain:
         redact=_combined(redactors) if redactors else None,
         influence=next((step for step in steps if isinstance(step, Influence)), None),
         judge=next((step for step in steps if isinstance(step, LlmEvaluate)), None),
-        notices=tuple(notices),
+        notices=tuple(_notices(path, steps, None if ordered == filters else [name for name, _ in ordered])),
     )
+
+
+def _notices(path: Path, steps: list[LineFilter | Parameters], new_order: list[str] | None) -> Iterator[str]:
+    for step in steps:
+        if isinstance(step, Deduplication) and step.db_path is not None:
+            yield (
+                f"{path}: deduplication's db_path {step.db_path} is not used: earlier tasks are kept in Flywheel's"
+                " own state, and that file is left as it is"
+            )
+    if new_order is not None:
+        yield (
+            f"{path}: the filters run by cost, the cheapest first: {', '.join(new_order)}. "
+            "Set keep_order: true to run them in the order of the file"
+        )
 
 
 def redactor_of(path: Path | None) -> Redactor | None:

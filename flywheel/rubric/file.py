@@ -102,8 +102,10 @@ def validate(document: YamlDocument, folder: Path) -> RubricFile:
     except ValidationError:
         problems += [*_same_ids(raw, document), *_validation_problems(raw, document)]
         criteria = valid_criteria(raw)
-    files, file_problems = _read_files(criteria, document, folder)
-    problems += file_problems
+    files: dict[str, UsedFile] = {}
+    if with_files := [(index, criterion) for index, criterion in criteria if criterion.file]:
+        files, file_problems = _read_files(with_files, document, folder)
+        problems += file_problems
     if problems:
         rubric = None
     elif rubric is not None and files:
@@ -193,8 +195,7 @@ def _read_files(
     files: dict[str, UsedFile] = {}
     problems = []
     for index, criterion in criteria:
-        if not (name := criterion.file):
-            continue
+        name = criterion.file
         try:
             path = folder / expanded(Path(name))
             files[name] = UsedFile(path=str(path.absolute()), text=path.read_text(encoding="utf-8"))
