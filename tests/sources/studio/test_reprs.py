@@ -97,7 +97,6 @@ class Point:
     "value",
     [datetime.datetime(2026, 11, 21, 5, 27), Colour.RED, Point(1), object(), print, dict, {1, 2}, float("nan"),
      float("-inf"), 1 + 2j, Ellipsis, b"x", {"deep": [Colour.RED, object()]}, (1, 2)],
-    ids=repr,
 )  # fmt: skip
 def test_what_is_no_literal_breaks_nothing(value: object) -> None:
     read = parse_call(written('it\'s > "5" <b>', metadata={"value": value, "after": "kept"}))
