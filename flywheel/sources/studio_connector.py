@@ -45,7 +45,10 @@ JOINED_BYTES: Final = 8 * 1024 * 1024
 """Bytes of the lines in one transaction, which are held in memory together."""
 JOIN_SECONDS: Final = 1.0
 """How long to wait for another batch for the same transaction."""
+SENT_BATCHES: Final = 2
+"""Batches at the child process. While it has so many, the reader's thread extracts the next one itself."""
 TURN_BATCHES: Final = 8
+BLOOM_BITS: Final = 1 << 23
 RECENT_ROWS = 5_000
 """How many of the newest rows a recent re-scan reads after the source has changed."""
 
@@ -80,20 +83,51 @@ class SharedLimits:
     turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(4))
 
 
-@dataclass(frozen=True, slots=True)
+class BloomFilter:
+    """Names that were added (Bloom 1970, two hashes). One that was added is never taken for new; of a million names,
+    one in twenty new ones is taken for added."""
+
+    def __init__(self) -> None:
+        self._bits = bytearray(BLOOM_BITS // 8)
+
+    def add(self, name: str) -> bool:
+        """Add a name; whether it may have been added before."""
+        number = hash(name)
+        known = True
+        for place in (number % BLOOM_BITS, (number >> 32) % BLOOM_BITS):
+            bit = 1 << (place & 7)
+            known = known and bool(self._bits[place >> 3] & bit)
+            self._bits[place >> 3] |= bit
+        return known
+
+
+@dataclass(slots=True)
 class StoredCheckpoints:
-    """The checkpoints of one source in the ledger, for the reader's thread. To be created on the event loop."""
+    """The checkpoints of one source in the ledger, for the reader's thread. To be created on the event loop.
+
+    If a first pass finds no checkpoints, only those that it stores itself can exist. It then asks for traces that it
+    meets again, which saves a round trip to the event loop for nearly every batch.
+    """
 
     store: Store
     source: int
+    is_first: bool = False
+    seen: BloomFilter | None = None
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
     def open_checkpoints(self) -> Sequence[Checkpoint]:
-        answer = self.store.read(checkpoints.open_checkpoints, self.source)
-        return asyncio.run_coroutine_threadsafe(answer, self.loop).result()
+        if self.is_first and not self._ask(checkpoints.has_checkpoints):
+            self.seen = BloomFilter()
+            return []
+        return self._ask(checkpoints.open_checkpoints)
 
     def checkpoints(self, trace_ids: Sequence[str]) -> Mapping[str, Checkpoint]:
-        answer = self.store.read(checkpoints.checkpoints_of, self.source, trace_ids)
+        if self.seen is not None:
+            trace_ids = [trace_id for trace_id in trace_ids if self.seen.add(trace_id)]
+        return self._ask(checkpoints.checkpoints_of, trace_ids) if trace_ids else {}
+
+    def _ask(self, query: Callable[..., T], *values: object) -> T:
+        answer = self.store.read(query, self.source, *values)
         return asyncio.run_coroutine_threadsafe(answer, self.loop).result()
 
 
@@ -122,6 +156,7 @@ class StudioConnector:
         self._shares = shares or SharedLimits()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="studio")
         self._process: ExtractionProcess | None = None
+        self._sent: list[Future[Batch]] = []
         self._is_long = False
 
     @property
@@ -147,7 +182,7 @@ class StudioConnector:
         """One pass; each batch must be stored before the next is asked for."""
         self.progress = Progress()
         self._is_long = False
-        stored = StoredCheckpoints(self._store, number)
+        stored = StoredCheckpoints(self._store, number, is_first=not cursor.rowid)
         batches = self.reader.read(cursor, stored, now=datetime.now(UTC), final=final)
         queue: BoundedQueue[Future[Batch]] = BoundedQueue(QUEUED_BATCHES, QUEUED_BYTES, self._shares.budget)
         producer = asyncio.create_task(self._produce(batches, queue))
@@ -167,7 +202,8 @@ class StudioConnector:
             await self.in_thread(self.reader.forget)
             raise
         finally:
-            await self.in_thread(self._end_process)
+            if self._process is not None:
+                await self.in_thread(self._end_process)
 
     async def rescan(self, number: int, *, whole: bool) -> AsyncGenerator[Batch]:
         """Find what changed in place in the newest rows or in all of them. Passes may run between two batches."""
@@ -199,8 +235,9 @@ class StudioConnector:
 
     async def close(self) -> None:
         """End the thread and the child process. To be called once."""
-        await self.in_thread(self._end_process)
         await self.in_thread(self.reader.close)
+        if self._process is not None:
+            await self.in_thread(self._end_process)
         self._thread.shutdown()
 
     async def in_thread(self, work: Callable[[], T]) -> T:
@@ -238,9 +275,10 @@ class StudioConnector:
             except BaseException:
                 self._shares.processes.release()
                 raise
-        if batch.traces and self._process is not None:
-            size = sum(len(row) for rows, _ in batch.traces for row in rows.values())
-            return self._process.extract(batch, self.schema, self.selection, str(self.path)), size
+        self._sent = [sent for sent in self._sent if not sent.done()]
+        if batch.traces and self._process is not None and len(self._sent) < SENT_BATCHES:
+            self._sent.append(self._process.extract(batch, self.schema, self.selection, str(self.path)))
+            return self._sent[-1], sum(len(row) for rows, _ in batch.traces for row in rows.values())
         done: Future[Batch] = Future()
         batch = self._extract(batch)
         done.set_result(batch)

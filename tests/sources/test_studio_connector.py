@@ -84,7 +84,9 @@ async def test_whoever_extracts_the_batches_are_the_same(
     monkeypatch.setattr(studio_connector, "LONG_ROWS", 10**9)
     here = await batches_of(connector)
     monkeypatch.setattr(studio_connector, "LONG_ROWS", 40)
-    assert await batches_of(connector) == here
+    for sent in (0, 1, 10**9):
+        monkeypatch.setattr(studio_connector, "SENT_BATCHES", sent)
+        assert await batches_of(connector) == here
     cursors = [batch.cursor.rowid for batch in here if batch.cursor is not None]
     assert cursors == [*range(20, 247, 20), 247]
     assert sum(len(batch.entries) for batch in here) == 105
@@ -127,6 +129,7 @@ async def test_a_source_that_fails_on_the_way_loses_nothing_of_what_was_read(
 async def test_a_process_that_dies_ends_the_pass_and_the_next_goes_on(
     connector: StudioConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(studio_connector, "SENT_BATCHES", 10**9)
     whole = await batches_of(connector)
     stored: list[Batch] = []
     with pytest.raises(StudioError, match="has died"):
@@ -156,6 +159,7 @@ async def test_a_pass_that_is_left_leaves_no_process(connector: StudioConnector)
 async def test_a_process_that_hangs_holds_up_nobody_who_leaves(
     connector: StudioConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(studio_connector, "SENT_BATCHES", 10**9)
     monkeypatch.setattr(studio_connector, "QUEUED_BATCHES", 3)
     stopped = asyncio.Event()
 

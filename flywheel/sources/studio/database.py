@@ -187,7 +187,7 @@ class Database:
         if self._seen[:2] == seen and self._seen[2] != self._written:
             # The file was written without a commit that SQLite knows of: another file may have been copied over it.
             # Pages that the connection has cached of the old file would be mixed with the new one.
-            self._disconnect()
+            self.close()
             seen = (self._connected + 1, self.ask("PRAGMA data_version"))
         self._seen = (*seen, self._written)
         return identity, *self._seen
@@ -196,13 +196,15 @@ class Database:
         """Close a file in WAL mode between passes, so that its last writer can fold the log in when it ends."""
         try:
             if self._connection is not None and self._copy is None and self._is_wal():
-                self._disconnect()
+                self.close()
         except OSError:
             # The file is gone. The next read reports it.
-            self._disconnect()
+            self.close()
 
     def close(self) -> None:
-        self._disconnect()
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
         if self._copy is not None:
             self._copy.cleanup()
             self._copy = None
@@ -252,11 +254,6 @@ class Database:
         # `data_version` counts per connection.
         self._connected += 1
         return connection
-
-    def _disconnect(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
 
     def _is_wal(self) -> bool:
         with self.path.open("rb") as file:

@@ -8,7 +8,7 @@ what another one was asked, begins the next turn of a conversation that the appl
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from enum import StrEnum
 from typing import Final
 
@@ -44,7 +44,10 @@ class Tree:
     def __init__(self, spans: Mapping[str, Span], dead: Collection[str] = ()) -> None:
         self.spans = spans
         ordered = sorted(spans.values(), key=in_order)
-        self._is_plain = _is_plain(ordered)
+        top = ordered[0] if ordered and ordered[0].kind is SpanKind.AGENT and not ordered[0].parent_id else None
+        self._is_plain = top is not None and all(
+            span.parent_id == top.span_id and span.kind is not SpanKind.AGENT for span in ordered[1:]
+        )
         """Whether one agent at the top is the parent of all other spans, as in most traces."""
         self._children: dict[str, list[Span]] = {}
         if self._is_plain:
@@ -153,13 +156,6 @@ class Tree:
             return False
         others = (child for children in self.missing_agents.values() for child in children if child is not top)
         return top.parent_id in self.missing_agents or any(child.started_ns <= agent.started_ns for child in others)
-
-
-def _is_plain(ordered: Sequence[Span]) -> bool:
-    if not ordered or ordered[0].kind is not SpanKind.AGENT or ordered[0].parent_id:
-        return False
-    top = ordered[0].span_id
-    return all(span.parent_id == top and span.kind is not SpanKind.AGENT for span in ordered[1:])
 
 
 def _is_agents(children: list[Span]) -> bool:

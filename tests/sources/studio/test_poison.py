@@ -339,6 +339,7 @@ async def entries_of_all(studio: Studio, folder: Path, *, in_process: bool) -> l
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(studio_connector, "LONG_ROWS", 5 if in_process else 10**9)
+            patch.setattr(studio_connector, "SENT_BATCHES", 10**9)
             patch.setattr(reader, "BATCH_ROWS", 5)
             patch.setattr(database, "PAGE_ROWS", 5)
             return [batch async for batch in connector.read(1, Cursor(), final=True)]
