@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from flywheel.config.agentjet import filters_in
+from flywheel.config.section import Section
 from flywheel.errors import ConfigError, FlywheelError
 from flywheel.files import expanded
 from flywheel.filtering.fingerprint import Deduplication
@@ -51,20 +52,16 @@ ONCE: Final = frozenset({"influence", "deduplication", "llm_evaluate"})
 """Types that a chain can have only once."""
 
 
-class FilterEntry(BaseModel):
+class FilterEntry(Section):
     """One filter of a chain."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: str
     enabled: bool = True
-    params: dict[str, Any] = {}
+    params: dict[str, Any] = Field(default={})
 
 
-class ChainFile(BaseModel):
+class ChainFile(Section):
     """A chain as it is written."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     version: Literal[1] = 1
     """Version of the file format."""

@@ -12,16 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from flywheel import similarity
+from flywheel.config.section import Section
 from flywheel.filtering.query_template import particulars
 
 
-class Deduplication(BaseModel):
+class Deduplication(Section):
     """Parameters of `deduplication`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     similarity_threshold: float = Field(default=0.8, gt=0, le=1)
     """A question repeats an earlier one from this similarity on: cosine of embeddings, or share of common words."""

@@ -15,16 +15,15 @@ from datetime import datetime
 from typing import Any, Final
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from flywheel.config.section import Section
 from flywheel.filtering.query_template import template
 from flywheel.task import conversation_key
 
 
-class Burst(BaseModel):
+class Burst(Section):
     """When near-identical questions from one user or source are a burst."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     count: int = Field(default=20, ge=2)
     """At least this many near-identical questions …"""
@@ -32,10 +31,8 @@ class Burst(BaseModel):
     """… within this time wait for a person."""
 
 
-class Influence(BaseModel):
+class Influence(Section):
     """Parameters of `influence`: largest shares of a round, 0…1; 1 is no limit."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     conversation: float = Field(default=0.05, gt=0, le=1)
     """Largest share of one conversation."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from flywheel.config.judge import MAX_THREADS
+from flywheel.config.section import Section
 
 AGENTJET_TEMPERATURE: Final = 0.5
 _STATEMENTS: Final = {
@@ -26,10 +27,8 @@ AGENTJET_CRITERIA: Final[tuple[dict[str, Any], ...]] = tuple(
 """The reasons for which AgentJet drops tasks in addition to `custom_rubrics`, as criteria."""
 
 
-class LlmEvaluate(BaseModel):
+class LlmEvaluate(Section):
     """Parameters of `llm_evaluate`. The configuration and the rubric give the defaults."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     custom_rubrics: str | None = None
     """AgentJet's flat text: the rubric, in place of `filter.rubric`."""

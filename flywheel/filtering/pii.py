@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, StringConstraints
+from pydantic import Field, PrivateAttr, StringConstraints
 
+from flywheel.config.section import Section
 from flywheel.errors import ConfigError
 from flywheel.task import qa_hash
 
@@ -251,10 +252,8 @@ METADATA_TEXTS: Final = (
 """The same in its metadata; `…_json` is JSON."""
 
 
-class Pii(BaseModel):
+class Pii(Section):
     """Parameters of `pii`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     action: Literal["reject", "redact"] = "redact"
     """`redact`: replace personal data by placeholders. `reject`: reject the task."""

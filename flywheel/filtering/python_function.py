@@ -10,16 +10,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from flywheel.config.section import Section
 from flywheel.errors import ConfigError
 from flywheel.user_code import FunctionError, function_of
 
 
-class PythonFile(BaseModel):
+class PythonFile(Section):
     """Parameters of `python`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     path: str = Field(min_length=1)
     """A Python file, relative to the chain."""

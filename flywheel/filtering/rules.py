@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
+from flywheel.config.section import Section
 from flywheel.rubric import pattern
 from flywheel.rubric.pattern import normal_forms, trimmed, visible
 
@@ -16,13 +17,11 @@ def _checked(text: str) -> str:
     return text
 
 
-class Rules(BaseModel):
+class Rules(Section):
     """Parameters of `rules`. Lengths are in characters without white space at the ends.
 
     Minimum lengths do not count invisible characters either (such as zero-width ones).
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     min_query_length: int = Field(default=0, ge=0)
     """Shortest question."""
@@ -32,7 +31,7 @@ class Rules(BaseModel):
     """Shortest answer."""
     max_answer_length: int | None = Field(default=None, gt=0)
     """Longest answer."""
-    exclude: list[Annotated[str, AfterValidator(_checked)]] = []
+    exclude: list[Annotated[str, AfterValidator(_checked)]] = Field(default=[])
     """Regular expressions; a task whose answer has a match is dropped."""
 
     def keep(self, line: Mapping[str, Any]) -> tuple[bool, str]:
