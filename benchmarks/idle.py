@@ -29,8 +29,8 @@ from benchmarks.writer import copy
 SOURCES: Final = 3
 TOKENS_OF_A_CALL: Final = 460
 """What `judge_endpoint` reports for each answer."""
-SETTLE_SECONDS: Final = 15.0
-"""The daemon has time to give memory back after its last work."""
+SETTLE_SECONDS: Final = 45.0
+"""An idle daemon releases memory after up to 30 seconds."""
 GIVE_UP_SECONDS: Final = 300.0
 
 

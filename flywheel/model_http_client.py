@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import ssl
+import sys
 import time
 import weakref
 import zlib
@@ -23,10 +24,16 @@ from urllib.request import getproxies, proxy_bypass
 import certifi
 import httpcore2
 import httpx2
-import openai
 import orjson
 
 from flywheel.known_secrets import redact_secrets, register_secret
+
+# openai loads its aiohttp transport where aiohttp is installed: 8 MB in the daemon, for a transport that is not used.
+_hides_aiohttp = sys.modules.setdefault("aiohttp", None) is None  # type: ignore[arg-type]
+import openai  # noqa: E402
+
+if _hides_aiohttp:
+    del sys.modules["aiohttp"]
 
 MAX_BODY_BYTES: Final = 4 << 20
 """Larger than any verdict."""

@@ -19,6 +19,7 @@ from apscheduler.triggers.cron import CronTrigger
 from flywheel.config import Config
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.judging import TaskJudging, recover
+from flywheel.daemon.memory_release import MemoryRelease
 from flywheel.daemon.retention import Retention
 from flywheel.daemon.rounds import Rounds
 from flywheel.daemon.source_supervisor import SourceSupervisor
@@ -69,7 +70,9 @@ class Service:
         self._prune = Stage("prune", self._sources.prune)
         self._retention = Retention(store, config)
         self._remove = Stage("retention", self._retention.prune)
-        self._stages = (self._judge, self._round, self._reconcile, self._prune, self._remove)
+        self._memory_release = MemoryRelease(store)
+        self._memory = Stage("memory", self._memory_release.check)
+        self._stages = (self._judge, self._round, self._reconcile, self._prune, self._remove, self._memory)
 
     async def recover(self) -> None:
         """Put right what a process that died left half done. Safe because of the instance lock."""
@@ -200,6 +203,7 @@ class Service:
         every(RETRY_SECONDS, "judge", self._judge.wake.set)
         every(RETRY_SECONDS, "rounds", self._round.wake.set)
         every(RETRY_SECONDS, "sources", self._sources.refresh)
+        every(RETRY_SECONDS, "memory", self._memory.wake.set)
         every(PRUNE_SECONDS, "prune", self._prune.wake.set)
         every(PRUNE_SECONDS, "retention", self._remove.wake.set)
         every(self._config.daemon.reconcile_seconds, "reconcile", self._reconcile.wake.set)
@@ -210,6 +214,7 @@ class Service:
 
     def _judge_new(self, new: int) -> None:
         self._new_tasks += new
+        self._memory_release.note_work()
         self._judge.wake.set()
 
     def _open_window(self) -> None:
@@ -223,6 +228,7 @@ class Service:
             log.info("%d new tasks; judged %d: %d accepted, %d rejected, %d undecided", new, report.judged,
                      report.accepted, report.rejected, report.undecided)  # fmt: skip
         if report.judged:
+            self._memory_release.note_work()
             self._round.wake.set()
             await self._warn_of_rejections()
         if report.error is not None:

@@ -1,21 +1,19 @@
-"""The ledger compared with the sources themselves: what is in them now, and whether it was told as it is.
+"""`flywheel audit --deep`: compares the ledger with the current content of the sources.
 
-Read-only on both sides, and beside a running daemon: what a source holds is read first and the ledger asked
-afterwards, and what does not agree is looked at a second time before it counts. The task file has its own check
-(`task_file_audit`).
+Read-only on both sides, and beside a running daemon: a source is read first and the ledger afterwards, and
+differences are checked a second time before they count. The task file is compared by `task_file_audit`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from flywheel.batch import Batch
 from flywheel.config import Config
-from flywheel.diagnostics.audit_findings import SourceAudit, TaskFileAudit
-from flywheel.diagnostics.task_file_audit import compare_task_file
+from flywheel.diagnostics.task_file_audit import TaskFileAudit, compare_task_file, first_names, with_counts
 from flywheel.errors import SourceError
 from flywheel.filtering.chain import redactor_of
 from flywheel.filtering.pii import Redactor
@@ -33,12 +31,82 @@ from flywheel.states import ReplyState
 from flywheel.store import ledger, ledger_snapshot
 from flywheel.store.database import Store
 from flywheel.store.ledger_snapshot import LedgerSnapshot
+from flywheel.terminal import quantity
 from flywheel.trace import Checkpoint, Cursor, Selection
+
+
+@dataclass(slots=True)
+class SourceAudit:
+    """The comparison of one source. `agent_spans` is the sum of `in_ledger`, `missing` and `not_read_yet`.
+
+    `changed` replies are in the ledger and their rows have changed since. `told_otherwise` ones have unchanged rows,
+    but would be extracted differently today, with other settings or by another version. `gone` ones are in the ledger
+    and no longer in the source.
+    """
+
+    path: Path
+    type: str
+    condition: str = "ok"
+    error: str = ""
+    in_ledger: int = 0
+    not_read_yet: int = 0
+    gone: int = 0
+    told_otherwise: int = 0
+    missing: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+
+    @property
+    def agent_spans(self) -> int:
+        return self.in_ledger + len(self.missing) + self.not_read_yet
+
+    @property
+    def problems(self) -> list[str]:
+        found = [self.error] if self.error else []
+        if self.missing:
+            spans = quantity(len(self.missing), "agent span")
+            found.append(f"{spans} of {self.path} not in the ledger: {first_names(self.missing)}")
+        if self.changed:
+            replies = quantity(len(self.changed), "reply", "replies")
+            found.append(
+                f"{replies} of {self.path} with rows that have changed: {first_names(self.changed)}. "
+                "`flywheel ingest --sweep` extracts them again."
+            )
+        return found
+
+    @property
+    def line(self) -> str:
+        """The result in one line."""
+        spans = quantity(self.agent_spans, "agent span")
+        return with_counts(
+            f"{self.path} ({self.condition}): {spans}, {self.in_ledger:,} in the ledger",
+            {
+                "missing": len(self.missing),
+                "changed": len(self.changed),
+                "not read yet": self.not_read_yet,
+                "in the ledger and gone from the source": self.gone,
+                "that would be extracted differently today": self.told_otherwise,
+            },
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "path": str(self.path),
+            "type": self.type,
+            "condition": self.condition,
+            "agent_spans": self.agent_spans,
+            "in_ledger": self.in_ledger,
+            "missing": len(self.missing),
+            "changed": len(self.changed),
+            "gone": self.gone,
+            "not_read_yet": self.not_read_yet,
+            "told_otherwise": self.told_otherwise,
+            "error": self.error,
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class DeepAudit:
-    """What was found in the sources and in the task file."""
+    """The comparison of all sources and of the task file with the ledger."""
 
     sources: list[SourceAudit]
     task_file: TaskFileAudit
@@ -56,131 +124,128 @@ class DeepAudit:
 
 
 async def deep_audit(store: Store, config: Config) -> DeepAudit:
-    """Compare everything with the ledger."""
+    """Compare all sources and the task file with the ledger."""
     return DeepAudit(await compare_sources(store, config), await compare_task_file(store, config.task_file))
 
 
 async def compare_sources(store: Store, config: Config) -> list[SourceAudit]:
-    """Every source of the configuration with the ledger. What cannot be read is a problem of its own."""
-    found = []
+    """Compare every configured source with the ledger. A source that cannot be read is reported as a problem."""
+    audits = []
     ingestion = Ingestion(store, config)
     redact = redactor_of(config.filter.chain)
     try:
         for source in ingestion.sources():
-            compared = SourceAudit(source.path, source.connector.type)
+            audit = SourceAudit(source.path, source.connector.type)
+            number = await store.read(ledger.known_source, str(source.path))
+            before = await store.read(ledger_snapshot.numbers_of, number) if number is not None else set()
             try:
-                if compared.type == "jsonl":
-                    await _Lines(store, compared, redact).compare()
-                elif isinstance(source.connector, StudioConnector):
-                    await _Spans(store, source.connector.selection, compared).compare()
+                if isinstance(source.connector, StudioConnector):
+                    met = await _DatabaseComparison(store, source.connector.selection, audit, number).run()
+                elif await asyncio.to_thread(is_listed, source.path):
+                    met = before
+                else:
+                    met = await _compare_file(store, redact, audit, number)
+                audit.gone = len(before - met)
             except SourceError as error:
-                compared.condition, compared.error = error.condition, str(error)
-            found.append(compared)
+                audit.condition, audit.error = error.condition, str(error)
+            audits.append(audit)
     finally:
         await ingestion.close()
-    return found
+    return audits
 
 
-class _Spans:
-    """A comparison with a database of spans."""
+class _DatabaseComparison:
+    """The comparison of a span database, trace by trace. `source` is its number in the ledger, if it has one."""
 
-    def __init__(self, store: Store, selection: Selection, found: SourceAudit) -> None:
+    def __init__(self, store: Store, selection: Selection, audit: SourceAudit, source: int | None) -> None:
         self._store = store
-        self._found = found
         self._selection = selection
+        self._audit = audit
+        self._source = source
         self._met: set[int] = set()
 
-    async def compare(self) -> None:
-        source = await self._store.read(ledger.known_source, str(self._found.path))
-        before = await self._store.read(ledger_snapshot.numbers_of, source) if source is not None else set()
-        with await asyncio.to_thread(FullScan, self._found.path) as scan:
+    async def run(self) -> set[int]:
+        """Compare all traces; returns the numbers of the replies in the ledger that were found in the source."""
+        with await asyncio.to_thread(FullScan, self._audit.path) as scan:
             await asyncio.to_thread(scan.list_rows)
             groups = scan.groups()
             doubtful: set[str] = set()
             while (group := await asyncio.to_thread(next, groups, None)) is not None:
-                doubtful |= await self._compare(scan, source, group, is_last_look=False)
+                doubtful |= await self._compare(scan, group, is_last=False)
             if doubtful:
-                # They may have grown, or been read by a running daemon, in the meantime.
+                # These traces may have grown, or a running daemon may have read them, in the meantime.
                 await asyncio.to_thread(scan.list_rows)
                 again = await asyncio.to_thread(scan.again, sorted(doubtful))
-                await self._compare(scan, source, again, is_last_look=True)
-        self._found.gone = len(before - self._met)
+                await self._compare(scan, again, is_last=True)
+        return self._met
 
-    async def _compare(self, scan: FullScan, source: int | None, group: Group, *, is_last_look: bool) -> set[str]:
-        """Count what agrees; the traces with anything that does not, which count in the last look only."""
-        doubtful: set[str] = set()
-        told = await asyncio.to_thread(self._told, scan, group)
-        spans = [span for replies in told.values() for span in replies] + [row.span_id for row in group.unnamed]
-        if source is None:
-            self._found.not_read_yet += len(spans)
-            return doubtful
-        held = await self._store.read(ledger_snapshot.snapshot, source, list(told), spans)
-        is_followed = await asyncio.to_thread(_is_followed, scan, held.cursor)
-        for trace_id, rows in group.traces.items():
-            if not self._agrees(
-                rows,
-                told[trace_id],
-                held,
-                held.checkpoints.get(trace_id),
-                is_followed=is_followed,
-                is_last_look=is_last_look,
-            ):
-                doubtful.add(trace_id)
+    async def _compare(self, scan: FullScan, group: Group, *, is_last: bool) -> set[str]:
+        """Compare some traces; returns those with differences, which are counted only if the comparison `is_last`."""
+        extracted = await asyncio.to_thread(self._extracted, scan, group)
+        spans = [span for replies in extracted.values() for span in replies] + [row.span_id for row in group.unnamed]
+        if self._source is None:
+            self._audit.not_read_yet += len(spans)
+            return set()
+        held = await self._store.read(ledger_snapshot.snapshot, self._source, list(extracted), spans)
+        is_current = await asyncio.to_thread(_is_current, scan, held.cursor)
+        read_to = held.cursor.rowid if is_current else -1
         for row in group.unnamed:
-            reply = held.replies.get(row.span_id)
-            if reply is not None:
-                self._found.in_ledger += 1
+            if (reply := held.replies.get(row.span_id)) is not None:
+                self._audit.in_ledger += 1
                 self._met.add(reply.number)
-            elif not is_followed or row.rowid > held.cursor.rowid:
-                self._found.not_read_yet += 1
+            elif row.rowid > read_to:
+                self._audit.not_read_yet += 1
             else:
-                self._found.missing.append(row.span_id)
-        return doubtful
+                self._audit.missing.append(row.span_id)
+        return {
+            trace_id
+            for trace_id, rows in group.traces.items()
+            if not self._agrees(rows, extracted[trace_id], held, held.checkpoints.get(trace_id), read_to, is_last)
+        }
 
-    def _told(self, scan: FullScan, group: Group) -> dict[str, dict[str, int | None]]:
-        """How each reply of each trace with rows reads now; None for a row that cannot be understood."""
+    def _extracted(self, scan: FullScan, group: Group) -> dict[str, dict[str, int | None]]:
+        """By trace and span, the content hash of each reply as it is extracted now; None for a dead row."""
         found: dict[str, dict[str, int | None]] = {trace_id: {} for trace_id in group.traces}
         raw = Batch(None, traces=tuple((rows, False) for rows in group.traces.values()))
-        told = extract(raw, scan.schema.name, self._selection, str(self._found.path))
-        # A row that could not be read names its trace as far as that can be shown.
-        shown_as = {shown(trace.encode()): trace for trace in found}
-        for row in told.dead:
-            found[shown_as.get(row.trace_id, row.trace_id)][row.span_id] = None
-        for entry in told.entries:
+        batch = extract(raw, scan.schema.name, self._selection, str(self._audit.path))
+        # A dead row names its trace in printable form.
+        printable = {shown(trace.encode()): trace for trace in found}
+        for row in batch.dead:
+            found[printable.get(row.trace_id, row.trace_id)][row.span_id] = None
+        for entry in batch.entries:
             found[entry.trace_id][entry.span_id] = entry.content
         return found
 
     def _agrees(
         self,
         rows: dict[int, bytes],
-        told: dict[str, int | None],
+        extracted: dict[str, int | None],
         held: LedgerSnapshot,
         checkpoint: Checkpoint | None,
-        *,
-        is_followed: bool,
-        is_last_look: bool,
+        read_to: int,
+        is_last: bool,
     ) -> bool:
-        is_open = checkpoint is not None and checkpoint.is_open
-        is_settled = is_followed and max(rows) <= held.cursor.rowid and not is_open
-        absent = [span for span in told if span not in held.replies]
-        other = [
+        """Count the replies of a trace; false, without counting, if there are differences to compare once more."""
+        is_read = max(rows) <= read_to and not (checkpoint is not None and checkpoint.is_open)
+        absent = [span for span in extracted if span not in held.replies]
+        differing = [
             span
-            for span, content in told.items()
-            if (reply := held.replies.get(span)) is not None and _differs(reply, content)
+            for span, content in extracted.items()
+            if span in held.replies and _differs(held.replies[span], content)
         ]
-        if is_settled and (absent or other) and not is_last_look:
+        if is_read and (absent or differing) and not is_last:
             return False
-        self._found.in_ledger += len(told) - len(absent)
-        self._met.update(held.replies[span].number for span in told if span in held.replies)
-        if not is_settled:
-            self._found.not_read_yet += len(absent)
+        self._audit.in_ledger += len(extracted) - len(absent)
+        self._met.update(held.replies[span].number for span in extracted if span in held.replies)
+        if not is_read:
+            self._audit.not_read_yet += len(absent)
             return True
-        self._found.missing += absent
+        self._audit.missing += absent
         if checkpoint is not None and digest_of(rows.values()) == checkpoint.digest:
-            self._found.told_otherwise += len(other)
+            self._audit.told_otherwise += len(differing)
         elif checkpoint is None or len(rows) >= len(checkpoint.rowids):
-            # With rows gone, what was told stays.
-            self._found.changed += other
+            # A reply whose rows were deleted stays as it is.
+            self._audit.changed += differing
         return True
 
 
@@ -190,67 +255,55 @@ def _differs(reply: ledger_snapshot.StoredReply, content: int | None) -> bool:
     return reply.content is not None and reply.content != content
 
 
-def _is_followed(scan: FullScan, cursor: Cursor) -> bool:
-    """Whether the ledger's cursor is about this file as it is, or everything in it is still to be read again."""
+def _is_current(scan: FullScan, cursor: Cursor) -> bool:
+    """Whether the stored cursor belongs to this file; otherwise the next pass reads all of it again."""
     if (cursor.identity, cursor.fingerprint) != (scan.identity, scan.fingerprint):
         return False
     return not cursor.rowid or scan.id_at(cursor.rowid) == cursor.anchor
 
 
-class _Lines:
-    """A comparison with a file of lines."""
+async def _compare_file(store: Store, redact: Redactor | None, audit: SourceAudit, source: int | None) -> set[int]:
+    """Compare a JSONL file; returns the numbers of the replies in the ledger that were found in the file."""
+    tasks, renamed = await _read_file(store, redact, audit.path, source, Cursor())
+    if source is None:
+        audit.not_read_yet = len(tasks)
+        return set()
+    held = await store.read(ledger_snapshot.snapshot, source, [], [*tasks, *renamed.values()])
+    for name, own in renamed.items():
+        if name not in held.replies and own not in tasks:
+            # No other line has its own id now: it is the line stored under that id, with different content.
+            tasks[own] = tasks.pop(name)
+    replies = {name: reply for name, reply in held.replies.items() if name in tasks}
+    unread, _ = await _read_file(store, redact, audit.path, source, held.cursor)
+    audit.missing = [name for name in tasks if name not in replies and name not in unread]
+    audit.in_ledger = len(replies)
+    audit.not_read_yet = len(tasks) - audit.in_ledger - len(audit.missing)
+    audit.changed = [name for name, reply in replies.items() if name not in unread and _differs(reply, tasks[name])]
+    return {reply.number for reply in replies.values()}
 
-    def __init__(self, store: Store, found: SourceAudit, redact: Redactor | None) -> None:
-        self._store = store
-        self._found = found
-        self._redact = redact
 
-    async def compare(self) -> None:
-        found = self._found
-        if await asyncio.to_thread(is_listed, found.path):
-            return
-        source = await self._store.read(ledger.known_source, str(found.path))
-        before = await self._store.read(ledger_snapshot.numbers_of, source) if source is not None else set()
-        lines, renamed = await self._lines(source, Cursor())
-        if source is None:
-            found.not_read_yet = len(lines)
-            return
-        held = await self._store.read(ledger_snapshot.snapshot, source, [], [*lines, *renamed.values()])
-        for name, own in renamed.items():
-            if name not in held.replies and own not in lines:
-                # Nobody else has its id now: it is the line that was told by it, and says something else.
-                lines[own] = lines.pop(name)
-        held = replace(held, replies={name: reply for name, reply in held.replies.items() if name in lines})
-        unread, _ = await self._lines(source, held.cursor)
-        absent = [name for name in lines if name not in held.replies and name not in unread]
-        found.in_ledger = sum(name in held.replies for name in lines)
-        found.not_read_yet = len(lines) - found.in_ledger - len(absent)
-        found.missing = absent
-        found.changed = [
-            name for name, reply in held.replies.items() if name not in unread and _differs(reply, lines[name])
-        ]
-        found.gone = len(before - {reply.number for reply in held.replies.values()})
+async def _read_file(
+    store: Store, redact: Redactor | None, path: Path, source: int | None, cursor: Cursor
+) -> tuple[dict[str, int | None], dict[str, str]]:
+    """What a pass from the cursor on would store: content hashes by id, None for a dead line.
 
-    async def _lines(self, source: int | None, cursor: Cursor) -> tuple[dict[str, int | None], dict[str, str]]:
-        """What a pass from the cursor on would bring: how each task reads, None for a line that is none.
-
-        And the own ids of those that go by another name.
-        """
-        found: dict[str, int | None] = {}
-        renamed: dict[str, str] = {}
-        names = TaskIds(self._redact)
-        reader = JsonlReader(self._found.path)
-        try:
-            batches: Iterator[Batch] = reader.read(cursor, final=True)
-            while (batch := await asyncio.to_thread(next, batches, None)) is not None:
-                found |= {row.span_id: None for row in batch.dead}
-                entries = await self._store.read(with_ids, source or 0, names, batch.entries)
-                found |= {entry.span_id: entry.content for entry in entries if entry}
-                renamed |= {
-                    entry.key: own.key
-                    for entry, own in zip(entries, batch.entries, strict=True)
-                    if entry and entry.key != own.key
-                }
-        finally:
-            reader.close()
-        return found, renamed
+    The second result maps the ids of tasks that get another id than their own to their own ids.
+    """
+    found: dict[str, int | None] = {}
+    renamed: dict[str, str] = {}
+    ids = TaskIds(redact)
+    reader = JsonlReader(path)
+    try:
+        batches = reader.read(cursor, final=True)
+        while (batch := await asyncio.to_thread(next, batches, None)) is not None:
+            found |= {row.span_id: None for row in batch.dead}
+            for own, entry in zip(
+                batch.entries, await store.read(with_ids, source or 0, ids, batch.entries), strict=True
+            ):
+                if entry:
+                    found[entry.span_id] = entry.content
+                    if entry.key != own.key:
+                        renamed[entry.key] = own.key
+    finally:
+        reader.close()
+    return found, renamed

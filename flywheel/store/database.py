@@ -187,10 +187,21 @@ class Store:
 
         return await self._writing.run(undone)
 
+    async def release_memory(self) -> None:
+        """Free the page caches of all connections; later transactions read their pages again."""
+        await self.write(_shrink)
+        for _ in range(READERS):
+            # The pool hands out the connection that has been idle longest, so each one is reached.
+            await self.read(_shrink)
+
     async def close(self) -> None:
         """Wait for running transactions and close the connections; the last one checkpoints the write-ahead log."""
         for connections in (self._reading, self._writing):
             await asyncio.to_thread(connections.close)
+
+
+def _shrink(connection: Connection) -> None:
+    connection.exec_driver_sql("PRAGMA shrink_memory").close()
 
 
 def found_version(state_dir: Path) -> int | None:

@@ -80,6 +80,8 @@ class StudioReader:
         Every batch must be stored before the next pass, or `forget` be called. `final` closes whole traces at once
         and hands incomplete ones on as they are.
         """
+        # Everything that earlier passes and re-scans returned has been stored.
+        self._uncommitted.clear()
         now_ns = int(now.timestamp() * 1e9)
         token = self.database.change_token()
         changed = token != self._token or self._tail is None

@@ -14,8 +14,7 @@ import pytest
 from sqlalchemy import select, update
 
 from flywheel.config import Config, parse
-from flywheel.diagnostics.audit import compare_sources
-from flywheel.diagnostics.audit_findings import SourceAudit
+from flywheel.diagnostics.audit import SourceAudit, compare_sources
 from flywheel.sources.ingestion import Ingestion, SourceReport
 from flywheel.store import balance
 from flywheel.store.database import Store
