@@ -95,11 +95,8 @@ class SourceAudit:
             "condition": self.condition,
             "agent_spans": self.agent_spans,
             "in_ledger": self.in_ledger,
-            "missing": len(self.missing),
-            "changed": len(self.changed),
-            "gone": self.gone,
-            "not_read_yet": self.not_read_yet,
-            "told_otherwise": self.told_otherwise,
+            **{name: len(getattr(self, name)) for name in ("missing", "changed")},
+            **{name: getattr(self, name) for name in ("gone", "not_read_yet", "told_otherwise")},
             "error": self.error,
         }
 

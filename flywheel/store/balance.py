@@ -1,13 +1,13 @@
-"""The balance: every reply is in exactly one state, and everything that points at something points at what exists.
+"""The balance of the ledger: every reply is counted exactly once, and every reference has a target.
 
-All of it is computed from the database itself, by queries that do not share code with what wrote the rows.
+Everything is computed from the database, by queries that share no code with the code that wrote the rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, Connection, Select, and_, exists, func, not_, or_, select
+from sqlalchemy import ColumnElement, Connection, FromClause, Select, exists, func, not_, select
 
 from flywheel.states import LIVE_ROUND, ReplyState, RoundState, Split, TaskState
 from flywheel.store.schema import adapters, deployments, replies, round_samples, rounds, tasks, verdicts
@@ -23,12 +23,12 @@ BUCKET: dict[TaskState, str] = {
     TaskState.UNDECIDED: "undecided",
     TaskState.DEAD: "dead",
 }
-"""Which of the six ends of the balance each state of a task is."""
+"""The outcome under which the balance counts each state of a task."""
 
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """`ends` sums to `replies` when the books are right; `problems` names what is wrong."""
+    """`ends`, by outcome, sum to `replies` if the ledger is balanced; `problems` names what is wrong."""
 
     replies: int
     ends: dict[str, int]
@@ -83,8 +83,8 @@ def _number(conn: Connection, query: Select[int]) -> int:
     return int(conn.execute(query).scalar_one())
 
 
-def _tasks_where(*where: ColumnElement[bool]) -> Select[int]:
-    return select(func.count()).select_from(tasks).where(*where)
+def _rows(of: FromClause, *where: ColumnElement[bool]) -> Select[int]:
+    return select(func.count()).select_from(of).where(*where)
 
 
 _judged = [TaskState.ACCEPTED.value, TaskState.REJECTED.value, TaskState.RESERVED.value, TaskState.CONSUMED.value]
@@ -104,53 +104,42 @@ def _trained_in(*states: RoundState) -> ColumnElement[bool]:
 _CHECKS: list[tuple[str, Select[int]]] = [
     (
         "converted replies have no task",
-        select(func.count())
-        .select_from(replies)
-        .where(replies.c.state == ReplyState.CONVERTED.value, replies.c.task_id.is_(None)),
+        _rows(replies, replies.c.state == ReplyState.CONVERTED.value, replies.c.task_id.is_(None)),
     ),
     (
         "skipped replies have no reason",
-        select(func.count())
-        .select_from(replies)
-        .where(replies.c.state == ReplyState.SKIPPED.value, replies.c.skip_reason.is_(None)),
+        _rows(replies, replies.c.state == ReplyState.SKIPPED.value, replies.c.skip_reason.is_(None)),
     ),
-    (
-        "tasks belong to no reply",
-        _tasks_where(not_(_has_reply), tasks.c.state != TaskState.WITHDRAWN.value),
-    ),
-    ("judged tasks have no verdict", _tasks_where(tasks.c.state.in_(_judged), not_(_has_verdict))),
+    ("tasks belong to no reply", _rows(tasks, not_(_has_reply), tasks.c.state != TaskState.WITHDRAWN.value)),
+    ("judged tasks have no verdict", _rows(tasks, tasks.c.state.in_(_judged), not_(_has_verdict))),
     (
         "reserved tasks are in no live round",
-        _tasks_where(tasks.c.state == TaskState.RESERVED.value, not_(_trained_in(*LIVE_ROUND))),
+        _rows(tasks, tasks.c.state == TaskState.RESERVED.value, not_(_trained_in(*LIVE_ROUND))),
     ),
     (
         "consumed tasks are in no finished round",
-        _tasks_where(
-            tasks.c.state == TaskState.CONSUMED.value, not_(_trained_in(RoundState.PROMOTED, RoundState.REJECTED))
+        _rows(
+            tasks,
+            tasks.c.state == TaskState.CONSUMED.value,
+            not_(_trained_in(RoundState.PROMOTED, RoundState.REJECTED)),
         ),
     ),
     (
         "held-out tasks were reserved for training",
-        select(func.count())
-        .select_from(round_samples.join(tasks, round_samples.c.task_id == tasks.c.id))
-        .where(round_samples.c.split == Split.TRAIN.value, tasks.c.split == Split.HELD_OUT.value),
-    ),
-    (
-        "rounds are marked wrongly as live or finished",
-        select(func.count())
-        .select_from(rounds)
-        .where(
-            or_(
-                and_(rounds.c.live.is_(None), rounds.c.state.in_([s.value for s in LIVE_ROUND])),
-                and_(rounds.c.live.is_not(None), rounds.c.state.not_in([s.value for s in LIVE_ROUND])),
-            )
+        _rows(
+            round_samples.join(tasks, round_samples.c.task_id == tasks.c.id),
+            round_samples.c.split == Split.TRAIN.value,
+            tasks.c.split == Split.HELD_OUT.value,
         ),
     ),
     (
+        "rounds are marked wrongly as live or finished",
+        _rows(rounds, rounds.c.live.is_(None) == rounds.c.state.in_([state.value for state in LIVE_ROUND])),
+    ),
+    (
         "active deployments name an adapter that does not exist",
-        select(func.count())
-        .select_from(deployments)
-        .where(
+        _rows(
+            deployments,
             deployments.c.active_alias.is_not(None),
             deployments.c.adapter.is_not(None),
             deployments.c.adapter.not_in(select(adapters.c.name)),

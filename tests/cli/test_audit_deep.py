@@ -224,7 +224,7 @@ def test_it_is_told_in_words_too(flywheel: Run, ingested: Path, studio: Path, tm
     told = flywheel("audit", "--deep", "-c", ingested)
     assert told.code == 1
     assert "problem: 1 line of" in told.out
-    assert "move it away: the next task begins another" in told.out
+    assert "move it away: the next task starts a new one" in told.out
     assert told.out.endswith("\nLedger: balanced; the problems above are outside the ledger\n")
     # The balance itself is right.
     assert flywheel("audit", "-c", ingested).code == 0

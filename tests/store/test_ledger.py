@@ -234,3 +234,16 @@ async def test_tasks_that_rounds_take_are_counted_without_a_look_at_the_others(s
     assert len(found) == 4
     for plan in found:
         assert "COVERING INDEX" in plan
+
+
+async def test_suspects_are_looked_for_in_their_own_index(store: Store) -> None:
+    """A daemon at rest asks every few seconds; most tasks may be pending."""
+
+    def plan(conn: Connection) -> str:
+        asked: list[tuple[str, Any]] = []
+        event.listen(conn, "before_cursor_execute", lambda *call: asked.append((call[2], call[3])))
+        assert not claims.has_suspects(conn)
+        ((text, values),) = list(asked)
+        return str(conn.exec_driver_sql(f"EXPLAIN QUERY PLAN {text}", values).all())
+
+    assert "USING INDEX tasks_suspected" in await store.read(plan)
