@@ -168,7 +168,7 @@ async def suggest(config: Config, labels: Path, name: str) -> str:
 
 async def _unless_stopped(work: Callable[..., T | None], config: Config, attempted: str) -> T:
     """What work that asks the judge comes to; it is told when to `stop`. Raises StoppedError after a signal."""
-    from flywheel.daemon.signals import StopSignals, aside
+    from flywheel.daemon.signals import StopSignals, in_daemon_thread
 
     stop = threading.Event()
 
@@ -178,7 +178,7 @@ async def _unless_stopped(work: Callable[..., T | None], config: Config, attempt
     interruption = StopSignals(config.daemon.drain_seconds)
     outcome: T | None = None
     try:
-        outcome = await interruption.during(aside(partial(work, stop=stop)), halt)
+        outcome = await interruption.during(in_daemon_thread(partial(work, stop=stop)), halt)
     except FlywheelError:
         # What was stopped may fail of it.
         if interruption.by is None:

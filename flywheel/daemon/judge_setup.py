@@ -1,4 +1,4 @@
-"""What tasks are judged by: the rubric and the judge, as the configuration and its chain say together."""
+"""The rubric and the judge that apply: the configuration and its filter chain together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def exchange_of(line: dict[str, Any]) -> Exchange:
-    """What the judge is shown of a task."""
+    """The part of a task that the judge sees."""
     metadata = line["metadata"]
     return Exchange(
         query=line["main_query"],
@@ -37,8 +37,17 @@ def chain_of(config: Config) -> Chain | None:
 
 
 def rubric_of(config: Config, chain: Chain | None = None) -> Rubric:
-    """The rubric that applies: AgentJet's text in the chain, else the configured file. Raises ConfigError."""
-    rubric = _rubric_of(config, chain or chain_of(config))
+    """The rubric of the chain (AgentJet's `custom_rubrics`), else the configured file. Raises ConfigError."""
+    chain = chain or chain_of(config)
+    step = chain.judge if chain else None
+    if chain is None or step is None or step.custom_rubrics is None:
+        rubric = load_rubric(config.filter.rubric)
+    else:
+        if "rubric" in config.filter.model_fields_set:
+            log.info("filter.rubric is not used: the chain %s has its own custom_rubrics", config.filter.chain)
+        criteria = list(AGENTJET_CRITERIA) if step.builtin else []
+        raw = {"id": chain.id, "custom_rubrics": step.custom_rubrics, "criteria": criteria}
+        rubric = parse_rubric(raw, f"custom_rubrics of {config.filter.chain}")
     ids = [criterion.id for criterion in rubric.every]
     for criterion in config.gate.non_inferiority_margins:
         if criterion not in ids:
@@ -50,24 +59,13 @@ def rubric_of(config: Config, chain: Chain | None = None) -> Rubric:
     return rubric
 
 
-def _rubric_of(config: Config, chain: Chain | None) -> Rubric:
-    said = chain.judge if chain else None
-    if chain is None or said is None or said.custom_rubrics is None:
-        return load_rubric(config.filter.rubric)
-    if "rubric" in config.filter.model_fields_set:
-        log.info("filter.rubric is not used: the chain %s has custom_rubrics of its own", config.filter.chain)
-    criteria = list(AGENTJET_CRITERIA) if said.builtin else []
-    raw = {"id": chain.id, "custom_rubrics": said.custom_rubrics, "criteria": criteria}
-    return parse_rubric(raw, f"custom_rubrics of {config.filter.chain}")
-
-
 def judge_settings(config: Config, chain: Chain | None) -> JudgeSettings:
-    """The judge as configured, with what the chain's `llm_evaluate` says of it, if there is one."""
-    said = chain.judge if chain else None
-    if said is None:
+    """The judge of the configuration, with the settings of the chain's `llm_evaluate`, if it has one."""
+    step = chain.judge if chain else None
+    if step is None:
         return config.judge
-    temperature = said.temperature
-    if temperature is None and said.custom_rubrics is not None and config.judge.temperature is None:
+    temperature = step.temperature
+    if temperature is None and step.custom_rubrics is not None and config.judge.temperature is None:
         temperature = AGENTJET_TEMPERATURE
-    given = {"temperature": temperature, "max_thread": said.max_thread, "max_tokens": said.max_tokens}
+    given = {"temperature": temperature, "max_thread": step.max_thread, "max_tokens": step.max_tokens}
     return config.judge.model_copy(update={name: value for name, value in given.items() if value is not None})

@@ -1,25 +1,23 @@
-"""Filtering: pending tasks through the chain and the rubric, several at once, into stored verdicts."""
+"""Judging: due tasks through the filter chain and the judge, several at once, into stored verdicts."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from threading import Event
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from sqlalchemy import Connection
 
 from flywheel.config import Config
 from flywheel.daemon.judge_setup import chain_of, exchange_of, judge_settings, rubric_of
 from flywheel.daemon.pre_filter import Ask, FilterResult, PreFilter, without_embeddings
-from flywheel.daemon.signals import LinkedEvent, aside
+from flywheel.daemon.signals import in_daemon_thread
 from flywheel.daemon.task_result import JudgingEstimate, JudgingReport, TaskResult
 from flywheel.errors import FilterError, FlywheelError, JudgeError
 from flywheel.judge.budget import Budget
@@ -38,40 +36,45 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-CAPABILITIES_NOTE = "judge_means"
-"""Key of the note on what the judge's endpoints turned out not to do."""
+CAPABILITIES_NOTE: Final = "judge_means"
+"""Key of the note on what the judge's endpoints do not support."""
+CLAIMED_PER_THREAD: Final = 4
+"""Tasks in a claimed batch, for each thread that calls the judge."""
 
 
 async def recover(store: Store, state_dir: Path) -> tuple[int, list[str]]:
-    """Put right what a process that died left behind: book its calls in flight and return its tasks to `pending`.
+    """Clean up after a process that died: book its calls in flight and return its tasks to `pending`.
 
-    Returns how many tasks, and the keys of those that are dead letters now. The caller holds the instance lock.
+    Returns the number of tasks, and the keys of those that became dead letters. The caller holds the instance lock.
     """
     calls = CallsInFlight(state_dir)
 
-    def put_right(conn: Connection) -> tuple[int, list[str]]:
+    def clean_up(conn: Connection) -> tuple[int, list[str]]:
         verdicts.book(conn, calls.read())
         return claims.recover(conn)
 
-    found = await store.write(put_right)
+    found = await store.write(clean_up)
     calls.reset()
     return found
 
 
 @dataclass(slots=True)
 class _Run:
-    """One call of `Filtering.run`: what its threads and the event loop share."""
+    """One call of `TaskJudging.run`. `claimed` are its claimed tasks that have no verdict yet, by number; `taken`
+    counts the tasks of all its batches; `released` counts tasks that its last verdicts made due again."""
 
-    stop: LinkedEvent
-    taking: ClaimQueue
-    on_judged: Callable[[TaskResult], None] | None
-    report: JudgingReport = field(default_factory=JudgingReport)
-    freed: int = 0
+    stop: threading.Event
+    limit: int | None = None
+    on_judged: Callable[[TaskResult], None] | None = None
+    claimed: dict[int, Claimed] = field(default_factory=dict)
+    taken: int = 0
+    released: int = 0
     has_ended: bool = False
+    report: JudgingReport = field(default_factory=JudgingReport)
 
 
 class TaskJudging:
-    """Judges what is due. Raises ConfigError at once for a wrong rubric, chain or judge.
+    """Judges due tasks. Raises ConfigError for a wrong rubric, chain or judge.
 
     `rubric` replaces the rubric of the configuration and the chain; `calls` counts each call before it is sent. The
     attributes `judge` and `budget` are the judge's settings and what it may use; `redact` removes personal data from
@@ -105,15 +108,14 @@ class TaskJudging:
         on_judged: Callable[[TaskResult], None] | None = None,
         rejudge: bool = False,
     ) -> JudgingReport:
-        """Judge due tasks, at most `limit`, until none is left or `stop` is set. Nothing is left in `judging`.
+        """Judge due tasks, at most `limit`, until none is left or `stop` is set. No task remains in `judging`.
 
-        With `rejudge`, accepted and rejected tasks follow that another rubric or judge decided; each stays where it
-        is until its new verdict is there.
+        With `rejudge`, tasks that another rubric or judge accepted or rejected follow; each keeps its state until its
+        new verdict is stored. A cancelled run sets `stop`.
         """
-        linked = LinkedEvent(stop)
-        run = _Run(linked, self._taking(self._ask, linked, limit), on_judged)
+        run = _Run(stop or threading.Event(), limit, on_judged)
         if self._pre_filter is not None:
-            self._pre_filter.stop = linked
+            self._pre_filter.stop = run.stop
         report = run.report
         self._loop = asyncio.get_running_loop()
         capabilities = self.grader.client.capabilities
@@ -121,135 +123,109 @@ class TaskJudging:
         known = capabilities.snapshot()
         try:
             while True:
-                run.freed = 0
-                taken = run.taking.taken
+                run.released, taken = 0, run.taken
                 suspect = await self._store.read(claims.has_suspects)
-                report.error = await aside(partial(self._work, run, rejudge, suspect))
-                if suspect and run.taking.taken > taken and report.error is None:
+                report.error = await in_daemon_thread(partial(self._judge_batches, run, rejudge, suspect))
+                if suspect and run.taken > taken and report.error is None:
                     continue
-                if not run.freed or report.error is not None or run.stop.is_set():
+                if not run.released or report.error is not None or run.stop.is_set():
                     break
-                # The last verdicts rejected what others had been put aside for: those are due now.
                 rejudge = False
-        finally:
+        except asyncio.CancelledError:
             run.stop.set()
+            raise
+        finally:
             run.has_ended = True
-            left = list(run.taking.claimed)
-            if left:
-                await asyncio.shield(self._store.write(claims.release, left, "not judged"))
+            if run.claimed:
+                await asyncio.shield(self._store.write(claims.release, list(run.claimed), "not judged"))
         await self._store.write(notes.note, notes.JUDGE_NOTE, str(report.error or ""))
         if capabilities.snapshot() != known:
             await self._store.write(notes.note, CAPABILITIES_NOTE, capabilities.snapshot())
         return report
 
     async def count(self, *, limit: int | None = None, rejudge: bool = False) -> int:
-        """How many tasks `run` would take."""
+        """The number of tasks that `run` would judge."""
         total = await self._store.read(claims.count_due)
         if rejudge:
             total += await self._store.read(claims.count_decided, self.rubric.hash, self.grader.judge_hash)
         return total if limit is None else min(total, limit)
 
     async def preview(self, *, limit: int | None = None, rejudge: bool = False) -> JudgingEstimate:
-        """What `run` would take, without a call to anybody. Tasks are taken as `run` does, and that is undone.
+        """What `run` would take, without any request. Tasks are claimed in a transaction that is rolled back.
 
-        Embeddings would have to be asked for: what a chain stops by them is counted as if it went on.
+        Filters that need embeddings are skipped: tasks that they would stop count as judged.
         """
-        stop = threading.Event()
-        looking = asyncio.create_task(self._store.trial(self._preview, stop, limit, rejudge))
+        run = _Run(threading.Event(), limit)
+        estimating = asyncio.create_task(self._store.trial(self._estimate, run, rejudge))
         try:
-            return await asyncio.shield(looking)
+            return await asyncio.shield(estimating)
         except asyncio.CancelledError:
-            # A transaction is never broken off: it ends with the tasks that it has taken.
-            stop.set()
-            await looking
+            # A transaction cannot be interrupted: it ends after its current batch.
+            run.stop.set()
+            await estimating
             raise
 
-    def _preview(self, conn: Connection, stop: threading.Event, limit: int | None, rejudge: bool) -> JudgingEstimate:
+    def _estimate(self, conn: Connection, run: _Run, rejudge: bool) -> JudgingEstimate:
         def ask(function: Callable[..., T], *args: Any) -> T:
             return function(conn, *args)
 
         total = JudgingEstimate()
         pre_filter = PreFilter(without_embeddings(self._chain), ask) if self._chain else None
-        taking = self._taking(ask, stop, limit)
-        suspects = iter(lambda: next(taking.suspect(), []), [])
-        for batch in chain(suspects, taking.batches(rejudge=rejudge)):
+
+        def add(batch: Sequence[Claimed]) -> None:
             for each in pre_filter.apply(batch) if pre_filter else map(FilterResult, batch):
                 needed = CallEstimate()
                 if each.passed and each.task.stored is None:
                     needed = self.grader.estimate(exchange_of(each.task.line), each.task.earlier)
                 total.add(needed)
+
+        while suspect := next(self._claim(run, ask, suspect=True), None):
+            add(suspect)
+        for batch in self._claim(run, ask, rejudge=rejudge):
+            add(batch)
         return total
 
-    async def _settle(self, run: _Run, done: list[TaskResult]) -> None:
-        """Store task results and report them."""
-        if run.has_ended:
-            raise JudgeError("store verdicts", "judging was stopped", "The tasks are judged again.")
-        changed, freed = await self._store.write(self._store_all, done)
-        report = run.report
-        report.changed += changed
-        run.freed += freed
-        for item in done:
-            run.taking.claimed.pop(item.task.id, None)
-            if item.held:
-                report.held += 1
-            elif item.verdict is None:
-                report.dead += 1
-            else:
-                report.count(item.verdict, reused=item.reused)
-            if item.paid is not None and not item.reused:
-                report.bill(item.paid)
-            self._tell_reason(item)
-            if run.on_judged is not None:
-                run.on_judged(item)
+    def _claim(
+        self, run: _Run, ask: Ask, *, suspect: bool = False, rejudge: bool = False, first: int | None = None
+    ) -> Iterator[list[Claimed]]:
+        """Batches of due tasks, which are claimed, then of tasks to judge again. The `first` batch has this size.
 
-    def _store_all(self, conn: Any, done: list[TaskResult]) -> tuple[int, int]:
-        """How many are decided the other way now, and how many others are due again."""
-        changed = 0
-        retry = self._config.judge.retry_undecided_seconds
-        for item in done:
-            if item.held:
-                continue
-            if item.paid is not None and item.paid is not item.task.stored:
-                verdicts.store(conn, item.task.id, item.paid, self.rubric.hash, self.grader.judge_hash)
-            if item.repeats is not None:
-                deduplication.note(conn, item.task.id, item.repeats)
-            if item.verdict is None:
-                claims.dead_letter_task(conn, item.task.id, item.task.key, item.error)
-                continue
-            if item.verdict is not item.task.stored:
-                verdicts.store(conn, item.task.id, item.verdict, item.rubric_hash, self.grader.judge_hash)
-            if item.task.was is TaskState.JUDGING:
-                claims.apply(conn, item.task.id, item.verdict, retry)
-            else:
-                changed += claims.apply_again(conn, item.task.id, item.task.was, item.verdict)
-        # What repeats a task that is rejected now has nothing to repeat any more, nor has what was found to repeat
-        # one that was rejected since.
-        gone = [item.task.id for item in done if item.verdict is None or item.verdict.outcome is Outcome.REJECTED]
-        gone += deduplication.gone(conn, [item.repeats.task for item in done if item.repeats is not None])
-        return changed, deduplication.free_repetitions(conn, gone)
-
-    def _work(self, run: _Run, rejudge: bool, suspect: bool) -> FlywheelError | None:
-        """Claim, filter and grade tasks, in a thread of its own; what ended it early, if anything did.
-
-        A `suspect`, which was in work when a process ended, is judged alone.
+        A `suspect` was in work when a process died: it is the only task of the only batch.
         """
+        hashes = self.rubric.hash, self.grader.judge_hash
+        most = CLAIMED_PER_THREAD * self.judge.max_thread
+        size = 1 if suspect else first or most
+        after: int | None = None
+        while not run.stop.is_set():
+            number = size if run.limit is None else min(size, run.limit - run.taken)
+            if number <= 0:
+                return
+            if after is not None:
+                found = ask(claims.decided, number, after, *hashes)
+            else:
+                found = ask(claims.claim_suspect, *hashes) if suspect else ask(claims.claim, number, *hashes)
+                run.claimed.update({task.id: task for task in found})
+            if found:
+                run.taken += len(found)
+                yield found
+            if suspect or not (found or (rejudge and after is None)):
+                return
+            if after is not None or not found:
+                after = found[-1].id if found else 0
+            size = min(2 * size, most)
 
-        def settle(done: list[TaskResult]) -> None:
-            assert self._loop is not None
-            if done:
-                asyncio.run_coroutine_threadsafe(self._settle(run, done), self._loop).result()
-
+    def _judge_batches(self, run: _Run, rejudge: bool, suspect: bool) -> FlywheelError | None:
+        """Claim, filter and grade tasks, in a thread of its own. Returns the error that ended it early, if any."""
         # After a failed run the first batch has one task: during an outage each attempt claims and releases it.
         first, self._failed = (1 if self._failed else None), False
-        batches = run.taking.suspect() if suspect else run.taking.batches(rejudge=rejudge, first=first)
         try:
             if self._pre_filter is not None:
                 self._pre_filter.weigh_earlier()
             # A calibration that runs beside the daemon uses the same daily budget.
             self.budget.refresh()
-            judged = grade_batches(
+            batches = grade_batches(
                 self.grader,
-                self._to_grade(batches, settle),
+                self._to_grade(run, self._claim(run, self._ask, suspect=suspect, rejudge=rejudge, first=first)),
                 self.judge.max_thread,
                 run.stop,
                 budget=self.budget,
@@ -257,27 +233,22 @@ class TaskJudging:
                 earlier=lambda task: task.earlier,
                 calls=self._calls,
             )
-            with closing(judged):
-                for batch in judged:
-                    settle([self._behind_the_judge(TaskResult(*each, self.rubric.hash)) for each in batch])
+            with closing(batches):
+                for batch in batches:
+                    self._settle(run, [self._after_judge(TaskResult(*each, self.rubric.hash)) for each in batch])
         except FlywheelError as error:
             self._failed = True
-            # A stop also ends waits of the pre-filter, with FilterError.
+            # A stop ends waits of the pre-filter with FilterError.
             return None if run.stop.is_set() and isinstance(error, FilterError) else error
         except Exception as error:
             log.exception("judging failed")
-            return JudgeError(
-                "judge tasks", f"{type(error).__name__}: {error}", "This is a defect; please report it."
-            )
+            why = f"{type(error).__name__}: {error}"
+            return JudgeError("judge tasks", why, "This is a defect; please report it.")
         return None
 
-    def _taking(self, ask: Ask, stop: threading.Event, limit: int | None) -> ClaimQueue:
-        return ClaimQueue(ask, self.rubric.hash, self.grader.judge_hash, stop, 4 * self.judge.max_thread, limit)
-
-    def _to_grade(
-        self, batches: Iterator[list[Claimed]], settle: Callable[[list[TaskResult]], None]
-    ) -> Iterator[tuple[Claimed, Exchange]]:
-        """Tasks that need a call. Those of a batch that stored verdicts or the chain decide are settled first."""
+    def _to_grade(self, run: _Run, batches: Iterator[list[Claimed]]) -> Iterator[tuple[Claimed, Exchange]]:
+        """Tasks that need a judge call. The other tasks of a batch, which a stored verdict or the chain decides, are
+        stored first."""
         for batch in batches:
             decided, rest = [], []
             for each in self._pre_filter.apply(batch) if self._pre_filter else map(FilterResult, batch):
@@ -285,7 +256,6 @@ class TaskJudging:
                 if not each.passed:
                     decided.append(self._stopped(each))
                     continue
-                # Released with the others if the run ends before: in the form that the judge would have seen.
                 exchange = exchange_of(task.line)
                 verdict = task.stored
                 if verdict is None and task.earlier:
@@ -294,82 +264,75 @@ class TaskJudging:
                     rest.append((task, exchange))
                 else:
                     reused = verdict is task.stored or bool(verdict.judgements)
-                    decided.append(self._behind_the_judge(TaskResult(task, verdict, self.rubric.hash, reused=reused)))
-            settle(decided)
+                    decided.append(self._after_judge(TaskResult(task, verdict, self.rubric.hash, reused=reused)))
+            if decided:
+                self._settle(run, decided)
             yield from rest
 
-    def _behind_the_judge(self, judged: TaskResult) -> TaskResult:
-        """What the judge accepted can still be stopped by the filters that a chain keeps behind it."""
-        verdict = judged.verdict
-        if verdict is not None and verdict.broken and judged.task.was is TaskState.JUDGING:
-            return replace(judged, verdict=None, error=verdict.error)
-        is_new = (
-            verdict is not None and verdict.outcome is Outcome.ACCEPTED and judged.task.was is not TaskState.ACCEPTED
-        )
+    def _after_judge(self, result: TaskResult) -> TaskResult:
+        """The result after the filters behind the judge, which can stop what the judge accepted."""
+        verdict, was = result.verdict, result.task.was
+        if verdict is not None and verdict.broken and was is TaskState.JUDGING:
+            return replace(result, verdict=None, error=verdict.error)
+        is_new = verdict is not None and verdict.outcome is Outcome.ACCEPTED and was is not TaskState.ACCEPTED
         if self._pre_filter is None or not is_new:
-            return judged
-        result = self._pre_filter.after(judged.task)
-        return judged if result.passed else replace(self._stopped(result), paid=verdict, reused=judged.reused)
+            return result
+        filtered = self._pre_filter.after(result.task)
+        return result if filtered.passed else replace(self._stopped(filtered), paid=verdict, reused=result.reused)
 
-    def _stopped(self, result: FilterResult) -> TaskResult:
+    def _stopped(self, filtered: FilterResult) -> TaskResult:
         assert self._chain is not None
-        if result.error or result.held:
-            return TaskResult(result.task, None, "", error=result.error, held=result.held)
-        verdict = Verdict(Outcome.REJECTED, 0.0, reason=result.reason)
-        return TaskResult(result.task, verdict, f"{verdicts.CHAIN}{self._chain.hash}", repeats=result.repeats)
+        if filtered.error or filtered.held:
+            return TaskResult(filtered.task, None, "", error=filtered.error, held=filtered.held)
+        verdict = Verdict(Outcome.REJECTED, 0.0, reason=filtered.reason)
+        return TaskResult(filtered.task, verdict, f"{verdicts.CHAIN}{self._chain.hash}", repeats=filtered.repeats)
 
     def _ask(self, function: Callable[..., T], *args: Any) -> T:
-        """One transaction of the store, from the judging thread."""
+        """The result of one write transaction, for a thread other than the event loop's."""
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(self._store.write(function, *args), self._loop).result()
 
-    def _tell_reason(self, item: TaskResult) -> None:
-        if self._chain and self._chain.judge and self._chain.judge.print_reason and item.verdict is not None:
-            verdict = item.verdict
-            log.info("%s %s: %s", item.task.key, verdict.outcome.value, verdict.reason or verdict.error)
+    def _settle(self, run: _Run, results: list[TaskResult]) -> None:
+        """Store results and report them in the event loop; returns when that is done."""
+        assert self._loop is not None
+        asyncio.run_coroutine_threadsafe(self._report(run, results), self._loop).result()
 
+    async def _report(self, run: _Run, results: list[TaskResult]) -> None:
+        if run.has_ended:
+            raise JudgeError("store verdicts", "judging was stopped", "The tasks are judged again.")
+        changed, released = await self._store.write(self._store_results, results)
+        run.report.changed += changed
+        run.released += released
+        prints_reason = self._chain and self._chain.judge and self._chain.judge.print_reason
+        for result in results:
+            run.claimed.pop(result.task.id, None)
+            run.report.add(result)
+            if prints_reason and (verdict := result.verdict) is not None:
+                log.info("%s %s: %s", result.task.key, verdict.outcome.value, verdict.reason or verdict.error)
+            if run.on_judged is not None:
+                run.on_judged(result)
 
-@dataclass(slots=True)
-class ClaimQueue:
-    """The tasks that one run takes, at most `limit`, `most` at once; `claimed` are those that it still has."""
-
-    ask: Ask
-    rubric_hash: str
-    judge_hash: str
-    stop: Event
-    most: int
-    limit: int | None = None
-    claimed: dict[int, Claimed] = field(default_factory=dict)
-    taken: int = 0
-
-    def batches(self, *, rejudge: bool, first: int | None = None) -> Iterator[list[Claimed]]:
-        """Due tasks, which are claimed, then those that are to be judged again; the `first` batch has so many."""
-        size = self.most if first is None else first
-        after: int | None = None
-        while (room := self._room(size)) > 0 and not self.stop.is_set():
-            size = min(2 * size, self.most)
-            if after is None:
-                found = self.ask(claims.claim, room, self.rubric_hash, self.judge_hash)
-                self.claimed.update({task.id: task for task in found})
+    def _store_results(self, conn: Connection, results: list[TaskResult]) -> tuple[int, int]:
+        """Returns how many tasks have the opposite outcome now, and how many others are due again."""
+        changed = 0
+        for result in results:
+            task, verdict = result.task, result.verdict
+            if result.held:
+                continue
+            if result.paid is not None and result.paid is not task.stored:
+                verdicts.store(conn, task.id, result.paid, self.rubric.hash, self.grader.judge_hash)
+            if result.repeats is not None:
+                deduplication.note(conn, task.id, result.repeats)
+            if verdict is None:
+                claims.dead_letter_task(conn, task.id, task.key, result.error)
+                continue
+            if verdict is not task.stored:
+                verdicts.store(conn, task.id, verdict, result.rubric_hash, self.grader.judge_hash)
+            if task.was is TaskState.JUDGING:
+                claims.apply(conn, task.id, verdict, self._config.judge.retry_undecided_seconds)
             else:
-                found = self.ask(claims.decided, room, after, self.rubric_hash, self.judge_hash)
-            if found:
-                after = None if after is None else found[-1].id
-                self.taken += len(found)
-                yield found
-            elif rejudge and after is None:
-                after = 0
-            else:
-                return
-
-    def suspect(self) -> Iterator[list[Claimed]]:
-        """One due task that was in work when a process ended, which is claimed, if there is one."""
-        if self._room(1) > 0 and not self.stop.is_set():
-            found = self.ask(claims.claim_suspect, self.rubric_hash, self.judge_hash)
-            self.claimed.update({task.id: task for task in found})
-            self.taken += len(found)
-            if found:
-                yield found
-
-    def _room(self, size: int) -> int:
-        return size if self.limit is None else min(size, self.limit - self.taken)
+                changed += claims.apply_again(conn, task.id, task.was, verdict)
+        # A task that was stopped as a repetition of a task that is rejected now is due again.
+        rejected = [each.task.id for each in results if not each.verdict or each.verdict.outcome is Outcome.REJECTED]
+        rejected += deduplication.gone(conn, [each.repeats.task for each in results if each.repeats is not None])
+        return changed, deduplication.free_repetitions(conn, rejected)

@@ -15,7 +15,7 @@ from typing import Final
 
 from flywheel.config import JudgeSettings
 from flywheel.daemon.judge_setup import exchange_of
-from flywheel.daemon.signals import aside
+from flywheel.daemon.signals import in_daemon_thread
 from flywheel.daemon.task_result import JudgingEstimate
 from flywheel.errors import FlywheelError, JudgeError
 from flywheel.filtering.pii import Redactor
@@ -119,7 +119,7 @@ class RubricDiff:
         async def compare(pair: _Pair) -> None:
             nonlocal failed, asked, last
             try:
-                compared = await aside(partial(self._compare, pair, budget))
+                compared = await in_daemon_thread(partial(self._compare, pair, budget))
             except FlywheelError as error:
                 return end(error)
             finally:

@@ -1,6 +1,6 @@
-"""Interruption: a command that a signal asks to stop ends in order, and says so with its exit code.
+"""SIGINT and SIGTERM during a command: it ends in order, with the exit code of the signal.
 
-Only for commands that end by themselves; the daemon has an end of its own.
+The daemon handles its signals itself.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import asyncio
 import logging
 import signal
 import threading
-import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Final, TypeVar
@@ -22,20 +21,20 @@ T = TypeVar("T")
 
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 SLACK_SECONDS: Final = 2.0
-"""What is ready when the time to drain is over is still stored."""
+"""Time to store what is finished when the drain time is over."""
 
 
-async def aside(work: Callable[[], T]) -> T:
-    """What `work` returns, in a thread that nobody waits for once this is cancelled, not even the end of the program.
+async def in_daemon_thread(work: Callable[[], T]) -> T:
+    """The result of `work` in a thread that does not delay the end of the process.
 
-    For calls of the judge: one that was given up may take a minute.
+    For judge calls: after a cancellation, a call in flight may take another minute.
     """
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[T] = loop.create_future()
 
     def settle(result: T | None, error: BaseException | None) -> None:
         if outcome.done():
-            return  # it was given up
+            return  # cancelled
         if error is None:
             outcome.set_result(result)  # type: ignore[arg-type]
         else:
@@ -47,15 +46,15 @@ async def aside(work: Callable[[], T]) -> T:
             result = work()
         except BaseException as error:
             failed = error
-        with suppress(RuntimeError):  # the loop is closed by now
+        with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, result, failed)
 
-    threading.Thread(target=run, name="aside", daemon=True).start()
+    threading.Thread(target=run, name="judging", daemon=True).start()
     return await outcome
 
 
 class StopSignals:
-    """Listens for SIGINT and SIGTERM while something is done. `by` is the signal that came, if one did."""
+    """Handles SIGINT and SIGTERM while a coroutine runs. `by` is the signal that arrived, if one did."""
 
     def __init__(self, drain_seconds: float) -> None:
         self.by: signal.Signals | None = None
@@ -64,10 +63,10 @@ class StopSignals:
         self._again = asyncio.Event()
 
     async def during(self, work: Coroutine[Any, Any, T], stop: Callable[[], Awaitable[object]]) -> T | None:
-        """What `work` returns; None when it had to be cancelled.
+        """The result of `work`; None when it had to be cancelled.
 
-        The first signal calls `stop`, which asks `work` to end, and waits for both: for `work` no longer than to
-        drain. A second signal does not wait for `work`. What `stop` ends itself is always waited for.
+        The first signal calls `stop`, which asks `work` to end, and waits for both: for `work` at most the drain
+        time. A second signal cancels `work` at once. `stop` is always awaited.
         """
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
@@ -86,7 +85,7 @@ class StopSignals:
                 loop.remove_signal_handler(number)
 
     def error(self, attempted: str, hint: str) -> StoppedError:
-        """How a command ends that was stopped."""
+        """The error of a command that a signal stopped, with its exit code."""
         assert self.by is not None
         error = StoppedError(attempted, f"{self.by.name} stopped it", hint)
         error.exit_code = 128 + self.by
@@ -94,7 +93,7 @@ class StopSignals:
 
     def _hear(self, number: signal.Signals) -> None:
         if self._heard.is_set():
-            log.warning("second signal: not waiting for what is in flight")
+            log.warning("second signal: not waiting for calls in flight")
             self._again.set()
             return
         self.by = number
@@ -103,32 +102,10 @@ class StopSignals:
     async def _end(self, task: asyncio.Task[T], stop: Callable[[], Awaitable[object]]) -> None:
         hurried = asyncio.create_task(self._again.wait())
         stopping = asyncio.ensure_future(stop())
-        await asyncio.sleep(0)  # it has begun when it is told
-        log.info("stopping; another signal does not wait for what is in flight")
+        await asyncio.sleep(0)  # `stop` has begun before the log line
+        log.info("stopping; send another signal to end without waiting for calls in flight")
         await asyncio.wait((task, hurried), timeout=self._patience, return_when=asyncio.FIRST_COMPLETED)
         hurried.cancel()
         await stopping
         task.cancel()
         await asyncio.wait((task,))
-
-
-LOOK_SECONDS = 0.1
-"""How soon a wait notices the other event."""
-
-
-class LinkedEvent(threading.Event):
-    """Set by this run for itself, or by the caller for all runs: the caller's event is only looked at."""
-
-    def __init__(self, outer: threading.Event | None) -> None:
-        super().__init__()
-        self._outer = outer
-
-    def is_set(self) -> bool:
-        return super().is_set() or (self._outer is not None and self._outer.is_set())
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """As `threading.Event.wait`; the caller's event ends it too, within LOOK_SECONDS."""
-        until = float("inf") if timeout is None else time.monotonic() + timeout
-        while not self.is_set() and (left := until - time.monotonic()) > 0:
-            super().wait(min(left, LOOK_SECONDS))
-        return self.is_set()

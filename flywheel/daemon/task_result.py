@@ -1,4 +1,4 @@
-"""What a run of filtering says: of one task, and of all. Plain data."""
+"""Results of judging, as plain data: of one task, of a run, and the estimate of a run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,28 @@ from flywheel.store.deduplication import Repeats
 from flywheel.verdict import Verdict
 
 
+@dataclass(frozen=True, slots=True)
+class TaskResult:
+    """One task and its verdict. Without a verdict the task is `held` for a person, or `error` says what failed.
+
+    `repeats` is the task that it repeats, if it was rejected for that; `paid` is the judge's verdict, where a filter
+    behind the judge decided otherwise. `reused` verdicts needed no judge call.
+    """
+
+    task: Claimed
+    verdict: Verdict | None
+    rubric_hash: str
+    reused: bool = False
+    error: str = ""
+    held: bool = False
+    repeats: Repeats | None = None
+    paid: Verdict | None = None
+
+
 @dataclass(slots=True)
 class JudgingReport:
-    """What one run did. `reused` verdicts were paid for before; `dead` tasks broke a filter or the grading, `held`
-    ones wait for a person; `changed` ones had been decided the other way."""
+    """Counts of one run. `reused` verdicts were paid for earlier; `dead` tasks made a filter or the grading fail;
+    `held` tasks wait for a person; `changed` tasks had the opposite outcome before."""
 
     accepted: int = 0
     rejected: int = 0
@@ -32,39 +50,21 @@ class JudgingReport:
     def judged(self) -> int:
         return self.accepted + self.rejected + self.undecided
 
-    def count(self, verdict: Verdict, *, reused: bool) -> None:
-        name = verdict.outcome.value
+    def add(self, result: TaskResult) -> None:
+        verdict = result.verdict
+        name = "held" if result.held else "dead" if verdict is None else verdict.outcome.value
         setattr(self, name, getattr(self, name) + 1)
-        self.reused += reused
-        self.bill(verdict)
-
-    def bill(self, verdict: Verdict) -> None:
-        self.calls += verdict.calls
-        self.prompt_tokens += verdict.prompt_tokens
-        self.completion_tokens += verdict.completion_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class TaskResult:
-    """One task with its verdict, for whoever watches. Without one, it is `held`, or `error` says what broke on it.
-
-    `repeats` is the task that it was rejected for repeating; `paid` the judge's verdict, when a filter behind the
-    judge had another.
-    """
-
-    task: Claimed
-    verdict: Verdict | None
-    rubric_hash: str
-    reused: bool = False
-    error: str = ""
-    held: bool = False
-    repeats: Repeats | None = None
-    paid: Verdict | None = None
+        self.reused += verdict is not None and result.reused
+        for paid in (verdict, None if result.reused else result.paid):
+            if paid is not None:
+                self.calls += paid.calls
+                self.prompt_tokens += paid.prompt_tokens
+                self.completion_tokens += paid.completion_tokens
 
 
 @dataclass(slots=True)
 class JudgingEstimate:
-    """What judging would take: of `tasks`, so many `free` ones need no call. Close scores can take `more`."""
+    """What judging would take. Of `tasks`, `free` need no call; close scores can take `more` calls."""
 
     tasks: int = 0
     free: int = 0
@@ -74,10 +74,8 @@ class JudgingEstimate:
     more: int = 0
 
     def add(self, *needed: CallEstimate) -> None:
-        """One more task, and what it needs."""
+        """Add one task and the calls that it needs."""
         self.tasks += 1
         self.free += not any(each.calls for each in needed)
-        self.calls += sum(each.calls for each in needed)
-        self.criteria += sum(each.criteria for each in needed)
-        self.prompt_tokens += sum(each.prompt_tokens for each in needed)
-        self.more += sum(each.more for each in needed)
+        for name in ("calls", "criteria", "prompt_tokens", "more"):
+            setattr(self, name, getattr(self, name) + sum(getattr(each, name) for each in needed))
