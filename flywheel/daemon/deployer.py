@@ -1,4 +1,4 @@
-"""Deploying: a swap with its record, by the daemon after a round or by hand, and the way back."""
+"""Deployment: swaps of the alias with their records, rollback, and reconciliation of the inference servers."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from flywheel.store.database import Store
 from flywheel.store.transitions import move
 
 WAIT_SECONDS = 120.0
-"""How long a swap waits for another one to end."""
+"""How long a swap waits for another swap to end."""
 
 
 class Deployer:
-    """Points the alias at adapters. Several processes may hold one: the database orders what they do."""
+    """Points the alias at adapters. Several processes may have one; the swap lock orders their work."""
 
     def __init__(self, store: Store, config: Config) -> None:
         self._store = store
@@ -42,43 +42,43 @@ class Deployer:
 
     @contextlib.asynccontextmanager
     async def _replicas(self, wait_seconds: float) -> AsyncIterator[list[Replica]]:
-        """The servers, for the one who may touch them now."""
+        """The inference servers, while this process holds the swap lock."""
         serving = self._config.serving
         keys = {url: admin_key(self._config, url, f"ask {url}") for url in serving.urls}
         async with swap_lock(self._config.state_dir, wait_seconds), contextlib.AsyncExitStack() as stack:
-            await self._give_up()
+            await self._fail_unfinished()
             yield [
                 await stack.enter_async_context(Replica(url, key, timeout_seconds=serving.load_timeout_seconds))
                 for url, key in keys.items()
             ]
 
     async def recover(self) -> int:
-        """Give up the swaps that dead processes left half done, and say how many; one under way is let alone."""
+        """Mark the unfinished swaps of dead processes as failed; returns how many. A running swap is left alone."""
         try:
             async with swap_lock(self._config.state_dir, 0):
-                return await self._give_up()
+                return await self._fail_unfinished()
         except LockedError:
             return 0
 
-    async def _give_up(self) -> int:
-        # Who holds the lock knows that nobody is at work on what is unfinished.
+    async def _fail_unfinished(self) -> int:
+        # The swap lock is held: no process works on an unfinished swap.
         if not await self._store.read(deployments.unfinished):
             return 0
         return await self._store.write(deployments.fail_unfinished, "its process died")
 
     async def deploy(self, adapter: str | None, reason: str) -> SwapReport:
-        """Swap to `adapter` (None: the base model). Raises ServeError; what served before then still does."""
+        """Swap to `adapter` (None: the base model). Raises ServeError; then the previous version still serves."""
         attempted = f"deploy adapter {adapter}"
         row = await self._checked(adapter, attempted)
         if row is not None and not row.probe:
             raise ServeError(
                 attempted,
-                "its round measured nothing that could prove it",
+                "its round left no probe that could prove it",
                 "Deploy another adapter.",
             )
         probe = Probe.model_validate(row.probe) if row is not None else None
         async with self._replicas(WAIT_SECONDS) as servers:
-            # Before it is written down: a server that is away all night leaves no row for each time it was tried.
+            # Before the request is recorded: an unreachable server leaves no row for each attempt.
             await ask(servers, self._alias)
             number = await self._request(adapter, reason)
 
@@ -104,7 +104,7 @@ class Deployer:
         try:
             await asyncio.shield(writing)
         except asyncio.CancelledError:
-            # Once it is written the swap has happened, and must not be taken back: the stop came too late.
+            # A recorded swap has happened and must not be undone.
             await asyncio.wait([writing])
             writing.result()
 
@@ -112,19 +112,22 @@ class Deployer:
         await asyncio.shield(self._store.write(_failed, number, error))
 
     async def _checked(self, adapter: str | None, attempted: str) -> Row[Any] | None:
-        """The adapter, whose files are those that were evaluated; None for the base model. Raises ServeError."""
+        """The adapter, after a check that its files are those that were evaluated; None for the base model.
+
+        Raises ServeError.
+        """
         if adapter is None:
             return None
         row = await self._store.read(rounds.adapter, adapter)
         if row is None:
-            raise ServeError(attempted, "there is no such adapter", "List what there is with `flywheel status`.")
+            raise ServeError(attempted, "there is no such adapter", "`flywheel status` lists the adapters.")
         found, why = await asyncio.to_thread(_hash_of, Path(row.path))
         state = AdapterState(row.state)
         if found != row.sha256:
             if found and state not in (AdapterState.CORRUPT, AdapterState.REMOVED):
                 await self._store.write(move, row.id, state, AdapterState.CORRUPT, "files changed")
             if state is AdapterState.REMOVED:
-                why = f"the files in {row.path} were removed: nothing needed them any more (retention)"
+                why = f"the files in {row.path} were removed by retention"
             raise ServeError(
                 attempted,
                 why or f"the files in {row.path} are not those that were evaluated",
@@ -132,7 +135,7 @@ class Deployer:
                 "`flywheel rollback --to base` lets the base model answer.",
             )
         if state in (AdapterState.CORRUPT, AdapterState.REMOVED):
-            await self._store.write(move, row.id, state, AdapterState.READY, "its files are whole again")
+            await self._store.write(move, row.id, state, AdapterState.READY, "its files are complete again")
         return row
 
     def _check_base(self, row: Row[Any] | None, attempted: str, hint: str) -> None:
@@ -142,13 +145,13 @@ class Deployer:
             raise ServeError(attempted, why, hint)
 
     async def rollback(self, to: str | None = None) -> tuple[str | None, SwapReport]:
-        """Go back at once: to the adapter that served before, or to `to` ("base": the base model).
+        """Go back to the adapter that served before, or to `to` ("base": the base model), without a proof.
 
-        Raises RollbackError when not every replica followed; what did stays there. Raises ServeError.
+        Raises RollbackError when a replica did not follow; the others stay rolled back. Raises ServeError.
         """
         async with self._replicas(WAIT_SECONDS) as servers:
-            # Not before: whoever held the lock may have deployed what is to be taken back.
-            target = await self._way_back(to)
+            # Inside the lock: its last holder may have deployed the adapter that is rolled back now.
+            target = await self._rollback_target(to)
             attempted = f"roll {self._alias} back to {target}"
             row = await self._checked(target, attempted)
             hint = f"`flywheel deploy {target}` proves first whether it can be served; `--to base` needs no proof."
@@ -157,7 +160,7 @@ class Deployer:
             try:
                 report = await rollback(servers, self._alias, _ref(row), self._config.serving)
             except RollbackError as error:
-                # What went back stays there: once written down, reconciling takes the others along.
+                # Once recorded, `reconcile` rolls the other replicas back too.
                 if any(not replica.error for replica in error.report.replicas):
                     await self._activate(number, error.report)
                 else:
@@ -169,14 +172,14 @@ class Deployer:
             await self._activate(number, report)
         return target, report
 
-    async def _way_back(self, to: str | None) -> str | None:
+    async def _rollback_target(self, to: str | None) -> str | None:
         active = await self._store.read(deployments.active, self._alias)
         if to is None:
             if active is None:
                 raise ServeError(
                     f"roll {self._alias} back",
                     "nothing was deployed yet",
-                    "The base model is answering; there is no way back.",
+                    "The base model serves already.",
                 )
             return str(active.previous) if active.previous else None
         if to == "base":
@@ -191,15 +194,15 @@ class Deployer:
         return to
 
     async def reconcile(self) -> SwapReport:
-        """Bring servers that forgot the active adapter (a restart) back to it, and unload versions long out of use.
+        """Load the active adapter on servers that lost it (a restart), and unload versions out of use.
 
-        What was found on each is written down for `status`. Where nothing was ever deployed they are only looked at:
-        what they serve may be another state's. Raises LockedError while somebody else moves the alias, and ServeError
-        when they cannot be asked at all.
+        Records the condition of each server for `status`. Where nothing was ever deployed, the servers are only
+        inspected: they may belong to another state. Raises LockedError while another process moves the alias, and
+        ServeError when no request can be made.
         """
         try:
             return await self._reconcile()
-        except ServeError as error:  # the key is not set, or cannot be one
+        except ServeError as error:  # the admin key is missing or invalid
             urls = self._config.serving.urls
             report = SwapReport(self._alias, "", tuple(ReplicaReport.failed(url, error) for url in urls))
             await self._store.write(_noted, report)
@@ -212,14 +215,14 @@ class Deployer:
                 report = await look(servers, self._alias)
                 await self._store.write(_noted, report)
                 return report
-            # A first swap that died half done leaves nothing active and may have moved aliases: to the base model.
+            # A first swap that died leaves nothing active and may have moved aliases: back to the base model.
             adapter = active.adapter if active is not None else None
             row = await self._store.read(rounds.adapter, adapter) if adapter else None
             probe = Probe.model_validate(row.probe) if row is not None and row.probe else None
 
             async def check() -> None:
                 attempted = f"load adapter {adapter} again"
-                hint = "Serve that one again, or let this one answer: `flywheel deploy base`."
+                hint = "Serve that base model again, or serve this one without an adapter: `flywheel deploy base`."
                 self._check_base(await self._checked(adapter, attempted), attempted, hint)
 
             serving = self._config.serving
@@ -228,7 +231,7 @@ class Deployer:
             if not report.errors:
                 drain = self._config.serving.drain_seconds
                 keep = await self._store.read(deployments.in_use, self._alias, drain)
-                # Those that served until a moment ago are among `keep`: there is nothing to wait for here.
+                # Adapters that served until recently are in `keep`: no drain is needed.
                 at_once = self._config.serving.model_copy(update={"drain_seconds": 0})
                 await retire(servers, self._alias, keep, at_once)
             return report
@@ -256,7 +259,7 @@ def _ref(row: Row[Any] | None) -> AdapterRef | None:
 
 
 def _hash_of(path: Path) -> tuple[str, str]:
-    """The hash of an adapter's files; empty where there is none, and why."""
+    """The hash of an adapter's files, or an empty hash and the reason."""
     try:
         if not path.is_dir():
             return "", f"its directory {path} is not there"

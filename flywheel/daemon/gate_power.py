@@ -1,4 +1,4 @@
-"""The gate's next test: whom it would ask, at which level, and whether it could show what a round is worth."""
+"""The statistical power of the gate's next test: its tasks, its level, and the conversations that are missing."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from flywheel.round import GateTest
 from flywheel.store import gate_tests
 from flywheel.terminal import quantity
 
-LOOKED_AT: Final = 10
-"""So many times `gate.max_tasks` tasks are looked at for those to ask: conversations have several."""
+CONSIDERED: Final = 10
+"""Tasks that are considered, as a multiple of `gate.max_tasks`: conversations have several."""
 PAST: Final = 10
-"""So many comparisons, the newest, tell how much scores vary."""
+"""The newest comparisons, from which the variance of scores is estimated."""
 
 
 @dataclass(frozen=True, slots=True)
 class NextTest:
-    """The tasks that the test would ask, by number, of how many conversations; the probability that it would show a
-    gain of ten points; and how many conversations are missing until that is enough, None where no number is."""
+    """`tasks` are the numbers of the test's tasks, of `conversations` conversations. `power` is the probability of
+    showing a gain of ten points; `missing` is the number of conversations until that suffices, None where no number
+    suffices."""
 
     test: GateTest
     tasks: list[int]
@@ -45,8 +46,8 @@ class NextTest:
             return f"gate.max_tasks {gate.max_tasks} is too low: {why}"
         return f"{quantity(self.missing, 'held-out conversation')} missing: {why}"
 
-    def told(self, gate: GateSettings) -> dict[str, Any]:
-        """As `status` tells it."""
+    def as_json(self, gate: GateSettings) -> dict[str, Any]:
+        """The part of `flywheel status --json`."""
         return {
             "epoch": self.test.epoch,
             "test": self.test.number,
@@ -59,9 +60,9 @@ class NextTest:
 
 
 def next_test(conn: Connection, config: Config) -> NextTest:
-    """The test that a round which started now would be."""
+    """The test of a round that starts now."""
     gate = config.gate
-    most, takes = LOOKED_AT * gate.max_tasks, config.training.takes
+    most, takes = CONSIDERED * gate.max_tasks, config.training.takes
     past = gate_tests.spent(conn, PAST)
     last = past[0] if past else None
     fresh = gate_tests.never_tested(conn, most, takes)
@@ -84,13 +85,13 @@ def next_test(conn: Connection, config: Config) -> NextTest:
         first = alpha_spending.alpha_of(gate.alpha, 1)
         if last is not None and (needed := _first(most_asked, lambda n: power(n, first, n) >= gate.min_power)):
             ways.append(max(needed, last.conversations) - never_tested)
-        # Several tasks of a conversation are asked less often each: one more is missing at least.
+        # With several tasks per conversation each gets fewer samples: at least one conversation is missing.
         missing = max(1, min(ways)) if ways else None
     return NextTest(test, [number for number, _ in asked], conversations, now, missing)
 
 
 def _spread_out(tasks: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:
-    """In an order that has one task of every conversation first, then a second one, …: together they show most."""
+    """Ordered so that one task of every conversation comes first, then a second one, …: independent tasks first."""
     seen: Counter[str] = Counter()
     ranked = []
     for number, conversation in tasks:

@@ -1,7 +1,7 @@
-"""Locks between processes, which the kernel frees when their holder dies.
+"""Locks between processes; the kernel releases them when their holder dies.
 
-Whatever writes tasks, verdicts or rounds holds `lock`; whatever moves the alias holds `swap.lock`, for as long as
-that takes, so that a rollback by hand and the daemon's own swaps come one after the other.
+A process that writes tasks, verdicts or rounds holds `lock`. A process that moves the alias holds `swap.lock`
+meanwhile, so that a manual rollback and the daemon's swaps run one after the other.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from flywheel.files import make_private, private
 
 log = logging.getLogger(__name__)
 
-TELL_AT: Final = 10
-"""At which try, ten a second, it is said that one waits."""
+LOG_AT_ATTEMPT: Final = 10
+"""The wait for a lock is logged at this attempt; there are ten per second."""
 FLOCK: Final = "hhqqi4x"
 """C's struct flock: type, whence, start, length (0: all), process."""
 
 
 class InstanceLock:
-    """An advisory lock on a file in the state directory, with its holder's process id inside."""
+    """An advisory lock on a file in the state directory, which contains the holder's process id."""
 
     def __init__(self, state_dir: Path, name: str = "lock") -> None:
         self._path = state_dir / name
@@ -58,7 +58,7 @@ class InstanceLock:
             ) from None
         os.ftruncate(fd, 0)
         os.write(fd, str(os.getpid()).encode())
-        # A second lock, which can be looked at without being taken. Where a file system has none, nobody is seen.
+        # A second lock, which `holder` can query without taking it. Some file systems do not support it.
         with contextlib.suppress(OSError):
             fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
         self._fd = fd
@@ -74,8 +74,7 @@ class InstanceLock:
 
 
 def holder(state_dir: Path) -> int | None:
-    """The process that holds the lock, if any does. Looking neither takes nor makes it: who starts just then must not
-    find it taken."""
+    """The id of the process that holds the lock, if any. Neither takes nor creates the lock."""
     try:
         fd = os.open(state_dir / "lock", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -92,22 +91,21 @@ def holder(state_dir: Path) -> int | None:
         os.close(fd)
 
 
-def _tell(state: RetryCallState) -> None:
-    """What is waited for, once it has taken a second."""
+def _log_wait(state: RetryCallState) -> None:
     failed = state.outcome.exception() if state.outcome is not None else None
-    if state.attempt_number == TELL_AT and isinstance(failed, LockedError):
-        log.info("waiting for a swap that is under way: %s", failed.why)
+    if state.attempt_number == LOG_AT_ATTEMPT and isinstance(failed, LockedError):
+        log.info("waiting for a swap that is running: %s", failed.why)
 
 
 @contextlib.asynccontextmanager
 async def swap_lock(state_dir: Path, wait_seconds: float) -> AsyncIterator[None]:
-    """Hold `swap.lock`; LockedError when another process does not let go of it in time."""
+    """Hold `swap.lock`. Raises LockedError when another process holds it for longer than `wait_seconds`."""
     lock = InstanceLock(state_dir, "swap.lock")
     waiting = AsyncRetrying(
         retry=retry_if_exception_type(LockedError),
         stop=stop_after_delay(wait_seconds),
         wait=wait_fixed(0.1),
-        before_sleep=_tell,
+        before_sleep=_log_wait,
         reraise=True,
     )
     async for attempt in waiting:

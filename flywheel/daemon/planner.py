@@ -1,4 +1,4 @@
-"""Planning: when a round is due, with which samples, and the specification that its worker reads."""
+"""Planning: when a round is due, its samples, and the specification that its worker reads."""
 
 from __future__ import annotations
 
@@ -31,22 +31,19 @@ from flywheel.task import conversation_key
 from flywheel.terminal import quantity
 
 MOST_DOUBLINGS: Final = 4
-"""How often the wait after a failed round is doubled, at most, when more of them fail in a row."""
+"""The wait after a failed round doubles at most this often when more rounds fail in a row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """Whether a round should start, and the sentence that says why or why not."""
+    """Whether a round should start, and the reason."""
 
     start: bool
     reason: str
 
 
 def due(conn: Connection, config: Config, supplies: Supplies | None = None, *, window: bool = False) -> Due:
-    """Look at the counts. `window` is true while a cron window has just opened.
-
-    `supplies` remember, for who asks often, which samples may be taken.
-    """
+    """Whether a round is due. `window` is true when a cron window has just opened; `supplies` cache the samples."""
     if (live := rounds.live(conn)) is not None:
         return Due(False, f"{live.name} is {live.state}")
     if wait := _backoff(conn, config):
@@ -82,17 +79,17 @@ def _backoff(conn: Connection, config: Config) -> str:
     until = datetime.fromisoformat(failed[0].finished_at) + timedelta(seconds=seconds)
     if datetime.now(UTC) >= until:
         return ""
-    return f"{failed[0].name} failed; the next try is at {until.isoformat(timespec='seconds')}"
+    return f"{failed[0].name} failed; the next attempt is at {until.isoformat(timespec='seconds')}"
 
 
 def check_rubric(rubric: Rubric, attempted: str) -> None:
-    """Raise TrainError for a rubric that no rollout can be graded by."""
+    """Raise TrainError for a rubric that cannot grade rollouts."""
     if why := rubric.unfit_for_rollouts:
         raise TrainError(attempted, why, FIT_FOR_ROLLOUTS)
 
 
 def _other_base(conn: Connection, config: Config) -> str:
-    """Why no round can go on from what serves: it belongs to another base model."""
+    """Why no round can continue from the active adapter: it belongs to another base model."""
     active = deployments.active(conn, config.model.alias)
     adapter = rounds.adapter(conn, active.adapter) if active and active.adapter else None
     if adapter is None or adapter.base_model == config.model.base:
@@ -148,11 +145,10 @@ def plan(conn: Connection, config: Config, rubric: Rubric, rounds_dir: Path, tri
 
 
 def begin(conn: Connection, row: Row[Any], config: Config, rubric: Rubric) -> Row[Any]:
-    """A planned round that is about to start: it goes on from what serves now, by the settings and the rubric of now,
-    whatever they were when it was planned.
+    """Prepare a planned round for its start: with the active adapter, the settings and the rubric of now.
 
-    Raises TrainError when that belongs to another base model, when the base model is not there, or the rubric fits no
-    rollout.
+    Raises TrainError when the active adapter belongs to another base model, when the base model is missing, and when
+    the rubric cannot grade rollouts.
     """
     check_rubric(rubric, f"start {row.name}")
     _check_base(conn, config, f"start {row.name}")
@@ -167,7 +163,7 @@ def begin(conn: Connection, row: Row[Any], config: Config, rubric: Rubric) -> Ro
 
 
 def spec_of(conn: Connection, row: Row[Any], config: Config, rubric: Rubric) -> RoundSpec:
-    """What the worker of a planned round is told."""
+    """The specification of a planned round for its worker."""
     return RoundSpec(
         round_id=row.name,
         attempt=row.attempt,
@@ -184,7 +180,10 @@ def spec_of(conn: Connection, row: Row[Any], config: Config, rubric: Rubric) -> 
 
 
 def debug_spec(conn: Connection, config: Config, rubric: Rubric) -> RoundSpec:
-    """A round that trains nothing and reserves nothing: it only shows rollouts and rewards. Raises TrainError."""
+    """The specification of a round that only shows rollouts and rewards: no training, no reservation.
+
+    Raises TrainError.
+    """
     check_rubric(rubric, "try a round")
     _check_base(conn, config, "try a round")
     free = samples.free_samples(conn, config.training.prompts_per_step, config.training.takes)
@@ -206,7 +205,7 @@ def debug_spec(conn: Connection, config: Config, rubric: Rubric) -> RoundSpec:
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """The configuration with the judge as the chain has it: rollouts are graded as tasks are."""
+    """The configuration with the chain's judge settings: rollouts are graded as tasks are."""
     return config.model_copy(update={"judge": judge_settings(config, chain_of(config))}).model_dump(mode="json")
 
 
@@ -214,13 +213,13 @@ def _tasks(conn: Connection, ids: list[int], config: Config) -> list[RoundTask]:
     rejected = rounds.rejected(conn, ids)
     lines: Iterable[dict[str, Any]] = rounds.payloads(conn, ids)
     if (redact := redactor_of(config.filter.chain)) is not None:
-        # They may have been stored and judged before the chain had the filter.
+        # Tasks may have been stored before the chain had the filter.
         lines = map(redact, lines)
     return [
         RoundTask(
             task_id=line["task_id"],
             query=line["main_query"],
-            # The judge is told that a reference was accepted: of a rejected answer that would be a lie.
+            # The judge takes a reference for an accepted answer: a rejected one is left out.
             answer="" if line["task_id"] in rejected else line["answer"],
             prompt=line["prompt"],
             tools=orjson.loads(line["metadata"]["tools_json"]),
@@ -234,7 +233,7 @@ def _tasks(conn: Connection, ids: list[int], config: Config) -> list[RoundTask]:
 
 
 def _tokens_sent(metadata: dict[str, Any], config: Config) -> int:
-    """How many tokens a prompt had, as the model of this round counts them; 0 where it is not to be compared."""
+    """The tokens of a prompt as this round's model counts them; 0 where they cannot be compared."""
     model, adapter = metadata["model"], metadata["adapter"]
     is_own = metadata["adapter_source"] == "id" or config.models_of(None).is_own(model, adapter)
     if not is_own or not (model or adapter) or Exclusion.INEXACT in config.training.takes:
@@ -251,27 +250,23 @@ _NAME: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def missing_base_model(base: str) -> str:
-    """Why no process here can load a base model; empty when its files are here, or the hub may have them."""
+    """Why the base model cannot be loaded here; empty when its files exist or the hub may have them."""
     path = Path(base)
     if path.is_absolute() or path.is_dir():
         if not path.is_dir():
             return f"there is no directory {base}"
         return "" if (path / "config.json").is_file() else f"{base} has no config.json"
     if not _NAME.fullmatch(base):
-        return f"there is no directory {base}, and it is no name on the hub"
-    if _is_offline() and folder_of(base) is None:
-        return f"{base} is not on this machine, and HF_HUB_OFFLINE says not to load it"
+        return f"there is no directory {base}, and it is not a name on the hub"
+    variables = (os.environ.get(name, "").lower() for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+    if any(value not in _OFF for value in variables) and folder_of(base) is None:
+        return f"{base} is not on this machine, and HF_HUB_OFFLINE forbids the download"
     return ""
-
-
-def _is_offline() -> bool:
-    variables = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-    return any(os.environ.get(variable, "").lower() not in _OFF for variable in variables)
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """`rounds` ended without a promotion since the last one that was promoted; `new` samples were in none of them."""
+    """`rounds` ended since the last promotion; `new` free samples were in none of them."""
 
     rounds: int
     new: int
@@ -279,7 +274,7 @@ class Patience:
 
     @property
     def wait(self) -> str:
-        """What the trigger waits for; empty when it does not."""
+        """What the trigger waits for; empty when nothing is missing."""
         if self.new >= self.needed:
             return ""
         ended = quantity(self.rounds, "round")
@@ -287,6 +282,6 @@ class Patience:
 
 
 def patience(conn: Connection, config: Config, needed: int) -> Patience:
-    """As many new samples for each such round as would start one otherwise: longer each time."""
+    """After each round without promotion, the next one needs `needed` more new samples."""
     ended = rounds.without_promotion(conn)
     return Patience(ended, samples.count_new(conn, config.training.takes) if ended else 0, ended * needed)

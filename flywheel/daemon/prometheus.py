@@ -1,4 +1,4 @@
-"""The status in Prometheus' text format, for node_exporter's textfile collector or any other scraper of files."""
+"""The status in Prometheus' text format, for node_exporter's textfile collector."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 Labelled = Iterable[tuple[tuple[str, ...], float]]
-"""Values with those of their labels."""
+"""Values with their label values."""
 
 
 def exposition(state: dict[str, Any]) -> bytes:
-    """What `status.snapshot` found, in UTF-8 as the format has it.
-
-    No sample has a time of its own: the collector refuses those.
-    """
+    """The metrics of `status.snapshot`, in UTF-8. Samples have no timestamps: the collector refuses them."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Snapshot(state))
     return generate_latest(registry)
@@ -31,7 +28,7 @@ class _Snapshot(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from _of_program(self._state)
-        yield from _of_funnel(self._state)
+        yield from _of_pipeline(self._state)
         yield from _of_sources(self._state["sources"])
         yield from _of_judge(self._state["judge"])
         yield _by(
@@ -52,7 +49,7 @@ def _of_program(state: dict[str, Any]) -> Iterator[Metric]:
     yield _number("dead_letters_open", "Dead letters that nobody has retried or dropped.", state["dead_letters"])
 
 
-def _of_funnel(state: dict[str, Any]) -> Iterator[Metric]:
+def _of_pipeline(state: dict[str, Any]) -> Iterator[Metric]:
     yield _by("replies", "Replies in the ledger by state.", "state", state["replies"])
     yield _by("skipped_replies", "Replies that became no task, by reason.", "reason", state["skipped"])
     yield _by("tasks", "Tasks by state.", "state", state["tasks"])
@@ -71,7 +68,7 @@ def _of_sources(sources: list[dict[str, Any]]) -> Iterator[Metric]:
         values = [((source["path"],), float(source[value])) for source in sources]
         return _gauge(f"source_{name}", text, ("source",), values)
 
-    # What is read no more is in no condition: nobody could put it right.
+    # A source that is no longer configured has no condition.
     conditions = [
         ((source["path"], source["condition"] or "not read yet"), 1.0) for source in sources if source["configured"]
     ]

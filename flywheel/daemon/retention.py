@@ -1,7 +1,7 @@
-"""Retention: the large files of old rounds go, when nothing needs them any more.
+"""Retention: removes the large files of old rounds that nothing needs.
 
-What a round was told and what it measured stays. Servers are asked first: an adapter that one still lists may be read
-again at any time.
+A round's specification and measurements stay. An adapter that a server still lists stays too: the server may read it
+again.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from flywheel.store.retention import Old
 log = logging.getLogger(__name__)
 
 STAYS: Final = frozenset({SPEC_FILE, METRICS_FILE, RESULT_FILE, ERROR_FILE})
-"""What a round was told (but for the tasks, which the state has), what it measured, and how it ended."""
+"""Specification (without its tasks, which are in the state), measurements and result of a round."""
 ASIDE: Final = f".{ADAPTER_DIR}.removed"
-"""An adapter on its way out."""
+"""An adapter that is being removed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What went, or would go, and what is old enough and stays; `size` of each round in bytes."""
+    """Removed (or removable) rounds with their bytes, and rounds that are old enough but needed."""
 
     removed: tuple[tuple[Old, int], ...] = ()
     kept: tuple[Old, ...] = ()
@@ -49,43 +49,43 @@ class Removal:
 
 
 class Retention:
-    """Removes files of old rounds. Several processes may: the swap lock and the database order what they do."""
+    """Removes files of old rounds. Several processes may run it; the swap lock and the database order their work."""
 
     def __init__(self, store: Store, config: Config) -> None:
         self._store = store
         self._config = config
 
     async def prune(self) -> None:
-        """What the daemon does now and then. Raises StoreError."""
+        """The daemon's periodic removal. Raises StoreError."""
         days = self._config.retention.keep_days
         try:
             done = await self.remove(days, f"retention.keep_days is {days:g}") if days is not None else Removal()
         except LockedError:
-            return  # a swap is under way
+            return  # a swap is running
         if done.removed:
             names = ", ".join(each.name for each, _ in done.removed)
             log.info("the files of %s were removed: %d bytes", names, done.size)
 
     async def look(self, keep_days: float) -> Removal:
-        """What `remove` would do."""
-        may_go, kept = await self._judged(keep_days)
+        """The removal that `remove` would make."""
+        may_go, kept = await self._due(keep_days)
         sizes = [(each, await asyncio.to_thread(_size, Path(each.dir))) for each in may_go]
         return Removal(tuple(sizes), kept)
 
     async def remove(self, keep_days: float, why: str, *, wait_seconds: float = 0.0) -> Removal:
-        """Remove what nothing needs of rounds that ended more than `keep_days` ago, and finish earlier removals.
+        """Remove unneeded files of rounds that ended more than `keep_days` ago, and finish earlier removals.
 
-        Raises LockedError while the alias is moved, and StoreError where a file cannot be removed; that holds up no
-        other round.
+        Raises LockedError while the alias is moved, and StoreError for a file that cannot be removed, after the other
+        rounds.
         """
         keep_served = self._config.retention.keep_served
         async with swap_lock(self._config.state_dir, wait_seconds):
-            may_go, kept = await self._judged(keep_days)
+            may_go, kept = await self._due(keep_days)
             names = [each.name for each in may_go]
             await self._store.write(retention.begin, names, keep_days, keep_served, why)
             going = await self._store.read(retention.begun)
             trouble = [error for each in going if (error := await asyncio.to_thread(_set_aside, Path(each.dir)))]
-        # Adapters are out of every swap's way now: whoever waits for the lock need not wait for a slow disk.
+        # The adapters are renamed: no swap can load them, so the slow removal needs no lock.
         removed = []
         for each in going:
             try:
@@ -99,15 +99,15 @@ class Retention:
             raise trouble[-1]
         return Removal(tuple(removed), kept)
 
-    async def _judged(self, keep_days: float) -> tuple[list[Old], tuple[Old, ...]]:
-        """The old rounds whose files may go, and those whose files stay. Rounds without any are none of both."""
+    async def _due(self, keep_days: float) -> tuple[list[Old], tuple[Old, ...]]:
+        """The old rounds whose files may be removed, and those whose files stay. Rounds without files are skipped."""
         found = await self._store.read(retention.old, keep_days, self._config.retention.keep_served)
-        found = [each for each in found if await asyncio.to_thread(_has_files, Path(each.dir))]
+        found = [each for each in found if await asyncio.to_thread(_leftovers, Path(each.dir))]
         if any(each.requested and not each.needed for each in found):
-            found = await self._as_servers_say(found)
+            found = await self._without_listed(found)
         return [each for each in found if not each.needed], tuple(each for each in found if each.needed)
 
-    async def _as_servers_say(self, found: Sequence[Old]) -> list[Old]:
+    async def _without_listed(self, found: Sequence[Old]) -> list[Old]:
         listed: dict[str, str] = {}
         trouble = ""
         for url in self._config.serving.urls:
@@ -131,16 +131,12 @@ def _leftovers(directory: Path) -> list[Path]:
         raise _refused(directory, error) from error
 
 
-def _has_files(directory: Path) -> bool:
-    return bool(_leftovers(directory))
-
-
 def _size(directory: Path) -> int:
     return sum(_size_of(path) for path in _leftovers(directory))
 
 
 def _size_of(path: Path) -> int:
-    """Bytes in a file or below a directory; what a link leads to is somebody else's."""
+    """Bytes in a file or below a directory, without following links."""
     with contextlib.suppress(OSError):
         if path.is_symlink() or not path.is_dir():
             return path.lstat().st_size
@@ -149,24 +145,24 @@ def _size_of(path: Path) -> int:
 
 
 def _set_aside(directory: Path) -> StoreError | None:
-    """Take the adapter away under its name, at once; why that cannot be."""
+    """Rename the adapter so that nothing loads it; the error, if that fails."""
     aside = directory / ASIDE
     try:
         adapter = directory / ADAPTER_DIR
         if adapter.exists() and aside.is_dir():
-            shutil.rmtree(aside)  # of an earlier removal, which was killed
+            shutil.rmtree(aside)  # of an earlier removal that was killed
         adapter.rename(aside)
     except FileNotFoundError:
-        pass  # the round has left none
+        pass  # the round has no adapter
     except OSError as error:
         return _refused(directory, error)
     return None
 
 
 def _remove(directory: Path) -> int:
-    """Remove what does not stay; how many bytes that were."""
+    """Remove the files of a round that do not stay; returns their bytes."""
     size = _size(directory)
-    _forget_tasks(directory / SPEC_FILE)
+    _remove_tasks(directory / SPEC_FILE)
     for path in _leftovers(directory):
         try:
             if path.is_symlink() or not path.is_dir():
@@ -174,21 +170,21 @@ def _remove(directory: Path) -> int:
             else:
                 shutil.rmtree(path)
         except FileNotFoundError:
-            continue  # another process is at it as well
+            continue  # another process removes it too
         except OSError as error:
             raise _refused(directory, error) from error
     return size
 
 
-def _forget_tasks(spec: Path) -> None:
-    """Take the tasks out of a specification, which are nearly all of it: the state has them."""
+def _remove_tasks(spec: Path) -> None:
+    """Remove the tasks, most of its bytes, from a specification: they are in the state."""
     try:
         told = json.loads(spec.read_bytes())
         write_json(spec, {**told, "train": [], "held_out": []})
     except FileNotFoundError:
         return
     except (ValueError, TypeError):
-        return  # nobody reads it as one either
+        return  # not a specification
     except OSError as error:
         raise _refused(spec.parent, error) from error
 
@@ -197,6 +193,6 @@ def _refused(directory: Path, error: OSError) -> StoreError:
     return StoreError(
         f"remove old files from {directory}",
         f"{error.filename or directory}: {error.strerror or error}",
-        "Let this user write there; what is left is removed the next time.",
+        "Let this user write there; the removal is retried.",
         retryable=True,
     )

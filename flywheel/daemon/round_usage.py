@@ -1,4 +1,4 @@
-"""The account of a round: what its worker uses of the judge is booked, and what is left of the budget lent to it."""
+"""The judge usage of a round: booked from its worker's `usage.jsonl`, and limited by its `allowance.json`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from flywheel.store.database import Store
 
 
 def left(conn: Connection, limits: JudgeBudget, budget: Budget) -> Allowance | None:
-    """The tokens that may still be used, and what is said when there are none; None without a limit.
+    """The tokens that may still be used, and the reason once there are none; None without a limit.
 
-    `budget` knows what this run has used, the state what all have used today.
+    The usage of this run comes from `budget`, that of the day from the state.
     """
     rows: list[Allowance] = []
     if limits.tokens_per_day is not None:
@@ -31,17 +31,17 @@ def left(conn: Connection, limits: JudgeBudget, budget: Budget) -> Allowance | N
 
 
 class RoundUsage:
-    """Of one round while its worker runs: `settle` is called again and again, and once more when it has ended."""
+    """Books the judge usage of one round. Call `settle` repeatedly while the worker runs, and once after it."""
 
     def __init__(self, store: Store, budget: Budget, limits: JudgeBudget, round_id: int, round_dir: Path) -> None:
         self._store, self._budget, self._limits = store, budget, limits
         self._round_id, self._dir = round_id, round_dir
         self._size = -1
         self._booked: int | None = None
-        self._lent: Allowance | None = None
+        self._allowance: Allowance | None = None
 
     async def settle(self) -> None:
-        """Book what is new, and lend what is left now."""
+        """Book new usage and write the new allowance."""
         if self._booked is None:
             self._booked = await self._store.read(verdicts.booked_of_round, self._round_id, self._dir)
         if (size := await asyncio.to_thread(UsageFile(self._dir).size)) != self._size:
@@ -50,17 +50,17 @@ class RoundUsage:
             self._budget.book(tokens)
             self._booked += tokens
             self._size = size
-        spare = await self._store.read(left, self._limits, self._budget) if self._budget.limits else None
-        if spare is None:
+        remaining = await self._store.read(left, self._limits, self._budget) if self._budget.limits else None
+        if remaining is None:
             return
-        lent = Allowance(self._booked + max(0, spare.tokens), spare.why)
-        if lent != self._lent:
-            await asyncio.to_thread(lent.write, self._dir)
-        self._lent = lent
+        allowance = Allowance(self._booked + max(0, remaining.tokens), remaining.why)
+        if allowance != self._allowance:
+            await asyncio.to_thread(allowance.write, self._dir)
+        self._allowance = allowance
 
     @property
     def used_up(self) -> str:
-        """Why this run cannot pay for another verdict; empty while it can."""
+        """Why the budget of this run allows no further verdict; empty while it does."""
         run_left = self._budget.run_left()
         if run_left is None or run_left > 0:
             return ""

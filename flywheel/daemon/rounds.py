@@ -1,7 +1,7 @@
-"""Rounds: taking the live one a step further, whatever state a crash has left it in.
+"""Rounds: takes the live round through its states, from whatever state a crash left it in.
 
 planned     start the worker                                  → training
-training    wait for it, or adopt it, or read what it left    → evaluating, or abandoned
+training    wait for it, adopt it, or read its result         → evaluating, or abandoned
 evaluating  compare, decide, swap                             → promoted | rejected | failed
 abandoned   plan it again while attempts last                 → planned | failed
 """
@@ -43,12 +43,12 @@ log = logging.getLogger(__name__)
 
 
 class Rounds:
-    """Plans rounds and brings them to their end. One at a time."""
+    """Plans rounds and finishes them, one at a time."""
 
     def __init__(
         self, store: Store, config: Config, rubric: Rubric, deployer: Deployer, budget: Budget | None = None
     ) -> None:
-        """`budget` knows what this run has used of the judge for other things."""
+        """`budget` also counts what this run uses for judging tasks."""
         self._store = store
         self._budget = budget or Budget(config.judge.budget)
         self._config = config
@@ -74,9 +74,9 @@ class Rounds:
         return due.start
 
     async def plan(self, trigger: str) -> str:
-        """Plan a round now; its name. Raises TrainError when nothing can be planned, or nothing may be."""
+        """Plan a round now; returns its name. Raises TrainError when that is not possible or not allowed."""
         if shortfall := await self._store.read(self._shortfall):
-            raise TrainError("start a round", shortfall, "Or lower judge.min_kappa if you know why.")
+            raise TrainError("start a round", shortfall, "Or lower judge.min_kappa.")
         if spent := await self._store.read(self._spent):
             raise TrainError("start a round", spent, "Or raise it.")
         await apply_model_rules(self._store, self._config)
@@ -87,7 +87,7 @@ class Rounds:
         return str(row.name)
 
     def _shortfall(self, conn: Connection) -> str | None:
-        """Why the rubric is not to be trained on."""
+        """Why the rubric may not be used for training: its agreement with people is below `judge.min_kappa`."""
         bar = self._config.judge.min_kappa
         if bar is None:
             return None
@@ -95,16 +95,15 @@ class Rounds:
             return calibrations.shortfall(conn, self._rubric.hash, grader.judge_hash, bar)
 
     def _spent(self, conn: Connection) -> str:
-        """Why a round could pay for no verdict; empty when it could for some."""
+        """Why the judge budget allows no verdict; empty when it does."""
         lent = left(conn, self._config.judge.budget, self._budget)
         return lent.why if lent is not None and lent.tokens <= 0 else ""
 
     async def finish_live(self) -> RoundState | None:
-        """Take the live round as far as it goes; its last state, or None without a live round.
+        """Take the live round as far as possible; its final state, or None without one.
 
-        Raises ServeError when the candidate is better but the servers cannot take it yet, because one is away or none
-        could: the round stays in `evaluating`, and the next call tries the swap again. So does TrainError when the
-        adapter's files cannot be read just now.
+        Raises ServeError when the candidate is better but the servers cannot load it now, and TrainError when the
+        adapter's files cannot be read now. Then the round stays in `evaluating`, and the next call retries.
         """
         while not self._stopping.is_set() and (row := await self._store.read(rounds.live)) is not None:
             state = RoundState(row.state)
@@ -128,9 +127,9 @@ class Rounds:
             row = await self._store.write(planner.begin, row, self._config, self._rubric)
             spec = await self._store.read(planner.spec_of, row, self._config, self._rubric)
             for stray in await asyncio.to_thread(WorkerProcess.strays, Path(row.dir)):
-                log.warning("%s: a worker (process %d) that nobody watches is stopped", row.name, stray.pid)
+                log.warning("%s: an unrecorded worker (process %d) is stopped", row.name, stray.pid)
                 await stray.stop()
-            self._worker = await WorkerProcess.start(Path(row.dir), spec, self._account(row).settle)
+            self._worker = await WorkerProcess.start(Path(row.dir), spec, self._usage_of(row).settle)
         except TrainError as error:
             await self._fail(row, RoundState.PLANNED, str(error))
             return False
@@ -142,15 +141,15 @@ class Rounds:
     async def _watch(self, row: Row[Any]) -> None:
         worker = self._worker
         if worker is None and (worker := WorkerProcess.adopt(Path(row.dir), row.pid)) is not None:
-            log.info("%s: its worker (process %d), which an earlier daemon started, is adopted", row.name, worker.pid)
+            log.info("%s: the worker of an earlier daemon (process %d) is adopted", row.name, worker.pid)
         self._worker = worker
-        account = self._account(row)
+        usage = self._usage_of(row)
         code: int | None = None
         try:
             if worker is not None and self._stopping.is_set():
                 await worker.stop()
             elif worker is not None:
-                watch = WorkerWatch(row.name, worker, account)
+                watch = WorkerWatch(row.name, worker, usage)
                 code = await watch.follow(self._config.daemon.round_timeout_seconds)
             if self._stopping.is_set():
                 await self._store.write(_put_back, row.id)
@@ -171,18 +170,18 @@ class Rounds:
                 await self._fail(row, RoundState.TRAINING, str(error))
             return
         finally:
-            await account.settle()
+            await usage.settle()
             self._worker = None
         await self._store.write(_trained, row.id, result)
 
-    def _account(self, row: Row[Any]) -> RoundUsage:
+    def _usage_of(self, row: Row[Any]) -> RoundUsage:
         return RoundUsage(self._store, self._budget, self._config.judge.budget, row.id, Path(row.dir))
 
     async def _retry(self, row: Row[Any], state: RoundState, why: str) -> None:
         if row.attempt >= self._config.daemon.round_attempts:
             await self._fail(row, state, f"{why} (attempt {row.attempt} of {row.attempt})")
             return
-        log.warning("%s is started again: %s", row.name, why)
+        log.warning("%s is retried: %s", row.name, why)
         await self._store.write(rounds.retry, row.id, state, why)
 
     async def _fail(self, row: Row[Any], state: RoundState, why: str) -> None:
@@ -201,7 +200,7 @@ class Rounds:
         except OSError as error:
             why = f"{error.filename or result.adapter.path}: {error.strerror or error}"
             await self._note(f"{row.name} cannot be decided: {why}")
-            attempted, hint = f"read the adapter of {row.name}", "Mend that; it is tried again."
+            attempted, hint = f"read the adapter of {row.name}", "Correct that; the round is retried automatically."
             raise TrainError(attempted, why, hint, retryable=True) from error
         if found != result.adapter.sha256:
             await self._fail(row, RoundState.EVALUATING, f"the files in {result.adapter.path} have changed")
@@ -222,8 +221,8 @@ class Rounds:
         active = await self._store.read(deployments.active, self._config.model.alias)
         serves = active.adapter if active is not None else None
         if serves != adapter and await self._store.read(deployments.has_served, self._config.model.alias, adapter):
-            # It was swapped in and could not be written down; whoever went back since then knows why.
-            await self._promoted(row, f"{reason}; taken back since")
+            # It was swapped in before a crash, and somebody rolled it back since.
+            await self._promoted(row, f"{reason}; rolled back since")
             return
         if serves not in (adapter, row.parent):
             compared, now = (name or "the base model" for name in (row.parent, serves))
@@ -234,7 +233,7 @@ class Rounds:
             try:
                 await self._deployer.deploy(adapter, f"{row.name}: {reason}")
             except ServeError as error:
-                # What is wrong with a server is no fault of the candidate, whose training may have taken hours.
+                # A server error does not fail the candidate, whose training may have taken hours.
                 if error.retryable or error.condition == Condition.MISCONFIGURED:
                     await self._note(f"{row.name} is better, but {error}")
                     raise
@@ -248,12 +247,12 @@ class Rounds:
         log.info("%s is promoted: %s", row.name, reason)
 
     async def stop(self) -> None:
-        """End the worker and plan its round again: it goes on at the next start. `finish_live` then returns."""
+        """Stop the worker and plan its round again, for the next start. `finish_live` then returns."""
         self._stopping.set()
         if self._worker is not None:
             await self._worker.stop()
         async with self._with_worker:
-            pass  # the round is planned again when whoever watched the worker is through
+            pass  # `finish_live` has planned the round again
 
     async def _note(self, text: str) -> None:
         if await self._store.read(notes.noted, notes.ROUND_NOTE) != text:
@@ -266,62 +265,62 @@ def _trained(conn: Connection, round_id: int, result: RoundResult) -> None:
 
 
 def _put_back(conn: Connection, round_id: int) -> None:
-    # A stop is nobody's failure: it takes no attempt away.
+    # A stop does not count as an attempt.
     why = "it was stopped"
     move(conn, round_id, RoundState.TRAINING, RoundState.ABANDONED, why, pid=None)
     move(conn, round_id, RoundState.ABANDONED, RoundState.PLANNED, why)
 
 
 WATCH_SECONDS = 1.0
-"""How often a running round is looked at."""
+"""How often the progress of a running round is read."""
 LOG_SECONDS: Final = 60.0
-"""How often steps and rollouts are worth a line. A new phase, a pause and its end always are."""
+"""How often steps and rollouts are logged. A new phase, a pause and its end are logged at once."""
 
 
 class WorkerWatch:
-    """Follows one worker. `name` is how the log calls its round; its calls of the judge are booked on `account`."""
+    """Watches one worker: logs its progress under `name` and books its judge usage."""
 
-    def __init__(self, name: str, worker: WorkerProcess, account: RoundUsage | None = None) -> None:
-        self._name, self._worker, self._account = name, worker, account
-        self._told: RoundProgress | None = None
-        self._told_at = float("-inf")
-        self._looked_at = time.monotonic()
+    def __init__(self, name: str, worker: WorkerProcess, usage: RoundUsage | None = None) -> None:
+        self._name, self._worker, self._usage = name, worker, usage
+        self._logged: RoundProgress | None = None
+        self._logged_at = float("-inf")
+        self._read_at = time.monotonic()
         self._worked_seconds = 0.0
 
     async def follow(self, most_seconds: float) -> int | None:
-        """Until the worker has ended: its exit code, see `WorkerProcess.wait`.
+        """Wait for the worker's end; returns its exit code, see `WorkerProcess.wait`.
 
-        Raises TimeoutError when it has worked for longer (pauses do not count), and TrainError when it waits for
-        tokens that this run does not have.
+        Raises TimeoutError when it worked for longer than `most_seconds` without pauses, and TrainError when it waits
+        for tokens that the budget of this run does not have.
         """
         waiting = asyncio.create_task(self._worker.wait())
         try:
             while not waiting.done():
                 await asyncio.wait((waiting,), timeout=WATCH_SECONDS)
-                progress = await self.look()
-                if self._account is not None:
-                    await self._account.settle()
-                    if progress is not None and progress.paused and (why := self._account.used_up):
-                        raise TrainError(f"finish {self._name}", why, "Raise it; the samples are free again.")
+                progress = await self._progress()
+                if self._usage is not None:
+                    await self._usage.settle()
+                    if progress is not None and progress.paused and (why := self._usage.used_up):
+                        raise TrainError(f"finish {self._name}", why, "Raise the budget; the samples are free again.")
                 if self._worked_seconds > most_seconds and not waiting.done():
                     raise TimeoutError
             return await waiting
         finally:
             waiting.cancel()
 
-    async def look(self) -> RoundProgress | None:
-        """What there is; it is logged if it is news."""
+    async def _progress(self) -> RoundProgress | None:
+        """Read the progress, and log it when it changed."""
         now = time.monotonic()
-        between, self._looked_at = now - self._looked_at, now
+        elapsed, self._read_at = now - self._read_at, now
         progress = await asyncio.to_thread(progress_of, self._worker.dir)
         if progress is None or not progress.paused:
-            self._worked_seconds += between
+            self._worked_seconds += elapsed
         if progress is None:
             return None
-        before = self._told
-        turned = before is None or (before.phase, before.paused) != (progress.phase, progress.paused)
+        before = self._logged
+        changed = before is None or (before.phase, before.paused) != (progress.phase, progress.paused)
         moved = before is None or (before.step, before.rollouts) != (progress.step, progress.rollouts)
-        if turned or (moved and now - self._told_at >= LOG_SECONDS):
+        if changed or (moved and now - self._logged_at >= LOG_SECONDS):
             log.info("%s: %s", self._name, progress.summary)
-            self._told, self._told_at = progress, now
+            self._logged, self._logged_at = progress, now
         return progress

@@ -1,4 +1,4 @@
-"""The service: stages that wake each other, periodic jobs that wake them all, and an orderly end.
+"""`flywheel run`: stages that wake each other, periodic jobs that wake them all, and an orderly stop.
 
 sources change ─▶ ledger ─▶ judge ─▶ rounds (plan, train, gate, swap)
 """
@@ -37,11 +37,11 @@ from flywheel.store.database import Store
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 15.0
-"""How often a stage that has nothing to wake it looks again: undecided tasks, a judge or server that was away."""
+"""How often stages retry what nothing wakes them for: undecided tasks, an unreachable judge or server."""
 PRUNE_SECONDS = 6 * 3600.0
 FIGURE: Final = re.compile(r"-?\d+\.\d+\b")
 SPARE_SECONDS = 15.0
-"""What the last steps of a stop take beside what is waited for."""
+"""Time for the last steps of a stop, beside the waits for judge calls, worker and swap."""
 
 
 class Service:
@@ -57,7 +57,7 @@ class Service:
         self._window = False
         self._max_rounds: int | None = None
         self._finished_rounds = 0
-        self._replica_troubles: frozenset[tuple[str, str]] = frozenset()
+        self._replica_errors: frozenset[tuple[str, str]] = frozenset()
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
         self._stop_judging = threading.Event()
@@ -75,7 +75,7 @@ class Service:
         self._stages = (self._judge, self._round, self._reconcile, self._prune, self._remove, self._memory)
 
     async def recover(self) -> None:
-        """Put right what a process that died left half done. Safe because of the instance lock."""
+        """Clean up after a process that died. The instance lock excludes others."""
         released, dead = await recover(self._store, self._config.state_dir)
         failed = await self._deployer.recover()
         for task in dead:
@@ -83,10 +83,10 @@ class Service:
                 "%s is a dead letter: the process ended %d times in a row while it was judged", task, claims.CRASHES
             )
         if released or failed:
-            log.info("after a crash: %d tasks judged again, %d swaps given up", released, failed)
+            log.info("after a crash: %d tasks are judged again, %d unfinished swaps failed", released, failed)
 
     async def once(self, max_rounds: int | None) -> FlywheelError | None:
-        """Everything that is due now, then return; the last error, if any. `halt` makes it return before."""
+        """Do everything that is due now; returns the last error, if any. `halt` ends it earlier."""
         await self.recover()
         error: FlywheelError | None = None
         try:
@@ -123,10 +123,10 @@ class Service:
         return error
 
     async def run(self, max_rounds: int | None = None) -> None:
-        """Until SIGTERM, SIGINT, or `max_rounds` finished rounds. A second signal does not wait for judge calls."""
+        """Run until SIGTERM, SIGINT or `max_rounds` finished rounds. A second signal skips the drain."""
         self._max_rounds = max_rounds
         loop = asyncio.get_running_loop()
-        # Until the loop is closed: a signal during the last steps does not break them off.
+        # Until the loop is closed: a signal during the last steps does not interrupt them.
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled)
         await self.recover()
@@ -143,33 +143,33 @@ class Service:
             await self._stopping.wait()
         finally:
             microseconds = round(self._longest_end_seconds() * 1e6)
-            notify(f"STOPPING=1\nSTATUS=ending what is under way\nEXTEND_TIMEOUT_USEC={microseconds}")
-            if scheduler.running:  # not when a source could not begin
+            notify(f"STOPPING=1\nSTATUS=stopping\nEXTEND_TIMEOUT_USEC={microseconds}")
+            if scheduler.running:  # False when a source could not start
                 scheduler.shutdown(wait=False)
             await self._end(running)
             beating.cancel()
 
     def _longest_end_seconds(self) -> float:
-        """What a stop may take: calls of the judge, a worker that has to be killed, a swap that is taken back."""
+        """The longest stop: judge calls in flight, a worker that is killed, a swap that is rolled back."""
         undo = 2 * QUICK_SECONDS * len(self._config.serving.urls)
         return self._config.daemon.drain_seconds + STOP_SECONDS + undo + SPARE_SECONDS
 
     async def halt(self) -> None:
-        """End `once`: passes and judging stop, a worker is ended and its round planned again."""
+        """End `once`: ingestion and judging stop; the worker is stopped and its round planned again."""
         self.stop()
         await self._rounds.stop()
 
     def stop(self) -> None:
-        """Begin to end, as a signal does."""
+        """Begin the orderly stop, as a signal does."""
         self._stopping.set()
         self._stop_judging.set()
 
     def _signalled(self) -> None:
         if self._stopping.is_set():
-            log.warning("second signal: not waiting for what is in flight")
+            log.warning("second signal: not waiting for calls in flight")
             self._hurry.set()
             return
-        log.info("stopping: %g s at most for judge calls in flight", self._config.daemon.drain_seconds)
+        log.info("stopping: waiting at most %g s for judge calls in flight", self._config.daemon.drain_seconds)
         self.stop()
 
     async def _end(self, running: list[asyncio.Task[None]]) -> None:
@@ -187,12 +187,12 @@ class Service:
         await stop_round
         for task in running:
             task.cancel()
-        # However great the hurry: a pass ends at its next batch, and an inbox that is not closed keeps the process.
+        # Also after a second signal: ingestion ends at its next batch; an open inbox would keep the process alive.
         await asyncio.gather(*running, stop_sources, hurried, return_exceptions=True)
         await self._ingestion.close()
 
     def _schedule(self) -> AsyncIOScheduler:
-        # Late is better than never: what a busy loop held up, a window above all, still takes place, once.
+        # A job that a busy loop delayed, such as a cron window, still runs, once.
         late = {"coalesce": True, "misfire_grace_time": None}
         scheduler = AsyncIOScheduler(timezone="UTC", job_defaults=late)
 
@@ -236,7 +236,7 @@ class Service:
 
     async def _warn_of_rejections(self) -> None:
         warning = await self._store.read(verdicts.none_accepted, self._config.filter.warn_window)
-        # Once for each time that it begins.
+        # Logged once each time it begins.
         if warning and not self._rejects_all:
             log.warning("%s", warning)
         self._rejects_all = bool(warning)
@@ -259,24 +259,21 @@ class Service:
         try:
             report = await self._deployer.reconcile()
         except LockedError:
-            return  # a swap is under way
-        # What was measured differs a little each time, and is the same trouble.
+            return  # a swap is running
+        # Errors that differ only in a measured number are the same error.
         errors = {(each.url, FIGURE.sub("…", each.error)): each.error for each in report.replicas if each.error}
-        for trouble, error in errors.items():
-            if trouble not in self._replica_troubles:
+        for key, error in errors.items():
+            if key not in self._replica_errors:
                 log.warning("%s", error)
-        if self._replica_troubles and not errors:
-            log.info("every replica is as it should be again")
-        self._replica_troubles = frozenset(errors)
+        if self._replica_errors and not errors:
+            log.info("all inference servers have recovered")
+        self._replica_errors = frozenset(errors)
         if report.changed:
-            log.info("a server had forgotten what is deployed: %s", report.as_json())
+            log.info("a server had lost the deployed adapter: %s", report.as_json())
 
 
 def _in_loop(call: Callable[[], object]) -> Callable[[], Awaitable[None]]:
-    """A job for the scheduler, which takes whatever is no coroutine function into a thread of its own.
-
-    Nothing that is called here may be: it sets events and starts tasks of the loop.
-    """
+    """A job for the scheduler that runs in the event loop: the scheduler runs plain functions in threads."""
 
     async def job() -> None:
         call()

@@ -1,4 +1,4 @@
-"""Status: one look at everything, from the database alone, so that it works with and without a running daemon."""
+"""`flywheel status`: a snapshot of the whole state, read from the database alone, with or without a daemon."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from flywheel.store.ledger import SourceCounts
 ROUNDS_SHOWN = 20
 MODELS_SHOWN = 5
 VERDICTS_SHOWN = 500
-"""The newest, of which `status` tells by what replies were rejected."""
+"""The newest verdicts, which `status` summarises by rejecting criterion."""
 
 
 def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
-    """Every count, the sources, the rounds and what is deployed, as one JSON object."""
+    """All counts, sources, rounds and the deployment, as one JSON object."""
     books = balance(conn)
     shown = rounds.newest(conn, ROUNDS_SHOWN)
     live = rounds.live(conn)
@@ -77,7 +77,7 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
         },
         "min_samples": config.trigger.min_samples,
         "held_out": samples.count_held_out(conn, takes),
-        "gate": next_test(conn, config).told(config.gate),
+        "gate": next_test(conn, config).as_json(config.gate),
         "left_out": _left_out(samples.count_left_out(conn, takes), others),
         "due": claims.count_due(conn),
         "judge": _judge(conn, config),
@@ -103,7 +103,7 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
 
 
 def _left_out(counts: Mapping[Exclusion, int], others: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Why rounds leave tasks out, how many, and what can be done about it; `others` are other models by name."""
+    """Tasks that rounds leave out, with reason and remedy; `others` counts the replies of other models."""
     models = ", ".join(f"{name} {number}" for name, number in islice(others.items(), MODELS_SHOWN))
     return [
         {
@@ -117,7 +117,7 @@ def _left_out(counts: Mapping[Exclusion, int], others: Mapping[str, int]) -> lis
 
 
 def _supply(conn: Connection, config: Config) -> tuple[Supply, list[str]]:
-    """The supply of a round; as if there were no chain, and what is wrong with it, if it cannot be read."""
+    """The supply of a round. For an invalid chain: the supply without it, and the error."""
     try:
         return Supplies(config).now(conn), []
     except ConfigError as error:
@@ -126,7 +126,7 @@ def _supply(conn: Connection, config: Config) -> tuple[Supply, list[str]]:
 
 
 def _warnings(conn: Connection, config: Config, supply: Supply) -> list[str]:
-    """What keeps the wheel from turning, though nothing has failed."""
+    """Conditions that prevent progress without a failure."""
     found = (
         task_file.warning(conn),
         verdicts.none_accepted(conn, config.filter.warn_window),
@@ -137,7 +137,7 @@ def _warnings(conn: Connection, config: Config, supply: Supply) -> list[str]:
 
 
 def _judge(conn: Connection, config: Config) -> dict[str, Any]:
-    """What judging waits for, and what it has used: together, and by what it was for."""
+    """The error that judging waits for, and the usage in total and by purpose."""
     by_purpose = verdicts.usage_by_purpose(conn)
     together = {name: sum(used[name] for used in by_purpose.values()) for name in by_purpose[Purpose.FILTER]}
 
@@ -153,7 +153,7 @@ def _judge(conn: Connection, config: Config) -> dict[str, Any]:
 
 
 def _sources(conn: Connection, config: Config) -> list[dict[str, Any]]:
-    """Those of the configuration, and of the others those that something came of: a mistyped path is not kept up."""
+    """The configured sources, and other stored ones with replies: a mistyped path is not shown for ever."""
     counts = ledger.counts_by_source(conn)
     found = [
         _source(row, counts.get(row["id"])) | {"configured": source_of(config, Path(row["path"])) is not None}
@@ -170,7 +170,7 @@ def _source(row: dict[str, Any], counts: SourceCounts | None) -> dict[str, Any]:
     found = counts or SourceCounts(0, 0, {}, 0)
     return {
         **{key: row[key] for key in keys},
-        # Not by the name of its column: "generation" is said of Studio's schemas.
+        # The column is named `generation`, which in Studio means the schema.
         "restarts": row["generation"],
         "replies": found.replies,
         "tasks": found.tasks,
@@ -180,7 +180,7 @@ def _source(row: dict[str, Any], counts: SourceCounts | None) -> dict[str, Any]:
 
 
 def _replica(url: str, seen: dict[str, Any] | None) -> dict[str, Any]:
-    """A server of the configuration as it was last found; its `condition` is empty while nobody has looked."""
+    """A configured server as it was last inspected; `condition` is empty before the first inspection."""
     unknown = {"condition": "", "serves": "", "error": "", "since": None, "looked_at": None}
     return {"url": url, **(seen or unknown)}
 
@@ -213,13 +213,13 @@ def _round(row: Row[Any]) -> dict[str, Any]:
 
 
 def _progress(row: Row[Any]) -> dict[str, Any] | None:
-    """How far the worker of a live round is; None while it has none, or has written nothing yet."""
+    """The progress of a live round; None without a worker or before its first report."""
     progress = progress_of(Path(row.dir)) if row.state == RoundState.TRAINING else None
     return progress.model_dump() if progress is not None else None
 
 
 def metrics_of(round_dir: Path) -> list[dict[str, Any]]:
-    """What a round's worker has measured so far, one entry per line; an unfinished last line is left out."""
+    """The measurements of a round so far, one entry per line, without an unfinished last line."""
     try:
         lines = (round_dir / METRICS_FILE).read_bytes().split(b"\n")[:-1]
     except OSError:

@@ -1,4 +1,4 @@
-"""The supply of a round: which samples it could take now, and why the others wait."""
+"""The samples that a round could take now, and why the others wait."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ LATER: Final = "more than a round takes"
 
 @dataclass(frozen=True, slots=True)
 class Supply:
-    """`usable` samples could be taken now, and a round `needs` so many; `choice` are the tasks, None where any may be
-    taken. `waiting` counts the accepted samples that a round could not take now, by reason; `widened` are the shares
-    of one conversation, user or template that had to be widened, 0…1."""
+    """`usable` samples could be taken now; a round `needs` this many. `choice` are the tasks to take, None where any
+    free sample may be taken. `waiting` counts the other accepted samples by reason; `widened` are the shares of one
+    conversation, user or template (0…1) that had to be raised."""
 
     usable: int
     needs: int
@@ -40,18 +40,15 @@ class Supply:
 
     @property
     def notice(self) -> str:
-        """Which shares of a round are larger than the chain says; empty where none is, or there is no round yet."""
+        """The shares that exceed those of the chain's `influence`; empty without any, or without enough samples."""
         if not self.widened or self.usable < self.needs:
             return ""
         shares = " and ".join(f"one {name} may be {share:.0%}" for name, share in self.widened.items())
-        return f"{shares} of a round, more than `influence` says: too few are there to fill one otherwise"
+        return f"{shares} of a round, more than `influence` allows: there are too few others to fill a round"
 
 
 class Supplies:
-    """The supply by the chain's `influence`, for one configuration.
-
-    The chain is read once, and the samples again only when other ones are free.
-    """
+    """The supply by the chain's `influence`. The chain is read once, the samples when other ones are free."""
 
     def __init__(self, config: Config) -> None:
         """Raises ConfigError for a wrong chain."""
@@ -76,7 +73,7 @@ class Supplies:
         return Supply(usable, needs, chosen.tasks, waiting, chosen.widened)
 
     def _candidates(self, conn: Connection) -> list[Candidate]:
-        # Those that no filter run has weighed yet have shares as well.
+        # Samples that no filter run has weighed yet have shares too.
         unknown = {row.id: weigh(row.payload) for row in influence.unknown(conn, None)}
         found = influence.candidates(conn, self._config.training.takes)
         return [
@@ -87,5 +84,5 @@ class Supplies:
 
 
 def most_samples(config: Config) -> int:
-    """How many samples a round takes at most: none that no step would look at."""
+    """The most samples that a round takes: those that its steps use."""
     return min(config.trigger.max_samples, config.training.steps * config.training.prompts_per_step)

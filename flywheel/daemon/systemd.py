@@ -1,4 +1,4 @@
-"""Telling systemd how the service is doing (`Type=notify`), by sd_notify(3)'s protocol: one datagram per message."""
+"""Notifications to systemd (`Type=notify`, `WatchdogSec=`) by the protocol of sd_notify(3)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import socket
 
 
 def notify(message: str) -> bool:
-    """Send `READY=1`, `STOPPING=1` or `STATUS=…`, several on lines of their own; False where no service manager
-    listens."""
+    """Send `READY=1`, `STOPPING=1` or `STATUS=…`, one per line; False without a service manager."""
     address = os.environ.get("NOTIFY_SOCKET")
     if not address:
         return False
@@ -24,17 +23,10 @@ def notify(message: str) -> bool:
 
 
 async def beat() -> None:
-    """Tell a service manager that wants to know (`WatchdogSec=`) that the loop goes on, until this is cancelled."""
-    if (seconds := _watched_seconds()) is None:
+    """Send watchdog notifications until cancelled, if the unit sets `WatchdogSec=`."""
+    microseconds, pid = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
+    if not (microseconds.isdecimal() and int(microseconds)) or pid not in ("", str(os.getpid())):
         return
     while True:
         notify("WATCHDOG=1")
-        await asyncio.sleep(seconds / 2)
-
-
-def _watched_seconds() -> float | None:
-    """How long the service manager waits for a sign of life; None where it waits for none of this process."""
-    microseconds, pid = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
-    if not (microseconds.isdecimal() and int(microseconds)) or pid not in ("", str(os.getpid())):
-        return None
-    return int(microseconds) / 1e6
+        await asyncio.sleep(int(microseconds) / 2e6)

@@ -1,4 +1,4 @@
-"""The round worker as a process: started, watched, adopted after a restart, stopped. Only ever by its process id."""
+"""The round worker's process: start, wait, adopt after a restart, stop. Processes are addressed by id only."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ class WorkerProcess:
     async def start(
         cls, round_dir: Path, spec: RoundSpec, prepare: Callable[[], Awaitable[object]] | None = None
     ) -> WorkerProcess:
-        """Write the specification and start the worker; `prepare` comes between. Raises TrainError when the disk or
-        the system refuses."""
+        """Write the specification and start the worker, after `prepare`. Raises TrainError when that fails."""
         try:
             make_private(round_dir)
             if prepare is not None:
@@ -49,7 +48,7 @@ class WorkerProcess:
                 (round_dir / name).unlink(missing_ok=True)
             write_atomic(round_dir / SPEC_FILE, spec.model_dump_json(indent=1).encode(), mode=PRIVATE)
             with os.fdopen(private(round_dir / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "wb", 0) as log:
-                # What stands before this line was said by an earlier worker.
+                # Lines before this one are those of an earlier worker.
                 log.write(
                     f"{_BEGIN} attempt {spec.attempt}, {datetime.now(UTC).isoformat(timespec='seconds')}\n".encode()
                 )
@@ -67,35 +66,35 @@ class WorkerProcess:
             raise TrainError(
                 f"start the worker of {round_dir}",
                 error.strerror or str(error),
-                "Free space or memory, or move state.dir; the round is tried again.",
+                "Free space or memory, or move state.dir; the round is retried.",
                 retryable=True,
             ) from error
         return cls(round_dir, process.pid, process)
 
     @classmethod
     def adopt(cls, round_dir: Path, pid: int | None) -> WorkerProcess | None:
-        """The worker that an earlier daemon started, if it still runs. A reused process id is not mistaken for it."""
+        """The worker that an earlier daemon started, if it still runs; a reused process id is recognised."""
         if pid is None or not _is_worker(pid, round_dir):
             return None
         return cls(round_dir, pid, None)
 
     @classmethod
     def strays(cls, round_dir: Path) -> list[WorkerProcess]:
-        """Workers of a round that has none: their daemon was killed before it could write down what it started."""
+        """Workers of a round without a recorded worker: their daemon was killed before it recorded them."""
         pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
         return [cls(round_dir, pid, None) for pid in pids if _is_worker(pid, round_dir)]
 
     async def wait(self) -> int | None:
-        """Until it has ended, however it did. Its exit code, minus the signal's number if one ended it; None of a
-        worker that an earlier daemon started: only a parent is told."""
+        """Wait for its end; its exit code, or minus the signal's number. None for a worker that an earlier daemon
+        started: only a parent gets the exit code."""
         if self._process is not None:
             return await self._process.wait()
-        while _is_worker(self.pid, self.dir):  # noqa: ASYNC110 - it is no child of ours, nobody tells us
+        while _is_worker(self.pid, self.dir):  # noqa: ASYNC110 - not a child process: no notification
             await asyncio.sleep(ADOPTED_POLL_SECONDS)
         return None
 
     async def stop(self) -> None:
-        """SIGTERM, and SIGKILL to its process group when that has not helped in time."""
+        """Send SIGTERM, and after STOP_SECONDS SIGKILL to its process group."""
         self._signal(signal.SIGTERM, group=False)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.wait(), STOP_SECONDS)
@@ -122,18 +121,18 @@ def _is_worker(pid: int, round_dir: Path) -> bool:
 
 
 def result_of(round_dir: Path, code: int | None = None) -> RoundResult:
-    """What the worker left. Raises TrainError: with its own words if it could say them, else with what it died of, as
-    far as its exit code tells, and the last line that it wrote to its log."""
+    """The result that the worker left. Raises TrainError with the worker's own error if it wrote one, else with the
+    cause that its exit code shows and the last line of its log."""
     path = round_dir / RESULT_FILE
     attempted = f"finish {round_dir.name}"
     if path.exists():
         try:
             return RoundResult.model_validate_json(path.read_bytes())
         except (OSError, ValidationError) as error:
-            # A daemon that was replaced meanwhile meets what the worker of another version wrote.
+            # After an update, the worker of another version may have written it.
             why = error.strerror if isinstance(error, OSError) else error.errors()[0]["msg"]
             raise TrainError(
-                attempted, f"{path} cannot be read ({why})", "The round is started again.", retryable=True
+                attempted, f"{path} cannot be read ({why})", "The round is retried.", retryable=True
             ) from error
     with contextlib.suppress(OSError, orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
         said = orjson.loads((round_dir / ERROR_FILE).read_bytes())
@@ -141,16 +140,16 @@ def result_of(round_dir: Path, code: int | None = None) -> RoundResult:
     last = _last_line(round_dir / LOG_FILE)
     raise TrainError(
         attempted,
-        f"its worker died{_of_what(code)}{f' ({last})' if last else ''}",
+        f"its worker died{_cause(code)}{f' ({last})' if last else ''}",
         f"See {round_dir / LOG_FILE}.",
         retryable=True,
     )
 
 
-def _of_what(code: int | None) -> str:
+def _cause(code: int | None) -> str:
     if code is None:
         return ""
-    # A worker that heeds a signal ends by itself, with 128 and its number.
+    # A worker that handles a signal exits with 128 plus its number.
     number = -code if code < 0 else code - 128
     if number not in {each.value for each in signal.Signals}:
         return f" with exit code {code}"
@@ -159,11 +158,11 @@ def _of_what(code: int | None) -> str:
 
 
 def _last_line(path: Path) -> str:
-    """The last thing that this worker said; empty when that was nothing."""
+    """The last log line of this worker; empty without one."""
     try:
         with path.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_END_BYTES))
-            # Before it is cut: half a key is no known secret.
+            # Before the line is shortened: part of a key would not be recognised as a secret.
             lines = redact_secrets(log.read().decode(errors="replace")).splitlines()
     except OSError:
         return ""

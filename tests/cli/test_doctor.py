@@ -527,7 +527,7 @@ def test_whether_a_round_could_be_filled_is_computed_from_the_state(bench: Bench
     assert found["found"].startswith(
         "a round could be filled: 10 of 8 samples are free; 2 of 2 held-out tasks are judged"
     )
-    assert "one conversation may be 50% of a round, more than `influence` says" in found["found"]
+    assert "one conversation may be 50% of a round, more than `influence` allows" in found["found"]
 
     strangers = chain.with_name("open-to-strangers.yaml")
     found = bench(filter={"chain": str(strangers)})["samples"]

@@ -69,7 +69,7 @@ def test_a_round_after_a_failed_one_says_what_it_waits_for(flywheel: Run, config
     assert flywheel("run", "--once", "-c", config).code == 0, "nothing was due, so nothing failed"
     ran = flywheel("round", "-c", config)
     assert ran.code == 1
-    assert "r0001 failed; the next try is at " in ran.err
+    assert "r0001 failed; the next attempt is at " in ran.err
     assert "traces" not in ran.err
     assert "--force" in ran.err
 

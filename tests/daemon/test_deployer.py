@@ -457,7 +457,7 @@ async def test_files_that_were_changed_are_not_loaded_into_a_server_that_forgot_
     (fleet.path("r0001") / "weights").write_text("1")
     assert not (await fleet.deployer.reconcile()).errors
     assert await fleet.targets() == [R1, R1]
-    assert ("corrupt", "ready", "its files are whole again") in await fleet.store.read(events_of, "adapters")
+    assert ("corrupt", "ready", "its files are complete again") in await fleet.store.read(events_of, "adapters")
 
 
 def events_of(conn: Connection, kind: str) -> list[tuple[str, str, str]]:
@@ -678,7 +678,7 @@ async def test_a_trouble_whose_figures_vary_is_logged_once(fleet: Fleet, caplog:
     fleet.apps[0].faults.clear()
     fleet.apps[0].weights[path] = PROBE.adapter_logprobs
     await service._do_reconcile()
-    assert "every replica is as it should be again" in caplog.messages
+    assert "all inference servers have recovered" in caplog.messages
 
 
 async def test_each_server_in_trouble_is_logged(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:

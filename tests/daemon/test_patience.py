@@ -141,5 +141,5 @@ async def test_after_rounds_without_promotion_the_trigger_waits_for_new_samples_
 async def test_a_round_that_failed_waits_by_the_clock_and_not_for_samples(store: Store, config: Config) -> None:
     await filled(store, 10, train=8)
     await ended(store, await planned(store, config), RoundState.FAILED)
-    assert "r0001 failed; the next try is at" in await wait(store, config)
+    assert "r0001 failed; the next attempt is at" in await wait(store, config)
     assert (await store.read(snapshot, config))["new_samples"]["needed"] == 0

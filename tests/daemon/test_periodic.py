@@ -145,6 +145,6 @@ async def test_a_replica_in_trouble_is_told_once_and_when_it_is_well(
     assert [text for text in told if "away" in text or "again" in text] == [
         "a is away",
         "b is away",
-        "every replica is as it should be again",
+        "all inference servers have recovered",
         "a is away",
     ]

@@ -200,8 +200,8 @@ async def test_an_adapter_of_another_base_model_is_not_gone_on_from(tmp_path: Pa
     [
         ("{tmp}/nowhere", False, "there is no directory {tmp}/nowhere"),
         ("{tmp}", False, "{tmp} has no config.json"),
-        ("models/of/mine", False, "there is no directory models/of/mine, and it is no name on the hub"),
-        ("some/model", True, "some/model is not on this machine, and HF_HUB_OFFLINE says not to load it"),
+        ("models/of/mine", False, "there is no directory models/of/mine, and it is not a name on the hub"),
+        ("some/model", True, "some/model is not on this machine, and HF_HUB_OFFLINE forbids the download"),
         ("some/model", False, ""),
         ("kept/model", True, ""),
     ],
@@ -428,7 +428,7 @@ async def test_rounds_that_fail_again_and_again_wait_longer_each_time(tmp_path: 
     await store.write(ended, 1, RoundState.FAILED, 1.5 * times)
     assert (await store.read(planner.due, config)).start
     await store.write(ended, 2, RoundState.FAILED, 1.5 * times)
-    assert "r0002 failed; the next try is at" in (await store.read(planner.due, config)).reason
+    assert "r0002 failed; the next attempt is at" in (await store.read(planner.due, config)).reason
     await store.write(ended, 3, RoundState.REJECTED, 1.5 * times)
     assert (await store.read(planner.due, config)).start, "one that did not fail begins the count anew"
     for number in range(4, 12):
