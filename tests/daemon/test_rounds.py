@@ -307,10 +307,10 @@ async def test_a_rollback_before_the_promotion_was_written_down_is_not_undone(
     assert await wheel.rounds.finish_live() is RoundState.PROMOTED
     active = await wheel.store.read(deployments.active, "agent")
     assert active is not None
-    assert active.adapter is None, "who took it back knows why"
+    assert active.adapter is None, "it was rolled back meanwhile"
     row = await wheel.store.read(rounds.by_name, "r0001")
     assert row is not None
-    assert "taken back" in row.reason
+    assert "rolled back since" in row.reason
     assert (await wheel.books())["consumed"] == 6
 
 
@@ -525,7 +525,7 @@ async def test_the_adoption_of_a_worker_is_logged(wheel: Wheel, caplog: pytest.L
         await wheel.store.write(lambda conn: conn.execute(update(schema.rounds).values(pid=left.pid)))
         try:
             going = asyncio.create_task(wheel.rounds.finish_live())
-            told = f"r0001: its worker (process {left.pid}), which an earlier daemon started, is adopted"
+            told = f"r0001: the worker of an earlier daemon (process {left.pid}) is adopted"
             while told not in caplog.messages:
                 await asyncio.sleep(0.05)
         finally:
