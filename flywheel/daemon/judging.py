@@ -48,14 +48,9 @@ async def recover(store: Store, state_dir: Path) -> tuple[int, list[str]]:
     Returns the number of tasks, and the keys of those that became dead letters. The caller holds the instance lock.
     """
     calls = CallsInFlight(state_dir)
-
-    def clean_up(conn: Connection) -> tuple[int, list[str]]:
-        verdicts.book(conn, calls.read())
-        return claims.recover(conn)
-
-    found = await store.write(clean_up)
+    await store.write(verdicts.book, calls.read())
     calls.reset()
-    return found
+    return await store.write(claims.recover)
 
 
 @dataclass(slots=True)

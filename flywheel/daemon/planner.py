@@ -164,17 +164,17 @@ def begin(conn: Connection, row: Row[Any], config: Config, rubric: Rubric) -> Ro
 
 def spec_of(conn: Connection, row: Row[Any], config: Config, rubric: Rubric) -> RoundSpec:
     """The specification of a planned round for its worker."""
-    return RoundSpec(
+    return _spec(
+        conn,
+        config,
+        rubric,
+        row.parent,
         round_id=row.name,
         attempt=row.attempt,
         seed=row.seed,
         debug=False,
-        base_model=config.model.base,
-        parent=rounds.adapter_ref(conn, row.parent),
         train=_tasks(conn, rounds.samples_of(conn, row.id, Split.TRAIN), config),
         held_out=_tasks(conn, rounds.samples_of(conn, row.id, Split.HELD_OUT), config),
-        rubric=rubric.model_dump(mode="json"),
-        settings=_settings(config),
         test=gate_tests.of_round(conn, row.id),
     )
 
@@ -190,23 +190,23 @@ def debug_spec(conn: Connection, config: Config, rubric: Rubric) -> RoundSpec:
     if not free:
         raise TrainError("try a round", "no accepted sample is free", "Collect and judge more traces first.")
     active = deployments.active(conn, config.model.alias)
-    return RoundSpec(
-        round_id="debug",
-        attempt=1,
-        seed=config.training.seed,
-        debug=True,
-        base_model=config.model.base,
-        parent=rounds.adapter_ref(conn, active.adapter if active else None),
-        train=_tasks(conn, free, config),
-        held_out=[],
-        rubric=rubric.model_dump(mode="json"),
-        settings=_settings(config),
+    tasks, seed = _tasks(conn, free, config), config.training.seed
+    parent = active.adapter if active else None
+    return _spec(
+        conn, config, rubric, parent, round_id="debug", attempt=1, seed=seed, debug=True, train=tasks, held_out=[]
     )
 
 
-def _settings(config: Config) -> dict[str, Any]:
-    """The configuration with the chain's judge settings: rollouts are graded as tasks are."""
-    return config.model_copy(update={"judge": judge_settings(config, chain_of(config))}).model_dump(mode="json")
+def _spec(conn: Connection, config: Config, rubric: Rubric, parent: str | None, **values: Any) -> RoundSpec:
+    # Rollouts are graded as tasks are: with the chain's judge settings.
+    judge = judge_settings(config, chain_of(config))
+    return RoundSpec(
+        base_model=config.model.base,
+        parent=rounds.adapter_ref(conn, parent),
+        rubric=rubric.model_dump(mode="json"),
+        settings=config.model_copy(update={"judge": judge}).model_dump(mode="json"),
+        **values,
+    )
 
 
 def _tasks(conn: Connection, ids: list[int], config: Config) -> list[RoundTask]:

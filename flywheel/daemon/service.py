@@ -242,18 +242,17 @@ class Service:
         self._rejects_all = bool(warning)
 
     async def _do_round(self) -> None:
-        if await self._rounds.finish_live() is not None:
-            self._count_round()
+        ended = await self._rounds.finish_live()
         window, self._window = self._window, False
-        while not self._stopping.is_set() and await self._rounds.start_due(window=window):
-            if await self._rounds.finish_live() is not None:
-                self._count_round()
+        while True:
+            if ended is not None:
+                self._finished_rounds += 1
+                if self._finished_rounds == self._max_rounds:
+                    self.stop()
+            if self._stopping.is_set() or not await self._rounds.start_due(window=window):
+                return
             window = False
-
-    def _count_round(self) -> None:
-        self._finished_rounds += 1
-        if self._max_rounds is not None and self._finished_rounds >= self._max_rounds:
-            self.stop()
+            ended = await self._rounds.finish_live()
 
     async def _do_reconcile(self) -> None:
         try:

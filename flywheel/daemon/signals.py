@@ -10,7 +10,7 @@ import logging
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
+from concurrent.futures import Future
 from typing import Any, Final, TypeVar
 
 from flywheel.errors import StoppedError
@@ -29,28 +29,17 @@ async def in_daemon_thread(work: Callable[[], T]) -> T:
 
     For judge calls: after a cancellation, a call in flight may take another minute.
     """
-    loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if outcome.done():
-            return  # cancelled
-        if error is None:
-            outcome.set_result(result)  # type: ignore[arg-type]
-        else:
-            outcome.set_exception(error)
+    outcome: Future[T] = Future()
+    outcome.set_running_or_notify_cancel()
 
     def run() -> None:
-        result, failed = None, None
         try:
-            result = work()
+            outcome.set_result(work())
         except BaseException as error:
-            failed = error
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, result, failed)
+            outcome.set_exception(error)
 
     threading.Thread(target=run, name="judging", daemon=True).start()
-    return await outcome
+    return await asyncio.wrap_future(outcome)
 
 
 class StopSignals:
