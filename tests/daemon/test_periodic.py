@@ -142,7 +142,7 @@ async def test_a_replica_in_trouble_is_told_once_and_when_it_is_well(
         daemon._deployer.reconcile = reconcile  # type: ignore[method-assign]
         await until(lambda: done > len(looks), "all looks")
     told = [record.getMessage() for record in caplog.records if record.name == "flywheel.daemon.service"]
-    assert [text for text in told if "away" in text or "again" in text] == [
+    assert [text for text in told if "away" in text or "recovered" in text] == [
         "a is away",
         "b is away",
         "all inference servers have recovered",
