@@ -28,39 +28,33 @@ class CallsInFlight:
         """The caller holds the instance lock."""
         self._path = state_dir / IN_FLIGHT_FILE
         self._file: int | None = None
-        self._slots = 0
-        self._free: list[int] = []
-        self._thread = threading.local()
+        self._counted: dict[threading.Thread, tuple[int, int, int]] = {}  # slot, calls, prompt tokens
+        self._free_slots: list[int] = []
         self._changing = threading.Lock()
 
     def add(self, prompt_tokens: int) -> None:
         """Count one call that this thread is about to send, with its estimated tokens."""
-        slot, calls, tokens = getattr(self._thread, "calls", None) or (self._new_slot(), 0, 0)
-        self._write(slot, calls + 1, tokens + prompt_tokens)
-
-    def forget(self) -> None:
-        """The verdict of this thread is stored, with what its calls have used."""
-        if counted := getattr(self._thread, "calls", None):
-            self._write(counted[0], 0, 0)
-            self._thread.calls = None
-            self._free.append(counted[0])
-
-    def _new_slot(self) -> int:
+        thread = threading.current_thread()
         with self._changing:
             if self._file is None:
                 self._file = private(self._path, os.O_RDWR | os.O_CREAT)
-            if self._free:
-                return self._free.pop()
-            self._slots += 1
-            return self._slots - 1
+            if thread not in self._counted:
+                self._counted[thread] = self._free_slots.pop() if self._free_slots else len(self._counted), 0, 0
+            slot, calls, tokens = self._counted[thread]
+            self._counted[thread] = slot, calls + 1, tokens + prompt_tokens
+            content = _SLOT.pack(datetime.now(UTC).toordinal(), calls + 1, tokens + prompt_tokens)
+            os.pwrite(self._file, content, slot * _SLOT.size)
 
-    def _write(self, slot: int, calls: int, tokens: int) -> None:
-        assert self._file is not None
-        self._thread.calls = slot, calls, tokens
-        os.pwrite(self._file, _SLOT.pack(datetime.now(UTC).toordinal(), calls, tokens), slot * _SLOT.size)
+    def forget(self) -> None:
+        """Take back what this thread has counted: its verdict is stored, with the usage of its calls."""
+        with self._changing:
+            counted = self._counted.pop(threading.current_thread(), None)
+            if counted is not None and self._file is not None:
+                os.pwrite(self._file, bytes(_SLOT.size), counted[0] * _SLOT.size)
+                self._free_slots.append(counted[0])
 
     def read(self) -> list[Used]:
-        """What a process that died has left in the file."""
+        """The calls that a process which died left in the file."""
         try:
             content = self._path.read_bytes()
         except FileNotFoundError:
@@ -73,5 +67,5 @@ class CallsInFlight:
         ]
 
     def reset(self) -> None:
-        """What `read` returned is booked."""
+        """Remove the file, after what `read` returned is booked."""
         self._path.unlink(missing_ok=True)

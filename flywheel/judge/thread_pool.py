@@ -138,6 +138,8 @@ class _Pool(Generic[K]):
             # The first error is reported; those of other threads follow from it.
             self.error = self.error or error
             self.closed.set()
+            if self._calls is not None:
+                self._calls.forget()  # the judge refused them
         finally:
             self._done.put(None)
 
