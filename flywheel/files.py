@@ -1,4 +1,4 @@
-"""Files that appear whole: atomic writes, fsynced JSONL appends, tree hashes."""
+"""Files: atomic writes, fsynced JSONL appends, private permissions, tree hashes."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from typing import Any, BinaryIO, Final
 NAME_BYTES: Final = 255
 PATH_BYTES: Final = 4096
 PRIVATE: Final = 0o600
-"""For the user of this process alone: what users said, and what was made of it, is in such files."""
+"""Readable by this user only: such files hold what users said."""
 
 
 def make_private(directory: Path) -> None:
-    """Make a directory, and what is missing above it, for this user alone, whatever the umask says.
+    """Create a directory and its missing parents for this user only, whatever the umask is.
 
-    One that is there stays as it is.
+    Existing directories keep their permissions.
     """
     for each in reversed([directory, *directory.parents]):
         each.mkdir(mode=0o700, exist_ok=True)
 
 
 def private(path: str | Path, flags: int) -> int:
-    """An opener for `open`: a file that it makes is for this user alone."""
+    """An opener for `open`: a file that it creates is readable by this user only."""
     return os.open(path, flags | os.O_CLOEXEC, PRIVATE)
 
 
 @contextlib.contextmanager
 def whole_file(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """A file that appears whole: write beside, fsync, rename. A reader sees the old one or the new one.
+    """Write a file atomically: write a temporary file, fsync, rename. Readers see the old content or the new.
 
-    A new file has `mode` as far as the umask lets; one that is replaced keeps its permissions, and a link its place.
+    A new file gets `mode`, limited by the umask. A replaced file keeps its permissions; a symbolic link stays.
     """
     path = Path(os.path.realpath(path))
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -69,7 +69,7 @@ def write_json(path: Path, value: Any, *, mode: int = 0o666) -> None:
 
 
 def expanded(path: Path) -> Path:
-    """A path with `~` expanded. Raises ValueError, with the reason, for one that no file can have."""
+    """A path with `~` expanded. Raises ValueError, with the reason, for a path that no file can have."""
     try:
         path = path.expanduser()
     except RuntimeError:
@@ -82,7 +82,7 @@ def expanded(path: Path) -> Path:
 
 
 def tidied(path: Path) -> Path:
-    """An absolute path without `..`, if it leads to the same place without them: behind a link it need not."""
+    """An absolute path without `..`, unless that would lead elsewhere, as behind a symbolic link."""
     if ".." not in path.parts:
         return path
     plain = Path(os.path.normpath(path))
@@ -109,7 +109,7 @@ def append_jsonl(path: Path, values: Iterable[Any]) -> int:
 
 
 def append_lines(path: Path, lines: Sequence[bytes], *, mode: int = 0o666) -> int:
-    """Append lines, each with its end, and fsync; their number. A new file has `mode` as far as the umask lets."""
+    """Append lines, which end in a newline, and fsync; returns their number. A new file gets `mode`."""
     if not lines:
         return 0
     created = not path.exists()
@@ -123,7 +123,7 @@ def append_lines(path: Path, lines: Sequence[bytes], *, mode: int = 0o666) -> in
 
 
 def last_lines(file: BinaryIO, count: int) -> Iterator[bytes]:
-    """The last lines of a file that have their end, at most `count`, one at a time; nothing before them is kept."""
+    """Yield the last complete lines of a file, at most `count`, without reading all of it."""
     begin = file.seek(0, os.SEEK_END)
     ends = 0
     block = b""
@@ -135,7 +135,7 @@ def last_lines(file: BinaryIO, count: int) -> Iterator[bytes]:
         ends += block.count(b"\n")
     place = -1
     for _ in range(ends - count):
-        # The lines before are in the block that was read last: without it there were not enough.
+        # Surplus lines are in the block that was read last.
         place = block.find(b"\n", place + 1)
     file.seek(begin + place + 1)
     for _ in range(min(ends, count)):
@@ -146,15 +146,15 @@ _BLOCK: Final = 1 << 20
 
 
 def torn_line(file: BinaryIO) -> bytes:
-    """The unfinished last line of a file, empty if its last line has its end."""
+    """The incomplete last line of a file; empty if the file ends with a newline."""
     file.seek(_end_of_lines(file))
     return file.read()
 
 
 def cut_torn_line(path: Path) -> int:
-    """Cut an unfinished last line, which a crash in the middle of an append leaves; the number of bytes cut.
+    """Remove an incomplete last line, left by a crash during an append; returns the number of bytes removed.
 
-    Whose line it is, and whether it may be cut, the caller knows.
+    The caller must know that it owns the line.
     """
     if not path.exists():
         return 0
@@ -169,7 +169,7 @@ def cut_torn_line(path: Path) -> int:
 
 
 def _end_of_lines(file: BinaryIO) -> int:
-    """Where the last line that has its end ends."""
+    """The offset after the last newline."""
     end = file.seek(0, os.SEEK_END)
     while end > 0:
         start = max(0, end - 65536)
@@ -182,7 +182,7 @@ def _end_of_lines(file: BinaryIO) -> int:
 
 
 def tree_sha256(directory: Path) -> str:
-    """A hash of every file's relative path and content below `directory`: it changes if anything does."""
+    """A hash of the relative path and the content of every file below `directory`."""
     digest = hashlib.sha256()
     for path in sorted(p for p in directory.rglob("*") if p.is_file()):
         digest.update(path.relative_to(directory).as_posix().encode() + b"\0")

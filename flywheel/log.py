@@ -1,4 +1,4 @@
-"""How Flywheel logs: one line per event, to stderr, with the time in UTC, or with levels for the journal."""
+"""Logging: one line per event on stderr, with the time in UTC, or with priorities for systemd's journal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Lines(logging.Formatter):
 
 
 class _JournalLines(_Lines):
-    """With sd-daemon(3)'s prefix, by which `journalctl -p warning` finds them. To the journal a line is an entry."""
+    """With the priority prefix of sd-daemon(3) for `journalctl -p`. To the journal each line is an entry."""
 
     def format(self, record: logging.LogRecord) -> str:
         level = next(number for least, number in _PRIORITIES if record.levelno >= least)
@@ -26,11 +26,11 @@ class _JournalLines(_Lines):
 
 
 _PRIORITIES: Final = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6), (0, 7))
-"""syslog(3)'s numbers of the levels."""
+"""Priorities of syslog(3) by the lowest level that they stand for."""
 
 
 def setup(level: str = "INFO") -> None:
-    """Log to stderr. Where that is systemd's journal the time is left to it."""
+    """Log to stderr. systemd's journal adds the time itself."""
     text = "%(levelname)-7s %(name)s: %(message)s"
     if _is_journal():
         formatter: logging.Formatter = _JournalLines(text)
@@ -46,8 +46,8 @@ def setup(level: str = "INFO") -> None:
 
 
 def _is_journal() -> bool:
-    """Whether stderr goes to the journal. The variable alone is inherited by whatever a service starts, and a round's
-    worker, or a shell, writes elsewhere."""
+    """Whether stderr is the journal. The variable alone does not tell: child processes inherit it, and a shell or a
+    round's worker may write elsewhere."""
     try:
         found = os.fstat(sys.stderr.fileno())
     except (OSError, ValueError, AttributeError):

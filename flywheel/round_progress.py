@@ -1,4 +1,4 @@
-"""How far a running round is, as its worker writes it down (`progress.json`) and others read it."""
+"""The progress of a running round: its worker writes `progress.json`, the daemon and commands read it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Phase = Literal["starting", "training", "evaluating"]
 
 
 class RoundProgress(Frozen):
-    """One look at a running round.
+    """A snapshot.
 
-    `step` counts the steps that are done. `rollouts` of `rollouts_planned` are those of the step under way, or of the
-    comparison. `reward` is the mean of the last step that is done. `tokens_per_second` is what the engines generated
-    in the batch under way or in the last one. `paused` says what the round waits for; it is empty while it goes on.
+    `step` counts finished steps. `rollouts` of `rollouts_planned` are those of the current step, or of the
+    comparison. `reward` is the mean of the last finished step. `tokens_per_second` is the generation rate of the
+    current or the last batch. `paused` says what the round waits for, and is empty while it runs.
     """
 
     phase: Phase
@@ -38,10 +38,10 @@ class RoundProgress(Frozen):
 
     @property
     def summary(self) -> str:
-        """All of it in one line."""
+        """The snapshot in one line."""
         parts: list[str] = [self.phase]
         if self.phase != "starting":
-            # The step under way, while there is one.
+            # While training, the number of the current step.
             step = min(self.step + 1, self.steps) if self.phase == "training" else self.step
             parts.append(f"step {step} of {self.steps}")
             parts.append(f"{self.rollouts:,} of {self.rollouts_planned:,} rollouts")
@@ -57,7 +57,7 @@ class RoundProgress(Frozen):
 
 
 def progress_of(round_dir: Path) -> RoundProgress | None:
-    """What the round's worker has last written; None before it has, or when it is of another version."""
+    """What the worker wrote last; None if it has not written yet, or another version wrote it."""
     with contextlib.suppress(OSError, ValidationError):
         return RoundProgress.model_validate_json((round_dir / PROGRESS_FILE).read_bytes())
     return None

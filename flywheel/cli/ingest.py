@@ -11,7 +11,6 @@ from flywheel.cli.app import ConfigOption, JsonOption, absolute, app, complain, 
 from flywheel.cli.tables import print_facts, short_path, source_text
 from flywheel.errors import EXIT_FAILED
 from flywheel.process_tuning import raise_open_file_limit, tune_malloc
-from flywheel.store import ledger
 from flywheel.terminal import escape_terminal
 
 if TYPE_CHECKING:
@@ -61,6 +60,7 @@ async def _ingest(config: Config, out: Path | None, sweep: bool) -> tuple[dict[s
     from flywheel.cli import progress_bars
     from flywheel.daemon.lock import InstanceLock
     from flywheel.sources.ingestion import Ingestion
+    from flywheel.store import ledger
     from flywheel.store.database import Store
     from flywheel.store.task_file import export_sources
 

@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 ROOTS: Final = ("ajet", "astuner")
 SECTION: Final = "feedback_tracing"
+MARKERS: Final = frozenset((*ROOTS, SECTION))
+"""Keys at the root by which such a configuration is recognised."""
 KEYS: Final = (
     "base_url",
     "train_output_path",
@@ -140,7 +142,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 def _given(values: Mapping[str, Any], own: Any = None) -> Any:
     if own is not None and not isinstance(own, Mapping):
-        return own  # which is told of as it would be beside any other section
+        return own  # validation reports it
     return {key: value for key, value in values.items() if value is not None} | dict(own or {})
 
 

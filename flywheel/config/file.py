@@ -1,7 +1,7 @@
-"""The whole configuration: one YAML file, strict, with units in the names.
+"""The configuration file: read, check, and make paths absolute.
 
-Each field's docstring is its documentation (`scripts/configuration_page.py` makes the page). An unknown key is an
-error that names the key's path. Secrets are never in the file: it names environment variables.
+The docstring of each field is its documentation (`scripts/configuration_page.py` makes the page). Unknown keys are
+errors. Secrets are never in the file: it names environment variables.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from flywheel.config.agentjet import translated
+from flywheel.config.agentjet import MARKERS, translated
 from flywheel.config.ingest import (
     IngestSettings,
     JsonlSource,
@@ -45,13 +45,9 @@ class StateSettings(Section):
     else `flywheel` under the XDG state directory."""
 
 
-def _studio() -> list[SourceSettings]:
-    return [StudioSource()]
-
-
 class Config(Section):
     state: StateSettings = StateSettings()
-    sources: list[SourceSettings] = Field(default_factory=_studio)
+    sources: list[SourceSettings] = Field(default_factory=lambda: list[SourceSettings]([StudioSource()]))
     """What to watch. Default: Studio's own place for its database."""
     ingest: IngestSettings = IngestSettings()
     judge: JudgeSettings = JudgeSettings()
@@ -82,7 +78,7 @@ class Config(Section):
         return self
 
     def models_of(self, source: SourceSettings | None) -> TrainedModels:
-        """Which models' replies of a source are trained on; None is one that is in the configuration no more."""
+        """The models whose replies of a source are trained on. None is a source that is no longer configured."""
         chosen = source.models if source is not None else ModelFilter()
         return TrainedModels(self.model.alias, self.model.base, tuple(chosen.include), tuple(chosen.exclude))
 
@@ -96,9 +92,10 @@ class Config(Section):
 
 
 def source_at(config: Config, file: Path) -> Path | None:
-    """The source that reads this file, if one does: nothing may be appended to it."""
-    # A link is read by its own name, and what it leads to by another.
-    listed = [name for name in (file, Path(os.path.realpath(file))) if _is_listed(name)]
+    """The source that reads this file, if any; nothing may be appended to it."""
+    # A JSONL source reads a symbolic link under its own name, and its target under another.
+    names = (file, Path(os.path.realpath(file)))
+    listed = [name for name in names if name.suffix == ".jsonl" and not name.name.startswith(".")]
     for source in config.sources:
         if isinstance(source, OtlpSource):
             continue
@@ -108,16 +105,11 @@ def source_at(config: Config, file: Path) -> Path | None:
     return None
 
 
-def _is_listed(file: Path) -> bool:
-    """Whether a directory of lines would be read with this file in it."""
-    return file.suffix == ".jsonl" and not file.name.startswith(".")
-
-
 def _same(one: Path, other: Path) -> bool:
     try:
         return one.samefile(other)
     except OSError:
-        # What does not exist yet is known by its name alone.
+        # Files that do not exist yet are compared by name.
         return os.path.realpath(one) == os.path.realpath(other)
 
 
@@ -137,7 +129,7 @@ def _of_environment(text: str, name: str) -> Path:
 
 
 def defaults() -> Config:
-    """What holds without a configuration file. Raises ConfigError."""
+    """The configuration without a file. Raises ConfigError."""
     attempted = "use the default settings"
     try:
         config = Config()
@@ -154,11 +146,12 @@ def load(path: Path) -> Config:
 
 
 def parse(raw: Any, name: str, folder: Path, *, file: Path | None = None) -> Config:
-    """Check a parsed configuration; its relative paths are relative to `folder`. Raises ConfigError."""
+    """Check a parsed configuration. Relative paths are relative to `folder`. Raises ConfigError."""
     attempted = f"use configuration {name}"
     if not isinstance(raw, dict):
         raise ConfigError(attempted, f"its root is a {type(raw).__name__}, not a mapping", "Start with `sources:`.")
-    own = translated(raw, Config.model_fields.keys(), name, file)
+    is_agentjets = not MARKERS.isdisjoint(map(str, raw))
+    own = translated(raw, Config.model_fields.keys(), name, file) if is_agentjets else raw
     try:
         config = Config.model_validate(own)
     except ValidationError as error:
@@ -175,36 +168,36 @@ def _refuse_a_task_file_that_is_read(config: Config, attempted: str) -> None:
     try:
         task_file = config.task_file.absolute()
     except (ConfigError, OSError):
-        # The state directory cannot be found: what needs it says so, and not everything does.
+        # The state directory cannot be found; commands that need it report that.
         return
     if (source := source_at(config, task_file)) is not None:
         raise ConfigError(
             attempted,
             f"the task file {task_file} is read by the source {source}",
-            "Name another with `ingest.output`: Flywheel does not write to what it reads.",
+            "Name another with `ingest.output`: Flywheel never writes to a source.",
         )
 
 
 def _anchored(config: Config, folder: Path) -> Config:
-    def anchor(path: Path) -> Path:
-        return tidied(folder / path)
-
+    """The configuration with absolute paths: relative ones are relative to `folder`."""
     base = config.model.base
     if base.startswith(("./", "../")):
-        # As it is written: adapters are held against the name of the model that they were trained on.
+        # Not tidied: adapters record the name of the base model as it was written.
         base = str(folder / base)
     chain, output, state = config.filter.chain, config.ingest.output, config.state.dir
     return config.model_copy(
         update={
             "sources": [
-                source if isinstance(source, OtlpSource) else source.model_copy(update={"path": anchor(source.path)})
+                source
+                if isinstance(source, OtlpSource)
+                else source.model_copy(update={"path": tidied(folder / source.path)})
                 for source in config.sources
             ],
             "filter": config.filter.model_copy(
-                update={"rubric": anchor(config.filter.rubric), "chain": chain and anchor(chain)}
+                update={"rubric": tidied(folder / config.filter.rubric), "chain": chain and tidied(folder / chain)}
             ),
-            "ingest": config.ingest.model_copy(update={"output": output and anchor(output)}),
-            "state": config.state.model_copy(update={"dir": state and anchor(state)}),
+            "ingest": config.ingest.model_copy(update={"output": output and tidied(folder / output)}),
+            "state": config.state.model_copy(update={"dir": state and tidied(folder / state)}),
             "model": config.model.model_copy(update={"base": base}),
         }
     )

@@ -1,4 +1,4 @@
-"""What every section of the configuration is made of: strict, frozen, documented by its fields' docstrings."""
+"""The base class of all sections: strict, frozen, documented by the docstrings of its fields."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _names_secrets(self) -> Self:
-        """Settings that end in `_env` name variables with keys."""
+        """Register the variables that settings ending in `_env` name, so that their values are never printed."""
         for name in type(self).model_fields:
             if name.endswith("_env") and (variable := getattr(self, name)):
                 register_secret_variable(variable)

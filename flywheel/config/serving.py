@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
@@ -69,17 +69,13 @@ def own_url(host: str, port: int) -> str:
     return f"http://[{address}]:{port}" if address.version == 6 else f"http://{address}:{port}"
 
 
-def _own_urls(given: dict[str, Any]) -> list[str]:
-    return [own_url(given["host"], given["port"])]
-
-
 class ServingSettings(Section):
     host: str = "127.0.0.1"
     """Where `flywheel serve` listens. Anywhere but on loopback it needs `api_key_env`."""
     port: int = Field(default=8000, ge=1, le=65535)
     """Port of `flywheel serve`."""
     urls: Annotated[list[Annotated[str, AfterValidator(_replica)]], AfterValidator(_replicas)] = Field(
-        default_factory=_own_urls, min_length=1
+        default_factory=lambda given: [own_url(given["host"], given["port"])], min_length=1
     )
     """Every vLLM replica that serves the agent (without `/v1`). Default: the one that `flywheel serve` starts on
     `host` and `port`."""

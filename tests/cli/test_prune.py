@@ -61,7 +61,7 @@ def test_days_on_the_command_line_come_before_the_settings(flywheel: Run, config
     config.write_text(config.read_text() + "retention: {keep_days: null}\n")
     ran = flywheel("prune", "-c", config)
     assert ran.code == 78
-    assert "Say with --keep-days how many days they stay" in ran.err
+    assert "Set --keep-days to the number of days to keep them" in ran.err
     assert "2 rounds, 410 bytes removed" in flywheel("prune", "--keep-days", "0", "-c", config).out
 
 
