@@ -88,7 +88,9 @@ class PreFilter:
         sound = [each.task for each in redacted.values() if each.passed]
         entries = self._entries(sound)
         near, held = self._enter(sound, entries)
-        results = redacted | {number: replace(redacted[number], passed=False, held=True) for number in held}
+        # A burst can include tasks that were judged earlier: they are not among these.
+        here = held & redacted.keys()
+        results = redacted | {number: replace(redacted[number], passed=False, held=True) for number in here}
         return self._run(self._chain.before, results, entries, near)
 
     def after(self, task: Claimed) -> FilterResult:
