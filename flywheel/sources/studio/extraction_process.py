@@ -58,7 +58,8 @@ class ExtractionProcess:
                 process_group=0,
             )
         self._connection = Connection(ours.detach())
-        # The child cannot take the next batch before its answer is received.
+        # Sending and receiving both block, and each must go on while the other does.
+        self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="extraction")
         self._receiver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="extraction")
 
     @property
@@ -66,12 +67,12 @@ class ExtractionProcess:
         return self._child.pid
 
     def extract(self, batch: Batch, schema: str, selection: Selection, source: str) -> Future[Batch]:
-        """Send a batch; waits while the child is busy. One thread may call it.
+        """As `replies.extract`, later. One thread may call it.
 
         The future raises StudioError if the child has died or extraction failed.
         """
-        with contextlib.suppress(OSError):  # the receiver reports it
-            self._connection.send_bytes(_encode(Question(batch, schema, selection, source)))
+        # If it cannot be sent, the receiver finds the connection closed.
+        self._sender.submit(self._connection.send_bytes, _encode(Question(batch, schema, selection, source)))
         return self._receiver.submit(self._receive, source)
 
     def _receive(self, source: str) -> Batch:
@@ -96,7 +97,8 @@ class ExtractionProcess:
         """End the child. Batches that it has not extracted are lost."""
         self.kill()
         self._child.wait()
-        self._receiver.shutdown(cancel_futures=True)
+        for thread in (self._sender, self._receiver):
+            thread.shutdown(cancel_futures=True)
         self._connection.close()
 
 
