@@ -85,13 +85,14 @@ def peer(folder: Path, name: str) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ingest", "poll", "latency"])
+@pytest.mark.parametrize("name", ["ingest", "poll", pytest.param("latency", marks=pytest.mark.long)])
 def test_keys_and_types(name: str, tmp_path: Path) -> None:
     check(name, run(name, "--json", "--dir", str(tmp_path)))
     left = [path.name for path in tmp_path.iterdir()]
     assert left and all(name.startswith("studio-") for name in left), "only the databases are kept"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_people_see_the_machine_too(tmp_path: Path) -> None:
     done = run("ingest", "--spans", "300", "--schema", "old")
@@ -105,6 +106,7 @@ def test_peer_reads_what_ours_reads(tmp_path: Path) -> None:
     assert result["tasks"] == result["peer_tasks"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_peer_that_finds_nothing_is_no_comparison(tmp_path: Path) -> None:
     done = run("peer", "--json", "--peer", str(peer(tmp_path, "invoke_agent Solver")))
@@ -118,6 +120,7 @@ def test_a_directory_without_the_peer(tmp_path: Path) -> None:
     assert "is no checkout of AgentJet" in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_missed_reply_is_no_result(tmp_path: Path) -> None:
     made = cached(tmp_path, 300, "new")

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_quick_run_prints_one_object() -> None:
     command = [sys.executable, "-m", "benchmarks.restart", "--quick", "--json"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
