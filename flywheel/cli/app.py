@@ -232,15 +232,11 @@ def require_state(config: Config, attempted: str) -> None:
 async def read_state(config: Config, question: Callable[[Connection], T], *, warn: bool = True) -> T:
     """Read the state beside a running daemon. With `warn`, stderr says if there is none. Raises StoreError."""
     # Commands that only read their configuration do not wait for the import of the database library.
-    from flywheel.store.database import Store
+    from flywheel.store.database import read_once
 
     if warn and (missing := missing_state(config)):
         print_error(f"flywheel: {missing}")
-    store = await Store.view(config.state_dir)
-    try:
-        return await store.read(question)
-    finally:
-        await store.close()
+    return await read_once(config.state_dir, question)
 
 
 async def change_state(config: Config, change: Callable[[Connection], T], *, lock: bool) -> T:

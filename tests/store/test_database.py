@@ -14,7 +14,7 @@ from sqlalchemy import Connection
 
 from flywheel.errors import StoreError
 from flywheel.store import claims, ledger
-from flywheel.store.database import Store
+from flywheel.store.database import Store, read_once
 from tests.samples import batch, reply
 
 
@@ -58,6 +58,8 @@ async def test_a_newer_schema_is_refused_by_every_way_in(tmp_path: Path) -> None
     for enter in (Store.open, Store.copy, Store.view):
         with pytest.raises(StoreError, match="999"):
             await enter(tmp_path)
+    with pytest.raises(StoreError, match="999"):
+        await read_once(tmp_path, count)
 
 
 async def test_a_copy_and_a_view_write_nothing(tmp_path: Path) -> None:
@@ -95,6 +97,46 @@ async def test_a_view_of_no_state_is_empty_and_makes_none(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
+async def test_a_single_read_is_one_transaction_beside_a_writer_and_writes_nothing(tmp_path: Path) -> None:
+    store = await Store.open(tmp_path)
+    await store.write(record, 1)
+    reading, written = threading.Event(), threading.Event()
+
+    def count_twice(conn: Connection) -> tuple[int, int]:
+        first = count(conn)
+        reading.set()
+        assert written.wait(30)
+        return first, count(conn)
+
+    async def write() -> None:
+        other = await Store.open(tmp_path)
+        await other.write(record, 2)
+        await other.close()
+        written.set()
+
+    writer = threading.Thread(target=lambda: reading.wait(30) and asyncio.run(write()))
+    writer.start()
+    assert await read_once(tmp_path, count_twice) == (1, 1)
+    writer.join()
+    await store.close()
+    before = files(tmp_path)
+    assert await read_once(tmp_path, count) == 2
+    with pytest.raises(StoreError, match="readonly"):
+        await read_once(tmp_path, record, 3)
+    assert files(tmp_path) == before
+
+
+async def test_a_single_read_of_no_state_is_empty_and_makes_none(tmp_path: Path) -> None:
+    assert await read_once(tmp_path / "nothing", count) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_single_read_of_a_damaged_file_names_it_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "state.db").write_bytes(b"this is not a database, really" * 100)
+    with pytest.raises(StoreError, match=r"state\.db.*not a database.*Restore it from a backup"):
+        await read_once(tmp_path, count)
+
+
 async def test_a_file_that_is_no_database_is_named_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "state.db").write_bytes(b"this is not a database, really" * 100)
     with pytest.raises(StoreError, match=r"state\.db.*not a database.*Restore it from a backup"):
@@ -110,7 +152,7 @@ async def test_a_state_directory_that_cannot_be_made(tmp_path: Path) -> None:
 COPYING = """
 import asyncio, sys
 from pathlib import Path
-from flywheel.store.database import Store
+from flywheel.store.database import Store, read_once
 
 def kilobytes():
     # What `getrusage` says of a process includes what its parent was before.
