@@ -1,7 +1,7 @@
-"""The errors of Flywheel: one class per boundary that is crossed.
+"""The errors of Flywheel: one class for each boundary.
 
-Every error says what was attempted, why it failed and what to do next, whether a retry can help, and with which
-code a command ends. Nothing here knows any of the parts.
+Every error says what was attempted, why it failed, what to do, and whether a retry can help; its class has the exit
+code of commands.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class FlywheelError(Exception):
 
     `attempted` completes "cannot …" and names its subject ("open database /x/y.sqlite"), `why` is the cause in one
     clause, `hint` the remedy as an imperative sentence. `retryable` says whether the same call can succeed later
-    without anybody changing anything. Known secrets are in none of them: the words of others are often quoted.
+    without any change. Known secrets are removed from all of them, because they often quote other programs.
     """
 
     exit_code = EXIT_FAILED

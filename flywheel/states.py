@@ -1,6 +1,6 @@
-"""The states of everything that has a life, and the legal transitions between them.
+"""The states of replies, tasks, rounds, adapters, deployments and dead letters, and the legal transitions.
 
-Transitions are data: `TRANSITIONS` is the only place that says what may follow what, and the store refuses the rest.
+Transitions are data: `TRANSITIONS` is their only definition, and the store refuses all others.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class AdapterState(StrEnum):
     RETIRED = "retired"
     CORRUPT = "corrupt"
     REMOVED = "removed"
-    """its files went, or are going: nothing needed them any more"""
+    """its files are removed or being removed: nothing needs them"""
 
 
 class DeploymentState(StrEnum):
@@ -91,11 +91,11 @@ class DeploymentState(StrEnum):
 
 
 class DeadLetterState(StrEnum):
-    """A dead letter's."""
+    """The states of a dead letter."""
 
     OPEN = "open"
     RETRIED = "retried"
-    """looked at again; if that fails too, it is open again"""
+    """tried again; if that fails too, it is opened again"""
     DROPPED = "dropped"
     """closed for good"""
 

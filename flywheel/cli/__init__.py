@@ -1,6 +1,6 @@
-"""The command line: a file per group of commands. Nothing heavy is imported before a command needs it.
+"""The command line: one file per group of commands. Heavy imports wait until a command needs them.
 
-Nor is anything here: most of a second goes by until all that is needed is imported, and Ctrl-C may come in it.
+This module imports almost nothing, so that Ctrl-C is handled while the rest is imported.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ def _leave(_number: int, _frame: FrameType | None) -> None:
 
 def main() -> None:
     """Run the command line and end the process with its exit code."""
-    # Until something is begun that has to be ended in order, Ctrl-C just ends the process: as an exception it would
-    # be told as a traceback, and some modules take one that comes while they are imported for something else. Who
-    # starts us with the signal ignored (nohup, a shell's `&`) keeps it so.
+    # During imports Ctrl-C ends the process at once: a KeyboardInterrupt would print a traceback, or some module
+    # would take it for a failed import. An ignored signal (nohup, a shell's `&`) stays ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
     try:
@@ -32,7 +31,7 @@ def main() -> None:
 
 
 def heed_interrupts() -> None:
-    """From now on Ctrl-C is a KeyboardInterrupt: what is begun is ended in order."""
+    """From now on Ctrl-C raises KeyboardInterrupt, so that work in progress is cleaned up."""
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,4 +1,4 @@
-"""The work behind `flywheel rubric calibrate` and `suggest`."""
+"""`flywheel rubric calibrate` and `suggest`: measure agreement with labelled replies; draft a rubric from them."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
 
     rubric = load_rubric(file, "Name a rubric in YAML.")
     check_independence(config, rubric)
-    # As tasks are judged: by the chain's `llm_evaluate`, too.
+    # With the settings of the chain's `llm_evaluate`, as tasks are judged.
     settings = judge_settings(config, chain_of(config))
-    # Opened before the judge is paid. A running daemon is not in the way: a row is added, and what was spent.
+    # Opened before the judge is paid. The daemon may run: rows are only added.
     store = await Store.open(config.state_dir)
     grader = Grader(rubric, settings)
     loop = asyncio.get_running_loop()
@@ -59,11 +59,11 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
         budget = Budget(settings.budget, lambda: spent)
         estimator = await CostEstimator.of(store, grader.judge_hash, settings.prices)
         cost = estimator.cost(await asyncio.to_thread(_preview, grader, given, repeats))
-        _foretell(len(given.labels), repeats, cost, f"calibrate {file}", budget, quiet=quiet)
+        _check_budget(len(given.labels), repeats, cost, f"calibrate {file}", budget, quiet=quiet)
         with TaskCounter("judging", len(given.labels) * repeats, quiet=quiet) as progress:
 
             def on_verdict(verdict: Verdict) -> None:
-                # At once: what was spent is spent, whatever becomes of the calibration.
+                # At once, so that the usage is stored even if the calibration fails.
                 asyncio.run_coroutine_threadsafe(
                     store.write(verdicts.book_verdict, verdict, Purpose.CALIBRATION), loop
                 ).result()
@@ -81,7 +81,7 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
             try:
                 outcome = await _unless_stopped(judging, config, f"calibrate {file}")
             except BudgetSpentError as error:
-                raise _beyond(f"calibrate {file}", error.why) from error
+                raise _over_budget(f"calibrate {file}", error.why) from error
         if not outcome.n:
             raise JudgeError(
                 f"calibrate {file}",
@@ -112,7 +112,7 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
 
 
 def _preview(grader: Grader, given: Labels, repeats: int) -> JudgingEstimate:
-    """What judging the labels would take, as far as that is known before."""
+    """The expected calls and tokens of judging the labels."""
     from flywheel.daemon.task_result import JudgingEstimate
 
     total = JudgingEstimate()
@@ -123,8 +123,8 @@ def _preview(grader: Grader, given: Labels, repeats: int) -> JudgingEstimate:
     return total
 
 
-def _foretell(replies: int, repeats: int, cost: Cost, attempted: str, budget: Budget, *, quiet: bool) -> None:
-    """Say what it will take. Raises JudgeError, before anything is paid, if the budget has not so much left."""
+def _check_budget(replies: int, repeats: int, cost: Cost, attempted: str, budget: Budget, *, quiet: bool) -> None:
+    """Print the expected cost. Raises JudgeError if the budget has less left."""
     from rich.console import Console
 
     from flywheel.cli.verdict_table import estimated
@@ -136,13 +136,11 @@ def _foretell(replies: int, repeats: int, cost: Cost, attempted: str, budget: Bu
         console.print(f"{quantity(replies, 'reply', 'replies')}{times}: {estimate}", style="dim")
     left = budget.left()
     if left is not None and cost.prompt_tokens + cost.completion_tokens > left:
-        raise _beyond(attempted, f"it would take {estimate}, and the budget has {max(0, left):,} tokens left")
+        raise _over_budget(attempted, f"it would take {estimate}, and the budget has {max(0, left):,} tokens left")
 
 
-def _beyond(attempted: str, why: str) -> JudgeError:
-    hint = (
-        "Give it fewer labels or repeats, wait until midnight UTC, or raise judge.budget. No calibration is stored."
-    )
+def _over_budget(attempted: str, why: str) -> JudgeError:
+    hint = "Use fewer labels or repeats, wait until midnight UTC, or raise judge.budget. No calibration is stored."
     return JudgeError(attempted, why, hint, retryable=True)
 
 
@@ -167,7 +165,7 @@ async def suggest(config: Config, labels: Path, name: str) -> str:
 
 
 async def _unless_stopped(work: Callable[..., T | None], config: Config, attempted: str) -> T:
-    """What work that asks the judge comes to; it is told when to `stop`. Raises StoppedError after a signal."""
+    """The result of `work`, whose argument `stop` is set by a signal. Raises StoppedError after a signal."""
     from flywheel.daemon.signals import StopSignals, in_daemon_thread
 
     stop = threading.Event()
@@ -180,7 +178,7 @@ async def _unless_stopped(work: Callable[..., T | None], config: Config, attempt
     try:
         outcome = await interruption.during(in_daemon_thread(partial(work, stop=stop)), halt)
     except FlywheelError:
-        # What was stopped may fail of it.
+        # After a signal, errors of the stopped work do not matter.
         if interruption.by is None:
             raise
     if interruption.by is not None:
@@ -204,7 +202,7 @@ async def _labels(path: Path, store: Store) -> Labels:
 def calibration_json(
     file: Path, rubric: Rubric, judge: str, given: Labels, outcome: Calibration, shortfall: str | None
 ) -> dict[str, Any]:
-    """The report as JSON has it, but for the cost."""
+    """The report of `--json`, without the cost."""
     table, kappa = outcome.confusion, outcome.kappa
     return {
         "rubric": rubric.id,

@@ -76,8 +76,8 @@ def _show(config: Config, ids: list[int], every: bool, as_json: bool) -> None:
         states = list(DeadLetterState) if every else [DeadLetterState.OPEN]
         found = dead_letters.with_ids(conn, ids) if ids else dead_letters.in_states(conn, states)
         histories = [{"history": dead_letters.history_of(conn, letter.id)} if ids else {} for letter in found]
-        told = [asdict(letter) | history for letter, history in zip(found, histories, strict=True)]
-        return told, dead_letters.count(conn)
+        shown = [asdict(letter) | history for letter, history in zip(found, histories, strict=True)]
+        return shown, dead_letters.count(conn)
 
     found, counts = run_async(read_state(config, look, warn=False))
     if as_json:

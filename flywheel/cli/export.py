@@ -1,4 +1,4 @@
-"""`flywheel export`: the tasks of the state as a file that another program trains on."""
+"""`flywheel export`: write tasks as a file for another trainer."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 PAGE: Final = 200
 
 
-class Wanted(StrEnum):
-    """What `--state` takes."""
+class StateArg(StrEnum):
+    """The values of `--state`."""
 
     ACCEPTED = "accepted"
     PENDING = "pending"
@@ -48,8 +48,8 @@ class Wanted(StrEnum):
     ALL = "all"
 
 
-class Side(StrEnum):
-    """What `--split` takes."""
+class SplitArg(StrEnum):
+    """The values of `--split`."""
 
     TRAIN = "train"
     HELD_OUT = "held-out"
@@ -57,11 +57,11 @@ class Side(StrEnum):
 
 
 STATES: Final = {
-    Wanted.ACCEPTED: (TaskState.ACCEPTED, TaskState.RESERVED, TaskState.CONSUMED),
-    Wanted.PENDING: (TaskState.PENDING, TaskState.JUDGING),
-    Wanted.REJECTED: (TaskState.REJECTED,),
-    # What is dead, or turned out to be no reply, is none of anybody's training data.
-    Wanted.ALL: (
+    StateArg.ACCEPTED: (TaskState.ACCEPTED, TaskState.RESERVED, TaskState.CONSUMED),
+    StateArg.PENDING: (TaskState.PENDING, TaskState.JUDGING),
+    StateArg.REJECTED: (TaskState.REJECTED,),
+    # Dead and withdrawn tasks are no training data.
+    StateArg.ALL: (
         TaskState.PENDING,
         TaskState.JUDGING,
         TaskState.UNDECIDED,
@@ -71,19 +71,23 @@ STATES: Final = {
         TaskState.REJECTED,
     ),
 }
-SPLITS: Final = {Side.TRAIN: (Split.TRAIN,), Side.HELD_OUT: (Split.HELD_OUT,), Side.ALL: tuple(Split)}
+SPLITS: Final = {
+    SplitArg.TRAIN: (Split.TRAIN,),
+    SplitArg.HELD_OUT: (Split.HELD_OUT,),
+    SplitArg.ALL: tuple(Split),
+}
 
 
 @dataclass
 class Survey:
-    """What a first look found: the tasks of each record to write, and what the records are like."""
+    """The result of the first pass: the tasks of each record to write, and the traits of the records."""
 
     groups: list[tuple[int, ...]] = field(default_factory=list)
     typed: frozenset[str] = frozenset()
     left_out: Counter[str] = field(default_factory=Counter)
 
     def add(self, group: tuple[int, ...], record: Record) -> None:
-        # A record that shows a trait first goes to the front: readers infer types from the beginning of a file.
+        # The first record with a new trait goes to the front: readers infer types from the beginning of a file.
         if new := typed_columns(record) - self.typed:
             self.typed |= new
             self.groups.insert(0, group)
@@ -93,7 +97,7 @@ class Survey:
 
 @app.command()
 def export(
-    name: Annotated[FormatName, typer.Option("--format", help="Who shall read the file.")],
+    name: Annotated[FormatName, typer.Option("--format", help="The trainer that reads the file.")],
     config: ConfigOption = None,
     out: Annotated[
         str,
@@ -101,17 +105,17 @@ def export(
     ] = "",
     force: Annotated[bool, typer.Option("--force", help="Replace the file if there is one.")] = False,
     state: Annotated[
-        Wanted | None,
+        StateArg | None,
         typer.Option(help="Which tasks. Default: accepted (those that a round took are among them)."),
     ] = None,
-    split: Annotated[Side, typer.Option(help="Which side of the split.")] = Side.TRAIN,
+    split: Annotated[SplitArg, typer.Option(help="Which split.")] = SplitArg.TRAIN,
     margin: Annotated[
         float | None,
         typer.Option(min=0, max=1, metavar="M", help="trl-dpo: how far a pair's scores are apart at least."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write tasks in the form that another trainer reads."""
+    """Write tasks as a file for another trainer."""
     chosen = FORMATS[name]
     if chosen.paired and state is not None:
         raise typer.BadParameter(f"{name} pairs accepted with rejected replies", param_hint="--state")
@@ -124,7 +128,7 @@ def export(
         _check(Path(out), force)
     elif chosen.suffix != "jsonl" and sys.stdout is not None and sys.stdout.isatty():
         raise typer.BadParameter(f"{chosen.suffix} is not for a terminal; name a file", param_hint="--out")
-    wanted = state or Wanted.ACCEPTED
+    wanted = state or StateArg.ACCEPTED
     survey = run_async(_export(load_config(config).state_dir, chosen, out, wanted, split, margin or 0.0))
     report = {
         "format": name.value,
@@ -147,7 +151,9 @@ def _print(report: dict[str, Any], say: Callable[[str], None]) -> None:
         say(f"left out {number:,}: {reason}")
 
 
-async def _export(state_dir: Path, form: Format, out: str, wanted: Wanted, split: Side, margin: float) -> Survey:
+async def _export(
+    state_dir: Path, form: Format, out: str, wanted: StateArg, split: SplitArg, margin: float
+) -> Survey:
     from flywheel.store import export_selection
     from flywheel.store.database import Store
 
@@ -181,7 +187,7 @@ async def _pairs(store: Store, form: Format, splits: Collection[Split], margin: 
     from flywheel.formats.preference_pairs import Pairing, candidate
 
     pairing = Pairing(margin)
-    for wanted, add in ((Wanted.REJECTED, pairing.add_rejected), (Wanted.ACCEPTED, pairing.add_accepted)):
+    for wanted, add in ((StateArg.REJECTED, pairing.add_rejected), (StateArg.ACCEPTED, pairing.add_accepted)):
         async for one in _tasks(store, STATES[wanted], splits):
             with _counted(pairing.left_out):
                 add(candidate(one.id, _sample(one)))
@@ -240,7 +246,7 @@ def _check(path: Path, force: bool) -> None:
 
 @contextlib.contextmanager
 def _target(out: str) -> Iterator[BinaryIO]:
-    """The file, which appears when it is whole; or stdout, or a device or pipe, which can only be written to."""
+    """The file, written atomically; or stdout, a device or a pipe, which cannot be replaced."""
     path = Path(out)
     try:
         if out == "-":
@@ -257,7 +263,7 @@ def _target(out: str) -> Iterator[BinaryIO]:
         raise
     except OSError as error:
         if out == "-":
-            # What is still in the buffer would be written, and fail, once more when the program ends.
+            # At exit the rest of the buffer would be written again, and fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise ExportError(
             f"write {'stdout' if out == '-' else path}",
@@ -269,13 +275,13 @@ def _target(out: str) -> Iterator[BinaryIO]:
 def _nothing(
     form: Format,
     wanted: str,
-    split: Side,
+    split: SplitArg,
     survey: Survey,
     there: dict[tuple[TaskState, Split], int],
     state_dir: Path,
 ) -> ExportError:
     attempted = f"export for {form.name}"
-    side = "" if split is Side.ALL else f" on the {split} side"
+    side = "" if split is SplitArg.ALL else f" in the {split} split"
     if survey.left_out:
         reasons = "; ".join(f"{number}: {reason}" for reason, number in survey.left_out.most_common())
         return ExportError(attempted, f"every {wanted} task{side} is left out ({reasons})", "Choose another format.")

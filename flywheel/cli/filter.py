@@ -213,8 +213,8 @@ async def _estimate(wanted: _Options) -> dict[str, Any]:
         estimator = await CostEstimator.of(store, filtering.grader.judge_hash, wanted.config.judge.prices)
         preview = await filtering.preview(limit=wanted.limit, rejudge=wanted.rejudge)
     filtering.grader.close()
-    told = cost_json(estimator.cost(preview))
-    return {"estimate": {"tasks": preview.tasks, "without_a_call": preview.free, **told}, "dry_run": True}
+    expected = cost_json(estimator.cost(preview))
+    return {"estimate": {"tasks": preview.tasks, "without_a_call": preview.free, **expected}, "dry_run": True}
 
 
 async def _compare(wanted: _Options, against: Path) -> tuple[dict[str, Any], FlywheelError | None]:

@@ -1,4 +1,4 @@
-"""`flywheel rubric`: writing rubrics with confidence."""
+"""`flywheel rubric`: check, calibrate and draft rubrics."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ LabelsOption = Annotated[
 def check(
     files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Rubrics in YAML.", readable=False)],
 ) -> None:
-    """Say everything that is wrong with rubrics, as FILE:LINE:COL: …, or that nothing is; exit 78 if something is.
+    """List every problem of rubrics as FILE:LINE:COL: …; exit 78 if there is one.
 
-    Warnings are of what can hardly be meant, such as a pattern with a backspace in it; they are no error.
+    Warnings are about likely mistakes, such as a pattern with a backspace; they are not errors.
     """
     from flywheel.rubric import lint
     from flywheel.rubric.examples import contradictions
@@ -52,7 +52,7 @@ def check(
 
 @rubric.command()
 def schema() -> None:
-    """Print the JSON Schema of rubric files, for editors that complete and validate while one types."""
+    """Print the JSON Schema of rubric files, for editors that complete and validate."""
     from flywheel.rubric import json_schema
 
     print_json(json_schema())
@@ -63,12 +63,12 @@ def calibrate(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A rubric in YAML.", readable=False)],
     labels: LabelsOption,
     config: ConfigOption = None,
-    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Judge every label this often.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Judge every label N times.")] = 1,
     as_json: JsonOption = False,
 ) -> None:
-    """Judge labelled replies, say how far the judge agrees with the labels, and store that with the state.
+    """Judge labelled replies, report how well the judge agrees with the labels, and store the result.
 
-    What it will take is said first, and counts in judge.budget. Exit 1 when judge.min_kappa is set and not reached.
+    It prints the expected cost first, which counts in judge.budget. Exit 1 if judge.min_kappa is set and not reached.
     """
     from flywheel.cli import calibration
 
@@ -91,7 +91,7 @@ def suggest(
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
     config: ConfigOption = None,
 ) -> None:
-    """Draft a rubric with the judge from labelled replies; what is written passes `flywheel rubric check`."""
+    """Draft a rubric with the judge from labelled replies. It passes `flywheel rubric check`."""
     from flywheel.cli import calibration
 
     if out is not None and out.exists() and not force:
@@ -106,4 +106,4 @@ def suggest(
         raise ConfigError(
             f"write {out}", error.strerror or str(error), "Check the path and its permissions."
         ) from error
-    typer.echo(f"{out}: a draft; hold it against the labels: flywheel rubric calibrate {out} --labels {labels}")
+    typer.echo(f"{out}: a draft; compare it with the labels: flywheel rubric calibrate {out} --labels {labels}")

@@ -25,18 +25,14 @@ def run(
         int | None, typer.Option(min=1, metavar="N", help="Exit after this many finished rounds.")
     ] = None,
 ) -> None:
-    """Watch the sources, judge, train and swap, until it is stopped."""
+    """Run the daemon: read sources, judge, train and swap until it is stopped."""
     tune_malloc()
     raise_open_file_limit()
-    _tell_stacks()
+    # After a crash in a library, or when a service manager aborts the process, all stacks are on stderr.
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # there is no stderr
+        faulthandler.enable()
     if not run_async(_run(load_config(config), once, max_rounds)):
         raise typer.Exit(EXIT_FAILED)
-
-
-def _tell_stacks() -> None:
-    """A crash in somebody's library, or a service manager that ends what hangs, leaves all stacks on stderr."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # there is none
-        faulthandler.enable()
 
 
 async def _run(config: Config, once: bool, max_rounds: int | None) -> bool:
@@ -56,8 +52,8 @@ async def _run(config: Config, once: bool, max_rounds: int | None) -> bool:
                 if interruption.by is not None:
                     raise interruption.error("do all that is due", await store.read(left_of_round))
                 return error is None
-            # What is loaded by now stays for months: looking through it for garbage again and again would hold up
-            # everything, reads of other people's files too, for a tenth of a second each time.
+            # Objects that exist now live as long as the process. Without this each full garbage collection would stop
+            # all threads for a tenth of a second, also during a read of a source.
             gc.freeze()
             await service.run(max_rounds)
             return True

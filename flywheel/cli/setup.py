@@ -1,4 +1,4 @@
-"""`flywheel serve`, `init` and `docs`: setting up."""
+"""`flywheel serve`, `init` and `docs`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 @app.command()
 def serve(config: ConfigOption = None) -> None:
-    """Start vLLM's OpenAI server with LoRA and the alias inside it; this process becomes the server.
+    """Start vLLM's OpenAI server with LoRA and the alias; this process becomes the server.
 
-    It prints when it is ready, and at which address.
+    It prints its address when it is ready.
     """
     from flywheel.serving.inference_server import serve as start
 
@@ -32,12 +32,12 @@ def serve(config: ConfigOption = None) -> None:
 @app.command()
 def init(
     directory: Annotated[Path, typer.Argument(metavar="DIR")] = Path(),
-    systemd: Annotated[bool, typer.Option("--systemd", help="Lay out systemd units as well.")] = False,
+    systemd: Annotated[bool, typer.Option("--systemd", help="Also write systemd units.")] = False,
 ) -> None:
-    """Lay out flywheel.yaml, rubrics and filters to edit. Existing files are left alone."""
+    """Write flywheel.yaml, rubrics and filters to edit. Existing files are not changed."""
     written = 0
     try:
-        for target, text in _laid_out(systemd=systemd):
+        for target, text in _files_to_write(systemd=systemd):
             file = directory / target
             if file.exists():
                 continue
@@ -47,19 +47,19 @@ def init(
             written += 1
     except OSError as error:
         raise ExportError(
-            f"set up {directory}", error.strerror or str(error), "Choose a directory that you may write."
+            f"set up {directory}", error.strerror or str(error), "Choose a directory that you can write to."
         ) from error
     config = directory / "flywheel.yaml"
     typer.echo(f"{quantity(written, 'file')}. Edit {config}, then run `flywheel doctor`.")
     if config.resolve() != Path("flywheel.yaml").resolve():
-        typer.echo("Have it found by every command:")
+        typer.echo("To let every command find it:")
         typer.echo(f"export FLYWHEEL_CONFIG={shlex.quote(str(config.absolute()))}")
 
 
-def _laid_out(*, systemd: bool) -> Iterator[tuple[Path, str]]:
-    """Each file to write, by its path below the directory, and its text."""
+def _files_to_write(*, systemd: bool) -> Iterator[tuple[Path, str]]:
+    """The path below the directory and the text of each file."""
     shipped = files.shipped_folder()
-    # Commands look for the configuration in the current directory; its paths are relative to where it lies.
+    # The shipped configuration is one folder deeper; its paths are relative to its own folder.
     yield Path("flywheel.yaml"), (shipped / "configs" / "flywheel.yaml").read_text().replace("../", "")
     for name in ("filters", "rubrics", *(("systemd",) if systemd else ())):
         for source in sorted((shipped / name).iterdir()):
