@@ -55,7 +55,7 @@ def test_places_that_were_given_away_again_are_read(studio: Studio, reader: Stud
     reader.close()
 
 
-def test_renumbered_rows_are_told_once(studio: Studio, reader: StudioReader) -> None:
+def test_renumbered_rows_are_extracted_once(studio: Studio, reader: StudioReader) -> None:
     ledger = Ledger()
     ledger.pass_(reader)
     execute(studio.path, "DELETE FROM span_table WHERE id = 'a0'", *RENUMBER)
@@ -120,7 +120,7 @@ def test_a_look_back_leaves_what_no_pass_has_read(
     reader.close()
 
 
-def test_a_sweep_finds_what_was_never_told(studio: Studio, reader: StudioReader) -> None:
+def test_a_full_scan_finds_traces_that_were_missed(studio: Studio, reader: StudioReader) -> None:
     """As if an event, or an earlier defect, had lost it."""
     ledger = Ledger()
     ledger.pass_(reader)

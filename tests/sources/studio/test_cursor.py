@@ -40,7 +40,7 @@ def whole(name: str) -> dict[str, Reply]:
     return by_id(read_all(DATA / f"{name}.sqlite")[0])
 
 
-def test_one_reader_tells_each_reply_once_while_spans_arrive(tmp_path: Path) -> None:
+def test_one_reader_extracts_each_reply_once_while_spans_arrive(tmp_path: Path) -> None:
     path = empty_like("new_v1", tmp_path / "studio.sqlite")
     reader, ledger = StudioReader(path, QUICK), Ledger()
     spans = rows("new_v1")
@@ -112,7 +112,7 @@ def test_commits_passes_and_crashes_in_any_order(
     assert ledger.replies == expected
 
 
-def test_a_trace_in_several_commits_is_told_when_it_is_whole(tmp_path: Path) -> None:
+def test_a_trace_in_several_commits_is_extracted_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "studio.sqlite"
     studio, ledger = Studio(path), Ledger()
     reader = StudioReader(path, QUICK)
@@ -163,7 +163,7 @@ def crash(path: Path) -> Studio:
     return studio
 
 
-def test_an_unfinished_reply_keeps_its_place_and_is_told_once_more_when_it_comes(tmp_path: Path) -> None:
+def test_an_unfinished_reply_keeps_its_place_and_is_re_extracted_when_it_arrives(tmp_path: Path) -> None:
     path = tmp_path / "studio.sqlite"
     studio = crash(path)
     reader, ledger = StudioReader(path, QUICK), Ledger()
@@ -176,7 +176,7 @@ def test_an_unfinished_reply_keeps_its_place_and_is_told_once_more_when_it_comes
     assert lost.skip is SkipReason.UNFINISHED
     assert (lost.query, lost.agent, lost.conversation_id) == ("q", "Solver", "conversation")
     assert [m["content"] for m in lost.history] == ["s"]
-    assert (ledger.cursor.rowid, [mark.trace_id for mark in ledger.open_checkpoints()]) == (2, ["t1"])
+    assert (ledger.cursor.rowid, [checkpoint.trace_id for checkpoint in ledger.open_checkpoints()]) == (2, ["t1"])
     reader.close()
     again = StudioReader(path, QUICK)
     ledger.pass_(again, now=MUCH_LATER)
@@ -223,7 +223,7 @@ def test_agents_under_an_application_that_never_ended(tmp_path: Path) -> None:
     reader.close()
 
 
-def test_a_late_child_tells_its_reply_again(tmp_path: Path) -> None:
+def test_a_late_child_re_extracts_its_reply(tmp_path: Path) -> None:
     path = tmp_path / "studio.sqlite"
     studio = Studio(path)
     studio.write(agent("a1", ended=2))
@@ -238,7 +238,7 @@ def test_a_late_child_tells_its_reply_again(tmp_path: Path) -> None:
     reader.close()
 
 
-def test_a_batch_that_was_not_stored_is_told_again(tmp_path: Path) -> None:
+def test_a_batch_that_was_not_stored_is_extracted_again(tmp_path: Path) -> None:
     path = tmp_path / "studio.sqlite"
     studio = Studio(path)
     # The open trace keeps the cursor where it is: only the reader can know that nothing was stored.
@@ -342,7 +342,7 @@ def test_a_parent_far_behind_its_children_is_waited_for(tmp_path: Path, monkeypa
     assert [m["content"] for m in by_id(told)["far"].history] == ["s"]
 
 
-def test_a_parent_too_far_behind_is_told_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parent_too_far_behind_is_re_extracted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pages_of(2, monkeypatch, far=2)
     path = tmp_path / "studio.sqlite"
     asked = [message("system", part("s")), message("user", part("q"))]
@@ -423,7 +423,7 @@ def test_nothing_is_read_where_nothing_has_changed(tmp_path: Path) -> None:
     reader.close()
 
 
-def test_a_trace_before_a_gap_of_numbers_is_told_whole_when_it_goes_on(
+def test_a_trace_before_a_gap_of_numbers_is_extracted_whole_when_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever deletes thousands of spans in Studio leaves such a gap."""
@@ -446,7 +446,7 @@ def test_a_trace_before_a_gap_of_numbers_is_told_whole_when_it_goes_on(
     reader.close()
 
 
-def test_large_rows_are_held_and_told_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_rows_are_held_and_extracted_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All traces end at once, at the end of the table; a look at all of them finds them in the same bounds."""
     monkeypatch.setattr(database, "PAGE_ROWS", 4)
     monkeypatch.setattr(reading, "BATCH_BYTES", 100_000)

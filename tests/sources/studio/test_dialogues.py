@@ -45,7 +45,7 @@ def steps(reply: Reply) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("name", CLIENTS)
-def test_every_reply_is_told_once(name: str) -> None:
+def test_every_reply_is_extracted_once(name: str) -> None:
     assert sorted(told["span_id"] for told in truth(name)) == sorted(replies(name))
 
 

@@ -151,7 +151,7 @@ def test_models_tokens_times_and_service(name: str) -> None:
         )
 
 
-def test_both_schemas_tell_the_same_of_migrated_data() -> None:
+def test_both_schemas_give_the_same_replies_of_migrated_data() -> None:
     old, migrated = replies("old"), replies("migrated")
     assert {key: reply for key, reply in old.items() if reply != migrated[key]} == {}
 

@@ -59,7 +59,7 @@ def test_the_reminder_that_the_tracer_hides_is_noticed(label: dict[str, Any]) ->
     assert (Exclusion.MODEL in excluded) == (label["model"] != "my-agent")
 
 
-def test_the_tokens_of_the_first_model_call_are_told_apart_from_the_sum() -> None:
+def test_the_tokens_of_the_first_model_call_are_kept_apart_from_the_sum() -> None:
     for label in labels():
         reply = replies(FIXTURE)[label["span_id"]]
         if label["tools_called"]:
@@ -173,7 +173,7 @@ ANSWERS: dict[str, tuple[str, dict[str, Any], tuple[str, str]]] = {
 
 
 @pytest.mark.parametrize("what", ANSWERS)
-def test_what_tells_which_version_answered(tmp_path: Path, what: str) -> None:
+def test_where_the_version_that_answered_is_recorded(tmp_path: Path, what: str) -> None:
     asked, response, expected = ANSWERS[what]
     reply = told(tmp_path, answered("c", asked=asked, response=response), agent("a", ended=2))
     assert (reply.adapter, reply.adapter_source) == expected
@@ -184,7 +184,7 @@ def test_what_tells_which_version_answered(tmp_path: Path, what: str) -> None:
     assert entry.asked_alias == ("my-agent" if what == "nothing" else "")
 
 
-def test_the_last_call_of_a_reply_tells_who_answered(tmp_path: Path) -> None:
+def test_the_last_call_of_a_reply_says_which_version_answered(tmp_path: Path) -> None:
     earlier = f"chatcmpl-{new_request_id('0' * 16, 'my-agent@r0006')}"
     reply = told(
         tmp_path,

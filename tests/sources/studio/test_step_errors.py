@@ -23,7 +23,7 @@ ASKED = [message("system", part("s")), message("user", part("What is 1 + 1?"))]
 FAILING = ("tool_failing_recovered", "tool_failing_gave_up", "tool_unknown_name")
 
 
-def test_the_steps_that_failed_on_the_way_are_told(tmp_path: Path) -> None:
+def test_failed_steps_are_reported(tmp_path: Path) -> None:
     failed = {"content": [{"type": "text", "text": "no connection"}], "state": "error"}
     worded = {"content": [{"type": "text", "text": "Error: is a word"}], "state": "success"}
     studio = Studio(tmp_path / "studio.sqlite")
@@ -47,7 +47,7 @@ def test_the_steps_that_failed_on_the_way_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_failing_tools_of_genuine_databases_are_told(name: str) -> None:
+def test_failing_tools_of_genuine_databases_are_reported(name: str) -> None:
     replies = by_id(read_all(DATA / f"{name}.sqlite")[0])
     failing = {label["span_id"] for label in labels(name) if label["kind"] in FAILING}
     with_tools = {label["span_id"] for label in labels(name) if label["tools"]}
