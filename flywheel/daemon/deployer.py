@@ -250,7 +250,7 @@ def _failed(conn: Connection, number: int, error: BaseException) -> None:
 
 
 def _noted(conn: Connection, report: SwapReport) -> None:
-    found = [deployments.Sighting(each.url, each.condition, each.serves, each.error) for each in report.replicas]
+    found = [deployments.ReplicaState(each.url, each.condition, each.serves, each.error) for each in report.replicas]
     deployments.note_replicas(conn, report.alias, found)
 
 

@@ -56,7 +56,7 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
     others = acceptance.other_models(conn, config.models_of(None))
     waits = patience(conn, config, config.trigger.min_samples)
     active = deployments.active(conn, config.model.alias)
-    seen = deployments.replica_sightings(conn, config.model.alias)
+    seen = deployments.replica_states(conn, config.model.alias)
     return {
         "version": __version__,
         "state_dir": str(config.state_dir),

@@ -1,15 +1,17 @@
 """The balance of the ledger: every reply is counted exactly once, and every reference has a target.
 
-Everything is computed from the database, by queries that share no code with the code that wrote the rows.
+Everything is computed from the database, by queries that share no code with the functions that write the rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Connection, FromClause, Select, exists, func, not_, select
+from sqlalchemy import Column, ColumnElement, Connection, FromClause, and_, exists, func, not_, select
 
 from flywheel.states import LIVE_ROUND, ReplyState, RoundState, Split, TaskState
+from flywheel.store.bulk import count_rows
 from flywheel.store.schema import adapters, deployments, replies, round_samples, rounds, tasks, verdicts
 
 BUCKET: dict[TaskState, str] = {
@@ -43,48 +45,33 @@ class Balance:
 
 
 def balance(conn: Connection) -> Balance:
-    reply_states = _count_by(conn, select(replies.c.state, func.count()).group_by(replies.c.state))
-    task_states = _count_by(conn, select(tasks.c.state, func.count()).group_by(tasks.c.state))
-    skipped = _count_by(
-        conn,
-        select(replies.c.skip_reason, func.count())
-        .where(replies.c.state == ReplyState.SKIPPED.value)
-        .group_by(replies.c.skip_reason),
-    )
-    converted = _count_by(
-        conn,
-        select(tasks.c.state, func.count())
-        .select_from(replies.join(tasks, replies.c.task_id == tasks.c.id))
-        .where(replies.c.state == ReplyState.CONVERTED.value)
-        .group_by(tasks.c.state),
-    )
+    """Count all replies and tasks, and check everything that must hold."""
+    reply_states = _count_by(conn, replies.c.state, replies)
+    skipped = _count_by(conn, replies.c.skip_reason, replies, replies.c.state == ReplyState.SKIPPED.value)
+    with_task = replies.join(tasks, replies.c.task_id == tasks.c.id)
+    converted = _count_by(conn, tasks.c.state, with_task, replies.c.state == ReplyState.CONVERTED.value)
     ends = dict.fromkeys(("skipped", "pending", "accepted", "rejected", "undecided", "dead"), 0)
     ends["skipped"] = reply_states.get(ReplyState.SKIPPED, 0)
     ends["pending"] = reply_states.get(ReplyState.OPEN, 0) + reply_states.get(ReplyState.CLOSED, 0)
     ends["dead"] = reply_states.get(ReplyState.DEAD, 0)
     problems = []
     for state, number in converted.items():
-        if state not in BUCKET:
+        if state in BUCKET:
+            ends[BUCKET[TaskState(state)]] += number
+        else:
             problems.append(f"{number} tasks are in the unknown state {state!r}")
-            continue
-        ends[BUCKET[TaskState(state)]] += number
-    replies_total = int(conn.execute(select(func.count()).select_from(replies)).scalar_one())
-    if sum(ends.values()) != replies_total:
-        problems.append(f"{replies_total} replies were read, but {sum(ends.values())} are accounted for")
-    problems += [f"{number} {text}" for text, query in _CHECKS if (number := _number(conn, query))]
-    return Balance(replies_total, ends, reply_states, task_states, skipped, problems)
+    total = count_rows(conn, replies)
+    if sum(ends.values()) != total:
+        problems.append(f"{total} replies were read, but {sum(ends.values())} are accounted for")
+    problems += [f"{number} {text}" for text, table, where in _CHECKS if (number := count_rows(conn, table, where))]
+    return Balance(total, ends, reply_states, _count_by(conn, tasks.c.state, tasks), skipped, problems)
 
 
-def _count_by(conn: Connection, query: Select[str, int]) -> dict[str, int]:
-    return {str(row[0]): int(row[1]) for row in conn.execute(query)}
-
-
-def _number(conn: Connection, query: Select[int]) -> int:
-    return int(conn.execute(query).scalar_one())
-
-
-def _rows(of: FromClause, *where: ColumnElement[bool]) -> Select[int]:
-    return select(func.count()).select_from(of).where(*where)
+def _count_by(
+    conn: Connection, column: Column[Any], table: FromClause, *where: ColumnElement[bool]
+) -> dict[str, int]:
+    query = select(column, func.count()).select_from(table).where(*where).group_by(column)
+    return {str(value): int(number) for value, number in conn.execute(query)}
 
 
 _judged = [TaskState.ACCEPTED.value, TaskState.REJECTED.value, TaskState.RESERVED.value, TaskState.CONSUMED.value]
@@ -101,48 +88,46 @@ def _trained_in(*states: RoundState) -> ColumnElement[bool]:
     )
 
 
-_CHECKS: list[tuple[str, Select[int]]] = [
+_CHECKS: Final[tuple[tuple[str, FromClause, ColumnElement[bool]], ...]] = (
     (
         "converted replies have no task",
-        _rows(replies, replies.c.state == ReplyState.CONVERTED.value, replies.c.task_id.is_(None)),
+        replies,
+        and_(replies.c.state == ReplyState.CONVERTED.value, replies.c.task_id.is_(None)),
     ),
     (
         "skipped replies have no reason",
-        _rows(replies, replies.c.state == ReplyState.SKIPPED.value, replies.c.skip_reason.is_(None)),
+        replies,
+        and_(replies.c.state == ReplyState.SKIPPED.value, replies.c.skip_reason.is_(None)),
     ),
-    ("tasks belong to no reply", _rows(tasks, not_(_has_reply), tasks.c.state != TaskState.WITHDRAWN.value)),
-    ("judged tasks have no verdict", _rows(tasks, tasks.c.state.in_(_judged), not_(_has_verdict))),
+    ("tasks belong to no reply", tasks, and_(not_(_has_reply), tasks.c.state != TaskState.WITHDRAWN.value)),
+    ("judged tasks have no verdict", tasks, and_(tasks.c.state.in_(_judged), not_(_has_verdict))),
     (
         "reserved tasks are in no live round",
-        _rows(tasks, tasks.c.state == TaskState.RESERVED.value, not_(_trained_in(*LIVE_ROUND))),
+        tasks,
+        and_(tasks.c.state == TaskState.RESERVED.value, not_(_trained_in(*LIVE_ROUND))),
     ),
     (
         "consumed tasks are in no finished round",
-        _rows(
-            tasks,
-            tasks.c.state == TaskState.CONSUMED.value,
-            not_(_trained_in(RoundState.PROMOTED, RoundState.REJECTED)),
-        ),
+        tasks,
+        and_(tasks.c.state == TaskState.CONSUMED.value, not_(_trained_in(RoundState.PROMOTED, RoundState.REJECTED))),
     ),
     (
         "held-out tasks were reserved for training",
-        _rows(
-            round_samples.join(tasks, round_samples.c.task_id == tasks.c.id),
-            round_samples.c.split == Split.TRAIN.value,
-            tasks.c.split == Split.HELD_OUT.value,
-        ),
+        round_samples.join(tasks, round_samples.c.task_id == tasks.c.id),
+        and_(round_samples.c.split == Split.TRAIN.value, tasks.c.split == Split.HELD_OUT.value),
     ),
     (
         "rounds are marked wrongly as live or finished",
-        _rows(rounds, rounds.c.live.is_(None) == rounds.c.state.in_([state.value for state in LIVE_ROUND])),
+        rounds,
+        rounds.c.live.is_(None) == rounds.c.state.in_([state.value for state in LIVE_ROUND]),
     ),
     (
         "active deployments name an adapter that does not exist",
-        _rows(
-            deployments,
+        deployments,
+        and_(
             deployments.c.active_alias.is_not(None),
             deployments.c.adapter.is_not(None),
             deployments.c.adapter.not_in(select(adapters.c.name)),
         ),
     ),
-]
+)

@@ -1,8 +1,7 @@
-"""Many values and many rows at once, in statements whose text is made once.
+"""SQL for many values and many rows, and the counting of rows.
 
-Values go to the driver as it takes them, and rows come back as it gives them: SQLAlchemy's own way makes objects for
-each, and looks at a statement anew whenever it is run, which takes longer than storing a row. Names come from the
-schema here too.
+`Lookup` and `insert_many` compile their statements once and hand values to the driver as they are stored: SQLAlchemy
+processes each value and each execution, which takes longer than storing a row.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from sqlalchemy import (
     Column,
     ColumnElement,
     Connection,
+    FromClause,
     Row,
     Select,
     Table,
@@ -35,7 +35,7 @@ _HOLE: Final = "__[POSTCOMPILE_wanted]"
 
 
 def chunks(values: Sequence[T]) -> Iterator[list[T]]:
-    """The values in portions that one statement takes."""
+    """The values in portions of `CHUNK`."""
     for start in range(0, len(values), CHUNK):
         yield list(values[start : start + CHUNK])
 
@@ -48,15 +48,20 @@ def rows_in(
         yield from conn.execute(query.where(column.in_(some)))
 
 
+def count_rows(conn: Connection, table: FromClause, *where: ColumnElement[bool]) -> int:
+    """How many rows of a table or join meet all conditions."""
+    return int(conn.execute(select(func.count()).select_from(table).where(*where)).scalar_one())
+
+
 def sql_text(statement: ClauseElement) -> str:
-    """A statement as the driver takes it, with places for its values in the order they are written."""
+    """The SQL of a statement, with placeholders for its values in their order."""
     return str(statement.compile(dialect=_DIALECT))
 
 
 class Lookup:
-    """A query for the rows that have one of some values in a column, however many values.
+    """A query, compiled once, for the rows that have one of these values in a column.
 
-    What is given with them takes the places of the query's own parameters, in their order.
+    `given` are the query's own parameters in their order. Rows are not converted: JSON is text.
     """
 
     def __init__(self, query: Select[Any], column: Column[Any]) -> None:
@@ -66,7 +71,7 @@ class Lookup:
 
     def rows(self, conn: Connection, values: Sequence[object], *given: object) -> Iterator[Row[Any]]:
         for some in chunks(values):
-            # Filled up to one of a few lengths, so that the driver meets the same few texts again and again.
+            # Padded to one of a few lengths: the driver caches statements by their text.
             lacking = (1 << (len(some) - 1).bit_length()) - len(some)
             filled = (*given, *some, *some[-1:] * lacking)
             places = ", ".join("?" * (len(some) + lacking))
@@ -81,16 +86,16 @@ def insert_many(
     *,
     replace: bool = False,
 ) -> None:
-    """Insert rows, their values in the order of `columns` and as they are stored: JSON as its bytes, no defaults.
+    """Insert rows with values in the order of `columns`, as they are stored: JSON as bytes, no defaults.
 
-    They `replace` those with the same keys.
+    With `replace` they take the place of rows with the same keys.
     """
     if rows:
         conn.exec_driver_sql(_insertion(table, columns, replace), list(rows))
 
 
 def first_free(conn: Connection, column: Column[Any]) -> int:
-    """The first of the numbers that a writing transaction may give away itself: nobody else writes meanwhile."""
+    """The first free number of a table, for a writing transaction that numbers its rows itself."""
     return int(conn.exec_driver_sql(_highest(column)).scalar_one() or 0) + 1
 
 
@@ -98,7 +103,7 @@ def first_free(conn: Connection, column: Column[Any]) -> int:
 def _insertion(table: Table, columns: tuple[str, ...], replace: bool) -> str:
     quote = _DIALECT.identifier_preparer.quote
     names = ", ".join(quote(table.c[name].name) for name in columns)
-    # The bytes become text within SQLite: as a Python string a long one would be made twice more.
+    # SQLite turns the bytes into text: a Python string would be two more copies of a long line.
     places = ", ".join("CAST(? AS TEXT)" if isinstance(table.c[name].type, JSON) else "?" for name in columns)
     return f"INSERT {'OR REPLACE ' if replace else ''}INTO {quote(table.name)} ({names}) VALUES ({places})"  # noqa: S608
 

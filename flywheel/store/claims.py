@@ -10,7 +10,7 @@ from typing import Any, Final
 from sqlalchemy import ColumnElement, Connection, Row, and_, exists, func, literal_column, or_, select, update
 
 from flywheel.states import Split, TaskState
-from flywheel.store.bulk import rows_in
+from flywheel.store.bulk import count_rows, rows_in
 from flywheel.store.dead_letters import TASK, dead_letter
 from flywheel.store.schema import influences, tasks, verdicts
 from flywheel.store.transitions import move, move_all, utcnow
@@ -44,7 +44,7 @@ class Claimed:
 
 def count(conn: Connection, *where: ColumnElement[bool]) -> int:
     """How many tasks meet all conditions."""
-    return int(conn.execute(select(func.count()).select_from(tasks).where(*where)).scalar_one())
+    return count_rows(conn, tasks, *where)
 
 
 def _due(state: ColumnElement[str] = tasks.c.state) -> ColumnElement[bool]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
-from sqlalchemy import Column, Connection, func, insert, select, update
+from sqlalchemy import Column, Connection, func, select, update
 
 from flywheel.batch import storable
 from flywheel.errors import StoreError
@@ -19,7 +19,7 @@ from flywheel.states import DeadLetterState, ReplyState, TaskState
 from flywheel.store.bulk import rows_in
 from flywheel.store.checkpoints import reopen
 from flywheel.store.schema import dead_letters, events, replies, sources, tasks
-from flywheel.store.transitions import move, record, utcnow
+from flywheel.store.transitions import create, move
 
 ROW: Final = "row"
 """A row or line of a source that could not be read; its subject is the span."""
@@ -70,9 +70,7 @@ def dead_letter(
     known = conn.execute(same).first()
     opened = DeadLetterState.OPEN
     if known is None:
-        added = insert(dead_letters).values(state=opened.value, attempts=1, created_at=utcnow(), **key, **values)
-        number = conn.execute(added.returning(dead_letters.c.id)).scalar_one()
-        record(conn, dead_letters.name, [str(number)], None, opened, error[:500])
+        create(conn, opened, error[:500], attempts=1, **key, **values)
     elif known.state == DeadLetterState.RETRIED:
         attempts = dead_letters.c.attempts + 1
         move(conn, known.id, DeadLetterState.RETRIED, opened, error[:500], attempts=attempts, **values)

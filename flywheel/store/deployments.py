@@ -1,4 +1,4 @@
-"""Deployments: which adapter answers under an alias, since when, and what answered before."""
+"""Deployments: which adapter an alias stands for, since when, and which one before; and the state of each replica."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NamedTuple
 
-from sqlalchemy import Connection, Row, insert, select
+from sqlalchemy import Connection, Row, select
 
 from flywheel.errors import StoreError
 from flywheel.states import DeploymentState
 from flywheel.store import notes
 from flywheel.store.schema import deployments
-from flywheel.store.transitions import move, record, utcnow
+from flywheel.store.transitions import create, move, record, utcnow
 
 UNFINISHED: Final = (DeploymentState.REQUESTED, DeploymentState.LOADING, DeploymentState.PROBING)
 
 
 def active(conn: Connection, alias: str) -> Row[Any] | None:
-    """What serves the alias now; None before the first swap (the base model does)."""
+    """The active deployment of an alias; None before the first swap, when the base model serves."""
     return conn.execute(select(deployments).where(deployments.c.active_alias == alias)).one_or_none()
 
 
@@ -43,8 +43,10 @@ def in_use(conn: Connection, alias: str, drain_seconds: float) -> set[str]:
 
 
 class Period(NamedTuple):
-    """From `since` on, an alias stood for `version`: a name such as `my-agent@r0007`, empty for the base model. From
-    `requested` until then it was about to change."""
+    """From `since` on, an alias stood for `version`, such as `my-agent@r0007`, empty for the base model.
+
+    From `requested` until `since` it was about to change.
+    """
 
     requested: datetime
     since: datetime
@@ -52,7 +54,7 @@ class Period(NamedTuple):
 
 
 def periods(conn: Connection, alias: str) -> list[Period]:
-    """What an alias stood for, the first deployment first."""
+    """The versions that an alias stood for, the first deployment first."""
     rows = conn.execute(
         select(deployments.c.created_at, deployments.c.activated_at, deployments.c.adapter)
         .where(deployments.c.alias == alias, deployments.c.activated_at.is_not(None))
@@ -79,7 +81,7 @@ def answering(known: Sequence[Period], start: datetime, end: datetime) -> str | 
 
 
 def has_served(conn: Connection, alias: str, adapter: str) -> bool:
-    """Whether the alias ever stood for the adapter, which was proven then."""
+    """Whether the alias ever stood for the adapter, which was verified then."""
     found = select(deployments.c.id).where(
         deployments.c.alias == alias, deployments.c.adapter == adapter, deployments.c.activated_at.is_not(None)
     )
@@ -87,35 +89,22 @@ def has_served(conn: Connection, alias: str, adapter: str) -> bool:
 
 
 def request(conn: Connection, alias: str, endpoints: list[str], adapter: str | None, reason: str) -> int:
-    """Write down that `adapter` (None: the base model) shall serve; the number of the deployment."""
+    """Request that `adapter` (None: the base model) serves; the number of the deployment."""
     now = active(conn, alias)
-    # The way back leads past what is deployed once more.
+    # A rollback skips an adapter that is deployed once more.
     previous = (now.previous if now.adapter == adapter else now.adapter) if now else None
-    row = conn.execute(
-        insert(deployments)
-        .values(
-            alias=alias,
-            endpoints=endpoints,
-            adapter=adapter,
-            previous=previous,
-            state=DeploymentState.REQUESTED.value,
-            reason=reason,
-            created_at=utcnow(),
-        )
-        .returning(deployments.c.id)
-    ).scalar_one()
-    record(conn, deployments.name, [str(row)], None, DeploymentState.REQUESTED, reason)
-    return int(row)
+    values = {"alias": alias, "endpoints": endpoints, "adapter": adapter, "previous": previous, "reason": reason}
+    return create(conn, DeploymentState.REQUESTED, reason, **values)
 
 
 def advance(conn: Connection, deployment: int, new: DeploymentState) -> None:
-    """Follow a swap through `loading` and `probing`. Raises StoreError when it was given up meanwhile."""
+    """Move a swap to `loading` or `probing`. Raises StoreError if it has ended."""
     if (old := _unfinished_state(conn, deployment)) is not new:
         move(conn, deployment, old, new)
 
 
 def activate(conn: Connection, deployment: int, alias: str, report: dict[str, Any]) -> None:
-    """The alias points at it now: it is active, and what was drains. Raises StoreError when it was given up."""
+    """Make a deployment active and retire the one before. Raises StoreError if it has ended."""
     now = utcnow()
     state = _unfinished_state(conn, deployment)
     before = active(conn, alias)
@@ -153,34 +142,34 @@ def _unfinished_state(conn: Connection, deployment: int) -> DeploymentState:
 
 
 def fail(conn: Connection, deployment: int, error: str) -> None:
-    """The swap did not happen; what served before still does. One that has ended already stays what it is."""
+    """Mark a swap as failed: the deployment before still serves. One that has ended stays as it is."""
     old = _state(conn, deployment)
     if old in UNFINISHED:
         move(conn, deployment, old, DeploymentState.FAILED, error[:500], error=error)
 
 
 def unfinished(conn: Connection) -> Sequence[int]:
-    """Swaps under way. To who holds `swap.lock` and has begun none: those that a dead process left half done."""
+    """Swaps that have not ended. For a holder of `swap.lock` who began none, those that a dead process left."""
     half = [state.value for state in UNFINISHED]
     return conn.execute(select(deployments.c.id).where(deployments.c.state.in_(half))).scalars().all()
 
 
 def fail_unfinished(conn: Connection, why: str) -> int:
-    """Give up what is `unfinished`; reconciling puts the servers right."""
+    """Mark unfinished swaps as failed; reconciliation corrects the servers."""
     ids = unfinished(conn)
     for deployment in ids:
         fail(conn, deployment, why)
     return len(ids)
 
 
-KIND: Final = "replicas"
-"""What events of replicas, and the notes about them, go by."""
+_REPLICAS: Final = "replicas"
+"""The kind of events about replicas, and the key of notes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sighting:
-    """A replica as it was found. `serves` is what the alias stands for there, empty where that is not known; `error`
-    what is wrong and what to do."""
+class ReplicaState:
+    """A replica as it was found. `serves` is what the alias stands for there, empty if unknown; `error` says what is
+    wrong and what to do."""
 
     url: str
     condition: str
@@ -188,14 +177,14 @@ class Sighting:
     error: str = ""
 
 
-def note_replicas(conn: Connection, alias: str, sightings: Sequence[Sighting]) -> None:
-    """Remember what was found just now on every replica; a condition that has changed is an event."""
-    before, now = replica_sightings(conn, alias), utcnow()
+def note_replicas(conn: Connection, alias: str, states: Sequence[ReplicaState]) -> None:
+    """Store the state of every replica; a changed condition is an event."""
+    before, now = replica_states(conn, alias), utcnow()
     found: dict[str, dict[str, str]] = {}
-    for each in sightings:
+    for each in states:
         last = before.get(each.url, {})
         if last.get("condition") != each.condition:
-            record(conn, KIND, [each.url], last.get("condition"), each.condition, each.error)
+            record(conn, _REPLICAS, [each.url], last.get("condition"), each.condition, each.error)
         is_as_before = (last.get("condition"), last.get("serves")) == (each.condition, each.serves)
         found[each.url] = {
             "condition": each.condition,
@@ -207,12 +196,12 @@ def note_replicas(conn: Connection, alias: str, sightings: Sequence[Sighting]) -
     notes.note(conn, _key(alias), json.dumps(found))
 
 
-def replica_sightings(conn: Connection, alias: str) -> dict[str, Any]:
-    """What was found on each replica, by its URL: condition, serves, error, since, looked_at."""
+def replica_states(conn: Connection, alias: str) -> dict[str, Any]:
+    """The stored state of each replica by its URL: condition, serves, error, since, looked_at."""
     text = notes.noted(conn, _key(alias))
     found: dict[str, Any] = json.loads(text) if text else {}
     return found
 
 
 def _key(alias: str) -> str:
-    return f"{KIND} of {alias}"
+    return f"{_REPLICAS} of {alias}"

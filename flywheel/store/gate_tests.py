@@ -1,4 +1,4 @@
-"""Tests of the gate: which rounds were one, at which level, and which held-out conversations they have used."""
+"""Gate tests: the significance level of each round's test, and the held-out conversations that it used."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from sqlalchemy.dialects.sqlite import insert as insert_or_ignore
 
 from flywheel.exclusion import Exclusion
 from flywheel.round import Comparison, GateTest, SpentTest
-from flywheel.store.bulk import chunks
+from flywheel.store.bulk import rows_in
 from flywheel.store.samples import allowed, of_the_gate
 from flywheel.store.schema import gate_conversations, gate_tests, tasks
 from flywheel.task import NO_CONVERSATION
 
 
 def conversation() -> ColumnElement[str]:
-    """What a task's conversation is told apart by, see `flywheel.task.conversation_key`."""
+    """The key of a task's conversation, see `flywheel.task.conversation_key`."""
     trace = func.json_extract(tasks.c.payload, "$.metadata.trace_id")
     return case((tasks.c.conversation_id.in_(sorted(NO_CONVERSATION)), trace), else_=tasks.c.conversation_id)
 
 
 def plan(conn: Connection, round_id: int, test: GateTest) -> None:
-    """A round will be this test. It is not spent yet."""
+    """Store the test of a planned round. It is not spent yet."""
     conn.execute(insert(gate_tests).values(round_id=round_id, **test.model_dump()))
 
 
@@ -32,10 +32,9 @@ def of_round(conn: Connection, round_id: int) -> GateTest | None:
 
 
 def spend(conn: Connection, round_id: int, comparison: Comparison) -> None:
-    """The rewards of a round's test were seen, on the conversations of its scores. Twice is as good as once."""
-    used: set[str] = set()
-    for some in chunks([score.task_id for score in comparison.scores]):
-        used |= set(conn.execute(select(conversation()).where(tasks.c.key.in_(some))).scalars())
+    """Spend the test of a round: its rewards were seen, on the conversations of its scores. Idempotent."""
+    keys = [score.task_id for score in comparison.scores]
+    used = {name for (name,) in rows_in(conn, select(conversation()), tasks.c.key, keys)}
     conn.execute(
         update(gate_tests)
         .where(gate_tests.c.round_id == round_id)
@@ -49,7 +48,7 @@ def spend(conn: Connection, round_id: int, comparison: Comparison) -> None:
 
 
 def spent(conn: Connection, limit: int) -> list[SpentTest]:
-    """The tests of which the rewards were seen, the newest first."""
+    """Spent tests, the newest first."""
     rows = conn.execute(
         select(gate_tests)
         .where(gate_tests.c.conversations.is_not(None))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, select
 
 from flywheel.states import ReplyState
-from flywheel.store.bulk import rows_in
+from flywheel.store.bulk import count_rows, rows_in
 from flywheel.store.checkpoints import checkpoints_of
 from flywheel.store.ledger import cursor_of
 from flywheel.store.schema import replies, tasks
@@ -54,8 +54,7 @@ def exported(conn: Connection) -> dict[str, int]:
 
 def count_unexported(conn: Connection) -> int:
     """Tasks that are not written to the task file yet."""
-    waiting = select(func.count()).select_from(tasks).where(tasks.c.id > exported_to(conn))
-    return int(conn.execute(waiting).scalar_one())
+    return count_rows(conn, tasks, tasks.c.id > exported_to(conn))
 
 
 def unknown_keys(conn: Connection, keys: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Rounds and adapters: what was planned with which samples, and what became of it."""
+"""Rounds and adapters: what was planned with which samples, and the outcome."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from flywheel.exclusion import Exclusion
 from flywheel.round import AdapterRef, GateTest, RoundResult
 from flywheel.states import AdapterState, RoundState, Split, TaskState
 from flywheel.store import gate_tests
-from flywheel.store.bulk import rows_in
+from flywheel.store.bulk import count_rows, rows_in
 from flywheel.store.ledger import rewrite_lines
 from flywheel.store.samples import LEFT_OUT, free_samples
 from flywheel.store.schema import adapters, round_samples, rounds, tasks
 from flywheel.store.schema import gate_tests as gate_tests_table
-from flywheel.store.transitions import move, move_all, record, utcnow
+from flywheel.store.transitions import create, move, move_all, record, utcnow
 
 
 def live(conn: Connection) -> Row[Any] | None:
@@ -58,10 +58,10 @@ def plan(
     choice: Sequence[int] | None = None,
     takes: Collection[Exclusion] = (),
 ) -> Row[Any]:
-    """Make a round and reserve its samples: the first free ones. Its `test` of the gate asks the tasks `held_out`.
+    """Plan a round and reserve its samples, the first free ones. Its gate `test` asks the tasks `held_out`.
 
-    `choice` are the samples it may take instead; what of them is not free any more is left out.
-    Tasks with an exclusion are taken where it is one of `takes`.
+    `choice` are the samples that it takes instead; those that are not free any more are left out.
+    Tasks with an exclusion are taken if it is one of `takes`.
     Raises TrainError when another round is unfinished or no sample is free.
     """
     if (other := live(conn)) is not None:
@@ -104,7 +104,7 @@ def payloads(conn: Connection, ids: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def rejected(conn: Connection, ids: Sequence[int]) -> set[str]:
-    """Those of these tasks whose traced answer was rejected, by their keys."""
+    """The keys of those of these tasks whose traced answer was rejected."""
     query = select(tasks.c.key).where(tasks.c.state == TaskState.REJECTED.value)
     return {row.key for row in rows_in(conn, query, tasks.c.id, ids)}
 
@@ -120,7 +120,7 @@ def samples_of(conn: Connection, round_id: int, split: Split) -> list[int]:
 
 
 def go_on_from(conn: Connection, name: str, parent: str | None, *, config_hash: str, rubric_hash: str) -> Row[Any]:
-    """The round, which is trained from that adapter and compared with it; None is the base model."""
+    """Set the adapter that a round is trained from and compared with; None is the base model."""
     now = {"parent": parent, "config_hash": config_hash, "rubric_hash": rubric_hash}
     conn.execute(update(rounds).where(rounds.c.name == name).values(**now))
     row = by_name(conn, name)
@@ -129,16 +129,16 @@ def go_on_from(conn: Connection, name: str, parent: str | None, *, config_hash: 
 
 
 def retry(conn: Connection, round_id: int, old: RoundState, why: str) -> None:
-    """The worker of a round died: plan the same round again, with one attempt more."""
+    """Plan a round again whose worker died, with one attempt more."""
     if old is not RoundState.ABANDONED:
         move(conn, round_id, old, RoundState.ABANDONED, why, pid=None)
     move(conn, round_id, RoundState.ABANDONED, RoundState.PLANNED, why, attempt=rounds.c.attempt + 1)
 
 
 def finish(conn: Connection, round_id: int, old: RoundState, new: RoundState, why: str, *, max_uses: int = 1) -> None:
-    """End a round. A promoted one has consumed its samples; one that failed gives all of them back.
+    """End a round. A promoted round consumes its samples, a failed one returns them.
 
-    A rejected one gives those back that fewer than `max_uses` compared rounds have used; a refused round is no use.
+    A rejected one returns those that fewer than `max_uses` compared rounds have used; a refused round does not count.
     """
     move(conn, round_id, old, new, why, reason=why, live=None, pid=None, finished_at=utcnow())
     used = samples_of(conn, round_id, Split.TRAIN)
@@ -152,7 +152,7 @@ def finish(conn: Connection, round_id: int, old: RoundState, new: RoundState, wh
 
 
 def _used_in(conn: Connection, ids: Sequence[int], times: int) -> set[int]:
-    """Those of these samples that so many rounds or more have been trained on and compared."""
+    """Those of these samples that were used in `times` compared rounds or more."""
     query = (
         select(round_samples.c.task_id)
         .join(gate_tests_table, gate_tests_table.c.round_id == round_samples.c.round_id)
@@ -167,13 +167,13 @@ def without_promotion(conn: Connection) -> int:
     """How many rounds were rejected or refused since the last one that was promoted."""
     promoted = select(func.max(rounds.c.id)).where(rounds.c.state == RoundState.PROMOTED.value).scalar_subquery()
     where = rounds.c.state == RoundState.REJECTED.value, rounds.c.id > func.coalesce(promoted, 0)
-    return int(conn.execute(select(func.count()).select_from(rounds).where(*where)).scalar_one())
+    return count_rows(conn, rounds, *where)
 
 
 def store_result(conn: Connection, round_id: int, result: RoundResult) -> None:
-    """Keep what the worker came to; of what it left out, the tasks' own histories say why.
+    """Store the result of a worker; events of the tasks that it left out say why.
 
-    Held-out answers that were compared have spent the round's test, whatever becomes of the round.
+    Compared held-out answers spend the test of the round, whatever its outcome.
     """
     conn.execute(update(rounds).where(rounds.c.id == round_id).values(result=result.model_dump(mode="json")))
     if result.comparison is not None:
@@ -187,7 +187,7 @@ def store_result(conn: Connection, round_id: int, result: RoundResult) -> None:
 
 
 def _mark_inexact(conn: Connection, row: Row[Any], why: str) -> None:
-    """No later round takes this task; its line in the task file stays."""
+    """Exclude a task from later rounds; its line in the task file stays."""
     line = dict(row.payload)
     known = line["metadata"]["prompt_reason"]
     reason = "; ".join(filter(None, (known, why)))
@@ -199,27 +199,22 @@ def _mark_inexact(conn: Connection, row: Row[Any], why: str) -> None:
 
 
 def add_adapter(conn: Connection, round_row: Row[Any], result: RoundResult, base_model: str) -> None:
-    """Keep the adapter of a finished round; a second attempt replaces what the first one left."""
+    """Store the adapter of a finished round, unless an earlier attempt stored it."""
     assert result.adapter is not None
     if adapter(conn, result.adapter.name) is not None:
         return
-    row = conn.execute(
-        insert(adapters)
-        .values(
-            name=result.adapter.name,
-            round_id=round_row.id,
-            parent=round_row.parent,
-            base_model=base_model,
-            path=result.adapter.path,
-            sha256=result.adapter.sha256,
-            state=AdapterState.STAGED.value,
-            comparison=result.comparison and result.comparison.model_dump(mode="json"),
-            probe=result.probe and result.probe.model_dump(mode="json"),
-            created_at=utcnow(),
-        )
-        .returning(adapters.c.id)
-    ).scalar_one()
-    record(conn, adapters.name, [str(row)], None, AdapterState.STAGED)
+    row = create(
+        conn,
+        AdapterState.STAGED,
+        name=result.adapter.name,
+        round_id=round_row.id,
+        parent=round_row.parent,
+        base_model=base_model,
+        path=result.adapter.path,
+        sha256=result.adapter.sha256,
+        comparison=result.comparison and result.comparison.model_dump(mode="json"),
+        probe=result.probe and result.probe.model_dump(mode="json"),
+    )
     move(conn, row, AdapterState.STAGED, AdapterState.READY, "its files are whole")
 
 
@@ -233,5 +228,5 @@ def adapter_ref(conn: Connection, name: str | None) -> AdapterRef | None:
 
 
 def count(conn: Connection, state: RoundState) -> int:
-    where = rounds.c.state == state.value
-    return int(conn.execute(select(func.count()).select_from(rounds).where(where)).scalar_one())
+    """How many rounds are in a state."""
+    return count_rows(conn, rounds, rounds.c.state == state.value)

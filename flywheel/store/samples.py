@@ -11,28 +11,28 @@ from sqlalchemy import ColumnElement, Connection, and_, exists, func, or_, selec
 from flywheel import exclusion
 from flywheel.exclusion import Exclusion, TrainedModels
 from flywheel.states import RoundState, Split, TaskState
-from flywheel.store.bulk import chunks
+from flywheel.store.bulk import chunks, count_rows
 from flywheel.store.claims import DECIDED, count
 from flywheel.store.notes import note, noted
 from flywheel.store.schema import replies, round_samples, rounds, sources, tasks, verdicts
 from flywheel.store.verdicts import NOT_OF_THE_JUDGE, decided_by_others
 
 LEFT_OUT: Final = "left out"
-"""What the history of a task says that a round had and its worker did not take."""
+"""The event of a task of a round that its worker did not use."""
 _TO_COME: Final = (
     TaskState.PENDING, TaskState.JUDGING, TaskState.UNDECIDED, TaskState.HELD, TaskState.ACCEPTED, TaskState.RESERVED,
 )  # fmt: skip
-"""Where a task on either side stands that was not used and may still be."""
+"""States of tasks that were not used and may still be."""
 
 
 def free_samples(conn: Connection, limit: int, takes: Collection[Exclusion] = ()) -> list[int]:
-    """Accepted tasks of the training side in the order in which rounds take them."""
+    """Accepted training tasks in the order in which rounds take them."""
     which = select(tasks.c.id).where(free(), allowed(takes))
     return list(conn.execute(which.order_by(tried(), tasks.c.id).limit(limit)).scalars())
 
 
 def tried() -> ColumnElement[int]:
-    """In how many rounds that ended without a promotion a sample was: rounds take what was in fewest first."""
+    """How many rounds that were not promoted had a sample. Rounds take those with the fewest first."""
     return (
         select(func.count())
         .select_from(round_samples.join(rounds, rounds.c.id == round_samples.c.round_id))
@@ -43,29 +43,29 @@ def tried() -> ColumnElement[int]:
 
 
 def count_new(conn: Connection, takes: Collection[Exclusion] = ()) -> int:
-    """How many samples a round could take that were in none that ended without a promotion."""
+    """How many samples a round could take that no round without a promotion had."""
     return count(conn, free(), allowed(takes), tried() == 0)
 
 
 def free() -> ColumnElement[bool]:
-    """Accepted tasks on the training side that no round has taken."""
+    """Accepted training tasks that no round has taken."""
     return and_(tasks.c.state == TaskState.ACCEPTED.value, tasks.c.split == Split.TRAIN.value)
 
 
 def of_the_gate() -> ColumnElement[bool]:
-    """Held-out tasks with a verdict of the judge, either way.
+    """Held-out tasks that the judge has accepted or rejected.
 
-    What a filter or a person has put aside since is none of them: it repeats another one, or is kept from the judge.
+    Those that a filter or a person has set aside since are left out.
     """
-    put_aside = exists().where(verdicts.c.task_id == tasks.c.id, NOT_OF_THE_JUDGE)
-    # Most were never put aside, which an index alone can tell; the times of verdicts are in no index.
-    stands = or_(tasks.c.state == TaskState.ACCEPTED.value, ~put_aside, ~decided_by_others())
+    set_aside = exists().where(verdicts.c.task_id == tasks.c.id, NOT_OF_THE_JUDGE)
+    # Most were never set aside, which an index shows; the times of verdicts are in no index.
+    stands = or_(tasks.c.state == TaskState.ACCEPTED.value, ~set_aside, ~decided_by_others())
     decided = tasks.c.state.in_([state.value for state in DECIDED])
     return and_(decided, tasks.c.split == Split.HELD_OUT.value, stands)
 
 
 def allowed(takes: Collection[Exclusion] = ()) -> ColumnElement[bool]:
-    """Which tasks rounds may take: those that are excluded for nothing, or for nothing but these reasons."""
+    """Tasks that rounds may take: without exclusions, or with these only."""
     return tasks.c.excluded.in_(exclusion.columns_within(takes))
 
 
@@ -75,22 +75,22 @@ def count_free(conn: Connection, takes: Collection[Exclusion] = ()) -> int:
 
 
 def marks_of_free(conn: Connection, takes: Collection[Exclusion] = ()) -> tuple[int, ...]:
-    """Numbers that change when other samples are free than before; cheap, for an index has them."""
+    """Numbers that change when the free samples change. Cheap: an index covers them."""
     ended = select(func.count()).select_from(rounds).where(rounds.c.live.is_(None)).scalar_subquery()
     numbers = func.count(), func.coalesce(func.max(tasks.c.id), 0), func.coalesce(func.sum(tasks.c.id), 0), ended
     return tuple(conn.execute(select(*numbers).where(free(), allowed(takes))).one())
 
 
 def count_held_out(conn: Connection, takes: Collection[Exclusion] = (), *, most: int | None = None) -> int:
-    """How many tasks the gate could ask; it is not counted on beyond `most`."""
+    """How many tasks the gate could ask; counting stops at `most`."""
     if most is None:
         return count(conn, of_the_gate(), allowed(takes))
     some = select(tasks.c.id).where(of_the_gate(), allowed(takes)).limit(most)
-    return int(conn.execute(select(func.count()).select_from(some.subquery())).scalar_one())
+    return count_rows(conn, some.subquery())
 
 
 def count_left_out(conn: Connection, takes: Collection[Exclusion] = ()) -> dict[Exclusion, int]:
-    """How many tasks that rounds or their gates could come to take are left out, by reason; one may have several."""
+    """How many tasks that rounds or gates could take otherwise are left out, by reason; a task may have several."""
     of_either = tasks.c.state.in_([state.value for state in _TO_COME])
     of_gate = and_(tasks.c.state == TaskState.REJECTED.value, tasks.c.split == Split.HELD_OUT.value)
     rows = conn.execute(
@@ -105,7 +105,7 @@ def count_left_out(conn: Connection, takes: Collection[Exclusion] = ()) -> dict[
 
 
 def leave_gate(conn: Connection, beginnings: Collection[int]) -> None:
-    """Held-out tasks whose conversations begin with these leave the gate, because some in training do too."""
+    """Exclude held-out tasks with these beginnings from the gate: conversations in training begin so too."""
     for some in chunks(sorted(beginnings)):
         conn.execute(
             update(tasks)

@@ -1,4 +1,4 @@
-"""Changes of state: compare-and-set, each with its event in the same transaction."""
+"""Changes of state by compare-and-set, each with its event in the same transaction."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import Connection, Table, update
+from sqlalchemy import Connection, Table, insert, update
 
 from flywheel.batch import storable
 from flywheel.errors import StoreError
@@ -54,15 +54,24 @@ def move(conn: Connection, /, row_id: int, old: StrEnum, new: StrEnum, why: str 
     return True
 
 
+def create(conn: Connection, state: StrEnum, why: str = "", **values: Any) -> int:
+    """Insert a row in its first state; its number."""
+    table = _TABLES[type(state)]
+    added = insert(table).values(state=state.value, created_at=utcnow(), **values)
+    number = int(conn.execute(added.returning(table.c.id)).scalar_one())
+    record(conn, table.name, [str(number)], None, state, why)
+    return number
+
+
 def move_all(conn: Connection, row_ids: Iterable[int], old: StrEnum, new: StrEnum, why: str = "") -> list[int]:
-    """Those of `row_ids` that could be moved from `old` to `new`."""
+    """Move rows from `old` to `new`; returns those that were in `old`."""
     return [row_id for row_id in row_ids if move(conn, row_id, old, new, why)]
 
 
 def record(conn: Connection, kind: str, subjects: Iterable[str], old: str | None, new: str, detail: str = "") -> None:
-    """Write the history of `subjects`; nothing is ever deleted from it."""
+    """Write an event for each of `subjects`. Events are never deleted."""
     now = utcnow()
-    # Plain strings: the driver asks any other kind how it wants to be stored, each time.
+    # Plain strings: the driver looks for an adapter of any other type, each time.
     kind, before, after, told = str(kind), None if old is None else str(old), str(new), storable(str(detail))
     rows = [(now, kind, subject, before, after, told) for subject in subjects]
     insert_many(conn, schema.events, ("at", "kind", "subject", "old", "new", "detail"), rows)

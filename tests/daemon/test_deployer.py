@@ -438,7 +438,7 @@ async def forget(fleet: Fleet, number: int, serves: str) -> None:
 
 
 async def sightings(fleet: Fleet) -> list[tuple[str, str]]:
-    found = await fleet.store.read(deployments.replica_sightings, "agent")
+    found = await fleet.store.read(deployments.replica_states, "agent")
     return [(found[url]["condition"], found[url]["serves"]) for url in fleet.config.serving.urls]
 
 
@@ -499,23 +499,23 @@ async def test_a_server_knows_the_hash_of_what_it_serves_wherever_a_swap_leads(f
 
 async def test_what_was_found_on_each_replica_is_kept(fleet: Fleet) -> None:
     url = fleet.config.serving.urls[0]
-    assert await fleet.store.read(deployments.replica_sightings, "agent") == {}
+    assert await fleet.store.read(deployments.replica_states, "agent") == {}
     await fleet.deployer.deploy("r0001", "test")
     assert await sightings(fleet) == [("ok", R1), ("ok", R1)]
-    first = (await fleet.store.read(deployments.replica_sightings, "agent"))[url]
+    first = (await fleet.store.read(deployments.replica_states, "agent"))[url]
     assert first["since"] == first["looked_at"]
     await fleet.deployer.deploy("r0002", "test")
-    second = (await fleet.store.read(deployments.replica_sightings, "agent"))[url]
+    second = (await fleet.store.read(deployments.replica_states, "agent"))[url]
     assert second["since"] == second["looked_at"] > first["looked_at"], "since then it answers with that"
     await fleet.deployer.rollback()
 
     fleet.apps[0].faults["/v1/models"] = (503, "down")
     await fleet.deployer.reconcile()
     assert await sightings(fleet) == [("unreachable", R1), ("ok", R1)]
-    down = (await fleet.store.read(deployments.replica_sightings, "agent"))[url]
+    down = (await fleet.store.read(deployments.replica_states, "agent"))[url]
     assert "HTTP 503" in down["error"]
     await fleet.deployer.reconcile()
-    still = (await fleet.store.read(deployments.replica_sightings, "agent"))[url]
+    still = (await fleet.store.read(deployments.replica_states, "agent"))[url]
     assert still["since"] == down["since"] < still["looked_at"]
 
     fleet.apps[0].faults = {"/v1/models": (500, "broken")}
@@ -605,7 +605,7 @@ async def test_a_server_that_was_started_anew_with_its_adapter_is_proven_again_o
 
         async def condition() -> str:
             await daemon.reconcile()
-            return str((await store.read(deployments.replica_sightings, "agent"))[url]["condition"])
+            return str((await store.read(deployments.replica_states, "agent"))[url]["condition"])
 
         def proofs() -> int:
             return app.calls.count("POST /v1/completions")
