@@ -14,8 +14,8 @@ from flywheel import exclusion
 from flywheel.exclusion import ANY_MODEL, Exclusion, TrainedModels
 from flywheel.files import json_line
 from flywheel.similarity import PromptSignature, beginning_of, prompt_signatures
-from flywheel.states import SkipReason, Split
-from flywheel.task import Task, task_id
+from flywheel.states import SkipReason
+from flywheel.task import task_line
 from flywheel.trace import Checkpoint, Cursor, DeadRow, Reply
 
 
@@ -113,7 +113,7 @@ def entries_of(replies: Sequence[Reply], source: str, models: TrainedModels = AN
 
 
 def _entry(reply: Reply, source: str, signature: PromptSignature, models: TrainedModels) -> Entry:
-    line = Task(task_id(reply.trace_id, reply.span_id), Split.TRAIN, source, reply).line()
+    line = task_line(reply, source)
     whole = line_bytes(line)
     skip = reply.skip
     reason = line["metadata"]["prompt_reason"]

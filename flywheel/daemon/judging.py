@@ -329,5 +329,6 @@ class TaskJudging:
                 changed += claims.apply_again(conn, task.id, task.was, verdict)
         # A task that was stopped as a repetition of a task that is rejected now is due again.
         rejected = [each.task.id for each in results if not each.verdict or each.verdict.outcome is Outcome.REJECTED]
-        rejected += deduplication.gone(conn, [each.repeats.task for each in results if each.repeats is not None])
-        return changed, deduplication.free_repetitions(conn, rejected)
+        if repeated := [each.repeats.task for each in results if each.repeats is not None]:
+            rejected += deduplication.gone(conn, repeated)
+        return changed, deduplication.free_repetitions(conn, rejected) if rejected else 0

@@ -15,9 +15,10 @@ _ACCEPTED = [TaskState.ACCEPTED.value, TaskState.RESERVED.value, TaskState.CONSU
 
 
 def by_adapter(conn: Connection, models: TrainedModels) -> list[dict[str, Any]]:
-    """What became of the tasks that each adapter answered; "" is the base model. `acceptance` leaves out the rest.
+    """Counts of the tasks that each adapter answered, by outcome; "" is the base model.
 
-    What was asked of other `models` than the alias, its versions and its base is none of theirs.
+    `acceptance` is the share of accepted tasks among accepted and rejected ones. Tasks of other models than the
+    alias, its versions and its base are left out.
     """
     counts: dict[str, dict[str, int]] = {}
     rows = conn.execute(
@@ -42,7 +43,7 @@ def _share(part: int, whole: int) -> float | None:
 
 
 def other_models(conn: Connection, models: TrainedModels) -> dict[str, int]:
-    """How many tasks other models answered, by their names, the most first."""
+    """How many tasks other models answered, by name, the most first."""
     rows = conn.execute(select(tasks.c.model, tasks.c.adapter, func.count()).group_by(tasks.c.model, tasks.c.adapter))
     found: Counter[str] = Counter()
     for model, adapter, number in rows:

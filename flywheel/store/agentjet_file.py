@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from flywheel.batch import Batch, Entry
 from flywheel.errors import StoreError
 from flywheel.states import SkipReason
-from flywheel.store.existing_task_file import is_agentjets, metadata_of, numbered
+from flywheel.store.existing_task_file import Format, format_of, metadata_of, numbered
 
 
 class AgentJetTasks:
@@ -54,7 +54,9 @@ class AgentJetTasks:
         found: set[int | None] = set()
         try:
             # The numbered files are listed after the first one was read: it may be set aside meanwhile.
-            for path in filter(is_agentjets, itertools.chain([self._path], numbered(self._path))):
+            for path in itertools.chain([self._path], numbered(self._path)):
+                if format_of(path) is not Format.AGENTJET:
+                    continue
                 with path.open("rb") as file:
                     found.update(_short(metadata_of(line).get("qa_hash")) for line in file)
         except OSError as error:

@@ -96,7 +96,7 @@ def insert_many(
 
 def first_free(conn: Connection, column: Column[Any]) -> int:
     """The first free number of a table, for a writing transaction that numbers its rows itself."""
-    return int(conn.exec_driver_sql(_highest(column)).scalar_one() or 0) + 1
+    return int(conn.execute(select(func.max(column))).scalar_one() or 0) + 1
 
 
 @cache
@@ -106,8 +106,3 @@ def _insertion(table: Table, columns: tuple[str, ...], replace: bool) -> str:
     # SQLite turns the bytes into text: a Python string would be two more copies of a long line.
     places = ", ".join("CAST(? AS TEXT)" if isinstance(table.c[name].type, JSON) else "?" for name in columns)
     return f"INSERT {'OR REPLACE ' if replace else ''}INTO {quote(table.name)} ({names}) VALUES ({places})"  # noqa: S608
-
-
-@cache
-def _highest(column: Column[Any]) -> str:
-    return sql_text(select(func.max(column)))

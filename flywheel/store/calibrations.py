@@ -1,4 +1,4 @@
-"""Calibrations: how far a rubric's judge agreed with people, and whether that is enough to train on."""
+"""Calibrations: how far judge and people agreed on a rubric, and whether that is enough to train on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def record(
     low: float | None,
     high: float | None,
 ) -> int:
-    """Keep the outcome of one calibration; its id."""
+    """Store a calibration; its id."""
     added = conn.execute(
         insert(calibrations).values(
             rubric_id=rubric_id,
@@ -55,7 +55,7 @@ def newest(conn: Connection, rubric_hash: str, judge_hash: str) -> Row[Any] | No
 
 
 def shortfall(conn: Connection, rubric_hash: str, judge_hash: str, min_kappa: float | None) -> str | None:
-    """Why the rubric must not be trained on: its calibration is missing, of another version, or below the bar."""
+    """Why the rubric must not be trained on: its calibration is missing, of another version, or too low."""
     if min_kappa is None:
         return None
     bar = f"judge.min_kappa is {min_kappa:g}"
@@ -79,6 +79,6 @@ def _missing(conn: Connection, rubric_hash: str) -> str:
 
 
 def lines_of(conn: Connection, keys: list[str]) -> dict[str, dict[str, Any]]:
-    """The lines of tasks by their keys; those that are not known are left out."""
+    """The lines of tasks by their keys; unknown keys are left out."""
     rows = rows_in(conn, select(tasks.c.key, tasks.c.payload), tasks.c.key, keys)
     return {row.key: row.payload for row in rows}

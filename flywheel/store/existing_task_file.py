@@ -11,6 +11,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -26,6 +27,16 @@ _BEGINNING: Final = re.compile(re.escape(_KEY) + rb'(?:[^"\\]|\\.|\\\Z)*+(?P<res
 _REST: Final = b'","main_query":"'
 
 
+class Format(Enum):
+    """Who wrote a task file, and when."""
+
+    AGENTJET = auto()
+    EARLIER = auto()
+    """Flywheel, before lines had all the keys that they have now."""
+    OTHER = auto()
+    """Flywheel as it is now, or no task file at all."""
+
+
 def prepare(path: Path, lines_of: Callable[[BinaryIO], Iterable[bytes]]) -> set[str]:
     """Make a file ready to be appended to: set it aside if it has another format, and complete its last line.
 
@@ -33,10 +44,10 @@ def prepare(path: Path, lines_of: Callable[[BinaryIO], Iterable[bytes]]) -> set[
     lines to look at. Raises StoreError, and leaves the file as it is, if it is not a task file.
     """
     try:
-        if is_agentjets(path):
+        if (now := format_of(path)) is Format.AGENTJET:
             _set_aside(path, "was written by AgentJet")
         found = _mended(path, lines_of)
-        if _is_of_an_earlier_format(path):
+        if now is Format.EARLIER:
             _set_aside(path, "is of an earlier format")
         for aside in earlier_files(path):
             with aside.open("rb") as file:
@@ -79,7 +90,7 @@ def _set_aside(path: Path, why: str) -> None:
 
 def earlier_files(path: Path) -> list[Path]:
     """The files of an earlier format that were set aside from this place, by their numbers."""
-    return [each for each in numbered(path) if _is_of_an_earlier_format(each)]
+    return [each for each in numbered(path) if format_of(each) is Format.EARLIER]
 
 
 def numbered(path: Path) -> Iterator[Path]:
@@ -92,24 +103,16 @@ def numbered(path: Path) -> Iterator[Path]:
     yield from (each for _, each in sorted(found))
 
 
-def is_agentjets(path: Path) -> bool:
-    """Whether the first line is a task as AgentJet writes it, and not as Flywheel does. Raises OSError."""
-    metadata = _first_metadata(path)
-    return "qa_hash" in metadata and "split" not in metadata
-
-
-def _is_of_an_earlier_format(path: Path) -> bool:
-    """Whether the first line is one of Flywheel's and lacks keys that lines have now. Raises OSError."""
-    metadata = _first_metadata(path)
-    return "split" in metadata and "prompt_exact" not in metadata
-
-
-def _first_metadata(path: Path) -> dict[str, Any]:
+def format_of(path: Path) -> Format:
+    """The format of a file by its first line. Raises OSError."""
     try:
         with path.open("rb") as file:
-            return metadata_of(file.readline())
+            metadata = metadata_of(file.readline())
     except (FileNotFoundError, IsADirectoryError):
-        return {}
+        return Format.OTHER
+    if "split" not in metadata:
+        return Format.AGENTJET if "qa_hash" in metadata else Format.OTHER
+    return Format.OTHER if "prompt_exact" in metadata else Format.EARLIER
 
 
 def metadata_of(line: bytes) -> dict[str, Any]:

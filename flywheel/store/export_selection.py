@@ -1,4 +1,4 @@
-"""Tasks for export: which there are, and their lines with the score that decided them. Reads, and never writes."""
+"""Selection of tasks for `flywheel export`: their lines with the verdict that decided them. Read-only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Selected:
 
 
 def counts(conn: Connection) -> dict[tuple[TaskState, Split], int]:
-    """How many tasks there are of each state on each side."""
+    """How many tasks there are by state and split."""
     rows = conn.execute(select(tasks.c.state, tasks.c.split, func.count()).group_by(tasks.c.state, tasks.c.split))
     return {(TaskState(state), Split(split)): number for state, split, number in rows}
 
@@ -48,7 +48,7 @@ def page(
 
 def read(conn: Connection, ids: Sequence[int]) -> list[Selected]:
     """The tasks with these ids, in the order of the ids; one that is gone is left out."""
-    # After a change of rubric and back, an older verdict decides again: the newest need not be the one that did.
+    # After a change of rubric and back an older verdict decides again: it need not be the newest.
     decided = case(
         (tasks.c.state == TaskState.REJECTED.value, Outcome.REJECTED.value),
         (tasks.c.state.in_([state.value for state in ACCEPTED]), Outcome.ACCEPTED.value),

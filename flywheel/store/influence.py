@@ -1,4 +1,4 @@
-"""Influence: whose task each one is, what a round may choose from, and bursts that are set aside for a person."""
+"""Influence: what each task counts for in the shares of a round, the candidates of a round, and held bursts."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from flywheel.store.schema import fingerprints, influences, tasks
 from flywheel.store.transitions import move
 
 NOT_YET_USED: Final = (TaskState.PENDING, TaskState.JUDGING, TaskState.UNDECIDED, TaskState.ACCEPTED)
-"""A task of a burst in one of these can still be set aside."""
+"""States in which a task of a burst can still be held."""
 
 
 FREE: Final = (TaskState.ACCEPTED.value, TaskState.RESERVED.value)
-"""What a round has reserved may come back."""
+"""Reserved tasks may be returned."""
 
 
 class Weighed(Protocol):
-    """What this module stores of a task, see `flywheel.filtering.influence.Weight`."""
+    """The weight of a task, see `flywheel.filtering.influence`."""
 
     @property
     def conversation(self) -> str: ...
@@ -39,7 +39,7 @@ class Weighed(Protocol):
 
 
 def enter(conn: Connection, weights: Mapping[int, Weighed]) -> None:
-    """Remember by what the shares of these tasks are counted."""
+    """Store the weights of these tasks."""
     stored = rows_in(conn, select(influences.c.task_id), influences.c.task_id, list(weights))
     known = {row.task_id for row in stored}
     rows = []
@@ -54,7 +54,7 @@ def enter(conn: Connection, weights: Mapping[int, Weighed]) -> None:
 
 
 def unknown(conn: Connection, limit: int | None) -> list[Row[Any]]:
-    """Samples (id, payload) that a round may take, or give back, and that are not weighed: the filter came later."""
+    """Samples (id, payload) without a weight: they were accepted before the filter was configured."""
     weighed = exists().where(influences.c.task_id == tasks.c.id)
     return list(
         conn.execute(
@@ -69,7 +69,7 @@ def unknown(conn: Connection, limit: int | None) -> list[Row[Any]]:
 def candidates(conn: Connection, takes: Collection[Exclusion] = ()) -> list[Row[Any]]:
     """Free samples (id, conversation, user, template), in the order in which rounds take them.
 
-    What is not known of one is empty.
+    Unknown values are empty.
     """
     return list(
         conn.execute(
@@ -87,10 +87,10 @@ def candidates(conn: Connection, takes: Collection[Exclusion] = ()) -> list[Row[
 
 
 def hold_bursts(conn: Connection, asked: Sequence[int], count: int, seconds: float) -> list[int]:
-    """Set aside every task that is one of `count` or more near-identical questions of one origin within `seconds`.
+    """Hold the tasks of bursts: `count` or more near-identical questions of one origin within `seconds`.
 
-    Looks where the tasks `asked` stand; what earlier ones of the burst had reached is taken back, unless a round has
-    them already. Gives the tasks that are held now. What a person released is neither counted nor held again.
+    Only bursts with one of the tasks `asked` are looked for. Their other tasks are held as well, unless a round has
+    them. Returns the tasks that are held now. Tasks that a person released are neither counted nor held again.
     """
     held: list[int] = []
     for group in _groups(conn, asked):
@@ -106,7 +106,7 @@ def hold_bursts(conn: Connection, asked: Sequence[int], count: int, seconds: flo
 
 @dataclass(slots=True)
 class _Group:
-    """Near-identical questions of one origin, and when they were asked, from first to last."""
+    """Near-identical questions of one origin, with the times of the first and the last in seconds."""
 
     origin: str
     like: int
@@ -131,7 +131,7 @@ def _groups(conn: Connection, asked: Sequence[int]) -> list[_Group]:
 
 
 def _alike(conn: Connection, group: _Group, seconds: float) -> list[Row[Any]]:
-    """All that can share a window with one of the group, in the order in which they were asked."""
+    """All tasks that can be in a window with one of the group, in the order of their times."""
     return list(
         conn.execute(
             select(influences.c.task_id, influences.c.at, tasks.c.state)
@@ -149,11 +149,11 @@ def _alike(conn: Connection, group: _Group, seconds: float) -> list[Row[Any]]:
 
 
 def _bursts(times: Sequence[Row[Any]], asked: Set[int], count: int, seconds: float) -> set[int]:
-    """The tasks of all windows of `seconds` that hold `count` or more, one of them asked."""
+    """The tasks of all windows of `seconds` with `count` or more tasks, one of them in `asked`."""
     burst: set[int] = set()
     start = 0
-    newest = -1  # the last place of one that is asked
-    done = 0  # all before are looked at
+    newest = -1  # the last position of a task in `asked`
+    done = 0  # all positions before are done
     for end, row in enumerate(times):
         if row.task_id in asked:
             newest = end

@@ -1,4 +1,4 @@
-"""How a state database gets to the present schema, step by step. A database from a newer Flywheel is refused."""
+"""Migrations of the state database to the present schema, one per version. A newer schema is refused."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from flywheel.task import conversation_key
 
 VERSION_KEY: Final = "schema_version"
 _PAGE: Final = 500
-"""Tasks that are read at once."""
+"""Tasks that are read at a time."""
 
 
-def _grow(conn: Connection, **columns: tuple[str, ...]) -> None:
-    """Make the tables that are new, and add these columns, and indexes, to tables that were there."""
+def _add_columns(conn: Connection, **columns: tuple[str, ...]) -> None:
+    """Create new tables, and add these columns and their indexes to existing tables."""
     look = inspect(conn)
     for name, added in columns.items():
         table = metadata.tables[name]
-        # A table that a step before this one has made is the present one.
+        # A table that an earlier step created has the present columns.
         there = {column["name"] for column in look.get_columns(name)}
         for column in added:
             if column in there:
@@ -37,27 +37,27 @@ def _grow(conn: Connection, **columns: tuple[str, ...]) -> None:
     metadata.create_all(conn)
     look = inspect(conn)
     for table in metadata.sorted_tables:
-        # A table that still lacks columns gets its indexes with the last of them.
+        # A table that still lacks columns gets its indexes in the step that adds the last of them.
         if set(table.columns.keys()) <= {column["name"] for column in look.get_columns(table.name)}:
             for index in table.indexes:
                 index.create(conn, checkfirst=True)
 
 
 def _to_2(conn: Connection) -> None:
-    _grow(
+    _add_columns(
         conn,
         sources=("anchor", "type", "condition", "swept_at"),
         replies=("content",),
         dead_letters=("state", "attempts"),
         verdicts=("judgements",),
     )
-    # The cursor used to stay before open traces, and traces were not remembered: reading starts over once, and the
-    # ledger's keys see to it that nothing comes out twice.
+    # The cursor used to stay before open traces, and traces had no checkpoints: reading starts over once, and the
+    # ledger's keys prevent duplicates.
     conn.execute(update(sources).values(rowid_done=0))
 
 
 def _to_3(conn: Connection) -> None:
-    # Tasks were marked one by one when they stood in the task file. They were written in the order of their numbers.
+    # Each task had a mark when it was in the task file. Tasks were written in the order of their numbers.
     conn.execute(
         text(
             "INSERT INTO meta (key, value) SELECT 'exported_to', max(id) FROM tasks WHERE exported "
@@ -69,17 +69,17 @@ def _to_3(conn: Connection) -> None:
 
 
 def _to_4(conn: Connection) -> None:
-    # Only those that joined another conversation are counted by it.
+    # The new index has only conversations that follow another one.
     conn.execute(text("DROP INDEX IF EXISTS ix_conversations_like"))
-    _grow(conn)
+    _add_columns(conn)
 
 
 def _to_5(conn: Connection) -> None:
-    _grow(conn)
+    _add_columns(conn)
 
 
 def _to_6(conn: Connection) -> None:
-    """What this version added has another form in the next one, which is found anew."""
+    """Nothing: what this version added has another form in the next one."""
 
 
 def _to_7(conn: Connection) -> None:
@@ -89,12 +89,12 @@ def _to_7(conn: Connection) -> None:
     conn.execute(text("DROP INDEX IF EXISTS conversations_joined"))
     conn.execute(text("ALTER TABLE judge_days RENAME TO judge_days_of_6"))
     task_columns = ("excluded", "model", "beginning", "crashes")
-    _grow(conn, tasks=task_columns, conversations=("exact",), rounds=("usage_read",))
+    _add_columns(conn, tasks=task_columns, conversations=("exact",), rounds=("usage_read",))
     _rename_band_tables(conn)
-    _say_what_is_exact(conn)
-    _remember_beginnings(conn)
-    _say_what_judging_was_for(conn)
-    _count_tests(conn)
+    _add_line_keys(conn)
+    _store_beginnings(conn)
+    _add_purposes(conn)
+    _add_gate_tests(conn)
 
 
 def _rename_band_tables(conn: Connection) -> None:
@@ -107,10 +107,10 @@ def _rename_band_tables(conn: Connection) -> None:
     conn.execute(text("DROP TABLE IF EXISTS openings_filter"))
 
 
-def _say_what_is_exact(conn: Connection) -> None:
-    """Task lines get the keys that newer ones have, as far as the rest of a line tells.
+def _add_line_keys(conn: Connection) -> None:
+    """Add the keys that task lines have now, as far as a line shows their values.
 
-    Of a reply without steps, all input tokens are those of its first model call.
+    In a reply without steps, all input tokens are those of its first model call.
     """
     holds_image = "json_extract(payload, '$.metadata.images_json') <> '[]'"
     used_tools = (
@@ -133,15 +133,18 @@ def _say_what_is_exact(conn: Connection) -> None:
             " WHERE json_type(payload, '$.metadata') = 'object'"
         ).bindparams(image=exclusion.IMAGE)
     )
-    # A hash of how a reply reads covers all of its line, and must not differ only because lines have more keys now.
+    # Content hashes cover the whole line, and must not differ only because lines have more keys now.
     conn.execute(
         text("UPDATE replies SET content = NULL WHERE source_id IN (SELECT id FROM sources WHERE type <> 'jsonl')")
     )
 
 
-def _remember_beginnings(conn: Connection) -> None:
-    """What begins exactly as an earlier conversation does follows it from now on, one in training where both sides
-    have such: then the held-out tasks leave the gate."""
+def _store_beginnings(conn: Connection) -> None:
+    """Store how conversations begin: later ones that begin exactly alike follow them from now on.
+
+    If both splits have the same beginning, the conversation in training is followed, and the held-out tasks leave the
+    gate.
+    """
     conn.execute(text("CREATE TEMP TABLE begun (id INTEGER PRIMARY KEY, key TEXT, split TEXT, beginning INTEGER)"))
     told = select(tasks.c.id, tasks.c.conversation_id, tasks.c.split, tasks.c.payload)
     for rows in conn.execute(told.where(tasks.c.state != TaskState.WITHDRAWN.value)).partitions(_PAGE):
@@ -171,8 +174,8 @@ def _remember_beginnings(conn: Connection) -> None:
     conn.execute(text("DROP TABLE begun"))
 
 
-def _say_what_judging_was_for(conn: Connection) -> None:
-    """It was not told apart. Of days that were not counted, stored verdicts tell a part."""
+def _add_purposes(conn: Connection) -> None:
+    """Usage had no purpose: all of it was filtering. For days without counts, stored verdicts show a part."""
     conn.execute(
         text(
             "INSERT INTO judge_days (day, purpose, calls, prompt_tokens, completion_tokens) "
@@ -185,8 +188,8 @@ def _say_what_judging_was_for(conn: Connection) -> None:
     conn.execute(text("DROP TABLE judge_days_of_6"))
 
 
-def _count_tests(conn: Connection) -> None:
-    # Rounds used to be tested each by itself, at 2.5 %; together they are the first epoch.
+def _add_gate_tests(conn: Connection) -> None:
+    # Each round was tested by itself, at 2.5 %; together they are the first epoch.
     for statement in (
         "INSERT INTO gate_tests (round_id, epoch, number, alpha, conversations) "
         "SELECT id, 1, row_number() OVER (ORDER BY id), 0.025, CASE WHEN tested THEN 0 END "
@@ -206,7 +209,7 @@ def _count_tests(conn: Connection) -> None:
 MIGRATIONS: Mapping[int, Callable[[Connection], None]] = MappingProxyType(
     {2: _to_2, 3: _to_3, 4: _to_4, 5: _to_5, 6: _to_6, 7: _to_7}
 )
-"""What leads to each version from the one before; a new database is made in the present one."""
+"""The step to each version from the one before; a new database is created in the present version."""
 
 
 def version_of(conn: Connection) -> int:
@@ -218,7 +221,7 @@ def version_of(conn: Connection) -> int:
 
 
 def migrate(conn: Connection) -> None:
-    """Bring the database to the present schema; all steps commit together."""
+    """Migrate the database to the present schema, in one transaction."""
     found = version_of(conn)
     if found > SCHEMA_VERSION:
         raise StoreError(

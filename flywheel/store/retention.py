@@ -1,7 +1,7 @@
-"""Which rounds' files nothing needs any more, and the record of their removal. Touches no file.
+"""Retention: which rounds' files are no longer needed, and the record of their removal. Touches no file.
 
-A removal is begun here before a file goes and ended when the last one is gone: what dies in between is gone on with,
-and an adapter whose files are half there is known to be none.
+A removal is recorded before the first file is removed and after the last one: one that a crash interrupts is
+continued, and an adapter with half of its files is known to be removed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from flywheel.store.transitions import move, record
 
 REMOVING: Final = "removing files"
 REMOVED: Final = "files removed"
-"""What the history of a round says of its files."""
+"""Events of a round about its files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Old:
-    """A round that ended long ago. `adapter` is the path of its adapter, empty where it has none; `requested` whether
-    a server was ever asked to load that; `needed` why its files must stay, empty where nothing needs them."""
+    """A round that ended long ago.
+
+    `adapter` is the path of its adapter, empty if it has none; `requested` whether a server was ever asked to load
+    it; `needed` why its files must stay, empty if they need not.
+    """
 
     id: int
     name: str
@@ -39,7 +42,7 @@ class Old:
 
 
 def old(conn: Connection, keep_days: float, keep_served: int) -> list[Old]:
-    """The rounds that ended more than `keep_days` ago and whose files were not removed, the oldest first."""
+    """Rounds that ended more than `keep_days` ago and still have files, the oldest first."""
     before = (datetime.now(UTC) - timedelta(days=keep_days)).isoformat(timespec="milliseconds")
     needed = _needed(conn, keep_served)
     removed = and_(_has_adapter, adapters.c.state == AdapterState.REMOVED.value)
@@ -52,7 +55,10 @@ def old(conn: Connection, keep_days: float, keep_served: int) -> list[Old]:
 
 
 def begin(conn: Connection, names: Sequence[str], keep_days: float, keep_served: int, why: str) -> list[Old]:
-    """Write down that the files of these rounds go now; those that may. Whoever calls holds `swap.lock`."""
+    """Record that the files of these rounds are being removed; returns those that may be.
+
+    The caller holds `swap.lock`.
+    """
     may_go = [each for each in old(conn, keep_days, keep_served) if each.name in names and not each.needed]
     for each in may_go:
         record(conn, rounds.name, [str(each.id)], each.state, REMOVING, why)
@@ -65,7 +71,7 @@ def begin(conn: Connection, names: Sequence[str], keep_days: float, keep_served:
 
 
 def begun(conn: Connection) -> list[Old]:
-    """Rounds whose files were on their way out when the process died. An adapter that was put back since stays."""
+    """Rounds whose removal was interrupted. An adapter that was restored since stays."""
     begin, end = events.alias(), events.alias()
     ended = exists().where(
         end.c.kind == begin.c.kind, end.c.subject == begin.c.subject, end.c.new == REMOVED, end.c.id > begin.c.id
@@ -76,7 +82,7 @@ def begun(conn: Connection) -> list[Old]:
 
 
 def end(conn: Connection, round_id: int, state: str, size: int) -> None:
-    """The last of a round's files is gone; `size` is how many bytes they had."""
+    """Record that all files of a round are removed; `size` is their number of bytes."""
     record(conn, rounds.name, [str(round_id)], state, REMOVED, f"{size} bytes")
 
 
@@ -102,7 +108,7 @@ def _old(row: Row[Any], needed: str = "") -> Old:
 
 
 def _needed(conn: Connection, keep_served: int) -> dict[str, str]:
-    """Why the files of these rounds must stay, whatever their age."""
+    """Why the files of rounds must stay, whatever their age, by the round's name."""
     served = deployments.c.adapter
     lately = conn.execute(
         select(served)
@@ -112,7 +118,7 @@ def _needed(conn: Connection, keep_served: int) -> dict[str, str]:
         .limit(keep_served)
     ).scalars()
     needed = {str(name): f"one of the last {keep_served} that served" for name in lately}
-    # Of every alias: the state may have served under another one before.
+    # For every alias: the state may have served another one before.
     for row in conn.execute(select(deployments).where(deployments.c.active_alias.is_not(None))):
         needed[str(row.previous)] = f"{row.alias} can be rolled back to it"
     for row in conn.execute(select(deployments).where(deployments.c.active_alias.is_not(None))):

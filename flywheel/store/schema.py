@@ -66,7 +66,7 @@ replies = Table(
     UniqueConstraint("source_id", "span_id"),
     Index("replies_by_state", "source_id", "state", "skip_reason"),
 )
-"""`content` is a hash of the reply as it was told, NULL where that is not known (an older state)."""
+"""`content` is the content hash of the reply, NULL in rows of older states."""
 
 traces = Table(
     "traces",
@@ -80,7 +80,7 @@ traces = Table(
     Index("traces_open", "source_id", sqlite_where=text("is_open"), postgresql_where=text("is_open")),
     sqlite_with_rowid=False,
 )
-"""What is remembered of every trace, see `flywheel.trace.Checkpoint`; `rowids` are ranges such as `7-9,12`."""
+"""The checkpoint of every trace, see `flywheel.trace.Checkpoint`; `rowids` are ranges such as `7-9,12`."""
 
 conversations = Table(
     "conversations",
@@ -134,10 +134,9 @@ tasks = Table(
     Index("tasks_for_rounds", "state", "split", "excluded"),
     Index("tasks_by_conversation", "conversation_id", "started_at"),
 )
-"""`excluded` says why rounds leave it out, see `flywheel.exclusion`; empty where nothing does. `model` is the one
-that was asked, empty where that is not known or the response's id tells which version answered. `beginning` is a
-hash of what its conversation begins with, of held-out tasks alone. `crashes` is how often in a row a process ended
-while the task was in work."""
+"""`excluded` says why rounds leave it out, see `flywheel.exclusion`; empty if they do not. `model` is the requested
+model, empty if it is unknown or the response's id names the version. `beginning` is a hash of the beginning of its
+conversation, for held-out tasks only. `crashes` is how often in a row a process ended while the task was in work."""
 
 dead_letters = Table(
     "dead_letters",
@@ -187,7 +186,7 @@ verdicts = Table(
     Column("judgements", JSON, nullable=False, server_default="[]"),
     UniqueConstraint("task_id", "rubric_hash", "judge_hash"),
 )
-"""`judgements` is every opinion of the judge that the verdict was made of, see `flywheel.verdict.Judgement`."""
+"""`judgements` are the judge's answers that the verdict was made of, see `flywheel.verdict.Judgement`."""
 
 judge_days = Table(
     "judge_days",
@@ -198,7 +197,7 @@ judge_days = Table(
     Column("prompt_tokens", BigInteger, nullable=False),
     Column("completion_tokens", BigInteger, nullable=False),
 )
-"""What judging has used, by day (UTC) and by what it was for, see `flywheel.judge_usage.Purpose`."""
+"""Usage of judges by day (UTC) and purpose, see `flywheel.judge_usage.Purpose`."""
 
 fingerprints = Table(
     "fingerprints",
@@ -216,9 +215,9 @@ fingerprints = Table(
     Index("fingerprints_by_scope", "scope", "kept"),
     Index("fingerprints_by_like", "like"),
 )
-"""What a task's question is compared by. Only questions of one `scope` are: the same side of the split, the same
-conversation before, the same numbers. `like` is the first task that it nearly repeats, else itself; `kept` whether it
-went on to the judge; `text` names its embedding."""
+"""The fingerprints of questions. Only questions of one `scope` are compared: the same split, the same conversation
+before, the same numbers. `like` is the first task that it nearly repeats, else itself; `kept` whether it went on to
+the judge; `text` is the key of its embedding."""
 
 fingerprint_bands = Table(
     "fingerprint_bands",
@@ -235,8 +234,8 @@ embeddings = Table(
     Column("text", Text, primary_key=True),
     Column("vector", LargeBinary, nullable=False),
 )
-"""One float32 vector of length 1 per text and model, those of a model with as many numbers; `text` is a hash. An
-empty vector is one that the endpoint did not make."""
+"""One float32 vector of length 1 per text and model, of the same dimension for a model; `text` is a hash. A vector is
+empty if the endpoint returned none."""
 
 duplicates = Table(
     "duplicates",
@@ -261,8 +260,8 @@ influences = Table(
     Column("released", Boolean, nullable=False, default=False),
     Index("influences_by_origin", "origin", "at"),
 )
-"""By what a task's share of a round is counted. `origin` is its user, else its source; `at` when it was asked, in
-seconds since 1970; `released` that a person has let it go on."""
+"""The weights of tasks in the shares of a round. `origin` is the user, else the source; `at` when it was asked, in
+seconds since 1970; `released` whether a person has released it."""
 
 calibrations = Table(
     "calibrations",
@@ -281,7 +280,7 @@ calibrations = Table(
     Column("created_at", Text, nullable=False),
     Index("calibrations_by_rubric", "rubric_hash", "judge_hash"),
 )
-"""`kappa` is NULL where it is not defined: labels or verdicts that are all alike."""
+"""`kappa` is NULL if it is not defined: all labels or all verdicts are the same."""
 
 rounds = Table(
     "rounds",

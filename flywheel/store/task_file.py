@@ -43,7 +43,7 @@ _UNMARKED: Final = sql_text(_TASKS.where(tasks.c.id > bindparam("done")).limit(b
 _EXPORTED_TO: Final = "exported_to"
 _FILE: Final = "task_file"
 _BEGINNING: Final = 40
-"""Bytes by which files are told apart: the id of the first task is in them."""
+"""First bytes by which files are distinguished: they contain the id of the first task."""
 
 
 class _Row(NamedTuple):

@@ -1,4 +1,4 @@
-"""Tasks as people list and read them: each with its newest verdict, found by state, adapter, criterion or text."""
+"""Lists of tasks, each with its newest verdict, selected by state, adapter, criterion or text."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Conditions = Sequence[ColumnElement[bool]]
 def conditions(
     state: TaskState | None = None, adapter: str | None = None, criterion: str | None = None, text: str | None = None
 ) -> Conditions:
-    """Which tasks are wanted; None asks nothing.
+    """The conditions of a selection; None selects all.
 
     `adapter` is a version with or without its alias, or "base" for the base model; `criterion` is one that the newest
-    verdict says was not met; `text` is part of the question or the answer, in any case of ASCII letters.
+    verdict did not find met; `text` is part of the question or the answer, in any case of ASCII letters.
     """
     found: list[ColumnElement[bool]] = []
     if state is not None:
@@ -74,7 +74,7 @@ def listed(conn: Connection, wanted: Conditions, limit: int | None = None) -> Se
 
 
 def count(conn: Connection, wanted: Conditions) -> int:
-    """How many tasks there are like that."""
+    """How many tasks meet the conditions."""
     return int(conn.execute(_of(select(func.count()).select_from(tasks), wanted)).scalar_one())
 
 

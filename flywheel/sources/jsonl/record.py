@@ -33,8 +33,8 @@ from flywheel.sources.jsonl.messages import (
     normalized,
     split_answer,
 )
-from flywheel.states import SkipReason, Split
-from flywheel.task import Task
+from flywheel.states import SkipReason
+from flywheel.task import task_line
 from flywheel.trace import ChatMessage, Reply, get_path
 
 QUERY: Final = ("main_query", "question", "prompt", "messages", "init_messages")
@@ -136,7 +136,7 @@ def entry_of_line(text: bytes, source: Path, now: datetime, models: TrainedModel
         skip=skip,
         skip_detail=detail,
     )
-    task: dict[str, Any] = Task(key, Split.TRAIN, str(source), reply).line()
+    task = task_line(reply, str(source), key)
     if isinstance(line.get("env_type"), str):
         task["env_type"] = line["env_type"]
     entry = replace(
