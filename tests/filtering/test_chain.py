@@ -16,8 +16,7 @@ from flywheel.filtering.influence import Burst, Influence
 from flywheel.filtering.llm_evaluate import LlmEvaluate
 from flywheel.filtering.python_function import load_filter
 from flywheel.rubric import pattern
-from flywheel.states import Split
-from flywheel.task import Task
+from flywheel.task import task_line
 from tests.samples import reply
 
 PYTHON = """
@@ -52,7 +51,7 @@ def short(task):
 
 
 def line(query: str = "What is 1 plus 1?", answer: str = "2") -> dict[str, Any]:
-    return Task("t-1", Split.TRAIN, "/x", reply(1, query=query, answer=answer)).line()
+    return task_line(reply(1, query=query, answer=answer), "/x", "t-1")
 
 
 def chain(folder: Path, *filters: dict[str, Any], **values: Any) -> Chain:

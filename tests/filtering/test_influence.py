@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from flywheel.filtering.influence import Candidate, Choice, Influence, choose, weigh, within_shares
 from flywheel.filtering.query_template import particulars, template
-from flywheel.states import Split
-from flywheel.task import Task
+from flywheel.task import task_line
 from tests.samples import START, reply
 
 FREE = Influence(conversation=1, user=1, template=1)
@@ -64,7 +63,7 @@ def test_without_letter_case_there_are_no_names() -> None:
 
 
 def test_a_task_is_weighed_by_its_user_or_else_its_source() -> None:
-    line = Task("t", Split.TRAIN, "/studio.db", reply(3, conversation_id="c")).line()
+    line = task_line(reply(3, conversation_id="c"), "/studio.db", "t")
     weight = weigh(line)
     assert (weight.conversation, weight.user, weight.origin) == ("c", "", "source /studio.db")
     assert weight.at == START.timestamp() + 3

@@ -18,8 +18,7 @@ from flywheel.errors import ConfigError
 from flywheel.filtering.chain import redactor_of
 from flywheel.filtering.pii import Pii, find
 from flywheel.filtering.query_template import particulars, template
-from flywheel.states import Split
-from flywheel.task import Task, qa_hash
+from flywheel.task import qa_hash, task_line
 from tests.samples import reply
 
 LABELS = sorted((Path(__file__).parent.parent / "data" / "studio").glob("*.labels.jsonl"))
@@ -94,7 +93,7 @@ def regions() -> tuple[str, ...]:
 
 
 def line(**values: Any) -> dict[str, Any]:
-    return Task("t-1", Split.TRAIN, "/x", reply(1, **values)).line()
+    return task_line(reply(1, **values), "/x", "t-1")
 
 
 @pytest.mark.parametrize(("text", "kind", "piece"), PERSONAL)

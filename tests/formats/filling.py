@@ -13,7 +13,7 @@ from sqlalchemy import Connection, insert
 from flywheel.states import Split, TaskState
 from flywheel.store.database import Store
 from flywheel.store.schema import tasks, verdicts
-from flywheel.task import Task, task_id
+from flywheel.task import task_line
 from flywheel.trace import Reply
 from flywheel.verdict import Outcome
 from tests.samples import START, reply
@@ -109,7 +109,7 @@ def bad(told: Reply, score: float = 0.0) -> Judged:
 
 def line(told: Reply) -> dict[str, Any]:
     """The task line of a reply, as it comes out of a JSON column."""
-    made = Task(task_id(told.trace_id, told.span_id), Split.TRAIN, "/studio", told).line()
+    made = task_line(told, "/studio")
     decoded: dict[str, Any] = json.loads(json.dumps(made))
     return decoded
 
@@ -122,7 +122,9 @@ async def fill(state_dir: Path, judged: Iterable[Judged]) -> list[str]:
         keys = []
         for one in judged:
             told = one.reply
-            keys.append(task_id(told.trace_id, told.span_id))
+            payload = task_line(told, "/studio")
+            payload["metadata"]["split"] = one.split.value
+            keys.append(payload["task_id"])
             number = conn.execute(
                 insert(tasks).values(
                     key=keys[-1],
@@ -131,7 +133,7 @@ async def fill(state_dir: Path, judged: Iterable[Judged]) -> list[str]:
                     started_at=told.started_at.isoformat(),
                     split=one.split.value,
                     state=one.state.value,
-                    payload=Task(keys[-1], one.split, "/studio", told).line(),
+                    payload=payload,
                     created_at=told.started_at.isoformat(),
                 )
             ).inserted_primary_key[0]

@@ -8,8 +8,8 @@ import pytest
 
 from flywheel.formats import FORMATS, FormatName, LeftOut, Sample
 from flywheel.formats.messages import messages
-from flywheel.states import Split, TaskState
-from flywheel.task import Task
+from flywheel.states import TaskState
+from flywheel.task import task_line
 from tests.formats.conftest import Exported
 from tests.formats.filling import bad, good, lines
 from tests.samples import reply
@@ -44,7 +44,7 @@ def test_ids_and_names_are_texts() -> None:
 @pytest.mark.parametrize("name", [each for each in FormatName if each not in TEXTS and not FORMATS[each].paired])
 def test_a_call_of_another_shape_is_left_out(name: FormatName, where: str, calls: Any) -> None:
     told = reply(1, **{where: (said(calls),)})
-    sample = Sample(Task("t", Split.TRAIN, "/a", told).line(), TaskState.ACCEPTED, 1.0)
+    sample = Sample(task_line(told, "/a", "t"), TaskState.ACCEPTED, 1.0)
     if where == "trajectory" and name in (FormatName.TRL_GRPO, FormatName.VERL):
         assert FORMATS[name].record(sample)
         return

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from flywheel.batch import Entry, entry_of, line_bytes
 from flywheel.sources.jsonl.messages import LineError
 from flywheel.sources.jsonl.record import entry_of_line
-from flywheel.states import SkipReason, Split
-from flywheel.task import Task, task_id
+from flywheel.states import SkipReason
+from flywheel.task import task_id, task_line
 from tests.samples import reply
 
 NOW = datetime(2026, 5, 6, 7, 8, 9, tzinfo=UTC)
@@ -94,7 +94,7 @@ def test_a_line_has_the_keys_and_types_of_every_task() -> None:
     def types(value: Any) -> Any:
         return {key: types(part) for key, part in value.items()} if isinstance(value, dict) else type(value)
 
-    model = types(Task("t", Split.TRAIN, "s", reply(1)).line())
+    model = types(task_line(reply(1), "s", "t"))
     for kind in KINDS.values():
         assert types(task(kind)) == model
 
@@ -144,7 +144,8 @@ def test_what_flywheel_exports_comes_back_as_it_was() -> None:
     )
     for told in (first, second, reply(3, history=(SYSTEM, USER, ASSISTANT))):
         key = task_id(told.trace_id, told.span_id)
-        line = Task(key, Split.HELD_OUT, "/a.sqlite", told).line()
+        line = task_line(told, "/a.sqlite", key)
+        line["metadata"]["split"] = "held-out"
         read = entry_of_line(line_bytes(line), SOURCE, NOW)
         expected = dict(line)
         expected["metadata"] = {**line["metadata"], "source": str(SOURCE), "span_id": key, "split": "train"}

@@ -13,8 +13,7 @@ from flywheel import exclusion
 from flywheel.batch import entry_of
 from flywheel.exclusion import Exclusion, TrainedModels
 from flywheel.request_id import BASE_VERSION, new_request_id
-from flywheel.states import Split
-from flywheel.task import Task, task_id
+from flywheel.task import task_line
 from flywheel.trace import Reply, Selection
 from tests.sources.studio.reading import MUCH_LATER, by_id, read_all
 from tests.sources.studio.writer import DATA, NAMES, Studio, agent, chat, message, part
@@ -39,7 +38,7 @@ def labels() -> list[dict[str, Any]]:
 
 
 def line_of(reply: Reply) -> dict[str, Any]:
-    return Task(task_id(reply.trace_id, reply.span_id), Split.TRAIN, "/a", reply).line()
+    return task_line(reply, "/a")
 
 
 @pytest.mark.parametrize("label", labels(), ids=lambda label: label["span_id"])
