@@ -6,17 +6,18 @@ meanwhile, so that a manual rollback and the daemon's swaps run one after the ot
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
+import itertools
 import logging
 import os
 import struct
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
-
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from flywheel.errors import LockedError, StoreError
 from flywheel.files import make_private, private
@@ -91,26 +92,21 @@ def holder(state_dir: Path) -> int | None:
         os.close(fd)
 
 
-def _log_wait(state: RetryCallState) -> None:
-    failed = state.outcome.exception() if state.outcome is not None else None
-    if state.attempt_number == LOG_AT_ATTEMPT and isinstance(failed, LockedError):
-        log.info("waiting for a swap that is running: %s", failed.why)
-
-
 @contextlib.asynccontextmanager
 async def swap_lock(state_dir: Path, wait_seconds: float) -> AsyncIterator[None]:
     """Hold `swap.lock`. Raises LockedError when another process holds it for longer than `wait_seconds`."""
     lock = InstanceLock(state_dir, "swap.lock")
-    waiting = AsyncRetrying(
-        retry=retry_if_exception_type(LockedError),
-        stop=stop_after_delay(wait_seconds),
-        wait=wait_fixed(0.1),
-        before_sleep=_log_wait,
-        reraise=True,
-    )
-    async for attempt in waiting:
-        with attempt:
+    until = time.monotonic() + wait_seconds
+    for attempt in itertools.count(1):
+        try:
             lock.__enter__()
+            break
+        except LockedError as error:
+            if time.monotonic() >= until:
+                raise
+            if attempt == LOG_AT_ATTEMPT:
+                log.info("waiting for a swap that is running: %s", error.why)
+            await asyncio.sleep(0.1)
     with contextlib.ExitStack() as stack:
         stack.push(lock.__exit__)
         yield
