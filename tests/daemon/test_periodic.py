@@ -77,7 +77,7 @@ async def test_every_periodic_job_runs_in_the_event_loop_and_late_rather_than_ne
         "reconcile": daemon._reconcile,
         "retention": daemon._remove,
     }
-    assert set(jobs) == {"poll", "sources", "cron", *stages}
+    assert set(jobs) == {"poll", "sources", "cron", "memory", *stages}
     for name, job in jobs.items():
         # The scheduler takes every other function into a thread, where an asyncio.Event must not be set.
         assert asyncio.iscoroutinefunction(job.func), name
