@@ -136,7 +136,7 @@ def test_it_says_first_what_it_will_take_and_counts_in_the_days_budget(
     calls = judge.calls
     ran = flywheel(*wanted)
     assert ran.code == 1
-    assert f"and the budget has {once - 13 * 120:,} tokens left. Give it fewer labels" in ran.err
+    assert f"and the budget has {once - 13 * 120:,} tokens left. Use fewer labels" in ran.err
     assert judge.calls == calls
 
 
