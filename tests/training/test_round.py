@@ -512,7 +512,7 @@ def test_sigterm_ends_everything_at_once(judge_url: str, tmp_path: Path) -> None
         members = below(process.pid)
         assert len(members) > 3
         process.send_signal(signal.SIGTERM)
-        _, stderr = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=240)
         left = [" ".join(p.cmdline())[:80] for p in {*family(directory), *filter(is_alive, members)}]
     finally:
         for member in family(directory):
