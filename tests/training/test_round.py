@@ -506,7 +506,7 @@ def test_sigterm_ends_everything_at_once(judge_url: str, tmp_path: Path) -> None
         metrics = directory / "metrics.jsonl"
         # From then on vLLM's own process is there, which no actor's end would end.
         while not (metrics.exists() and '"training"' in metrics.read_text()):
-            assert process.poll() is None
+            assert process.poll() is None, read(directory / "worker.log")[-3000:] + read(directory / "error.json")
             assert time.monotonic() < deadline
             time.sleep(0.1)
         members = below(process.pid)
