@@ -29,7 +29,7 @@ from scipy import stats
 
 from benchmarks import measurement
 from flywheel.config import GateSettings
-from flywheel.evaluation import alpha_spending
+from flywheel.evaluation import alpha_spending, power
 from flywheel.evaluation.gate import decide
 from flywheel.evaluation.paired_comparison import Paired, compare
 from flywheel.round import Comparison, GateTest, SpentTest
@@ -78,7 +78,7 @@ def promotes_one(traffic: Traffic, gate: GateSettings, seed: int, rounds: int = 
 def shows_ten_points(gate: GateSettings, tasks: int, seed: int) -> bool:
     """Whether the first test promotes a candidate that is better by ten points."""
     test = alpha_spending.next_test(gate.alpha, None, tasks)
-    found = compared(Traffic(tasks), tasks, gate, test, np.random.default_rng(seed), gain=alpha_spending.GAIN)
+    found = compared(Traffic(tasks), tasks, gate, test, np.random.default_rng(seed), gain=power.GAIN)
     return decide(found, gate).promote
 
 

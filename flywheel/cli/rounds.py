@@ -66,7 +66,7 @@ def train_round(
 
 def _shortage(conn: Connection, config: Config) -> str:
     """That a new round would have fewer samples than it should; empty if it has enough."""
-    from flywheel.daemon.supply import Supplies
+    from flywheel.daemon.free_samples import Supplies
     from flywheel.store.rounds import live
 
     supply = Supplies(config).now(conn)

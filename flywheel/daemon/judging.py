@@ -21,10 +21,10 @@ from flywheel.daemon.signals import in_daemon_thread
 from flywheel.daemon.task_result import JudgingEstimate, JudgingReport, TaskResult
 from flywheel.errors import FilterError, FlywheelError, JudgeError
 from flywheel.judge.budget import Budget
-from flywheel.judge.calls_in_flight import CallsInFlight
 from flywheel.judge.grader import CallEstimate, Grader
 from flywheel.judge.independence import check_independence
 from flywheel.judge.thread_pool import grade_batches
+from flywheel.judge.usage_recovery import CallsInFlight
 from flywheel.rubric import Rubric
 from flywheel.states import TaskState
 from flywheel.store import claims, deduplication, notes, verdicts

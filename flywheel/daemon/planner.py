@@ -16,9 +16,9 @@ import orjson
 from sqlalchemy import Connection, Row
 
 from flywheel.config import Config
-from flywheel.daemon.gate_power import next_test
+from flywheel.daemon.free_samples import Supplies, most_samples
 from flywheel.daemon.judge_setup import chain_of, judge_settings
-from flywheel.daemon.supply import Supplies, most_samples
+from flywheel.daemon.next_gate_test import next_test
 from flywheel.errors import TrainError
 from flywheel.exclusion import Exclusion
 from flywheel.filtering.chain import redactor_of

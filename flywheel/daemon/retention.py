@@ -24,9 +24,9 @@ from flywheel.files import write_json
 from flywheel.round import ADAPTER_DIR, ERROR_FILE, METRICS_FILE, RESULT_FILE, SPEC_FILE
 from flywheel.serving.replica_client import Replica
 from flywheel.serving.server_keys import admin_key
-from flywheel.store import retention
+from flywheel.store import removable_rounds
 from flywheel.store.database import Store
-from flywheel.store.retention import Old
+from flywheel.store.removable_rounds import Old
 
 log = logging.getLogger(__name__)
 
@@ -82,8 +82,8 @@ class Retention:
         async with swap_lock(self._config.state_dir, wait_seconds):
             may_go, kept = await self._due(keep_days)
             names = [each.name for each in may_go]
-            await self._store.write(retention.begin, names, keep_days, keep_served, why)
-            going = await self._store.read(retention.begun)
+            await self._store.write(removable_rounds.begin, names, keep_days, keep_served, why)
+            going = await self._store.read(removable_rounds.begun)
             trouble = [error for each in going if (error := await asyncio.to_thread(_set_aside, Path(each.dir)))]
         # The adapters are renamed: no swap can load them, so the slow removal needs no lock.
         removed = []
@@ -93,7 +93,7 @@ class Retention:
             except StoreError as error:
                 trouble.append(error)
                 continue
-            await self._store.write(retention.end, each.id, each.state, size)
+            await self._store.write(removable_rounds.end, each.id, each.state, size)
             removed.append((each, size))
         if trouble:
             raise trouble[-1]
@@ -101,7 +101,7 @@ class Retention:
 
     async def _due(self, keep_days: float) -> tuple[list[Old], tuple[Old, ...]]:
         """The old rounds whose files may be removed, and those whose files stay. Rounds without files are skipped."""
-        found = await self._store.read(retention.old, keep_days, self._config.retention.keep_served)
+        found = await self._store.read(removable_rounds.old, keep_days, self._config.retention.keep_served)
         found = [each for each in found if await asyncio.to_thread(_leftovers, Path(each.dir))]
         if any(each.requested and not each.needed for each in found):
             found = await self._without_listed(found)

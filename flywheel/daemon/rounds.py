@@ -21,9 +21,9 @@ from flywheel.config import Config
 from flywheel.daemon import planner
 from flywheel.daemon.configured_source import apply_model_rules
 from flywheel.daemon.deployer import Deployer
+from flywheel.daemon.free_samples import Supplies
 from flywheel.daemon.judge_setup import chain_of, judge_settings
 from flywheel.daemon.round_usage import RoundUsage, left
-from flywheel.daemon.supply import Supplies
 from flywheel.daemon.worker_process import WorkerProcess, result_of
 from flywheel.errors import ServeError, TrainError
 from flywheel.evaluation.gate import decide

@@ -22,8 +22,8 @@ from flywheel.sources.jsonl.file import is_listed
 from flywheel.sources.jsonl.reader import JsonlReader
 from flywheel.sources.jsonl.task_ids import TaskIds
 from flywheel.sources.jsonl_connector import with_ids
+from flywheel.sources.studio.audit_reader import AuditReader, Group
 from flywheel.sources.studio.database import shown
-from flywheel.sources.studio.full_scan import FullScan, Group
 from flywheel.sources.studio.open_traces import digest_of
 from flywheel.sources.studio.replies import extract
 from flywheel.sources.studio_connector import StudioConnector
@@ -163,7 +163,7 @@ class _DatabaseComparison:
 
     async def run(self) -> set[int]:
         """Compare all traces; returns the numbers of the replies in the ledger that were found in the source."""
-        with await asyncio.to_thread(FullScan, self._audit.path) as scan:
+        with await asyncio.to_thread(AuditReader, self._audit.path) as scan:
             await asyncio.to_thread(scan.list_rows)
             groups = scan.groups()
             doubtful: set[str] = set()
@@ -176,7 +176,7 @@ class _DatabaseComparison:
                 await self._compare(scan, again, is_last=True)
         return self._met
 
-    async def _compare(self, scan: FullScan, group: Group, *, is_last: bool) -> set[str]:
+    async def _compare(self, scan: AuditReader, group: Group, *, is_last: bool) -> set[str]:
         """Compare some traces; returns those with differences, which are counted only if the comparison `is_last`."""
         extracted = await asyncio.to_thread(self._extracted, scan, group)
         spans = [span for replies in extracted.values() for span in replies] + [row.span_id for row in group.unnamed]
@@ -200,7 +200,7 @@ class _DatabaseComparison:
             if not self._agrees(rows, extracted[trace_id], held, held.checkpoints.get(trace_id), read_to, is_last)
         }
 
-    def _extracted(self, scan: FullScan, group: Group) -> dict[str, dict[str, int | None]]:
+    def _extracted(self, scan: AuditReader, group: Group) -> dict[str, dict[str, int | None]]:
         """By trace and span, the content hash of each reply as it is extracted now; None for a dead row."""
         found: dict[str, dict[str, int | None]] = {trace_id: {} for trace_id in group.traces}
         raw = Batch(None, traces=tuple((rows, False) for rows in group.traces.values()))
@@ -252,7 +252,7 @@ def _differs(reply: ledger_snapshot.StoredReply, content: int | None) -> bool:
     return reply.content is not None and reply.content != content
 
 
-def _is_current(scan: FullScan, cursor: Cursor) -> bool:
+def _is_current(scan: AuditReader, cursor: Cursor) -> bool:
     """Whether the stored cursor belongs to this file; otherwise the next pass reads all of it again."""
     if (cursor.identity, cursor.fingerprint) != (scan.identity, scan.fingerprint):
         return False

@@ -14,8 +14,8 @@ from typing import Any, Generic, TypeVar
 from flywheel.config import JudgeBudget
 from flywheel.errors import FlywheelError, JudgeError
 from flywheel.judge.budget import Budget
-from flywheel.judge.calls_in_flight import CallsInFlight
 from flywheel.judge.grader import Grader, PendingJudgeCall
+from flywheel.judge.usage_recovery import CallsInFlight
 from flywheel.verdict import Exchange, Outcome, Verdict
 
 log = logging.getLogger(__name__)

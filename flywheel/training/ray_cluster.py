@@ -6,13 +6,10 @@ Processes are ended by their ids; processes of others are never touched.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import logging
 import os
 import secrets
 import shutil
 import socket
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -29,20 +26,17 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from flywheel.config import Config
 from flywheel.errors import FlywheelError, TrainError
 from flywheel.gpu_placement import GpuPlacement, GpuShare
+from flywheel.training import process_cleanup
 from flywheel.training.process_setup import POLL_SECONDS, check_stopped
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-PR_SET_CHILD_SUBREAPER = 36
 OBJECT_STORE_BYTES = 100 << 20
 """Rollouts are small and are passed inside calls, so this is little more than Ray's minimum."""
 SHORT_PATH = 20
 """Longest parent of Ray's directory. A socket's path has at most 107 characters, of which `/fw-PID-XXXXXXXX`, the
 session's name and `/sockets/plasma_store` take up to 86."""
 GRACE_SECONDS = 8.0
-KILL_SECONDS = 5.0
 CONNECT_SECONDS = 30.0
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -64,13 +58,6 @@ CARRIED = frozenset(
     }
 )
 CARRIED_PREFIXES = ("HF_", "VLLM_", "NCCL_", "TRANSFORMERS_", "PYTORCH_", "TORCH_")
-
-
-def adopt_orphans() -> None:
-    """Become the parent of all orphaned descendants (a "child subreaper"): vLLM's children outlive a killed actor,
-    and only descendants can be found again. Linux only; elsewhere such orphans are not found."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 @contextlib.contextmanager
@@ -104,7 +91,7 @@ def session(settings: Config) -> Iterator[None]:
         with contextlib.suppress(Exception):
             ray.shutdown()
         if not settings.ray.address:
-            end_processes([*ours, *psutil.Process().children(recursive=True)])
+            process_cleanup.end_processes([*ours, *psutil.Process().children(recursive=True)])
         if directory:
             shutil.rmtree(directory, ignore_errors=True)
 
@@ -123,16 +110,6 @@ def _connect(address: str) -> None:
             "Check ray.address, or leave it out for a local one.",
             retryable=True,
         ) from error
-
-
-def end_processes(processes: Sequence[psutil.Process]) -> None:
-    """Kill these processes, each by its id and start time, and wait until they are gone."""
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    _, alive = psutil.wait_procs(processes, timeout=KILL_SECONDS)
-    for process in alive:
-        log.error("process %d would not end", process.pid)
 
 
 def start(kind: type, *arguments: Any, gpus: float, within: Any = None) -> Any:

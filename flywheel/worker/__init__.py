@@ -27,7 +27,7 @@ from flywheel.files import write_atomic
 from flywheel.judge_usage import UsageFile
 from flywheel.round import LOG_FILE, RESULT_FILE, RoundResult, RoundSpec
 from flywheel.rubric import FIT_FOR_ROLLOUTS
-from flywheel.training import ray_cluster
+from flywheel.training import process_cleanup, ray_cluster
 from flywheel.training.policy import check_base, check_parent, other_form
 from flywheel.training.process_setup import Stopped, alone_in, catch_signals, output_to
 from flywheel.training.round_directory import (
@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None, make_grade: MakeGrade = build_grade)
     parser.add_argument("directory", type=Path, metavar="ROUND_DIR", help="holds spec.json; the results go there too")
     directory = parser.parse_args(argv).directory.absolute()
     catch_signals()
-    ray_cluster.adopt_orphans()
+    process_cleanup.adopt_orphans()
     try:
         work(directory, make_grade)
     except Stopped as stopped:

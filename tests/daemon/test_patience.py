@@ -15,7 +15,7 @@ from flywheel.daemon.status import snapshot
 from flywheel.states import RoundState, Split
 from flywheel.store import rounds, schema
 from flywheel.store.database import Store
-from tests.daemon.test_gate_power import ended, filled, made, planned
+from tests.daemon.test_next_gate_test import ended, filled, made, planned
 
 NEEDED = 4
 

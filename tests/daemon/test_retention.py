@@ -23,7 +23,7 @@ from flywheel.errors import LockedError, ServeError, StoreError
 from flywheel.files import tree_sha256, write_json
 from flywheel.states import AdapterState, RoundState
 from flywheel.store import balance, deployments, lineage, rounds, schema
-from flywheel.store import retention as records
+from flywheel.store import removable_rounds as records
 from flywheel.store.database import Store
 from flywheel.store.transitions import utcnow
 from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, running, with_middleware

@@ -9,7 +9,7 @@ import sys
 import pytest
 from scipy import stats
 
-from flywheel.evaluation import alpha_spending
+from flywheel.evaluation import alpha_spending, power
 from flywheel.round import SpentTest
 
 
@@ -38,33 +38,29 @@ def test_the_power_is_about_that_of_the_t_test(conversations: int, alpha: float)
     freedom, spread = conversations - 1, 0.3
     needed = stats.t.isf(alpha, freedom)
     exact = stats.nct.sf(needed, freedom, 0.1 * math.sqrt(conversations) / spread)
-    assert alpha_spending.power(conversations, spread, alpha) == pytest.approx(exact, abs=0.015)
+    assert power.power(conversations, spread, alpha) == pytest.approx(exact, abs=0.015)
 
 
 def test_few_conversations_have_no_power_however_alike_scores_are() -> None:
     """Turning the signs of eight differences can at best be as rare as one in 256."""
-    assert alpha_spending.power(8, 1e-9, 0.0024) == 0
-    assert alpha_spending.power(9, 1e-9, 0.0024) > 0.99
-    assert alpha_spending.power(0, 0.3, 0.0024) == alpha_spending.power(1, 0.3, 0.9) == 0
+    assert power.power(8, 1e-9, 0.0024) == 0
+    assert power.power(9, 1e-9, 0.0024) > 0.99
+    assert power.power(0, 0.3, 0.0024) == power.power(1, 0.3, 0.9) == 0
 
 
 def test_past_comparisons_tell_how_much_scores_vary() -> None:
-    assumed = alpha_spending.spread(8)
+    assumed = power.spread(8)
     assert assumed == pytest.approx(math.sqrt(0.06))
-    assert alpha_spending.spread(2) > assumed, "fewer answers vary more"
+    assert power.spread(2) > assumed, "fewer answers vary more"
     calm = [spent(conversations=50, spread=assumed / 2)] * 3
-    assert assumed / 2 < alpha_spending.spread(8, calm) < 0.7 * assumed
-    assert alpha_spending.spread(8, [spent(conversations=50, spread=2 * assumed)]) > 1.5 * assumed
-    assert alpha_spending.spread(8, [spent(conversations=50, spread=0.0)]) > 0.6 * assumed, (
-        "one comparison proves little"
-    )
-    assert alpha_spending.spread(2, calm) / alpha_spending.spread(8, calm) == pytest.approx(
-        alpha_spending.spread(2) / assumed
-    )
-    assert alpha_spending.spread(8, [spent()]) == assumed, "of an earlier Flywheel's comparisons it is not known"
+    assert assumed / 2 < power.spread(8, calm) < 0.7 * assumed
+    assert power.spread(8, [spent(conversations=50, spread=2 * assumed)]) > 1.5 * assumed
+    assert power.spread(8, [spent(conversations=50, spread=0.0)]) > 0.6 * assumed, "one comparison proves little"
+    assert power.spread(2, calm) / power.spread(8, calm) == pytest.approx(power.spread(2) / assumed)
+    assert power.spread(8, [spent()]) == assumed, "of an earlier Flywheel's comparisons it is not known"
 
 
 def test_the_budget_needs_no_science_library() -> None:
     heavy = "{'scipy', 'numpy', 'torch', 'ray'}"
-    code = f"import sys, flywheel.evaluation.alpha_spending; print(sorted({heavy} & set(sys.modules)))"
+    code = f"import sys; from flywheel.evaluation import power; print(sorted({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -8,8 +8,8 @@ from typing import Final, TypeVar
 from sqlalchemy import Connection
 
 from flywheel.config import Config
-from flywheel.daemon.gate_power import next_test
-from flywheel.daemon.supply import OVER, Supplies, Supply
+from flywheel.daemon.free_samples import OVER, Supplies, Supply
+from flywheel.daemon.next_gate_test import next_test
 from flywheel.diagnostics.doctor.finding import Finding, Result
 from flywheel.errors import FlywheelError
 from flywheel.exclusion import WORDS, Exclusion

@@ -10,7 +10,7 @@ from typing import Any, Final
 from sqlalchemy import Connection
 
 from flywheel.config import Config, GateSettings
-from flywheel.evaluation import alpha_spending
+from flywheel.evaluation import alpha_spending, power
 from flywheel.round import GateTest
 from flywheel.store import gate_tests
 from flywheel.terminal import quantity
@@ -72,18 +72,18 @@ def next_test(conn: Connection, config: Config) -> NextTest:
     asked = _spread_out([*own, *fresh])[: gate.max_tasks]
     conversations = len({conversation for _, conversation in asked})
 
-    def power(conversations: int, alpha: float, tasks: int) -> float:
-        return alpha_spending.power(conversations, alpha_spending.spread(gate.samples_for(tasks), past), alpha)
+    def power_of(conversations: int, alpha: float, tasks: int) -> float:
+        return power.power(conversations, power.spread(gate.samples_for(tasks), past), alpha)
 
-    now = power(conversations, test.alpha, len(asked))
+    now = power_of(conversations, test.alpha, len(asked))
     missing: int | None = 0
     if now < gate.min_power:
         most_asked = range(1, gate.max_tasks + 1)
         ways = []
-        if (needed := _first(most_asked, lambda n: power(n, test.alpha, n) >= gate.min_power)) is not None:
+        if (needed := _first(most_asked, lambda n: power_of(n, test.alpha, n) >= gate.min_power)) is not None:
             ways.append(needed - conversations)
         first = alpha_spending.alpha_of(gate.alpha, 1)
-        if last is not None and (needed := _first(most_asked, lambda n: power(n, first, n) >= gate.min_power)):
+        if last is not None and (needed := _first(most_asked, lambda n: power_of(n, first, n) >= gate.min_power)):
             ways.append(max(needed, last.conversations) - never_tested)
         # With several tasks per conversation each gets fewer samples: at least one conversation is missing.
         missing = max(1, min(ways)) if ways else None

@@ -32,7 +32,7 @@ class Group(NamedTuple):
     unnamed: list[DeadRow]
 
 
-class FullScan:
+class AuditReader:
     """A scan of one database; creating it opens the file. One thread at a time may use it. Raises StudioError."""
 
     def __init__(self, path: Path) -> None:

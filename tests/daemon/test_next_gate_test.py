@@ -18,8 +18,8 @@ from flywheel.config import Config, parse
 from flywheel.daemon import planner
 from flywheel.daemon import rounds as rounds_module
 from flywheel.daemon.deployer import Deployer
-from flywheel.daemon.gate_power import NextTest, next_test
 from flywheel.daemon.judge_setup import rubric_of
+from flywheel.daemon.next_gate_test import NextTest, next_test
 from flywheel.daemon.rounds import Rounds
 from flywheel.daemon.status import snapshot
 from flywheel.errors import TrainError
@@ -316,7 +316,7 @@ async def test_a_kill_between_evaluation_and_decision_spends_the_test_once(tmp_p
         put_result(config, spec)
     finally:
         await store.close()
-    command = [sys.executable, "-m", "tests.daemon.test_gate_power", str(tmp_path), point]
+    command = [sys.executable, "-m", "tests.daemon.test_next_gate_test", str(tmp_path), point]
     killed = await asyncio.to_thread(warm.run, command, timeout=120, check=False)
     assert killed.returncode == -signal.SIGKILL
     assert await finish(config) is RoundState.REJECTED

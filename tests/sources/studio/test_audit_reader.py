@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.sources.studio import full_scan
-from flywheel.sources.studio.full_scan import FullScan
+from flywheel.sources.studio import audit_reader
+from flywheel.sources.studio.audit_reader import AuditReader
 from tests.sources.studio.writer import Studio, agent
 
 
@@ -15,13 +15,13 @@ from tests.sources.studio.writer import Studio, agent
 def test_groups_are_smaller_where_rows_are_large(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, letters: int, groups: range
 ) -> None:
-    monkeypatch.setattr(full_scan, "_FIRST_ROWS", 10)
-    monkeypatch.setattr(full_scan, "_BYTES_AT_ONCE", 100_000)
+    monkeypatch.setattr(audit_reader, "_FIRST_ROWS", 10)
+    monkeypatch.setattr(audit_reader, "_BYTES_AT_ONCE", 100_000)
     studio = Studio(tmp_path / "studio.sqlite")
     studio.write(*(agent(f"a{number}", "q", "x" * letters, trace=f"t{number}") for number in range(100)))
     sizes = []
     names: list[str] = []
-    with FullScan(studio.path) as looked:
+    with AuditReader(studio.path) as looked:
         looked.list_rows()
         for group in looked.groups():
             names += group.traces
