@@ -1,8 +1,8 @@
-"""Configurations made for AgentJet or ASTuner, read with their own key names.
+"""Configurations of AgentJet or ASTuner, translated to Flywheel's keys.
 
-Their section `feedback_tracing` (at the root, or in `task_reader` below `ajet` or `astuner`) says where Studio's
-database is, where tasks go, which model judges, and how. Below the root, `model.path` is what is trained, and
-`rollout` how often and at which temperature each task is rolled out. What else they hold is for another program.
+Their section `feedback_tracing` (at the root, or in `task_reader` below `ajet` or `astuner`) has Studio's database,
+the task file, the judge's model and its parameters. Below the root, `model.path` is the trained model, and `rollout`
+has the number and temperature of rollouts. Other keys are for other programs and ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 ROOTS: Final = ("ajet", "astuner")
 SECTION: Final = "feedback_tracing"
 MARKERS: Final = frozenset((*ROOTS, SECTION))
-"""Keys at the root by which such a configuration is recognised."""
+"""Root keys that identify such a configuration."""
 KEYS: Final = (
     "base_url",
     "train_output_path",
@@ -34,11 +34,11 @@ TRACING: Final = "tracing"
 LINES: Final = ("jsonl", "jsonl_dataset_file", "dataset_file")
 """The types of `task_reader` that read files of tasks; below a key of that name, `training.file_path` is the file."""
 USED: Final[Mapping[str, tuple[str, ...]]] = {"model": ("path",), "rollout": ("num_repeat", "temperature")}
-"""What is used of the sections below the root, beside `task_reader`."""
+"""The used keys of the sections below the root, besides `task_reader`."""
 
 
 def section_in(raw: Any) -> tuple[str, Any] | None:
-    """The path of the section and what it holds; None if this is no such configuration."""
+    """The path and content of the section; None for other configurations."""
     if not isinstance(raw, Mapping):
         return None
     if SECTION in raw:
@@ -53,7 +53,7 @@ def section_in(raw: Any) -> tuple[str, Any] | None:
 
 
 def filters_in(raw: Any) -> Any:
-    """The filters of such a configuration as a chain, or `raw` as it is."""
+    """The filters of such a configuration as a chain; other values of `raw` unchanged."""
     found = section_in(raw)
     if found is None or not isinstance(found[1], Mapping):
         return raw
@@ -61,9 +61,9 @@ def filters_in(raw: Any) -> Any:
 
 
 def translated(raw: Mapping[str, Any], known: Collection[str], name: str, file: Path | None) -> Mapping[str, Any]:
-    """Such a configuration in Flywheel's keys; any other as it is. Raises ConfigError.
+    """Such a configuration in Flywheel's keys; other configurations unchanged. Raises ConfigError.
 
-    `known` are Flywheel's own sections, which may stand beside theirs and count more.
+    `known` are Flywheel's own sections, which may also be present and take precedence.
     """
     found = section_in(raw)
     if found is None:
@@ -117,7 +117,7 @@ def translated(raw: Mapping[str, Any], known: Collection[str], name: str, file: 
 
 
 def _lines_of(reader: Mapping[str, Any], place: str, attempted: str) -> Mapping[str, Any] | None:
-    """The source that `task_reader` names where it reads a file of tasks; None for traces. Raises ConfigError."""
+    """The source of `task_reader` if it reads a file of tasks; None for traces. Raises ConfigError."""
     kind = reader.get("type", TRACING)
     if kind == TRACING:
         return None

@@ -41,14 +41,14 @@ from flywheel.yaml_file import YamlDocument, explain, read_yaml
 
 class StateSettings(Section):
     dir: UserPath | None = None
-    """Where Flywheel keeps its own state: `state.db`, `tasks.jsonl`, rounds and adapters. Default: `$FLYWHEEL_HOME`,
-    else `flywheel` under the XDG state directory."""
+    """The state directory: `state.db`, `tasks.jsonl`, rounds and adapters. Default: `$FLYWHEEL_HOME`, else `flywheel`
+    under the XDG state directory."""
 
 
 class Config(Section):
     state: StateSettings = StateSettings()
     sources: list[SourceSettings] = Field(default_factory=lambda: list[SourceSettings]([StudioSource()]))
-    """What to watch. Default: Studio's own place for its database."""
+    """The sources to watch. Default: the default path of Studio's database."""
     ingest: IngestSettings = IngestSettings()
     judge: JudgeSettings = JudgeSettings()
     filter: FilterSettings = FilterSettings()
@@ -78,7 +78,7 @@ class Config(Section):
         return self
 
     def models_of(self, source: SourceSettings | None) -> TrainedModels:
-        """The models whose replies of a source are trained on. None is a source that is no longer configured."""
+        """The models whose replies from a source are trained on. None for a source that is no longer configured."""
         chosen = source.models if source is not None else ModelFilter()
         return TrainedModels(self.model.alias, self.model.base, tuple(chosen.include), tuple(chosen.exclude))
 
@@ -92,7 +92,7 @@ class Config(Section):
 
 
 def source_at(config: Config, file: Path) -> Path | None:
-    """The source that reads this file, if any; nothing may be appended to it."""
+    """The source that reads this file, if any; the task file must not be one."""
     # A JSONL source reads a symbolic link under its own name, and its target under another.
     names = (file, Path(os.path.realpath(file)))
     listed = [name for name in names if name.suffix == ".jsonl" and not name.name.startswith(".")]
@@ -155,7 +155,7 @@ def parse(raw: Any, name: str, folder: Path, *, file: Path | None = None) -> Con
     try:
         config = Config.model_validate(own)
     except ValidationError as error:
-        # What was translated stands elsewhere in the file, under other names.
+        # Translated keys have other names and positions in the file.
         document = YamlDocument(file.read_text(encoding="utf-8")) if file is not None and own is raw else None
         why = explain(error, Config, document)
         raise ConfigError(attempted, why, "Correct the file; see `flywheel docs configuration`.") from None

@@ -1,4 +1,4 @@
-"""Where replies come from, and which become tasks."""
+"""Settings of sources, and of which replies become tasks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def host_and_port(listen: str) -> tuple[str, int]:
     host, colon, port = listen.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     is_number = port.isascii() and port.isdecimal() and len(port) <= PORT_DIGITS
-    # A slash is that of a URL, http://127.0.0.1:4318.
+    # A slash indicates a URL, http://127.0.0.1:4318.
     if not (colon and host and "/" not in host and is_number and int(port) < 2**16):
         raise ValueError(f"{listen!r} is not HOST:PORT, for example 127.0.0.1:4318 or [::1]:4318")
     return host, int(port)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it, as far as the name tells."""
+    """Whether the name is a loopback address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -39,36 +39,36 @@ def _address(listen: str) -> str:
 
 class ModelFilter(Section):
     include: list[str] = []
-    """Models whose replies are trained on beside those of the alias, its versions and its base: names or patterns,
-    `*` for all. Replies of others are judged, and left out of training and gate."""
+    """Models whose replies are trained on, besides the alias, its versions and its base model: names or patterns, `*`
+    for all. Replies of other models are judged, but excluded from training and gate."""
     exclude: list[str] = []
     """Models whose replies are never trained on: names or patterns."""
 
 
 class StudioSource(Section):
     type: Literal["studio"] = "studio"
-    """`studio`: a database of AgentScope Studio. This is what a source without a `type` is."""
+    """`studio`: a database of AgentScope Studio. The default type of a source."""
     path: UserPath = Field(default=Path("~/AgentScope-Studio/database.sqlite"), validate_default=True)
-    """The SQLite file. It is opened read-only."""
+    """The SQLite file, opened read-only."""
     models: ModelFilter = ModelFilter()
 
 
 class JsonlSource(Section):
     type: Literal["jsonl"]
-    """`jsonl`: tasks that another program writes, one JSON object per line."""
+    """`jsonl`: a task file of another program, one JSON object per line."""
     path: UserPath
-    """A file, or a directory whose `*.jsonl` files are read, none of them hidden. Lines are only ever appended to
-    them."""
+    """A file, or a directory whose `*.jsonl` files are read, except hidden ones. Lines must only be appended."""
     models: ModelFilter = ModelFilter()
 
 
 class OtlpSource(Section):
     type: Literal["otlp"]
-    """`otlp`: spans that agents send themselves, by OTLP/HTTP (protobuf or JSON)."""
+    """`otlp`: spans that agents send by OTLP/HTTP (protobuf or JSON)."""
     listen: Annotated[str, AfterValidator(_address)] = "127.0.0.1:4318"
-    """HOST:PORT to receive at. The path is `/v1/traces`. An address that other machines reach needs a token."""
+    """The HOST:PORT to listen on. The path is `/v1/traces`. An address that other machines can reach needs a
+    token."""
     token_env: str | None = None
-    """Name of the environment variable with the token that senders must know (`Authorization: Bearer TOKEN`)."""
+    """Name of the environment variable with the token that senders must send (`Authorization: Bearer TOKEN`)."""
     models: ModelFilter = ModelFilter()
 
     @model_validator(mode="after")
@@ -96,28 +96,28 @@ SourceSettings = Annotated[
 
 class AgentSettings(Section):
     include: list[str] = []
-    """Agents whose nested and pipeline-stage replies become tasks too. Root replies of all agents do anyway."""
+    """Agents whose nested and pipeline-stage replies also become tasks. Root replies of all agents always do."""
     exclude: list[str] = []
     """Agents whose replies never become tasks."""
 
 
 class IngestSettings(Section):
     settle_seconds: float = Field(default=2.0, ge=0)
-    """A reply is closed when its agent span has arrived and its trace has been quiet for this long."""
+    """A reply is closed when its agent span has arrived and its trace has not changed for this many seconds."""
     poll_seconds: float = Field(default=2.0, gt=0)
-    """How often the sources are looked at when the file system sends no event."""
+    """Interval in seconds at which sources are checked without file system events."""
     abandon_seconds: float = Field(default=3600.0, gt=0)
-    """A trace whose agent span has not arrived after this long is given up as unfinished."""
+    """A trace whose agent span has not arrived after this many seconds is unfinished."""
     sweep_seconds: float = Field(default=3600.0, gt=0)
-    """How often a whole source is compared with the ledger, to find what was changed in place. The newest rows are
-    compared whenever the source has changed."""
+    """Interval in seconds of full scans, which find rows that changed in place. The newest rows are compared after
+    every change of the source."""
     keep_received_days: float = Field(default=30.0, gt=0)
-    """How long spans that were received by OTLP stay in the inbox. What was made of them stays for ever."""
+    """Days that spans received by OTLP stay in the inbox. Their replies and tasks are kept."""
     agents: AgentSettings = AgentSettings()
     train_ratio: Share = 0.7
-    """Share of conversations that may train; the rest is held out for the gate, for ever."""
+    """Share of conversations in the training split; the others are permanently held out for the gate."""
     split_seed: int = 42
-    """Seed of the split. Changing it moves conversations between the sides, so do not."""
+    """Seed of the split. Do not change it: conversations would move between the splits."""
     output: UserPath | None = None
-    """The task file, which is only appended to. Default: `tasks.jsonl` in the state directory. A file that holds
-    anything but tasks is refused, and one that a source reads."""
+    """The task file, which is only appended to. Default: `tasks.jsonl` in the state directory. A file with other
+    content, or one that a source reads, is refused."""

@@ -1,4 +1,4 @@
-"""The judge, and the filters before it."""
+"""Settings of the judge and the filters."""
 
 from __future__ import annotations
 
@@ -10,78 +10,77 @@ from flywheel import files
 from flywheel.config.section import Section, UserPath
 
 MAX_THREADS: Final = 1024
-"""Each call in flight has a thread of its own."""
+"""Maximum of `max_thread`; each call in flight has its own thread."""
 
 
 class BackupJudge(Section):
     base_url: str | None = None
-    """Its endpoint. Default: that of the judge, which makes sense with another key or model."""
+    """Endpoint of the backup. Default: the judge's, for use with another key or model."""
     api_key_env: str = "OPENAI_API_KEY"
-    """Name of the environment variable that holds its key."""
+    """Name of the environment variable with its key."""
     model: str | None = None
-    """Name of its model. Default: that of the judge."""
+    """Name of its model. Default: the judge's."""
 
 
 class JudgeBudget(Section):
     tokens_per_day: int | None = Field(default=None, gt=0)
-    """Tokens that judging may use in one day (UTC); it pauses when they are used up, a round in the middle of a step
-    too, and goes on the next day."""
+    """Maximum tokens for judging per day (UTC). When they are used up, judging pauses until the next day, also within
+    a round."""
     tokens_per_run: int | None = Field(default=None, gt=0)
-    """Tokens that one `flywheel filter`, `flywheel round` or `flywheel run` may use, from its start to its end. A
-    round that would need more fails."""
+    """Maximum tokens of one process of `flywheel filter`, `flywheel round` or `flywheel run`. A round that needs more
+    fails."""
 
 
 class JudgePrices(Section):
     input_per_million: float = Field(ge=0, allow_inf_nan=False)
-    """What a million tokens cost that are sent to the judge."""
+    """Price of a million prompt tokens."""
     output_per_million: float = Field(ge=0, allow_inf_nan=False)
-    """What a million tokens cost that it answers with."""
+    """Price of a million completion tokens."""
     currency: str = Field(default="USD", min_length=1)
-    """What they cost that in, as it is shown."""
+    """Currency of the prices, for display."""
 
 
 class JudgeSettings(Section):
     model: str = "gpt-4o-mini"
-    """Name of the judging model. It should not be the model that is trained."""
+    """Name of the judge's model. It must not be the trained model."""
     base_url: str | None = None
-    """An OpenAI-compatible endpoint. Default: `OPENAI_BASE_URL`, else OpenAI's own."""
+    """An OpenAI-compatible endpoint. Default: `$OPENAI_BASE_URL`, else OpenAI."""
     api_key_env: str = "OPENAI_API_KEY"
-    """Name of the environment variable that holds the key, or several as `k1|k2`: they take turns, and one that is
-    refused or asked to slow down rests. An endpoint without keys needs none."""
+    """Name of the environment variable with the key, or several as `k1|k2`, which are used in turn; a refused or
+    rate-limited key is not used for a while. Not needed for endpoints without keys."""
     backup: BackupJudge | None = None
-    """Who is asked while the judge refuses every key or cannot be reached."""
+    """A backup that is used while the judge refuses every key or cannot be reached."""
     temperature: float | None = Field(default=None, ge=0)
     """Sampling temperature. Default: the rubric's."""
     max_tokens: int | None = Field(default=None, gt=0)
-    """Longest answer of the judge. Default: the rubric's."""
+    """Maximum tokens of an answer. Default: the rubric's."""
     max_thread: int = Field(default=16, gt=0, le=MAX_THREADS)
-    """Calls in flight, at most. Fewer while the endpoint asks to slow down. No more than 1024."""
+    """Maximum number of calls in flight, up to 1024. Reduced while the endpoint is rate-limiting."""
     requests_per_minute: int | None = Field(default=None, gt=0)
-    """Calls that begin in one minute, at most."""
+    """Maximum number of calls started per minute."""
     tokens_per_minute: int | None = Field(default=None, gt=0)
-    """Tokens, sent and received, that are used in one minute, at most; a call's are estimated before it."""
+    """Maximum tokens (prompt and completion) per minute; a call's tokens are estimated before it."""
     budget: JudgeBudget = JudgeBudget()
-    """What judging may use before it pauses: that of tasks, of rollouts and gates, and of calibrations."""
+    """Token limits for judging tasks, rollouts, gates and calibrations."""
     prices: JudgePrices | None = None
-    """What the judge costs; estimates and dry runs then show money beside tokens."""
+    """Prices of the judge; estimates and dry runs then show costs as well as tokens."""
     max_attempts: int = Field(default=4, gt=0)
-    """Tries per call before the task is undecided."""
+    """Maximum attempts per call before the task is undecided."""
     timeout_seconds: float = Field(default=60.0, gt=0)
-    """Longest wait for one answer."""
+    """Timeout in seconds of one attempt, including the whole answer."""
     retry_undecided_seconds: float = Field(default=900.0, ge=0)
-    """When an undecided task is judged again."""
+    """Seconds after which an undecided task is judged again."""
     min_kappa: float | None = Field(default=None, ge=-1, le=1)
     """No round starts on a rubric whose last `flywheel rubric calibrate` with this judge is missing or has a lower
     Cohen's kappa. Default: rounds need no calibration."""
     allow_self: bool = False
-    """Let the trained model judge itself."""
+    """Permit the trained model as judge."""
 
 
 class FilterSettings(Section):
     rubric: UserPath = Field(default_factory=lambda: files.shipped_folder() / "rubrics" / "qa-quality.yaml")
-    """The rubric: what a good reply is. Relative to the configuration file. Default: the shipped `qa-quality`."""
+    """Path of the rubric, relative to the configuration file. Default: the shipped `qa-quality`."""
     chain: UserPath | None = None
-    """A filter chain (`filters/*.yaml`) that runs before the rubric's model criteria are paid for."""
+    """Path of the filter chain (`filters/*.yaml`) that runs before the judge."""
     warn_window: int = Field(default=50, gt=0)
-    """Warn when none of the newest verdicts, so many, accepted a reply: then rubric or judge are more likely wrong
-    than every reply."""
+    """Warn when none of this many newest verdicts accepted a reply, which suggests a problem of rubric or judge."""

@@ -11,7 +11,7 @@ from flywheel.files import expanded
 from flywheel.known_secrets import register_secret_variable
 
 UserPath = Annotated[Path, AfterValidator(expanded)]
-"""A path in which `~` is expanded."""
+"""A path with `~` expanded."""
 Share = Annotated[float, Field(ge=0, le=1)]
 
 

@@ -1,4 +1,4 @@
-"""The servers that serve the agent, and the daemon itself."""
+"""Settings of the inference servers and of the daemon."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _host_name(name: str) -> str:
 
 
 def own_url(host: str, port: int) -> str:
-    """Where a server that listens on `host` and `port` is reached from the same machine."""
+    """The URL of a server that listens on `host` and `port`, from the same machine."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -71,61 +71,62 @@ def own_url(host: str, port: int) -> str:
 
 class ServingSettings(Section):
     host: str = "127.0.0.1"
-    """Where `flywheel serve` listens. Anywhere but on loopback it needs `api_key_env`."""
+    """Address on which `flywheel serve` listens. Addresses other than loopback need `api_key_env`."""
     port: int = Field(default=8000, ge=1, le=65535)
     """Port of `flywheel serve`."""
     urls: Annotated[list[Annotated[str, AfterValidator(_replica)]], AfterValidator(_replicas)] = Field(
         default_factory=lambda given: [own_url(given["host"], given["port"])], min_length=1
     )
-    """Every vLLM replica that serves the agent (without `/v1`). Default: the one that `flywheel serve` starts on
-    `host` and `port`."""
+    """URLs of all vLLM replicas that serve the agent (without `/v1`). Default: the server that `flywheel serve`
+    starts on `host` and `port`."""
     api_key_env: str | None = None
-    """Name of the environment variable with the agents' key: `flywheel serve` then refuses requests without it. It
-    opens inference, the list of models and the metrics, and nothing else."""
+    """Name of the environment variable with the agents' key; `flywheel serve` then refuses requests without it. The
+    key gives access to inference, the list of models and the metrics only."""
     admin_key_env: str | None = None
-    """Name of the environment variable with the key that opens everything: the alias, adapters and whatever else is
-    not inference. Default: `flywheel serve` makes `serving/admin.key` in the state directory, which commands and the
-    daemon on the same state read. Servers on other machines need the variable, on both sides."""
+    """Name of the environment variable with the admin key, which gives access to everything: the alias, adapters and
+    all other paths. Default: `flywheel serve` creates `serving/admin.key` in the state directory, which commands and
+    the daemon on the same state read. Servers on other machines need the variable on both sides."""
     open_metrics: bool = False
     """Whether `/metrics` answers without a key."""
     allowed_hosts: list[Annotated[str, AfterValidator(_host_name)]] = []
-    """Names by which a server on loopback is called (behind a proxy, say), beside localhost, 127.0.0.1 and ::1:
-    requests with another `Host` header are refused."""
+    """Host names of a server on loopback (for example behind a proxy), besides localhost, 127.0.0.1 and ::1. Requests
+    with another `Host` header are refused."""
     max_body_mb: float = Field(default=32.0, gt=0)
-    """Longest request body, MB (1,000,000 bytes); a longer one is refused with 413."""
+    """Maximum size of a request body in MB (1,000,000 bytes); longer ones are refused with 413."""
     tool_call_parser: str | None = None
-    """vLLM's parser of the model's tool calls, or `none`. Default: by the model's family (Qwen, Llama, Mistral,
+    """vLLM's parser for the model's tool calls, or `none`. Default: by the model's family (Qwen, Llama, Mistral,
     DeepSeek, GLM, …)."""
     reasoning_parser: str | None = None
-    """vLLM's parser of what the model thinks before its answer, or `none`. Default: by the model's family."""
+    """vLLM's parser for the model's reasoning, or `none`. Default: by the model's family."""
     max_loras: int = Field(default=4, gt=0)
-    """Adapters that one batch can mix: the old one, the new one and the one to roll back to."""
+    """Number of adapters in one batch: the old one, the new one and the one to roll back to."""
     max_lora_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = 64
-    """Largest rank that the server accepts."""
+    """Maximum LoRA rank that the server accepts."""
     max_model_len: int | None = Field(default=None, gt=0)
     """Context length of the server. Default: the model's."""
     cpu_kv_cache_gib: int = Field(default=2, gt=0)
-    """Key-value cache without a GPU, GiB."""
+    """Size of the key-value cache without a GPU, in GiB."""
     load_timeout_seconds: float = Field(default=120.0, gt=0)
-    """Longest wait for an adapter to load."""
+    """Timeout in seconds for loading an adapter."""
     probe_tolerance: float = Field(default=0.1, gt=0)
-    """Largest mean difference of log-probabilities between the round's measurement and the server's answer, nats,
-    however much of it may be noise."""
+    """Maximum tolerance of the probe: mean difference of log-probabilities between the round's measurement and the
+    server, in nats."""
     drain_seconds: float = Field(default=30.0, ge=0)
-    """How long the old adapter stays loaded for requests that were under way."""
+    """Seconds that the old adapter stays loaded for requests in flight."""
     extra_args: list[str] = []
-    """More arguments for vLLM's server."""
+    """Additional arguments for vLLM's server."""
 
 
 class DaemonSettings(Section):
     drain_seconds: float = Field(default=30.0, ge=0)
-    """How long a stop waits for judge calls in flight."""
+    """Seconds that a stop waits for judge calls in flight."""
     round_attempts: int = Field(default=2, gt=0)
-    """How often a round is started before it has failed."""
+    """Maximum number of starts of a round before it fails."""
     failed_round_wait_seconds: float = Field(default=1800.0, ge=0)
-    """How long after a failed round the next one may start by itself; for each further one that fails in a row twice
-    as long as before, at most sixteen times."""
+    """Seconds after a failed round before the next one starts automatically; doubled for each further failure in a
+    row, up to sixteen times."""
     round_timeout_seconds: float = Field(default=6 * 3600.0, gt=0)
-    """A worker that runs longer is stopped and its round abandoned."""
+    """A worker that runs longer (in seconds) is stopped and its round abandoned."""
     reconcile_seconds: float = Field(default=15.0, gt=0)
-    """How often the servers are compared with what should be deployed (a restarted server forgets its adapters)."""
+    """Interval in seconds at which servers are compared with the deployed adapter (a restarted server loses its
+    adapters)."""
