@@ -83,7 +83,7 @@ def _confirm(shortage: str, yes: bool) -> None:
     if yes:
         return
     if sys.stdin is None or not sys.stdin.isatty():
-        raise typer.BadParameter("stdin is no terminal, so nobody can confirm it: give --yes", param_hint="--force")
+        raise typer.BadParameter("stdin is not a terminal to confirm this on: give --yes", param_hint="--force")
     if not typer.confirm("Start it anyway?", err=True):
         raise typer.Exit(EXIT_FAILED)
 

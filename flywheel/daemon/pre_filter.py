@@ -209,7 +209,7 @@ class PreFilter:
         return self._ask(compare)
 
     def _vectors(self, step: Deduplication, texts: dict[str, str]) -> dict[str, bytes]:
-        """The embeddings of texts (by hash). Those that are not stored are computed and stored for ever.
+        """The embeddings of texts (by hash). Those that are not stored are computed and stored permanently.
 
         If the length of vectors has changed, another model answers by the same name, and earlier tasks are embedded
         again: vectors of two models cannot be compared. Raises FilterError.

@@ -46,7 +46,7 @@ def _of_program(state: dict[str, Any]) -> Iterator[Metric]:
     yield _gauge("info", "The version that wrote this; always 1.", ("version",), [((state["version"],), 1)])
     yield _number("daemon_up", "Whether a daemon holds the state directory.", state["daemon"]["pid"] is not None)
     yield _number("balanced", "Whether every reply is accounted for, see `flywheel audit`.", state["balanced"])
-    yield _number("dead_letters_open", "Dead letters that nobody has retried or dropped.", state["dead_letters"])
+    yield _number("dead_letters_open", "Dead letters that are neither retried nor dropped.", state["dead_letters"])
 
 
 def _of_pipeline(state: dict[str, Any]) -> Iterator[Metric]:
@@ -113,7 +113,7 @@ def _of_judge(judge: dict[str, Any]) -> Iterator[Metric]:
     ]
     yield _gauge("judge_cost", "What those tokens cost by today's judge.prices.", ("purpose", "currency"), costs)
     yield _number("judge_tokens_today", "Tokens, sent and received, since midnight UTC.", judge["tokens_today"])
-    yield _number("judge_failing", "Whether judging waits for something to be put right.", bool(judge["error"]))
+    yield _number("judge_failing", "Whether judging is stopped by an error.", bool(judge["error"]))
 
 
 def _of_rounds(state: dict[str, Any]) -> Iterator[Metric]:

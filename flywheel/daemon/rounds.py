@@ -221,7 +221,7 @@ class Rounds:
         active = await self._store.read(deployments.active, self._config.model.alias)
         serves = active.adapter if active is not None else None
         if serves != adapter and await self._store.read(deployments.has_served, self._config.model.alias, adapter):
-            # It was swapped in before a crash, and somebody rolled it back since.
+            # It was swapped in before a crash and has been rolled back since.
             await self._promoted(row, f"{reason}; rolled back since")
             return
         if serves not in (adapter, row.parent):

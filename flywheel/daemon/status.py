@@ -153,7 +153,7 @@ def _judge(conn: Connection, config: Config) -> dict[str, Any]:
 
 
 def _sources(conn: Connection, config: Config) -> list[dict[str, Any]]:
-    """The configured sources, and other stored ones with replies: a mistyped path is not shown for ever."""
+    """The configured sources, and other stored ones with replies: a mistyped path is not shown permanently."""
     counts = ledger.counts_by_source(conn)
     found = [
         _source(row, counts.get(row["id"])) | {"configured": source_of(config, Path(row["path"])) is not None}

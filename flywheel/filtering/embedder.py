@@ -1,6 +1,6 @@
 """The client of an embedding model: texts in, unit vectors out, by any OpenAI-compatible endpoint.
 
-An endpoint can fail on one text for ever: it is too long, or the model computes no number for it. A batch that failed
+An endpoint can always fail on one text: it is too long, or the model computes no number for it. A batch that failed
 is therefore retried in halves, as long as the endpoint answers for a plain text.
 """
 

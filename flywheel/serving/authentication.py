@@ -124,7 +124,7 @@ def _key_in(file: str | None) -> str | None:
         why: object = "it is empty"
     except (OSError, UnicodeDecodeError) as error:
         why = error
-    log.error("the admin key in %s cannot be read (%s): nobody can manage this server", file, why)
+    log.error("the admin key in %s cannot be read (%s): this server cannot be managed", file, why)
     # Not None, which would leave everything open if agents need no key.
     return secrets.token_hex(32)
 

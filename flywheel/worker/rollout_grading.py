@@ -89,7 +89,7 @@ class Grading:
                 return verdict
             probe = self._answered or begun
             # Without the remedy, which differs between tasks and rounds.
-            why = f"the judge is away ({verdict.error.partition('. ')[0][:300]})"
+            why = f"the judge is unreachable ({verdict.error.partition('. ')[0][:300]})"
             if not self._patience.until_back(answers, why, partial(self._answers, probe)):
                 break
         return verdict

@@ -250,7 +250,7 @@ def test_an_address_to_receive_at(bench: Bench) -> None:
         assert_failed(bench(sources=[{"type": "otlp", "listen": listen}])["source"], "another program listens there")
     assert bench()["source"]["result"] == "ok"
     with InstanceLock(bench.folder / "state"):
-        assert_failed(bench()["source"], "the daemon runs and nobody listens there")
+        assert_failed(bench()["source"], "the daemon runs, but nothing listens there")
 
 
 def test_a_token_that_is_not_set(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,7 @@ def test_an_outage_is_waited_for_and_leaves_nothing_undecided(
     assert 100 <= world.now < 100 + 31
     waited, went_on = world.told
     url = judge.base_url
-    assert waited == f"the judge is away (cannot ask the judge j at {url}: it answered 500 (scripted 500))"
+    assert waited == f"the judge is unreachable (cannot ask the judge j at {url}: it answered 500 (scripted 500))"
     assert went_on == ""
     # The threads' own calls, a look now and then by one of them, and the calls again: nobody hammers at the judge.
     assert judge.calls < 1 + threads + 10 + threads

@@ -252,7 +252,7 @@ def paused(directory: Path) -> str:
 
 def test_an_outage_of_the_judge_pauses_the_round_and_costs_no_step(continued: Done) -> None:
     log = (continued.directory / "worker.log").read_text()
-    assert "the judge is away (cannot ask the judge demo-judge" in log
+    assert "the judge is unreachable (cannot ask the judge demo-judge" in log
     assert "the judge is back: the round goes on" in log
     assert [(step["step"], step["undecided"]) for step in continued.steps] == [(1, 0), (2, 0), (3, 0)]
     comparison = continued.result.comparison

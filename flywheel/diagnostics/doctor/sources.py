@@ -106,7 +106,7 @@ def _receiver(config: Config, source: OtlpSource) -> tuple[Result, str, str]:
         return Result.FAILED, "another program listens there", remedy
     if is_running and not is_served:
         remedy = "Look at the daemon's log; restart it if it uses another configuration."
-        return Result.FAILED, "the daemon runs and nobody listens there", remedy
+        return Result.FAILED, "the daemon runs, but nothing listens there", remedy
     if not is_running and 0 < port < _UNPRIVILEGED_PORT and os.geteuid() != 0:
         return Result.WARNING, f"this user may not listen at port {port}", "Choose a port above 1023."
     text = "receives spans" if is_served else "free to receive spans at"

@@ -1,7 +1,7 @@
 """The check `math-equal`: the last boxed result of an answer equals the reference, as math-verify compares them.
 
 math-verify runs in a child process. It guards itself with signals, which work in main threads only, and a thread
-cannot be ended: 9^{9^{9^9}} would compute for ever.
+cannot be ended: 9^{9^{9^9}} would compute forever.
 """
 
 from __future__ import annotations
