@@ -73,7 +73,7 @@ def expanded(path: Path) -> Path:
     try:
         path = path.expanduser()
     except RuntimeError:
-        raise ValueError(f"the home directory is unknown of `{path.parts[0]}`: write the whole path") from None
+        raise ValueError(f"the home directory is unknown: `{path.parts[0]}`. Write the whole path") from None
     if "\0" in str(path):
         raise ValueError("a NUL character is in it")
     if any(len(os.fsencode(part)) > NAME_BYTES for part in path.parts) or len(os.fsencode(path)) >= PATH_BYTES:
