@@ -94,7 +94,7 @@ def test_a_directory_that_cannot_be_set_up_is_a_failure(flywheel: Run, tmp_path:
     (tmp_path / "file").touch()
     ran = flywheel("init", tmp_path / "file")
     assert ran.code == 1
-    assert "Choose a directory that you may write." in ran.err
+    assert "Choose a directory that you can write to." in ran.err
 
 
 def test_usage_errors_end_with_2(flywheel: Run) -> None:

@@ -67,7 +67,7 @@ def ask(config: Path, command: str) -> dict[str, Any]:
         (["round"], signal.SIGINT, "r0001 is planned"),
         pytest.param(["run", "--once"], signal.SIGTERM, "r0001 is planned", marks=pytest.mark.slow),
         pytest.param(
-            ["round", "--debug"], signal.SIGTERM, "nothing but what its judge took was stored", marks=pytest.mark.slow
+            ["round", "--debug"], signal.SIGTERM, "only the judge's usage was stored", marks=pytest.mark.slow
         ),
     ],
 )
