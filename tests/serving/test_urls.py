@@ -18,7 +18,7 @@ def config(*urls: str) -> Config:
 @pytest.mark.parametrize(
     ("urls", "why"),
     [
-        ([], "at least 1"),
+        ([], "1 or more items"),
         (["http://h:8000", "http://h:8000/"], "named twice"),
         (["http://h", "http://H:80"], "named twice"),
         (["http://127.0.0.1:8000", "http://localhost:8000"], "named twice"),
@@ -29,7 +29,7 @@ def config(*urls: str) -> Config:
         (["http://"], "http:// or https://"),
         (["unix:///run/vllm"], "http:// or https://"),
         (["http://h:800000"], "port"),
-        (["http://[::1:8000"], "IPv6"),
+        (["http://[::1:8000"], "its host is no address"),
         (["http://h:8000/?key=s3cret"], "host, port and path"),
         (["http://me:s3cret@h:8000"], "serving.api_key_env"),
         (["http://h:8 000"], "port"),

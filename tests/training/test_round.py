@@ -6,10 +6,12 @@ The rounds are run once for all tests of this module.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -44,6 +46,8 @@ pytestmark = [
 
 STEPS, PROMPTS, GROUP = 3, 4, 8
 HELD_OUT, SAMPLES = 12, 2
+MADE: set[Path] = set()
+"""Directories to remove at the end."""
 RUBRIC = {
     "version": 1,
     "id": "math-boxed",
@@ -135,10 +139,23 @@ def spec(judge_url: str, **changes: Any) -> RoundSpec:
     return RoundSpec(**{**fields, **changes})
 
 
+def temporary(directory: Path) -> Path:
+    """The worker's TMPDIR. Its processes are found by it, whatever their parents are. vLLM needs a short path: those
+    of its sockets have at most 107 characters."""
+    return Path("/tmp") / f"fwt-{hashlib.sha256(str(directory.parent).encode()).hexdigest()[:12]}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _temporary_directories() -> Iterator[None]:
+    yield
+    for path in MADE:
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def environment(directory: Path) -> dict[str, str]:
-    # By this the worker's processes are found again, whoever their parents are.
-    own = directory.parent / "t"
+    own = temporary(directory)
     own.mkdir(exist_ok=True)
+    MADE.add(own)
     added = {"HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": "none", "TMPDIR": str(own)}
     return {**os.environ, **added}
 
@@ -159,7 +176,7 @@ def start(directory: Path, made: RoundSpec) -> subprocess.Popen[str]:
 
 def family(directory: Path) -> list[psutil.Process]:
     """Every process that has this worker's TMPDIR, whoever its parent is by now: orphans are found, too."""
-    own = str(directory.parent / "t")
+    own = str(temporary(directory))
     found = []
     for process in psutil.process_iter():
         try:
@@ -187,7 +204,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 def left_behind(pid: int, directory: Path) -> list[Path]:
     """What the worker left where temporary files go (Ray needs a short path, so that need not be TMPDIR)."""
-    return [path for parent in (Path("/tmp"), directory.parent / "t") for path in parent.glob(f"fw-{pid}-*")]
+    return [path for parent in (Path("/tmp"), temporary(directory)) for path in parent.glob(f"fw-{pid}-*")]
 
 
 def run(directory: Path, made: RoundSpec, meanwhile: Callable[[], None] = lambda: None) -> Done:
