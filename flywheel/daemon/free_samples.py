@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 from flywheel.config import Config
 from flywheel.filtering.chain import influence_of
 from flywheel.filtering.influence import Candidate, choose, weigh
-from flywheel.store import influence, samples
+from flywheel.store import bursts, samples
 
 OVER: Final = "over their share"
 LATER: Final = "more than a round takes"
@@ -74,8 +74,8 @@ class Supplies:
 
     def _candidates(self, conn: Connection) -> list[Candidate]:
         # Samples that no filter run has weighed yet have shares too.
-        unknown = {row.id: weigh(row.payload) for row in influence.unknown(conn, None)}
-        found = influence.candidates(conn, self._config.training.takes)
+        unknown = {row.id: weigh(row.payload) for row in bursts.unknown(conn, None)}
+        found = bursts.candidates(conn, self._config.training.takes)
         return [
             Candidate(row.id, of.conversation, of.user, of.template)
             for row in found

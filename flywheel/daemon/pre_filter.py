@@ -19,7 +19,7 @@ from flywheel.filtering.fingerprint import Deduplication, fingerprint
 from flywheel.filtering.influence import weigh
 from flywheel.similarity import NEAR
 from flywheel.states import TaskState
-from flywheel.store import deduplication, embeddings, influence, ledger
+from flywheel.store import bursts, deduplication, embeddings, ledger
 from flywheel.store.claims import Claimed
 from flywheel.store.deduplication import Entry, Near, Repeats
 
@@ -69,8 +69,8 @@ class PreFilter:
     def weigh_earlier(self) -> None:
         """Record the weights of samples from before the chain had `influence`."""
         if not self._is_weighed:
-            while rows := self._ask(influence.unknown, BACKFILL_BATCH):
-                self._ask(influence.enter, {row.id: weigh(row.payload) for row in rows})
+            while rows := self._ask(bursts.unknown, BACKFILL_BATCH):
+                self._ask(bursts.enter, {row.id: weigh(row.payload) for row in rows})
             self._is_weighed = True
 
     def apply(self, tasks: Sequence[Claimed]) -> list[FilterResult]:
@@ -138,11 +138,11 @@ class PreFilter:
         def enter(conn: Connection) -> tuple[dict[int, list[Near]], list[int]]:
             near = deduplication.enter(conn, list(entries.values()), self._threshold)
             if weights:
-                influence.enter(conn, weights)
+                bursts.enter(conn, weights)
             if burst is None:
                 return near, []
             alike = [task for task, others in near.items() if others]
-            return near, influence.hold_bursts(conn, alike, burst.count, burst.seconds)
+            return near, bursts.hold_bursts(conn, alike, burst.count, burst.seconds)
 
         near, held = self._ask(enter)
         if held:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from flywheel.batch import Batch, Entry
 from flywheel.errors import StoreError
 from flywheel.states import SkipReason
-from flywheel.store.existing_task_file import Format, format_of, metadata_of, numbered
+from flywheel.store.task_file_repair import Format, format_of, metadata_of, numbered
 
 
 class AgentJetTasks:

@@ -27,9 +27,9 @@ from sqlalchemy import Connection, CursorResult, LargeBinary, bindparam, cast, s
 from flywheel.files import PRIVATE, append_lines, last_lines
 from flywheel.store.bulk import CHUNK, rows_in, sql_text
 from flywheel.store.database import Store
-from flywheel.store.existing_task_file import prepare, unwritable
 from flywheel.store.notes import note, noted
 from flywheel.store.schema import replies, tasks
+from flywheel.store.task_file_repair import prepare, unwritable
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from sqlalchemy import Connection, select
 from flywheel.filtering.fingerprint import fingerprint
 from flywheel.filtering.influence import weigh
 from flywheel.states import TaskState
-from flywheel.store import deduplication, influence, ledger, schema
+from flywheel.store import bursts, deduplication, ledger, schema
 from flywheel.store.database import Store
 from tests.cli.conftest import Run
 from tests.samples import batch, reply
@@ -41,8 +41,8 @@ def held(tmp_path: Path) -> list[str]:
         rows = conn.execute(select(schema.tasks).order_by(schema.tasks.c.id)).all()
         entries = [deduplication.Entry(row.id, row.key, fingerprint(row.payload, 0.8)) for row in rows]
         deduplication.enter(conn, entries, 0.8)
-        influence.enter(conn, {row.id: weigh(row.payload) for row in rows})
-        assert influence.hold_bursts(conn, [rows[0].id], 3, 60) == [1, 2, 3]
+        bursts.enter(conn, {row.id: weigh(row.payload) for row in rows})
+        assert bursts.hold_bursts(conn, [rows[0].id], 3, 60) == [1, 2, 3]
         return [row.key for row in rows[:3]]
 
     keys: list[str] = change(tmp_path, fill)
@@ -93,7 +93,7 @@ def test_either_ids_or_all(flywheel: Run, held: list[str], arguments: list[str])
 
 def test_a_released_task_is_not_held_again(flywheel: Run, held: list[str], tmp_path: Path) -> None:
     flywheel("tasks", "release", "--all")
-    assert change(tmp_path, lambda conn: influence.hold_bursts(conn, [1, 2, 3], 2, 60)) == []
+    assert change(tmp_path, lambda conn: bursts.hold_bursts(conn, [1, 2, 3], 2, 60)) == []
     assert flywheel("tasks", "--state", TaskState.PENDING.value).out.endswith("4 pending\n")
 
 

@@ -20,7 +20,7 @@ from flywheel.judge.grader import CallEstimate
 from flywheel.rubric.criterion import KINDS
 from flywheel.rubric.file import load_rubric
 from flywheel.states import Split, TaskState
-from flywheel.store import influence, schema
+from flywheel.store import bursts, schema
 from flywheel.store.database import Store
 from flywheel.store.transitions import move
 from tests.daemon.filter_bench import WORDY, Make, burst, by_model, questions, run, states, tell
@@ -223,7 +223,7 @@ async def test_shares_hold_for_samples_from_before_there_were_any(store: Store, 
 
     def unknown(conn: Connection) -> int:
         weighed = select(func.count()).select_from(schema.influences)
-        return len(influence.unknown(conn, None)) + 1000 * (conn.execute(weighed).scalar_one() == 0)
+        return len(bursts.unknown(conn, None)) + 1000 * (conn.execute(weighed).scalar_one() == 0)
 
     await store.write(reserve)
     assert await store.read(unknown) == 1010

@@ -25,8 +25,8 @@ from flywheel.round import RoundSpec
 from flywheel.states import AdapterState, DeploymentState, RoundState, Split, TaskState
 from flywheel.store import (
     balance,
+    bursts,
     claims,
-    influence,
     ledger,
     lineage,
     rounds,
@@ -451,13 +451,13 @@ async def test_samples_that_influence_allows_are_looked_up_once_while_the_same_a
     await store.write(judged, 3, 1)
     rounds_ = Rounds(store, config, rubric_of(config), Deployer(store, config))
     loaded: list[int] = []
-    candidates = influence.candidates
+    candidates = bursts.candidates
 
     def counted(conn: Connection, *how: Any) -> list[Any]:
         loaded.append(1)
         return candidates(conn, *how)
 
-    monkeypatch.setattr(influence, "candidates", counted)
+    monkeypatch.setattr(bursts, "candidates", counted)
     chain.unlink()
     due = [await store.read(planner.due, config, rounds_._supplies) for _ in range(3)]
     assert [each.start for each in due] == [True] * 3

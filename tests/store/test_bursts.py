@@ -13,7 +13,7 @@ from sqlalchemy import Connection, create_engine, select
 from flywheel.filtering.fingerprint import fingerprint
 from flywheel.filtering.influence import weigh
 from flywheel.states import TaskState
-from flywheel.store import deduplication, influence, ledger, schema
+from flywheel.store import bursts, deduplication, ledger, schema
 from flywheel.store.database import Store
 from tests.samples import START, batch, reply
 
@@ -40,8 +40,8 @@ def held_of(conn: Connection, pieces: Sequence[Sequence[tuple[int, float]]], cou
         rows = [row for row in conn.execute(select(schema.tasks).order_by(schema.tasks.c.id)) if row.id not in before]
         entries = [deduplication.Entry(row.id, row.key, fingerprint(row.payload, 0.8)) for row in rows]
         near = deduplication.enter(conn, entries, 0.8)
-        influence.enter(conn, {row.id: weigh(row.payload) for row in rows})
-        influence.hold_bursts(conn, [task for task, others in near.items() if others], count, SECONDS)
+        bursts.enter(conn, {row.id: weigh(row.payload) for row in rows})
+        bursts.hold_bursts(conn, [task for task, others in near.items() if others], count, SECONDS)
     query = select(schema.tasks.c.payload).where(schema.tasks.c.state == TaskState.HELD.value)
     return {int(line["metadata"]["span_id"].removeprefix("span")) for line in conn.execute(query).scalars()}
 

@@ -1,7 +1,8 @@
-"""What stands at the place of the task file: files of AgentJet and of earlier formats, torn lines, foreign files.
+"""Prepares an existing task file: files of AgentJet and of earlier formats are renamed, torn lines cut, others
+refused.
 
-A file that AgentJet began, or that has an earlier format, is renamed to `tasks-1.jsonl`, or the next free number.
-Nothing is renamed or cut before it is known that the file holds tasks: whoever names the wrong file loses nothing.
+A file of AgentJet or of an earlier format becomes `tasks-1.jsonl`, or the next free number. Nothing is renamed or cut
+before the file is known to contain tasks, so that a wrong path in the configuration loses nothing.
 """
 
 from __future__ import annotations

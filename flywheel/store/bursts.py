@@ -1,4 +1,5 @@
-"""Influence: what each task counts for in the shares of a round, the candidates of a round, and held bursts."""
+"""Bursts of near-identical questions, which are held for a person, and the groups that limit a task's share of a
+round."""
 
 from __future__ import annotations
 
