@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
 
 import psutil
 import yaml
 
-from benchmarks import judge_endpoint, measurement
+from benchmarks import daemon, judge_endpoint, measurement
 from benchmarks.databases import Database, cached
 from benchmarks.writer import copy
 
@@ -59,37 +57,15 @@ def write_config(folder: Path, databases: Sequence[Database], judge: str, judged
     return config
 
 
-@contextmanager
-def daemon(config: Path) -> Iterator[psutil.Popen]:
-    """`flywheel run` with this configuration; its log is beside it."""
-    with (config.parent / "daemon.log").open("wb") as log:
-        process = psutil.Popen(
-            [sys.executable, "-m", "flywheel", "run", "-c", str(config)],
-            cwd=Path(__file__).parent.parent,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-        )
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        except psutil.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
 def await_rest(process: psutil.Popen, folder: Path, tasks: int, judged: int) -> int:
     """Wait until all tasks are in the task file and the budget is used up; the number of verdicts."""
-    file = folder / "state" / "tasks.jsonl"
-    end = time.monotonic() + GIVE_UP_SECONDS + tasks / 100
-    while not file.exists() or file.read_bytes().count(b"\n") < tasks or _verdicts(folder) < judged:
-        if process.poll() is not None or time.monotonic() > end:
-            log = (folder / "daemon.log").read_text(errors="replace")[-2000:]
-            sys.exit(f"the daemon did not ingest {tasks} tasks and judge {judged} (exit {process.poll()}):\n{log}")
-        time.sleep(1)
+    daemon.wait_for(
+        process,
+        folder,
+        lambda: daemon.has_tasks(folder, tasks) and _verdicts(folder) >= judged,
+        f"ingest {tasks} tasks and judge {judged}",
+        GIVE_UP_SECONDS + tasks / 100,
+    )
     return _verdicts(folder)
 
 
@@ -143,7 +119,7 @@ def main() -> None:
             databases.append(copy(made, scratch, f"studio-{seed}"))
         config = write_config(scratch, databases, judge, judged)
         tasks = sum(database.truth.tasks for database in databases)
-        with daemon(config) as process:
+        with daemon.running(config) as process:
             verdicts = await_rest(process, scratch, tasks, judged)
             time.sleep(1.0 if given.quick else SETTLE_SECONDS)
             result = at_rest(process, seconds)

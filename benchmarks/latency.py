@@ -12,7 +12,6 @@ import json
 import random
 import socket
 import sqlite3
-import subprocess
 import sys
 import threading
 import time
@@ -24,7 +23,7 @@ from typing import Any, Final
 
 import orjson
 
-from benchmarks import measurement
+from benchmarks import daemon, measurement
 from benchmarks.databases import SCHEMAS, Database, cached
 from benchmarks.measurement import percentile
 from benchmarks.writer import Writer, copy
@@ -100,7 +99,7 @@ def measure(database: Database, observer: Observer, commits: int, gaps: tuple[fl
 
 
 @contextmanager
-def daemon(database: Database, folder: Path) -> Iterator[Path]:
+def following(database: Database, folder: Path) -> Iterator[Path]:
     """`flywheel run` over the database; gives its state directory once all that is there is in the task file."""
     with socket.socket() as closed:
         # Bound and never listened at: a connection is refused, and nobody else gets the port meanwhile.
@@ -116,34 +115,11 @@ def daemon(database: Database, folder: Path) -> Iterator[Path]:
                 }
             )
         )
-        with (folder / "daemon.log").open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "flywheel", "run", "-c", str(config)],
-                cwd=Path(__file__).parent.parent,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
-        try:
-            _await_tasks(process, folder, database.truth.tasks)
+        with daemon.running(config) as process:
+            tasks = database.truth.tasks
+            seconds = GIVE_UP_SECONDS + tasks
+            daemon.wait_for(process, folder, lambda: daemon.has_tasks(folder, tasks), f"bring {tasks} tasks", seconds)
             yield folder / "state"
-        finally:
-            process.terminate()
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def _await_tasks(process: subprocess.Popen[bytes], folder: Path, tasks: int) -> None:
-    file = folder / "state" / "tasks.jsonl"
-    end = time.monotonic() + GIVE_UP_SECONDS + tasks
-    while not file.exists() or file.read_bytes().count(b"\n") < tasks:
-        if process.poll() is not None or time.monotonic() > end:
-            log = (folder / "daemon.log").read_text(errors="replace")[-2000:]
-            sys.exit(f"the daemon did not bring {tasks} tasks (exit status {process.poll()}):\n{log}")
-        time.sleep(0.2)
 
 
 def main() -> None:
@@ -158,7 +134,7 @@ def main() -> None:
     before = measurement.machine()
     with measurement.folders(given.dir) as (kept, scratch):
         database = copy(cached(kept, spans, given.schema), scratch, "studio")
-        with daemon(database, scratch) as state:
+        with following(database, scratch) as state:
             observer = Observer(state)
             observer.look()
             busy, busy_state = measure(database, observer, commits, (0.0, 0.5), seed=1)
