@@ -78,7 +78,7 @@ class Budget:
             for used, limit, period, resumption in self._limits():
                 if used >= limit:
                     raise BudgetSpentError(
-                        "go on judging",
+                        "continue judging",
                         f"the budget of {limit:,} tokens a {period} is spent ({used:,} were used)",
                         f"Judging resumes {resumption}; unjudged tasks stay pending. "
                         f"judge.budget.tokens_per_{period} sets the limit.",

@@ -212,7 +212,7 @@ class _Pool(Generic[K]):
         streak = self._unreachable
         if self.error is None and streak and (streak >= len(self.stored) or streak == self._asked):
             self.error = JudgeError(
-                "go on judging",
+                "continue judging",
                 f"the judge failed {streak} times in a row; the last error: {self._last_error}",
                 "Tasks that were not judged stay pending and are retried automatically.",
                 retryable=True,
@@ -245,7 +245,9 @@ class _Pool(Generic[K]):
         self._broken = self._broken + 1 if verdict.broken else 0
         if self._broken == MAX_BROKEN:
             self.closed.set()
-            self.error = self.error or JudgeError("go on judging", f"{self._broken} times in a row {verdict.error}")
+            self.error = self.error or JudgeError(
+                "continue judging", f"{self._broken} times in a row {verdict.error}"
+            )
         # A free verdict says nothing about the endpoint.
         self._asked += verdict.unreachable or verdict.calls > 0
         if verdict.unreachable:

@@ -130,7 +130,7 @@ def test_no_composition_of_control_tokens_is_one(text: str) -> None:
     "text",
     [
         "<div class='a'><b>x</b></div>", "<xs:element/>", "a <| b |> c", "f <|> g", "List<String>", "if a<b && c>d:",
-        "[TODO] [x](y) [EMAIL_1] [1, 2]", "x[i][j] = [INFO]", "1 << 2 >> 3", "<https://example.org/a_b>", "a <- b",
+        "[NOTE] [x](y) [EMAIL_1] [1, 2]", "x[i][j] = [INFO]", "1 << 2 >> 3", "<https://example.org/a_b>", "a <- b",
     ],
 )  # fmt: skip
 def test_code_and_markup_stay_as_they_are(text: str) -> None:
