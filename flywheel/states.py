@@ -162,8 +162,3 @@ TRANSITIONS: Final[Mapping[type[StrEnum], _Table]] = {
 
 LIVE_ROUND: Final = (RoundState.PLANNED, RoundState.TRAINING, RoundState.EVALUATING, RoundState.ABANDONED)
 """A round in one of these keeps the next one waiting."""
-
-
-def may_follow(old: StrEnum, new: StrEnum) -> bool:
-    """Whether `new` is a legal next state of `old`."""
-    return type(old) is type(new) and new in TRANSITIONS[type(old)][old]

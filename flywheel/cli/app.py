@@ -241,10 +241,10 @@ async def read_state(config: Config, question: Callable[[Connection], T], *, war
 
 async def change_state(config: Config, change: Callable[[Connection], T], *, lock: bool) -> T:
     """Change the state in one transaction, with the instance lock or beside a running daemon. Raises StoreError."""
-    from flywheel.daemon.lock import InstanceLock
+    from flywheel.daemon.lock import instance_lock
     from flywheel.store.database import Store
 
-    with InstanceLock(config.state_dir) if lock else contextlib.nullcontext():
+    with instance_lock(config.state_dir) if lock else contextlib.nullcontext():
         store = await Store.open(config.state_dir)
         try:
             return await store.write(change)

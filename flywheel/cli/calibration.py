@@ -15,8 +15,7 @@ from flywheel.terminal import escape_terminal, quantity
 
 if TYPE_CHECKING:
     from flywheel.config import Config
-    from flywheel.daemon.judge_cost import Cost
-    from flywheel.daemon.task_result import JudgingEstimate
+    from flywheel.daemon.judging_report import Cost, JudgingEstimate
     from flywheel.judge.budget import Budget
     from flywheel.judge.calibration import Calibration, Disagreement
     from flywheel.judge.grader import Grader
@@ -33,8 +32,8 @@ EXCERPT = 300
 async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: bool) -> dict[str, Any]:
     """Judge the labels, store the outcome, and report it as one JSON object."""
     from flywheel.cli.progress_bars import TaskCounter
-    from flywheel.daemon.judge_cost import CostEstimator, cost_of
     from flywheel.daemon.judge_setup import chain_of, judge_settings
+    from flywheel.daemon.judging_report import CostEstimator, cost_of
     from flywheel.judge.budget import Budget, BudgetSpentError
     from flywheel.judge.calibration import calibrate
     from flywheel.judge.client import settings_for
@@ -113,7 +112,7 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
 
 def _preview(grader: Grader, given: Labels, repeats: int) -> JudgingEstimate:
     """The expected calls and tokens of judging the labels."""
-    from flywheel.daemon.task_result import JudgingEstimate
+    from flywheel.daemon.judging_report import JudgingEstimate
 
     total = JudgingEstimate()
     for label in given.labels:

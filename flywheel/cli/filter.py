@@ -26,10 +26,9 @@ from flywheel.process_tuning import tune_malloc
 
 if TYPE_CHECKING:
     from flywheel.config import Config
-    from flywheel.daemon.judge_cost import Cost
     from flywheel.daemon.judging import TaskJudging
+    from flywheel.daemon.judging_report import Cost, JudgingReport, TaskResult
     from flywheel.daemon.rubric_diff import Compared
-    from flywheel.daemon.task_result import JudgingReport, TaskResult
     from flywheel.store.database import Store
     from flywheel.verdict import CriterionResult
 
@@ -113,7 +112,7 @@ def filter_tasks(
 async def _state(wanted: _Options) -> AsyncIterator[Store]:
     """The state after reading the sources: a copy for a dry run, otherwise the real one, locked."""
     from flywheel.daemon.judging import recover
-    from flywheel.daemon.lock import InstanceLock
+    from flywheel.daemon.lock import instance_lock
     from flywheel.sources.ingestion import Ingestion
     from flywheel.store import claims
     from flywheel.store.database import Store
@@ -136,7 +135,7 @@ async def _state(wanted: _Options) -> AsyncIterator[Store]:
             await ingestion.close()
 
     state_dir = wanted.config.state_dir
-    with nullcontext() if wanted.dry_run else InstanceLock(state_dir):
+    with nullcontext() if wanted.dry_run else instance_lock(state_dir):
         # A dry run executes the same code on the copy.
         store = await (Store.copy if wanted.dry_run else Store.open)(state_dir)
         try:
@@ -161,8 +160,8 @@ def _filtering(store: Store, wanted: _Options) -> TaskJudging:
 
 async def _filter(wanted: _Options) -> tuple[dict[str, Any], FlywheelError | None]:
     from flywheel.cli.progress_bars import TaskCounter
-    from flywheel.daemon.judge_cost import CostEstimator, cost_of
     from flywheel.daemon.judge_setup import exchange_of
+    from flywheel.daemon.judging_report import CostEstimator, cost_of
     from flywheel.daemon.signals import StopSignals
     from flywheel.store import verdicts
 
@@ -206,7 +205,7 @@ async def _filter(wanted: _Options) -> tuple[dict[str, Any], FlywheelError | Non
 
 
 async def _estimate(wanted: _Options) -> dict[str, Any]:
-    from flywheel.daemon.judge_cost import CostEstimator
+    from flywheel.daemon.judging_report import CostEstimator
 
     async with _state(wanted) as store:
         filtering = _filtering(store, wanted)
@@ -219,8 +218,8 @@ async def _estimate(wanted: _Options) -> dict[str, Any]:
 
 async def _compare(wanted: _Options, against: Path) -> tuple[dict[str, Any], FlywheelError | None]:
     from flywheel.cli.progress_bars import TaskCounter
-    from flywheel.daemon.judge_cost import CostEstimator, cost_of
     from flywheel.daemon.judging import TaskJudging
+    from flywheel.daemon.judging_report import CostEstimator, cost_of
     from flywheel.daemon.rubric_diff import DiffReport, RubricDiff, changes
     from flywheel.daemon.signals import StopSignals
     from flywheel.rubric.file import load_rubric

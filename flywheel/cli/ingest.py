@@ -58,13 +58,13 @@ def ingest(
 
 async def _ingest(config: Config, out: Path | None, sweep: bool) -> tuple[dict[str, Any], list[str]]:
     from flywheel.cli import progress_bars
-    from flywheel.daemon.lock import InstanceLock
+    from flywheel.daemon.lock import instance_lock
     from flywheel.sources.ingestion import Ingestion
     from flywheel.store import ledger
     from flywheel.store.database import Store
     from flywheel.store.task_file import export_sources
 
-    with InstanceLock(config.state_dir):
+    with instance_lock(config.state_dir):
         store = await Store.open(config.state_dir)
         ingestion = Ingestion(store, config, export_tasks=out is None)
         try:

@@ -91,14 +91,14 @@ def _confirm(shortage: str, yes: bool) -> None:
 async def _round(config: Config, force: bool, *, quiet: bool) -> dict[str, Any]:
     from flywheel.daemon.deployer import Deployer
     from flywheel.daemon.judge_setup import rubric_of
-    from flywheel.daemon.lock import InstanceLock
+    from flywheel.daemon.lock import instance_lock
     from flywheel.daemon.rounds import Rounds
     from flywheel.daemon.signals import StopSignals
     from flywheel.daemon.status import snapshot
     from flywheel.store.database import Store
 
     rubric = rubric_of(config)
-    with InstanceLock(config.state_dir):
+    with instance_lock(config.state_dir):
         store = await Store.open(config.state_dir)
         try:
             rounds = Rounds(store, config, rubric, Deployer(store, config))

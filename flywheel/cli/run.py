@@ -37,12 +37,12 @@ def run(
 
 async def _run(config: Config, once: bool, max_rounds: int | None) -> bool:
     from flywheel.cli.rounds import left_of_round
-    from flywheel.daemon.lock import InstanceLock
+    from flywheel.daemon.lock import instance_lock
     from flywheel.daemon.service import Service
     from flywheel.daemon.signals import StopSignals
     from flywheel.store.database import Store
 
-    with InstanceLock(config.state_dir):
+    with instance_lock(config.state_dir):
         store = await Store.open(config.state_dir)
         try:
             service = Service(config, store)

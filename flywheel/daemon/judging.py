@@ -16,9 +16,9 @@ from sqlalchemy import Connection
 
 from flywheel.config import Config
 from flywheel.daemon.judge_setup import chain_of, exchange_of, judge_settings, rubric_of
+from flywheel.daemon.judging_report import JudgingEstimate, JudgingReport, TaskResult
 from flywheel.daemon.pre_filter import Ask, FilterResult, PreFilter, without_embeddings
 from flywheel.daemon.signals import in_daemon_thread
-from flywheel.daemon.task_result import JudgingEstimate, JudgingReport, TaskResult
 from flywheel.errors import FilterError, FlywheelError, JudgeError
 from flywheel.judge.budget import Budget
 from flywheel.judge.grader import CallEstimate, Grader
@@ -27,7 +27,7 @@ from flywheel.judge.thread_pool import grade_batches
 from flywheel.judge.usage_recovery import CallsInFlight
 from flywheel.rubric import Rubric
 from flywheel.states import TaskState
-from flywheel.store import claims, deduplication, notes, verdicts
+from flywheel.store import claims, database, deduplication, verdicts
 from flywheel.store.claims import Claimed
 from flywheel.store.database import Store
 from flywheel.verdict import Exchange, Outcome, Verdict
@@ -114,7 +114,7 @@ class TaskJudging:
         report = run.report
         self._loop = asyncio.get_running_loop()
         capabilities = self.grader.client.capabilities
-        capabilities.restore(await self._store.read(notes.noted, CAPABILITIES_NOTE))
+        capabilities.restore(await self._store.read(database.noted, CAPABILITIES_NOTE))
         known = capabilities.snapshot()
         try:
             while True:
@@ -133,9 +133,9 @@ class TaskJudging:
             run.has_ended = True
             if run.claimed:
                 await asyncio.shield(self._store.write(claims.release, list(run.claimed), "not judged"))
-        await self._store.write(notes.note, notes.JUDGE_NOTE, str(report.error or ""))
+        await self._store.write(database.note, database.JUDGE_NOTE, str(report.error or ""))
         if capabilities.snapshot() != known:
-            await self._store.write(notes.note, CAPABILITIES_NOTE, capabilities.snapshot())
+            await self._store.write(database.note, CAPABILITIES_NOTE, capabilities.snapshot())
         return report
 
     async def count(self, *, limit: int | None = None, rejudge: bool = False) -> int:

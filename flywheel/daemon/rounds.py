@@ -35,7 +35,7 @@ from flywheel.round_progress import RoundProgress, progress_of
 from flywheel.rubric import Rubric
 from flywheel.serving.replica_condition import Condition
 from flywheel.states import RoundState
-from flywheel.store import calibrations, deployments, notes, rounds
+from flywheel.store import calibrations, database, deployments, rounds
 from flywheel.store.database import Store
 from flywheel.store.transitions import move
 
@@ -255,8 +255,8 @@ class Rounds:
             pass  # `finish_live` has planned the round again
 
     async def _note(self, text: str) -> None:
-        if await self._store.read(notes.noted, notes.ROUND_NOTE) != text:
-            await self._store.write(notes.note, notes.ROUND_NOTE, text)
+        if await self._store.read(database.noted, database.ROUND_NOTE) != text:
+            await self._store.write(database.note, database.ROUND_NOTE, text)
 
 
 def _trained(conn: Connection, round_id: int, result: RoundResult) -> None:

@@ -15,8 +15,8 @@ from typing import Final
 
 from flywheel.config import JudgeSettings
 from flywheel.daemon.judge_setup import exchange_of
+from flywheel.daemon.judging_report import JudgingEstimate
 from flywheel.daemon.signals import in_daemon_thread
-from flywheel.daemon.task_result import JudgingEstimate
 from flywheel.errors import FlywheelError, JudgeError
 from flywheel.filtering.pii import Redactor
 from flywheel.judge.budget import Budget

@@ -14,7 +14,7 @@ from flywheel import __version__
 from flywheel.config import Config
 from flywheel.daemon.configured_source import source_of
 from flywheel.daemon.free_samples import Supplies, Supply
-from flywheel.daemon.judge_cost import cost_of
+from flywheel.daemon.judging_report import cost_of
 from flywheel.daemon.lock import holder
 from flywheel.daemon.next_gate_test import next_test
 from flywheel.daemon.planner import patience
@@ -27,10 +27,10 @@ from flywheel.states import ReplyState, RoundState, TaskState
 from flywheel.store import (
     acceptance,
     claims,
+    database,
     dead_letters,
     deployments,
     ledger,
-    notes,
     rounds,
     samples,
     splits,
@@ -83,7 +83,7 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
         "judge": _judge(conn, config),
         "recent_verdicts": verdicts.recent(conn, VERDICTS_SHOWN),
         "warnings": [*wrong_chain, *_warnings(conn, config, supply)],
-        "waiting_for": notes.noted(conn, notes.ROUND_NOTE),
+        "waiting_for": database.noted(conn, database.ROUND_NOTE),
         "rounds": [_round(row) for row in shown],
         "rounds_by_state": {state.value: rounds.count(conn, state) for state in RoundState},
         "promoted": rounds.count(conn, RoundState.PROMOTED),
@@ -145,7 +145,7 @@ def _judge(conn: Connection, config: Config) -> dict[str, Any]:
         return {**used, "cost": cost_of(**used, prices=config.judge.prices).price}
 
     return {
-        "error": notes.noted(conn, notes.JUDGE_NOTE),
+        "error": database.noted(conn, database.JUDGE_NOTE),
         "usage": with_cost(together),
         "by_purpose": {purpose.value: with_cost(used) for purpose, used in by_purpose.items()},
         "tokens_today": verdicts.tokens_today(conn),

@@ -17,7 +17,7 @@ import orjson
 
 from flywheel.store import ledger_snapshot
 from flywheel.store.database import Store
-from flywheel.store.task_file_repair import earlier_files
+from flywheel.store.existing_task_files import earlier_files
 from flywheel.terminal import quantity
 
 SHOWN: Final = 5

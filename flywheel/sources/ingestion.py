@@ -30,8 +30,8 @@ from flywheel.sources.otlp.inbox import inbox_path
 from flywheel.sources.redaction import redacted
 from flywheel.sources.studio_connector import Progress, SharedLimits, StudioConnector
 from flywheel.store import ledger
-from flywheel.store.agentjet_file import AgentJetTasks
 from flywheel.store.database import Store
+from flywheel.store.existing_task_files import AgentJetTasks
 from flywheel.store.ledger import Recorded, SourceCounts
 from flywheel.store.task_file import TaskFile
 from flywheel.store.transitions import utcnow

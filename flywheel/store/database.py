@@ -1,7 +1,9 @@
-"""The state database: opening it, and running functions in its transactions.
+"""The state database: opening it, running functions in its transactions, and its notes.
 
 A whole transaction runs in a thread: one thread writes, since SQLite has one writer, and a few read. The event loop
 stays free, and a statement does not pay for a way to a thread and back.
+
+Notes are short texts under a key that outlive the process, such as what `status` says and how far an export got.
 """
 
 from __future__ import annotations
@@ -10,21 +12,20 @@ import asyncio
 import contextlib
 import os
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar
 from urllib.parse import quote
 
-from sqlalchemy import Connection, Engine, create_engine
+from sqlalchemy import Connection, create_engine, inspect, select
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool, QueuePool
 
 from flywheel.errors import StoreError
 from flywheel.files import make_private, private
-from flywheel.store.migrations import migrate, version_of
-from flywheel.store.schema import SCHEMA_VERSION
+from flywheel.store.schema import SCHEMA_VERSION, meta, metadata
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -36,6 +37,11 @@ CACHE_KIB: Final = 8_000
 CHECKPOINT_PAGES: Final = 16_000
 """Storing a long history takes two thirds of the time if a transaction fits into the cache, and if the pages of
 indexes, which every transaction changes, are copied from the write-ahead log (64 MB) to the database less often."""
+VERSION_KEY: Final = "schema_version"
+JUDGE_NOTE: Final = "judge"
+"""Key of the note that tells `status` why judging does not go on."""
+ROUND_NOTE: Final = "round"
+"""Key of the note that tells `status` why no round starts, or what the live one waits for."""
 
 
 class _Connections:
@@ -47,7 +53,17 @@ class _Connections:
         """`begin` is the statement that begins a transaction; `pragmas` are set in each connection."""
         self._name = name
         self._begin = begin
-        self._engine = _engine(connect, pragmas, connections=threads)
+
+        def connected() -> sqlite3.Connection:
+            connection = connect()
+            # The driver begins no transactions of its own: each begins with a statement of ours.
+            connection.isolation_level = None
+            for pragma in (f"busy_timeout = {BUSY_TIMEOUT_MS}", "foreign_keys = ON", *pragmas):
+                connection.execute(f"PRAGMA {pragma}").close()
+            return connection
+
+        pool = {"poolclass": QueuePool, "pool_size": threads, "max_overflow": 0}
+        self._engine = create_engine("sqlite+pysqlite://", creator=connected, **pool)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="state")
 
     async def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -254,7 +270,7 @@ def found_version(state_dir: Path) -> int | None:
     path = state_dir / "state.db"
     if not _is_there(path):
         return None
-    engine = _engine(partial(_read_only, path), (), connections=1)
+    engine = create_engine("sqlite+pysqlite://", creator=partial(_read_only, path), poolclass=NullPool)
     try:
         with engine.connect() as connection:
             return version_of(connection)
@@ -285,19 +301,6 @@ def _read_only_uri(path: Path) -> str:
     return f"file:{quote(str(path))}?mode=ro{immutable}"
 
 
-def _engine(connect: Callable[[], sqlite3.Connection], pragmas: Sequence[str], connections: int) -> Engine:
-    def connected() -> sqlite3.Connection:
-        connection = connect()
-        # The driver begins no transactions of its own: each begins with a statement of ours.
-        connection.isolation_level = None
-        for pragma in (f"busy_timeout = {BUSY_TIMEOUT_MS}", "foreign_keys = ON", *pragmas):
-            connection.execute(f"PRAGMA {pragma}").close()
-        return connection
-
-    pool = {"poolclass": QueuePool, "pool_size": connections, "max_overflow": 0}
-    return create_engine("sqlite+pysqlite://", creator=connected, **pool)
-
-
 def _explain(name: str, error: DBAPIError) -> StoreError:
     why = str(error.orig or error)
     hints = {
@@ -313,3 +316,41 @@ def _explain(name: str, error: DBAPIError) -> StoreError:
         if part in why.lower():
             return StoreError(f"use the state database {name}", why, hint, retryable=retryable)
     return StoreError(f"use the state database {name}", why, "This is a defect; please report it.")
+
+
+def version_of(conn: Connection) -> int:
+    """The schema version; 0 of an empty database."""
+    return int(noted(conn, VERSION_KEY) or 0) if inspect(conn).has_table(meta.name) else 0
+
+
+def migrate(conn: Connection) -> None:
+    """Migrate the database to the present schema, in one transaction. A newer schema is refused."""
+    found = version_of(conn)
+    if found > SCHEMA_VERSION:
+        raise StoreError(
+            "open the state database",
+            f"its schema is version {found}, this Flywheel knows versions up to {SCHEMA_VERSION}",
+            "Upgrade Flywheel, or point state.dir at another directory.",
+        )
+    if not found:
+        metadata.create_all(conn)
+        note(conn, VERSION_KEY, str(SCHEMA_VERSION))
+    elif found < SCHEMA_VERSION:
+        from flywheel.store.migrations import MIGRATIONS  # only an older database needs them
+
+        for version in range(found + 1, SCHEMA_VERSION + 1):
+            MIGRATIONS[version](conn)
+            note(conn, VERSION_KEY, str(version))
+
+
+def note(conn: Connection, key: str, value: str) -> None:
+    """Store a note; an empty value deletes it."""
+    conn.execute(meta.delete().where(meta.c.key == key))
+    if value:
+        conn.execute(meta.insert().values(key=key, value=value))
+
+
+def noted(conn: Connection, key: str) -> str:
+    """A stored note, or an empty text."""
+    value = conn.execute(select(meta.c.value).where(meta.c.key == key)).scalar_one_or_none()
+    return str(value) if value is not None else ""

@@ -13,7 +13,7 @@ from sqlalchemy import Connection, Row, select
 
 from flywheel.errors import StoreError
 from flywheel.states import DeploymentState
-from flywheel.store import notes
+from flywheel.store import database
 from flywheel.store.schema import deployments
 from flywheel.store.transitions import create, move, record, utcnow
 
@@ -193,12 +193,12 @@ def note_replicas(conn: Connection, alias: str, states: Sequence[ReplicaState]) 
             "since": last["since"] if is_as_before else now,
             "looked_at": now,
         }
-    notes.note(conn, _key(alias), json.dumps(found))
+    database.note(conn, _key(alias), json.dumps(found))
 
 
 def replica_states(conn: Connection, alias: str) -> dict[str, Any]:
     """The stored state of each replica by its URL: condition, serves, error, since, looked_at."""
-    text = notes.noted(conn, _key(alias))
+    text = database.noted(conn, _key(alias))
     found: dict[str, Any] = json.loads(text) if text else {}
     return found
 

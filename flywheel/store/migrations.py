@@ -1,4 +1,4 @@
-"""Migrations of the state database to the present schema, one per version. A newer schema is refused."""
+"""Migrations of an older state database to the present schema, one per version."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from sqlalchemy import Connection, inspect, select, text, update
 from sqlalchemy.schema import CreateColumn
 
 from flywheel import exclusion
-from flywheel.errors import StoreError
 from flywheel.similarity import beginning_of
 from flywheel.states import TaskState
 from flywheel.store import samples
-from flywheel.store.schema import SCHEMA_VERSION, meta, metadata, sources, tasks
+from flywheel.store.schema import metadata, sources, tasks
 from flywheel.task import conversation_key
 
-VERSION_KEY: Final = "schema_version"
 _PAGE: Final = 500
 """Tasks that are read at a time."""
 
@@ -210,28 +208,3 @@ MIGRATIONS: Mapping[int, Callable[[Connection], None]] = MappingProxyType(
     {2: _to_2, 3: _to_3, 4: _to_4, 5: _to_5, 6: _to_6, 7: _to_7}
 )
 """The step to each version from the one before; a new database is created in the present version."""
-
-
-def version_of(conn: Connection) -> int:
-    """The schema version; 0 of an empty database."""
-    if not inspect(conn).has_table("meta"):
-        return 0
-    value = conn.execute(select(meta.c.value).where(meta.c.key == VERSION_KEY)).scalar_one_or_none()
-    return int(value) if value is not None else 0
-
-
-def migrate(conn: Connection) -> None:
-    """Migrate the database to the present schema, in one transaction."""
-    found = version_of(conn)
-    if found > SCHEMA_VERSION:
-        raise StoreError(
-            "open the state database",
-            f"its schema is version {found}, this Flywheel knows versions up to {SCHEMA_VERSION}",
-            "Upgrade Flywheel, or point state.dir at another directory.",
-        )
-    if not found:
-        metadata.create_all(conn)
-        conn.execute(meta.insert().values(key=VERSION_KEY, value=str(SCHEMA_VERSION)))
-    for version in range(found + 1, SCHEMA_VERSION + 1) if found else ():
-        MIGRATIONS[version](conn)
-        conn.execute(meta.update().where(meta.c.key == VERSION_KEY).values(value=str(version)))

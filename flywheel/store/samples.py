@@ -13,7 +13,7 @@ from flywheel.exclusion import Exclusion, TrainedModels
 from flywheel.states import RoundState, Split, TaskState
 from flywheel.store.bulk import chunks, count_rows
 from flywheel.store.claims import DECIDED, count
-from flywheel.store.notes import note, noted
+from flywheel.store.database import note, noted
 from flywheel.store.schema import replies, round_samples, rounds, sources, tasks, verdicts
 from flywheel.store.verdicts import NOT_OF_THE_JUDGE, decided_by_others
 

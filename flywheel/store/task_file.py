@@ -26,10 +26,9 @@ from sqlalchemy import Connection, CursorResult, LargeBinary, bindparam, cast, s
 
 from flywheel.files import PRIVATE, append_lines, last_lines
 from flywheel.store.bulk import CHUNK, rows_in, sql_text
-from flywheel.store.database import Store
-from flywheel.store.notes import note, noted
+from flywheel.store.database import Store, note, noted
+from flywheel.store.existing_task_files import prepare, unwritable
 from flywheel.store.schema import replies, tasks
-from flywheel.store.task_file_repair import prepare, unwritable
 
 log = logging.getLogger(__name__)
 

@@ -12,13 +12,13 @@ from sqlalchemy import Connection, Table, insert, update
 from flywheel.batch import storable
 from flywheel.errors import StoreError
 from flywheel.states import (
+    TRANSITIONS,
     AdapterState,
     DeadLetterState,
     DeploymentState,
     ReplyState,
     RoundState,
     TaskState,
-    may_follow,
 )
 from flywheel.store import schema
 from flywheel.store.bulk import insert_many
@@ -42,7 +42,7 @@ def move(conn: Connection, /, row_id: int, old: StrEnum, new: StrEnum, why: str 
 
     Raises StoreError for a transition that the table of states does not allow: that is a defect, never a race.
     """
-    if not may_follow(old, new):
+    if type(old) is not type(new) or new not in TRANSITIONS[type(old)][old]:
         raise StoreError(f"move {type(old).__name__} {row_id}", f"{old} → {new} is no legal transition")
     table = _TABLES[type(old)]
     changed = conn.execute(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.daemon.lock import InstanceLock
+from flywheel.daemon.lock import instance_lock
 from tests.cli.conftest import Run
 
 NEED_IT_STOPPED = (
@@ -42,7 +42,7 @@ def config(flywheel: Run, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("command", NEED_IT_STOPPED)
 def test_what_needs_the_state_for_itself_ends_with_75(flywheel: Run, config: Path, command: str) -> None:
-    with InstanceLock(config.parent / "state"):
+    with instance_lock(config.parent / "state"):
         ran = flywheel(*command.split(), "-c", config)
     assert ran.code == 75
     assert "stop it" in ran.err
@@ -50,5 +50,5 @@ def test_what_needs_the_state_for_itself_ends_with_75(flywheel: Run, config: Pat
 
 @pytest.mark.parametrize("command", BESIDE_IT)
 def test_the_rest_works_beside_the_daemon(flywheel: Run, config: Path, command: str) -> None:
-    with InstanceLock(config.parent / "state"):
+    with instance_lock(config.parent / "state"):
         assert flywheel(*command.split(), "-c", config).code == 0

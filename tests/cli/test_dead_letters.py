@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flywheel.daemon.lock import InstanceLock
+from flywheel.daemon.lock import instance_lock
 from tests.cli.conftest import Ran, Run
 from tests.judge_server import JudgeServer
 from tests.sources.studio.writer import Studio, agent
@@ -183,7 +183,7 @@ def test_a_task_that_a_filter_broke_on_is_judged_after_a_retry(
 @pytest.mark.parametrize("action", ["retry", "drop"])
 def test_writing_waits_for_whoever_holds_the_state(flywheel: Run, studio: Studio, action: str) -> None:
     flywheel("ingest")
-    with InstanceLock(studio.path.parent / "state"):
+    with instance_lock(studio.path.parent / "state"):
         assert flywheel("dead-letters", action, "1").code == 75
         assert letters(flywheel)["open"] == 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.samples import Sample
 
-from flywheel.daemon.lock import InstanceLock
+from flywheel.daemon.lock import instance_lock
 from flywheel.store import deployments
 from flywheel.store.database import Store
 from tests import warm
@@ -169,18 +170,18 @@ def test_a_deploy_that_is_stopped_takes_back_what_it_did(
 
 @pytest.mark.slow
 def test_who_waits_for_another_swap_is_told_so(flywheel: Run, config: Path, two_adapters: None) -> None:
-    lock = InstanceLock(config.parent / "state", "swap.lock")
-    lock.__enter__()
-    process = warm.Popen(
-        [sys.executable, "-m", "flywheel", "deploy", "r0001", "-c", config], stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    try:
-        said = next(line for line in process.stderr if "waiting" in line)
-        lock.__exit__(None, None, None)
-        assert process.wait(120) == 0
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
+    with contextlib.ExitStack() as swapping:
+        swapping.enter_context(instance_lock(config.parent / "state", "swap.lock"))
+        process = warm.Popen(
+            [sys.executable, "-m", "flywheel", "deploy", "r0001", "-c", config], stderr=subprocess.PIPE, text=True
+        )
+        assert process.stderr is not None
+        try:
+            said = next(line for line in process.stderr if "waiting" in line)
+            swapping.close()
+            assert process.wait(120) == 0
+        finally:
+            process.kill()
+            process.wait()
+            process.stderr.close()
     assert f"process {os.getpid()}" in said

@@ -20,7 +20,7 @@ import pytest
 from sqlalchemy import Connection
 
 from flywheel import files
-from flywheel.daemon.lock import InstanceLock
+from flywheel.daemon.lock import instance_lock
 from flywheel.states import Split
 from flywheel.store import claims, ledger
 from flywheel.store.database import Store
@@ -160,7 +160,7 @@ def test_nothing_heavy_is_imported(bench: Bench) -> None:
 
 def test_it_looks_beside_the_daemon(bench: Bench) -> None:
     bench()
-    with InstanceLock(bench.folder / "state"):
+    with instance_lock(bench.folder / "state"):
         found = bench()
     assert found["daemon"]["figures"] == {"pid": os.getpid()}
 
@@ -249,7 +249,7 @@ def test_an_address_to_receive_at(bench: Bench) -> None:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
         assert_failed(bench(sources=[{"type": "otlp", "listen": listen}])["source"], "another program listens there")
     assert bench()["source"]["result"] == "ok"
-    with InstanceLock(bench.folder / "state"):
+    with instance_lock(bench.folder / "state"):
         assert_failed(bench()["source"], "the daemon runs, but nothing listens there")
 
 

@@ -16,7 +16,7 @@ from sqlalchemy import Connection, insert, select, update
 
 from flywheel.config import Config, parse
 from flywheel.daemon.deployer import Deployer
-from flywheel.daemon.lock import InstanceLock
+from flywheel.daemon.lock import instance_lock
 from flywheel.daemon.service import Service
 from flywheel.errors import ServeError, StoreError
 from flywheel.files import tree_sha256
@@ -158,13 +158,12 @@ async def test_a_rollback_that_no_replica_follows_changes_nothing(fleet: Fleet) 
 
 async def test_a_rollback_that_waits_for_a_swap_takes_that_swap_back(fleet: Fleet) -> None:
     await fleet.deployer.deploy("r0001", "test")
-    with InstanceLock(fleet.config.state_dir, "swap.lock") as lock:
+    with instance_lock(fleet.config.state_dir, "swap.lock"):
         going_back = asyncio.create_task(fleet.deployer.rollback())
         await asyncio.sleep(0.3)  # it has begun, and waits
         number = await fleet.store.write(deployments.request, "agent", [], "r0002", "the daemon's swap")
         await fleet.store.write(deployments.activate, number, "agent", {})
-        lock.__exit__(None, None, None)
-        target, _ = await going_back
+    target, _ = await going_back
     assert target == "r0001"
 
 
@@ -279,7 +278,7 @@ def _hashed_anew(conn: Connection, path: Path) -> None:
 
 async def test_a_daemon_that_starts_leaves_a_swap_by_hand_alone(fleet: Fleet) -> None:
     await fleet.deployer.deploy("r0001", "test")
-    with InstanceLock(fleet.config.state_dir, "swap.lock"):
+    with instance_lock(fleet.config.state_dir, "swap.lock"):
         number = await fleet.store.write(deployments.request, "agent", [], "r0002", "by hand")
         await fleet.store.write(deployments.advance, number, DeploymentState.LOADING)
         await Service(fleet.config, fleet.store).recover()

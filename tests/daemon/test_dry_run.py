@@ -14,8 +14,8 @@ from sqlalchemy import Connection, func, select
 
 from flywheel.daemon import planner
 from flywheel.daemon.judging import TaskJudging
+from flywheel.daemon.judging_report import JudgingEstimate, JudgingReport, TaskResult
 from flywheel.daemon.rubric_diff import RubricDiff
-from flywheel.daemon.task_result import JudgingEstimate, JudgingReport, TaskResult
 from flywheel.judge.grader import CallEstimate
 from flywheel.rubric.criterion import KINDS
 from flywheel.rubric.file import load_rubric

@@ -8,7 +8,7 @@ from pathlib import Path
 from sqlalchemy import func, select
 
 from flywheel.daemon.judging import TaskJudging
-from flywheel.daemon.task_result import TaskResult
+from flywheel.daemon.judging_report import TaskResult
 from flywheel.store import schema
 from flywheel.store.balance import balance
 from flywheel.store.database import Store

@@ -17,7 +17,7 @@ from sqlalchemy import Connection, select
 from flywheel.config import Config, parse
 from flywheel.daemon.judging import JudgingReport, TaskJudging
 from flywheel.errors import ConfigError
-from flywheel.store import ledger, notes, schema, verdicts
+from flywheel.store import database, ledger, schema, verdicts
 from flywheel.store.database import Store
 from flywheel.verdict import Outcome, Verdict
 from tests.judge_server import JudgeServer
@@ -81,7 +81,7 @@ async def test_a_spent_budget_leaves_the_rest_pending_and_the_status_says_why(st
         assert report.error is not None
         assert report.error.retryable
         assert await states(store) == {"accepted": 5, "pending": 15}
-        assert "budget of 600 tokens a day is spent" in await store.read(notes.noted, notes.JUDGE_NOTE)
+        assert "budget of 600 tokens a day is spent" in await store.read(database.noted, database.JUDGE_NOTE)
         assert await store.read(verdicts.tokens_today) == 600
         # A restart knows what was spent, and another limit is judging again at once.
         again = await TaskJudging(store, config(tmp_path, judge, budget={"tokens_per_day": 600})).run()
@@ -91,7 +91,7 @@ async def test_a_spent_budget_leaves_the_rest_pending_and_the_status_says_why(st
         rest = await TaskJudging(store, config(tmp_path, judge)).run()
     assert rest.error is None
     assert await states(store) == {"accepted": 20}
-    assert await store.read(notes.noted, notes.JUDGE_NOTE) == ""
+    assert await store.read(database.noted, database.JUDGE_NOTE) == ""
 
 
 async def test_yesterday_s_tokens_are_not_today_s(store: Store) -> None:
@@ -214,7 +214,7 @@ async def test_a_judge_that_is_away_costs_nothing_but_delay(store: Store, tmp_pa
         counts = await states(store)
         assert counts["pending"] >= 32
         assert counts.keys() <= {"pending", "undecided"}
-        assert "in a row" in await store.read(notes.noted, notes.JUDGE_NOTE)
+        assert "in a row" in await store.read(database.noted, database.JUDGE_NOTE)
         assert await store.read(verdicts.tokens_today) == 0
         judge.behave("good")
         await TaskJudging(store, config(tmp_path, judge, retry_undecided_seconds=0)).run()

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from flywheel.daemon.lock import InstanceLock, holder
+from flywheel.daemon.lock import holder, instance_lock
 from flywheel.errors import LockedError
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from flywheel.daemon.lock import InstanceLock
-with InstanceLock(Path(sys.argv[1])):
+from flywheel.daemon.lock import instance_lock
+with instance_lock(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
 """
@@ -36,7 +36,7 @@ def other(tmp_path: Path) -> object:
 
 
 def test_a_second_instance_is_told_which_process_is_at_work(tmp_path: Path, other: subprocess.Popen[str]) -> None:
-    with pytest.raises(LockedError, match=str(other.pid)) as caught, InstanceLock(tmp_path):
+    with pytest.raises(LockedError, match=str(other.pid)) as caught, instance_lock(tmp_path):
         pass
     assert caught.value.exit_code == 75
     assert holder(tmp_path) == other.pid
@@ -46,7 +46,7 @@ def test_the_lock_of_a_killed_instance_is_free(tmp_path: Path, other: subprocess
     os.kill(other.pid, signal.SIGKILL)
     other.wait()
     assert holder(tmp_path) is None
-    with InstanceLock(tmp_path):
+    with instance_lock(tmp_path):
         assert holder(tmp_path) == os.getpid()
     assert holder(tmp_path) is None
 
@@ -58,7 +58,7 @@ def test_looking_makes_no_lock_file(tmp_path: Path) -> None:
 
 def test_who_looks_keeps_nobody_from_starting(tmp_path: Path) -> None:
     """`status --watch` looks every second, and a daemon that finds the lock taken would not be started again."""
-    with InstanceLock(tmp_path):
+    with instance_lock(tmp_path):
         pass
     looking = threading.Event()
 
@@ -71,7 +71,7 @@ def test_who_looks_keeps_nobody_from_starting(tmp_path: Path) -> None:
         thread.start()
     try:
         for _ in range(300):
-            with InstanceLock(tmp_path):
+            with instance_lock(tmp_path):
                 assert holder(tmp_path) == os.getpid()
     finally:
         looking.set()

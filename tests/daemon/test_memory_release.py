@@ -8,8 +8,7 @@ import pytest
 
 from flywheel.daemon import memory_release
 from flywheel.daemon.memory_release import CHECKS_PER_RELEASE, IDLE_CHECKS, MemoryRelease
-from flywheel.store.database import Store
-from flywheel.store.migrations import version_of
+from flywheel.store.database import Store, version_of
 from flywheel.store.schema import SCHEMA_VERSION
 
 

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from flywheel.config import Config, parse
-from flywheel.daemon.lock import InstanceLock
+from flywheel.daemon.lock import instance_lock
 from flywheel.daemon.worker_process import WorkerProcess
 from flywheel.diagnostics.doctor.finding import Finding, Result
 from flywheel.diagnostics.doctor.state import check_state
@@ -51,7 +51,7 @@ def configured(tmp_path: Path, **ingest: object) -> Config:
 @pytest.mark.usefixtures("_umask")
 async def test_what_a_daemon_writes_is_for_its_user_alone(tmp_path: Path) -> None:
     config = configured(tmp_path)
-    with InstanceLock(config.state_dir):
+    with instance_lock(config.state_dir):
         async with Following(config) as following, httpx.AsyncClient() as client:
             url = following._sources._receivers[0].url
             content = request_of(fixture("new_v2")).SerializeToString()

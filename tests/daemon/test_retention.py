@@ -17,7 +17,7 @@ from sqlalchemy import Connection, insert, select
 from flywheel.config import Config, parse
 from flywheel.daemon import retention as removal
 from flywheel.daemon.deployer import Deployer
-from flywheel.daemon.lock import InstanceLock
+from flywheel.daemon.lock import instance_lock
 from flywheel.daemon.retention import STAYS, Removal, Retention
 from flywheel.errors import LockedError, ServeError, StoreError
 from flywheel.files import tree_sha256, write_json
@@ -313,7 +313,7 @@ async def test_a_slow_disk_holds_up_no_swap(state: Old, monkeypatch: pytest.Monk
     seen: list[bool] = []
 
     def look(directory: Path) -> int:
-        with InstanceLock(state.config.state_dir, "swap.lock"):
+        with instance_lock(state.config.state_dir, "swap.lock"):
             seen.append((directory / "adapter").exists())
         return 0
 
@@ -323,7 +323,7 @@ async def test_a_slow_disk_holds_up_no_swap(state: Old, monkeypatch: pytest.Monk
 
 
 async def test_nothing_goes_while_the_alias_is_moved(state: Old) -> None:
-    with InstanceLock(state.config.state_dir, "swap.lock"):
+    with instance_lock(state.config.state_dir, "swap.lock"):
         with pytest.raises(LockedError):
             await state.remove()
         await state.with_retention(keep_served=0).prune()

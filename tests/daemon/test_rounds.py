@@ -28,10 +28,10 @@ from flywheel.states import RoundState, Split
 from flywheel.store import (
     balance,
     claims,
+    database,
     deployments,
     ledger,
     lineage,
-    notes,
     rounds,
     schema,
 )
@@ -159,9 +159,9 @@ async def test_a_candidate_that_is_not_shown_to_be_better_changes_nothing_on_the
 
 
 async def test_nothing_is_waited_for_once_a_round_is_planned(wheel: Wheel) -> None:
-    await wheel.store.write(notes.note, notes.ROUND_NOTE, "3 of 4 samples are free")
+    await wheel.store.write(database.note, database.ROUND_NOTE, "3 of 4 samples are free")
     assert await wheel.rounds.start_due()
-    assert not await wheel.store.read(notes.noted, notes.ROUND_NOTE)
+    assert not await wheel.store.read(database.noted, database.ROUND_NOTE)
 
 
 async def test_a_refused_round_says_why(wheel: Wheel) -> None:
@@ -228,9 +228,9 @@ async def test_files_that_cannot_be_read_just_now_delay_the_decision(
             await wheel.rounds.finish_live()
     assert caught.value.retryable
     assert await wheel.state() == "evaluating"
-    assert "Input/output error" in await wheel.store.read(notes.noted, notes.ROUND_NOTE)
+    assert "Input/output error" in await wheel.store.read(database.noted, database.ROUND_NOTE)
     assert await wheel.rounds.finish_live() is RoundState.PROMOTED
-    assert await wheel.store.read(notes.noted, notes.ROUND_NOTE) == ""
+    assert await wheel.store.read(database.noted, database.ROUND_NOTE) == ""
 
 
 async def test_a_server_that_is_away_delays_the_swap_and_loses_nothing(wheel: Wheel) -> None:

@@ -20,7 +20,7 @@ from flywheel.serving.adapter_unloading import retire
 from flywheel.serving.replica_client import Replica
 from flywheel.serving.swap_report import SwapReport
 from flywheel.serving.weight_verification import compare
-from flywheel.states import DeploymentState, may_follow
+from flywheel.states import TRANSITIONS, DeploymentState
 from tests.serving.fake_vllm import BASE, FakeVllm, replica, running, with_middleware
 
 SETTINGS = ServingSettings(probe_tolerance=0.1, drain_seconds=0)
@@ -51,7 +51,7 @@ class Fleet:
             }
 
     async def on_state(self, state: DeploymentState, _: SwapReport | None = None) -> None:
-        assert may_follow(self.states[-1], state)
+        assert state in TRANSITIONS[DeploymentState][self.states[-1]]
         self.states.append(state)
 
     async def targets(self) -> list[str]:

@@ -16,9 +16,9 @@ from sqlalchemy import Connection, select
 from flywheel.diagnostics.task_file_audit import compare_task_file
 from flywheel.store import ledger, task_file
 from flywheel.store.database import Store
+from flywheel.store.existing_task_files import earlier_files
 from flywheel.store.schema import tasks
 from flywheel.store.task_file import TaskFile
-from flywheel.store.task_file_repair import earlier_files
 from tests.samples import batch, reply
 
 NEW_KEYS = ("prompt_tokens", "adapter_source", "prompt_exact", "prompt_reason", "prompt_source")
