@@ -1,23 +1,30 @@
-"""Use of the judge: calls and tokens, and the files by which a round's worker and its daemon share it.
+"""Use of the judge: calls and tokens, and the files that keep what is not in the store yet.
 
 The worker appends a line to `usage.jsonl` for every verdict that it paid for, before anything else sees the verdict.
-The daemon books each line once, and writes to `allowance.json` how much the worker may use.
+The daemon books each line once, and writes to `allowance.json` how much the worker may use. `calls-in-flight` holds
+the calls of tasks whose verdicts are not stored yet: a kill -9 must not lose what they used.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+import os
+import struct
+import threading
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, date, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
-from flywheel.files import PRIVATE, append_jsonl, cut_torn_line, write_json
+from flywheel.files import PRIVATE, append_jsonl, cut_torn_line, private, write_json
 
 USAGE_FILE: Final = "usage.jsonl"
 ALLOWANCE_FILE: Final = "allowance.json"
+IN_FLIGHT_FILE: Final = "calls-in-flight"
+_SLOT: Final = struct.Struct("<3q8x")
+"""Day (ordinal), calls and prompt tokens. The size divides that of a page: a slot is written whole or not at all."""
 
 
 class Purpose(StrEnum):
@@ -98,3 +105,58 @@ class Allowance:
             return cls(int(stored["tokens"]), str(stored["why"]))
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+
+@dataclass(eq=False, slots=True)
+class CallsInFlight:
+    """The judge calls whose verdicts are not stored yet, in a file of the state directory. Thread-safe.
+
+    Each call is counted before it is sent, in a slot of the thread that sends it. After a kill -9 the next process
+    books what the file holds. The file is not flushed to disk: after a power failure the count can be lost.
+    """
+
+    state_dir: Path
+    """The caller holds its instance lock."""
+    _file: int | None = None
+    _counted: dict[threading.Thread, tuple[int, int, int]] = field(default_factory=dict)
+    """By thread: slot, calls, prompt tokens."""
+    _free_slots: list[int] = field(default_factory=list)
+    _changing: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, prompt_tokens: int) -> None:
+        """Count one call that this thread is about to send, with its estimated tokens."""
+        thread = threading.current_thread()
+        with self._changing:
+            if self._file is None:
+                self._file = private(self.state_dir / IN_FLIGHT_FILE, os.O_RDWR | os.O_CREAT)
+            if thread not in self._counted:
+                self._counted[thread] = self._free_slots.pop() if self._free_slots else len(self._counted), 0, 0
+            slot, calls, tokens = self._counted[thread]
+            self._counted[thread] = slot, calls + 1, tokens + prompt_tokens
+            content = _SLOT.pack(datetime.now(UTC).toordinal(), calls + 1, tokens + prompt_tokens)
+            os.pwrite(self._file, content, slot * _SLOT.size)
+
+    def forget(self) -> None:
+        """Take back what this thread has counted: its verdict is stored, with the usage of its calls."""
+        with self._changing:
+            counted = self._counted.pop(threading.current_thread(), None)
+            if counted is not None and self._file is not None:
+                os.pwrite(self._file, bytes(_SLOT.size), counted[0] * _SLOT.size)
+                self._free_slots.append(counted[0])
+
+    def read(self) -> list[Used]:
+        """The calls that a process which died left in the file."""
+        try:
+            content = (self.state_dir / IN_FLIGHT_FILE).read_bytes()
+        except FileNotFoundError:
+            return []
+        whole = content[: len(content) - len(content) % _SLOT.size]
+        return [
+            Used(date.fromordinal(day).isoformat(), Purpose.FILTER, calls, tokens, 0)
+            for day, calls, tokens in _SLOT.iter_unpack(whole)
+            if calls
+        ]
+
+    def reset(self) -> None:
+        """Remove the file, after what `read` returned is booked."""
+        (self.state_dir / IN_FLIGHT_FILE).unlink(missing_ok=True)

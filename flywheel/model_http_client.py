@@ -58,10 +58,6 @@ class HttpAnswer:
     body: bytes
 
     @property
-    def is_success(self) -> bool:
-        return 200 <= self.status < 300
-
-    @property
     def error_message(self) -> str:
         """What an unsuccessful response says, in one line."""
         if location := self.headers.get("location"):

@@ -32,13 +32,12 @@ EXCERPT = 300
 async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: bool) -> dict[str, Any]:
     """Judge the labels, store the outcome, and report it as one JSON object."""
     from flywheel.cli.progress_bars import TaskCounter
-    from flywheel.daemon.judge_setup import chain_of, judge_settings
+    from flywheel.daemon.judge_setup import chain_of, check_independence, judge_settings
     from flywheel.daemon.judging_report import CostEstimator, cost_of
     from flywheel.judge.budget import Budget, BudgetSpentError
     from flywheel.judge.calibration import calibrate
     from flywheel.judge.client import settings_for
     from flywheel.judge.grader import Grader
-    from flywheel.judge.independence import check_independence
     from flywheel.judge_usage import Purpose
     from flywheel.rubric.file import load_rubric
     from flywheel.store import calibrations, verdicts
@@ -145,8 +144,8 @@ def _over_budget(attempted: str, why: str) -> JudgeError:
 
 async def suggest(config: Config, labels: Path, name: str) -> str:
     """The text of a drafted rubric."""
+    from flywheel.daemon.judge_setup import check_independence
     from flywheel.judge.client import JudgeClient
-    from flywheel.judge.independence import check_independence
     from flywheel.judge.suggestion import draft
     from flywheel.store.database import Store
 

@@ -147,7 +147,7 @@ async def _state(wanted: _Options) -> AsyncIterator[Store]:
 
 def _filtering(store: Store, wanted: _Options) -> TaskJudging:
     from flywheel.daemon.judging import TaskJudging
-    from flywheel.judge.usage_recovery import CallsInFlight
+    from flywheel.judge_usage import CallsInFlight
     from flywheel.rubric.file import load_rubric
 
     return TaskJudging(

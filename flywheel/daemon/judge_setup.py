@@ -1,9 +1,15 @@
-"""The rubric and the judge that apply: the configuration and its filter chain together."""
+"""The rubric and the judge that apply: the configuration and its filter chain together.
+
+The judge must be independent of the trained model, which would reward its own mistakes.
+"""
 
 from __future__ import annotations
 
+import ipaddress
 import logging
+from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 import orjson
 
@@ -11,11 +17,14 @@ from flywheel.config import Config, JudgeSettings
 from flywheel.errors import ConfigError
 from flywheel.filtering.chain import Chain, load_chain
 from flywheel.filtering.llm_evaluate import AGENTJET_CRITERIA, AGENTJET_TEMPERATURE
+from flywheel.judge.client import endpoints_of, settings_for
 from flywheel.rubric import Rubric
 from flywheel.rubric.file import load_rubric, parse_rubric
 from flywheel.verdict import Exchange
 
 log = logging.getLogger(__name__)
+
+PORTS = {"http": 80, "https": 443}
 
 
 def exchange_of(line: dict[str, Any]) -> Exchange:
@@ -69,3 +78,49 @@ def judge_settings(config: Config, chain: Chain | None) -> JudgeSettings:
         temperature = AGENTJET_TEMPERATURE
     given = {"temperature": temperature, "max_thread": step.max_thread, "max_tokens": step.max_tokens}
     return config.judge.model_copy(update={name: value for name, value in given.items() if value is not None})
+
+
+def check_independence(
+    config: Config, rubric: Rubric | None = None, warn: Callable[[str], object] = log.warning
+) -> None:
+    """Raise ConfigError if the judge, or its backup, is the trained model; warn of what else makes it dependent.
+
+    `rubric` may name a judge model of its own. The alias and its adapters are names that only our servers serve: they
+    are an error at any endpoint. The base model is an error at our servers and a warning elsewhere. Any other model
+    at our servers is a warning.
+    """
+    if config.judge.allow_self:
+        return
+    servers = {server_address(url) for url in config.serving.urls}
+    alias, base = config.model.alias, config.model.base.rstrip("/")
+    for endpoint in endpoints_of(settings_for(rubric, config.judge) if rubric else config.judge):
+        is_ours = server_address(endpoint.base_url) in servers
+        is_alias = endpoint.model == alias or endpoint.model.startswith(f"{alias}@")
+        is_base = endpoint.model.rstrip("/") in (base, base.rpartition("/")[2])
+        if is_alias or (is_base and is_ours):
+            raise ConfigError(
+                f"judge with {endpoint}",
+                "it is the model that is trained",
+                f"Set {endpoint.section}.model to an independent model, or judge.allow_self: true if you know why.",
+            )
+        if is_base or is_ours:
+            why = "is the base of the trained model" if is_base else "is at the trained model's own server"
+            warn(f"the judge {endpoint} {why}: it should be an independent one")
+
+
+def server_address(url: str) -> tuple[str, int, str]:
+    """Host, port and path of a URL in a normal form. All names of this machine are "loopback"."""
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        host, port = (parts.hostname or "").rstrip("."), parts.port or PORTS.get(parts.scheme, 0)
+    except ValueError:
+        return url, 0, ""
+    path = "/".join(part for part in parts.path.split("/") if part).removesuffix("v1").rstrip("/")
+    is_loopback = host == "localhost" or host.endswith(".localhost")
+    try:
+        address = ipaddress.ip_address(host)
+        address = getattr(address, "ipv4_mapped", None) or address
+        is_loopback = address.is_loopback or address.is_unspecified
+    except ValueError:
+        pass  # a name
+    return "loopback" if is_loopback else host, port, path

@@ -15,16 +15,15 @@ from typing import Any, Final, TypeVar
 from sqlalchemy import Connection
 
 from flywheel.config import Config
-from flywheel.daemon.judge_setup import chain_of, exchange_of, judge_settings, rubric_of
+from flywheel.daemon.judge_setup import chain_of, check_independence, exchange_of, judge_settings, rubric_of
 from flywheel.daemon.judging_report import JudgingEstimate, JudgingReport, TaskResult
 from flywheel.daemon.pre_filter import Ask, FilterResult, PreFilter, without_embeddings
 from flywheel.daemon.signals import in_daemon_thread
 from flywheel.errors import FilterError, FlywheelError, JudgeError
 from flywheel.judge.budget import Budget
 from flywheel.judge.grader import CallEstimate, Grader
-from flywheel.judge.independence import check_independence
 from flywheel.judge.thread_pool import grade_batches
-from flywheel.judge.usage_recovery import CallsInFlight
+from flywheel.judge_usage import CallsInFlight
 from flywheel.rubric import Rubric
 from flywheel.states import TaskState
 from flywheel.store import claims, database, deduplication, verdicts
@@ -114,8 +113,8 @@ class TaskJudging:
         report = run.report
         self._loop = asyncio.get_running_loop()
         capabilities = self.grader.client.capabilities
-        capabilities.restore(await self._store.read(database.noted, CAPABILITIES_NOTE))
-        known = capabilities.snapshot()
+        if known := await self._store.read(database.noted, CAPABILITIES_NOTE):
+            capabilities.restore(known)
         try:
             while True:
                 run.released, taken = 0, run.taken

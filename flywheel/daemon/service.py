@@ -27,7 +27,7 @@ from flywheel.daemon.stage import Stage
 from flywheel.daemon.systemd import beat, notify
 from flywheel.daemon.worker_process import STOP_SECONDS
 from flywheel.errors import FlywheelError, LockedError, ServeError, TrainError
-from flywheel.judge.usage_recovery import CallsInFlight
+from flywheel.judge_usage import CallsInFlight
 from flywheel.serving.replica_client import QUICK_SECONDS
 from flywheel.sources.ingestion import Ingestion
 from flywheel.states import RoundState

@@ -140,7 +140,7 @@ class Embedder:
             answer = self._client.post("/embeddings", orjson.dumps(wanted), self._key)
         except (RequestFailedError, ResponseTooLargeError) as error:
             raise _CallError(str(error), malformed=isinstance(error, ResponseTooLargeError)) from error
-        if not answer.is_success:
+        if not 200 <= answer.status < 300:
             why = f"it answered {answer.status} ({answer.error_message})"
             raise _CallError(why, status=answer.status, retry_after=answer.retry_after)
         try:

@@ -25,16 +25,18 @@ from tenacity import (
 
 from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
-from flywheel.judge.rate_limit import ConcurrencyLimit, Key, KeyPool, RateLimiter
-from flywheel.judge.response import CallError, Reply, parse_response
-from flywheel.judge.response_formats import (
+from flywheel.judge.chat_completions import (
     LABELS,
     PARAMETERS,
+    CallError,
     EndpointCapabilities,
+    Reply,
     ResponseFormat,
     is_rejection_of,
+    parse_response,
     request_parts,
 )
+from flywheel.judge.rate_limit import ConcurrencyLimit, Key, KeyPool, RateLimiter
 from flywheel.model_http_client import (
     HttpAnswer,
     ModelHttpClient,
@@ -293,7 +295,7 @@ class Endpoint:
         keys, client = self._connect()
         count = len(keys.keys)
         for left in reversed(range(count)):
-            key = self._next_key(keys, stop)
+            key = keys.take() or self._rested_key(keys, self._settings.timeout_seconds, stop)
             try:
                 return self._send(client, keys, key, body, stop)
             except CallError as error:
@@ -311,32 +313,26 @@ class Endpoint:
         if began is None:
             raise CallError("judging stops", final=True)
         throttled: bool | None = None
+        expected = len(body) / 4 + self._mean_completion
         try:
-            expected = len(body) / 4 + self._mean_completion
             wait = max(self._requests.reserve(), self._tokens.reserve(expected))
             if wait and stop.wait(wait):
                 raise CallError("judging stops", final=True)
             try:
                 reply = parse_response(client.post("/chat/completions", body, key.secret))
-            except CallError as error:
-                self._tokens.correct(-expected)
-                throttled = error.status == 429 or error.retry_after is not None or None
-                if throttled:
-                    keys.throttle(key, error.retry_after)
-                raise
-            except RequestFailedError as error:
-                self._tokens.correct(-expected)
-                raise CallError(str(error)) from error
             except ResponseTooLargeError as error:
                 reply = Reply("", str(error))
+            except (CallError, RequestFailedError) as error:
+                self._tokens.correct(-expected)
+                failure = error if isinstance(error, CallError) else CallError(str(error))
+                if failure.status == 429 or failure.retry_after is not None:
+                    throttled = True
+                    keys.throttle(key, failure.retry_after)
+                raise failure from error
             throttled = False
-            self._account(reply, expected)
         finally:
             self.concurrency.release(began, throttled=throttled)
         key.rejection = ""
-        return replace(reply, judge=str(self.config))
-
-    def _account(self, reply: Reply, expected: float) -> None:
         self.has_answered = True
         if reply.has_usage:
             self._mean_completion += 0.1 * (reply.completion_tokens - self._mean_completion)
@@ -344,14 +340,16 @@ class Endpoint:
         elif not self._warned_of_usage:
             self._warned_of_usage = True
             log.warning("%s does not report token usage: its tokens are counted as 0", self.config.base_url)
+        return replace(reply, judge=str(self.config))
 
-    def _next_key(self, keys: KeyPool, stop: threading.Event) -> Key:
-        """A key that does not rest, after a wait if necessary."""
+    @staticmethod
+    def _rested_key(keys: KeyPool, longest: float, stop: threading.Event) -> Key:
+        """The first key that has rested."""
         while (key := keys.take()) is None:
             if rejection := keys.rejection():
                 raise CallError(rejection, status=401)
             wait = keys.wait_seconds()
-            if wait > self._settings.timeout_seconds:
+            if wait > longest:
                 raise CallError(f"it requested a delay of {wait:.0f} s", final=True)
             if stop.wait(wait):
                 raise CallError("judging stops", final=True)
@@ -365,29 +363,26 @@ class Endpoint:
         """Made at the first call. Raises JudgeError for a URL, a key or a proxy that cannot be used."""
         with self._connecting:
             if self._connection is None:
-                url = self.config.base_url
+                url, variable = self.config.base_url, self.config.api_key_env
                 if not is_http_url(url):
                     hint = "Set {section}.base_url (or OPENAI_BASE_URL) to a URL such as http://127.0.0.1:8000/v1."
                     raise self._error(f"its endpoint {url} is no URL", hint)
-                keys = KeyPool(self._secrets())
+                keys = [key.strip() for key in os.environ.get(variable, "").split("|") if key.strip()]
+                if not keys and url != OPENAI_URL:
+                    keys = ["none"]  # most self-hosted servers need no key; one that does will say so
+                if not keys or not all(key.isascii() and key.isprintable() for key in keys):
+                    problem = "contains characters that no key has" if keys else "is not set"
+                    raise self._error(
+                        f"the environment variable {variable} with its key {problem}",
+                        "Set it, or name another one in {section}.api_key_env, or another endpoint in "
+                        "{section}.base_url.",
+                    )
                 try:
                     client = ModelHttpClient(url, timeout_seconds=self._settings.timeout_seconds)
                 except ValueError as error:
                     raise self._error(str(error), "Correct HTTPS_PROXY and HTTP_PROXY, or unset them.") from error
-                self._connection = keys, client
+                self._connection = KeyPool(keys), client
             return self._connection
-
-    def _secrets(self) -> list[str]:
-        keys = [key.strip() for key in os.environ.get(self.config.api_key_env, "").split("|") if key.strip()]
-        if keys and all(key.isascii() and key.isprintable() for key in keys):
-            return keys
-        if not keys and self.config.base_url != OPENAI_URL:
-            return ["none"]  # most self-hosted servers need no key; one that does will say so
-        raise self._error(
-            f"the environment variable {self.config.api_key_env} with its key "
-            f"{'contains characters that no key has' if keys else 'is not set'}",
-            "Set it, or name another one in {section}.api_key_env, or another endpoint in {section}.base_url.",
-        )
 
     def _unreachable(self, why: str) -> JudgeError:
         hint = "Check {section}.base_url and that the endpoint runs; the tasks are retried automatically."

@@ -21,7 +21,7 @@ from flywheel.errors import CheckError, JudgeError
 from flywheel.judge import prompt
 from flywheel.judge.client import NEVER, JudgeClient, settings_for
 from flywheel.judge.judge_call import JudgeCall, JudgeCallResult
-from flywheel.judge.usage_recovery import CallsInFlight
+from flywheel.judge_usage import CallsInFlight
 from flywheel.rubric import FLAT_ID, Criterion, Rubric
 from flywheel.rubric.checks import ask_the_judge, check_all
 from flywheel.verdict import CriterionResult, Exchange, Judgement, Outcome, Verdict

@@ -13,9 +13,9 @@ from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge import prompt
 from flywheel.judge.answer import UnreadableError, read, response_format
+from flywheel.judge.chat_completions import Reply
 from flywheel.judge.client import JudgeClient
-from flywheel.judge.response import Reply
-from flywheel.judge.usage_recovery import CallsInFlight
+from flywheel.judge_usage import CallsInFlight
 from flywheel.rubric import Criterion, Rubric
 from flywheel.verdict import CriterionResult, Exchange
 

@@ -12,10 +12,10 @@ import json_repair
 import yaml
 
 from flywheel.errors import CheckError, JudgeError
+from flywheel.judge.chat_completions import storable_value
 from flywheel.judge.client import NEVER, JudgeClient
 from flywheel.judge.labels import Label
 from flywheel.judge.prompt import block, new_nonce, turn
-from flywheel.judge.response import storable_value
 from flywheel.rubric import Rubric, lint
 from flywheel.rubric.checks import check
 from flywheel.rubric.file import validate

@@ -15,7 +15,7 @@ from flywheel.config import JudgeBudget
 from flywheel.errors import FlywheelError, JudgeError
 from flywheel.judge.budget import Budget
 from flywheel.judge.grader import Grader, PendingJudgeCall
-from flywheel.judge.usage_recovery import CallsInFlight
+from flywheel.judge_usage import CallsInFlight
 from flywheel.verdict import Exchange, Outcome, Verdict
 
 log = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from tenacity import RetryCallState, Retrying
 from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge import prompt
+from flywheel.judge.chat_completions import CallError
 from flywheel.judge.client import Endpoint, endpoints_of
 from flywheel.judge.grader import Grader
-from flywheel.judge.response import CallError
 from flywheel.judge.thread_pool import MAX_BROKEN, grade_all
 from flywheel.model_http_client import parse_retry_after
 from flywheel.rubric import Rubric

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flywheel.config import Config, parse
+from flywheel.daemon.judge_setup import check_independence, server_address
 from flywheel.errors import ConfigError
-from flywheel.judge.independence import check_independence, server_address
 from flywheel.rubric import Rubric
 
 

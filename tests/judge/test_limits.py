@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from flywheel.config import JudgeBudget, JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge.budget import Budget, BudgetSpentError
+from flywheel.judge.chat_completions import MAX_TOKEN_COUNT
 from flywheel.judge.client import NEVER, Endpoint
 from flywheel.judge.grader import Grader
 from flywheel.judge.rate_limit import (
@@ -26,7 +27,6 @@ from flywheel.judge.rate_limit import (
     KeyPool,
     RateLimiter,
 )
-from flywheel.judge.response import MAX_TOKEN_COUNT
 from flywheel.judge.thread_pool import MAX_WAITING, grade_all
 from flywheel.rubric import Rubric
 from flywheel.verdict import Exchange, Outcome, Verdict

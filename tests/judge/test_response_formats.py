@@ -9,9 +9,14 @@ from typing import Any
 import pytest
 
 from flywheel.config import JudgeSettings
+from flywheel.judge.chat_completions import (
+    MONTH_SECONDS,
+    EndpointCapabilities,
+    ResponseFormat,
+    is_rejection_of,
+)
 from flywheel.judge.client import Endpoint, JudgeClient
 from flywheel.judge.grader import Grader
-from flywheel.judge.response_formats import MONTH_SECONDS, EndpointCapabilities, ResponseFormat, is_rejection_of
 from flywheel.rubric import Rubric
 from flywheel.verdict import Exchange, Outcome
 from tests.judge_server import JudgeServer, nonce_of

@@ -11,10 +11,10 @@ import pytest
 from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge.answer import UnreadableError, read, response_format
+from flywheel.judge.chat_completions import EndpointCapabilities, ResponseFormat
 from flywheel.judge.client import JudgeClient
 from flywheel.judge.grader import Grader
 from flywheel.judge.prompt import messages, new_nonce
-from flywheel.judge.response_formats import EndpointCapabilities, ResponseFormat
 from flywheel.rubric import Rubric
 from flywheel.verdict import Exchange, Outcome
 from tests.conftest import POLICY, free_port, serve_config, start_server, stop_server

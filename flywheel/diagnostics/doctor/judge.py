@@ -15,12 +15,11 @@ from typing import Any, Final
 import orjson
 
 from flywheel.config import Config, JudgeSettings
-from flywheel.daemon.judge_setup import judge_settings, rubric_of
+from flywheel.daemon.judge_setup import check_independence, judge_settings, rubric_of
 from flywheel.diagnostics.doctor.finding import Finding, Result
 from flywheel.errors import ConfigError, FlywheelError, JudgeError
 from flywheel.filtering.chain import Chain, load_chain
 from flywheel.judge.client import KEY_REJECTED, Endpoint, EndpointConfig, JudgeClient, endpoints_of, settings_for
-from flywheel.judge.independence import independence_warnings
 from flywheel.model_http_client import HttpAnswer
 from flywheel.rubric import FIT_FOR_ROLLOUTS, Rubric
 from flywheel.rubric.examples import contradictions
@@ -70,7 +69,9 @@ class JudgeChecks:
         except ConfigError as error:
             yield Finding.of("rubric", error)
         try:
-            for warning in independence_warnings(self.config.model_copy(update={"judge": settings})):
+            warnings: list[str] = []
+            check_independence(self.config.model_copy(update={"judge": settings}), warn=warnings.append)
+            for warning in warnings:
                 yield Finding("judge", Result.WARNING, warning, "Set judge.model to an independent model.")
         except ConfigError as error:
             yield Finding.of("judge", error)

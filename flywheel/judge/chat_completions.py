@@ -1,0 +1,334 @@
+"""The chat completions protocol: response formats of a request, and the parsing of what an endpoint answers.
+
+A response format or parameter that an endpoint rejects is recorded in `EndpointCapabilities` and left out of later
+requests. An entry expires after a month, because servers change. Nothing in a response is trusted: an endpoint can
+answer anything with status 200.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+import orjson
+
+from flywheel.files import json_line
+from flywheel.model_http_client import HttpAnswer
+from flywheel.trace import ChatMessage
+
+MONTH_SECONDS: Final = 30 * 86_400.0
+TOOL_NAME: Final = "verdict"
+"""The function that a judge calls to give its verdict, where the format is a tool call."""
+
+
+class ResponseFormat(StrEnum):
+    """From the strictest to the loosest."""
+
+    SCHEMA = "schema"
+    TOOL = "tool"
+    TEXT = "text"
+
+
+SEED: Final = "seed"
+TEMPERATURE: Final = "temperature"
+"""Reasoning models reject every temperature but their default."""
+MAX_TOKENS: Final = "max_tokens"
+"""Newer OpenAI models require `max_completion_tokens` instead."""
+SYSTEM: Final = "system"
+"""The role: chat templates of some open-weight models have none."""
+PARAMETERS: Final = (SEED, TEMPERATURE, MAX_TOKENS, SYSTEM)
+LABELS: Final = {
+    ResponseFormat.SCHEMA.value: "JSON schema",
+    ResponseFormat.TOOL.value: "tool call",
+    SEED: "seed",
+    TEMPERATURE: "temperature",
+    MAX_TOKENS: "max_tokens",
+    SYSTEM: "system message",
+}
+
+_UNKNOWN: Final = r"(?:un(?:support|recogni|known|expect)|n['o]t (?:support|permit|allow|accept)|extra|deprecated)"
+_PARAMETER: Final = r"{unknown}.*\b{name}\b|\b{name}\b.*{unknown}{more}"
+"""A rejection of the parameter itself, and not of its value."""
+_REJECTIONS: Final = {
+    ResponseFormat.SCHEMA.value: r"response_?format|json_?\s?schema|structured|guided|grammar|schema",
+    ResponseFormat.TOOL.value: r"\btools?\b|tool_choice|tool-call|function",
+    SEED: r"\bseed\b",
+    TEMPERATURE: _PARAMETER.format(unknown=_UNKNOWN, name="temperature", more=""),
+    MAX_TOKENS: _PARAMETER.format(
+        unknown=_UNKNOWN,
+        name="max_tokens",
+        more=r"|use\W+max_completion_tokens|max_completion_tokens\W+instead",
+    ),
+    SYSTEM: _PARAMETER.format(
+        unknown=_UNKNOWN,
+        name=r"system\W+(?:role|message|prompt|instruction)s?",
+        more="|roles must alternate|only user and assistant roles|developer instruction is not enabled",
+    ),
+}
+_REJECTIONS_BY_FAILURE: Final = {
+    **_REJECTIONS,
+    ResponseFormat.SCHEMA.value: r"response_?format|json_?schema|grammar",
+    ResponseFormat.TOOL.value: r"\btools? param|tool_choice",
+    SEED: r"(?!)",
+}
+"""Stricter, for servers that fail with 5xx where others reject (llama.cpp, when a template raises): their messages
+name much else that failed."""
+
+
+def is_rejection_of(message: str, part: str, status: int = 400) -> bool:
+    """Whether an error message rejects this part of a request: a response format or a parameter."""
+    patterns = _REJECTIONS_BY_FAILURE if status >= 500 else _REJECTIONS
+    return part in patterns and re.search(patterns[part], message, re.I | re.S) is not None
+
+
+def request_parts(request: Mapping[str, Any]) -> list[str]:
+    """The parameters and response formats of a request, as far as an endpoint may not support them."""
+    parts: list[str] = [parameter for parameter in (SEED, TEMPERATURE, MAX_TOKENS) if parameter in request]
+    if any(message["role"] == SYSTEM for message in request["messages"]):
+        parts.append(SYSTEM)
+    formats = {"response_format": ResponseFormat.SCHEMA, "tools": ResponseFormat.TOOL}
+    return parts + [form for name, form in formats.items() if name in request]
+
+
+class EndpointCapabilities:
+    """What endpoints do not support, by endpoint with model. Thread-safe."""
+
+    def __init__(self, now: Callable[[], float] = time.time) -> None:
+        self._unsupported: dict[str, dict[str, float]] = {}
+        self._now = now
+        self._lock = threading.Lock()
+
+    def lacks(self, endpoint: str, part: str) -> bool:
+        # Without the lock: each call asks several times, and a mapping is only ever replaced or added to.
+        since = self._unsupported.get(endpoint, {}).get(part)
+        return since is not None and since + MONTH_SECONDS > self._now()
+
+    def formats(self, endpoint: str) -> list[ResponseFormat]:
+        """The supported formats, the strictest first. Text always is."""
+        return [form for form in ResponseFormat if form is ResponseFormat.TEXT or not self.lacks(endpoint, form)]
+
+    def supported_request(
+        self, endpoint: str, request: Mapping[str, Any], form: ResponseFormat, response_format: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The request in this format, without the parameters that the endpoint does not support."""
+        supported = dict(request)
+        for parameter in (SEED, TEMPERATURE):
+            if self.lacks(endpoint, parameter):
+                supported.pop(parameter, None)
+        if self.lacks(endpoint, MAX_TOKENS):
+            supported["max_completion_tokens"] = supported.pop(MAX_TOKENS)
+        if self.lacks(endpoint, SYSTEM):
+            messages: list[ChatMessage] = supported["messages"]
+            text = "\n\n".join(str(message["content"]) for message in messages)
+            supported["messages"] = [{"role": "user", "content": text}]
+        if form is ResponseFormat.SCHEMA:
+            supported["response_format"] = response_format
+        elif form is ResponseFormat.TOOL:
+            function = {
+                "name": TOOL_NAME,
+                "description": "Give the verdict.",
+                "parameters": response_format["json_schema"]["schema"],
+                "strict": True,
+            }
+            supported["tools"] = [{"type": "function", "function": function}]
+            supported["tool_choice"] = {"type": "function", "function": {"name": TOOL_NAME}}
+        return supported
+
+    def add(self, endpoint: str, part: str) -> bool:
+        """Record that the endpoint does not support this part; returns whether it was not known."""
+        if self.lacks(endpoint, part):
+            return False
+        with self._lock:
+            self._unsupported.setdefault(endpoint, {})[part] = self._now()
+            return True
+
+    def snapshot(self) -> str:
+        """All entries, as JSON to be stored; empty without any."""
+        with self._lock:
+            return json.dumps(self._unsupported, sort_keys=True) if self._unsupported else ""
+
+    def restore(self, snapshot: str) -> None:
+        """Add stored entries. An unreadable snapshot is ignored."""
+        try:
+            stored = json.loads(snapshot)
+            entries = {str(at): {str(k): float(since) for k, since in each.items()} for at, each in stored.items()}
+        except (ValueError, TypeError, AttributeError):
+            return
+        with self._lock:
+            known = self._unsupported
+            self._unsupported = {
+                at: {**entries.get(at, {}), **known.get(at, {})} for at in dict.fromkeys([*entries, *known])
+            }
+
+
+MAX_TOKEN_COUNT: Final = 100_000_000
+"""No call uses more tokens: higher counts are cut to this."""
+RETRYABLE: Final = frozenset({408, 409, 429})
+REJECTED_FOR_ALL: Final = frozenset({401, 402, 403, 404})
+"""Status codes about the key, the account or the model: every other call would get them too."""
+INVALID_KEY: Final = re.compile(
+    r"\b(?:invalid|incorrect|wrong|expired|missing|revoked) (?:\w+ )?(?:api[ _-]?key|token(?! (?:id|count|at|in)\b))",
+    re.I,
+)
+"""How some endpoints report a wrong key with status 400, where others answer 401."""
+
+
+class CallError(Exception):
+    """An attempt without a reply.
+
+    Attributes:
+        status: Status code of the response; 0 when none came.
+        retry_after: Delay that the endpoint requested, in seconds.
+        retryable: Whether the same call may succeed in a moment.
+    """
+
+    def __init__(
+        self, message: str, *, status: int = 0, retry_after: float | None = None, final: bool = False
+    ) -> None:
+        """`final` excludes a retry whatever the status is."""
+        super().__init__(message)
+        self.status = status
+        self.retry_after = retry_after
+        self.retryable = not final and (status == 0 or status in RETRYABLE or status >= 500)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The reply to one call.
+
+    Attributes:
+        text: What the judge wrote; empty where there is a `problem`.
+        problem: Why there is no text.
+        cut_off: The reply reached the maximum length.
+        has_usage: The endpoint reported the tokens used.
+        calls: 0 for a call that the endpoint rejected.
+        format: The response format that was requested.
+        judge: The model and endpoint that answered.
+    """
+
+    text: str
+    problem: str = ""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cut_off: bool = False
+    has_usage: bool = False
+    calls: int = 1
+    format: ResponseFormat = ResponseFormat.TEXT
+    judge: str = ""
+
+
+def parse_response(answer: HttpAnswer) -> Reply:
+    """The reply in an HTTP response. Raises CallError for a response without one."""
+    if not 200 <= answer.status < 300:
+        message = answer.error_message
+        status = 401 if answer.status == 400 and INVALID_KEY.search(message) else answer.status
+        raise CallError(f"it answered {answer.status} ({message})", status=status, retry_after=answer.retry_after)
+    try:
+        completion = orjson.loads(answer.body)
+    except orjson.JSONDecodeError:
+        completion = _repaired(answer.body)
+    if not isinstance(completion, dict):
+        raise CallError("the response is not a JSON object")
+    usage = _dict(completion.get("usage"))
+    tokens = _count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens"))
+    choices = completion.get("choices")
+    if not isinstance(choices, list) or not choices:
+        return _without_choice(completion.get("error"), tokens, has_usage=bool(usage))
+    choice = _dict(choices[0])
+    text, problem = _text(_dict(choice.get("message")))
+    return Reply(text, problem, *tokens, cut_off=choice.get("finish_reason") == "length", has_usage=bool(usage))
+
+
+def _without_choice(error: Any, tokens: tuple[int, int], *, has_usage: bool) -> Reply:
+    problem = f"the endpoint answered without a choice{f': {str(error)[:300]}' if error else ''}"
+    code = _dict(error).get("code")
+    status = _count(int(code) if isinstance(code, str) and code.isdecimal() and len(code) <= 4 else code)
+    failure = CallError(problem, status=status)
+    # What was billed is kept, though it is no verdict. What was not can be retried, or concerns every call.
+    if status and not any(tokens) and (failure.retryable or status in REJECTED_FOR_ALL):
+        raise failure
+    return Reply("", problem, *tokens, has_usage=has_usage)
+
+
+def _repaired(body: bytes) -> Any:
+    """The completion in a body that is not quite JSON. Raises CallError for a proxy's page or a truncated body."""
+    try:
+        # Some servers cut a text within a character.
+        return storable_value(json.loads(body.decode(json.detect_encoding(body), "replace")))
+    except (ValueError, RecursionError):
+        return _completion_of_stream(body)
+
+
+def storable_value(value: Any) -> Any:
+    """A parsed JSON value without lone surrogates: JSON can spell them, UTF-8 cannot hold them."""
+    return json.loads(json_line(value))
+
+
+def _completion_of_stream(body: bytes) -> dict[str, Any]:
+    """The completion in a stream of server-sent events: some proxies stream although nobody requested it."""
+    lines = body.decode("utf-8", "replace").splitlines()
+    events = [line.removeprefix("data:").strip() for line in lines if line.startswith("data:")]
+    if not events or any(line and not line.startswith(("data:", "event:", "id:", "retry:", ":")) for line in lines):
+        raise CallError("the response is not JSON")
+    text, name, arguments, finish_reason = "", "", "", None
+    usage: Any = None
+    error: Any = None
+    for event in events:
+        if event == "[DONE]":
+            continue
+        try:
+            chunk = _dict(storable_value(json.loads(event)))
+        except (ValueError, RecursionError):
+            raise CallError("the response is a stream that is not JSON") from None
+        usage, error = chunk.get("usage") or usage, chunk.get("error") or error
+        for choice in map(_dict, chunk.get("choices") or ()):
+            delta = _dict(choice.get("delta"))
+            text += _content(delta.get("content"))
+            for call in delta.get("tool_calls") or ():
+                function = _dict(_dict(call).get("function"))
+                name = name or str(function.get("name") or "")
+                arguments += str(function.get("arguments") or "")
+            finish_reason = choice.get("finish_reason") or finish_reason
+    if "[DONE]" not in events and finish_reason is None and error is None:
+        raise CallError("the response is a stream that was cut off")
+    calls = [{"function": {"name": name, "arguments": arguments}}] if name else []
+    message = {"content": text, "tool_calls": calls}
+    choices = [{"message": message, "finish_reason": finish_reason}] if finish_reason is not None else []
+    return {"choices": choices, "usage": usage, "error": error}
+
+
+def _text(message: dict[str, Any]) -> tuple[str, str]:
+    """The text, which can be the arguments of the verdict's tool call, and the problem."""
+    if refusal := message.get("refusal"):
+        return "", f"the judge refused: {str(refusal)[:300]}"
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = _dict(_dict(call).get("function"))
+        if function.get("name") == TOOL_NAME and isinstance(arguments := function.get("arguments"), str):
+            return arguments, ""
+    content = _content(message.get("content"))
+    return (content, "") if content.strip() else ("", "the reply has no text")
+
+
+def _content(content: Any) -> str:
+    """A message's text. Most endpoints send a string, some a list of parts with reasoning between them."""
+    if isinstance(content, str):
+        return content
+    parts = [_dict(part) for part in content] if isinstance(content, list) else []
+    texts = (part.get("text") for part in parts if part.get("type", "text") == "text")
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _count(value: Any) -> int:
+    is_count = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return int(min(value, MAX_TOKEN_COUNT)) if is_count else 0
