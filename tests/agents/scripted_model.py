@@ -1,0 +1,138 @@
+"""A scripted model behind the HTTP interface of vLLM 0.32: it multiplies with a tool, and answers from the result.
+
+Chat completions, plain and streamed, with response ids made of `X-Request-Id` as vLLM makes them. The recorder notes
+what the agents send in front of the middleware.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from flywheel.serving.asgi import App, Receive, Scope, Send
+
+Json = dict[str, Any]
+
+
+class ScriptedModel:
+    """`adapters` are the models that can be loaded; `pause` is the time between the events of a stream."""
+
+    def __init__(self, pause: float = 0.0) -> None:
+        self.adapters: dict[str, str] = {}
+        self.pause = pause
+        self._numbers = itertools.count()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = b""
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        path = scope["path"]
+        if path == "/health":
+            await answer(send, 200, {})
+        elif path == "/v1/models":
+            cards = [{"id": "tiny", "object": "model", "root": "/tiny", "parent": None}]
+            cards += [{"id": n, "object": "model", "root": p, "parent": "tiny"} for n, p in self.adapters.items()]
+            await answer(send, 200, {"object": "list", "data": cards})
+        elif path == "/v1/chat/completions":
+            headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+            await self.chat(json.loads(body), headers.get("x-request-id", ""), send)
+        else:
+            await answer(send, 404, {"error": {"message": "Not Found"}})
+
+    async def chat(self, wanted: Json, request_id: str, send: Send) -> None:
+        message = self.reply(wanted)
+        reason = "tool_calls" if message.get("tool_calls") else "stop"
+        usage = {"prompt_tokens": len(str(wanted["messages"])) // 4, "completion_tokens": 7, "total_tokens": 0}
+        head = {"id": f"chatcmpl-{request_id}", "created": 0, "model": wanted["model"]}
+        if not wanted.get("stream"):
+            choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": reason}
+            await answer(send, 200, {**head, "object": "chat.completion", "choices": [choice], "usage": usage})
+            return
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
+        )
+        for delta in deltas(message):
+            choice = {"index": 0, "delta": delta, "finish_reason": None}
+            await event(send, {**head, "object": "chat.completion.chunk", "choices": [choice]})
+            await asyncio.sleep(self.pause)
+        choice = {"index": 0, "delta": {}, "finish_reason": reason}
+        await event(send, {**head, "object": "chat.completion.chunk", "choices": [choice]})
+        if (wanted.get("stream_options") or {}).get("include_usage"):
+            await event(send, {**head, "object": "chat.completion.chunk", "choices": [], "usage": usage})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+    def reply(self, wanted: Json) -> Json:
+        """Two numbers in the last question are multiplied by the tool, if it is offered; else the model guesses."""
+        last = wanted["messages"][-1]
+        if last["role"] == "tool":
+            return {"content": f"The result is {text_of(last)}."}
+        questions = [text_of(message) for message in wanted["messages"] if message["role"] == "user"]
+        asked = next(text for text in reversed(questions) if "<system-reminder>" not in text)
+        numbers = [int(number) for number in re.findall(r"\d+", asked)][:2]
+        if len(numbers) == 2 and wanted.get("tools"):
+            name = wanted["tools"][0]["function"]["name"]
+            arguments = json.dumps(dict(zip("ab", numbers, strict=True)))
+            call = {"id": f"chatcmpl-tool-{next(self._numbers):08x}", "type": "function"}
+            return {"content": None, "tool_calls": [{**call, "function": {"name": name, "arguments": arguments}}]}
+        return {"content": f"You asked: {asked}"}
+
+
+def deltas(message: Json) -> Iterator[Json]:
+    """A message in the pieces of a stream, as vLLM sends them."""
+    yield {"role": "assistant", "content": ""}
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        yield {
+            "tool_calls": [{"index": 0, "id": call["id"], "type": "function", "function": {"name": function["name"]}}]
+        }
+        for piece in re.findall(".{1,5}", function["arguments"]):
+            yield {"tool_calls": [{"index": 0, "function": {"arguments": piece}}]}
+    for piece in re.findall(r"(?s).{1,6}", message.get("content") or ""):
+        yield {"content": piece}
+
+
+def text_of(message: Json) -> str:
+    content = message["content"]
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+async def answer(send: Send, status: int, content: Json) -> None:
+    body = json.dumps(content).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def event(send: Send, content: Json) -> None:
+    await send({"type": "http.response.body", "body": f"data: {json.dumps(content)}\n\n".encode(), "more_body": True})
+
+
+class Recorder:
+    """Passes everything on to `app`, and keeps the bodies of chat requests in `requests`."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self.requests: list[Json] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = b""
+
+        async def heard() -> Any:
+            nonlocal body
+            message = await receive()
+            if message["type"] == "http.request" and scope["path"] == "/v1/chat/completions":
+                body += message.get("body", b"")
+                if not message.get("more_body"):
+                    self.requests.append(json.loads(body))
+            return message
+
+        await self._app(scope, heard, send)
