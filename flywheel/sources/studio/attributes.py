@@ -7,7 +7,6 @@ Each accessor takes the first of: the GenAI convention (`gen_ai.…`), the funct
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final, TypeVar, get_type_hints
 
@@ -27,7 +26,7 @@ from flywheel.sources.studio.messages import (
     tool_of,
 )
 from flywheel.sources.studio.reprs import is_result, parse_call
-from flywheel.sources.studio.span import NOTHING, Attributes, Function, Span
+from flywheel.sources.studio.span import NOTHING, Attributes, Function, Span, SpanKind
 from flywheel.trace import ChatMessage, get_path
 
 S = TypeVar("S", bound=Struct)
@@ -39,24 +38,7 @@ _MEDIA: Final = (b"image", b"audio", b"video", b'"blob"', b'"uri"', b'"file"')
 _TEMPLATE: Final = ("chat_template", "chat_template_kwargs", "documents", "reasoning_effort")
 
 
-class _NamedArguments(Struct, frozen=True):
-    kwargs: dict[str, Raw] = {}
-
-
-class _NamedFunction(Struct, frozen=True):
-    input: _NamedArguments = _NamedArguments()
-
-
-class _NamedScope(Struct, frozen=True):
-    function: _NamedFunction | None = None
-
-
-class _Named(_NamedFunction, frozen=True):
-    agentscope: _NamedScope = _NamedScope()
-
-
 _decode_attributes = msgspec.json.Decoder(Attributes).decode
-_decode_named = msgspec.json.Decoder(_Named).decode
 _decode_items = msgspec.json.Decoder(list[Raw]).decode
 _decode = msgspec.json.Decoder().decode
 
@@ -82,18 +64,21 @@ def with_first_argument(found: Attributes, data: bytes | None) -> Attributes:
 
     Clients record arguments by name. The input is the first message among them, or else the first text.
     """
-    if found.input.kwargs.msg is not NOTHING or data is None or b'"kwargs"' not in data:
+    kwargs = found.input.kwargs
+    if kwargs.msg is not NOTHING or data is None or b'"kwargs"' not in data or items_of(found.input.args):
         return found
     try:
-        named = _decode_named(data)
+        recorded = _decode(data)
     except (msgspec.MsgspecError, RecursionError):
         return found
-    values = [bytes(value) for value in (named.agentscope.function or named).input.kwargs.values()]
-    messages = (value for value in values if value.startswith((b'"Msg(id=', b'["Msg(id=')))
-    handed = next(messages, None) or next((value for value in values if value[:1] == b'"' and len(value) > 2), None)
-    if handed is None or items_of(found.input.args):
+    named = get_path(get_path(recorded, "agentscope", "function") or recorded, "input", "kwargs")
+    values = list(named.values()) if isinstance(named, dict) else []
+    firsts = [value[0] if isinstance(value, list) and value else value for value in values]
+    messages = [value for value, first in zip(values, firsts, strict=True) if first_text(first).startswith("Msg(id=")]
+    handed = messages[0] if messages else first_text(*values)
+    if not handed:
         return found
-    return replace(found, input=replace(found.input, kwargs=replace(found.input.kwargs, msg=Raw(handed))))
+    return replace(found, input=replace(found.input, kwargs=replace(kwargs, msg=Raw(msgspec.json.encode(handed)))))
 
 
 def _pruned(value: dict[str, Any], kind: type[S]) -> S:
@@ -167,10 +152,12 @@ def user_id(span: Span) -> str:
     return next((str(person.id) for person in people if person.id != ""), "")
 
 
-def agent_input(span: Span) -> list[Message]:
-    """The messages an agent was called with. Raises ReprError."""
+def input_messages(span: Span) -> list[Message]:
+    """The messages an agent or a model was called with. Raises ReprError."""
+    kwargs = span.attributes.input.kwargs
+    named = kwargs.msg if span.kind is SpanKind.AGENT else kwargs.messages
     written = messages_of(value_of(span.attributes.gen_ai.input.messages), encoded=True)
-    return written or messages_of(value_of(_argument(span, span.attributes.input.kwargs.msg)))
+    return written or messages_of(value_of(_argument(span, named)))
 
 
 def agent_output(span: Span) -> Message | None:
@@ -203,20 +190,12 @@ def wants_structure(span: Span) -> bool:
 
 def conversation(span: Span) -> list[ChatMessage]:
     """The messages a model was called with, in the OpenAI form; callers must not change them. Raises ReprError."""
-    written = _chat(span.attributes.gen_ai.input.messages, encoded=True)
-    return written or _chat(_argument(span, span.attributes.input.kwargs.messages), encoded=False)
-
-
-def _chat(raw: Raw, *, encoded: bool) -> list[ChatMessage]:
     chat: list[ChatMessage] = []
-    if items := items_of(raw):
-        for item in items:
-            data = bytes(item)
-            chat += _chat_item(data) if len(data) <= _CACHED_BYTES else _chat_item.__wrapped__(data)
-        return chat
-    for message in messages_of(value_of(raw), encoded=encoded):
-        chat += chat_of(message)
-    return chat
+    written = items_of(span.attributes.gen_ai.input.messages)
+    for item in written or items_of(_argument(span, span.attributes.input.kwargs.messages)):
+        data = bytes(item)
+        chat += _chat_item(data) if len(data) <= _CACHED_BYTES else _chat_item.__wrapped__(data)
+    return chat or [each for message in input_messages(span) for each in chat_of(message)]
 
 
 @lru_cache(maxsize=1024)
@@ -230,10 +209,8 @@ def _chat_item(data: bytes) -> tuple[ChatMessage, ...]:
 
 def speaker(span: Span) -> str:
     """The agent's name, from its own messages in a model call's input. Raises ReprError."""
-    written = messages_of(value_of(span.attributes.gen_ai.input.messages), encoded=True)
-    given = written or messages_of(value_of(_argument(span, span.attributes.input.kwargs.messages)))
-    names = (message.get("name") for message in reversed(given) if message.get("role") == "assistant")
-    return next((name for name in names if isinstance(name, str)), "")
+    said = [message for message in reversed(input_messages(span)) if message.get("role") == "assistant"]
+    return next((message["name"] for message in said if isinstance(message.get("name"), str)), "")
 
 
 def model_output(span: Span) -> Message | None:
@@ -245,24 +222,6 @@ def model_output(span: Span) -> Message | None:
         output = parse_call(output)
     content = get_path(output, "content")
     return None if content is None else {"role": "assistant", "content": content}
-
-
-def model_name(span: Span) -> str:
-    """The model that was requested."""
-    attributes = span.attributes
-    return attributes.gen_ai.request.model or first_text(get_path(value_of(attributes.metadata), "model_name"))
-
-
-def hides_a_message(span: Span, chat: Sequence[ChatMessage]) -> bool:
-    """Whether a model was sent a message that the trace does not show; `chat` is its `conversation`.
-
-    AgentScope's tracer leaves out hints, such as the runtime reminder of 2.0.6 and later: a message with nothing else
-    is recorded without parts. Models are not sent empty messages.
-    """
-    if not any(message["content"] == "" and "tool_calls" not in message for message in chat):
-        return False
-    written = messages_of(value_of(span.attributes.gen_ai.input.messages), encoded=True)
-    return any(message.get("parts") == [] for message in written)
 
 
 def holds_media(span: Span) -> bool:
@@ -288,7 +247,7 @@ def sets_template_parameters(span: Span) -> bool:
 def tokens(span: Span) -> tuple[int, int]:
     """Input and output tokens of a model call; 0 where they are not recorded."""
     usage = value_of(span.attributes.gen_ai.usage) or get_path(value_of(span.attributes.output), "usage")
-    counts = (get_path(usage, "input_tokens"), get_path(usage, "output_tokens"))
+    counts = (usage.get("input_tokens"), usage.get("output_tokens")) if isinstance(usage, dict) else (0, 0)
     given, answered = (count if isinstance(count, int) and 0 < count < 2**63 else 0 for count in counts)
     return given, answered
 
@@ -322,14 +281,8 @@ class ToolUse(Struct):
     call: dict[str, Any]
     arguments: Any
     output: Any
-
-    @property
-    def id(self) -> str:
-        return str(self.call["id"])
-
-    @property
-    def name(self) -> str:
-        return str(self.call["function"]["name"])
+    id: str
+    name: str
 
     @property
     def result(self) -> str | None:
@@ -352,4 +305,5 @@ def tool_use(span: Span) -> ToolUse:
         call = call_of(old if isinstance(old, dict) else {"name": name})
     if arguments is None:
         arguments = get_path(called, "input")
-    return ToolUse(span, call, arguments, value_of(span.attributes.output) if output is None else output)
+    output = value_of(span.attributes.output) if output is None else output
+    return ToolUse(span, call, arguments, output, call["id"], call["function"]["name"])

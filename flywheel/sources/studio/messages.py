@@ -86,20 +86,12 @@ def _typed(block: dict[str, Any]) -> dict[str, Any]:
 
 def text_of(message: Message) -> str:
     """The text of a message, without reasoning and tool calls."""
-    return _text(blocks_of(message))
+    return "\n".join(texts_in(blocks_of(message)))
 
 
-def texts_of(message: Message) -> list[str]:
-    """The text blocks of a message."""
-    return _texts(blocks_of(message))
-
-
-def _texts(blocks: Iterable[dict[str, Any]]) -> list[str]:
+def texts_in(blocks: Iterable[dict[str, Any]]) -> list[str]:
+    """The texts of those blocks that are text."""
     return [_plain(block.get("text", block.get("content"))) for block in blocks if block.get("type") == "text"]
-
-
-def _text(blocks: Iterable[dict[str, Any]]) -> str:
-    return "\n".join(_texts(blocks))
 
 
 def _plain(value: Any) -> str:
@@ -111,8 +103,25 @@ def _plain(value: Any) -> str:
 
 def images_of(message: Message) -> list[str]:
     """References to the images of a message. Embedded data has no address, so its hash is the reference."""
-    blocks = (block for block in blocks_of(message) if block.get("type") != "text")
-    return [reference for block in blocks if (reference := _image(block))]
+    references: list[str] = []
+    for block in blocks_of(message):
+        match block:
+            case (
+                {"type": "image", "source": {"url": str(reference)}}
+                | {"type": "image_url", "image_url": {"url": str(reference)}}
+                | {"type": "uri", "modality": "image", "uri": str(reference)}
+            ):
+                is_embedded = reference.startswith("data:")
+            case {"type": "image", "source": {"data": str(reference)}}:
+                is_embedded = True
+            case {"type": "blob", "modality": "image", **rest}:
+                reference, is_embedded = str(rest.get("content", rest.get("data", ""))), True
+            case _:
+                continue
+        if is_embedded:
+            reference = "sha256:" + hashlib.sha256(reference.encode("utf-8", "surrogatepass")).hexdigest()
+        references.append(reference)
+    return [reference for reference in references if reference]
 
 
 def is_media(block: dict[str, Any]) -> bool:
@@ -123,24 +132,6 @@ def is_media(block: dict[str, Any]) -> bool:
 _MEDIA_TYPES: Final = frozenset(
     {"image", "image_url", "audio", "input_audio", "audio_url", "video", "video_url", "file", "uri", "blob", "data"}
 )
-
-
-def _image(block: dict[str, Any]) -> str:
-    match block:
-        case {"type": "image", "source": {"url": str(url)}} | {"type": "image_url", "image_url": {"url": str(url)}}:
-            return _embedded(url) if url.startswith("data:") else url
-        case {"type": "image", "source": {"data": str(data)}}:
-            return _embedded(data)
-        case {"type": "uri", "modality": "image", "uri": str(url)}:
-            return _embedded(url) if url.startswith("data:") else url
-        case {"type": "blob", "modality": "image", **rest}:
-            return _embedded(str(rest.get("content", rest.get("data", ""))))
-        case _:
-            return ""
-
-
-def _embedded(data: str) -> str:
-    return "sha256:" + hashlib.sha256(data.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def result_text(value: Any) -> str:
@@ -158,14 +149,14 @@ def result_text(value: Any) -> str:
             except (ValueError, RecursionError):
                 return value
             if all(isinstance(block, dict) and "type" in block for block in decoded):
-                return _text(decoded)
+                return "\n".join(texts_in(decoded))
         return value
     if isinstance(value, dict) and "content" in value:
         return result_text(value["content"])
     if isinstance(value, list):
         blocks = _blocks(value)
         if all("type" in block for block in blocks):
-            return _text(blocks)
+            return "\n".join(texts_in(blocks))
     return _plain(value)
 
 
@@ -179,14 +170,14 @@ def chat_of(message: Message) -> list[ChatMessage]:
         call_id = message.get("tool_call_id")
         results = [block for block in blocks if block.get("type") in _RESULTS]
         if not results:
-            return [_tool_message(call_id, message.get("name"), _text(blocks))]
+            return [_tool_message(call_id, message.get("name"), "\n".join(texts_in(blocks)))]
         # The message's own name is its author's.
         return [
             _tool_message(block.get("id") or call_id, block.get("name"), result_text(_result_in(block)))
             for block in results
         ]
     if len(blocks) == 1 and blocks[0].get("type") == "text" and not message.get("tool_calls"):
-        return [{"role": role, "content": _text(blocks)}]
+        return [{"role": role, "content": texts_in(blocks)[0]}]
     done: list[ChatMessage] = []
     texts: list[dict[str, Any]] = []
     calls = [call_of(call) for call in message.get("tool_calls") or () if isinstance(call, dict)]
@@ -218,7 +209,7 @@ def _result_in(block: dict[str, Any]) -> Any:
 
 
 def _said(role: str, texts: list[dict[str, Any]], calls: list[dict[str, Any]]) -> ChatMessage:
-    said: ChatMessage = {"role": role, "content": _text(texts)}
+    said: ChatMessage = {"role": role, "content": "\n".join(texts_in(texts))}
     if calls:
         said["tool_calls"] = calls
     return said

@@ -23,7 +23,7 @@ from flywheel import exclusion
 from flywheel.batch import Batch, Entry, entries_of, storable
 from flywheel.exclusion import TrainedModels
 from flywheel.sources.studio import attributes as at
-from flywheel.sources.studio.messages import FINISH_FUNCTIONS, Message, images_of, text_of, texts_of
+from flywheel.sources.studio.messages import FINISH_FUNCTIONS, Message, blocks_of, images_of, text_of, texts_in
 from flywheel.sources.studio.schema import SCHEMAS, Schema, excerpt_of
 from flywheel.sources.studio.span import Attributes, Span, SpanKind
 from flywheel.sources.studio.trace_tree import Role, Tree
@@ -132,7 +132,7 @@ def finished_reply(tree: Tree, agent: Span, selection: Selection) -> Reply:
     """The reply of an agent span. Raises ReprError if its texts are garbled."""
     placement = tree.placement(agent)
     calls = Trajectory(tree.own(agent.span_id))
-    handed = at.agent_input(agent)
+    handed = at.input_messages(agent)
     output = at.agent_output(agent)
     answer = text_of(output) if output else ""
     request = _request(handed)
@@ -144,7 +144,7 @@ def finished_reply(tree: Tree, agent: Span, selection: Selection) -> Reply:
     history, turn = _history(conversation, request, handed)
     given = conversation + list(resumed)
     asked = placement.asked if placement.role is Role.LAST else agent
-    query = request if asked is agent else _request(at.agent_input(asked))
+    query = request if asked is agent else _request(at.input_messages(asked))
     images = tuple(dict.fromkeys(image for message in handed for image in images_of(message)))
     name = at.agent_name(agent)
     steps = calls.steps(answer, resumed)
@@ -225,12 +225,19 @@ def _history(
 ) -> tuple[tuple[ChatMessage, ...], int]:
     """The conversation without the request, and the number of earlier turns.
 
-    The request is the last user message with that text; a pipeline stage is called with an assistant's message.
+    The request is the last user message with that text, else the last assistant message with it, by which a pipeline
+    stage is called, else the last user message.
     Messages behind it (retrieved knowledge, hints) stay, as the model saw them.
     """
-    place = _place_of(conversation, request)
-    if place is None:
+    same = [place for place, message in enumerate(conversation) if message["content"] == request]
+    asked_at = (
+        [place for place in same if conversation[place]["role"] == "user"]
+        or [place for place in same if conversation[place]["role"] == "assistant"]
+        or [place for place, message in enumerate(conversation) if message["role"] == "user"]
+    )
+    if not asked_at:
         return tuple(conversation), 0
+    place = asked_at[-1]
     before = list(conversation[:place])
     asked = conversation[place]
     if asked["content"] != request and (earlier := _earlier(asked["content"], handed)):
@@ -248,28 +255,12 @@ def _earlier(content: str, handed: Sequence[Message]) -> str:
     message = next((message for message in reversed(handed) if text_of(message)), None)
     if message is None:
         return ""
-    asked = "".join(f"\n{message.get('name')}: {text}" for text in texts_of(message))
+    asked = "".join(f"\n{message.get('name')}: {text}" for text in texts_in(blocks_of(message)))
     head, end, _ = content.rpartition("\n</history>")
     if not end or not head.endswith(asked):
         return ""
     head = head[: -len(asked)]
     return "" if head.endswith("<history>") else head + end
-
-
-def _place_of(conversation: Sequence[ChatMessage], request: str) -> int | None:
-    """The place of the request: the last user message with its text, else the last assistant message with it, else
-    the last user message."""
-    of_assistant = of_user = None
-    for place in range(len(conversation) - 1, -1, -1):
-        message = conversation[place]
-        role = message["role"]
-        if role == "user":
-            if message["content"] == request:
-                return place
-            of_user = place if of_user is None else of_user
-        elif role == "assistant" and message["content"] == request:
-            of_assistant = place if of_assistant is None else of_assistant
-    return of_user if of_assistant is None else of_assistant
 
 
 def _structured(agent: Span, calls: Trajectory) -> dict[str, Any] | None:
@@ -317,7 +308,7 @@ def _skip(
 
 
 def _was_interrupted(agent: Span, calls: Trajectory, output: Message | None, answer: str) -> bool:
-    if exception(agent)[0].endswith("CancelledError"):
+    if agent.events and exception(agent)[0].endswith("CancelledError"):
         return True
     metadata = at.returned_metadata(agent) if output else {}
     if metadata.get("_is_interrupted") is True or metadata.get("is_interrupted") is True:
@@ -347,8 +338,11 @@ def prompt_reason(first: Span | None, given: Sequence[ChatMessage], prompt: Sequ
     chat = at.conversation(first)
     called = {call["function"]["name"] for message in chat for call in message.get("tool_calls", ())}
     offered = (first.attributes.gen_ai.tool.definitions, first.attributes.input.kwargs.tools)
+    # AgentScope's tracer leaves out hints, such as the runtime reminder of 2.0.6 and later: a message with nothing
+    # else is recorded without parts. Models are not sent empty messages.
+    has_empty = any(message["content"] == "" and "tool_calls" not in message for message in chat)
     reasons = {
-        exclusion.HIDDEN_MESSAGE: at.hides_a_message(first, chat),
+        exclusion.HIDDEN_MESSAGE: has_empty and any(sent.get("parts") == [] for sent in at.input_messages(first)),
         exclusion.OTHERWISE: list(given) != list(prompt) or called & FINISH_FUNCTIONS,
         exclusion.IMAGE: at.holds_media(first),
         exclusion.FINISH_FUNCTION: any(name.encode() in bytes(raw) for raw in offered for name in FINISH_FUNCTIONS),

@@ -199,7 +199,7 @@ class _Stage(Struct, frozen=True):
 def _stage(agent: Span) -> _Stage:
     try:
         output = at.agent_output(agent)
-        handed = [(str(message.get("role")), _plain(text_of(message))) for message in at.agent_input(agent)]
+        handed = [(str(message.get("role")), _plain(text_of(message))) for message in at.input_messages(agent)]
     except ReprError:
         # Extraction reports it with the reply of this agent.
         return _Stage(agent, at.agent_name(agent), [("user", "")], "")

@@ -7,10 +7,8 @@ by the text of a result while the span ends as if all were well.
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cached_property
-from operator import itemgetter
 from typing import Any, Final
 
 from flywheel.exclusion import TrainedModels
@@ -61,15 +59,24 @@ class Trajectory:
         tools: tuple[dict[str, Any], ...] = ()
         inputs = outputs = 0
         for place, span in enumerate(self.models):
-            asked = at.model_name(span)
+            metadata = span.attributes.metadata
+            asked = span.attributes.gen_ai.request.model or first_text(get_path(value_of(metadata), "model_name"))
             if place not in self._aside and asked and (not model or self.answers[place]):
                 model = asked
             tools = tools or at.tool_definitions(span)
             given, answered = at.tokens(span)
             inputs += given
             outputs += answered
-            if (version := _version(span, asked, models)) is not None:
-                adapter, source = version
+            # An empty version stands for the base model.
+            response = span.attributes.gen_ai.response
+            if response.id and (mark := mark_of(response.id)) is not None:
+                adapter, source = "" if mark.version == BASE_VERSION else mark.version, "id"
+            elif "@" in response.model:
+                adapter, source = response.model, "model"
+            elif models.alias and asked.startswith(f"{models.alias}@"):
+                adapter, source = asked, "model"
+            elif response.model and response.model == models.base:
+                adapter, source = "", "model"
         return {
             "model": model,
             "adapter": adapter,
@@ -122,7 +129,7 @@ class Trajectory:
                     tool = _take(unused, call["id"], name, until)
                     if name in FINISH_FUNCTIONS:
                         continue
-                    result = tool.result if tool is not None else self._later_results.after(place, call["id"])
+                    result = tool.result if tool is not None else self._result_after(place, call["id"])
                     if result is not None:
                         steps.append(_tool_step(call["id"], name, result))
         for tool in unused:
@@ -133,9 +140,24 @@ class Trajectory:
                     steps.append(_tool_step(tool.id or tool.span.span_id, tool.name, result))
         return tuple(without_finish(steps)) if steps else ()
 
+    def _result_after(self, place: int, call_id: str) -> str | None:
+        """The result that the first model call behind `place` with any result of that call was given."""
+        return next((result for last, result in self._results.get(call_id, ()) if last > place), None)
+
     @cached_property
-    def _later_results(self) -> _LaterResults:
-        return _LaterResults(self.models)
+    def _results(self) -> dict[str, list[tuple[int, str]]]:
+        """By call id, the results in the inputs of the model calls, each with the place of the last of the calls in a
+        row that were given it. They are read only if a tool call has no span of its own."""
+        results: dict[str, list[tuple[int, str]]] = {}
+        for place, span in enumerate(self.models):
+            # The last of each id: some models number their calls from 0 in every answer.
+            tools = (message for message in at.conversation(span) if message["role"] == "tool")
+            for call_id, result in {tool["tool_call_id"]: str(tool["content"]) for tool in tools}.items():
+                runs = results.setdefault(call_id, [])
+                if runs and runs[-1][1] == result:
+                    runs.pop()
+                runs.append((place, result))
+        return results
 
     def errors(self, steps: Sequence[ChatMessage]) -> tuple[str, ...]:
         """The model and tool calls that failed, with the reason. A failed call may have been repeated since."""
@@ -149,57 +171,6 @@ class Trajectory:
             alone = [step for step in results if step["tool_call_id"] not in spans]
             found += [f"tool {s['name']}: {s['content']}"[:500] for s in alone if _ERROR_TEXT.match(s["content"])]
         return tuple(found)
-
-
-def _version(span: Span, asked: str, models: TrainedModels) -> tuple[str, str] | None:
-    """The version that answered a call (empty: the base model), and where it is recorded; None if it is not."""
-    response = span.attributes.gen_ai.response
-    if (mark := mark_of(response.id)) is not None:
-        return "" if mark.version == BASE_VERSION else mark.version, "id"
-    if "@" in response.model:
-        return response.model, "model"
-    if models.alias and asked.startswith(f"{models.alias}@"):
-        return asked, "model"
-    return ("", "model") if response.model and response.model == models.base else None
-
-
-class _LaterResults:
-    """Results of tool calls without a span of their own, from the inputs of the following model calls.
-
-    Each input is parsed once and only when it is needed: there may be thousands, each repeating the one before it.
-    """
-
-    def __init__(self, models: Sequence[Span]) -> None:
-        self._models = models
-        self._read = 0
-        self._runs: dict[str, list[tuple[int, str]]] = {}
-        """By call id: each result, with the place of the last of the model calls in a row that were given it."""
-
-    def after(self, place: int, call_id: str) -> str | None:
-        """The result that the first model call behind `place` with any result of that call was given.
-
-        Places must not decrease from call to call.
-        """
-        self._read = max(self._read, place + 1)
-        while (found := self._known(place, call_id)) is None and self._read < len(self._models):
-            # The last of each id: some models number their calls from 0 in every answer.
-            given = {
-                message["tool_call_id"]: str(message["content"])
-                for message in at.conversation(self._models[self._read])
-                if message["role"] == "tool"
-            }
-            for one, result in given.items():
-                runs = self._runs.setdefault(one, [])
-                if runs and runs[-1][1] == result:
-                    runs.pop()
-                runs.append((self._read, result))
-            self._read += 1
-        return found
-
-    def _known(self, place: int, call_id: str) -> str | None:
-        runs = self._runs.get(call_id, ())
-        behind = bisect_right(runs, place, key=itemgetter(0))
-        return runs[behind][1] if behind < len(runs) else None
 
 
 def _take(tools: list[ToolUse], call_id: str, name: str, until_ns: int | None) -> ToolUse | None:
