@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, NamedTuple, Self, TypeVar
 from urllib.parse import quote
 
@@ -69,21 +68,23 @@ class _Undisturbed:
     _gc_was_enabled = True
     _switch_interval = 0.0
 
-    def __enter__(self) -> None:
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
         with self._lock:
             if not self._reads:
                 self._gc_was_enabled, self._switch_interval = gc.isenabled(), sys.getswitchinterval()
                 gc.disable()
                 sys.setswitchinterval(min(SWITCH_SECONDS, self._switch_interval))
             self._reads += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._reads -= 1
-            if not self._reads:
-                sys.setswitchinterval(self._switch_interval)
-                if self._gc_was_enabled:
-                    gc.enable()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._reads -= 1
+                if not self._reads:
+                    sys.setswitchinterval(self._switch_interval)
+                    if self._gc_was_enabled:
+                        gc.enable()
 
 
 undisturbed: Final = _Undisturbed()
@@ -107,9 +108,7 @@ class Database:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def identity(self) -> str:
@@ -179,7 +178,7 @@ class Database:
         identity = self.identity()
         try:
             if self._copy is not None or self._is_wal():
-                return identity, self._state(), self._log_index()
+                return identity, self._state()
         except OSError as error:
             raise unreachable(self.path, error) from error
         version = self.ask("PRAGMA data_version")
@@ -218,7 +217,7 @@ class Database:
             while True:
                 began = time.perf_counter()
                 try:
-                    with undisturbed:
+                    with undisturbed():
                         return query(connection)
                 except sqlite3.OperationalError as error:
                     # Waiting for a commit is done here, so that it does not count as holding a lock.
@@ -259,13 +258,6 @@ class Database:
         with self.path.open("rb") as file:
             return file.read(19)[18:19] == bytes([_WAL_VERSION])
 
-    def _log_index(self) -> bytes:
-        try:
-            with self._beside("-shm").open("rb") as file:
-                return file.read(48)
-        except OSError:
-            return b""
-
     def _beside(self, ending: str) -> Path:
         return self.path.with_name(self.path.name + ending)
 
@@ -283,11 +275,14 @@ class Database:
 
     def _state(self) -> object:
         """Changes when a process writes to the file or opens it for writing."""
-        found: list[tuple[int, int, int]] = []
-        for path in (self.path, self._beside("-wal"), self._beside("-shm")):
+        found: list[object] = []
+        log_index = self._beside("-shm")
+        for path in (self.path, self._beside("-wal"), log_index):
             with contextlib.suppress(OSError):
                 now = path.stat()
                 found.append((now.st_ino, now.st_size, now.st_mtime_ns))
+        with contextlib.suppress(OSError), log_index.open("rb") as file:
+            found.append(file.read(48))
         return found
 
 

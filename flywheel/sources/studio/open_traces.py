@@ -217,29 +217,22 @@ def digest_of(rows: Iterable[bytes]) -> int:
 
 def is_id(value: object) -> bool:
     """Whether a value can be an id: a text that is not empty."""
-    if not isinstance(value, bytes) or not value:
-        return False
     try:
-        value.decode()
-    except UnicodeDecodeError:
+        return bool(text_in(value, "id", required=True))
+    except (RowError, UnicodeDecodeError):
         return False
-    return True
 
 
 def unnamed(rows: Iterable[Row]) -> list[DeadRow]:
     """The rows whose span id or trace id cannot be read, as dead rows."""
-    return [_unnamed(row) for row in rows if not (is_id(row[1]) and is_id(row[2]))]
-
-
-def _unnamed(row: Row) -> DeadRow:
-    why = ""
-    try:
-        text_in(row[1], "id", required=True)
-        text_in(row[2], "traceId", required=True)
-    except UnicodeDecodeError:
-        why = "an id is not UTF-8"
-    except RowError as error:
-        why = str(error)
-    # The same row gets the same name in every scan.
-    name = shown(row[1]) or f"unnamed-{digest_of([packed(row)]):016x}"
-    return DeadRow(row[0], name, shown(row[2]), why, shown(row[5])[:500])
+    found: list[DeadRow] = []
+    for row in rows:
+        try:
+            text_in(row[1], "id", required=True)
+            text_in(row[2], "traceId", required=True)
+        except (RowError, UnicodeDecodeError) as error:
+            why = str(error) if isinstance(error, RowError) else "an id is not UTF-8"
+            # The same row gets the same name in every scan.
+            name = shown(row[1]) or f"unnamed-{digest_of([packed(row)]):016x}"
+            found.append(DeadRow(row[0], name, shown(row[2]), why, shown(row[5])[:500]))
+    return found

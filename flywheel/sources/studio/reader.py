@@ -109,8 +109,7 @@ class StudioReader:
         stored = False
         try:
             while True:
-                dead, read, more = self._next_rows(scan, now_ns) if more else ([], 0, False)
-                self._look_up(scan, checkpoints)
+                dead, read, more = self._next_rows(scan, checkpoints, now_ns) if more else ([], 0, False)
                 yield from self._batches(scan, is_open, dead, read, more=more)
                 if not more:
                     break
@@ -152,8 +151,7 @@ class StudioReader:
         try:
             more = True
             while more and self._tail is tail:
-                _, read, more = self._next_rows(scan, now_ns, last=tail.at)
-                self._look_up(scan, checkpoints)
+                _, read, more = self._next_rows(scan, checkpoints, now_ns, last=tail.at)
                 yield from self._batches(scan, is_open, (), read, more=more)
             stored = True
         finally:
@@ -186,8 +184,13 @@ class StudioReader:
                 trace.seen_ns = trace.ended_ns(scan.schema)
         return scan
 
-    def _next_rows(self, scan: Scan, now_ns: int, last: int | None = None) -> tuple[list[DeadRow], int, bool]:
-        """Add the rows of a batch up to number `last`: dead rows, how many rows, and whether more follow."""
+    def _next_rows(
+        self, scan: Scan, checkpoints: Checkpoints, now_ns: int, last: int | None = None
+    ) -> tuple[list[DeadRow], int, bool]:
+        """Add the rows of a batch up to number `last`: dead rows, how many rows, and whether more follow.
+
+        Traces that the scan meets for the first time get their checkpoints and their rows from before the scan.
+        """
         dead: list[DeadRow] = []
         read = size = 0
         more = True
@@ -199,10 +202,6 @@ class StudioReader:
             dead += scan.add(rows, now_ns)
             read += len(rows)
             size += page_size
-        return dead, read, more
-
-    def _look_up(self, scan: Scan, checkpoints: Checkpoints) -> None:
-        """Give the traces that the scan has just met their checkpoints and their rows from before the scan."""
         new, scan.new = scan.new, {}
         found = {trace: self._uncommitted[trace] for trace in new if trace in self._uncommitted}
         if unknown := [trace for trace in new if trace not in found]:
@@ -212,6 +211,7 @@ class StudioReader:
             trace.known = checkpoint
             if checkpoint.generation == self._cursor.generation and not trace.ids.keys() >= set(checkpoint.rowids):
                 self._add_earlier_rows(scan, trace, checkpoint)
+        return dead, read, more
 
     def _add_earlier_rows(self, scan: Scan, trace: OpenTrace, checkpoint: Checkpoint) -> None:
         earlier = [rowid for rowid in checkpoint.rowids if rowid <= scan.at and rowid not in trace.ids]
@@ -268,7 +268,14 @@ class StudioReader:
             if not is_open:
                 scan.close(trace)
         if scan is self._tail:
-            written += self._grown(scan)
+            # Traces that stay open and have new rows.
+            grown, scan.grown = scan.grown, {}
+            for trace in grown.values():
+                known, rowids = trace.known, tuple(sorted(trace.ids))
+                if trace.trace_id in scan.traces and (known is None or not known.is_open or known.rowids != rowids):
+                    digest = known.digest if known else 0
+                    trace.known = Checkpoint(trace.trace_id, rowids, digest, self._cursor.generation, True)
+                    written.append(trace.known)
             self._cursor = replace(self._cursor, rowid=scan.at, anchor=scan.anchor)
         for checkpoint in written:
             self._uncommitted.pop(checkpoint.trace_id, None)
@@ -284,16 +291,6 @@ class StudioReader:
             rows=rows,
             more=more,
         )
-
-    def _grown(self, scan: Scan) -> Iterator[Checkpoint]:
-        """Checkpoints of the traces that stay open and have new rows."""
-        grown, scan.grown = scan.grown, {}
-        for trace in grown.values():
-            known, rowids = trace.known, tuple(sorted(trace.ids))
-            if trace.trace_id in scan.traces and (known is None or not known.is_open or known.rowids != rowids):
-                digest = known.digest if known else 0
-                trace.known = Checkpoint(trace.trace_id, rowids, digest, self._cursor.generation, True)
-                yield trace.known
 
     def _restore_contents(self, traces: Sequence[OpenTrace]) -> None:
         """Read rows again whose contents were dropped."""

@@ -325,14 +325,14 @@ def test_a_read_that_holds_the_file_is_held_up_as_little_as_can_be(
 
 
 def test_the_last_of_several_reads_lets_garbage_be_collected_again() -> None:
-    with database.undisturbed:
-        with database.undisturbed:
+    with database.undisturbed():
+        with database.undisturbed():
             pass
         assert not gc.isenabled()
     assert gc.isenabled()
     gc.disable()
     try:
-        with database.undisturbed:
+        with database.undisturbed():
             pass
         assert not gc.isenabled(), "whoever switched it off wants it so"
     finally:
@@ -344,7 +344,7 @@ def test_whoever_has_threads_switch_oftener_keeps_that() -> None:
     oftener = database.SWITCH_SECONDS / 2
     sys.setswitchinterval(oftener)
     try:
-        with database.undisturbed:
+        with database.undisturbed():
             assert sys.getswitchinterval() == pytest.approx(oftener)
         assert sys.getswitchinterval() == pytest.approx(oftener)
     finally:
