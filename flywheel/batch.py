@@ -119,6 +119,11 @@ def _entry(reply: Reply, source: str, signature: PromptSignature, models: Traine
     reason = line["metadata"]["prompt_reason"]
     # If the id is of Flywheel's own server, it says which version answered, whatever name the request used.
     model = "" if reply.adapter_source == "id" else storable(reply.model)
+    excluded = exclusion.of_prompt(reason)
+    if reply.tools or any(step.get("tool_calls") or step.get("role") == "tool" for step in reply.trajectory):
+        excluded.add(Exclusion.TOOLS)
+    if not models.trains(model, reply.adapter):
+        excluded.add(Exclusion.MODEL)
     return Entry(
         span_id=reply.span_id,
         trace_id=reply.trace_id,
@@ -133,23 +138,13 @@ def _entry(reply: Reply, source: str, signature: PromptSignature, models: Traine
         words=signature.words,
         bands=signature.bands,
         linked=not reply.history and not reply.model,
-        excluded="" if skip else exclusion.column(_exclusions(reply, reason, model, models)),
+        excluded="" if skip else exclusion.column(excluded),
         model=model,
         asked_alias=models.alias if model and model == models.alias and not reply.adapter_source else "",
         follows=not reason and any(message.get("role") == "assistant" for message in reply.history),
         skip=skip,
         detail=storable(reply.skip_detail),
     )
-
-
-def _exclusions(reply: Reply, prompt_reason: str, model: str, models: TrainedModels) -> set[Exclusion]:
-    """Why rounds leave a reply out of training and out of the gate."""
-    found = exclusion.of_prompt(prompt_reason)
-    if reply.tools or any(step.get("tool_calls") or step.get("role") == "tool" for step in reply.trajectory):
-        found.add(Exclusion.TOOLS)
-    if not models.trains(model, reply.adapter):
-        found.add(Exclusion.MODEL)
-    return found
 
 
 def storable(text: str) -> str:

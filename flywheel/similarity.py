@@ -163,18 +163,6 @@ def jaccard(a: frozenset[int], b: frozenset[int]) -> float:
     return common / either if either else 1.0
 
 
-def is_near(
-    words_a: frozenset[int],
-    numbers_a: tuple[str, ...],
-    words_b: frozenset[int],
-    numbers_b: tuple[str, ...],
-    *,
-    threshold: float = NEAR,
-) -> bool:
-    """Whether two texts are near-duplicates: the same numbers, and at least `threshold` of the words in common."""
-    return numbers_a == numbers_b and jaccard(words_a, words_b) >= threshold
-
-
 class Permutations(NamedTuple):
     """x → factor · x + offset modulo 2^32, a bijection since every factor is odd; both of shape (permutations,)."""
 
@@ -280,7 +268,7 @@ def prompt_signatures(queries: Sequence[str]) -> list[PromptSignature]:
             signatures.append(PromptSignature())
             continue
         signature = next(found)
-        scope = digest(_encoded("\0".join(of_text))) >> 1
+        scope = digest("\0".join(of_text).encode("utf-8", "replace")) >> 1
         keys = [digest(signature[k * size : (k + 1) * size], k) >> 1 ^ scope for k in range(SIGNATURE_BANDS)]
         signatures.append(PromptSignature(some, tuple(keys)))
     return signatures
@@ -310,8 +298,4 @@ def beginning_of(line: Mapping[str, Any]) -> int:
         begun += str(role), str(message.get("content"))
         if role == "user":
             break
-    return xxhash.xxh3_64_intdigest(_encoded("\0".join(begun))) >> 1
-
-
-def _encoded(text: str) -> bytes:
-    return text.encode("utf-8", "replace")
+    return xxhash.xxh3_64_intdigest("\0".join(begun).encode("utf-8", "replace")) >> 1

@@ -17,9 +17,8 @@ QUESTION = "What is 90% of 160?"
 
 
 def near(a: str, b: str, threshold: float = similarity.NEAR) -> bool:
-    return similarity.is_near(
-        similarity.words(a), similarity.numbers(a), similarity.words(b), similarity.numbers(b), threshold=threshold
-    )
+    same_numbers = similarity.numbers(a) == similarity.numbers(b)
+    return same_numbers and similarity.jaccard(similarity.words(a), similarity.words(b)) >= threshold
 
 
 def share_a_band(a: str, b: str) -> bool:

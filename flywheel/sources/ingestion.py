@@ -15,7 +15,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from flywheel.batch import Batch
 from flywheel.config import Config, IngestSettings, JsonlSource, OtlpSource
@@ -28,7 +28,7 @@ from flywheel.sources.jsonl.file import files_of
 from flywheel.sources.jsonl_connector import JsonlConnector
 from flywheel.sources.otlp.inbox import inbox_path
 from flywheel.sources.redaction import redacted
-from flywheel.sources.studio_connector import Progress, SharedLimits, StudioConnector
+from flywheel.sources.studio_connector import SharedLimits, StudioConnector
 from flywheel.store import ledger
 from flywheel.store.database import Store
 from flywheel.store.existing_task_files import AgentJetTasks
@@ -44,34 +44,6 @@ EXPORT_SECONDS: Final = 1.0
 FULL_SCAN_SHARE: Final = 0.2
 """Share of the time that a throttled full scan spends reading."""
 NO_COUNTS: Final = SourceCounts(0, 0, {}, 0)
-
-
-class Connector(Protocol):
-    """Reads one source in batches. A batch must be stored before the next one is requested."""
-
-    path: Path
-    progress: Progress
-
-    @property
-    def type(self) -> str: ...
-    @property
-    def schema(self) -> str: ...
-    @property
-    def longest_read_ms(self) -> float: ...
-    @property
-    def due_at(self) -> float | None:
-        """When to read again although nothing changed, in seconds since 1970."""
-        ...
-
-    def read(self, number: int, cursor: Cursor, *, final: bool) -> AsyncGenerator[Batch]:
-        """One pass from the cursor on; `number` is the source's id in the ledger."""
-        ...
-
-    def forget(self) -> None:
-        """Discard uncommitted state; the next read resumes from the stored cursor."""
-        ...
-
-    async def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +84,7 @@ class SourceIngestion:
     def __init__(
         self,
         store: Store,
-        connector: Connector,
+        connector: StudioConnector | JsonlConnector,
         settings: IngestSettings,
         *,
         redact: Redactor | None = None,

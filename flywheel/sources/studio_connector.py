@@ -48,7 +48,6 @@ JOIN_SECONDS: Final = 1.0
 SENT_BATCHES: Final = 2
 """Batches at the child process. While it has so many, the reader's thread extracts the next one itself."""
 TURN_BATCHES: Final = 8
-BLOOM_BITS: Final = 1 << 23
 RECENT_ROWS = 5_000
 """How many of the newest rows a recent re-scan reads after the source has changed."""
 
@@ -83,48 +82,19 @@ class SharedLimits:
     turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(4))
 
 
-class BloomFilter:
-    """Names that were added (Bloom 1970, two hashes). One that was added is never taken for new; of a million names,
-    one in twenty new ones is taken for added."""
-
-    def __init__(self) -> None:
-        self._bits = bytearray(BLOOM_BITS // 8)
-
-    def add(self, name: str) -> bool:
-        """Add a name; whether it may have been added before."""
-        number = hash(name)
-        known = True
-        for place in (number % BLOOM_BITS, (number >> 32) % BLOOM_BITS):
-            bit = 1 << (place & 7)
-            known = known and bool(self._bits[place >> 3] & bit)
-            self._bits[place >> 3] |= bit
-        return known
-
-
 @dataclass(slots=True)
 class StoredCheckpoints:
-    """The checkpoints of one source in the ledger, for the reader's thread. To be created on the event loop.
-
-    If a first pass finds no checkpoints, only those that it stores itself can exist. It then asks for traces that it
-    meets again, which saves a round trip to the event loop for nearly every batch.
-    """
+    """The checkpoints of one source in the ledger, for the reader's thread. To be created on the event loop."""
 
     store: Store
     source: int
-    is_first: bool = False
-    seen: BloomFilter | None = None
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
     def open_checkpoints(self) -> Sequence[Checkpoint]:
-        if self.is_first and not self._ask(checkpoints.has_checkpoints):
-            self.seen = BloomFilter()
-            return []
         return self._ask(checkpoints.open_checkpoints)
 
     def checkpoints(self, trace_ids: Sequence[str]) -> Mapping[str, Checkpoint]:
-        if self.seen is not None:
-            trace_ids = [trace_id for trace_id in trace_ids if self.seen.add(trace_id)]
-        return self._ask(checkpoints.checkpoints_of, trace_ids) if trace_ids else {}
+        return self._ask(checkpoints.checkpoints_of, trace_ids)
 
     def _ask(self, query: Callable[..., T], *values: object) -> T:
         answer = self.store.read(query, self.source, *values)
@@ -155,7 +125,8 @@ class StudioConnector:
         self._store = store
         self._shares = shares or SharedLimits()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="studio")
-        self._process: ExtractionProcess | None = None
+        self.process: ExtractionProcess | None = None
+        """The child process, while there is one."""
         self._sent: list[Future[Batch]] = []
         self._is_long = False
 
@@ -173,16 +144,11 @@ class StudioConnector:
         """When an open trace can be closed if nothing more arrives, seconds since 1970; None if none is open."""
         return self.reader.due_ns / 1e9 if self.reader.due_ns < FOREVER_NS else None
 
-    @property
-    def process_id(self) -> int | None:
-        """The child process, while there is one."""
-        return self._process.pid if self._process is not None else None
-
     async def read(self, number: int, cursor: Cursor, *, final: bool) -> AsyncGenerator[Batch]:
         """One pass; each batch must be stored before the next is asked for."""
         self.progress = Progress()
         self._is_long = False
-        stored = StoredCheckpoints(self._store, number, is_first=not cursor.rowid)
+        stored = StoredCheckpoints(self._store, number)
         batches = self.reader.read(cursor, stored, now=datetime.now(UTC), final=final)
         queue: BoundedQueue[Future[Batch]] = BoundedQueue(QUEUED_BATCHES, QUEUED_BYTES, self._shares.budget)
         producer = asyncio.create_task(self._produce(batches, queue))
@@ -192,9 +158,9 @@ class StudioConnector:
             await producer
         except BaseException:
             producer.cancel()
-            if self._process is not None:
+            if self.process is not None:
                 # The reader's thread may be waiting for it.
-                self._process.kill()
+                self.process.kill()
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await producer
             queue.clear()
@@ -202,7 +168,7 @@ class StudioConnector:
             await self.in_thread(self.reader.forget)
             raise
         finally:
-            if self._process is not None:
+            if self.process is not None:
                 await self.in_thread(self._end_process)
 
     async def rescan(self, number: int, *, whole: bool) -> AsyncGenerator[Batch]:
@@ -221,7 +187,7 @@ class StudioConnector:
                     progress.in_all = self.reader.database.last_rowid()
                 progress.read += batch.rows
                 self.progress = progress
-            return self._extract(batch)
+            return extract(batch, self.schema, self.selection, str(self.path))
 
         try:
             while (batch := await self.in_thread(next_batch)) is not None:
@@ -236,7 +202,7 @@ class StudioConnector:
     async def close(self) -> None:
         """End the thread and the child process. To be called once."""
         await self.in_thread(self.reader.close)
-        if self._process is not None:
+        if self.process is not None:
             await self.in_thread(self._end_process)
         self._thread.shutdown()
 
@@ -269,25 +235,20 @@ class StudioConnector:
             left = max(0, self.reader.database.last_rowid() - batch.cursor.rowid)
             self.progress.in_all = self.progress.read + left
             self._is_long = left >= LONG_ROWS
-        if self._is_long and batch.more and self._process is None and self._shares.processes.acquire(blocking=False):
+        if self._is_long and batch.more and self.process is None and self._shares.processes.acquire(blocking=False):
             try:
-                self._process = ExtractionProcess()
+                self.process = ExtractionProcess()
             except BaseException:
                 self._shares.processes.release()
                 raise
         self._sent = [sent for sent in self._sent if not sent.done()]
-        if batch.traces and self._process is not None and len(self._sent) < SENT_BATCHES:
-            self._sent.append(self._process.extract(batch, self.schema, self.selection, str(self.path)))
+        if batch.traces and self.process is not None and len(self._sent) < SENT_BATCHES:
+            self._sent.append(self.process.extract(batch, self.schema, self.selection, str(self.path)))
             return self._sent[-1], sum(len(row) for rows, _ in batch.traces for row in rows.values())
         done: Future[Batch] = Future()
-        batch = self._extract(batch)
+        batch = extract(batch, self.schema, self.selection, str(self.path))
         done.set_result(batch)
         return done, sum(len(entry.line) for entry in batch.entries)
-
-    def _extract(self, batch: Batch) -> Batch:
-        if not batch.traces:
-            return batch
-        return extract(batch, self.schema, self.selection, str(self.path))
 
     async def _next_group(self, queue: BoundedQueue[Future[Batch]]) -> list[Batch]:
         """The next batches, to be stored in one transaction; none at the end."""
@@ -307,7 +268,7 @@ class StudioConnector:
         return group
 
     def _end_process(self) -> None:
-        process, self._process = self._process, None
+        process, self.process = self.process, None
         if process is not None:
             try:
                 process.close()

@@ -21,11 +21,6 @@ def checkpoints_of(conn: Connection, source: int, trace_ids: Sequence[str]) -> d
     return {row.trace_id: _checkpoint(row) for row in _OF_TRACES.rows(conn, trace_ids, source)}
 
 
-def has_checkpoints(conn: Connection, source: int) -> bool:
-    """Whether a source has any checkpoint."""
-    return conn.execute(select(traces.c.trace_id).where(traces.c.source_id == source).limit(1)).first() is not None
-
-
 def open_checkpoints(conn: Connection, source: int) -> list[Checkpoint]:
     """The checkpoints of open traces."""
     rows = conn.execute(select(traces).where(traces.c.source_id == source, traces.c.is_open))

@@ -46,9 +46,10 @@ _TURN: Final = msgspec.json.Decoder(_Turn)
 
 
 def enriched(conn: Connection, entries: Sequence[Entry]) -> Sequence[Entry]:
-    """The entries of a batch with what the state knows, in their lines and fields. Their content hashes stay."""
-    if not any(entry.asked_alias or entry.follows for entry in entries):
-        return entries
+    """The entries of a batch with what the state knows, in their lines and fields. Their content hashes stay.
+
+    Only entries with `asked_alias` or `follows` can change.
+    """
     hiding = _first_hiding(conn, entries)
     periods: dict[str, list[deployments.Period]] = {}
     return [_enriched(conn, entry, hiding, periods) if entry.line else entry for entry in entries]

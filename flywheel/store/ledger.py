@@ -119,7 +119,10 @@ def note_source(conn: Connection, /, source: int, **values: Any) -> None:
 def record_batch(conn: Connection, source: int, batch: Batch, *, train_ratio: float, split_seed: int) -> Recorded:
     """Store one batch in the caller's transaction."""
     done = Recorded(warnings=list(batch.warnings))
-    entries = {entry.span_id: entry for entry in enriched(conn, batch.entries)}
+    found: Sequence[Entry] = batch.entries
+    if any(entry.asked_alias or entry.follows for entry in found):
+        found = enriched(conn, found)
+    entries = {entry.span_id: entry for entry in found}
     dead = {row.span_id: row for row in batch.dead if row.span_id not in entries}
     known = {row.span_id: row for row in _KNOWN.rows(conn, [*entries, *dead], source)}
     splits = Splits(conn, list(entries.values()), train_ratio=train_ratio, seed=split_seed)

@@ -68,10 +68,19 @@ class Splits:
         self._by_beginning: dict[int, _Conversation] = {}
         self._by_band: dict[int, list[_Conversation]] = {}
         by_key = list(zip(keys, entries, strict=True))
-        self._look_up(
-            {band for key, entry in by_key if key not in self._splits for band in entry.bands},
-            {entry.beginning for key, entry in by_key if self._shows_beginning(key, entry)},
-        )
+        wanted = {band for key, entry in by_key if key not in self._splits for band in entry.bands}
+        beginnings = {entry.beginning for key, entry in by_key if self._shows_beginning(key, entry)}
+        read: dict[str, _Conversation] = {}
+        bands = sorted(wanted | beginnings)
+        for row in (row for table in _BANDS for row in table.rows(conn, bands)):
+            if row.key not in read:
+                read[row.key] = _Conversation(row.key, Split(row.split), frozenset(array("I", row.words)))
+            found = read[row.key]
+            if row.band in wanted:
+                self._by_band.setdefault(row.band, []).append(found)
+            elif row.band not in self._by_beginning or found.split is Split.TRAIN:
+                # Of a beginning that both splits have, the conversation in training is followed.
+                self._by_beginning[row.band] = found
         self._followers: Counter[str] = Counter()
         self._repeated: set[int] = set()
         self._new: list[tuple[object, ...]] = []
@@ -87,18 +96,30 @@ class Splits:
         return given or self._splits[key]
 
     def store(self) -> None:
-        """Write the decisions to the database."""
-        insert_many(self._conn, conversations, ("key", "split", "like", "words", "exact"), self._new)
-        _store_bands(self._conn, self._new_bands)
+        """Write the decisions to the database.
+
+        New bands go to the small table, whose rows move to the large one when there are many: bands are hashes, and
+        each changes another page of the large table, unless many are inserted in their order.
+        """
+        conn = self._conn
+        insert_many(conn, conversations, ("key", "split", "like", "words", "exact"), self._new)
+        insert_many(conn, recent_bands, ("band", "key"), self._new_bands)
+        if self._new_bands and conn.exec_driver_sql(_COUNT_RECENT).scalar_one() > RECENT:
+            in_order = select(recent_bands.c.band, recent_bands.c.key).order_by(recent_bands.c.band)
+            conn.execute(insert(signature_bands).from_select(("band", "key"), in_order))
+            conn.execute(delete(recent_bands))
         if self._repeated:
-            leave_gate(self._conn, self._repeated)
+            leave_gate(conn, self._repeated)
 
     def _decide(self, key: str, entry: Entry, given: Split | None) -> Split:
         same = self._by_beginning.get(entry.beginning)
         if same is not None and given in (None, same.split):
             self._new.append((key, same.split.value, same.key, b"", True))
             return same.split
-        similar = self._near_duplicate(entry)
+        words = frozenset(entry.words)
+        candidates = {each.key: each for band in entry.bands for each in self._by_band.get(band, ())}
+        share, nearest = max(((jaccard(words, each.words), key) for key, each in candidates.items()), default=(0, ""))
+        similar = candidates[nearest] if share >= NEAR else None
         follows = key
         if given is not None:
             split = given
@@ -112,7 +133,7 @@ class Splits:
         self._note_beginning(key, entry, split, is_new=True)
         if similar is None:
             # Of near-duplicates only the first is looked up: the others are found through it.
-            conversation = _Conversation(key, split, frozenset(entry.words))
+            conversation = _Conversation(key, split, words)
             for band in dict.fromkeys(entry.bands):
                 self._by_band.setdefault(band, []).append(conversation)
                 self._new_bands.append((band, key))
@@ -133,46 +154,11 @@ class Splits:
             self._by_beginning[entry.beginning] = _Conversation(key, split, frozenset())
             self._new_bands.append((entry.beginning, key))
 
-    def _near_duplicate(self, entry: Entry) -> _Conversation | None:
-        candidates = {each.key: each for band in entry.bands for each in self._by_band.get(band, ())}
-        if not candidates:
-            return None
-        words = frozenset(entry.words)
-        share, key = max((jaccard(words, each.words), key) for key, each in candidates.items())
-        return candidates[key] if share >= NEAR else None
-
     def _followers_of(self, key: str) -> int:
         """How many conversations follow this one nearly, and itself."""
         if key not in self._followers:
             self._followers[key] = 1 + int(self._conn.exec_driver_sql(_FOLLOWERS, (key,)).scalar_one())
         return self._followers[key]
-
-    def _look_up(self, wanted: set[int], beginnings: set[int]) -> None:
-        read: dict[str, _Conversation] = {}
-        bands = sorted(wanted | beginnings)
-        for row in (row for table in _BANDS for row in table.rows(self._conn, bands)):
-            if row.key not in read:
-                read[row.key] = _Conversation(row.key, Split(row.split), frozenset(array("I", row.words)))
-            found = read[row.key]
-            if row.band in wanted:
-                self._by_band.setdefault(row.band, []).append(found)
-            elif row.band not in self._by_beginning or found.split is Split.TRAIN:
-                # Of a beginning that both splits have, the conversation in training is followed.
-                self._by_beginning[row.band] = found
-
-
-def _store_bands(conn: Connection, rows: Sequence[tuple[int, str]]) -> None:
-    """Store bands in the small table, and move its rows to the large one when there are many.
-
-    Bands are hashes: each new one changes another page of the large table, unless many are inserted in their order.
-    """
-    if not rows:
-        return
-    insert_many(conn, recent_bands, ("band", "key"), rows)
-    if conn.exec_driver_sql(_COUNT_RECENT).scalar_one() > RECENT:
-        in_order = select(recent_bands.c.band, recent_bands.c.key).order_by(recent_bands.c.band)
-        conn.execute(insert(signature_bands).from_select(("band", "key"), in_order))
-        conn.execute(delete(recent_bands))
 
 
 def empty_split(conn: Connection, train_ratio: float) -> str:

@@ -136,9 +136,9 @@ async def test_a_process_that_dies_ends_the_pass_and_the_next_goes_on(
         async for batch in connector.read(1, Cursor(), final=True):
             stored.append(batch)
             if len(stored) == 2:
-                assert connector.process_id is not None
-                os.kill(connector.process_id, signal.SIGKILL)
-    assert connector.process_id is None
+                assert connector.process is not None
+                os.kill(connector.process.pid, signal.SIGKILL)
+    assert connector.process is None
     assert stored == whole[: len(stored)], "a whole prefix"
     cursor = stored[-1].cursor
     assert cursor is not None and cursor.rowid < 247
@@ -150,8 +150,8 @@ async def test_a_pass_that_is_left_leaves_no_process(connector: StudioConnector)
         async for batch in batches:
             if batch.cursor is not None and batch.cursor.rowid >= 60:
                 break
-        child = connector.process_id
-    assert child is not None and connector.process_id is None
+        child = connector.process and connector.process.pid
+    assert child is not None and connector.process is None
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
 
@@ -166,8 +166,8 @@ async def test_a_process_that_hangs_holds_up_nobody_who_leaves(
     async def read() -> None:
         async with aclosing(connector.read(1, Cursor(), final=True)) as batches:
             async for _ in batches:
-                if (child := connector.process_id) is not None and not stopped.is_set():
-                    os.kill(child, signal.SIGSTOP)
+                if (child := connector.process) is not None and not stopped.is_set():
+                    os.kill(child.pid, signal.SIGSTOP)
                     stopped.set()
 
     reading = asyncio.create_task(read())
@@ -177,7 +177,7 @@ async def test_a_process_that_hangs_holds_up_nobody_who_leaves(
     assert not done
     reading.cancel()
     done, _ = await asyncio.wait((reading,), timeout=60)
-    assert done and reading.cancelled() and connector.process_id is None
+    assert done and reading.cancelled() and connector.process is None
 
 
 async def test_a_trace_that_is_met_again_in_a_first_pass_is_remembered(

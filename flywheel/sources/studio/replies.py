@@ -46,6 +46,8 @@ _GROUP: Final = 256
 
 def extract(batch: Batch, schema: str, selection: Selection, source: str) -> Batch:
     """The batch with the entries and dead rows of its traces in place of the traces. `source` names the database."""
+    if not batch.traces:
+        return batch
     known = SCHEMAS[schema]
     entries: list[Entry] = []
     dead = list(batch.dead)
