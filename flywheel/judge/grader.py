@@ -12,9 +12,9 @@ import json
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
 
 from flywheel.config import JudgeSettings
 from flywheel.errors import CheckError, JudgeError
@@ -23,7 +23,7 @@ from flywheel.judge.client import NEVER, JudgeClient, settings_for
 from flywheel.judge.judge_call import JudgeCall, JudgeCallResult
 from flywheel.judge_usage import CallsInFlight
 from flywheel.rubric import FLAT_ID, Criterion, Rubric
-from flywheel.rubric.checks import ask_the_judge, check_all
+from flywheel.rubric.checks import ask_the_judge, check_all, fails_required
 from flywheel.verdict import CriterionResult, Exchange, Judgement, Outcome, Verdict
 
 FIRST, AGAIN = "first", "again"
@@ -43,6 +43,10 @@ class CallEstimate:
     criteria: int = 0
     prompt_tokens: int = 0
     more: int = 0
+
+
+EarlierResults = Mapping[tuple[str, str], list[CriterionResult]]
+"""Results of earlier verdicts that can be reused, by stage and criterion hash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,6 @@ class Grader:
         self.client = client or JudgeClient(settings_for(rubric, settings))
         self._call = JudgeCall(rubric, settings, self.client, calls)
         self.hashes = criterion_hashes(rubric)
-        self._required = frozenset(criterion.id for criterion in rubric.every if criterion.required)
         told = f"{self.client.identity}\0{self._call.temperature}\0{self._call.max_tokens}\0{prompt.VERSION}"
         self.judge_hash = hashlib.sha256(told.encode()).hexdigest()[:16]
 
@@ -99,20 +102,40 @@ class Grader:
         try:
             checked = check_all(self.rubric, exchange)
         except CheckError as error:
-            return self._undecided(str(error), (), [], started)
-        if self._fails_required(checked):
+            return self._verdict(Judgement(Outcome.UNDECIDED, None, error=str(error)), [], started)
+        if fails_required(self.rubric, checked):
             return self._verdict(Judgement(Outcome.REJECTED, 0.0, checked), [], started)
         if not self.rubric.asked:
             return self._verdict(self._judgement(JudgeCallResult(), checked, FIRST), [], started)
-        pending = PendingJudgeCall(exchange, checked, EarlierResults(self.rubric, self.hashes, earlier))
-        try:
-            return self._decide(pending, None, started)
-        except _CallNeededError:
-            return replace(pending, seconds=time.monotonic() - started)
+        pending = PendingJudgeCall(exchange, checked, self._reusable(earlier) if earlier else {})
+        if pending.earlier:
+            with suppress(_CallNeededError):
+                return self.finish(pending, None)
+        return replace(pending, seconds=time.monotonic() - started)
 
-    def finish(self, pending: PendingJudgeCall, stop: threading.Event = NEVER) -> Verdict:
-        """The part of `grade` that asks the judge."""
-        return self._decide(pending, stop, time.monotonic() - pending.seconds)
+    def finish(self, pending: PendingJudgeCall, stop: threading.Event | None = NEVER) -> Verdict:
+        """The part of `grade` that asks the judge. Raises _CallNeededError for a call when `stop` is None."""
+        started = time.monotonic() - pending.seconds
+        escalate = self.rubric.judge.escalate
+        judgements: list[Judgement] = []
+        try:
+            chosen = self._repeat(pending, FIRST, self.rubric.judge.repeats, judgements, stop)
+            if chosen is not None and escalate is not None and chosen.score is not None:
+                # A failed required criterion decides whatever the score is.
+                is_close = escalate.band[0] <= chosen.score <= escalate.band[1]
+                if is_close and not fails_required(self.rubric, chosen.results):
+                    chosen = self._repeat(pending, AGAIN, escalate.repeats, judgements, stop)
+        except JudgeError as failure:
+            # The cost of earlier calls is recorded with the verdict.
+            if not failure.retryable and not any(each.calls for each in judgements):
+                raise
+            chosen = Judgement(Outcome.UNDECIDED, None, pending.checked, error=str(failure))
+            return self._verdict(chosen, judgements, started, unreachable=failure.retryable)
+        if chosen is None:
+            errors = [each.error for each in judgements if each.error]
+            error = errors[-1] if errors else f"there is no majority: {tally(judgements)}"
+            chosen = Judgement(Outcome.UNDECIDED, None, pending.checked, error=error)
+        return self._verdict(chosen, judgements, started)
 
     def estimate(
         self, exchange: Exchange, earlier: Sequence[Verdict] = (), asked: Collection[str] = ()
@@ -122,15 +145,16 @@ class Grader:
             return CallEstimate()
         if earlier and self.reuse(exchange, earlier) is not None:
             return CallEstimate()
-        known = EarlierResults(self.rubric, self.hashes, earlier)
+        reusable = self._reusable(earlier)
         settings = self.rubric.judge
-        first = [
-            [each for each in self._missing(known.of(FIRST, place)) if self.hashes[each.id] not in asked]
-            for place in range(settings.repeats)
-        ]
-        again: list[list[Criterion]] = []
-        if settings.escalate:
-            again = [self._missing(known.of(AGAIN, place)) for place in range(settings.escalate.repeats)]
+
+        def missing(stage: str, times: int, asked: Collection[str] = ()) -> list[list[Criterion]]:
+            known = [self._known(reusable, stage, place) for place in range(times)]
+            wanted = [each for each in self.rubric.asked if self.hashes[each.id] not in asked]
+            return [[criterion for criterion in wanted if criterion.id not in results] for results in known]
+
+        first = missing(FIRST, settings.repeats, asked)
+        again = missing(AGAIN, settings.escalate.repeats) if settings.escalate else []
         if again and not any(first) and not asked:
             # All first results are known: the second stage is what is missing.
             first, again = again, []
@@ -141,28 +165,6 @@ class Grader:
             sum(self._call.estimate_tokens(exchange, criteria) for criteria in sets),
             sum(len(self._call.groups(criteria)) for criteria in again if criteria),
         )
-
-    def _missing(self, known: Mapping[str, CriterionResult]) -> list[Criterion]:
-        return [criterion for criterion in self.rubric.asked if criterion.id not in known]
-
-    def _decide(self, pending: PendingJudgeCall, stop: threading.Event | None, started: float) -> Verdict:
-        """The verdict of the majority. Raises _CallNeededError when a call is needed and `stop` is None."""
-        escalate = self.rubric.judge.escalate
-        judgements: list[Judgement] = []
-        try:
-            chosen = self._repeat(pending, FIRST, self.rubric.judge.repeats, judgements, stop)
-            if chosen is not None and escalate is not None and self._is_close(chosen, escalate.band):
-                chosen = self._repeat(pending, AGAIN, escalate.repeats, judgements, stop)
-        except JudgeError as failure:
-            # The cost of earlier calls is recorded with the verdict.
-            if not failure.retryable and not any(each.calls for each in judgements):
-                raise
-            return self._undecided(str(failure), pending.checked, judgements, started, unreachable=failure.retryable)
-        if chosen is None:
-            errors = [each.error for each in judgements if each.error]
-            error = errors[-1] if errors else f"there is no majority: {tally(judgements)}"
-            return self._undecided(error, pending.checked, judgements, started)
-        return self._verdict(chosen, judgements, started)
 
     def _repeat(
         self,
@@ -177,9 +179,9 @@ class Grader:
         Raises JudgeError when no reply came.
         """
         for place in range(times):
-            known = pending.earlier.of(stage, place)
+            known = self._known(pending.earlier, stage, place) if pending.earlier else {}
             result = JudgeCallResult()
-            if missing := self._missing(known):
+            if missing := [criterion for criterion in self.rubric.asked if criterion.id not in known]:
                 if stop is None:
                     raise _CallNeededError
                 # The first call has no seed: without a repetition, nothing has to differ.
@@ -193,16 +195,11 @@ class Grader:
                 raise result.failure
         return majority(judgements[-times:])
 
-    def _is_close(self, judgement: Judgement, band: tuple[float, float]) -> bool:
-        # A failed required criterion decides whatever the score is.
-        score = judgement.score
-        return score is not None and band[0] <= score <= band[1] and not self._fails_required(judgement.results)
-
     def _judgement(self, called: JudgeCallResult, checked: tuple[CriterionResult, ...], stage: str) -> Judgement:
         outcome, score, results = Outcome.UNDECIDED, None, (*checked, *called.results)
         if not called.error:
             score = self.rubric.score({result.criterion: result.value for result in results})
-            accepted = score >= self.rubric.threshold and not self._fails_required(results)
+            accepted = score >= self.rubric.threshold and not fails_required(self.rubric, results)
             outcome = Outcome.ACCEPTED if accepted else Outcome.REJECTED
         return Judgement(
             outcome,
@@ -217,46 +214,64 @@ class Grader:
             estimated_tokens=called.estimated_tokens,
         )
 
-    def _verdict(self, chosen: Judgement, judgements: Sequence[Judgement], started: float) -> Verdict:
-        """The verdict with a reason in one line: the failed criteria, or what the judge says of those it accepts."""
-        asked = {criterion.id for criterion in self.rubric.asked}
-        failed = [result for result in chosen.results if not result.passed]
-        told = failed or [result for result in chosen.results if result.criterion in asked]
-        reason = "; ".join(f"{result.criterion}: {result.reason}" for result in told)
-        if chosen.outcome is Outcome.REJECTED and not failed:
-            reason = f"score {chosen.score or 0.0:.2f} is below {self.rubric.threshold:g}; {reason}"
-        if len(judgements) > 1:
-            reason = f"{reason} (judged {len(judgements)} times: {tally(judgements)})"
-        return Verdict(chosen.outcome, chosen.score, chosen.results, reason, **_cost(judgements, started))
-
-    @staticmethod
-    def _undecided(
-        error: str,
-        checked: tuple[CriterionResult, ...],
-        judgements: Sequence[Judgement],
-        started: float,
-        *,
-        unreachable: bool = False,
+    def _verdict(
+        self, chosen: Judgement, judgements: Sequence[Judgement], started: float, *, unreachable: bool = False
     ) -> Verdict:
-        cost = _cost(judgements, started)
-        return Verdict(Outcome.UNDECIDED, None, checked, error=error, unreachable=unreachable, **cost)
+        """The verdict with a reason in one line: the failed criteria, or what the judge says of those it accepts."""
+        reason = ""
+        if chosen.outcome is not Outcome.UNDECIDED:
+            failed = [result for result in chosen.results if not result.passed]
+            told = failed or [result for result in chosen.results if result.criterion in self.hashes]
+            reason = "; ".join(f"{result.criterion}: {result.reason}" for result in told)
+            if chosen.outcome is Outcome.REJECTED and not failed:
+                reason = f"score {chosen.score or 0.0:.2f} is below {self.rubric.threshold:g}; {reason}"
+            if len(judgements) > 1:
+                reason = f"{reason} (judged {len(judgements)} times: {tally(judgements)})"
+        return Verdict(
+            chosen.outcome,
+            chosen.score,
+            chosen.results,
+            reason,
+            chosen.error,
+            calls=sum(each.calls for each in judgements),
+            prompt_tokens=sum(each.prompt_tokens for each in judgements),
+            completion_tokens=sum(each.completion_tokens for each in judgements),
+            latency_seconds=round(time.monotonic() - started, 4),
+            unreachable=unreachable,
+            judgements=tuple(judgements),
+        )
 
-    def _fails_required(self, results: Sequence[CriterionResult]) -> bool:
-        return any(not result.passed and result.criterion in self._required for result in results)
+    def _reusable(self, earlier: Sequence[Verdict]) -> EarlierResults:
+        """What decided verdicts of this judge on one exchange, newest first, say of the criteria.
+
+        Results of the second stage, for close scores, are separate from those of the first.
+        """
+        reusable: dict[tuple[str, str], list[CriterionResult]] = {}
+        wanted = set(self.hashes.values())
+        for verdict in earlier:
+            found: dict[tuple[str, str], list[CriterionResult]] = {}
+            for judgement in verdict.judgements:
+                # Two criteria with the same hash have the same result: one of them is enough.
+                by_hash = {result.hash: result for result in reversed(judgement.results) if result.hash in wanted}
+                for each, result in by_hash.items():
+                    found.setdefault((judgement.stage, each), []).append(result)
+            # A verdict holds copies of the results that it reused: those of two verdicts are not added up.
+            reusable |= {key: results for key, results in found.items() if len(results) > len(reusable.get(key, ()))}
+        return reusable
+
+    def _known(self, earlier: EarlierResults, stage: str, place: int) -> dict[str, CriterionResult]:
+        """The results of the judgement at this place of a stage, by criterion id."""
+        found = {}
+        for criterion in self.rubric.asked:
+            results = earlier.get((stage, self.hashes[criterion.id]), ())
+            if place < len(results):
+                value = criterion.scale[results[place].choice]
+                passed = criterion.passes(value)
+                found[criterion.id] = replace(results[place], criterion=criterion.id, value=value, passed=passed)
+        return found
 
     def close(self) -> None:
         self.client.close()
-
-
-def _cost(judgements: Sequence[Judgement], started: float) -> dict[str, Any]:
-    """The fields of a verdict on what it took."""
-    return {
-        "calls": sum(each.calls for each in judgements),
-        "prompt_tokens": sum(each.prompt_tokens for each in judgements),
-        "completion_tokens": sum(each.completion_tokens for each in judgements),
-        "latency_seconds": round(time.monotonic() - started, 4),
-        "judgements": tuple(judgements),
-    }
 
 
 def majority(judgements: Sequence[Judgement]) -> Judgement | None:
@@ -286,39 +301,3 @@ def criterion_hashes(rubric: Rubric) -> Mapping[str, str]:
         told = [each.type, str(each.value).strip(), list(each.scale), each.id == FLAT_ID, is_alone]
         hashes[each.id] = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
     return MappingProxyType(hashes)
-
-
-class EarlierResults:
-    """The results of earlier verdicts, by one judge on one exchange, that a rubric can reuse.
-
-    Results of the second stage, for close scores, are separate from those of the first.
-    """
-
-    def __init__(self, rubric: Rubric, hashes: Mapping[str, str], earlier: Sequence[Verdict]) -> None:
-        """`earlier` are decided verdicts, newest first."""
-        self._rubric = rubric
-        self._hashes = hashes
-        self._results: dict[tuple[str, str], list[CriterionResult]] = {}
-        wanted = set(hashes.values())
-        for verdict in earlier:
-            found: dict[tuple[str, str], list[CriterionResult]] = {}
-            for judgement in verdict.judgements:
-                # Two criteria with the same hash have the same result: one of them is enough.
-                by_hash = {result.hash: result for result in reversed(judgement.results) if result.hash in wanted}
-                for each, result in by_hash.items():
-                    found.setdefault((judgement.stage, each), []).append(result)
-            # A verdict holds copies of the results that it reused: those of two verdicts are not added up.
-            for key, results in found.items():
-                if len(results) > len(self._results.get(key, ())):
-                    self._results[key] = results
-
-    def of(self, stage: str, place: int) -> dict[str, CriterionResult]:
-        """The results of the judgement at this place of a stage, by criterion id."""
-        found = {}
-        for criterion in self._rubric.asked:
-            results = self._results.get((stage, self._hashes[criterion.id]), ())
-            if place < len(results):
-                value = criterion.scale[results[place].choice]
-                passed = criterion.passes(value)
-                found[criterion.id] = replace(results[place], criterion=criterion.id, value=value, passed=passed)
-        return found

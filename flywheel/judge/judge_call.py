@@ -19,6 +19,10 @@ from flywheel.judge_usage import CallsInFlight
 from flywheel.rubric import Criterion, Rubric
 from flywheel.verdict import CriterionResult, Exchange
 
+REMEMBERED: Final = 16_384
+"""How many of the last nonces are known."""
+CHECK: Final = re.compile(r"""\bcheck\\?["']\s*:\s*\\?["']([0-9a-f]{16})\b""", re.IGNORECASE)
+
 
 @dataclass(slots=True)
 class JudgeCallResult:
@@ -54,7 +58,7 @@ class JudgeCall:
         self._rubric = rubric
         self._client = client
         self._calls_in_flight = calls
-        self._nonces = NonceHistory()
+        self._nonces: deque[str] = deque(maxlen=REMEMBERED)
         self.temperature = rubric.judge.temperature if settings.temperature is None else settings.temperature
         self.max_tokens = settings.max_tokens or rubric.judge.max_tokens
 
@@ -98,7 +102,8 @@ class JudgeCall:
         """
         problem = ""
         while True:
-            nonce = self._nonces.new()
+            nonce = prompt.new_nonce()
+            self._nonces.append(nonce)
             messages = prompt.messages(self._rubric, exchange, criteria=criteria, problem=problem, nonce=nonce)
             estimated_tokens = prompt.estimate_tokens(messages)
             if self._calls_in_flight is not None:
@@ -132,37 +137,11 @@ class JudgeCall:
         cut_off = f" (it was cut off at judge.max_tokens = {self.max_tokens})" if reply.cut_off else ""
         if reply.problem:
             raise _NoReplyError(f"{reply.problem}{cut_off}")
-        if self._nonces.is_of_another(reply.text, nonce):
+        # A cache or proxy can repeat the reply to another call.
+        others = {match.lower() for match in CHECK.findall(reply.text)} - {nonce}
+        if others and not others.isdisjoint(self._nonces.copy()):
             raise UnreadableError(f"it is the reply to another call (does {reply.judge} cache replies?)")
         try:
             return read(criteria, reply.text, nonce=nonce, shown=shown)
         except UnreadableError as error:
             raise UnreadableError(f"{error}{cut_off}", formless=error.formless) from error
-
-
-REMEMBERED: Final = 16_384
-"""How many of the last nonces are known."""
-CHECK: Final = re.compile(r"""\bcheck\\?["']\s*:\s*\\?["']([0-9a-f]{16})\b""", re.IGNORECASE)
-
-
-class NonceHistory:
-    """Draws nonces, and recognizes a reply that a cache or proxy repeats from another call. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._recent: deque[str] = deque()
-        self._known: set[str] = set()
-        self._lock = threading.Lock()
-
-    def new(self) -> str:
-        nonce = prompt.new_nonce()
-        with self._lock:
-            self._recent.append(nonce)
-            self._known.add(nonce)
-            if len(self._recent) > REMEMBERED:
-                self._known.discard(self._recent.popleft())
-        return nonce
-
-    def is_of_another(self, reply: str, nonce: str) -> bool:
-        """Whether a reply to the call with this nonce has the nonce of another call."""
-        found = {match.lower() for match in CHECK.findall(reply)} - {nonce}
-        return any(other in self._known for other in found)
