@@ -6,7 +6,6 @@ request. Retries, keys and the meaning of a response belong to the callers.
 
 from __future__ import annotations
 
-import functools
 import ssl
 import sys
 import time
@@ -17,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC
 from email.utils import parsedate_to_datetime
+from functools import cache, partial
 from typing import Any, Final
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -97,7 +97,7 @@ class ModelHttpClient:
 
     def post(self, path: str, body: bytes, key: str) -> HttpAnswer:
         """Send JSON to `path` below the root. Raises RequestFailedError, ResponseTooLargeError."""
-        return self._send(functools.partial(self._client.post, content=body), path, key)
+        return self._send(partial(self._client.post, content=body), path, key)
 
     def get(self, path: str, key: str = "") -> HttpAnswer:
         """Send no authorization without a key. Raises RequestFailedError, ResponseTooLargeError."""
@@ -119,18 +119,31 @@ class _BoundedTransport(httpx2.BaseTransport):
     """Reads every response up to a deadline and a size. Each request in flight has a connection of its own."""
 
     def __init__(self, url: str, seconds: float, max_bytes: int) -> None:
+        """Raises ValueError for a proxy in the environment that is not an HTTP proxy."""
         scheme, host = urlsplit(url).scheme, urlsplit(url).hostname or ""
         self._seconds = seconds
         self._max_bytes = max_bytes
-        self._proxy = _proxy(scheme, host)
         self._ssl_context = _ssl_context() if scheme == "https" else None
         self._idle: deque[tuple[httpcore2.ConnectionPool, _DeadlineBackend]] = deque()
+        self._proxy: httpx2.Proxy | None = None
+        proxies = {} if proxy_bypass(host) else getproxies()
+        if proxy := proxies.get(scheme) or proxies.get("all"):
+            if password := urlsplit(proxy).password:
+                register_secret(password)
+            self._proxy = httpx2.Proxy(proxy if "://" in proxy else f"http://{proxy}")
+            if (used := self._proxy.url).scheme not in ("http", "https"):
+                raise ValueError(f"the proxy {used} from the environment cannot be used: it is not an HTTP proxy")
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
         try:
             connection, backend = self._idle.pop()
         except IndexError:
-            connection, backend = self._new_connection()
+            # A pool of one connection, which reconnects by itself.
+            backend = _DeadlineBackend()
+            make: Callable[..., httpcore2.ConnectionPool] = httpcore2.ConnectionPool
+            if self._proxy is not None:
+                make = partial(httpcore2.HTTPProxy, str(self._proxy.url), proxy_auth=self._proxy.raw_auth)
+            connection = make(ssl_context=self._ssl_context, max_connections=1, network_backend=backend)
         backend.deadline = time.monotonic() + self._seconds
         url = request.url
         target = httpcore2.URL(scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path)
@@ -147,19 +160,6 @@ class _BoundedTransport(httpx2.BaseTransport):
         finally:
             self._idle.append((connection, backend))
         return httpx2.Response(response.status, headers=headers, content=body, request=request)
-
-    def _new_connection(self) -> tuple[httpcore2.ConnectionPool, _DeadlineBackend]:
-        """A pool of one connection. It reconnects by itself."""
-        backend = _DeadlineBackend()
-        options: dict[str, Any] = {
-            "ssl_context": self._ssl_context,
-            "max_connections": 1,
-            "network_backend": backend,
-        }
-        if self._proxy is None:
-            return httpcore2.ConnectionPool(**options), backend
-        proxy = httpcore2.HTTPProxy(str(self._proxy.url), proxy_auth=self._proxy.raw_auth, **options)
-        return proxy, backend
 
     def _read(self, response: httpcore2.Response, encoding: str) -> bytes:
         # Compression was not requested, but some servers compress all the same.
@@ -252,7 +252,7 @@ def parse_retry_after(value: str) -> float | None:
         return None
 
 
-@functools.cache
+@cache
 def _ssl_context() -> ssl.SSLContext:
     """The system's authorities, those of SSL_CERT_FILE, and Mozilla's for systems without any.
 
@@ -261,22 +261,6 @@ def _ssl_context() -> ssl.SSLContext:
     context = ssl.create_default_context()
     context.load_verify_locations(certifi.where())
     return context
-
-
-def _proxy(scheme: str, host: str) -> httpx2.Proxy | None:
-    """The proxy that the environment names for this host. Raises ValueError for one that is not an HTTP proxy."""
-    if proxy_bypass(host):
-        return None
-    proxies = getproxies()
-    url = proxies.get(scheme) or proxies.get("all")
-    if not url:
-        return None
-    if password := urlsplit(url).password:
-        register_secret(password)
-    proxy = httpx2.Proxy(url if "://" in url else f"http://{url}")
-    if proxy.url.scheme not in ("http", "https"):
-        raise ValueError(f"the proxy {proxy.url} from the environment cannot be used: it is not an HTTP proxy")
-    return proxy
 
 
 def _root_cause(error: BaseException) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 import json_repair
 
 from flywheel.batch import storable
+from flywheel.judge.chat_completions import strict_format, strict_object
 from flywheel.rubric import Criterion
 from flywheel.rubric.pattern import visible
 from flywheel.verdict import CriterionResult
@@ -52,18 +53,12 @@ class UnreadableError(ValueError):
 
 def response_format(criteria: Sequence[Criterion]) -> dict[str, Any]:
     """The value of `response_format`, with the JSON schema. Equal for equal criteria: servers cache the schema."""
-
-    def strict(properties: dict[str, Any]) -> dict[str, Any]:
-        required = list(properties)
-        return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-
     # The reason comes first: a reason after the choice only defends it.
     results = {
-        each.id: strict({"reason": {"type": "string"}, "choice": {"type": "string", "enum": list(each.scale)}})
+        each.id: strict_object({"reason": {"type": "string"}, "choice": {"type": "string", "enum": list(each.scale)}})
         for each in criteria
     }
-    schema = strict({"criteria": strict(results), "check": {"type": "string"}})
-    return {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": schema}}
+    return strict_format("verdict", {"criteria": strict_object(results), "check": {"type": "string"}})
 
 
 def read(criteria: Sequence[Criterion], text: str, *, nonce: str, shown: str = "") -> tuple[CriterionResult, ...]:
@@ -78,41 +73,25 @@ def read(criteria: Sequence[Criterion], text: str, *, nonce: str, shown: str = "
         shown: What the judge was shown of the task. A malformed object is repaired only if nothing in there looks
             like a part of one.
     """
-    text = _without_reasoning(text)
+    if not text.lstrip().startswith(("{", "```")):  # else what looks like an end of reasoning is part of the object
+        ends = [match.end() for match in REASONING_END.finditer(text)]
+        text = text[ends[-1] :] if ends else "" if REASONING_START.match(text) else text
+    fenced = FENCED.fullmatch(text)
     try:
-        return _results(criteria, _answer(text, nonce)["criteria"])
+        found = _objects(fenced[1] if fenced else text)
+        if not found:
+            raise UnreadableError('there is no JSON object with "criteria" in the reply')
+        if any(other != found[0] for other in found[1:]):
+            raise UnreadableError("there are several different JSON objects in the reply")
+        if str(found[0].get("check")).strip().lower() != nonce:
+            raise UnreadableError('"check" is not the token that was given')
+        return _results(criteria, found[0]["criteria"])
     except UnreadableError as unreadable:
         repaired = _repaired(text, shown, len(criteria))
-        if repaired is None or not _has_nonce(repaired, nonce):
+        if repaired is None or str(repaired["check"]).strip().lower() != nonce:
             formless = not text.lstrip().startswith("{")
             raise UnreadableError(str(unreadable), formless=formless) from None
         return _results(criteria, repaired["criteria"])
-
-
-def _without_reasoning(text: str) -> str:
-    if text.lstrip().startswith(("{", "```")):
-        return text  # the object: what looks like an end of reasoning is part of its text
-    ends = [match.end() for match in REASONING_END.finditer(text)]
-    if ends:
-        return text[ends[-1] :]
-    return "" if REASONING_START.match(text) else text
-
-
-def _has_nonce(answer: dict[str, Any], nonce: str) -> bool:
-    return str(answer.get("check")).strip().lower() == nonce
-
-
-def _answer(text: str, nonce: str) -> dict[str, Any]:
-    """The judge's own object."""
-    fenced = FENCED.fullmatch(text)
-    found = _objects(fenced[1] if fenced else text)
-    if not found:
-        raise UnreadableError('there is no JSON object with "criteria" in the reply')
-    if any(other != found[0] for other in found[1:]):
-        raise UnreadableError("there are several different JSON objects in the reply")
-    if not _has_nonce(found[0], nonce):
-        raise UnreadableError('"check" is not the token that was given')
-    return found[0]
 
 
 def _objects(text: str) -> list[dict[str, Any]]:
@@ -186,27 +165,27 @@ def _results(criteria: Sequence[Criterion], answers: Any) -> tuple[CriterionResu
         raise UnreadableError(f"missing: {', '.join(missing)}")
     if len(answers) > len(ids):
         raise UnreadableError(f"there are more criteria than were asked for: {', '.join(ids)}")
-    return tuple(_result(criterion, answers[criterion.id]) for criterion in criteria)
-
-
-def _result(criterion: Criterion, answer: Any) -> CriterionResult:
-    if not isinstance(answer, dict):
-        raise UnreadableError(f"{criterion.id} is not an object with reason and choice")
-    reason, choice = answer.get("reason"), answer.get("choice")
-    if not isinstance(reason, str) or not visible(reason):
-        raise UnreadableError(f"{criterion.id} has no reason")
-    # A rubric may write a choice as a number: without a schema, 3 is as good as "3".
-    words = [str(choice)] if isinstance(choice, str | int) and not isinstance(choice, bool) else []
-    if isinstance(choice, float) and choice.is_integer():
-        words = [str(int(choice)), str(choice)]
-    folded = [_fold(word) for word in words]
-    scale = {_fold(name): name for name in criterion.scale}
-    name = next((scale[word] for word in (*folded, *(word.strip(MARKUP) for word in folded)) if word in scale), None)
-    if name is None:
-        raise UnreadableError(f"the choice of {criterion.id} must be one of {', '.join(criterion.scale)}")
-    value = criterion.scale[name]
-    # JSON can spell half an emoji, which UTF-8 cannot hold.
-    return CriterionResult(criterion.id, name, value, criterion.passes(value), storable(reason))
+    results = []
+    for criterion in criteria:
+        answer = answers[criterion.id]
+        if not isinstance(answer, dict):
+            raise UnreadableError(f"{criterion.id} is not an object with reason and choice")
+        reason, choice = answer.get("reason"), answer.get("choice")
+        if not isinstance(reason, str) or not visible(reason):
+            raise UnreadableError(f"{criterion.id} has no reason")
+        # A rubric may write a choice as a number: without a schema, 3 is as good as "3".
+        words = [str(choice)] if isinstance(choice, str | int) and not isinstance(choice, bool) else []
+        if isinstance(choice, float) and choice.is_integer():
+            words = [str(int(choice)), str(choice)]
+        folded = [_fold(word) for word in words]
+        scale = {_fold(name): (name, value) for name, value in criterion.scale.items()}
+        chosen = [scale[word] for word in (*folded, *(word.strip(MARKUP) for word in folded)) if word in scale]
+        if not chosen:
+            raise UnreadableError(f"the choice of {criterion.id} must be one of {', '.join(criterion.scale)}")
+        name, value = chosen[0]
+        # JSON can spell half an emoji, which UTF-8 cannot hold.
+        results.append(CriterionResult(criterion.id, name, value, criterion.passes(value), storable(reason)))
+    return tuple(results)
 
 
 def _fold(word: str) -> str:

@@ -24,7 +24,7 @@ class Budget:
     Each verdict that needs a judge call reserves its share first; free verdicts reserve nothing. A verdict in flight
     counts as the average cost, so many threads do not spend together what was left for one: the limit is exceeded by
     about one verdict. While no cost is known, one verdict may be in flight, and one more for each that finished
-    without reported usage.
+    without reported usage. `limits` tells whether there is any limit.
     """
 
     def __init__(
@@ -34,6 +34,7 @@ class Budget:
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         """`spent_today` returns the tokens used since midnight before this run. It is read at the first use."""
+        self.limits = settings.tokens_per_day is not None or settings.tokens_per_run is not None
         self._settings = settings
         self._spent_today = spent_today
         self._now = now
@@ -41,11 +42,6 @@ class Budget:
         self._today = self._run = 0
         self._costly = self._free = self._in_flight = 0
         self._changed = threading.Condition()
-
-    @property
-    def limits(self) -> bool:
-        """Whether there is any limit."""
-        return self._settings.tokens_per_day is not None or self._settings.tokens_per_run is not None
 
     def refresh(self) -> None:
         """Read `spent_today` again, for what other processes used. To be called while nothing is in flight."""

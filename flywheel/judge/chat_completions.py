@@ -87,6 +87,20 @@ def is_rejection_of(message: str, part: str, status: int = 400) -> bool:
     return part in patterns and re.search(patterns[part], message, re.I | re.S) is not None
 
 
+def strict_object(properties: dict[str, Any]) -> dict[str, Any]:
+    """The JSON schema of an object with all of these properties and no other."""
+    required = list(properties)
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def strict_format(name: str, properties: dict[str, Any]) -> dict[str, Any]:
+    """The value of `response_format` for such an object."""
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": name, "strict": True, "schema": strict_object(properties)},
+    }
+
+
 def request_parts(request: Mapping[str, Any]) -> list[str]:
     """The parameters and response formats of a request, as far as an endpoint may not support them."""
     parts: list[str] = [parameter for parameter in (SEED, TEMPERATURE, MAX_TOKENS) if parameter in request]

@@ -107,7 +107,7 @@ def messages(
     problem: str = "",
     nonce: str | None = None,
 ) -> list[ChatMessage]:
-    """System and user message of one call.
+    """System and user message of one call. Empty parts of the exchange are left out, except question and answer.
 
     Args:
         rubric: The rubric.
@@ -131,17 +131,6 @@ def messages(
         criteria="\n".join(statements),
         example=json.dumps({"criteria": example, "check": nonce}, ensure_ascii=False),
     )
-    parts = [block(name, text, nonce) for name, text in sections(exchange, nonce).items()]
-    if problem:
-        parts.append(PROBLEM.format(problem=problem))
-    return [
-        {"role": "system", "content": system},
-        {"role": "user", "content": "\n\n".join([*parts, REMINDER])},
-    ]
-
-
-def sections(exchange: Exchange, nonce: str) -> dict[str, str]:
-    """The parts of an exchange by name, escaped. Empty parts are left out, except question and answer."""
     # Names and descriptions of tools: their parameters' schemas would cost more than all the rest.
     tools = [_function(tool) for tool in exchange.tools]
     texts = (
@@ -152,8 +141,17 @@ def sections(exchange: Exchange, nonce: str) -> dict[str, str]:
         escape(exchange.reference, nonce),
         escape(exchange.answer, nonce),
     )
-    shown = zip(NAMES, texts, strict=True)
-    return {name: text for name, text in shown if text or name in ("QUESTION", "ANSWER")}
+    parts = [
+        BLOCK.format(name=name, text=text, nonce=nonce)
+        for name, text in zip(NAMES, texts, strict=True)
+        if text or name in ("QUESTION", "ANSWER")
+    ]
+    if problem:
+        parts.append(PROBLEM.format(problem=problem))
+    return [
+        {"role": "system", "content": system},
+        {"role": "user", "content": "\n\n".join([*parts, REMINDER])},
+    ]
 
 
 def parse_sections(message: str) -> dict[str, str]:
@@ -198,11 +196,6 @@ def escape(text: str, nonce: str) -> str:
     """The text without the nonce, with a space in each control token, and without lone surrogates."""
     text = CONTROL.sub(lambda begin: f"{begin[0]} ", text.encode("utf-8", "replace").decode())
     return re.sub(nonce, f"{nonce[:4]}…", text, flags=re.IGNORECASE) if nonce in text.lower() else text
-
-
-def block(name: str, inside: str, nonce: str) -> str:
-    """A part of a prompt between its delimiters. `inside` is escaped."""
-    return BLOCK.format(name=name, text=inside, nonce=nonce)
 
 
 def turn(who: str, text: str, nonce: str) -> str:

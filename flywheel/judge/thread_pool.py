@@ -7,7 +7,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -73,8 +74,15 @@ def grade_batches(
     row (or every time), and when the budget is spent (BudgetSpentError). An exchange that raises an unexpected error
     gets an undecided verdict with `broken` set; MAX_BROKEN of them in a row end the grading.
     """
-    stop, budget = stop or threading.Event(), budget or Budget(JudgeBudget())
-    pool = _Pool(grader, iter(items), stop, max_thread, budget, earlier, calls)
+    pool = _Pool(
+        grader,
+        iter(items),
+        stop or threading.Event(),
+        budget or Budget(JudgeBudget()),
+        earlier or (lambda _: ()),
+        calls,
+        [SimpleQueue() for _ in range(max_thread)],
+    )
     threads = [
         threading.Thread(target=pool.work, args=(stored,), name=f"judge-{n}", daemon=True)
         for n, stored in enumerate(pool.stored)
@@ -94,37 +102,34 @@ def grade_batches(
         raise pool.error
 
 
+Finished = tuple[K, Verdict, SimpleQueue[bool]]
+
+
+@dataclass(slots=True)
 class _Pool(Generic[K]):
-    def __init__(
-        self,
-        grader: Grader,
-        items: Iterator[tuple[K, Exchange]],
-        stop: threading.Event,
-        threads: int,
-        budget: Budget,
-        earlier: Callable[[K], Sequence[Verdict]] | None,
-        calls: CallsInFlight | None,
-    ) -> None:
-        self._grader = grader
-        self._items = items
-        self._stop = stop
-        self._budget = budget
-        self._earlier = earlier or (lambda _: ())
-        self._calls = calls
-        self._taking = threading.Lock()
-        self._exhausted = False
-        # Exchanges that need a judge call, until the budget has room for it.
-        self._waiting: deque[tuple[K, PendingJudgeCall]] = deque()
-        self._done: SimpleQueue[tuple[K, Verdict, SimpleQueue[bool]] | None] = SimpleQueue()
-        self.stored: list[SimpleQueue[bool]] = [SimpleQueue() for _ in range(threads)]
-        """One per thread: gets True when the thread's verdict is stored, False when nobody will store it."""
-        # Exchanges that the judge was asked about, and how many of the last ones in a row were unreachable or broken.
-        self._asked = self._unreachable = self._broken = 0
-        self._last_error = ""
-        self.closed = threading.Event()
-        self.drained = False
-        self._drain_until = float("inf")
-        self.error: BaseException | None = None
+    grader: Grader
+    items: Iterator[tuple[K, Exchange]]
+    stop: threading.Event
+    budget: Budget
+    earlier: Callable[[K], Sequence[Verdict]]
+    calls: CallsInFlight | None
+    stored: list[SimpleQueue[bool]]
+    """One per thread: gets True when the thread's verdict is stored, False when nobody will store it."""
+    closed: threading.Event = field(default_factory=threading.Event)
+    drained: bool = False
+    error: BaseException | None = None
+    _taking: threading.Lock = field(default_factory=threading.Lock)
+    _exhausted: bool = False
+    _waiting: deque[tuple[K, PendingJudgeCall]] = field(default_factory=deque)
+    """Exchanges that need a judge call, until the budget has room for it."""
+    _done: SimpleQueue[Finished[K] | None] = field(default_factory=SimpleQueue)
+    _drain_until: float = float("inf")
+    _asked: int = 0
+    """Exchanges that the judge was asked about."""
+    _unreachable: int = 0
+    """How many of the last ones in a row were unreachable."""
+    _broken: int = 0
+    """How many of the last ones in a row were broken."""
 
     def work(self, stored: SimpleQueue[bool]) -> None:
         try:
@@ -132,14 +137,14 @@ class _Pool(Generic[K]):
                 self._done.put((*found, stored))
                 if not stored.get():
                     break
-                if self._calls is not None:
-                    self._calls.forget()
+                if self.calls is not None:
+                    self.calls.forget()
         except BaseException as error:
             # The first error is reported; those of other threads follow from it.
             self.error = self.error or error
             self.closed.set()
-            if self._calls is not None:
-                self._calls.forget()  # the judge refused them
+            if self.calls is not None:
+                self.calls.forget()  # the judge refused them
         finally:
             self._done.put(None)
 
@@ -148,42 +153,35 @@ class _Pool(Generic[K]):
 
         While the budget has no room, exchanges that need a call wait, and free verdicts go first.
         """
-        while not (self._stop.is_set() or self.closed.is_set()):
+        while not (self.stop.is_set() or self.closed.is_set()):
             may_take = not self._exhausted and len(self._waiting) < MAX_WAITING
             # Waits for room only if nothing else can be done.
-            if self._waiting and self._budget.reserve(None if may_take else self._stop):
+            if self._waiting and self.budget.reserve(None if may_take else self.stop):
+                verdict = None
                 try:
                     key, pending = self._waiting.popleft()
+                    verdict = self._guard(self.grader.finish, pending, self.stop)
+                    return key, verdict
                 except IndexError:  # another thread was faster
-                    self._budget.release(None)
                     continue
-                return key, self._finish(pending)
-            if may_take and (item := self._take()) is not None:
-                key, exchange = item
-                begun = self._guard(self._grader.begin, exchange, self._earlier(key))
-                if isinstance(begun, Verdict):
-                    return key, begun
-                self._waiting.append((key, begun))
-            elif self._exhausted and not self._waiting:
-                break
+                finally:
+                    self.budget.release(verdict)
+            if self._exhausted:
+                if not self._waiting:
+                    break
+            elif may_take:
+                # First, so that nothing is taken when nothing is left to spend.
+                self.budget.check()
+                with self._taking:
+                    item = None if self.stop.is_set() or self.closed.is_set() else next(self.items, None)
+                    self._exhausted = item is None
+                if item is not None:
+                    key, exchange = item
+                    begun = self._guard(self.grader.begin, exchange, self.earlier(key))
+                    if isinstance(begun, Verdict):
+                        return key, begun
+                    self._waiting.append((key, begun))
         return None
-
-    def _take(self) -> tuple[K, Exchange] | None:
-        # First, so that nothing is taken when nothing is left to spend.
-        self._budget.check()
-        with self._taking:
-            item = None if self._stop.is_set() or self.closed.is_set() else next(self._items, None)
-            self._exhausted = item is None
-            return item
-
-    def _finish(self, pending: PendingJudgeCall) -> Verdict:
-        """The judge's verdict; ends its reservation."""
-        verdict = None
-        try:
-            verdict = self._guard(self._grader.finish, pending, self._stop)
-        finally:
-            self._budget.release(verdict)
-        return verdict
 
     def _guard(self, step: Callable[..., R | Verdict], *arguments: Any) -> R | Verdict:
         """The result of a step, or an undecided verdict for an unexpected error in it."""
@@ -198,13 +196,20 @@ class _Pool(Generic[K]):
 
     def batches(self, drain_seconds: float | None) -> Iterator[list[tuple[K, Verdict]]]:
         running = len(self.stored)
+        last_error = ""
         while running:
             ready = self._ready(drain_seconds)
             if not ready and self.drained:
                 return
             running -= ready.count(None)
             finished = [item for item in ready if item is not None]
-            batch = [(key, verdict) for key, verdict, _ in finished if self._is_judged(verdict)]
+            batch = []
+            for key, verdict, _ in finished:
+                # Not an exchange whose attempts were ended by the stop.
+                if not (verdict.unreachable and not verdict.calls and self.stop.is_set()):
+                    batch.append((key, verdict))
+                    last_error = verdict.error if verdict.unreachable else last_error
+                    self._note(verdict)
             if batch:
                 yield batch
             for _, _, stored in finished:
@@ -213,35 +218,31 @@ class _Pool(Generic[K]):
         if self.error is None and streak and (streak >= len(self.stored) or streak == self._asked):
             self.error = JudgeError(
                 "continue judging",
-                f"the judge failed {streak} times in a row; the last error: {self._last_error}",
+                f"the judge failed {streak} times in a row; the last error: {last_error}",
                 "Tasks that were not judged stay pending and are retried automatically.",
                 retryable=True,
             )
 
-    def _ready(self, drain_seconds: float | None) -> list[tuple[K, Verdict, SimpleQueue[bool]] | None]:
+    def _ready(self, drain_seconds: float | None) -> list[Finished[K] | None]:
         """What is finished, after a wait for the first; empty after POLL_SECONDS without any.
 
         Sets `drained` when the time after a stop is over.
         """
         wait = POLL_SECONDS
-        if drain_seconds is not None and self._stop.is_set():
+        if drain_seconds is not None and self.stop.is_set():
             now = time.monotonic()
             self._drain_until = min(self._drain_until, now + drain_seconds)
             self.drained = now >= self._drain_until
             wait = max(0.0, min(wait, self._drain_until - now))
         ready = []
-        try:
+        with suppress(Empty):
             ready.append(self._done.get(timeout=wait))
             while len(ready) < MAX_BATCH:
                 ready.append(self._done.get_nowait())
-        except Empty:
-            pass
         return ready
 
-    def _is_judged(self, verdict: Verdict) -> bool:
-        """False for an exchange whose attempts were ended by the stop. Ends the grading after too many failures."""
-        if verdict.unreachable and not verdict.calls and self._stop.is_set():
-            return False
+    def _note(self, verdict: Verdict) -> None:
+        """Ends the grading after too many failures in a row."""
         self._broken = self._broken + 1 if verdict.broken else 0
         if self._broken == MAX_BROKEN:
             self.closed.set()
@@ -249,12 +250,8 @@ class _Pool(Generic[K]):
                 "continue judging", f"{self._broken} times in a row {verdict.error}"
             )
         # A free verdict says nothing about the endpoint.
-        self._asked += verdict.unreachable or verdict.calls > 0
-        if verdict.unreachable:
-            self._unreachable += 1
-            self._last_error = verdict.error
+        if verdict.unreachable or verdict.calls:
+            self._asked += 1
+            self._unreachable = self._unreachable + 1 if verdict.unreachable else 0
             if self._unreachable >= len(self.stored):
                 self.closed.set()
-        elif verdict.calls:
-            self._unreachable = 0
-        return True
