@@ -5,9 +5,12 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from sqlalchemy import Connection
+
 from flywheel.batch import Batch, entry_of
 from flywheel.exclusion import ANY_MODEL, TrainedModels
 from flywheel.states import Split
+from flywheel.store import claims, verdicts
 from flywheel.task import split_of
 from flywheel.trace import Cursor, Reply
 from flywheel.verdict import CriterionResult, Outcome, Verdict
@@ -48,6 +51,12 @@ def replies_on(split: Split, count: int, **values: Any) -> list[Reply]:
         if split_of(candidate.conversation_id, candidate.trace_id, train_ratio=0.7, seed=42) is split:
             found.append(candidate)
     return found
+
+
+def settle(conn: Connection, task: int, verdict: Verdict, rubric: str, judge: str, retry_seconds: float) -> None:
+    """Store a verdict and move its task out of `judging`."""
+    verdicts.store(conn, task, verdict, rubric, judge)
+    claims.apply(conn, task, verdict, retry_seconds)
 
 
 def accepted(score: float = 1.0) -> Verdict:

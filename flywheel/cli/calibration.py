@@ -97,8 +97,8 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
             undecided=len(outcome.undecided),
             agreement=outcome.confusion.agreement,
             kappa=outcome.kappa.value,
-            low=outcome.kappa.low,
-            high=outcome.kappa.high,
+            kappa_low=outcome.kappa.low,
+            kappa_high=outcome.kappa.high,
         )
         bar = settings.min_kappa
         shortfall = await store.read(calibrations.shortfall, rubric.hash, grader.judge_hash, bar)

@@ -230,7 +230,7 @@ async def _compare(wanted: _Options, against: Path) -> tuple[dict[str, Any], Fly
     async with _state(wanted) as store:
         new = _filtering(store, wanted)
         old = TaskJudging(store, wanted.config, rubric=earlier)
-        tasks, triable = await store.read(claims.count), await store.read(claims.count_triable)
+        tasks, triable = await store.read(claims.count_triable)
         total = triable if wanted.limit is None else min(triable, wanted.limit)
         diff = RubricDiff(store, old.grader, new.grader, new.judge, new.redact)
         estimator = await CostEstimator.of(store, new.grader.judge_hash, prices)

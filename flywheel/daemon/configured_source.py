@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Final
 
 from flywheel.config import Config, JsonlSource, OtlpSource, SourceSettings
 from flywheel.exclusion import TrainedModels
 from flywheel.store import samples
-from flywheel.store.database import Store
+from flywheel.store.database import Store, note, noted
+
+MODEL_RULES: Final = "model_rules"
+"""Key of the note with a digest of the `models` settings that all stored tasks were compared with."""
 
 
 def source_of(config: Config, path: Path) -> SourceSettings | None:
@@ -31,7 +35,7 @@ async def apply_model_rules(store: Store, config: Config) -> None:
     changed."""
     settings = [config.model.alias, config.model.base, *(source.model_dump_json() for source in config.sources)]
     digest = hashlib.sha256("\n".join(settings).encode()).hexdigest()
-    if await store.read(samples.applied_model_rules) == digest:
+    if await store.read(noted, MODEL_RULES) == digest:
         return
 
     def models_of(path: str) -> TrainedModels:
@@ -40,4 +44,4 @@ async def apply_model_rules(store: Store, config: Config) -> None:
     after: int | None = 0
     while after is not None:
         after = await store.write(samples.apply_model_rules, models_of, after)
-    await store.write(samples.note_model_rules, digest)
+    await store.write(note, MODEL_RULES, digest)

@@ -118,7 +118,7 @@ class TaskJudging:
         try:
             while True:
                 run.released, taken = 0, run.taken
-                suspect = await self._store.read(claims.has_suspects)
+                suspect = bool(await self._store.read(claims.suspects))
                 report.error = await in_daemon_thread(partial(self._judge_batches, run, rejudge, suspect))
                 if suspect and run.taken > taken and report.error is None:
                     continue
@@ -197,7 +197,7 @@ class TaskJudging:
             if after is not None:
                 found = ask(claims.decided, number, after, *hashes)
             else:
-                found = ask(claims.claim_suspect, *hashes) if suspect else ask(claims.claim, number, *hashes)
+                found = ask(claims.claim, number, *hashes, suspect)
                 run.claimed.update({task.id: task for task in found})
             if found:
                 run.taken += len(found)

@@ -53,7 +53,7 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
     live = rounds.live(conn)
     takes = config.training.takes
     supply, wrong_chain = _supply(conn, config)
-    others = acceptance.other_models(conn, config.models_of(None))
+    by_adapter, others = acceptance.by_adapter(conn, config.models_of(None))
     waits = patience(conn, config, config.trigger.min_samples)
     active = deployments.active(conn, config.model.alias)
     seen = deployments.replica_states(conn, config.model.alias)
@@ -96,7 +96,7 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
             "reason": active.reason if active else "",
         },
         "replicas": [_replica(url, seen.get(url)) for url in config.serving.urls],
-        "by_adapter": acceptance.by_adapter(conn, config.models_of(None)),
+        "by_adapter": by_adapter,
         "other_models": others,
         "dead_letters": dead_letters.count(conn)["open"],
     }

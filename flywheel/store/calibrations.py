@@ -11,37 +11,10 @@ from flywheel.store.schema import calibrations, tasks
 from flywheel.store.transitions import utcnow
 
 
-def record(
-    conn: Connection,
-    *,
-    rubric_id: str,
-    rubric_hash: str,
-    judge_hash: str,
-    judge_model: str,
-    n: int,
-    undecided: int,
-    agreement: float | None,
-    kappa: float | None,
-    low: float | None,
-    high: float | None,
-) -> int:
-    """Store a calibration; its id."""
-    added = conn.execute(
-        insert(calibrations).values(
-            rubric_id=rubric_id,
-            rubric_hash=rubric_hash,
-            judge_hash=judge_hash,
-            judge_model=judge_model,
-            n=n,
-            undecided=undecided,
-            agreement=agreement,
-            kappa=kappa,
-            kappa_low=low,
-            kappa_high=high,
-            created_at=utcnow(),
-        )
-    )
-    return int(added.inserted_primary_key[0])  # type: ignore[index]
+def record(conn: Connection, /, **values: Any) -> int:
+    """Store a calibration by its columns; its id."""
+    added = insert(calibrations).values(**values, created_at=utcnow()).returning(calibrations.c.id)
+    return int(conn.execute(added).scalar_one())
 
 
 def newest(conn: Connection, rubric_hash: str, judge_hash: str) -> Row[Any] | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Connection, Row, and_, exists, func, literal_column, or_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, exists, func, literal_column, or_, select, update
 
 from flywheel.states import Split, TaskState
 from flywheel.store.bulk import count_rows, rows_in
@@ -42,67 +42,55 @@ class Claimed:
     was: TaskState = TaskState.JUDGING
 
 
-def count(conn: Connection, *where: ColumnElement[bool]) -> int:
-    """How many tasks meet all conditions."""
-    return count_rows(conn, tasks, *where)
-
-
 def _due(state: ColumnElement[str] = tasks.c.state) -> ColumnElement[bool]:
     waiting = and_(state == TaskState.UNDECIDED.value, tasks.c.retry_at <= utcnow())
     return or_(state == TaskState.PENDING.value, waiting)
 
 
 def count_due(conn: Connection) -> int:
-    return count(conn, _due())
+    return count_rows(conn, tasks, _due())
 
 
 def count_decided(conn: Connection, rubric_hash: str, judge_hash: str) -> int:
-    return count(conn, _in(DECIDED), _decided_otherwise(rubric_hash, judge_hash))
+    return count_rows(conn, tasks, _in(DECIDED), _decided_otherwise(rubric_hash, judge_hash))
 
 
-def count_triable(conn: Connection) -> int:
-    return count(conn, _in(TRIABLE), ~decided_by_others())
+def count_triable(conn: Connection) -> tuple[int, int]:
+    """How many tasks there are, and on how many of them a rubric can be tried."""
+    return count_rows(conn, tasks), count_rows(conn, tasks, _in(TRIABLE), ~decided_by_others())
 
 
-def claim(conn: Connection, limit: int, rubric_hash: str, judge_hash: str) -> list[Claimed]:
-    """Move up to `limit` due tasks, the oldest first, to `judging`; none that was in work when a process ended."""
-    # Each part is in the order of an index: nothing is sorted, however many tasks are pending or judged.
-    parts = [
-        *(and_(tasks.c.state == TaskState.PENDING.value, tasks.c.split == split.value) for split in Split),
-        and_(tasks.c.state == TaskState.UNDECIDED.value, tasks.c.retry_at <= utcnow()),
-    ]
-    due: list[tuple[int, str]] = []
-    for part in parts:
-        query = select(tasks.c.id, tasks.c.state).where(part, tasks.c.crashes == 0)
-        due += [(row.id, row.state) for row in conn.execute(query.order_by(tasks.c.id).limit(limit))]
-    return _claim(conn, sorted(due)[:limit], rubric_hash, judge_hash)
+def claim(conn: Connection, limit: int, rubric_hash: str, judge_hash: str, suspect: bool = False) -> list[Claimed]:
+    """Move up to `limit` due tasks, the oldest first, to `judging`; none that was in work when a process ended.
 
-
-def claim_suspect(conn: Connection, rubric_hash: str, judge_hash: str) -> list[Claimed]:
-    """Move one due task that was in work when a process ended to `judging`, those with the fewest crashes first.
-
-    The caller should have no other task in work: if the process ends again, the cause is known.
+    With `suspect`, one of those instead. The caller should have no other task in work: if the process ends again, the
+    cause is known.
     """
-    return _claim(conn, _suspect(conn), rubric_hash, judge_hash)
-
-
-def has_suspects(conn: Connection) -> bool:
-    """Whether `claim_suspect` would find one."""
-    return bool(_suspect(conn))
-
-
-def _suspect(conn: Connection) -> list[tuple[int, str]]:
-    # The literal 0 and `coalesce` make SQLite use the index of suspects, not one by state: most tasks may be due.
-    suspected = tasks.c.crashes > literal_column("0")
-    query = select(tasks.c.id, tasks.c.state).where(suspected, _due(func.coalesce(tasks.c.state, "")))
-    return [(row.id, row.state) for row in conn.execute(query.order_by(tasks.c.crashes, tasks.c.id).limit(1))]
-
-
-def _claim(conn: Connection, due: Sequence[tuple[int, str]], rubric_hash: str, judge_hash: str) -> list[Claimed]:
+    if suspect:
+        due = suspects(conn)
+    else:
+        # Each part is in the order of an index: nothing is sorted, however many tasks are pending or judged.
+        parts = [
+            *(and_(tasks.c.state == TaskState.PENDING.value, tasks.c.split == split.value) for split in Split),
+            and_(tasks.c.state == TaskState.UNDECIDED.value, tasks.c.retry_at <= utcnow()),
+        ]
+        due = []
+        for part in parts:
+            query = select(tasks.c.id, tasks.c.state).where(part, tasks.c.crashes == 0)
+            due += [(row.id, row.state) for row in conn.execute(query.order_by(tasks.c.id).limit(limit))]
+        due = sorted(due)[:limit]
     claimed = {
         task: TaskState.JUDGING for task, state in due if move(conn, task, TaskState(state), TaskState.JUDGING)
     }
     return _with_verdicts(conn, claimed, rubric_hash, judge_hash)
+
+
+def suspects(conn: Connection) -> list[tuple[int, str]]:
+    """The due task (number, state) that was in work when a process ended, one with the fewest crashes, if any."""
+    # The literal 0 and `coalesce` make SQLite use the index of suspects, not one by state: most tasks may be due.
+    suspected = tasks.c.crashes > literal_column("0")
+    query = select(tasks.c.id, tasks.c.state).where(suspected, _due(func.coalesce(tasks.c.state, "")))
+    return [(row.id, row.state) for row in conn.execute(query.order_by(tasks.c.crashes, tasks.c.id).limit(1))]
 
 
 def decided(conn: Connection, limit: int, after: int, rubric_hash: str, judge_hash: str) -> list[Claimed]:
@@ -168,14 +156,6 @@ def _with_verdicts(
     return found
 
 
-def settle(
-    conn: Connection, task: int, verdict: Verdict, rubric_hash: str, judge_hash: str, retry_seconds: float
-) -> None:
-    """Store a verdict and move its task out of `judging`."""
-    store_verdict(conn, task, verdict, rubric_hash, judge_hash)
-    apply(conn, task, verdict, retry_seconds)
-
-
 def apply(conn: Connection, task: int, verdict: Verdict, retry_seconds: float) -> None:
     """Move a task out of `judging` by a verdict that is stored already."""
     retry_at = None
@@ -229,7 +209,8 @@ def release(conn: Connection, ids: Sequence[int], why: str) -> int:
 
 def release_all(conn: Connection, why: str) -> int:
     """Give back all claimed tasks; how many. The caller holds the instance lock, or works on a copy of the state."""
-    return release(conn, [row.id for row in _in_work(conn)], why)
+    in_work = select(tasks.c.id).where(tasks.c.state == TaskState.JUDGING.value)
+    return release(conn, conn.execute(in_work).scalars().all(), why)
 
 
 def recover(conn: Connection) -> tuple[int, list[str]]:
@@ -239,7 +220,8 @@ def recover(conn: Connection) -> tuple[int, list[str]]:
     A process that stops in order leaves nothing in work. The caller holds the instance lock.
     """
     again, dead = 0, []
-    for row in _in_work(conn):
+    in_work = select(tasks.c.id, tasks.c.key, tasks.c.crashes).where(tasks.c.state == TaskState.JUDGING.value)
+    for row in conn.execute(in_work).all():
         crashes = row.crashes + 1
         if crashes < CRASHES:
             again += move(conn, row.id, TaskState.JUDGING, TaskState.PENDING, "its process died", crashes=crashes)
@@ -251,8 +233,3 @@ def recover(conn: Connection) -> tuple[int, list[str]]:
             dead_letter_task(conn, row.id, row.key, why)
             dead.append(row.key)
     return again, dead
-
-
-def _in_work(conn: Connection) -> Sequence[Row[Any, Any, Any]]:
-    query = select(tasks.c.id, tasks.c.key, tasks.c.crashes)
-    return conn.execute(query.where(tasks.c.state == TaskState.JUDGING.value)).all()

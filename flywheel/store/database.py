@@ -14,6 +14,7 @@ import os
 import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar
@@ -91,15 +92,15 @@ class _Connections:
         self._engine.dispose()
 
 
+@dataclass(eq=False)
 class Store:
     """Flywheel's state. `write` and `read` run one function in one transaction and return its result.
 
     A function that is given to `read` must only read.
     """
 
-    def __init__(self, writing: _Connections, reading: _Connections) -> None:
-        self._writing = writing
-        self._reading = reading
+    _writing: _Connections
+    _reading: _Connections
 
     @classmethod
     async def open(cls, state_dir: Path) -> Self:

@@ -12,8 +12,7 @@ from flywheel import exclusion
 from flywheel.exclusion import Exclusion, TrainedModels
 from flywheel.states import RoundState, Split, TaskState
 from flywheel.store.bulk import chunks, count_rows
-from flywheel.store.claims import DECIDED, count
-from flywheel.store.database import note, noted
+from flywheel.store.claims import DECIDED
 from flywheel.store.schema import replies, round_samples, rounds, sources, tasks, verdicts
 from flywheel.store.verdicts import NOT_OF_THE_JUDGE, decided_by_others
 
@@ -44,7 +43,7 @@ def tried() -> ColumnElement[int]:
 
 def count_new(conn: Connection, takes: Collection[Exclusion] = ()) -> int:
     """How many samples a round could take that no round without a promotion had."""
-    return count(conn, free(), allowed(takes), tried() == 0)
+    return count_rows(conn, tasks, free(), allowed(takes), tried() == 0)
 
 
 def free() -> ColumnElement[bool]:
@@ -71,7 +70,7 @@ def allowed(takes: Collection[Exclusion] = ()) -> ColumnElement[bool]:
 
 def count_free(conn: Connection, takes: Collection[Exclusion] = ()) -> int:
     """How many samples a round could take."""
-    return count(conn, free(), allowed(takes))
+    return count_rows(conn, tasks, free(), allowed(takes))
 
 
 def marks_of_free(conn: Connection, takes: Collection[Exclusion] = ()) -> tuple[int, ...]:
@@ -84,7 +83,7 @@ def marks_of_free(conn: Connection, takes: Collection[Exclusion] = ()) -> tuple[
 def count_held_out(conn: Connection, takes: Collection[Exclusion] = (), *, most: int | None = None) -> int:
     """How many tasks the gate could ask; counting stops at `most`."""
     if most is None:
-        return count(conn, of_the_gate(), allowed(takes))
+        return count_rows(conn, tasks, of_the_gate(), allowed(takes))
     some = select(tasks.c.id).where(of_the_gate(), allowed(takes)).limit(most)
     return count_rows(conn, some.subquery())
 
@@ -114,17 +113,7 @@ def leave_gate(conn: Connection, beginnings: Collection[int]) -> None:
         )
 
 
-_MODEL_RULES: Final = "model_rules"
 _PAGE: Final = 1000
-
-
-def applied_model_rules(conn: Connection) -> str:
-    """The digest of the `TrainedModels` settings that all stored tasks were compared with."""
-    return noted(conn, _MODEL_RULES)
-
-
-def note_model_rules(conn: Connection, digest: str) -> None:
-    note(conn, _MODEL_RULES, digest)
 
 
 def apply_model_rules(conn: Connection, models_of: Callable[[str], TrainedModels], after: int) -> int | None:

@@ -93,15 +93,14 @@ class FileState:
         )
 
 
+@dataclass(slots=True)
 class TaskFile:
-    """The task file of a state."""
+    """The task file of a state. A new file gets `mode`, as far as the umask allows."""
 
-    def __init__(self, path: Path, *, mode: int = PRIVATE) -> None:
-        """A new file gets `mode`, as far as the umask allows."""
-        self.path = path
-        self._mode = mode
-        self._seen: FileState | None = None
-        self._written: FileState | None = None
+    path: Path
+    mode: int = PRIVATE
+    _seen: FileState | None = None
+    _written: FileState | None = None
 
     async def follow(self, store: Store) -> int:
         """Append every task that is not marked as exported; returns the number of lines. Raises StoreError.
@@ -110,7 +109,13 @@ class TaskFile:
         """
         found = await in_thread(FileState.of, self.path)
         if found != self._seen:
-            await self._note_change(store, found)
+            before = await store.read(noted_state)
+            now = found.since(before) if found is not None else None
+            if now != before:
+                await store.write(note_state, now)
+            if now is not None and now.lacking:
+                log.warning("%s", now.warning)
+            self._seen = found
         page = await store.read(_unmarked)
         if not page:
             return 0
@@ -121,20 +126,11 @@ class TaskFile:
         self._written = None
         count = 0
         while page:
-            count += await in_thread(_append, self.path, page, there, self._mode)
+            count += await in_thread(_append, self.path, page, there, self.mode)
             self._seen = await in_thread(FileState.of, self.path)
             page = await store.write(_mark, page, self._seen)
         self._written = self._seen
         return count
-
-    async def _note_change(self, store: Store, found: FileState | None) -> None:
-        before = await store.read(noted_state)
-        now = found.since(before) if found is not None else None
-        if now != before:
-            await store.write(note_state, now)
-        if now is not None and now.lacking:
-            log.warning("%s", now.warning)
-        self._seen = found
 
 
 async def export_sources(store: Store, path: Path, sources: Sequence[int]) -> int:

@@ -29,7 +29,7 @@ from tests.cli.conftest import Ran, Run
 from tests.cli.terminal import in_terminal
 from tests.conftest import POLICY
 from tests.judge_server import JudgeServer
-from tests.samples import accepted, batch, replies_on, reply
+from tests.samples import accepted, batch, replies_on, reply, settle
 from tests.serving.fake_vllm import BASE, FakeVllm, answer, replica, running, with_middleware
 
 STUDIO = Path(__file__).parent.parent / "data" / "studio"
@@ -499,7 +499,7 @@ def judged(folder: Path, *replies: Reply) -> None:
             source = ledger.source_id(conn, "/a")
             ledger.record_batch(conn, source, batch(*replies), train_ratio=0.7, split_seed=42)
             for task in claims.claim(conn, 1000, "r", "j"):
-                claims.settle(conn, task.id, accepted(), "r", "j", 0.0)
+                settle(conn, task.id, accepted(), "r", "j", 0.0)
 
         await store.write(put)
         await store.close()

@@ -21,7 +21,7 @@ from tests import warm
 from tests.daemon.conftest import Make
 from tests.daemon.filter_bench import questions, states, tell
 from tests.judge_server import JudgeServer
-from tests.samples import undecided
+from tests.samples import settle, undecided
 
 COUNT = 10
 POISON = "What is the poisoned question?"
@@ -135,7 +135,7 @@ async def test_what_was_in_work_is_judged_one_by_one_after_a_crash(
     assert alone[:4] == [1, 1, 1, 1]
     assert judge.most_in_flight == 2, "those that were not in work are judged together"
     assert await states(store) == ["accepted"] * 6
-    assert not await store.read(claims.has_suspects)
+    assert not await store.read(claims.suspects)
 
 
 async def test_a_verdict_between_two_crashes_starts_the_count_anew(store: Store) -> None:
@@ -143,11 +143,11 @@ async def test_a_verdict_between_two_crashes_starts_the_count_anew(store: Store)
     await store.write(claims.claim, 9, "r", "j")
     for _ in range(claims.CRASHES - 1):
         await store.write(claims.recover)
-        (task,) = await store.write(claims.claim_suspect, "r", "j")
-    await store.write(claims.settle, task.id, undecided(), "r", "j", 0.0)
+        (task,) = await store.write(claims.claim, 1, "r", "j", True)
+    await store.write(settle, task.id, undecided(), "r", "j", 0.0)
     for _ in range(claims.CRASHES - 1):
         assert len(await store.write(claims.claim, 9, "r", "j")) + len(
-            await store.write(claims.claim_suspect, "r", "j")
+            await store.write(claims.claim, 1, "r", "j", True)
         )
         assert (await store.write(claims.recover))[0] == 1
     assert await store.read(dead_letters.count) == {"open": 0, "retried": 0, "dropped": 0}

@@ -45,7 +45,7 @@ async def test_a_round_waits_for_a_calibration(tmp_path: Path, monkeypatch: pyte
             await store.write(
                 calibrations.record,
                 rubric_id=rubric.id, rubric_hash=rubric.hash, judge_hash=judge_hash, judge_model="judge",
-                n=50, undecided=0, agreement=0.9, kappa=kappa, low=0.1, high=0.9,
+                n=50, undecided=0, agreement=0.9, kappa=kappa, kappa_low=0.1, kappa_high=0.9,
             )  # fmt: skip
             assert await wheel.start_due() is started
             assert ((await store.read(rounds.live)) is not None) is started

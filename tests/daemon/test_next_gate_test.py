@@ -32,7 +32,7 @@ from flywheel.store.database import Store
 from flywheel.store.transitions import move
 from flywheel.trace import Reply
 from tests import warm
-from tests.samples import accepted, batch, replies_on, reply
+from tests.samples import accepted, batch, replies_on, reply, settle
 
 EVERY_ROUND: dict[str, Any] = {"min_tasks": 1, "min_power": 0}
 
@@ -63,7 +63,7 @@ def judged(conn: Connection, *replies: Reply) -> None:
     source = ledger.source_id(conn, "/a")
     ledger.record_batch(conn, source, batch(*replies), train_ratio=0.7, split_seed=42)
     for task in claims.claim(conn, 10_000, "r", "j"):
-        claims.settle(conn, task.id, accepted(), "r", "j", 0.0)
+        settle(conn, task.id, accepted(), "r", "j", 0.0)
 
 
 async def filled(store: Store, held_out: int, train: int = 20) -> None:

@@ -37,7 +37,7 @@ from flywheel.store import (
 from flywheel.store.database import Store
 from flywheel.store.transitions import move_all
 from flywheel.verdict import Outcome, Verdict
-from tests.samples import accepted, batch, rejected, replies_on
+from tests.samples import accepted, batch, rejected, replies_on, settle
 
 RUBRIC = files.shipped_folder() / "rubrics" / "math-boxed.yaml"
 
@@ -73,7 +73,7 @@ def judged(conn: Connection, train: int, held_out: int, *, right: bool = True) -
     ledger.record_batch(conn, source, batch(*replies), train_ratio=0.7, split_seed=42)
     for task in claims.claim(conn, 1000, "r", "j"):
         kept = right or task.line["metadata"]["split"] == "train"
-        claims.settle(conn, task.id, accepted() if kept else rejected(), "r", "j", 0.0)
+        settle(conn, task.id, accepted() if kept else rejected(), "r", "j", 0.0)
 
 
 async def planned(store: Store, config: Config) -> RoundSpec:
@@ -129,7 +129,7 @@ async def test_a_round_is_told_how_many_tokens_the_traced_replies_took(tmp_path:
         every = [*replies, *replies_on(Split.HELD_OUT, 2)]
         ledger.record_batch(conn, source, batch(*every), train_ratio=0.7, split_seed=42)
         for task in claims.claim(conn, 1000, "r", "j"):
-            claims.settle(conn, task.id, accepted(), "r", "j", 0.0)
+            settle(conn, task.id, accepted(), "r", "j", 0.0)
 
     await store.write(recorded)
     config = made(tmp_path)
@@ -267,7 +267,7 @@ def judged_with_some_left_out(conn: Connection, train: int, held_out: int, value
     told = batch(*special, *plain, models=ALIAS)
     ledger.record_batch(conn, source, told, train_ratio=0.7, split_seed=42)
     for task in claims.claim(conn, 1000, "r", "j"):
-        claims.settle(conn, task.id, accepted(), "r", "j", 0.0)
+        settle(conn, task.id, accepted(), "r", "j", 0.0)
 
 
 @pytest.mark.parametrize("reason", LEFT_OUT)
@@ -384,7 +384,7 @@ async def test_samples_of_before_the_chain_had_pii_lose_their_personal_data(tmp_
         replies += replies_on(Split.HELD_OUT, 1, query="Who reads the letters that jo@example.com is sent?")
         ledger.record_batch(conn, source, batch(*replies), train_ratio=0.7, split_seed=42)
         for task in claims.claim(conn, 1000, "r", "j"):
-            claims.settle(conn, task.id, accepted(), "r", "j", 0.0)
+            settle(conn, task.id, accepted(), "r", "j", 0.0)
 
     await store.write(with_address)
     chain = tmp_path / "chain.yaml"

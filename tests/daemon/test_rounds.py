@@ -37,7 +37,7 @@ from flywheel.store import (
 )
 from flywheel.store.database import Store
 from flywheel.store.transitions import move
-from tests.samples import accepted, batch, rejected, replies_on
+from tests.samples import accepted, batch, rejected, replies_on, settle
 from tests.serving.fake_vllm import BASE, PROBE, FakeVllm
 
 
@@ -78,7 +78,7 @@ def put_tasks(conn: Connection, train: int, held_out: int) -> None:
     ledger.record_batch(conn, source, batch(*replies), train_ratio=0.7, split_seed=42)
     for number, task in enumerate(claims.claim(conn, 1000, "r", "j")):
         verdict = rejected() if task.line["metadata"]["split"] == "held-out" and number % 2 else accepted()
-        claims.settle(conn, task.id, verdict, "r", "j", 0.0)
+        settle(conn, task.id, verdict, "r", "j", 0.0)
 
 
 def put_more_tasks(conn: Connection, train: int) -> None:
@@ -87,7 +87,7 @@ def put_more_tasks(conn: Connection, train: int) -> None:
     source = ledger.source_id(conn, "/a")
     ledger.record_batch(conn, source, batch(*replies, rowid=2), train_ratio=0.7, split_seed=42)
     for task in claims.claim(conn, 1000, "r", "j"):
-        claims.settle(conn, task.id, accepted(), "r", "j", 0.0)
+        settle(conn, task.id, accepted(), "r", "j", 0.0)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from flywheel.store.database import Store
 
 
 async def record(store: Store, rubric: str = "r1", judge: str = "j1", kappa: float | None = 0.7) -> None:
-    values: dict[str, Any] = {"low": 0.5, "high": 0.8} if kappa is not None else {"low": None, "high": None}
+    values: dict[str, Any] = {"kappa_low": 0.5, "kappa_high": 0.8} if kappa is not None else {}
     await store.write(
         calibrations.record,
         rubric_id="qa", rubric_hash=rubric, judge_hash=judge, judge_model="m", n=40, undecided=1,

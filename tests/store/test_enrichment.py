@@ -172,6 +172,6 @@ async def test_other_models_are_no_part_of_acceptance_by_adapter(store: Store) -
         reply(5, model="gpt-4o"),
     ]
     await store.write(put, *told)
-    found = await store.read(acceptance.by_adapter, ALIAS)
+    found, others = await store.read(acceptance.by_adapter, ALIAS)
     assert {entry["adapter"]: entry["other"] for entry in found} == {"": 1, "my-agent@r0001": 1}
-    assert await store.read(acceptance.other_models, ALIAS) == {"helper-model": 2, "gpt-4o": 1}
+    assert others == {"helper-model": 2, "gpt-4o": 1}

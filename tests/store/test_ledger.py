@@ -25,7 +25,7 @@ from flywheel.store import (
 from flywheel.store.database import Store
 from flywheel.store.ledger import Recorded
 from flywheel.trace import DeadRow
-from tests.samples import accepted, batch, rejected, replies_on, reply, undecided
+from tests.samples import accepted, batch, rejected, replies_on, reply, settle, undecided
 
 
 def put(conn: Connection, path: str, what: Batch) -> Recorded:
@@ -86,7 +86,7 @@ async def test_a_verdict_is_not_paid_for_twice(store: Store) -> None:
     await store.write(put, "/a", batch(reply(1)))
     [task] = await store.write(claims.claim, 10, "rubric", "judge")
     assert task.stored is None
-    await store.write(claims.settle, task.id, rejected(), "rubric", "judge", 0.0)
+    await store.write(settle, task.id, rejected(), "rubric", "judge", 0.0)
     assert await store.write(claims.claim, 10, "rubric", "judge") == []
 
     def again(conn: Connection) -> None:
@@ -104,7 +104,7 @@ async def test_a_verdict_is_not_paid_for_twice(store: Store) -> None:
 async def test_undecided_is_retried_when_its_time_has_come_and_its_cost_is_kept(store: Store) -> None:
     await store.write(put, "/a", batch(reply(1)))
     [task] = await store.write(claims.claim, 1, "r", "j")
-    await store.write(claims.settle, task.id, undecided(), "r", "j", 3600.0)
+    await store.write(settle, task.id, undecided(), "r", "j", 3600.0)
     assert await store.write(claims.claim, 1, "r", "j") == []
 
     def due_now(conn: Connection) -> None:
@@ -112,7 +112,7 @@ async def test_undecided_is_retried_when_its_time_has_come_and_its_cost_is_kept(
 
     await store.write(due_now)
     [task] = await store.write(claims.claim, 1, "r", "j")
-    await store.write(claims.settle, task.id, accepted(), "r", "j", 3600.0)
+    await store.write(settle, task.id, accepted(), "r", "j", 3600.0)
 
     def calls(conn: Connection) -> list[tuple[str, int]]:
         return [(row[0], row[1]) for row in conn.exec_driver_sql("SELECT outcome, calls FROM verdicts")]
@@ -178,7 +178,7 @@ async def test_the_books_balance_after_any_sequence(steps: list[tuple[str, int]]
                     await store.write(claims.release, [task], "")
                 else:
                     verdict = {"accept": accepted(), "reject": rejected(), "undecided": undecided()}[action]
-                    await store.write(claims.settle, task, verdict, "r", "j", 0.0)
+                    await store.write(settle, task, verdict, "r", "j", 0.0)
             books = await store.read(balance.balance)
             assert books.balanced, books.problems
             assert sum(books.ends.values()) == books.replies
@@ -191,7 +191,7 @@ async def test_a_round_takes_the_oldest_training_samples_and_never_a_held_out_on
     train, held = replies_on(Split.TRAIN, 5), replies_on(Split.HELD_OUT, 3)
     await store.write(put, "/a", batch(*train, *held))
     for task in await store.write(claims.claim, 100, "r", "j"):
-        await store.write(claims.settle, task.id, accepted(), "r", "j", 0.0)
+        await store.write(settle, task.id, accepted(), "r", "j", 0.0)
     assert await store.read(samples.count_free) == 5
     assert await store.read(samples.count_held_out) == 3
 
@@ -242,7 +242,7 @@ async def test_suspects_are_looked_for_in_their_own_index(store: Store) -> None:
     def plan(conn: Connection) -> str:
         asked: list[tuple[str, Any]] = []
         event.listen(conn, "before_cursor_execute", lambda *call: asked.append((call[2], call[3])))
-        assert not claims.has_suspects(conn)
+        assert not claims.suspects(conn)
         ((text, values),) = list(asked)
         return str(conn.exec_driver_sql(f"EXPLAIN QUERY PLAN {text}", values).all())
 

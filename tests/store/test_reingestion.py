@@ -16,7 +16,7 @@ from flywheel.store.ledger import Recorded
 from flywheel.store.schema import events, replies, tasks
 from flywheel.trace import Reply
 from flywheel.verdict import Verdict
-from tests.samples import accepted, batch, rejected, reply, undecided
+from tests.samples import accepted, batch, rejected, reply, settle, undecided
 
 
 def put(conn: Connection, *some: Reply, source: str = "/a") -> Recorded:
@@ -50,7 +50,7 @@ async def test_before_a_verdict_the_task_becomes_what_the_reply_is_now(store: St
 async def test_after_a_verdict_the_change_is_an_event(store: Store) -> None:
     await store.write(put, reply(1, answer="old"))
     (task,) = await store.write(claims.claim, 10, "r", "j")
-    await store.write(claims.settle, task.id, accepted(), "r", "j", 60.0)
+    await store.write(settle, task.id, accepted(), "r", "j", 60.0)
     for _ in range(2):
         await store.write(put, reply(1, answer="new"))
     assert await store.read(look) == [("converted", None, "accepted", "old")]
@@ -113,9 +113,7 @@ async def test_what_nothing_was_paid_for_may_change(
 ) -> None:
     await store.write(put, reply(1, answer="old"))
     (task,) = await store.write(claims.claim, 10, rubric, "j")
-    await store.write(
-        claims.settle, task.id, replace(verdict, calls=verdict.calls * (not is_free)), rubric, "j", 60.0
-    )
+    await store.write(settle, task.id, replace(verdict, calls=verdict.calls * (not is_free)), rubric, "j", 60.0)
     ((_, _, before, _),) = await store.read(look)
     await store.write(put, reply(1, answer="new"))
     now = ("pending", "new") if is_free else (before, "old")
@@ -127,7 +125,7 @@ async def test_what_nothing_was_paid_for_may_change(
 async def test_a_task_that_was_put_aside_for_nothing_is_withdrawn_with_its_reply(store: Store) -> None:
     await store.write(put, reply(1))
     (task,) = await store.write(claims.claim, 10, "r", "j")
-    await store.write(claims.settle, task.id, replace(undecided(), calls=0), "r", "j", 60.0)
+    await store.write(settle, task.id, replace(undecided(), calls=0), "r", "j", 60.0)
     await store.write(put, reply(1, skip=SkipReason.NESTED, skip_detail="another agent called it"))
     assert await store.read(look) == [("skipped", "nested", "", "")]
     assert await store.read(story, "tasks") == ["pending", "judging", "undecided", "pending", "withdrawn"]
@@ -153,8 +151,8 @@ async def test_what_repeated_a_task_that_is_another_now_is_due_again(store: Stor
     await store.write(deduplication.keep, entries[:1])
     repeats = deduplication.Repeats(first.id, first.key, 1.0, "minhash")
     await store.write(deduplication.note, second.id, repeats)
-    await store.write(claims.settle, first.id, replace(undecided(), calls=0), "r", "j", 60.0)
-    await store.write(claims.settle, second.id, replace(rejected(), calls=0), f"{verdicts.CHAIN}c", "", 60.0)
+    await store.write(settle, first.id, replace(undecided(), calls=0), "r", "j", 60.0)
+    await store.write(settle, second.id, replace(rejected(), calls=0), f"{verdicts.CHAIN}c", "", 60.0)
     if becomes == "none":
         await store.write(put, reply(1, skip=SkipReason.NESTED, skip_detail="another agent called it"))
     else:

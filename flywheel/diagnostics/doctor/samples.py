@@ -14,7 +14,8 @@ from flywheel.diagnostics.doctor.finding import Finding, Result
 from flywheel.errors import FlywheelError
 from flywheel.exclusion import WORDS, Exclusion
 from flywheel.states import TaskState
-from flywheel.store import claims, splits
+from flywheel.store import splits
+from flywheel.store.bulk import count_rows
 from flywheel.store.database import Store, found_version
 from flywheel.store.samples import count_held_out, count_left_out
 from flywheel.store.schema import SCHEMA_VERSION, tasks
@@ -88,7 +89,7 @@ def _obstacles(conn: Connection, config: Config, supply: Supply) -> list[tuple[s
     if supply.usable < supply.needs:
         if supply.waiting.get(OVER, 0) >= supply.needs - supply.usable:
             found.append(("", _SHARES.format(chain=config.filter.chain)))
-        if held := claims.count(conn, tasks.c.state == TaskState.HELD.value):
+        if held := count_rows(conn, tasks, tasks.c.state == TaskState.HELD.value):
             found.append((f"; {quantity(held, 'task')} of bursts wait for a person", _HELD))
     if empty := splits.empty_split(conn, config.ingest.train_ratio):
         found.append((f"; {empty}", _SPLIT))
