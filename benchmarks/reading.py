@@ -70,14 +70,14 @@ def ingest(begin: Begin, path: Path, folder: Path) -> dict[str, Any]:
     With a `folder` that it has filled before, it is a second pass. Returns the source's report.
     """
     from flywheel.config import parse
-    from flywheel.process_tuning import tune_malloc
+    from flywheel.process_tuning import tune_process
     from flywheel.sources.ingestion import Ingestion
     from flywheel.store.database import Store
 
     async def run() -> dict[str, Any]:
         config = parse({"state": {"dir": "state"}, "sources": [{"path": str(path)}]}, "the benchmark's", folder)
         begin()
-        tune_malloc()
+        tune_process()
         store = await Store.open(config.state_dir)
         ingestion = Ingestion(store, config)
         try:

@@ -83,8 +83,6 @@ def expanded(path: Path) -> Path:
 
 def tidied(path: Path) -> Path:
     """An absolute path without `..`, unless that would lead elsewhere, as behind a symbolic link."""
-    if ".." not in path.parts:
-        return path
     plain = Path(os.path.normpath(path))
     return plain if os.path.realpath(plain) == os.path.realpath(path) else path
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -32,7 +33,12 @@ _PRIORITIES: Final = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNIN
 def setup(level: str = "INFO") -> None:
     """Log to stderr. systemd's journal adds the time itself."""
     text = "%(levelname)-7s %(name)s: %(message)s"
-    if _is_journal():
+    # The variable alone does not tell: child processes inherit it, and a round's worker writes elsewhere.
+    is_journal = False
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        found = os.fstat(sys.stderr.fileno())
+        is_journal = os.environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
+    if is_journal:
         formatter: logging.Formatter = _JournalLines(text)
     else:
         formatter = _Lines(f"%(asctime)s.%(msecs)03dZ {text}", "%Y-%m-%dT%H:%M:%S")
@@ -43,13 +49,3 @@ def setup(level: str = "INFO") -> None:
     root.handlers = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger("flywheel").setLevel(level)
-
-
-def _is_journal() -> bool:
-    """Whether stderr is the journal. The variable alone does not tell: child processes inherit it, and a shell or a
-    round's worker may write elsewhere."""
-    try:
-        found = os.fstat(sys.stderr.fileno())
-    except (OSError, ValueError, AttributeError):
-        return False
-    return os.environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"

@@ -21,14 +21,21 @@ OPEN_FILES: Final = 65_536
 """Shells and systemd often allow only 1,024."""
 
 
-def tune_malloc() -> bool:
-    """Limit glibc's arenas and its mmap threshold. Call it before starting threads. False without glibc."""
+def tune_process() -> None:
+    """Limit glibc's arenas and its mmap threshold, raise the limit of open files. Call it before starting threads.
+
+    Every JSONL file of a source stays open, because a file that is moved away is still read to its end.
+    """
     import ctypes
 
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    return bool(mallopt(_M_ARENA_MAX, ARENAS) and mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES))
+    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        mallopt(_M_ARENA_MAX, ARENAS)
+        mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and wanted > soft:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def trim_malloc() -> None:
@@ -37,16 +44,3 @@ def trim_malloc() -> None:
 
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
-
-
-def raise_open_file_limit() -> int:
-    """Raise the soft limit of open files to OPEN_FILES, or to the hard limit if that is lower; returns the limit.
-
-    Every JSONL file of a source stays open, because a file that is moved away is still read to its end.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and wanted > soft:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -13,8 +13,8 @@ _ARENAS = """
 import concurrent.futures, sys, threading
 from pathlib import Path
 if sys.argv[1] == "tuned":
-    from flywheel.process_tuning import tune_malloc
-    assert tune_malloc()
+    from flywheel.process_tuning import tune_process
+    tune_process()
 together = threading.Barrier(8)
 def burst():
     together.wait()

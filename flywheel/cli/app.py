@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, TextIO, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, TypeVar
 
 import typer
 from typer.core import TyperGroup
@@ -35,8 +35,6 @@ _STDOUT: Final = 1
 _STDERR: Final = 2
 _UNCUT: Final = 1_000
 """More characters than the first sentence of any help text has."""
-_AS_JSON: Final = "flywheel.json"
-"""The key by which the context says that the command line has `--json`."""
 
 
 class _UnreadError(Exception):
@@ -49,20 +47,6 @@ class _UnwrittenError(OSError):
 
 class _Stdout(FileIO):
     """Stdout with errors of its own class, to tell them from the errors of other files."""
-
-    @classmethod
-    def around(cls, stdout: TextIO | None) -> TextIO | None:
-        """The process's stdout, wrapped; anything else, such as a test's stream, unchanged."""
-        if stdout is None or stdout is not sys.__stdout__ or not isinstance(stdout, TextIOWrapper):
-            return stdout
-        return TextIOWrapper(
-            BufferedWriter(cls(_STDOUT, "w", closefd=False)),
-            encoding=stdout.encoding,
-            # People see what their terminal can show. Programs read JSON, which escapes what cannot be encoded.
-            errors="replace",
-            line_buffering=stdout.line_buffering,
-            write_through=stdout.write_through,
-        )
 
     def write(self, data: Buffer, /) -> int:
         try:
@@ -83,21 +67,9 @@ class Group(TyperGroup):
             formatter.write_dl([(name, each.get_short_help_str(_UNCUT)) for name, each in commands if each])
 
 
-class _Commands(Group):
-    """All commands. With `--json`, an error that ends one is also an object on stdout."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except FlywheelError as error:
-            if ctx.meta.get(_AS_JSON):
-                print_json({"error": str(error)})
-            raise
-
-
 app = typer.Typer(
     name="flywheel",
-    cls=_Commands,
+    cls=Group,
     help="A closed loop for AgentScope agents: traces, judged samples, GRPO rounds, tested adapters.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -118,15 +90,7 @@ ConfigOption = Annotated[
 ]
 
 
-def _note_json(context: typer.Context, wanted: bool) -> bool:
-    if wanted:
-        context.meta[_AS_JSON] = True
-    return wanted
-
-
-JsonOption = Annotated[
-    bool, typer.Option("--json", callback=_note_json, help="Print one JSON object and nothing else.")
-]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
 def _version(wanted: bool) -> None:
@@ -281,7 +245,17 @@ def main() -> None:
         # rich takes these for the size of the terminal even if they are not numbers above 0.
         if not (size.isascii() and size.isdigit() and int(size)):
             os.environ.pop(name, None)
-    stdout = sys.stdout = _Stdout.around(sys.stdout)
+    stdout = sys.stdout
+    # Others, such as a test's stream, stay as they are.
+    if stdout is sys.__stdout__ and isinstance(stdout, TextIOWrapper):
+        stdout = sys.stdout = TextIOWrapper(
+            BufferedWriter(_Stdout(_STDOUT, "w", closefd=False)),
+            encoding=stdout.encoding,
+            # People see what their terminal can show. Programs read JSON, which escapes what cannot be encoded.
+            errors="replace",
+            line_buffering=stdout.line_buffering,
+            write_through=stdout.write_through,
+        )
     try:
         code = _run()
         if stdout is not None:
@@ -306,6 +280,8 @@ def _run() -> int:
     try:
         app()
     except FlywheelError as error:
+        if "--json" in sys.argv:
+            print_json({"error": str(error)})
         complain(error)
         return error.exit_code
     except KeyboardInterrupt:

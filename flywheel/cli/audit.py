@@ -18,7 +18,7 @@ from flywheel.cli.app import (
     run_async,
 )
 from flywheel.errors import EXIT_FAILED
-from flywheel.process_tuning import tune_malloc
+from flywheel.process_tuning import tune_process
 from flywheel.terminal import escape_terminal, quantity
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def audit(
         from flywheel.config import StudioSource
 
         settings = settings.model_copy(update={"sources": [StudioSource(path=absolute(path)) for path in source]})
-    tune_malloc()
+    tune_process()
     ledger, found = run_async(_audit(settings, deep=deep))
     problems = [*ledger.problems, *(found.problems if found else ())]
     missing = missing_state(settings)

@@ -22,7 +22,7 @@ from flywheel.cli.app import (
     run_async,
 )
 from flywheel.errors import EXIT_FAILED, EXIT_USAGE, FlywheelError
-from flywheel.process_tuning import tune_malloc
+from flywheel.process_tuning import tune_process
 
 if TYPE_CHECKING:
     from flywheel.config import Config
@@ -88,7 +88,7 @@ def filter_tasks(
         )
     dry = dry_run or estimate or against is not None
     wanted = _Options(settings, find_config(config) is not None, dry, rubric, limit, rejudge, as_json)
-    tune_malloc()
+    tune_process()
     if estimate:
         shown, error = run_async(_estimate(wanted)), None
     elif against is not None:

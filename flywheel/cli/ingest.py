@@ -10,7 +10,7 @@ import typer
 from flywheel.cli.app import ConfigOption, JsonOption, absolute, app, complain, load_config, print_json, run_async
 from flywheel.cli.tables import print_facts, short_path, source_text
 from flywheel.errors import EXIT_FAILED
-from flywheel.process_tuning import raise_open_file_limit, tune_malloc
+from flywheel.process_tuning import tune_process
 from flywheel.terminal import escape_terminal
 
 if TYPE_CHECKING:
@@ -43,8 +43,7 @@ def ingest(
                 f"{appended} is read by the source {read}; Flywheel never writes to a source",
                 param_hint="--out" if out else "--source",
             )
-    tune_malloc()
-    raise_open_file_limit()
+    tune_process()
     report, errors = run_async(_ingest(settings, out, sweep))
     if as_json:
         print_json(report)

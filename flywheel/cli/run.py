@@ -11,7 +11,7 @@ import typer
 
 from flywheel.cli.app import ConfigOption, app, load_config, run_async
 from flywheel.errors import EXIT_FAILED
-from flywheel.process_tuning import raise_open_file_limit, tune_malloc
+from flywheel.process_tuning import tune_process
 
 if TYPE_CHECKING:
     from flywheel.config import Config
@@ -26,8 +26,7 @@ def run(
     ] = None,
 ) -> None:
     """Run the daemon: read sources, judge, train and swap until it is stopped."""
-    tune_malloc()
-    raise_open_file_limit()
+    tune_process()
     # After a crash in a library, or when a service manager aborts the process, all stacks are on stderr.
     with contextlib.suppress(OSError, ValueError, AttributeError):  # there is no stderr
         faulthandler.enable()

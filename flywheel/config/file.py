@@ -1,4 +1,4 @@
-"""The configuration file: read, check, and make paths absolute.
+"""The configuration file: read and checked, with absolute paths.
 
 The docstring of each field is its documentation (`scripts/configuration_page.py` makes the page). Unknown keys are
 errors. Secrets are never in the file: it names environment variables.
@@ -6,6 +6,7 @@ errors. Secrets are never in the file: it names environment variables.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any, Self
@@ -35,7 +36,7 @@ from flywheel.config.training import (
 )
 from flywheel.errors import ConfigError
 from flywheel.exclusion import TrainedModels
-from flywheel.files import expanded, tidied
+from flywheel.files import expanded
 from flywheel.yaml_file import YamlDocument, explain, read_yaml
 
 
@@ -75,6 +76,13 @@ class Config(Section):
                 f"trigger.min_held_out {waited_for} is below gate.min_tasks {needed}: a round could start that can"
                 " only be rejected"
             )
+        with contextlib.suppress(ConfigError, OSError):  # commands that need the state directory report that
+            task_file = self.task_file.absolute()
+            if (source := source_at(self, task_file)) is not None:
+                raise ValueError(
+                    f"the task file {task_file} is read by the source {source}. Name another with `ingest.output`:"
+                    " Flywheel never writes to a source"
+                )
         return self
 
     def models_of(self, source: SourceSettings | None) -> TrainedModels:
@@ -93,24 +101,16 @@ class Config(Section):
 
 def source_at(config: Config, file: Path) -> Path | None:
     """The source that reads this file, if any; the task file must not be one."""
+    target = Path(os.path.realpath(file))
     # A JSONL source reads a symbolic link under its own name, and its target under another.
-    names = (file, Path(os.path.realpath(file)))
-    listed = [name for name in names if name.suffix == ".jsonl" and not name.name.startswith(".")]
+    listed = [name for name in (file, target) if name.suffix == ".jsonl" and not name.name.startswith(".")]
+    folders = {os.path.realpath(name.parent) for name in listed}
     for source in config.sources:
-        if isinstance(source, OtlpSource):
-            continue
-        is_in = isinstance(source, JsonlSource) and any(_same(source.path, name.parent) for name in listed)
-        if is_in or _same(source.path, file):
-            return source.path
+        if not isinstance(source, OtlpSource):
+            path = os.path.realpath(source.path)
+            if path == str(target) or (isinstance(source, JsonlSource) and path in folders):
+                return source.path
     return None
-
-
-def _same(one: Path, other: Path) -> bool:
-    try:
-        return one.samefile(other)
-    except OSError:
-        # Files that do not exist yet are compared by name.
-        return os.path.realpath(one) == os.path.realpath(other)
 
 
 def default_state_dir() -> Path:
@@ -130,13 +130,11 @@ def _of_environment(text: str, name: str) -> Path:
 
 def defaults() -> Config:
     """The configuration without a file. Raises ConfigError."""
-    attempted = "use the default settings"
     try:
-        config = Config()
+        return Config()
     except ValidationError as error:
-        raise ConfigError(attempted, explain(error, Config), "Name a configuration with -c.") from None
-    _refuse_a_task_file_that_is_read(config, attempted)
-    return config
+        why = explain(error, Config)
+        raise ConfigError("use the default settings", why, "Name a configuration with -c.") from None
 
 
 def load(path: Path) -> Config:
@@ -153,51 +151,9 @@ def parse(raw: Any, name: str, folder: Path, *, file: Path | None = None) -> Con
     is_agentjets = not MARKERS.isdisjoint(map(str, raw))
     own = translated(raw, Config.model_fields.keys(), name, file) if is_agentjets else raw
     try:
-        config = Config.model_validate(own)
+        return Config.model_validate(own, context=folder.absolute())
     except ValidationError as error:
         # Translated keys have other names and positions in the file.
         document = YamlDocument(file.read_text(encoding="utf-8")) if file is not None and own is raw else None
         why = explain(error, Config, document)
         raise ConfigError(attempted, why, "Correct the file; see `flywheel docs configuration`.") from None
-    config = _anchored(config, folder.absolute())
-    _refuse_a_task_file_that_is_read(config, attempted)
-    return config
-
-
-def _refuse_a_task_file_that_is_read(config: Config, attempted: str) -> None:
-    try:
-        task_file = config.task_file.absolute()
-    except (ConfigError, OSError):
-        # The state directory cannot be found; commands that need it report that.
-        return
-    if (source := source_at(config, task_file)) is not None:
-        raise ConfigError(
-            attempted,
-            f"the task file {task_file} is read by the source {source}",
-            "Name another with `ingest.output`: Flywheel never writes to a source.",
-        )
-
-
-def _anchored(config: Config, folder: Path) -> Config:
-    """The configuration with absolute paths: relative ones are relative to `folder`."""
-    base = config.model.base
-    if base.startswith(("./", "../")):
-        # Not tidied: adapters record the name of the base model as it was written.
-        base = str(folder / base)
-    chain, output, state = config.filter.chain, config.ingest.output, config.state.dir
-    return config.model_copy(
-        update={
-            "sources": [
-                source
-                if isinstance(source, OtlpSource)
-                else source.model_copy(update={"path": tidied(folder / source.path)})
-                for source in config.sources
-            ],
-            "filter": config.filter.model_copy(
-                update={"rubric": tidied(folder / config.filter.rubric), "chain": chain and tidied(folder / chain)}
-            ),
-            "ingest": config.ingest.model_copy(update={"output": output and tidied(folder / output)}),
-            "state": config.state.model_copy(update={"dir": state and tidied(folder / state)}),
-            "model": config.model.model_copy(update={"base": base}),
-        }
-    )

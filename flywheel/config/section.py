@@ -5,13 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
-from flywheel.files import expanded
+from flywheel.files import expanded, tidied
 from flywheel.known_secrets import register_secret_variable
 
-UserPath = Annotated[Path, AfterValidator(expanded)]
-"""A path with `~` expanded."""
+
+def _user_path(path: Path, info: ValidationInfo) -> Path:
+    path = (info.context or Path()) / expanded(path)
+    return tidied(path) if ".." in path.parts else path
+
+
+UserPath = Annotated[Path, AfterValidator(_user_path)]
+"""A path with `~` expanded. The context of the validation is the folder that it is relative to."""
 Share = Annotated[float, Field(ge=0, le=1)]
 
 

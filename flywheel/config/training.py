@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
 from apscheduler.triggers.cron import CronTrigger
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
 from flywheel.config.section import Section, Share
 from flywheel.exclusion import Exclusion
@@ -28,7 +28,10 @@ def _target_modules(value: object) -> object:
     return value
 
 
-def _model(name: str) -> str:
+def _model(name: str, info: ValidationInfo) -> str:
+    if info.context and name.startswith(("./", "../")):
+        # Not tidied: adapters record the name of the base model as it was written.
+        return str(info.context / name)
     return str(expanded(Path(name))) if name.startswith("~") else name
 
 

@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from flywheel.batch import Batch
 from flywheel.errors import StudioError
-from flywheel.process_tuning import tune_malloc
+from flywheel.process_tuning import tune_process
 from flywheel.sources.studio.replies import extract
 from flywheel.trace import Selection
 
@@ -114,7 +114,7 @@ def _answer(message: bytes) -> bytes:
 
 def main() -> None:
     """The child: answer until the connection closes."""
-    tune_malloc()
+    tune_process()
     with Connection(int(sys.argv[1])) as connection, contextlib.suppress(EOFError, ConnectionError):
         while True:
             connection.send_bytes(_answer(connection.recv_bytes()))
