@@ -164,8 +164,8 @@ def test_without_the_gpu_build_the_driver_names_the_gpus(tmp_path: Path, monkeyp
 
 
 def test_a_driver_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = "Failed to initialize NVML: Driver/library version mismatch"
-    a_machine_with(tmp_path, monkeypatch, torch="exit 0", driver=f"echo '{said}'; exit 18")
+    said = "RuntimeError: The NVIDIA driver on your system is too old"
+    a_machine_with(tmp_path, monkeypatch, torch=f"echo '{said}' >&2; exit 1", driver="exit 9")
     here = Machine.here(has_gpu_build=True)
     assert here.gpus == []
     found = looked_at({"gpus": here.gpus, "gpu_trouble": here.gpu_trouble}, "gpu")["gpu"]

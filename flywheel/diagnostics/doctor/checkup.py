@@ -9,15 +9,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Final
 
-from flywheel.config import Config, defaults, load
+from flywheel.config import defaults, load
 from flywheel.diagnostics.doctor import model, packages
 from flywheel.diagnostics.doctor.finding import Finding, Result
 from flywheel.diagnostics.doctor.judge import JudgeChecks
 from flywheel.diagnostics.doctor.resources import Machine, check_resources
-from flywheel.diagnostics.doctor.samples import check_left_out, check_samples
 from flywheel.diagnostics.doctor.servers import check_serve, check_servers
 from flywheel.diagnostics.doctor.sources import check_sources
-from flywheel.diagnostics.doctor.state import check_clock, check_state
+from flywheel.diagnostics.doctor.state import check_clock, check_left_out, check_samples, check_state
 from flywheel.diagnostics.doctor.systemd_unit import check_unit
 from flywheel.errors import ConfigError
 
@@ -41,19 +40,6 @@ async def checkup(path: Path | None, *, ask_judge: bool = False) -> AsyncIterato
         yield check_unit(None, path)
         return
     yield _configuration(path)
-    async for finding in _of_settings(config, ask_judge=ask_judge):
-        yield finding
-    yield check_unit(config, path)
-
-
-def _configuration(path: Path | None) -> Finding:
-    if path is None:
-        remedy = "Name one with -c, $FLYWHEEL_CONFIG or ./flywheel.yaml; `flywheel init` writes one."
-        return Finding("configuration", Result.WARNING, "none: the defaults apply", remedy)
-    return Finding("configuration", Result.OK, str(path.absolute()))
-
-
-async def _of_settings(config: Config, *, ask_judge: bool) -> AsyncIterator[Finding]:
     for finding in (*check_state(config), *check_sources(config)):
         yield finding
     yield await check_left_out(config)
@@ -71,3 +57,11 @@ async def _of_settings(config: Config, *, ask_judge: bool) -> AsyncIterator[Find
     for finding in check_resources(config, Machine.here(has_gpu_build=build == "gpu"), base, build=build):
         yield finding
     yield check_clock(config, judge.server_time)
+    yield check_unit(config, path)
+
+
+def _configuration(path: Path | None) -> Finding:
+    if path is None:
+        remedy = "Name one with -c, $FLYWHEEL_CONFIG or ./flywheel.yaml; `flywheel init` writes one."
+        return Finding("configuration", Result.WARNING, "none: the defaults apply", remedy)
+    return Finding("configuration", Result.OK, str(path.absolute()))

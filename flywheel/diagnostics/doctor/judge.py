@@ -82,11 +82,10 @@ class JudgeChecks:
     def _rubric(self, rubric: Rubric, chain: Chain | None) -> Finding:
         asked = sum(criterion.asks_the_judge for criterion in rubric.every)
         text = f"{rubric.id}: {len(rubric.every)} criteria, {asked} by the judge, threshold {rubric.threshold:g}"
-        if chain is None or chain.judge is None or chain.judge.custom_rubrics is None:
-            read = read_rubric(self.config.filter.rubric)
-            if wrong := contradictions(read):
-                remedy = f"flywheel rubric check {self.config.filter.rubric}"
-                return Finding("rubric", Result.WARNING, f"{text}; {'; '.join(map(str, wrong))}", remedy)
+        is_file = chain is None or chain.judge is None or chain.judge.custom_rubrics is None
+        if is_file and (wrong := contradictions(read_rubric(self.config.filter.rubric))):
+            remedy = f"flywheel rubric check {self.config.filter.rubric}"
+            return Finding("rubric", Result.WARNING, f"{text}; {'; '.join(map(str, wrong))}", remedy)
         if unfit := rubric.unfit_for_rollouts:
             why = f"{text}; no round can be graded with it: {unfit}"
             return Finding("rubric", Result.WARNING, why, FIT_FOR_ROLLOUTS)
@@ -104,28 +103,19 @@ class JudgeChecks:
             endpoint.close()
         with contextlib.suppress(KeyError, ValueError, OverflowError):
             self.server_time = parsedate_to_datetime(without_key.headers["date"]).timestamp()
-        result, text, remedy = _key_refused(who, by_key) or _models(who, without_key, by_key[0])
-        return Finding(who.section, result, text, remedy, str(who))
+        return Finding(who.section, *_models(who, without_key, by_key), str(who))
 
 
-def _key_refused(who: EndpointConfig, by_key: list[HttpAnswer]) -> tuple[Result, str, str] | None:
-    refused = [number for number, answer in enumerate(by_key, start=1) if answer.status in KEY_REJECTED]
-    if not refused:
-        return None
-    key = f"${who.api_key_env}"
-    if not os.environ.get(who.api_key_env, "").strip():
-        text = f"it requires a key, and {key} is not set"
-    elif len(by_key) > 1:
-        text = f"it refuses key {', '.join(map(str, refused))} of {len(by_key)} in {key}"
-    else:
-        text = f"it refuses the key in {key}"
-    result = Result.FAILED if len(refused) == len(by_key) else Result.WARNING
-    remedy = f"Put the right key into {who.api_key_env} ({who.section}.api_key_env names it)."
-    return result, f"{text} (HTTP {by_key[refused[0] - 1].status})", remedy
-
-
-def _models(who: EndpointConfig, without_key: HttpAnswer, answer: HttpAnswer) -> tuple[Result, str, str]:
-    url = f"{who.section}.base_url"
+def _models(who: EndpointConfig, without_key: HttpAnswer, by_key: list[HttpAnswer]) -> tuple[Result, str, str]:
+    answer, url, key = by_key[0], f"{who.section}.base_url", f"${who.api_key_env}"
+    has_key = bool(os.environ.get(who.api_key_env, "").strip())
+    if refused := [number for number, each in enumerate(by_key, start=1) if each.status in KEY_REJECTED]:
+        text = f"it refuses the key in {key}" if has_key else f"it requires a key, and {key} is not set"
+        if len(by_key) > 1:
+            text = f"it refuses key {', '.join(map(str, refused))} of {len(by_key)} in {key}"
+        result = Result.FAILED if len(refused) == len(by_key) else Result.WARNING
+        remedy = f"Put the right key into {who.api_key_env} ({who.section}.api_key_env names it)."
+        return result, f"{text} (HTTP {by_key[refused[0] - 1].status})", remedy
     if answer.status in (404, 405, 501):
         text = f"it is there, but lists no models (HTTP {answer.status}), so it may not have {who.model}"
         return Result.WARNING, text, f"Check {url}. {_ASK}"
@@ -142,25 +132,19 @@ def _models(who: EndpointConfig, without_key: HttpAnswer, answer: HttpAnswer) ->
         more = f" and {len(models) - LISTED} more" if len(models) > LISTED else ""
         text = f"{who.model} is not among the {len(models)} models it lists ({', '.join(models[:LISTED])}{more})"
         return Result.FAILED, text, f"Correct {who.section}.model. If it accepts names that it does not list: {_ASK}"
-    text = f"it answers and lists {who.model}"
-    if not os.environ.get(who.api_key_env, "").strip():
-        return Result.OK, f"{text}; it requires no key", ""
-    if without_key.status in KEY_REJECTED:
-        return Result.OK, f"{text}; the key in ${who.api_key_env} is accepted", ""
-    text = f"{text}; whether it accepts the key in ${who.api_key_env} is not known"
-    return Result.OK, text, f"It lists its models without a key: {_ASK}"
+    text, remedy = f"it answers and lists {who.model}; it requires no key", ""
+    if has_key and without_key.status in KEY_REJECTED:
+        text = f"it answers and lists {who.model}; the key in {key} is accepted"
+    elif has_key:
+        text = f"it answers and lists {who.model}; whether it accepts the key in {key} is not known"
+        remedy = f"It lists its models without a key: {_ASK}"
+    return Result.OK, text, remedy
 
 
 def _asked(who: EndpointConfig, settings: JudgeSettings, listed: Finding) -> Finding:
     """The answer to one short question, in one attempt."""
-    alone = {
-        "model": who.model,
-        "base_url": who.base_url,
-        "api_key_env": who.api_key_env,
-        "backup": None,
-        "max_attempts": 1,
-    }
-    client = JudgeClient(settings.model_copy(update=alone))
+    alone = {name: getattr(who, name) for name in ("model", "base_url", "api_key_env")}
+    client = JudgeClient(settings.model_copy(update=alone | {"backup": None, "max_attempts": 1}))
     schema = {"name": "answer", "strict": True, "schema": _ANSWER}
     try:
         reply = client.ask(
@@ -174,8 +158,7 @@ def _asked(who: EndpointConfig, settings: JudgeSettings, listed: Finding) -> Fin
     finally:
         client.close()
     if not reply.calls:
-        remedy = "Correct judge.model or its endpoint."
-        return Finding(who.section, Result.FAILED, reply.problem, remedy, str(who))
+        return Finding(who.section, Result.FAILED, reply.problem, "Correct judge.model or its endpoint.", str(who))
     figures = {"prompt_tokens": reply.prompt_tokens, "completion_tokens": reply.completion_tokens}
     tokens = f"{reply.prompt_tokens} tokens sent, {reply.completion_tokens} received"
     text = f"it answers (asked by {reply.format.value}; {tokens})"

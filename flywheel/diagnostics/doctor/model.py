@@ -15,6 +15,7 @@ from flywheel.model_parsers import folder_of
 from flywheel.terminal import byte_size
 
 _TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+_TEMPLATES: Final = ("chat_template.jinja", "chat_template.json")
 _WHERE: Final = "Set model.base to a model's directory or to its name on the hub."
 
 
@@ -29,11 +30,10 @@ class Base:
 def find(base: str) -> Base:
     """A local directory, or the hub client's cache."""
     folder = folder_of(base)
-    weights = 0
-    for pattern in ("*.safetensors", "*.bin"):
-        if folder is not None and not weights:
-            weights = sum(file.stat().st_size for file in folder.glob(pattern) if file.exists())
-    return Base(folder, weights)
+    if folder is None:
+        return Base(None)
+    files = list(folder.glob("*.safetensors")) or list(folder.glob("*.bin"))
+    return Base(folder, sum(file.stat().st_size for file in files if file.exists()))
 
 
 def check_model(config: Config, base: Base) -> Iterator[Finding]:
@@ -41,71 +41,58 @@ def check_model(config: Config, base: Base) -> Iterator[Finding]:
     name = config.model.base
     if base.folder is not None:
         settings = _json(base.folder / "config.json")
-        yield _files(name, base, base.folder, settings)
-        if isinstance(settings, dict) and (wrong := _too_long(config, settings)):
-            remedy = "Lower it, or use a model with a longer context."
-            yield Finding("context", Result.FAILED, "; ".join(wrong), remedy)
+        yield Finding("model", *_files(name, base, base.folder, settings), figures={"weight_bytes": base.weights})
+        if wrong := _too_long(config, settings):
+            yield Finding("context", Result.FAILED, wrong, "Lower it, or use a model with a longer context.")
     elif why := missing_base_model(name):
         yield Finding("model", Result.FAILED, why, "Set model.base to a model's directory, or download it once.")
     else:
         why = f"{name} is not on this machine yet: the server and the first round download it from the hub"
-        remedy = f"Download it now: hf download {name}; or set model.base to a directory."
-        yield Finding("model", Result.WARNING, why, remedy)
+        yield Finding("model", Result.WARNING, why, f"Download it now: hf download {name}; or set model.base.")
     # A rank above the server's is a wrong configuration, which is reported there.
     text = f"training.lora.r {config.training.lora.r}; servers accept up to {config.serving.max_lora_rank}"
     yield Finding("rank", Result.OK, text)
 
 
-def _files(name: str, base: Base, folder: Path, settings: Any) -> Finding:
+def _files(name: str, base: Base, folder: Path, settings: dict[str, Any]) -> tuple[Result, str, str]:
     if not folder.is_dir():
-        return Finding("model", Result.FAILED, f"there is no directory {folder}", _WHERE)
-    if not isinstance(settings, dict):
-        return Finding("model", Result.FAILED, f"{folder} has no config.json that can be read", _WHERE)
-    tokenizer = _json(folder / "tokenizer_config.json")
-    has_template = any((folder / file).exists() for file in ("chat_template.jinja", "chat_template.json")) or (
-        isinstance(tokenizer, dict) and bool(tokenizer.get("chat_template"))
-    )
+        return Result.FAILED, f"there is no directory {folder}", _WHERE
+    if not settings:
+        return Result.FAILED, f"{folder} has no config.json that can be read", _WHERE
     lacking = [] if base.weights else ["weights (*.safetensors)"]
-    if shards := _missing_shards(folder):
-        lacking.append(f"{len(shards)} of its weight files (the first is {shards[0]})")
+    maps = [_json(index).get("weight_map") for index in folder.glob("*.index.json")]
+    shards = {str(file) for each in maps if isinstance(each, dict) for file in each.values()}
+    if missing := sorted(file for file in shards if not (folder / file).exists()):
+        lacking.append(f"{len(missing)} of its weight files (the first is {missing[0]})")
+    tokenizer = _json(folder / "tokenizer_config.json")
     if not any((folder / file).exists() for file in _TOKENIZERS):
         lacking.append("a tokenizer")
-    elif not has_template:
+    elif not (any((folder / file).exists() for file in _TEMPLATES) or tokenizer.get("chat_template")):
         lacking.append("a chat template, which writes the prompts")
     if lacking:
         remedy = "Complete the directory, or use an instruction-tuned model."
-        return Finding("model", Result.FAILED, f"{folder} lacks {' and '.join(lacking)}", remedy)
+        return Result.FAILED, f"{folder} lacks {' and '.join(lacking)}", remedy
     kind = ", ".join(map(str, settings.get("architectures") or ())) or "unknown architecture"
-    text = f"{name}: {kind}, weights {byte_size(base.weights)}, with tokenizer and chat template"
-    return Finding("model", Result.OK, text, figures={"weight_bytes": base.weights})
+    return Result.OK, f"{name}: {kind}, weights {byte_size(base.weights)}, with tokenizer and chat template", ""
 
 
-def _missing_shards(folder: Path) -> list[str]:
-    for index in folder.glob("*.index.json"):
-        listed = _json(index)
-        if isinstance(listed, dict) and isinstance(files := listed.get("weight_map"), dict):
-            return sorted(file for file in set(map(str, files.values())) if not (folder / file).exists())
-    return []
-
-
-def _json(path: Path) -> Any:
+def _json(path: Path) -> dict[str, Any]:
+    """A file's JSON object; empty if it cannot be read."""
     try:
-        return json.loads(path.read_bytes())
+        found = json.loads(path.read_bytes())
     except (OSError, ValueError):
-        return None
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
-def _too_long(config: Config, settings: dict[str, Any]) -> list[str]:
+def _too_long(config: Config, settings: dict[str, Any]) -> str:
     """Configured context lengths above the model's own, which vLLM refuses."""
     longest = settings.get("max_position_embeddings")
     if not isinstance(longest, int) or settings.get("rope_scaling") or isinstance(settings.get("text_config"), dict):
-        return []
-    wanted = {
-        "rollout.max_model_len": config.rollout.max_model_len,
-        "serving.max_model_len": config.serving.max_model_len,
-    }
-    return [
-        f"{key} is {length:,}, and the model's longest context is {longest:,}"
-        for key, length in wanted.items()
+        return ""
+    wanted = {"rollout": config.rollout.max_model_len, "serving": config.serving.max_model_len}
+    return "; ".join(
+        f"{section}.max_model_len is {length:,}, and the model's longest context is {longest:,}"
+        for section, length in wanted.items()
         if length is not None and length > longest
-    ]
+    )

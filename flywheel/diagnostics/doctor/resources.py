@@ -32,15 +32,14 @@ SERVER_UTILIZATION: Final = 0.9
 """vLLM's default share of a GPU."""
 GPU_SECONDS: Final = 120.0
 """Longest wait for the process that lists the GPUs."""
-_LIST_BY_TORCH: Final = (
-    "import torch\nfor n in range(torch.cuda.device_count()):\n p = torch.cuda.get_device_properties(n)\n"
-    " print(p.name, 0 if getattr(p, 'is_integrated', 0) else p.total_memory, sep='\\t')"
-)
-_GPU_BUILD: Final = "Install the GPU build: pip install 'agentscope-flywheel[gpu]'."
-_DRIVER: Final = (
-    "Install or load the driver, let this user or container have the GPU, and see nvidia-smi and dmesg. Without a"
-    " GPU, uninstall vllm and torch, then: pip install 'agentscope-flywheel[cpu]'."
-)
+_BY_TORCH: Final = """
+import torch
+torch.cuda.init()
+for n in range(torch.cuda.device_count()):
+    gpu = torch.cuda.get_device_properties(n)
+    print(gpu.name, 0 if getattr(gpu, "is_integrated", 0) else gpu.total_memory, sep="\\t")
+"""
+_BY_DRIVER: Final = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +54,8 @@ class Gpu:
 class Machine:
     """Bytes and counts; None where the system does not tell. Limits are those of this user.
 
-    `gpus` are those that programs see; `gpu_trouble` is the error of the tool that lists them; `gpus_are_chosen` is
-    whether CUDA_VISIBLE_DEVICES limits them.
+    `gpus` are those that programs see; `gpu_trouble` is the error of the program that lists them; `gpus_are_chosen`
+    is whether CUDA_VISIBLE_DEVICES limits them.
     """
 
     memory: int | None = None
@@ -72,27 +71,16 @@ class Machine:
     @classmethod
     def here(cls, *, has_gpu_build: bool) -> Machine:
         """This machine. torch lists the GPUs if its GPU build is installed, otherwise nvidia-smi."""
-        memory, free = _system_memory()
         shared = None
         with contextlib.suppress(OSError):
             shared = shutil.disk_usage("/dev/shm").free
-        gpus, trouble = _list_gpus(has_gpu_build=has_gpu_build)
-        return cls(
-            memory,
-            free,
-            shared,
-            _limit(resource.RLIMIT_NOFILE),
-            _limit(resource.RLIMIT_NPROC),
-            _limit(resource.RLIMIT_AS),
-            gpus,
-            trouble,
-            "CUDA_VISIBLE_DEVICES" in os.environ,
+        kinds = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_AS)
+        files, processes, space = (
+            None if soft == resource.RLIM_INFINITY else soft for soft, _ in map(resource.getrlimit, kinds)
         )
-
-
-def _limit(number: int) -> int | None:
-    soft, _ = resource.getrlimit(number)
-    return None if soft == resource.RLIM_INFINITY else soft
+        gpus, trouble = _gpus_by([sys.executable, "-c", _BY_TORCH] if has_gpu_build else _BY_DRIVER)
+        is_chosen = "CUDA_VISIBLE_DEVICES" in os.environ
+        return cls(*_system_memory(), shared, files, processes, space, gpus, trouble, is_chosen)
 
 
 def _system_memory() -> tuple[int | None, int | None]:
@@ -100,38 +88,26 @@ def _system_memory() -> tuple[int | None, int | None]:
     try:
         kib = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE))
         total, free = int(kib["MemTotal"]) << 10, int(kib["MemAvailable"]) << 10
-    except (OSError, KeyError, ValueError):
+    except (OSError, KeyError):
         return None, None
-    for limit_file, used_file in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "")):
-        with contextlib.suppress(OSError, ValueError):
-            limit = int(Path("/sys/fs/cgroup", limit_file).read_text())
-            used = int(Path("/sys/fs/cgroup", used_file).read_text()) if used_file else 0
-            total, free = min(total, limit), min(free, max(0, limit - used))
+    with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit
+        limit, used = (int(Path("/sys/fs/cgroup", name).read_text()) for name in ("memory.max", "memory.current"))
+        total, free = min(total, limit), min(free, max(0, limit - used))
     return total, free
 
 
-def _list_gpus(*, has_gpu_build: bool) -> tuple[list[Gpu], str]:
-    driver = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    lines, trouble = _run([sys.executable, "-c", _LIST_BY_TORCH] if has_gpu_build else driver)
-    fields = [line.split("\t") for line in lines]
-    if has_gpu_build:
-        gpus = [Gpu(each[0], int(each[1]) or None) for each in fields if len(each) == 2 and each[1].isdecimal()]
-        # torch says little about why it sees no GPU; the driver's tool says more.
-        return gpus, "" if gpus else _run(driver)[1] or trouble
-    return [Gpu(each[0], None) for each in fields], ""
-
-
-def _run(command: Sequence[str]) -> tuple[list[str], str]:
-    """The lines that a program prints, or none and its error."""
+def _gpus_by(command: Sequence[str]) -> tuple[list[Gpu], str]:
+    """What a program lists: a line for each GPU, with its bytes after a tab if it knows them. Or its error."""
     try:
         done = subprocess.run(command, check=False, capture_output=True, text=True, errors="replace",
                               timeout=GPU_SECONDS, stdin=subprocess.DEVNULL)  # fmt: skip
-    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+    except (OSError, subprocess.TimeoutExpired) as error:
         return [], str(error)
     if done.returncode:
         said = " ".join((done.stdout + " " + done.stderr).split())
-        return [], f"{command[0]}: {said[-300:] or f'it ended with {done.returncode}'}"
-    return [line for line in done.stdout.splitlines() if line.strip()], ""
+        return [], f"{command[0]}: {said[-300:]}"
+    lines = [line.partition("\t") for line in done.stdout.splitlines()]
+    return [Gpu(name, int(memory or 0) or None) for name, _, memory in lines], ""
 
 
 def check_resources(config: Config, machine: Machine, base: Base, *, build: str) -> Iterator[Finding]:
@@ -153,11 +129,13 @@ def _gpus(config: Config, machine: Machine, base: Base, build: str, memory: int)
     gpus = machine.gpus
     if not gpus and build == "gpu":
         why = "vLLM is the build for GPUs, and there is none"
-        return Result.FAILED, f"{why}: {machine.gpu_trouble}" if machine.gpu_trouble else why, _DRIVER
+        why = f"{why}: {machine.gpu_trouble}" if machine.gpu_trouble else why
+        return Result.FAILED, why, "Install the GPU's driver, or without a GPU install the extra [cpu]."
     if not gpus:
         return Result.OK, "none: rounds and server use the CPU", ""
     if build != "gpu":
-        return Result.WARNING, f"{'; '.join(gpu.name for gpu in gpus)}: not used without the GPU build", _GPU_BUILD
+        names = "; ".join(gpu.name for gpu in gpus)
+        return Result.WARNING, f"{names}: not used without the GPU build", "Install the extra [gpu]."
     text = "; ".join(
         f"{gpu.name}, {'the memory of the system' if gpu.memory is None else byte_size(gpu.memory)}" for gpu in gpus
     )
@@ -167,19 +145,14 @@ def _gpus(config: Config, machine: Machine, base: Base, build: str, memory: int)
         why = f"{text}: an engine's share, {byte_size(int(share * memory))}, is less than the model's weights"
         remedy = "Raise rollout.gpu_memory_utilization, or use a smaller model or a larger GPU."
         return Result.FAILED, f"{why}, {byte_size(base.weights)}", remedy
-    server = _server_utilization(config.serving.extra_args)
+    given = re.search(r"--gpu[-_]memory[-_]utilization[= ](\d*\.?\d+)", " ".join(config.serving.extra_args))
+    server = float(given[1]) if given else SERVER_UTILIZATION
     # By default server and round both use the first GPU.
     if is_local(config) and not machine.gpus_are_chosen and server + share > 1:
         why = f"{text}: the server takes {server:g} of {'it' if len(gpus) == 1 else 'the first'}"
-        remedy = 'Leave room: serving.extra_args: [--gpu-memory-utilization, "0.4"]; or give `flywheel serve` and '
-        remedy += "`flywheel run` different GPUs with CUDA_VISIBLE_DEVICES."
+        remedy = 'Set serving.extra_args: [--gpu-memory-utilization, "0.4"], or CUDA_VISIBLE_DEVICES for each.'
         return Result.WARNING, f"{why} and a rollout engine {share:g}, which is more than there is", remedy
     return Result.OK, text, ""
-
-
-def _server_utilization(arguments: Sequence[str]) -> float:
-    found = re.search(r"--gpu[-_]memory[-_]utilization[= ](\d*\.?\d+)", " ".join(arguments))
-    return float(found[1]) if found else SERVER_UTILIZATION
 
 
 def _memory(config: Config, machine: Machine, base: Base) -> Finding:
@@ -190,22 +163,22 @@ def _memory(config: Config, machine: Machine, base: Base) -> Finding:
     gib = 0 if machine.gpus else 1 << 30
     engines = config.rollout.engines
     needs = (engines + 1) * (PROCESS_BYTES + weights) + engines * config.rollout.cpu_kv_cache_gib * gib
-    text = f"{byte_size(machine.memory)}, of which {byte_size(machine.memory_free)} are free"
     of_server = ""
     if is_local(config):
         needs += PROCESS_BYTES + weights + config.serving.cpu_kv_cache_gib * gib
         of_server = ", the server included"
+    text = f"{byte_size(machine.memory)}, of which {byte_size(machine.memory_free)} are free"
     text += f"; a round takes about {byte_size(needs)}{of_server}"
     if not base.weights:
         text += "; the model's weights, of unknown size, come on top"
+    result, remedy = Result.OK, ""
+    if needs > machine.memory_free:
+        result = Result.FAILED if needs > machine.memory else Result.WARNING
+        remedy = "Use more memory, a smaller model, fewer rollout.engines or smaller cpu_kv_cache_gib."
+        if result is Result.WARNING:
+            remedy = f"If the server runs now, this is normal; otherwise: {remedy}"
     figures = {"memory_bytes": machine.memory, "free_bytes": machine.memory_free, "estimated_bytes": needs}
-    if needs <= machine.memory_free:
-        return Finding("memory", Result.OK, text, figures=figures)
-    remedy = "Use a machine with more memory, a smaller model, fewer rollout.engines or smaller cpu_kv_cache_gib."
-    if needs > machine.memory:
-        return Finding("memory", Result.FAILED, text, remedy, figures=figures)
-    return Finding("memory", Result.WARNING, text, f"If the server runs now, this is normal; otherwise: {remedy}",
-                   figures=figures)  # fmt: skip
+    return Finding("memory", result, text, remedy, figures=figures)
 
 
 def _shared(config: Config, machine: Machine) -> Finding:
@@ -215,11 +188,10 @@ def _shared(config: Config, machine: Machine) -> Finding:
     if free is None:
         remedy = "Mount it: Ray keeps its objects there."
         return Finding("shared memory", Result.WARNING, "there is no /dev/shm", remedy)
-    text, remedy = f"{byte_size(free)} free in /dev/shm", ""
+    result, text, remedy = Result.OK, f"{byte_size(free)} free in /dev/shm", ""
     if free < SHARED_BYTES:
-        text = f"{text}; {byte_size(SHARED_BYTES)} are needed"
-        remedy = "Give the container more: docker run --shm-size=1g (Ray falls back to slow files in /tmp)."
-    result = Result.WARNING if remedy else Result.OK
+        result, text = Result.WARNING, f"{text}; {byte_size(SHARED_BYTES)} are needed"
+        remedy = "Give the container more: docker run --shm-size=1g."
     return Finding("shared memory", result, text, remedy, figures={"free_bytes": free})
 
 
@@ -232,7 +204,7 @@ def _limits(machine: Machine) -> Finding:
     if machine.address_space is not None:
         low.append(f"an address space of {byte_size(machine.address_space)} (ulimit -v); vLLM reserves more")
     if low:
-        remedy = "Raise them in limits.conf(5), or with LimitNOFILE= and LimitNPROC= in the systemd unit."
+        remedy = "Raise them in limits.conf(5) or in the systemd unit."
         return Finding("limits", Result.WARNING, f"this user may have {'; '.join(low)}", remedy)
     files = "any number of" if machine.open_files is None else f"{machine.open_files:,}"
     return Finding("limits", Result.OK, f"{files} open files; processes and address space are enough")

@@ -67,7 +67,8 @@ async def check_servers(config: Config) -> AsyncIterator[Finding]:
                 found, aliases[url] = await _server(config, replica, http)
                 yield found
                 if found.result is not Result.FAILED:
-                    yield await _tools(config, url, http)
+                    result, text, remedy = await _tools(config, url, http)
+                    yield Finding("tools", result, text, remedy, url)
         except FlywheelError as error:
             yield Finding.of("server", error, subject=url)
     if len({(alias.target, alias.base_model) for alias in aliases.values()}) > 1:
@@ -79,78 +80,63 @@ async def check_servers(config: Config) -> AsyncIterator[Finding]:
 async def _server(config: Config, replica: Replica, http: httpx2.AsyncClient) -> tuple[Finding, Alias]:
     models = await replica.models()
     if not await replica.ready():
-        remedy = "Look at its log; restart it if its engine died."
-        raise ServeError(f"use {replica.url}", "it is not healthy", remedy)
+        raise ServeError(f"use {replica.url}", "it is not healthy", "Look at its log; restart it if its engine died.")
     alias = await replica.alias(config.model.alias)
     wanted = base_name(config.model.base)
     if alias.base_model != wanted:
         why = f"it serves {alias.base_model}, and model.base is {wanted}"
         remedy = "Restart it with `flywheel serve`, or correct model.base."
         raise ServeError(f"train for {replica.url}", why, remedy)
-    await _require_runtime_loading(replica.url, http)
+    try:
+        # The route accepts POST only, so GET changes nothing; without run-time loading vLLM has no such route.
+        answer = await http.get(f"{replica.url}/v1/load_lora_adapter", timeout=TIMEOUT_SECONDS)
+    except httpx2.TransportError as error:
+        why = str(error) or type(error).__name__
+        raise ServeError(f"ask {replica.url}", why, "Look at the server's log.", retryable=True) from error
+    if answer.status_code == 404:
+        remedy = "Start it with `flywheel serve`, or with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True."
+        raise ServeError(f"load adapters into {replica.url}", "it does not load any at run time", remedy)
     adapters = sorted(name for name in models if name != alias.base_model)
     slots = config.serving.max_loras
-    text = f"{config.model.alias} → {alias.target}; adapters: {', '.join(adapters) or 'none'}"
-    result, remedy = Result.OK, ""
+    result, text = Result.OK, f"{config.model.alias} → {alias.target}; adapters: {', '.join(adapters) or 'none'}"
+    remedy = ""
     if alias.target not in models:
         result, text = Result.FAILED, f"{text}; {alias.target} is not loaded"
         remedy = "Restart it with `flywheel serve`; the daemon loads the adapter again."
     elif len(adapters) >= slots:
         result, text = Result.WARNING, f"{text}: all {slots} slots of serving.max_loras are taken"
-        remedy = "Raise serving.max_loras, and restart it: a swap needs room for both versions."
+        remedy = "Raise serving.max_loras and restart it."
     else:
         text = f"{text}; {slots - len(adapters)} of {slots} slots are free"
     figures = {"adapters": len(adapters), "max_loras": slots}
     return Finding("server", result, text, remedy, replica.url, figures), alias
 
 
-async def _require_runtime_loading(url: str, http: httpx2.AsyncClient) -> None:
-    try:
-        # The route accepts POST only, so GET changes nothing; without run-time loading vLLM has no such route.
-        answer = await http.get(f"{url}/v1/load_lora_adapter", timeout=TIMEOUT_SECONDS)
-    except httpx2.TransportError as error:
-        why = str(error) or type(error).__name__
-        raise ServeError(f"ask {url}", why, "Look at the server's log.", retryable=True) from error
-    if answer.status_code == 404:
-        remedy = "Start it with `flywheel serve`, or with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True."
-        raise ServeError(f"load adapters into {url}", "it does not load any at run time", remedy)
-
-
-async def _tools(config: Config, url: str, http: httpx2.AsyncClient) -> Finding:
+async def _tools(config: Config, url: str, http: httpx2.AsyncClient) -> tuple[Result, str, str]:
     """The server's answer to one request with a tool."""
-
-    def warning(text: str, remedy: str) -> Finding:
-        return Finding("tools", Result.WARNING, text, remedy, url)
-
     request = {**_TOOL_REQUEST, "model": config.model.alias}
     try:
         response = await http.post(f"{url}/v1/chat/completions", json=request, timeout=TOOL_TIMEOUT_SECONDS)
     except httpx2.HTTPError as error:
-        why = str(error) or type(error).__name__
-        return warning(f"a request with a tool got no answer: {why}", "Look at the server's log and its load.")
+        why = f"a request with a tool got no answer: {str(error) or type(error).__name__}"
+        return Result.WARNING, why, "Look at the server's log."
     if response.status_code != 200:
-        return _tools_refused(config, url, response)
+        why, remedy = message_of(response), "Look at the server's log."
+        if "tool" in why:
+            serving = config.serving
+            parser = parsers_of(config.model.base, serving.tool_call_parser, serving.reasoning_parser).tool
+            remedy = "Set serving.tool_call_parser, and restart the server."
+            if parser:
+                remedy = f"Restart it with `flywheel serve`, which sets the parser {parser}."
+        return Result.FAILED, f"requests with tools are refused (HTTP {response.status_code}): {why}", remedy
     try:
         message = response.json()["choices"][0]["message"]
         called, text = bool(message.get("tool_calls")), str(message.get("content") or "")
     except (ValueError, KeyError, IndexError, TypeError, AttributeError):
         why = "the answer to a request with a tool is not what vLLM answers"
-        return warning(why, f"Check that {url} is the inference server.")
+        return Result.WARNING, why, f"Check that {url} is the inference server."
     if not called and TOOL in text:
-        shown = " ".join(text.split())[:100]
-        why = f"the model's tool call comes back as text, which the parser does not read: {shown}"
-        return warning(why, "Set serving.tool_call_parser to the model's format.")
+        why = f"the model's tool call comes back as text, which the parser does not read: {text.strip()[:100]}"
+        return Result.WARNING, why, "Set serving.tool_call_parser to the model's format."
     text = "a request with a tool is answered with a call" if called else "requests with tools are accepted"
-    return Finding("tools", Result.OK, text, subject=url)
-
-
-def _tools_refused(config: Config, url: str, response: httpx2.Response) -> Finding:
-    why, serving = message_of(response), config.serving
-    parser = parsers_of(config.model.base, serving.tool_call_parser, serving.reasoning_parser).tool
-    remedy = "Look at the server's log."
-    if "tool" in why and parser:
-        remedy = f"Restart it with `flywheel serve`, which sets the parser {parser}."
-    elif "tool" in why:
-        remedy = f"Set serving.tool_call_parser: no parser is known for {config.model.base}. Then restart the server."
-    text = f"requests with tools are refused (HTTP {response.status_code}): {why}"
-    return Finding("tools", Result.FAILED, text, remedy, url)
+    return Result.OK, text, ""

@@ -7,6 +7,7 @@ import re
 import socket
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -27,10 +28,7 @@ NETWORK: Final = re.compile(
 _JOURNALS: Final = {1: "rollback journal", 2: "WAL"}
 _CONNECT_SECONDS: Final = 5.0
 _UNPRIVILEGED_PORT: Final = 1024
-_NETWORK_STUDIO: Final = (
-    "Run Flywheel on the machine that writes it: over a network no event reports a change, SQLite's locks may not "
-    "hold, and a reader can block the writer."
-)
+_NETWORK_STUDIO: Final = "Run Flywheel on the machine that writes it: SQLite's locks may not hold over a network."
 
 
 def check_sources(config: Config) -> Iterator[Finding]:
@@ -71,15 +69,14 @@ def _jsonl(path: Path) -> Finding:
             JsonlFile(file).close()
     total = sum(file.stat().st_size for file in files)
     empty = "" if files else "Put *.jsonl files there, or correct the path."
-    network = "Nothing, if a delay of ingest.poll_seconds is acceptable: no event reports a change."
+    network = "Expect a delay of ingest.poll_seconds: no event reports a change."
     text = f"task lines, {len(files):,} files, {byte_size(total)}"
     return _file_finding(path, text, empty, network, {"files": len(files), "bytes": total})
 
 
 def _file_finding(path: Path, text: str, empty: str, network: str, figures: dict[str, int]) -> Finding:
     """`empty` and `network` say what to do if nothing is in it, and if it is on a network file system."""
-    text = f"{text}, {stat.filemode(path.stat().st_mode)}"
-    result, remedy = Result.OK, ""
+    result, text, remedy = Result.OK, f"{text}, {stat.filemode(path.stat().st_mode)}", ""
     if is_network(kind := file_system(path)):
         result, text, remedy = Result.WARNING, f"{text}; on {kind}", network
     elif empty:
@@ -94,19 +91,15 @@ def _receiver(config: Config, source: OtlpSource) -> tuple[Result, str, str]:
         return Result.FAILED, why, "Put a long random text into it, here and for the daemon."
     is_running, is_served = holder(config.state_dir) is not None, False
     try:
-        with socket.create_connection((host, port), timeout=_CONNECT_SECONDS):
+        with suppress(ConnectionRefusedError), socket.create_connection((host, port), timeout=_CONNECT_SECONDS):
             is_served = True
-    except ConnectionRefusedError:
-        pass
     except OSError as error:
         why = f"cannot receive spans at {source.listen}: {error.strerror or error}"
         return Result.FAILED, why, "Name an address of this machine, usually 127.0.0.1."
     if is_served and not is_running:
-        remedy = "Stop the program that listens there, often a collector, or choose another port."
-        return Result.FAILED, "another program listens there", remedy
+        return Result.FAILED, "another program listens there", "Stop it, or choose another port."
     if is_running and not is_served:
-        remedy = "Look at the daemon's log; restart it if it uses another configuration."
-        return Result.FAILED, "the daemon runs, but nothing listens there", remedy
+        return Result.FAILED, "the daemon runs, but nothing listens there", "Look at the daemon's log."
     if not is_running and 0 < port < _UNPRIVILEGED_PORT and os.geteuid() != 0:
         return Result.WARNING, f"this user may not listen at port {port}", "Choose a port above 1023."
     text = "receives spans" if is_served else "free to receive spans at"
@@ -117,20 +110,14 @@ def _receiver(config: Config, source: OtlpSource) -> tuple[Result, str, str]:
 
 def file_system(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
     """The type of the file system that a path is on; empty if it is not known."""
-    real = os.path.realpath(path)
-    found, kind = "", ""
-    try:
-        lines = mounts.read_text(errors="replace").splitlines()
-    except OSError:
-        return ""
-    for line in lines:
-        _, mount, fs_type, *_ = [*line.split(" "), "", "", ""]
-        mount = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), mount)
-        is_below = mount and (real == mount or real.startswith(mount.rstrip("/") + "/"))
-        # Of two mounts at one path the later one hides the earlier one.
-        if is_below and len(mount) >= len(found):
-            found, kind = mount, fs_type
-    return kind
+    kinds = {}
+    with suppress(OSError):
+        for line in mounts.read_text(errors="replace").splitlines():
+            _, mount, kind, *_ = line.split(" ")
+            # Of two mounts at one path the later one hides the earlier one.
+            kinds[re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), mount)] = kind
+    real = Path(os.path.realpath(path))
+    return next((kinds[str(each)] for each in (real, *real.parents) if str(each) in kinds), "")
 
 
 def is_network(kind: str) -> bool:

@@ -1,4 +1,5 @@
-"""Checks of Flywheel's own state (directory, permissions, disk, schema, daemon, task file), and of the clock."""
+"""Checks of Flywheel's own state (directory, permissions, disk, schema, daemon, task file), of the clock, and of what
+the state has for rounds: samples, held-out tasks, and tasks that rounds exclude."""
 
 from __future__ import annotations
 
@@ -6,18 +7,30 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
+
+from sqlalchemy import Connection
 
 from flywheel.config import Config
+from flywheel.daemon.free_samples import OVER, Supplies
 from flywheel.daemon.lock import holder
+from flywheel.daemon.next_gate_test import next_test
 from flywheel.diagnostics.doctor.finding import Finding, Result
 from flywheel.diagnostics.doctor.sources import file_system, is_network
 from flywheel.errors import FlywheelError
-from flywheel.store.database import found_version
-from flywheel.store.schema import SCHEMA_VERSION
-from flywheel.terminal import byte_size
+from flywheel.exclusion import WORDS, Exclusion
+from flywheel.states import TaskState
+from flywheel.store import splits
+from flywheel.store.bulk import count_rows
+from flywheel.store.database import Store, found_version
+from flywheel.store.samples import count_held_out, count_left_out
+from flywheel.store.schema import SCHEMA_VERSION, tasks
+from flywheel.terminal import byte_size, quantity
+
+T = TypeVar("T")
 
 MIN_FREE: Final = 200 << 20
 """Bytes. With less, the next transaction or the next round's log may fail."""
@@ -28,6 +41,9 @@ _RELEASED: Final = 1_735_689_600.0
 """2025-01-01 in seconds since 1970."""
 _NAMED: Final = 3
 _ELSEWHERE: Final = "Set state.dir (or $FLYWHEEL_HOME) to a directory that you may write."
+_SHARES: Final = "Set `widen: true` for `influence` in {chain}, or larger shares."
+_HELD: Final = "List them with `flywheel tasks --state held`, then release or reject them."
+_SPLIT: Final = "Collect conversations that begin differently; ingest.train_ratio must leave some for both splits."
 
 
 def check_state(config: Config) -> Iterator[Finding]:
@@ -49,7 +65,7 @@ def check_state(config: Config) -> Iterator[Finding]:
     file = config.task_file
     parent = _existing(file.absolute().parent)
     if not (_may(file, os.W_OK) if file.exists() else parent.is_dir() and _may(parent, os.W_OK | os.X_OK)):
-        remedy = "Set ingest.output to a file that you may write, or leave it out."
+        remedy = "Set ingest.output to a file that you may write."
         yield Finding("task file", Result.FAILED, f"{file} may not be written by this user", remedy)
 
 
@@ -80,20 +96,16 @@ def _directory(directory: Path, existing: Path) -> tuple[Result, str, str]:
 
 def _permissions(directory: Path) -> Finding:
     """Early versions left the permissions of files to the umask."""
-    wide = [path for path in (directory, *sorted(directory.rglob("*"))) if _is_wide(path)]
+    wide = []
+    for path in (directory, *sorted(directory.rglob("*"))):
+        with suppress(FileNotFoundError):
+            mode = path.lstat().st_mode
+            wide += [path] if mode & 0o077 and not stat.S_ISLNK(mode) else []
     if not wide:
         return Finding("permissions", Result.OK, f"only its user may read {directory} and the files in it")
     more = f" and {len(wide) - _NAMED} more" if wide[_NAMED:] else ""
     why = f"others may read what users said: {', '.join(map(str, wide[:_NAMED]))}{more}"
     return Finding("permissions", Result.WARNING, why, f"chmod -R go= {directory}", figures={"wide": len(wide)})
-
-
-def _is_wide(path: Path) -> bool:
-    try:
-        mode = path.lstat().st_mode
-    except OSError:
-        return False
-    return not stat.S_ISLNK(mode) and bool(mode & 0o077)
 
 
 def _disk(existing: Path) -> Finding:
@@ -133,10 +145,9 @@ def check_clock(config: Config, server_time: float | None) -> Finding:
     """The clock against the state's last change and `server_time`, which the judge's endpoint reported (seconds
     since 1970)."""
     now = time.time()
-    try:
+    newest = 0.0
+    with suppress(OSError, FlywheelError):
         newest = (config.state_dir / "state.db").stat().st_mtime
-    except (OSError, FlywheelError):
-        newest = 0.0
     result, text = Result.OK, _utc(now)
     if now < _RELEASED:
         result, text = Result.FAILED, f"it says {text}, which is before this program was released"
@@ -150,3 +161,64 @@ def check_clock(config: Config, server_time: float | None) -> Finding:
 
 def _utc(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+
+
+async def check_left_out(config: Config) -> Finding:
+    """Whether rounds exclude tasks, above all because agents are sent a message that their traces do not show."""
+    try:
+        counts = await _read(config, lambda conn: count_left_out(conn, config.training.takes))
+    except FlywheelError as error:
+        # Another check reports a state that cannot be read.
+        return Finding("prompts", Result.SKIPPED, f"cannot {error.attempted}: {error.why}")
+    text = "; ".join(f"{quantity(number, 'task')} excluded: {WORDS[each].why}" for each, number in counts.items())
+    figures = {f"{each.value}_tasks": number for each, number in counts.items()}
+    remedy = next((WORDS[each].remedy for each in (Exclusion.HIDDEN, *counts) if each in counts), "")
+    result = Result.WARNING if Exclusion.HIDDEN in counts else Result.OK
+    return Finding("prompts", result, text or "no task is excluded from rounds", remedy, figures=figures)
+
+
+async def check_samples(config: Config) -> Finding:
+    """Whether a round could be filled now."""
+    try:
+        if found_version(config.state_dir) != SCHEMA_VERSION:
+            return Finding("samples", Result.SKIPPED, "there is no state of this version yet")
+        return await _read(config, lambda conn: _samples(conn, config))
+    except FlywheelError as error:
+        return Finding.of("samples", error)
+
+
+async def _read(config: Config, question: Callable[[Connection], T]) -> T:
+    store = await Store.view(config.state_dir)
+    try:
+        return await store.read(question)
+    finally:
+        await store.close()
+
+
+def _samples(conn: Connection, config: Config) -> Finding:
+    supply = Supplies(config).now(conn)
+    wanted = config.trigger.min_held_out or config.gate.min_tasks
+    held_out = count_held_out(conn, config.training.takes)
+    shortfall = next_test(conn, config).shortfall(config.gate)
+    text = "; ".join(filter(None, (supply.told, f"{held_out} of {wanted} held-out tasks are judged", shortfall)))
+    figures = {
+        "usable": supply.usable,
+        "needed": supply.needs,
+        "over_share": supply.waiting.get(OVER, 0),
+        "held_out": held_out,
+        "held_out_needed": wanted,
+    }
+    # What more traces of the same kind would not solve, each with its remedy.
+    obstacles = []
+    if supply.usable < supply.needs:
+        if supply.waiting.get(OVER, 0) >= supply.needs - supply.usable:
+            obstacles.append(("", _SHARES.format(chain=config.filter.chain)))
+        if held := count_rows(conn, tasks, tasks.c.state == TaskState.HELD.value):
+            obstacles.append((f"; {quantity(held, 'task')} of bursts wait for a person", _HELD))
+    if empty := splits.empty_split(conn, config.ingest.train_ratio):
+        obstacles.append((f"; {empty}", _SPLIT))
+    for why, remedy in obstacles[:1]:
+        return Finding("samples", Result.WARNING, f"no round could be filled: {text}{why}", remedy, figures=figures)
+    is_enough = supply.usable >= supply.needs and held_out >= wanted and not shortfall
+    text = f"{'a round could be filled' if is_enough else 'not enough for a round yet'}: {text}"
+    return Finding("samples", Result.OK, "; ".join(filter(None, (text, supply.notice))), figures=figures)
