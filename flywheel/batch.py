@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import orjson
 import xxhash
@@ -54,6 +54,16 @@ class Entry(Struct, frozen=True, gc=False):
     follows: bool = False
     skip: SkipReason | None = None
     detail: str = ""
+
+
+class KnownReply(NamedTuple):
+    """What the ledger has under a key: a task, or a reply without one.
+
+    `contents` are the content hashes of its replies, None where an older state has none.
+    """
+
+    has_task: bool
+    contents: frozenset[int | None]
 
 
 RawTrace = tuple[dict[int, bytes], bool]

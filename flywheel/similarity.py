@@ -15,6 +15,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -243,6 +244,25 @@ def _mixed(words: list[int]) -> list[int]:
     values ^= values >> np.uint32(16)
     mixed: list[int] = values.tolist()
     return mixed
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What a question is compared by."""
+
+    scope: int
+    """63-bit hash of what must be the same."""
+    exact: int
+    """63-bit hash of the question and its scope."""
+    words: frozenset[int]
+    """Hashes of its words."""
+    particulars: frozenset[int]
+    """Hashes of the words of names and quotations."""
+    bands: tuple[int, ...]
+    """MinHash bands: near questions share one."""
+    query: str
+    text: str
+    """Hash of the question; the key of its embedding."""
 
 
 class PromptSignature(NamedTuple):

@@ -8,7 +8,6 @@ that name different things are not near each other, however many words they shar
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import xxhash
@@ -17,6 +16,7 @@ from pydantic import Field, model_validator
 from flywheel import similarity
 from flywheel.config.section import Section
 from flywheel.filtering.query_template import particulars
+from flywheel.similarity import Fingerprint
 
 
 class Deduplication(Section):
@@ -44,25 +44,6 @@ class Deduplication(Section):
         if self.base_url and not self.model:
             raise ValueError("base_url needs a model")
         return self
-
-
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
-    """What a question is compared by."""
-
-    scope: int
-    """63-bit hash of what must be the same."""
-    exact: int
-    """63-bit hash of the question and its scope."""
-    words: frozenset[int]
-    """Hashes of its words."""
-    particulars: frozenset[int]
-    """Hashes of the words of names and quotations."""
-    bands: tuple[int, ...]
-    """MinHash bands: near questions share one."""
-    query: str
-    text: str
-    """Hash of the question; the key of its embedding."""
 
 
 def fingerprint(line: Mapping[str, Any], threshold: float) -> Fingerprint:

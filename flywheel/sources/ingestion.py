@@ -114,13 +114,14 @@ class SourceIngestion:
         done = Recorded()
         error: FlywheelError | None = None
         cursor: Cursor | None = None
-        moved = False
+        is_first = moved = False
         async with self._lock:
             try:
                 self._source = self._source or await self._store.write(
                     ledger.source_id, str(self.path), self.connector.type
                 )
                 cursor = await self._store.read(ledger.cursor_of, self._source)
+                is_first = not cursor.rowid
                 batches = self.connector.read(self._source, cursor, final=final)
                 async with aclosing(batches if stop is None else _until(stop, batches)) as coming:
                     async for batch in coming:
@@ -130,8 +131,9 @@ class SourceIngestion:
             except (SourceError, StoreError) as failure:
                 self.connector.forget()
                 error, cursor = failure, None
-            if moved or not self._was_read:
-                # New rows may come together with in-place updates. Rows may also have changed before the first pass.
+            if (moved or not self._was_read) and not (is_first and final):
+                # New rows may come together with in-place updates. Rows may also have changed before this process
+                # started, but not where a source is read at once for the first time.
                 self.rescan_at = time.time() + (0 if final else self._settings.settle_seconds)
                 self._was_read = True
             return await self._report(done, cursor, error)

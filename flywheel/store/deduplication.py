@@ -9,11 +9,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from sqlalchemy import Connection, Row, delete, exists, func, insert, select, update
 
-from flywheel import similarity
+from flywheel.similarity import Fingerprint, jaccard
 from flywheel.states import TaskState
 from flywheel.store.bulk import chunks, rows_in
 from flywheel.store.schema import duplicates, fingerprint_bands, fingerprints, tasks
@@ -25,25 +25,6 @@ DECIDED: Final = (TaskState.ACCEPTED, TaskState.RESERVED, TaskState.CONSUMED)
 
 LIKELY: Final = 256
 """Earlier questions that one is compared with word by word, at most."""
-
-
-class Compared(Protocol):
-    """A fingerprint, see `flywheel.filtering.fingerprint`."""
-
-    @property
-    def scope(self) -> int: ...
-    @property
-    def exact(self) -> int: ...
-    @property
-    def words(self) -> frozenset[int]: ...
-    @property
-    def particulars(self) -> frozenset[int]: ...
-    @property
-    def bands(self) -> tuple[int, ...]: ...
-    @property
-    def text(self) -> str: ...
-    @property
-    def query(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +59,7 @@ class Entry:
 
     task: int
     key: str
-    compared: Compared
+    compared: Fingerprint
 
 
 def enter(conn: Connection, entries: Sequence[Entry], threshold: float) -> dict[int, list[Near]]:
@@ -165,12 +146,12 @@ def _near(conn: Connection, entry: Entry, threshold: float) -> list[Near]:
     return found
 
 
-def _share(own: Compared, scope: int, words: frozenset[int], particulars: frozenset[int]) -> float:
+def _share(own: Fingerprint, scope: int, words: frozenset[int], particulars: frozenset[int]) -> float:
     comparable = scope == own.scope and same_things(own, particulars)
-    return similarity.jaccard(own.words, words) if comparable else 0.0
+    return jaccard(own.words, words) if comparable else 0.0
 
 
-def same_things(own: Compared, particulars: frozenset[int]) -> bool:
+def same_things(own: Fingerprint, particulars: frozenset[int]) -> bool:
     """Whether two questions name the same things; one that names none can be about any (all in lower case)."""
     return not own.particulars or not particulars or own.particulars == particulars
 

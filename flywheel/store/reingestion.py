@@ -7,12 +7,12 @@ event, and the reply stays as it was judged.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import orjson
 from sqlalchemy import Connection, LargeBinary, Row, bindparam, cast, exists, or_, select, update
 
-from flywheel.batch import Entry
+from flywheel.batch import Entry, KnownReply
 from flywheel.states import ReplyState, SkipReason, TaskState
 from flywheel.store.bulk import Lookup
 from flywheel.store.schema import replies, tasks, verdicts
@@ -90,16 +90,6 @@ def _set(conn: Connection, reply: int, entry: Entry) -> None:
     names = ("content", "trace_id", "conversation_id", "agent")
     values = {name: getattr(entry, name) for name in names}
     conn.execute(update(replies).where(replies.c.id == reply).values(**values))
-
-
-class KnownReply(NamedTuple):
-    """What is stored under a key: a task, or a reply without one.
-
-    `contents` are the content hashes of its replies, None where an older state has none.
-    """
-
-    has_task: bool
-    contents: frozenset[int | None]
 
 
 def known_replies(conn: Connection, source: int, keys: Sequence[str]) -> dict[str, KnownReply]:

@@ -23,13 +23,17 @@ class LineError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """A conversation split at its last user message: `history` before it, `trajectory` and `answer` after it."""
+    """A conversation split at its last user message: `history` before it, `trajectory` and `answer` after it.
+
+    `request` is the prompt that the agent received, if that is another text.
+    """
 
     history: tuple[ChatMessage, ...] = ()
     query: str = ""
     images: tuple[str, ...] = ()
     trajectory: tuple[ChatMessage, ...] = ()
     answer: str = ""
+    request: str = ""
 
 
 def messages_of(value: Any, where: str) -> list[ChatMessage]:

@@ -8,10 +8,10 @@ keys only describe the task; values of an unexpected type are ignored.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -62,18 +62,6 @@ class JsonlEntry(Entry, frozen=True, gc=False):
     """A line's entry, under the line's own id. `otherwise` is its key if another task has that id."""
 
     otherwise: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """The dialogue of a line, collected from all its keys. `request` is the prompt that the agent received."""
-
-    query: str
-    answer: str
-    history: tuple[ChatMessage, ...]
-    request: str
-    images: tuple[str, ...]
-    trajectory: tuple[ChatMessage, ...]
 
 
 def entry_of_line(text: bytes, source: Path, now: datetime, models: TrainedModels = ANY_MODEL) -> JsonlEntry:
@@ -191,7 +179,8 @@ def _content(line: Mapping[str, Any]) -> int:
         raise LineError(f"it is nested more than {MAX_DEPTH} levels deep") from None
 
 
-def _parts(line: Mapping[str, Any], metadata: Mapping[str, Any]) -> _Parts:
+def _parts(line: Mapping[str, Any], metadata: Mapping[str, Any]) -> Dialogue:
+    """The dialogue of a line, collected from all its keys."""
     dialogues = {
         key: dialogue_of(value, key)
         for key in HISTORY
@@ -201,14 +190,14 @@ def _parts(line: Mapping[str, Any], metadata: Mapping[str, Any]) -> _Parts:
     answer, steps = _answer(line, metadata, dialogues)
     if asked in dialogues:
         own = dialogues[asked]
-        return _Parts(own.query, answer, own.history, "", own.images, steps or own.trajectory)
+        return dataclasses.replace(own, answer=answer, trajectory=steps or own.trajectory)
     query = _plain(line, asked) if asked else ""
     if "init_messages" in dialogues:
         own = _beside_init_messages(line, query, dialogues)
     else:
         own = dialogues.get("prompt") or dialogues.get("messages") or Dialogue()
     request = own.query if own.query != query else ""
-    return _Parts(query, answer, own.history, request, own.images, steps or own.trajectory)
+    return Dialogue(own.history, query, own.images, steps or own.trajectory, answer, request)
 
 
 def _asks(line: Mapping[str, Any], key: str, dialogues: Mapping[str, Dialogue]) -> bool:
@@ -255,7 +244,7 @@ def _plain(holder: Mapping[str, Any], key: str, where: str = "") -> str:
     return str(value)
 
 
-def _skip(parts: _Parts) -> tuple[SkipReason | None, str]:
+def _skip(parts: Dialogue) -> tuple[SkipReason | None, str]:
     if not parts.query.strip() and not parts.images:
         return SkipReason.NO_QUERY, f"none of {', '.join(QUERY)} holds a question"
     if not parts.answer.strip():

@@ -7,25 +7,16 @@ are equal. A line without a task (no answer yet, for example) adds nothing to an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 import xxhash
 from msgspec.structs import replace
 
-from flywheel.batch import Entry, line_bytes
+from flywheel.batch import Entry, KnownReply, line_bytes
 from flywheel.sources.jsonl.record import JsonlEntry
 
 Redact = Callable[[dict[str, Any]], dict[str, Any]]
-
-
-class Known(Protocol):
-    """What the ledger has under an id. `contents` are the hashes of its lines, with None for an unknown one."""
-
-    @property
-    def has_task(self) -> bool: ...
-    @property
-    def contents(self) -> frozenset[int | None]: ...
 
 
 class _Owner:
@@ -33,7 +24,7 @@ class _Owner:
 
     __slots__ = ("contents", "has_task", "identity", "line")
 
-    def __init__(self, known: Known | None) -> None:
+    def __init__(self, known: KnownReply | None) -> None:
         self.contents: set[int | None] = set(known.contents) if known else set()
         self.has_task = known is not None and known.has_task
         self.line = b""
@@ -53,7 +44,7 @@ class TaskIds:
         self._with_line: list[_Owner] = []
 
     def assign(
-        self, entries: Iterable[Entry], known: Mapping[str, Known], line_of: Callable[[str], bytes]
+        self, entries: Iterable[Entry], known: Mapping[str, KnownReply], line_of: Callable[[str], bytes]
     ) -> list[Entry | None]:
         """The entries with their final ids, None for one that adds nothing.
 
@@ -69,7 +60,7 @@ class TaskIds:
         ]
 
     def _assigned(
-        self, entry: JsonlEntry, known: Mapping[str, Known], line_of: Callable[[str], bytes]
+        self, entry: JsonlEntry, known: Mapping[str, KnownReply], line_of: Callable[[str], bytes]
     ) -> JsonlEntry | None:
         if entry.otherwise == entry.key:
             return entry

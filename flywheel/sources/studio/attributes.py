@@ -183,11 +183,6 @@ def returned_metadata(span: Span) -> dict[str, Any]:
     return metadata if isinstance(metadata, dict) else {}
 
 
-def wants_structure(span: Span) -> bool:
-    """Whether an agent or a model was asked for structured output (AgentScope 1.x records the argument)."""
-    return bool(value_of(span.attributes.input.kwargs.structured_model))
-
-
 def conversation(span: Span) -> list[ChatMessage]:
     """The messages a model was called with, in the OpenAI form; callers must not change them. Raises ReprError."""
     chat: list[ChatMessage] = []

@@ -46,20 +46,6 @@ class OpenTrace(Struct):
     end_ns: int = 0
     known: Checkpoint | None = None
 
-    def add(self, rows: Iterable[Row]) -> None:
-        """Add rows, in order of their numbers."""
-        rowid = size = 0
-        for row in rows:
-            rowid = row[0]
-            self.ids[rowid] = (row[1], row[3])
-            self.ends.append(row[4])
-            self.rows[rowid] = data = packed(row)
-            self.hashes += _hash(data)
-            size += len(data)
-        self.held += size
-        self.size += size
-        self.last_rowid = max(self.last_rowid, rowid)
-
     def restore(self, row: Row) -> None:
         """Add the contents of a row again after they were dropped."""
         self.rows[row[0]] = data = packed(row)
@@ -153,8 +139,19 @@ class Scan:
         return dead
 
     def extend(self, trace: OpenTrace, rows: Iterable[Row]) -> None:
-        """Add rows to a trace. When too many bytes are held, drop the contents of the largest traces."""
-        trace.add(rows)
+        """Add rows to a trace, in order of their numbers. When too many bytes are held, drop the contents of the
+        largest traces."""
+        rowid = size = 0
+        for row in rows:
+            rowid = row[0]
+            trace.ids[rowid] = (row[1], row[3])
+            trace.ends.append(row[4])
+            trace.rows[rowid] = data = packed(row)
+            trace.hashes += _hash(data)
+            size += len(data)
+        trace.held += size
+        trace.size += size
+        trace.last_rowid = max(trace.last_rowid, rowid)
         self._near[trace.trace_id] = self.grown[trace.trace_id] = trace
         self._held += trace.held
         if self._held > HELD_BYTES:

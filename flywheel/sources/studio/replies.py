@@ -25,7 +25,7 @@ from flywheel.exclusion import TrainedModels
 from flywheel.sources.studio import attributes as at
 from flywheel.sources.studio.messages import FINISH_FUNCTIONS, Message, blocks_of, images_of, text_of, texts_in
 from flywheel.sources.studio.schema import SCHEMAS, Schema, excerpt_of
-from flywheel.sources.studio.span import Attributes, Span, SpanKind
+from flywheel.sources.studio.span import NOTHING, Attributes, Span, SpanKind
 from flywheel.sources.studio.trace_tree import Role, Tree
 from flywheel.sources.studio.trajectory import Trajectory, error_text, exception, is_interrupted, pending_tools
 from flywheel.states import SkipReason
@@ -267,7 +267,7 @@ def _earlier(content: str, handed: Sequence[Message]) -> str:
 
 def _structured(agent: Span, calls: Trajectory) -> dict[str, Any] | None:
     """Structured output: 1.x has it in the returned message's metadata, 2.x in the finish function's arguments."""
-    if at.wants_structure(agent):
+    if agent.attributes.input.kwargs.structured_model != NOTHING:
         metadata = {key: value for key, value in at.returned_metadata(agent).items() if not key.startswith("_")}
         if metadata:
             return metadata

@@ -34,23 +34,45 @@ class RowError(ValueError):
 class Schema:
     """One generation. `own_columns` identify it; `columns` are read, in this order.
 
-    In both generations a row begins with rowid, span id, trace id, parent id, end time and attributes.
+    In both generations a row begins with rowid, span id, trace id, parent id, end time, attributes, name, events and
+    status.
     """
 
     name: str
     own_columns: frozenset[str]
     columns: tuple[str, ...]
-    span_of: Callable[[Row], Span]
+    own_values: Callable[..., tuple[SpanKind, int, SpanStatus, str, str, str]]
+    """Kind, start, status, its message, conversation and service, from attributes, status and what follows."""
     time_of: Callable[[Any, str], int]
 
     def read(self, rowid: int, data: bytes) -> Span | DeadRow:
         """A packed row as a span, or as a dead row with the reason."""
         row = (rowid, *marshal.loads(data))
         try:
-            span = self.span_of(row)
-            if span.ended_ns < span.started_ns:
-                raise RowError(f"it ended {(span.started_ns - span.ended_ns) / 1e9:g} s before it began")
-            return span
+            _, span_id, trace_id, parent, ended, attributes, name, events, *own = row
+            found = _attributes(attributes)
+            kind, started_ns, status, message, conversation, service = self.own_values(found, *own)
+            if kind is SpanKind.AGENT and found.gen_ai.input.messages is NOTHING:
+                found = with_first_argument(found, attributes)
+            ended_ns = self.time_of(ended, self.columns[3])
+            if ended_ns < started_ns:
+                raise RowError(f"it ended {(started_ns - ended_ns) / 1e9:g} s before it began")
+            return Span(
+                rowid,
+                text_in(span_id, "id", required=True),
+                text_in(trace_id, "traceId", required=True),
+                text_in(parent, "parentSpanId"),
+                text_in(name, "name"),
+                kind,
+                started_ns,
+                ended_ns,
+                status,
+                message,
+                conversation,
+                found,
+                _events(events),
+                service,
+            )
         except (RowError, UnicodeDecodeError) as error:
             why = "a text is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
             excerpt = row[5]
@@ -131,61 +153,38 @@ def excerpt_of(data: bytes) -> str:
     return shown(marshal.loads(data)[4])[:500]
 
 
-def _span_1(row: Row) -> Span:
-    rowid, span_id, trace_id, parent, ended, attributes, name, events, status, kind, started, message, run = row
-    found = _attributes(attributes)
-    if kind == b"AGENT":
-        found = with_first_argument(found, attributes)
-    return Span(
-        rowid,
-        text_in(span_id, "id", required=True),
-        text_in(trace_id, "traceId", required=True),
-        text_in(parent, "parentSpanId"),
-        text_in(name, "name"),
+def _own_values_1(
+    _: Attributes, status: Any, kind: Any, started: Any, message: Any, run: Any
+) -> tuple[SpanKind, int, SpanStatus, str, str, str]:
+    return (
         _KINDS_1.get(kind, SpanKind.OTHER),
         iso_ns(started, "startTime"),
-        iso_ns(ended, "endTime"),
         _STATUS_1.get(status, SpanStatus.UNSET),
         text_in(message, "statusMessage"),
         text_in(run, "run_id"),
-        found,
-        _events(events),
+        "",
     )
 
 
-def _span_2(row: Row) -> Span:
-    (rowid, span_id, trace_id, parent, ended, attributes, name, events, status, started, operation, conversation,
-     service) = row  # fmt: skip
-    found = _attributes(attributes)
+def _own_values_2(
+    found: Attributes, status: Any, started: Any, operation: Any, conversation: Any, service: Any
+) -> tuple[SpanKind, int, SpanStatus, str, str, str]:
     kind = _KINDS_2.get(found.gen_ai.operation.name)
     if kind is None:
         kind = _KINDS_2.get(text_in(operation, "operationName"), SpanKind.OTHER)
-    if kind is SpanKind.AGENT and found.gen_ai.input.messages is NOTHING:
-        found = with_first_argument(found, attributes)
-    state, message = _STATUS_2.get(status) or _status_of(status)
-    return Span(
-        rowid,
-        text_in(span_id, "id", required=True),
-        text_in(trace_id, "traceId", required=True),
-        text_in(parent, "parentSpanId"),
-        text_in(name, "name"),
+    state, message = _STATUS_2.get(status, (None, ""))
+    if state is None:
+        written = _json(status, "status")
+        code, message = get_path(written, "code"), get_path(written, "message")
+        state = _CODES_2.get(code, SpanStatus.UNSET) if isinstance(code, int) else SpanStatus.UNSET
+    return (
         kind,
         decimal_ns(started, "startTimeUnixNano"),
-        decimal_ns(ended, "endTimeUnixNano"),
         state,
-        message,
+        message if isinstance(message, str) else "",
         text_in(conversation, "conversationId"),
-        found,
-        _events(events),
         text_in(service, "serviceName"),
     )
-
-
-def _status_of(value: Any) -> tuple[SpanStatus, str]:
-    status = _json(value, "status")
-    code, message = get_path(status, "code"), get_path(status, "message")
-    known = {1: SpanStatus.OK, 2: SpanStatus.ERROR}.get(code) if isinstance(code, int) else None
-    return known or SpanStatus.UNSET, message if isinstance(message, str) else ""
 
 
 def text_in(value: Any, column: str, *, required: bool = False) -> str:
@@ -280,6 +279,7 @@ _KINDS_2: Final = {
     "execute_tool": SpanKind.TOOL,
     "format": SpanKind.FORMATTER,
 }
+_CODES_2: Final = {1: SpanStatus.OK, 2: SpanStatus.ERROR}
 _STATUS_1: Final = {b"OK": SpanStatus.OK, b"ERROR": SpanStatus.ERROR}
 _STATUS_2: Final = {
     b'{"code":1,"message":""}': (SpanStatus.OK, ""),
@@ -294,7 +294,7 @@ _GENERATION_1: Final = Schema(
     frozenset({"spanKind", "run_id"}),
     ("id", "traceId", "parentSpanId", "endTime", "attributes", "name", "events", "status", "spanKind", "startTime",
      "statusMessage", "run_id"),
-    _span_1,
+    _own_values_1,
     iso_ns,
 )  # fmt: skip
 _GENERATION_2: Final = Schema(
@@ -302,7 +302,7 @@ _GENERATION_2: Final = Schema(
     frozenset({"spanId", "conversationId"}),
     ("id", "traceId", "parentSpanId", "endTimeUnixNano", "attributes", "name", "events", "status",
      "startTimeUnixNano", "operationName", "conversationId", "serviceName"),
-    _span_2,
+    _own_values_2,
     decimal_ns,
 )  # fmt: skip
 SCHEMAS: Final = {schema.name: schema for schema in (_GENERATION_1, _GENERATION_2)}

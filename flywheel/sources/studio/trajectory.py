@@ -41,7 +41,7 @@ class Trajectory:
         query or a summary, and none of it is part of its conversation with the user."""
         for span in own:
             if span.kind is SpanKind.LLM:
-                if at.wants_structure(span):
+                if span.attributes.input.kwargs.structured_model != NOTHING:
                     self._aside.append(len(self.models))
                 self.models.append(span)
                 self.answers.append(at.model_output(span))
