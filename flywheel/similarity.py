@@ -83,7 +83,10 @@ class _Folded(dict[int, str]):
 
 _FOLDED: Final = _Folded()
 _SYMBOLS: Final = re.compile("[$+<=>|~]")
-_ASCII: Final = bytes(ord(_FOLDED[ord(chr(code).casefold())].strip() or " ") for code in range(128)) + bytes(128)
+_KEPT: Final = f"{_JOINING}$+<=>|~"
+_ASCII: Final = bytes(
+    ord(char.lower()) if char.isalnum() or char in _KEPT else ord(" ") for char in map(chr, range(128))
+) + bytes(128)
 """The same for ASCII in one pass, except for the spaces around symbols."""
 
 

@@ -187,7 +187,7 @@ class StudioConnector:
                     progress.in_all = self.reader.database.last_rowid()
                 progress.read += batch.rows
                 self.progress = progress
-            return extract(batch, self.schema, self.selection, str(self.path))
+            return extract(batch, self.schema, self.selection, str(self.path)) if batch.traces else batch
 
         try:
             while (batch := await self.in_thread(next_batch)) is not None:
@@ -246,7 +246,8 @@ class StudioConnector:
             self._sent.append(self.process.extract(batch, self.schema, self.selection, str(self.path)))
             return self._sent[-1], sum(len(row) for rows, _ in batch.traces for row in rows.values())
         done: Future[Batch] = Future()
-        batch = extract(batch, self.schema, self.selection, str(self.path))
+        if batch.traces:
+            batch = extract(batch, self.schema, self.selection, str(self.path))
         done.set_result(batch)
         return done, sum(len(entry.line) for entry in batch.entries)
 

@@ -26,7 +26,7 @@ HELD_BYTES: Final = 16 * 1024 * 1024
 """Contents kept until their traces are closed. Above it, the largest are dropped and read again when needed."""
 
 _hash: Final = xxhash.xxh3_64_intdigest
-_DIGEST_BITS: Final = 2**63 - 1
+DIGEST_BITS: Final = 2**63 - 1
 
 
 class OpenTrace(Struct):
@@ -57,11 +57,6 @@ class OpenTrace(Struct):
         self.rows = {}
         self.held = 0
         self.hashes = 0
-
-    def checkpoint(self, generation: int, *, is_open: bool) -> Checkpoint:
-        """The checkpoint of the rows whose contents are here."""
-        digest = (self.hashes & _DIGEST_BITS) or 1
-        return Checkpoint(self.trace_id, tuple(sorted(self.rows)), digest, generation, is_open)
 
     def is_whole(self) -> bool:
         """Whether every parent that the rows name is there."""
@@ -209,7 +204,7 @@ class Scan:
 
 def digest_of(rows: Iterable[bytes]) -> int:
     """A hash of packed rows in any order: 63 bits, never 0."""
-    return (sum(map(_hash, rows)) & _DIGEST_BITS) or 1
+    return (sum(map(_hash, rows)) & DIGEST_BITS) or 1
 
 
 def is_id(value: object) -> bool:

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from flywheel.batch import Batch, RawTrace
 from flywheel.config import IngestSettings
 from flywheel.sources.studio.database import BUSY_SECONDS, Database, Row
-from flywheel.sources.studio.open_traces import FAR_ROWS, FOREVER_NS, OpenTrace, Scan, is_id
+from flywheel.sources.studio.open_traces import DIGEST_BITS, FAR_ROWS, FOREVER_NS, OpenTrace, Scan, is_id
 from flywheel.sources.studio.schema import Schema, schema_of
 from flywheel.trace import Checkpoint, Cursor, DeadRow
 
@@ -258,7 +258,9 @@ class StudioReader:
         written: list[Checkpoint] = []
         for trace, is_open in chosen:
             known, raw = trace.known, trace.rows
-            checkpoint = trace.checkpoint(self._cursor.generation, is_open=is_open)
+            digest = (trace.hashes & DIGEST_BITS) or 1
+            rowids = tuple(sorted(raw))
+            checkpoint = Checkpoint(trace.trace_id, rowids, digest, self._cursor.generation, is_open)
             trace.drop_contents()
             if raw and not _is_unchanged(checkpoint, known):
                 traces.append((raw, is_open))

@@ -27,7 +27,7 @@ from flywheel.sources.studio.messages import FINISH_FUNCTIONS, Message, blocks_o
 from flywheel.sources.studio.schema import SCHEMAS, Schema, excerpt_of
 from flywheel.sources.studio.span import NOTHING, Attributes, Span, SpanKind
 from flywheel.sources.studio.trace_tree import Role, Tree
-from flywheel.sources.studio.trajectory import Trajectory, error_text, exception, is_interrupted, pending_tools
+from flywheel.sources.studio.trajectory import Trajectory, error_text, exception, is_interrupted
 from flywheel.states import SkipReason
 from flywheel.trace import ChatMessage, DeadRow, Reply, Selection, SpanStatus
 
@@ -46,8 +46,6 @@ _GROUP: Final = 256
 
 def extract(batch: Batch, schema: str, selection: Selection, source: str) -> Batch:
     """The batch with the entries and dead rows of its traces in place of the traces. `source` names the database."""
-    if not batch.traces:
-        return batch
     known = SCHEMAS[schema]
     entries: list[Entry] = []
     dead = list(batch.dead)
@@ -93,7 +91,7 @@ def replies_of(
         else:
             spans[span.span_id] = span
     tree = Tree(spans, {row.span_id for row in dead})
-    if cyclic := tree.cyclic():
+    if not tree.is_plain and (cyclic := tree.cyclic()):
         for span in cyclic:
             dead.append(_dead(span, rows, "its parents form a circle"))
             del spans[span.span_id]
@@ -302,7 +300,10 @@ def _skip(
         return SkipReason.ERROR, error_text(agent)
     if output is None:
         return SkipReason.ERROR, error_text(agent) or "the agent's span has no output"
-    if tools := pending_tools(agent):
+    # AgentScope 2.x stops for tools that a person must allow, or that are executed elsewhere.
+    pause = agent.attributes.agentscope.agent
+    pending = (pause.hitl_pending_tools, pause.external_execution_pending_tools)
+    if tools := [str(tool) for raw in pending for tool in at.value_of(raw) or ()]:
         return SkipReason.UNFINISHED, f"it stopped until {', '.join(tools)} is allowed or carried out elsewhere"
     if not has_query:
         return SkipReason.NO_QUERY, "the agent was handed no text and no image"

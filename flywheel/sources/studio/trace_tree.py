@@ -45,12 +45,12 @@ class Tree:
         self.spans = spans
         ordered = sorted(spans.values(), key=in_order)
         top = ordered[0] if ordered and ordered[0].kind is SpanKind.AGENT and not ordered[0].parent_id else None
-        self._is_plain = top is not None and all(
+        self.is_plain = top is not None and all(
             span.parent_id == top.span_id and span.kind is not SpanKind.AGENT for span in ordered[1:]
         )
         """Whether one agent at the top is the parent of all other spans, as in most traces."""
         self._children: dict[str, list[Span]] = {}
-        if self._is_plain:
+        if self.is_plain:
             self.agents = ordered[:1]
             self._children[ordered[0].span_id] = ordered[1:]
         else:
@@ -68,9 +68,7 @@ class Tree:
         self._placements: dict[str, Placement] | None = None
 
     def cyclic(self) -> list[Span]:
-        """The spans that are their own ancestors."""
-        if self._is_plain:
-            return []
+        """The spans that are their own ancestors; a plain tree has none."""
         seen: set[str] = set()
         circles: set[str] = set()
         for span in self.spans.values():
@@ -91,7 +89,7 @@ class Tree:
         A `reply` that only delegates to its superclass makes two spans of one agent, one right below the other. The
         inner spans belong to both.
         """
-        if self._is_plain:
+        if self.is_plain:
             return self._children[agent_id]
         agent = self.spans.get(agent_id)
         found: list[Span] = []
@@ -113,7 +111,7 @@ class Tree:
 
     def placement(self, agent: Span) -> Placement:
         """The role of an agent span."""
-        if self._is_plain:
+        if self.is_plain:
             return Placement(Role.ROOT, agent)
         if self._placements is None:
             self._placements = self._placed()

@@ -265,10 +265,3 @@ def is_interrupted(span: Span) -> bool:
         except ReprError:
             return False
     return get_path(returned, "is_interrupted") is True
-
-
-def pending_tools(span: Span) -> list[str]:
-    """The tools for which an agent stopped (2.x): a person must allow them, or they are executed elsewhere."""
-    pause = span.attributes.agentscope.agent
-    pending = (pause.hitl_pending_tools, pause.external_execution_pending_tools)
-    return [str(name) for raw in pending if raw is not NOTHING for name in value_of(raw) or ()]
