@@ -10,19 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from threading import BoundedSemaphore
-from typing import Final, TypeVar
+from typing import Final, Generic, TypeVar
 
 from flywheel.batch import Batch, joined
 from flywheel.config import Config
 from flywheel.exclusion import ANY_MODEL, TrainedModels
-from flywheel.sources.bounded_queue import BoundedQueue, ByteBudget
 from flywheel.sources.studio.extraction_process import ExtractionProcess
 from flywheel.sources.studio.open_traces import FOREVER_NS
 from flywheel.sources.studio.reader import StudioReader
@@ -69,6 +68,71 @@ class Progress:
     def left(self) -> float | None:
         """Seconds that the rest takes at this rate; None if unknown."""
         return max(self.in_all - self.read, 0) / self.rate if self.in_all and self.read else None
+
+
+@dataclass(slots=True)
+class ByteBudget:
+    """Bytes that several queues share."""
+
+    max_bytes: int
+    used: int = 0
+
+
+class BoundedQueue(Generic[T]):
+    """A queue of one producer and one consumer: at most `max_items`, `max_bytes` and the rest of the `shared` budget.
+
+    One item always fits, whatever its size and however little of the budget the other queues have left.
+    """
+
+    def __init__(self, max_items: int, max_bytes: int, shared: ByteBudget) -> None:
+        self._max_items = max_items
+        self._max_bytes = max_bytes
+        self._shared = shared
+        self._items: deque[tuple[T, int]] = deque()
+        self._bytes = 0
+        self._has_ended = False
+        # Producer and consumer never wait at the same time: one needs a full queue, the other an empty one.
+        self._changed = asyncio.Event()
+
+    async def put(self, item: T, size: int) -> None:
+        """Add an item of `size` bytes; waits while it does not fit."""
+        while self._items and (
+            len(self._items) >= self._max_items
+            or self._bytes + size > self._max_bytes
+            or self._shared.used + size > self._shared.max_bytes
+        ):
+            self._changed.clear()
+            await self._changed.wait()
+        self._items.append((item, size))
+        self._bytes += size
+        self._shared.used += size
+        self._changed.set()
+
+    def end(self) -> None:
+        """No more items will follow."""
+        self._has_ended = True
+        self._changed.set()
+
+    async def take(self, seconds: float | None = None) -> T | None:
+        """The next item; None at the end. Raises TimeoutError if there is none within `seconds`."""
+        async with asyncio.timeout(seconds):
+            while not self._items:
+                if self._has_ended:
+                    return None
+                self._changed.clear()
+                await self._changed.wait()
+        item, size = self._items.popleft()
+        self._bytes -= size
+        self._shared.used -= size
+        self._changed.set()
+        return item
+
+    def clear(self) -> None:
+        """Discard all items."""
+        self._items.clear()
+        self._shared.used -= self._bytes
+        self._bytes = 0
+        self._changed.set()
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from flywheel.sources.bounded_queue import BoundedQueue, ByteBudget
+from flywheel.sources.studio_connector import BoundedQueue, ByteBudget
 
 
 async def settled() -> None:
