@@ -7,10 +7,10 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, Literal, TypeVar
 
 import typer
 from typer.core import TyperGroup
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from flywheel.config import Config
+    from flywheel.store.database import Store
 
 T = TypeVar("T")
 
@@ -203,17 +204,26 @@ async def read_state(config: Config, question: Callable[[Connection], T], *, war
     return await read_once(config.state_dir, question)
 
 
-async def change_state(config: Config, change: Callable[[Connection], T], *, lock: bool) -> T:
-    """Change the state in one transaction, with the instance lock or beside a running daemon. Raises StoreError."""
+@contextlib.asynccontextmanager
+async def open_state(
+    config: Config, how: Literal["open", "view", "copy"] = "open", *, lock: bool = False
+) -> AsyncIterator[Store]:
+    """The state, a read-only view of it, or a copy, with the instance lock or beside a daemon. Raises StoreError."""
     from flywheel.daemon.lock import instance_lock
     from flywheel.store.database import Store
 
     with instance_lock(config.state_dir) if lock else contextlib.nullcontext():
-        store = await Store.open(config.state_dir)
+        store: Store = await getattr(Store, how)(config.state_dir)
         try:
-            return await store.write(change)
+            yield store
         finally:
             await store.close()
+
+
+async def change_state(config: Config, change: Callable[[Connection], T], *, lock: bool) -> T:
+    """Change the state in one transaction. Raises StoreError."""
+    async with open_state(config, lock=lock) as store:
+        return await store.write(change)
 
 
 def complain(error: FlywheelError | str) -> None:

@@ -14,6 +14,7 @@ from flywheel.cli.app import (
     app,
     load_config,
     missing_state,
+    open_state,
     print_json,
     run_async,
 )
@@ -79,15 +80,11 @@ def audit(
 
 async def _audit(config: Config, *, deep: bool) -> tuple[Balance, DeepAudit | None]:
     from flywheel.store.balance import balance
-    from flywheel.store.database import Store
 
-    store = await Store.view(config.state_dir)
-    try:
+    async with open_state(config, "view") as store:
         ledger = await store.read(balance)
         if not deep:
             return ledger, None
         from flywheel.diagnostics.audit import deep_audit
 
         return ledger, await deep_audit(store, config)
-    finally:
-        await store.close()

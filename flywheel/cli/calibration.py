@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from flywheel.cli.filter import cost_json
+from flywheel.cli.app import open_state
+from flywheel.cli.filter import USAGE, cost_json
 from flywheel.errors import FlywheelError, JudgeError
 from flywheel.terminal import escape_terminal, quantity
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from flywheel.config import Config
     from flywheel.daemon.judging_report import Cost, JudgingEstimate
     from flywheel.judge.budget import Budget
-    from flywheel.judge.calibration import Calibration, Disagreement
+    from flywheel.judge.calibration import Calibration
     from flywheel.judge.grader import Grader
     from flywheel.judge.labels import Labels
     from flywheel.rubric import Rubric
@@ -41,72 +43,60 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
     from flywheel.judge_usage import Purpose
     from flywheel.rubric.file import load_rubric
     from flywheel.store import calibrations, verdicts
-    from flywheel.store.database import Store
 
     rubric = load_rubric(file, "Name a rubric in YAML.")
     check_independence(config, rubric)
     # With the settings of the chain's `llm_evaluate`, as tasks are judged.
     settings = judge_settings(config, chain_of(config))
-    # Opened before the judge is paid. The daemon may run: rows are only added.
-    store = await Store.open(config.state_dir)
-    grader = Grader(rubric, settings)
     loop = asyncio.get_running_loop()
-    try:
-        given = await _labels(labels, store)
-        spent = await store.read(verdicts.tokens_today)
-        budget = Budget(settings.budget, lambda: spent)
-        estimator = await CostEstimator.of(store, grader.judge_hash, settings.prices)
-        cost = estimator.cost(await asyncio.to_thread(_preview, grader, given, repeats))
-        _check_budget(len(given.labels), repeats, cost, f"calibrate {file}", budget, quiet=quiet)
-        with TaskCounter("judging", len(given.labels) * repeats, quiet=quiet) as progress:
+    # The state is opened before the judge is paid. The daemon may run: rows are only added.
+    with closing(Grader(rubric, settings)) as grader:
+        async with open_state(config) as store:
+            given = await _labels(labels, store)
+            spent = await store.read(verdicts.tokens_today)
+            budget = Budget(settings.budget, lambda: spent)
+            estimator = await CostEstimator.of(store, grader.judge_hash, settings.prices)
+            cost = estimator.cost(await asyncio.to_thread(_preview, grader, given, repeats))
+            _check_budget(len(given.labels), repeats, cost, f"calibrate {file}", budget, quiet=quiet)
+            with TaskCounter("judging", len(given.labels) * repeats, quiet=quiet) as progress:
 
-            def on_verdict(verdict: Verdict) -> None:
-                # At once, so that the usage is stored even if the calibration fails.
-                asyncio.run_coroutine_threadsafe(
-                    store.write(verdicts.book_verdict, verdict, Purpose.CALIBRATION), loop
-                ).result()
-                progress.step()
+                def on_verdict(verdict: Verdict) -> None:
+                    # At once, so that the usage is stored even if the calibration fails.
+                    asyncio.run_coroutine_threadsafe(
+                        store.write(verdicts.book_verdict, verdict, Purpose.CALIBRATION), loop
+                    ).result()
+                    progress.step()
 
-            judging = partial(
-                calibrate,
-                grader,
-                given.labels,
-                settings.max_thread,
-                repeats=repeats,
-                on_verdict=on_verdict,
-                budget=budget,
+                judging = partial(calibrate, grader, given.labels, settings.max_thread, repeats=repeats,
+                                  on_verdict=on_verdict, budget=budget)  # fmt: skip
+                try:
+                    outcome = await _unless_stopped(judging, config, f"calibrate {file}")
+                except BudgetSpentError as error:
+                    raise _over_budget(f"calibrate {file}", error.why) from error
+            if not outcome.n:
+                raise JudgeError(
+                    f"calibrate {file}",
+                    f"none of the {len(given.labels)} replies was decided: {outcome.undecided[0][1]}",
+                    "Nothing is stored.",
+                )
+            judge = settings_for(rubric, settings).model
+            await store.write(
+                calibrations.record,
+                rubric_id=rubric.id,
+                rubric_hash=rubric.hash,
+                judge_hash=grader.judge_hash,
+                judge_model=judge,
+                n=outcome.n,
+                undecided=len(outcome.undecided),
+                agreement=outcome.confusion.agreement,
+                kappa=outcome.kappa.value,
+                kappa_low=outcome.kappa.low,
+                kappa_high=outcome.kappa.high,
             )
-            try:
-                outcome = await _unless_stopped(judging, config, f"calibrate {file}")
-            except BudgetSpentError as error:
-                raise _over_budget(f"calibrate {file}", error.why) from error
-        if not outcome.n:
-            raise JudgeError(
-                f"calibrate {file}",
-                f"none of the {len(given.labels)} replies was decided: {outcome.undecided[0][1]}",
-                "Nothing is stored.",
-            )
-        judge = settings_for(rubric, settings).model
-        await store.write(
-            calibrations.record,
-            rubric_id=rubric.id,
-            rubric_hash=rubric.hash,
-            judge_hash=grader.judge_hash,
-            judge_model=judge,
-            n=outcome.n,
-            undecided=len(outcome.undecided),
-            agreement=outcome.confusion.agreement,
-            kappa=outcome.kappa.value,
-            kappa_low=outcome.kappa.low,
-            kappa_high=outcome.kappa.high,
-        )
-        bar = settings.min_kappa
-        shortfall = await store.read(calibrations.shortfall, rubric.hash, grader.judge_hash, bar)
-    finally:
-        grader.close()
-        await store.close()
-    paid = cost_of(outcome.calls, outcome.prompt_tokens, outcome.completion_tokens, settings.prices)
-    return {**calibration_json(file, rubric, judge, given, outcome, shortfall), "cost": paid.price}
+            bar = settings.min_kappa
+            shortfall = await store.read(calibrations.shortfall, rubric.hash, grader.judge_hash, bar)
+    report = calibration_json(file, rubric, judge, given, outcome, shortfall)
+    return report | {"cost": cost_of(**report["usage"], prices=settings.prices).price}
 
 
 def _preview(grader: Grader, given: Labels, repeats: int) -> JudgingEstimate:
@@ -147,19 +137,12 @@ async def suggest(config: Config, labels: Path, name: str) -> str:
     from flywheel.daemon.judge_setup import check_independence
     from flywheel.judge.client import JudgeClient
     from flywheel.judge.suggestion import draft
-    from flywheel.store.database import Store
 
     check_independence(config)
-    store = await Store.open(config.state_dir)
-    try:
+    async with open_state(config) as store:
         given = await _labels(labels, store)
-    finally:
-        await store.close()
-    client = JudgeClient(config.judge)
-    try:
+    with closing(JudgeClient(config.judge)) as client:
         return await _unless_stopped(partial(draft, client, given.labels, name), config, "draft a rubric")
-    finally:
-        client.close()
 
 
 async def _unless_stopped(work: Callable[..., T | None], config: Config, attempted: str) -> T:
@@ -221,28 +204,23 @@ def calibration_json(
         "kappa": {"value": kappa.value, "low": kappa.low, "high": kappa.high},
         "repeats": outcome.repeats,
         "consistency": {"pairs": outcome.consistency, "unanimous": outcome.unanimous},
-        "worst": [_disagreement(each) for each in outcome.worst],
-        "usage": {
-            "calls": outcome.calls,
-            "prompt_tokens": outcome.prompt_tokens,
-            "completion_tokens": outcome.completion_tokens,
-        },
+        "worst": [
+            {
+                "name": each.label.name,
+                "query": each.label.exchange.query,
+                "answer": each.label.exchange.answer,
+                "label": "accept" if each.label.accept else "reject",
+                "label_reason": each.label.reason,
+                "verdict": each.verdict.outcome.value,
+                "score": each.verdict.score,
+                "failed": list(each.verdict.failed),
+                "reason": each.verdict.reason,
+                "margin": each.margin,
+            }
+            for each in outcome.worst
+        ],
+        "usage": {name: getattr(outcome, name) for name in USAGE},
         "shortfall": shortfall,
-    }
-
-
-def _disagreement(each: Disagreement) -> dict[str, Any]:
-    return {
-        "name": each.label.name,
-        "query": each.label.exchange.query,
-        "answer": each.label.exchange.answer,
-        "label": "accept" if each.label.accept else "reject",
-        "label_reason": each.label.reason,
-        "verdict": each.verdict.outcome.value,
-        "score": each.verdict.score,
-        "failed": list(each.verdict.failed),
-        "reason": each.verdict.reason,
-        "margin": each.margin,
     }
 
 

@@ -7,11 +7,10 @@ import itertools
 import os
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final
+from typing import TYPE_CHECKING, Annotated, BinaryIO, Final, Literal
 
 import typer
 
@@ -21,6 +20,7 @@ from flywheel.cli.app import (
     app,
     binary_stdout,
     load_config,
+    open_state,
     print_error,
     print_json,
     run_async,
@@ -28,53 +28,26 @@ from flywheel.cli.app import (
 from flywheel.errors import ExportError
 from flywheel.files import whole_file
 from flywheel.formats import FORMATS, Format, FormatName, LeftOut, Sample, typed_columns
-from flywheel.formats.writer import JsonLinesWriter, Record
+from flywheel.formats.writer import Record
 from flywheel.states import Split, TaskState
 from flywheel.terminal import escape_terminal, quantity
 
 if TYPE_CHECKING:
+    from flywheel.config import Config
     from flywheel.store.database import Store
     from flywheel.store.export_selection import Selected
 
 PAGE: Final = 200
 
 
-class StateArg(StrEnum):
-    """The values of `--state`."""
-
-    ACCEPTED = "accepted"
-    PENDING = "pending"
-    REJECTED = "rejected"
-    ALL = "all"
-
-
-class SplitArg(StrEnum):
-    """The values of `--split`."""
-
-    TRAIN = "train"
-    HELD_OUT = "held-out"
-    ALL = "all"
-
-
-STATES: Final = {
-    StateArg.ACCEPTED: (TaskState.ACCEPTED, TaskState.RESERVED, TaskState.CONSUMED),
-    StateArg.PENDING: (TaskState.PENDING, TaskState.JUDGING),
-    StateArg.REJECTED: (TaskState.REJECTED,),
-    # Dead and withdrawn tasks are no training data.
-    StateArg.ALL: (
-        TaskState.PENDING,
-        TaskState.JUDGING,
-        TaskState.UNDECIDED,
-        TaskState.ACCEPTED,
-        TaskState.RESERVED,
-        TaskState.CONSUMED,
-        TaskState.REJECTED,
-    ),
-}
-SPLITS: Final = {
-    SplitArg.TRAIN: (Split.TRAIN,),
-    SplitArg.HELD_OUT: (Split.HELD_OUT,),
-    SplitArg.ALL: tuple(Split),
+States = Literal["accepted", "pending", "rejected", "all"]
+Splits = Literal["train", "held-out", "all"]
+STATES: Final[dict[States, tuple[TaskState, ...]]] = {
+    "accepted": (TaskState.ACCEPTED, TaskState.RESERVED, TaskState.CONSUMED),
+    "pending": (TaskState.PENDING, TaskState.JUDGING),
+    "rejected": (TaskState.REJECTED,),
+    # The others are no training data.
+    "all": tuple(state for state in TaskState if state not in (TaskState.HELD, TaskState.DEAD, TaskState.WITHDRAWN)),
 }
 
 
@@ -105,10 +78,10 @@ def export(
     ] = "",
     force: Annotated[bool, typer.Option("--force", help="Replace the file if there is one.")] = False,
     state: Annotated[
-        StateArg | None,
+        States | None,
         typer.Option(help="Which tasks. Default: accepted (those that a round took are among them)."),
     ] = None,
-    split: Annotated[SplitArg, typer.Option(help="Which split.")] = SplitArg.TRAIN,
+    split: Annotated[Splits, typer.Option(help="Which split.")] = "train",
     margin: Annotated[
         float | None,
         typer.Option(min=0, max=1, metavar="M", help="trl-dpo: how far a pair's scores are apart at least."),
@@ -124,71 +97,74 @@ def export(
     if out == "-" and as_json:
         raise typer.BadParameter("stdout cannot hold the records and the report; name a file", param_hint="--out")
     out = out or f"{name}.{chosen.suffix}"
-    if out != "-":
-        _check(Path(out), force)
-    elif chosen.suffix != "jsonl" and sys.stdout is not None and sys.stdout.isatty():
+    path = Path(out)
+    if out != "-" and path.is_dir():
+        raise ExportError(f"write {path}", "it is a directory", "Name a file with --out.")
+    if out != "-" and path.is_file() and not force:
+        raise ExportError(f"write {path}", "it exists", "Name another file with --out, or replace it with --force.")
+    if out == "-" and chosen.suffix != "jsonl" and sys.stdout is not None and sys.stdout.isatty():
         raise typer.BadParameter(f"{chosen.suffix} is not for a terminal; name a file", param_hint="--out")
-    wanted = state or StateArg.ACCEPTED
-    survey = run_async(_export(load_config(config).state_dir, chosen, out, wanted, split, margin or 0.0))
+    wanted = state or "accepted"
+    survey = run_async(_export(load_config(config), chosen, out, wanted, split, margin or 0.0))
     report = {
         "format": name.value,
         "out": out,
         "lines": len(survey.groups),
         "left_out": dict(survey.left_out.most_common()),
-        "state": "accepted and rejected" if chosen.paired else wanted.value,
-        "split": split.value,
+        "state": "accepted and rejected" if chosen.paired else wanted,
+        "split": split,
     }
     if as_json:
         print_json(report)
-    else:
-        _print(escape_terminal(report), print_error if out == "-" else print)
+        return
+    say = print_error if out == "-" else print
+    of = f"{report['format']}, {report['state']}, {report['split']}"
+    say(escape_terminal(f"{quantity(len(survey.groups), 'line')} in {'stdout' if out == '-' else out} ({of})"))
+    for reason, number in survey.left_out.most_common():
+        say(escape_terminal(f"left out {number:,}: {reason}"))
 
 
-def _print(report: dict[str, Any], say: Callable[[str], None]) -> None:
-    target = "stdout" if report["out"] == "-" else report["out"]
-    say(f"{quantity(report['lines'], 'line')} in {target} ({report['format']}, {report['state']}, {report['split']})")
-    for reason, number in report["left_out"].items():
-        say(f"left out {number:,}: {reason}")
-
-
-async def _export(
-    state_dir: Path, form: Format, out: str, wanted: StateArg, split: SplitArg, margin: float
-) -> Survey:
+async def _export(config: Config, form: Format, out: str, wanted: States, split: Splits, margin: float) -> Survey:
     from flywheel.store import export_selection
-    from flywheel.store.database import Store
 
-    store = await Store.view(state_dir)
-    try:
+    splits = tuple(Split) if split == "all" else (Split(split),)
+    async with open_state(config, "view") as store:
         if form.paired:
-            survey = await _pairs(store, form, SPLITS[split], margin)
+            survey = await _pairs(store, form, splits, margin)
         else:
-            survey = await _singles(store, form, STATES[wanted], SPLITS[split])
+            survey = Survey()
+            async for one in _tasks(store, STATES[wanted], splits):
+                with _counted(survey.left_out):
+                    survey.add((one.id,), form.record(_sample(one)))
         if not survey.groups:
-            what = "accepted and rejected" if form.paired else wanted.value
-            raise _nothing(form, what, split, survey, await store.read(export_selection.counts), state_dir)
+            what = "accepted and rejected" if form.paired else wanted
+            attempted, of_split = f"export for {form.name}", "" if split == "all" else f" in the {split} split"
+            if survey.left_out:
+                reasons = "; ".join(f"{number}: {reason}" for reason, number in survey.left_out.most_common())
+                why = f"every {what} task{of_split} is left out ({reasons})"
+                raise ExportError(attempted, why, "Choose another format.")
+            counts = sorted((await store.read(export_selection.counts)).items())
+            if not counts:
+                why = f"the state in {config.state_dir} has no task"
+                raise ExportError(attempted, why, "Run `flywheel ingest`, or name its file with -c.")
+            there = ", ".join(f"{number} {state} ({side})" for (state, side), number in counts)
+            hint = f"There are: {there}. Choose with --state and --split."
+            raise ExportError(attempted, f"no task is {what}{of_split}", hint)
         with _target(out) as file:
             writer = form.writer(file, survey.typed)
-            await _write(store, form, survey.groups, writer)
+            async for _, record in _records(store, form, survey.groups):
+                writer.write(record)
             writer.close()
         return survey
-    finally:
-        await store.close()
-
-
-async def _singles(store: Store, form: Format, states: Collection[TaskState], splits: Collection[Split]) -> Survey:
-    survey = Survey()
-    async for one in _tasks(store, states, splits):
-        with _counted(survey.left_out):
-            survey.add((one.id,), form.record(_sample(one)))
-    return survey
 
 
 async def _pairs(store: Store, form: Format, splits: Collection[Split], margin: float) -> Survey:
     from flywheel.formats.preference_pairs import Pairing, candidate
 
     pairing = Pairing(margin)
-    for wanted, add in ((StateArg.REJECTED, pairing.add_rejected), (StateArg.ACCEPTED, pairing.add_accepted)):
-        async for one in _tasks(store, STATES[wanted], splits):
+    both = ((STATES["rejected"], pairing.add_rejected), (STATES["accepted"], pairing.add_accepted))
+    for states, add in both:
+        async for one in _tasks(store, states, splits):
             with _counted(pairing.left_out):
                 add(candidate(one.id, _sample(one)))
     survey = Survey()
@@ -220,11 +196,6 @@ async def _records(
             yield group, form.record(*(_sample(found[number]) for number in group))
 
 
-async def _write(store: Store, form: Format, groups: Sequence[tuple[int, ...]], writer: JsonLinesWriter) -> None:
-    async for _, record in _records(store, form, groups):
-        writer.write(record)
-
-
 def _sample(one: Selected) -> Sample:
     return Sample(one.line, one.state, one.score)
 
@@ -235,13 +206,6 @@ def _counted(left_out: Counter[str]) -> Iterator[None]:
         yield
     except LeftOut as reason:
         left_out[str(reason)] += 1
-
-
-def _check(path: Path, force: bool) -> None:
-    if path.is_dir():
-        raise ExportError(f"write {path}", "it is a directory", "Name a file with --out.")
-    if path.is_file() and not force:
-        raise ExportError(f"write {path}", "it exists", "Name another file with --out, or replace it with --force.")
 
 
 @contextlib.contextmanager
@@ -270,26 +234,3 @@ def _target(out: str) -> Iterator[BinaryIO]:
             error.strerror or str(error),
             "Choose with --out a file whose directory exists, has room and may be written by you.",
         ) from error
-
-
-def _nothing(
-    form: Format,
-    wanted: str,
-    split: SplitArg,
-    survey: Survey,
-    there: dict[tuple[TaskState, Split], int],
-    state_dir: Path,
-) -> ExportError:
-    attempted = f"export for {form.name}"
-    side = "" if split is SplitArg.ALL else f" in the {split} split"
-    if survey.left_out:
-        reasons = "; ".join(f"{number}: {reason}" for reason, number in survey.left_out.most_common())
-        return ExportError(attempted, f"every {wanted} task{side} is left out ({reasons})", "Choose another format.")
-    if not there:
-        return ExportError(
-            attempted, f"the state in {state_dir} has no task", "Run `flywheel ingest`, or name its file with -c."
-        )
-    listed = ", ".join(f"{number} {state} ({side})" for (state, side), number in sorted(there.items()))
-    return ExportError(
-        attempted, f"no task is {wanted}{side}", f"There are: {listed}. Choose with --state and --split."
-    )

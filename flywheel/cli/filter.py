@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -18,6 +18,7 @@ from flywheel.cli.app import (
     complain,
     find_config,
     load_config,
+    open_state,
     print_json,
     run_async,
 )
@@ -27,15 +28,16 @@ from flywheel.process_tuning import tune_process
 if TYPE_CHECKING:
     from flywheel.config import Config
     from flywheel.daemon.judging import TaskJudging
-    from flywheel.daemon.judging_report import Cost, JudgingReport, TaskResult
+    from flywheel.daemon.judging_report import Cost, TaskResult
     from flywheel.daemon.rubric_diff import Compared
     from flywheel.store.database import Store
-    from flywheel.verdict import CriterionResult
 
 PREVIEWED: Final = 2_000
 """A dry run of up to this many tasks first prints an estimate."""
 EXCERPT: Final = 240
 """Characters of a question or an answer of a flip."""
+USAGE: Final = ("calls", "prompt_tokens", "completion_tokens")
+COUNTS: Final = ("judged", "accepted", "rejected", "undecided", "dead", "held", "reused", "changed")
 NAME_ONE: Final = "Name a rubric in YAML."
 
 
@@ -112,37 +114,26 @@ def filter_tasks(
 async def _state(wanted: _Options) -> AsyncIterator[Store]:
     """The state after reading the sources: a copy for a dry run, otherwise the real one, locked."""
     from flywheel.daemon.judging import recover
-    from flywheel.daemon.lock import instance_lock
     from flywheel.sources.ingestion import Ingestion
     from flywheel.store import claims
-    from flywheel.store.database import Store
 
-    async def ready(store: Store) -> None:
+    # A dry run executes the same code on the copy.
+    async with open_state(wanted.config, "copy" if wanted.dry_run else "open", lock=not wanted.dry_run) as store:
         if wanted.dry_run:
             # In the copy, tasks that a running daemon is judging become pending.
             await store.write(claims.release_all, "not judged")
         else:
             await recover(store, wanted.config.state_dir)
-        if not wanted.has_sources:
-            return
-        ingestion = Ingestion(store, wanted.config, export_tasks=not wanted.dry_run)
-        try:
-            for source in await ingestion.run(final=True):
-                if source.error is not None:
-                    complain(source.error)
-                    wanted.failures.append(source.error)
-        finally:
-            await ingestion.close()
-
-    state_dir = wanted.config.state_dir
-    with nullcontext() if wanted.dry_run else instance_lock(state_dir):
-        # A dry run executes the same code on the copy.
-        store = await (Store.copy if wanted.dry_run else Store.open)(state_dir)
-        try:
-            await ready(store)
-            yield store
-        finally:
-            await store.close()
+        if wanted.has_sources:
+            ingestion = Ingestion(store, wanted.config, export_tasks=not wanted.dry_run)
+            try:
+                for source in await ingestion.run(final=True):
+                    if source.error is not None:
+                        complain(source.error)
+                        wanted.failures.append(source.error)
+            finally:
+                await ingestion.close()
+        yield store
 
 
 def _filtering(store: Store, wanted: _Options) -> TaskJudging:
@@ -199,9 +190,17 @@ async def _filter(wanted: _Options) -> tuple[dict[str, Any], FlywheelError | Non
             raise stopped
         report.error = stopped
     assert report is not None
-    cost = cost_of(report.calls, report.prompt_tokens, report.completion_tokens, prices)
-    judged = [found[task] for task in sorted(found)]
-    return report_json(report, total, judged, wanted.dry_run, cost.price), report.error
+    usage = {name: getattr(report, name) for name in USAGE}
+    return {
+        "due": total,
+        **{name: getattr(report, name) for name in COUNTS},
+        "verdicts": [found[task] for task in sorted(found)],
+        "usage": usage,
+        "cost": cost_of(**usage, prices=prices).price,
+        "estimated_tokens": sum(verdict["estimated_tokens"] for verdict in found.values()),
+        "dry_run": wanted.dry_run,
+        "error": str(report.error) if report.error else None,
+    }, report.error
 
 
 async def _estimate(wanted: _Options) -> dict[str, Any]:
@@ -250,15 +249,13 @@ async def _compare(wanted: _Options, against: Path) -> tuple[dict[str, Any], Fly
         if found is None:
             raise report.error
     paid = [verdict for compared in report.compared for verdict in compared.paid]
-    usage = {
-        name: sum(getattr(each, name) for each in paid) for name in ("calls", "prompt_tokens", "completion_tokens")
-    }
+    usage = {name: sum(getattr(each, name) for each in paid) for name in USAGE}
     path = wanted.rubric or wanted.config.filter.rubric
     names = (path.name, against.name) if path.name != against.name else (str(path), str(against))
     return {
         "old": {"name": names[1], "id": earlier.id, "hash": earlier.hash},
         "new": {"name": names[0], "id": new.rubric.id, "hash": new.rubric.hash},
-        "changes": [{"criterion": each.criterion, "what": each.what} for each in changes(earlier, new.rubric)],
+        "changes": [asdict(each) for each in changes(earlier, new.rubric)],
         "tasks": tasks,
         "left_aside": tasks - triable,
         "not_reached": triable - len(report.compared),
@@ -322,48 +319,14 @@ def verdict_json(judged: TaskResult, filtering: TaskJudging, tokens: int) -> dic
         "score": verdict.score if verdict else None,
         "failed": list(verdict.failed) if verdict else [],
         "reason": (verdict.reason or verdict.error) if verdict else judged.error,
-        "criteria": [_criterion(result, filtering) for result in verdict.results] if verdict else [],
+        "criteria": [
+            {name: getattr(result, name) for name in ("criterion", "choice", "value", "passed", "reason")}
+            | {"by_judge": result.criterion in filtering.grader.hashes}
+            for result in (verdict.results if verdict else ())
+        ],
         "estimated_tokens": tokens,
         "reused": judged.reused,
         "repeats": repeats and {"task_id": repeats.key, "similarity": repeats.similarity, "method": repeats.method},
-    }
-
-
-def _criterion(result: CriterionResult, filtering: TaskJudging) -> dict[str, Any]:
-    return {
-        "criterion": result.criterion,
-        "by_judge": result.criterion in filtering.grader.hashes,
-        "choice": result.choice,
-        "value": result.value,
-        "passed": result.passed,
-        "reason": result.reason,
-    }
-
-
-def report_json(
-    report: JudgingReport, due: int, verdicts: list[dict[str, Any]], dry_run: bool, cost: dict[str, Any] | None
-) -> dict[str, Any]:
-    """`due` is the number of tasks that were due at the start."""
-    return {
-        "due": due,
-        "judged": report.judged,
-        "accepted": report.accepted,
-        "rejected": report.rejected,
-        "undecided": report.undecided,
-        "dead": report.dead,
-        "held": report.held,
-        "reused": report.reused,
-        "changed": report.changed,
-        "verdicts": verdicts,
-        "usage": {
-            "calls": report.calls,
-            "prompt_tokens": report.prompt_tokens,
-            "completion_tokens": report.completion_tokens,
-        },
-        "cost": cost,
-        "estimated_tokens": sum(verdict["estimated_tokens"] for verdict in verdicts),
-        "dry_run": dry_run,
-        "error": str(report.error) if report.error else None,
     }
 
 
@@ -373,18 +336,15 @@ def flip_json(compared: Compared, old: TaskJudging, new: TaskJudging) -> dict[st
 
     line = compared.task.line
     before, after = old.rubric.threshold, new.rubric.threshold
-    why = [
-        {"criterion": each.criterion, "old": each.old, "new": each.new, "why": each.why}
-        for each in contributions(old.rubric, new.rubric, compared.old, compared.new)
-    ]
+    why = [asdict(each) for each in contributions(old.rubric, new.rubric, compared.old, compared.new)]
     if before != after:
         why.insert(0, {"criterion": "", "old": before, "new": after, "why": f"threshold {before:g} → {after:g}"})
     return {
         "task_id": compared.task.key,
         "state": compared.task.was.value,
         **{
-            side: {"outcome": verdict.outcome.value, "score": verdict.score, "reason": verdict.reason}
-            for side, verdict in (("old", compared.old), ("new", compared.new))
+            rubric: {"outcome": verdict.outcome.value, "score": verdict.score, "reason": verdict.reason}
+            for rubric, verdict in (("old", compared.old), ("new", compared.new))
         },
         "why": why,
         "query": excerpt(line["main_query"], EXCERPT),
@@ -394,9 +354,7 @@ def flip_json(compared: Compared, old: TaskJudging, new: TaskJudging) -> dict[st
 
 def cost_json(cost: Cost) -> dict[str, Any]:
     return {
-        "calls": cost.calls,
-        "prompt_tokens": cost.prompt_tokens,
-        "completion_tokens": cost.completion_tokens,
+        **{name: getattr(cost, name) for name in USAGE},
         "cost": cost.price,
         "learned_from": cost.learned_from,
         "more_calls_if_close": cost.more,

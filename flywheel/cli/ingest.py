@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flywheel.cli.app import ConfigOption, JsonOption, absolute, app, complain, load_config, print_json, run_async
+from flywheel.cli.app import (
+    ConfigOption,
+    JsonOption,
+    absolute,
+    app,
+    complain,
+    load_config,
+    open_state,
+    print_json,
+    run_async,
+)
 from flywheel.cli.tables import print_facts, short_path, source_text
 from flywheel.errors import EXIT_FAILED
 from flywheel.process_tuning import tune_process
@@ -48,7 +58,13 @@ def ingest(
     if as_json:
         print_json(report)
     else:
-        _print(escape_terminal(report))
+        shown = escape_terminal(report)
+        facts = []
+        for each in shown["sources"]:
+            warnings = "\n".join(f"warning: {text}" for text in each["warnings"])
+            # Errors are on stderr.
+            facts.append(("source", source_text({**each, "error": "", "warning": warnings})))
+        print_facts([*facts, ("tasks", f"{shown['tasks']:,} ({shown['new']:,} new) in {short_path(shown['out'])}")])
     for error in errors:
         complain(error)
     if errors:
@@ -57,24 +73,20 @@ def ingest(
 
 async def _ingest(config: Config, out: Path | None, sweep: bool) -> tuple[dict[str, Any], list[str]]:
     from flywheel.cli import progress_bars
-    from flywheel.daemon.lock import instance_lock
     from flywheel.sources.ingestion import Ingestion
     from flywheel.store import ledger
-    from flywheel.store.database import Store
     from flywheel.store.task_file import export_sources
 
-    with instance_lock(config.state_dir):
-        store = await Store.open(config.state_dir)
+    async with open_state(config, lock=True) as store:
         ingestion = Ingestion(store, config, export_tasks=out is None)
         try:
-            async with progress_bars.of_sources(ingestion):
+            async with progress_bars.beside(progress_bars.of_sources(ingestion)):
                 reports = await ingestion.run(final=True, sweep=sweep)
             if out is not None:
                 await export_sources(store, out, [report.source_id for report in reports])
             known = {row["id"]: row for row in await store.read(ledger.all_sources)}
         finally:
             await ingestion.close()
-            await store.close()
     return {
         "sources": [
             report.as_json() | {key: known.get(report.source_id, _UNKNOWN)[key] for key in _UNKNOWN}
@@ -88,13 +100,3 @@ async def _ingest(config: Config, out: Path | None, sweep: bool) -> tuple[dict[s
 
 _UNKNOWN: dict[str, Any] = {"condition": "not stored", "open_traces": 0, "longest_read_ms": 0.0}
 """For a source whose condition could not be stored."""
-
-
-def _print(report: dict[str, Any]) -> None:
-    facts = []
-    for source in report["sources"]:
-        warnings = "\n".join(f"warning: {text}" for text in source["warnings"])
-        # Errors are on stderr.
-        facts.append(("source", source_text({**source, "error": "", "warning": warnings})))
-    facts.append(("tasks", f"{report['tasks']:,} ({report['new']:,} new) in {short_path(report['out'])}"))
-    print_facts(facts)

@@ -42,14 +42,9 @@ class TaskCounter:
 
         self._what, self._total, self._done = what, total, 0
         self._console = Console(stderr=True, quiet=quiet)
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}", style="progress.data.speed"),
-            TimeRemainingColumn(),
-            TextColumn("left"),
-        )
+        rate = TextColumn("{task.fields[rate]}", style="progress.data.speed")
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(), rate,
+                   TimeRemainingColumn(), TextColumn("left"))  # fmt: skip
         is_drawn = self._console.is_terminal and not quiet
         self._bar = Progress(*columns, console=self._console, transient=True, expand=True, disable=not is_drawn)
         self._task = self._bar.add_task(what, total=total, rate="")
@@ -68,7 +63,9 @@ class TaskCounter:
         per_second = self._done / max(now - self._began, 1e-9)
         # A filter chain can release held tasks while others are judged, so there may be more than counted at first.
         total = max(self._total, self._done)
-        rate = _rate(per_second)
+        rate = f"{per_second:,.0f}/s" if per_second >= 10 else f"{per_second:.1f}/s"
+        if per_second < 1:
+            rate = f"{60 * per_second:.0f}/min"
         self._bar.update(self._task, completed=self._done, total=total, rate=rate)
         if self._bar.disable and now - self._printed >= LINE_SECONDS:
             self._printed = now
@@ -77,44 +74,35 @@ class TaskCounter:
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _rate(per_second: float) -> str:
-    if per_second >= 1:
-        return f"{per_second:,.0f}/s" if per_second >= 10 else f"{per_second:.1f}/s"
-    return f"{60 * per_second:.0f}/min"
-
-
-@contextlib.asynccontextmanager
-async def of_sources(ingestion: Ingestion) -> AsyncIterator[None]:
-    """Show how much of each long source was read while the body reads them."""
+async def of_sources(ingestion: Ingestion) -> None:
+    """Show how much of each long source was read, until this is cancelled."""
     from rich.console import Console
 
     console = Console(stderr=True)
-    async with _beside(_draw_sources(console, ingestion) if console.is_terminal else _log_sources(ingestion)):
-        yield
+    if console.is_terminal:
+        await _draw_sources(console, ingestion)
+    sources = ingestion.sources()
+    while True:
+        await asyncio.sleep(LINE_SECONDS)
+        for source in sources:
+            found = source.connector.progress
+            if found.read and (not found.in_all or found.read < found.in_all):
+                total = f" of {found.in_all:,}" if found.in_all else ""
+                left = "" if found.left is None else f", about {found.left:,.0f} s left"
+                log.info("%s: %s%s rows read, %s rows/s%s", source.path, f"{found.read:,}", total,
+                         f"{found.rate:,.0f}", left)  # fmt: skip
 
 
 async def _draw_sources(console: Console, ingestion: Ingestion) -> None:
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+    from rich import progress as rich
 
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=None),
-        TaskProgressColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
-    )
+    columns = (rich.TextColumn("{task.description}", markup=False), rich.BarColumn(bar_width=None),
+               rich.TaskProgressColumn(), rich.MofNCompleteColumn(), rich.TextColumn("{task.fields[rate]}"),
+               rich.TimeRemainingColumn())  # fmt: skip
     width = max(12, console.width - 60)
     bars: dict[Path, TaskID] = {}
     sources = ingestion.sources()
-    with Progress(*columns, console=console, transient=True, expand=True) as drawing:
+    with rich.Progress(*columns, console=console, transient=True, expand=True) as drawing:
         while True:
             for source in sources:
                 found = source.connector.progress
@@ -132,35 +120,14 @@ async def _draw_sources(console: Console, ingestion: Ingestion) -> None:
             await asyncio.sleep(DRAW_SECONDS)
 
 
-async def _log_sources(ingestion: Ingestion) -> None:
-    sources = ingestion.sources()
-    while True:
-        await asyncio.sleep(LINE_SECONDS)
-        for source in sources:
-            found = source.connector.progress
-            if found.read and (not found.in_all or found.read < found.in_all):
-                total = f" of {found.in_all:,}" if found.in_all else ""
-                left = "" if found.left is None else f", about {found.left:,.0f} s left"
-                log.info("%s: %s%s rows read, %s rows/s%s", source.path, f"{found.read:,}", total,
-                         f"{found.rate:,.0f}", left)  # fmt: skip
-
-
-@contextlib.asynccontextmanager
-async def of_round(round_dir: Path, *, quiet: bool) -> AsyncIterator[None]:
-    """Show the phase, step and rollouts of a round while the body runs it. Without a terminal the log has them."""
+async def of_round(round_dir: Path, *, quiet: bool) -> None:
+    """Show the phase, step and rollouts of a round, until this is cancelled. Without a terminal the log has them."""
     from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
 
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
-        yield
         return
-    async with _beside(_draw_round(console, round_dir)):
-        yield
-
-
-async def _draw_round(console: Console, round_dir: Path) -> None:
-    from rich.progress import BarColumn, Progress, TextColumn
-
     columns = (
         TextColumn(escape_terminal(round_dir.name, one_line=True), markup=False),
         BarColumn(bar_width=20),
@@ -198,8 +165,8 @@ def _log_above() -> Iterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def _beside(drawing: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run `drawing`, which never ends by itself, while the body runs."""
+async def beside(drawing: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run `drawing`, one of the above, while the body runs."""
     task = asyncio.create_task(drawing)
     try:
         yield

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json, require_state, run_async
+from flywheel.cli.app import (
+    ConfigOption,
+    JsonOption,
+    app,
+    load_config,
+    open_state,
+    print_json,
+    require_state,
+    run_async,
+)
 from flywheel.errors import ConfigError
 from flywheel.terminal import byte_size, escape_terminal, quantity
 
@@ -49,17 +58,13 @@ def prune(
 
 async def _prune(config: Config, keep_days: float, *, dry_run: bool) -> Removal:
     from flywheel.daemon.retention import Retention
-    from flywheel.store.database import Store
 
     require_state(config, "remove files of old rounds")
-    store = await (Store.view if dry_run else Store.open)(config.state_dir)
-    try:
+    async with open_state(config, "view" if dry_run else "open") as store:
         retention = Retention(store, config)
         if dry_run:
             return await retention.look(keep_days)
         return await retention.remove(keep_days, f"by hand, --keep-days {keep_days:g}", wait_seconds=WAIT_SECONDS)
-    finally:
-        await store.close()
 
 
 def _as_json(done: Removal, *, dry_run: bool) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from flywheel.cli.app import (
     app,
     change_state,
     load_config,
+    open_state,
     print_error,
     print_json,
     read_state,
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from flywheel.config import Config
     from flywheel.daemon.deployer import Deployer
     from flywheel.daemon.rounds import Rounds
-    from flywheel.judge_usage import UsageFile
     from flywheel.serving.swap_report import SwapReport
     from flywheel.store.database import Store
 
@@ -91,24 +91,18 @@ def _confirm(shortage: str, yes: bool) -> None:
 async def _round(config: Config, force: bool, *, quiet: bool) -> dict[str, Any]:
     from flywheel.daemon.deployer import Deployer
     from flywheel.daemon.judge_setup import rubric_of
-    from flywheel.daemon.lock import instance_lock
     from flywheel.daemon.rounds import Rounds
     from flywheel.daemon.signals import StopSignals
     from flywheel.daemon.status import snapshot
-    from flywheel.store.database import Store
 
     rubric = rubric_of(config)
-    with instance_lock(config.state_dir):
-        store = await Store.open(config.state_dir)
-        try:
-            rounds = Rounds(store, config, rubric, Deployer(store, config))
-            interruption = StopSignals(config.daemon.drain_seconds)
-            name = await interruption.during(_train(rounds, store, config, force, quiet=quiet), rounds.stop)
-            if interruption.by is not None:
-                raise interruption.error("finish the round", await store.read(left_of_round))
-            status = await store.read(snapshot, config)
-        finally:
-            await store.close()
+    async with open_state(config, lock=True) as store:
+        rounds = Rounds(store, config, rubric, Deployer(store, config))
+        interruption = StopSignals(config.daemon.drain_seconds)
+        name = await interruption.during(_train(rounds, store, config, force, quiet=quiet), rounds.stop)
+        if interruption.by is not None:
+            raise interruption.error("finish the round", await store.read(left_of_round))
+        status = await store.read(snapshot, config)
     return next(entry for entry in status["rounds"] if entry["round"] == name)
 
 
@@ -129,7 +123,7 @@ async def _train(rounds: Rounds, store: Store, config: Config, force: bool, *, q
         name = await rounds.plan(wanted.reason)
     row = await store.read(by_name, name)
     assert row is not None
-    async with progress_bars.of_round(Path(row.dir), quiet=quiet):
+    async with progress_bars.beside(progress_bars.of_round(Path(row.dir), quiet=quiet)):
         await rounds.finish_live()
     return name
 
@@ -154,6 +148,7 @@ async def _debug(config: Config, *, quiet: bool) -> dict[str, Any]:
     from flywheel.daemon.worker_process import WorkerProcess, result_of
     from flywheel.judge.budget import Budget
     from flywheel.judge_usage import UsageFile
+    from flywheel.store.verdicts import book
 
     rubric = rubric_of(config)
     spec = await read_state(config, lambda conn: debug_spec(conn, config, rubric))
@@ -184,13 +179,15 @@ async def _debug(config: Config, *, quiet: bool) -> dict[str, Any]:
             await worker.stop()
 
     try:
-        async with progress_bars.of_round(directory, quiet=quiet):
+        async with progress_bars.beside(progress_bars.of_round(directory, quiet=quiet)):
             code = await interruption.during(work(), stop)
     except BaseException:
         await stop()
         raise
     finally:
-        await _book(config, usage)
+        # Also beside a running daemon.
+        if found := usage.read(0)[0]:
+            await change_state(config, lambda conn: book(conn, found), lock=False)
     if interruption.by is not None:
         raise interruption.error("try a round", "Its worker has ended; only the judge's usage was stored.")
     result = result_of(directory, code)
@@ -202,15 +199,6 @@ async def _debug(config: Config, *, quiet: bool) -> dict[str, Any]:
         "dir": str(directory),
         "metrics": steps,
     }
-
-
-async def _book(config: Config, usage: UsageFile) -> None:
-    """Add the judge usage of a debug round to the state, beside a running daemon."""
-    from flywheel.store.verdicts import book
-
-    found, _ = usage.read(0)
-    if found:
-        await change_state(config, lambda conn: book(conn, found), lock=False)
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -287,16 +275,12 @@ async def _run_swap(config: Config, swap: Swap, attempted: str) -> tuple[str | N
     """A signal has the swap undone; a second one does not interrupt that. Raises StoppedError."""
     from flywheel.daemon.deployer import Deployer
     from flywheel.daemon.signals import StopSignals
-    from flywheel.store.database import Store
 
     async def nothing_more() -> None: ...
 
-    store = await Store.open(config.state_dir)
-    try:
+    async with open_state(config) as store:
         interruption = StopSignals(drain_seconds=0)
         result = await interruption.during(swap(Deployer(store, config)), nothing_more)
-    finally:
-        await store.close()
     if result is None:
         raise interruption.error(attempted, "The alias is unchanged; `flywheel status` shows it.")
     return result

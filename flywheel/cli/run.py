@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flywheel.cli.app import ConfigOption, app, load_config, run_async
+from flywheel.cli.app import ConfigOption, app, load_config, open_state, run_async
 from flywheel.errors import EXIT_FAILED
 from flywheel.process_tuning import tune_process
 
@@ -36,25 +36,19 @@ def run(
 
 async def _run(config: Config, once: bool, max_rounds: int | None) -> bool:
     from flywheel.cli.rounds import left_of_round
-    from flywheel.daemon.lock import instance_lock
     from flywheel.daemon.service import Service
     from flywheel.daemon.signals import StopSignals
-    from flywheel.store.database import Store
 
-    with instance_lock(config.state_dir):
-        store = await Store.open(config.state_dir)
-        try:
-            service = Service(config, store)
-            if once:
-                interruption = StopSignals(config.daemon.drain_seconds)
-                error = await interruption.during(service.once(max_rounds), service.halt)
-                if interruption.by is not None:
-                    raise interruption.error("do all that is due", await store.read(left_of_round))
-                return error is None
-            # Objects that exist now live as long as the process. Without this each full garbage collection would stop
-            # all threads for a tenth of a second, also during a read of a source.
-            gc.freeze()
-            await service.run(max_rounds)
-            return True
-        finally:
-            await store.close()
+    async with open_state(config, lock=True) as store:
+        service = Service(config, store)
+        if once:
+            interruption = StopSignals(config.daemon.drain_seconds)
+            error = await interruption.during(service.once(max_rounds), service.halt)
+            if interruption.by is not None:
+                raise interruption.error("do all that is due", await store.read(left_of_round))
+            return error is None
+        # Objects that exist now live as long as the process. Without this each full garbage collection would stop all
+        # threads for a tenth of a second, also during a read of a source.
+        gc.freeze()
+        await service.run(max_rounds)
+        return True

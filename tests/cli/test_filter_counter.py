@@ -33,6 +33,16 @@ def test_lines_are_rare_and_a_quiet_one_says_nothing(
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(("speed", "told"), [(1234.4, "1,234/s"), (2.55, "2.5/s"), (0.5, "30/min")])
-def test_rates_have_as_many_figures_as_they_are_worth(speed: float, told: str) -> None:
-    assert progress_bars._rate(speed) == told
+@pytest.mark.parametrize(("seconds", "told"), [(0.0001, "10,000/s"), (0.4, "2.5/s"), (2.0, "30/min")])
+def test_rates_have_as_many_figures_as_they_are_worth(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seconds: float, told: str
+) -> None:
+    times = iter([0.0, seconds])
+    monkeypatch.setattr(progress_bars, "LINE_SECONDS", 0.0)
+    with TaskCounter("judging", 3) as progress:
+        monkeypatch.setattr(progress, "_began", 0.0)
+        monkeypatch.setattr(progress, "_printed", 0.0)
+        next(times)
+        monkeypatch.setattr(progress_bars.time, "monotonic", lambda: next(times, seconds))
+        progress.step()
+    assert f", {told}, " in capsys.readouterr().err
