@@ -46,7 +46,8 @@ class Deployer:
         serving = self._config.serving
         keys = {url: admin_key(self._config, url, f"ask {url}") for url in serving.urls}
         async with swap_lock(self._config.state_dir, wait_seconds), contextlib.AsyncExitStack() as stack:
-            await self._fail_unfinished()
+            # No process works on an unfinished swap.
+            await self._store.write(deployments.fail_unfinished, "its process died")
             yield [
                 await stack.enter_async_context(Replica(url, key, timeout_seconds=serving.load_timeout_seconds))
                 for url, key in keys.items()
@@ -56,26 +57,16 @@ class Deployer:
         """Mark the unfinished swaps of dead processes as failed; returns how many. A running swap is left alone."""
         try:
             async with swap_lock(self._config.state_dir, 0):
-                return await self._fail_unfinished()
+                return await self._store.write(deployments.fail_unfinished, "its process died")
         except LockedError:
             return 0
-
-    async def _fail_unfinished(self) -> int:
-        # The swap lock is held: no process works on an unfinished swap.
-        if not await self._store.read(deployments.unfinished):
-            return 0
-        return await self._store.write(deployments.fail_unfinished, "its process died")
 
     async def deploy(self, adapter: str | None, reason: str) -> SwapReport:
         """Swap to `adapter` (None: the base model). Raises ServeError; then the previous version still serves."""
         attempted = f"deploy adapter {adapter}"
         row = await self._checked(adapter, attempted)
         if row is not None and not row.probe:
-            raise ServeError(
-                attempted,
-                "its round left no probe that could prove it",
-                "Deploy another adapter.",
-            )
+            raise ServeError(attempted, "its round left no probe that could prove it", "Deploy another adapter.")
         probe = Probe.model_validate(row.probe) if row is not None else None
         async with self._replicas(WAIT_SECONDS) as servers:
             # Before the request is recorded: an unreachable server leaves no row for each attempt.
@@ -177,9 +168,7 @@ class Deployer:
         if to is None:
             if active is None:
                 raise ServeError(
-                    f"roll {self._alias} back",
-                    "nothing was deployed yet",
-                    "The base model serves already.",
+                    f"roll {self._alias} back", "nothing was deployed yet", "The base model serves already."
                 )
             return str(active.previous) if active.previous else None
         if to == "base":
@@ -250,7 +239,8 @@ def _failed(conn: Connection, number: int, error: BaseException) -> None:
 
 
 def _noted(conn: Connection, report: SwapReport) -> None:
-    found = [deployments.ReplicaState(each.url, each.condition, each.serves, each.error) for each in report.replicas]
+    names = ("condition", "serves", "error")
+    found = {each.url: {name: getattr(each, name) for name in names} for each in report.replicas}
     deployments.note_replicas(conn, report.alias, found)
 
 

@@ -127,21 +127,24 @@ def plan(conn: Connection, config: Config, rubric: Rubric, rounds_dir: Path, tri
             shortfall,
             "Collect and judge more traces first, or lower gate.min_power. `flywheel round --debug` needs none.",
         )
-    active = deployments.active(conn, config.model.alias)
+    most, choice = most_samples(config), Supplies(config).now(conn).choice
     return rounds.plan(
         conn,
         rounds_dir,
+        samples.free_samples(conn, most, takes) if choice is None else choice[:most],
+        coming.tasks,
+        coming.test,
         trigger=trigger,
-        max_samples=most_samples(config),
-        test=coming.test,
-        held_out=coming.tasks,
         seed=config.training.seed,
-        parent=active.adapter if active else None,
-        config_hash=config_hash(config),
-        rubric_hash=rubric.hash,
-        choice=Supplies(config).now(conn).choice,
-        takes=takes,
+        **_of_now(conn, config, rubric),
     )
+
+
+def _of_now(conn: Connection, config: Config, rubric: Rubric) -> dict[str, str | None]:
+    """The active adapter, the settings and the rubric of now, as columns of a round."""
+    active = deployments.active(conn, config.model.alias)
+    parent = active.adapter if active else None
+    return {"parent": parent, "config_hash": config_hash(config), "rubric_hash": rubric.hash}
 
 
 def begin(conn: Connection, row: Row[Any], config: Config, rubric: Rubric) -> Row[Any]:
@@ -152,14 +155,7 @@ def begin(conn: Connection, row: Row[Any], config: Config, rubric: Rubric) -> Ro
     """
     check_rubric(rubric, f"start {row.name}")
     _check_base(conn, config, f"start {row.name}")
-    active = deployments.active(conn, config.model.alias)
-    return rounds.go_on_from(
-        conn,
-        row.name,
-        active.adapter if active else None,
-        config_hash=config_hash(config),
-        rubric_hash=rubric.hash,
-    )
+    return rounds.go_on_from(conn, row.name, **_of_now(conn, config, rubric))
 
 
 def spec_of(conn: Connection, row: Row[Any], config: Config, rubric: Rubric) -> RoundSpec:
@@ -189,11 +185,17 @@ def debug_spec(conn: Connection, config: Config, rubric: Rubric) -> RoundSpec:
     free = samples.free_samples(conn, config.training.prompts_per_step, config.training.takes)
     if not free:
         raise TrainError("try a round", "no accepted sample is free", "Collect and judge more traces first.")
-    active = deployments.active(conn, config.model.alias)
-    tasks, seed = _tasks(conn, free, config), config.training.seed
-    parent = active.adapter if active else None
     return _spec(
-        conn, config, rubric, parent, round_id="debug", attempt=1, seed=seed, debug=True, train=tasks, held_out=[]
+        conn,
+        config,
+        rubric,
+        _of_now(conn, config, rubric)["parent"],
+        round_id="debug",
+        attempt=1,
+        seed=config.training.seed,
+        debug=True,
+        train=_tasks(conn, free, config),
+        held_out=[],
     )
 
 

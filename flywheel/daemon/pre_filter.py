@@ -286,6 +286,5 @@ def _was_filtered(task: Claimed) -> bool:
 
 def _nearest(others: Sequence[Near]) -> Repeats | None:
     """The first of them, which is the nearest."""
-    for other in others:
-        return Repeats(other.task, other.key, other.similarity, "exact" if other.is_exact else "words")
-    return None
+    found = (Repeats(each.task, each.key, each.similarity, "exact" if each.is_exact else "words") for each in others)
+    return next(found, None)

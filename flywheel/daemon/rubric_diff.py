@@ -11,7 +11,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 from flywheel.config import JudgeSettings
 from flywheel.daemon.judge_setup import exchange_of
@@ -25,7 +25,7 @@ from flywheel.rubric import Criterion, Rubric
 from flywheel.store import claims, verdicts
 from flywheel.store.claims import Claimed
 from flywheel.store.database import Store
-from flywheel.verdict import CriterionResult, Exchange, Outcome, Verdict
+from flywheel.verdict import Exchange, Outcome, Verdict
 
 BATCH: Final = 256
 TOLERANCE: Final = 1e-9
@@ -268,40 +268,35 @@ def contributions(old: Rubric, new: Rubric, was: Verdict, now: Verdict) -> list[
     for name in dict.fromkeys([*news, *olds]):
         before, after = olds.get(name, _Part()), news.get(name, _Part())
         why = _criterion_changes(before.criterion, after.criterion)
-        if before.result and after.result and before.result.choice != after.result.choice:
-            why.append(f"{before.result.choice} → {after.result.choice}")
+        if None not in (before.choice, after.choice) and before.choice != after.choice:
+            why.append(f"{before.choice} → {after.choice}")
         if before.rejects != after.rejects:
             why.append("it fails and is required" if after.rejects else "it no longer rejects by itself")
-        gave, gives = before.contribution, after.contribution
-        if why or abs((gives or 0.0) - (gave or 0.0)) > TOLERANCE:
-            found.append((not why, Contribution(name, gave, gives, ", ".join(why) or "its share of the score")))
+        if why or abs((after.score or 0.0) - (before.score or 0.0)) > TOLERANCE:
+            text = ", ".join(why) or "its share of the score"
+            found.append((not why, Contribution(name, before.score, after.score, text)))
     return [each for _, each in sorted(found, key=lambda pair: (pair[0], -abs(pair[1].difference)))]
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A criterion with its result under one rubric, whose positive weights have this total."""
+class _Part(NamedTuple):
+    """A criterion under one rubric, its choice and contribution, None without a result. One that fails and is
+    required `rejects`: then the score does not matter."""
 
     criterion: Criterion | None = None
-    result: CriterionResult | None = None
-    total: float = 0.0
-
-    @property
-    def contribution(self) -> float | None:
-        if self.criterion is None or self.result is None:
-            return None
-        return round(self.criterion.weight * self.result.value / self.total, 9)
-
-    @property
-    def rejects(self) -> bool:
-        """Whether it fails and is required: then the score does not matter."""
-        return bool(self.criterion and self.criterion.required and self.result and not self.result.passed)
+    choice: str | None = None
+    score: float | None = None
+    rejects: bool = False
 
 
 def _parts(rubric: Rubric, verdict: Verdict) -> dict[str, _Part]:
     results = {result.criterion: result for result in verdict.results}
     total = sum(each.weight for each in rubric.every if each.weight > 0)
-    return {each.id: _Part(each, results.get(each.id), total) for each in rubric.every}
+    found = {each.id: _Part(each) for each in rubric.every}
+    for each in rubric.every:
+        if (result := results.get(each.id)) is not None:
+            score = round(each.weight * result.value / total, 9)
+            found[each.id] = _Part(each, result.choice, score, each.required and not result.passed)
+    return found
 
 
 def _criterion_changes(old: Criterion | None, new: Criterion | None) -> list[str]:

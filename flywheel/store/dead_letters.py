@@ -125,13 +125,7 @@ def retry(conn: Connection, ids: Sequence[int] | None = None) -> list[tuple[Dead
     Raises StoreError, and changes nothing, if one does not exist or was dropped.
     """
     done = []
-    for each in _chosen(conn, ids):
-        if each.state is DeadLetterState.DROPPED:
-            raise StoreError(
-                f"retry dead letter {each.id}",
-                "it was dropped, which is final",
-                "Leave it out; nothing was done.",
-            )
+    for each in _chosen(conn, ids, "retry", DeadLetterState.DROPPED, "it was dropped, which is final"):
         then = _revive_task(conn, each) if each.kind == TASK else _read_again(conn, each)
         if each.state is DeadLetterState.OPEN:
             move(conn, each.id, DeadLetterState.OPEN, DeadLetterState.RETRIED, then)
@@ -144,21 +138,23 @@ def drop(conn: Connection, ids: Sequence[int] | None = None) -> list[DeadLetter]
 
     Raises StoreError, and changes nothing, if one does not exist or is being retried.
     """
-    chosen = _chosen(conn, ids)
+    why = "it was retried and has not failed again so far"
+    chosen = _chosen(conn, ids, "drop", DeadLetterState.RETRIED, why)
     for each in chosen:
-        if each.state is DeadLetterState.RETRIED:
-            raise StoreError(
-                f"drop dead letter {each.id}",
-                "it was retried and has not failed again so far",
-                "Leave it out; nothing was done.",
-            )
         if each.state is DeadLetterState.OPEN:
             move(conn, each.id, DeadLetterState.OPEN, DeadLetterState.DROPPED, "by hand")
     return chosen
 
 
-def _chosen(conn: Connection, ids: Sequence[int] | None) -> list[DeadLetter]:
-    return in_states(conn, [DeadLetterState.OPEN]) if ids is None else with_ids(conn, ids)
+def _chosen(
+    conn: Connection, ids: Sequence[int] | None, attempted: str, refused: DeadLetterState, why: str
+) -> list[DeadLetter]:
+    """These dead letters, all open ones if none are given; StoreError for one in the state that is refused."""
+    chosen = in_states(conn, [DeadLetterState.OPEN]) if ids is None else with_ids(conn, ids)
+    for each in chosen:
+        if each.state is refused:
+            raise StoreError(f"{attempted} dead letter {each.id}", why, "Leave it out; nothing was done.")
+    return chosen
 
 
 def _revive_task(conn: Connection, letter: DeadLetter) -> Next:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NamedTuple
 
@@ -114,15 +113,8 @@ def activate(conn: Connection, deployment: int, alias: str, report: dict[str, An
     steps = [DeploymentState.REQUESTED, DeploymentState.LOADING, DeploymentState.PROBING]
     for old, new in itertools.pairwise(steps[steps.index(state) :]):
         move(conn, deployment, old, new)
-    move(
-        conn,
-        deployment,
-        DeploymentState.PROBING,
-        DeploymentState.ACTIVE,
-        active_alias=alias,
-        report=report,
-        activated_at=now,
-    )
+    values: dict[str, Any] = {"active_alias": alias, "report": report, "activated_at": now}
+    move(conn, deployment, DeploymentState.PROBING, DeploymentState.ACTIVE, **values)
 
 
 def _state(conn: Connection, deployment: int) -> DeploymentState:
@@ -148,15 +140,13 @@ def fail(conn: Connection, deployment: int, error: str) -> None:
         move(conn, deployment, old, DeploymentState.FAILED, error[:500], error=error)
 
 
-def unfinished(conn: Connection) -> Sequence[int]:
-    """Swaps that have not ended. For a holder of `swap.lock` who began none, those that a dead process left."""
-    half = [state.value for state in UNFINISHED]
-    return conn.execute(select(deployments.c.id).where(deployments.c.state.in_(half))).scalars().all()
-
-
 def fail_unfinished(conn: Connection, why: str) -> int:
-    """Mark unfinished swaps as failed; reconciliation corrects the servers."""
-    ids = unfinished(conn)
+    """Mark unfinished swaps as failed; reconciliation corrects the servers. Returns how many.
+
+    For a holder of `swap.lock` who began none: those that a dead process left.
+    """
+    half = deployments.c.state.in_([state.value for state in UNFINISHED])
+    ids = conn.execute(select(deployments.c.id).where(half)).scalars().all()
     for deployment in ids:
         fail(conn, deployment, why)
     return len(ids)
@@ -166,33 +156,20 @@ _REPLICAS: Final = "replicas"
 """The kind of events about replicas, and the key of notes."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaState:
-    """A replica as it was found. `serves` is what the alias stands for there, empty if unknown; `error` says what is
-    wrong and what to do."""
+def note_replicas(conn: Connection, alias: str, states: Mapping[str, Mapping[str, str]]) -> None:
+    """Store the state of every replica by its URL; a changed condition is an event.
 
-    url: str
-    condition: str
-    serves: str
-    error: str = ""
-
-
-def note_replicas(conn: Connection, alias: str, states: Sequence[ReplicaState]) -> None:
-    """Store the state of every replica; a changed condition is an event."""
+    `condition` says how it was found, `serves` what the alias stands for there, empty if unknown; `error` says what
+    is wrong and what to do.
+    """
     before, now = replica_states(conn, alias), utcnow()
-    found: dict[str, dict[str, str]] = {}
-    for each in states:
-        last = before.get(each.url, {})
-        if last.get("condition") != each.condition:
-            record(conn, _REPLICAS, [each.url], last.get("condition"), each.condition, each.error)
-        is_as_before = (last.get("condition"), last.get("serves")) == (each.condition, each.serves)
-        found[each.url] = {
-            "condition": each.condition,
-            "serves": each.serves,
-            "error": each.error,
-            "since": last["since"] if is_as_before else now,
-            "looked_at": now,
-        }
+    found = {}
+    for url, state in states.items():
+        last = before.get(url, {})
+        if last.get("condition") != state["condition"]:
+            record(conn, _REPLICAS, [url], last.get("condition"), state["condition"], state["error"])
+        is_as_before = all(last.get(name) == state[name] for name in ("condition", "serves"))
+        found[url] = {**state, "since": last["since"] if is_as_before else now, "looked_at": now}
     database.note(conn, _key(alias), json.dumps(found))
 
 

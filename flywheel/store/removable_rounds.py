@@ -119,14 +119,11 @@ def _needed(conn: Connection, keep_served: int) -> dict[str, str]:
     ).scalars()
     needed = {str(name): f"one of the last {keep_served} that served" for name in lately}
     # For every alias: the state may have served another one before.
-    for row in conn.execute(select(deployments).where(deployments.c.active_alias.is_not(None))):
-        needed[str(row.previous)] = f"{row.alias} can be rolled back to it"
-    for row in conn.execute(select(deployments).where(deployments.c.active_alias.is_not(None))):
-        needed[str(row.adapter)] = f"it serves as {row.alias}"
-    for row in conn.execute(
-        select(deployments).where(deployments.c.state.in_([state.value for state in UNFINISHED]))
-    ):
-        needed[str(row.adapter)] = "it is being deployed"
+    active = conn.execute(select(deployments).where(deployments.c.active_alias.is_not(None))).all()
+    needed |= {str(row.previous): f"{row.alias} can be rolled back to it" for row in active}
+    needed |= {str(row.adapter): f"it serves as {row.alias}" for row in active}
+    half = deployments.c.state.in_([state.value for state in UNFINISHED])
+    needed |= {str(name): "it is being deployed" for name in conn.execute(select(served).where(half)).scalars()}
     for row in conn.execute(select(rounds).where(rounds.c.live == 1)):
         needed.setdefault(str(row.parent), f"{row.name} goes on from it")
     return needed

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import (
-    Connection,
-    Row,
-    func,
-    insert,
-    select,
-    update,
-)
+from sqlalchemy import Connection, Row, func, insert, select, update
 
 from flywheel import exclusion
 from flywheel.errors import TrainError
@@ -21,9 +14,9 @@ from flywheel.exclusion import Exclusion
 from flywheel.round import AdapterRef, GateTest, RoundResult
 from flywheel.states import AdapterState, RoundState, Split, TaskState
 from flywheel.store import gate_tests
-from flywheel.store.bulk import count_rows, rows_in
+from flywheel.store.bulk import count_rows, first_free, rows_in
 from flywheel.store.ledger import rewrite_lines
-from flywheel.store.samples import LEFT_OUT, free_samples
+from flywheel.store.samples import LEFT_OUT
 from flywheel.store.schema import adapters, round_samples, rounds, tasks
 from flywheel.store.schema import gate_tests as gate_tests_table
 from flywheel.store.transitions import create, move, move_all, record, utcnow
@@ -46,47 +39,27 @@ def newest(conn: Connection, limit: int) -> Sequence[Row[Any]]:
 def plan(
     conn: Connection,
     rounds_dir: Path,
+    samples: Sequence[int],
+    held_out: Sequence[int],
+    test: GateTest,
     *,
     trigger: str,
-    max_samples: int,
-    test: GateTest,
-    held_out: Sequence[int],
     seed: int,
-    parent: str | None,
-    config_hash: str,
-    rubric_hash: str,
-    choice: Sequence[int] | None = None,
-    takes: Collection[Exclusion] = (),
+    **values: Any,
 ) -> Row[Any]:
-    """Plan a round and reserve its samples, the first free ones. Its gate `test` asks the tasks `held_out`.
+    """Plan a round and reserve its `samples`; those that are not free any more are left out.
 
-    `choice` are the samples that it takes instead; those that are not free any more are left out.
-    Tasks with an exclusion are taken if it is one of `takes`.
-    Raises TrainError when another round is unfinished or no sample is free.
+    Its gate `test` asks the tasks `held_out`; `values` are further columns. Raises TrainError when another round is
+    unfinished or there is no sample.
     """
     if (other := live(conn)) is not None:
         raise TrainError("plan a round", f"{other.name} is {other.state}", "Wait until it has finished.")
-    samples = free_samples(conn, max_samples, takes) if choice is None else list(choice)[:max_samples]
     if not samples:
         raise TrainError("plan a round", "no accepted sample is free", "Collect and judge more traces first.")
-    number = int(conn.execute(select(func.coalesce(func.max(rounds.c.id), 0))).scalar_one()) + 1
+    number = first_free(conn, rounds.c.id)
     name = f"r{number:04d}"
-    conn.execute(
-        insert(rounds).values(
-            id=number,
-            name=name,
-            state=RoundState.PLANNED.value,
-            live=1,
-            trigger=trigger,
-            parent=parent,
-            config_hash=config_hash,
-            rubric_hash=rubric_hash,
-            seed=seed + number,
-            dir=str(rounds_dir / name),
-            created_at=utcnow(),
-        )
-    )
-    record(conn, rounds.name, [str(number)], None, RoundState.PLANNED, trigger)
+    values |= {"id": number, "name": name, "live": 1, "seed": seed + number, "dir": str(rounds_dir / name)}
+    create(conn, RoundState.PLANNED, trigger, trigger=trigger, **values)
     reserved = move_all(conn, samples, TaskState.ACCEPTED, TaskState.RESERVED, name)
     rows = [{"round_id": number, "task_id": task, "split": Split.TRAIN.value} for task in reserved]
     rows += [{"round_id": number, "task_id": task, "split": Split.HELD_OUT.value} for task in held_out]
@@ -119,13 +92,9 @@ def samples_of(conn: Connection, round_id: int, split: Split) -> list[int]:
     )
 
 
-def go_on_from(conn: Connection, name: str, parent: str | None, *, config_hash: str, rubric_hash: str) -> Row[Any]:
-    """Set the adapter that a round is trained from and compared with; None is the base model."""
-    now = {"parent": parent, "config_hash": config_hash, "rubric_hash": rubric_hash}
-    conn.execute(update(rounds).where(rounds.c.name == name).values(**now))
-    row = by_name(conn, name)
-    assert row is not None
-    return row
+def go_on_from(conn: Connection, name: str, **values: Any) -> Row[Any]:
+    """Set what a round is trained from and compared with: columns of `parent`, configuration and rubric."""
+    return conn.execute(update(rounds).where(rounds.c.name == name).values(**values).returning(rounds)).one()
 
 
 def retry(conn: Connection, round_id: int, old: RoundState, why: str) -> None:
