@@ -1,13 +1,14 @@
 """HTTP client for model endpoints (judge, embeddings, doctor): `openai` with a total deadline and a size limit.
 
 Calls share one client, but no connection: a pool of connections that many threads share scans all of them for every
-request. Retries, keys and the meaning of a response belong to the callers.
+request. Keys and the meaning of a response belong to the callers.
 """
 
 from __future__ import annotations
 
 import ssl
 import sys
+import threading
 import time
 import weakref
 import zlib
@@ -25,6 +26,13 @@ import certifi
 import httpcore2
 import httpx2
 import orjson
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception,
+    sleep_using_event,
+    wait_random_exponential,
+)
 
 from flywheel.known_secrets import redact_secrets, register_secret
 
@@ -41,11 +49,29 @@ HEADERS: Final = {"accept": "application/json", "accept-encoding": "identity", "
 """A compressed body could expand to far more than the bytes that were read."""
 
 
-class RequestFailedError(Exception):
-    """No complete response arrived: connection refused, reset, or deadline exceeded. The message contains no key."""
+RETRYABLE: Final = frozenset({408, 409, 429})
 
 
-class ResponseTooLargeError(Exception):
+class CallError(Exception):
+    """A call without a usable response. The message contains no key.
+
+    Attributes:
+        status: Status code of the response; 0 when none came.
+        retry_after: Delay that the endpoint requested, in seconds.
+        retryable: Whether the same call may succeed in a moment.
+    """
+
+    def __init__(
+        self, message: str, *, status: int = 0, retry_after: float | None = None, final: bool = False
+    ) -> None:
+        """`final` excludes a retry whatever the status is."""
+        super().__init__(message)
+        self.status = status
+        self.retry_after = retry_after
+        self.retryable = not final and (status == 0 or status in RETRYABLE or status >= 500)
+
+
+class ResponseTooLargeError(CallError):
     """The response body exceeds the size limit."""
 
 
@@ -56,24 +82,6 @@ class HttpAnswer:
     status: int
     headers: Mapping[str, str]
     body: bytes
-
-    @property
-    def error_message(self) -> str:
-        """What an unsuccessful response says, in one line."""
-        if location := self.headers.get("location"):
-            return f"redirect to {redact_secrets(location)[:200]}"
-        try:
-            body = orjson.loads(self.body)
-            error = body.get("error", body) if isinstance(body, dict) else body
-            text = error.get("message", error) if isinstance(error, dict) else error
-        except orjson.JSONDecodeError:
-            text = self.body[:2000].decode("utf-8", "replace")
-        return " ".join(str(text).split())[:300]
-
-    @property
-    def retry_after(self) -> float | None:
-        """The delay that the endpoint requested, in seconds."""
-        return parse_retry_after(self.headers.get("retry-after", ""))
 
 
 class ModelHttpClient:
@@ -96,11 +104,18 @@ class ModelHttpClient:
         self.close = weakref.finalize(self, http.close)
 
     def post(self, path: str, body: bytes, key: str) -> HttpAnswer:
-        """Send JSON to `path` below the root. Raises RequestFailedError, ResponseTooLargeError."""
-        return self._send(partial(self._client.post, content=body), path, key)
+        """Send JSON to `path` below the root. Raises CallError, also for a response that is no success."""
+        answer = self._send(partial(self._client.post, content=body), path, key)
+        if 200 <= answer.status < 300:
+            return answer
+        raise CallError(
+            f"it answered {answer.status} ({_error_message(answer)})",
+            status=answer.status,
+            retry_after=parse_retry_after(answer.headers.get("retry-after", "")),
+        )
 
     def get(self, path: str, key: str = "") -> HttpAnswer:
-        """Send no authorization without a key. Raises RequestFailedError, ResponseTooLargeError."""
+        """Send no authorization without a key. Raises CallError without a response."""
         return self._send(self._client.get, path, key)
 
     def _send(self, method: Callable[..., httpx2.Response], path: str, key: str) -> HttpAnswer:
@@ -154,9 +169,9 @@ class _BoundedTransport(httpx2.BaseTransport):
                 headers = httpx2.Headers(response.headers)
                 body = self._read(response, headers.pop("content-encoding", ""))
         except httpcore2.TimeoutException as error:
-            raise RequestFailedError(f"no complete response within {self._seconds:g} s") from error
+            raise CallError(f"no complete response within {self._seconds:g} s") from error
         except (*_FAILURES, OSError, ValueError, zlib.error) as error:
-            raise RequestFailedError(redact_secrets(_root_cause(error))) from error
+            raise CallError(redact_secrets(_root_cause(error))) from error
         finally:
             self._idle.append((connection, backend))
         return httpx2.Response(response.status, headers=headers, content=body, request=request)
@@ -168,7 +183,7 @@ class _BoundedTransport(httpx2.BaseTransport):
         for piece in response.iter_stream():
             body += unpack.decompress(piece, self._max_bytes + 1) if unpack else piece
             if len(body) > self._max_bytes:
-                raise ResponseTooLargeError(f"the response is larger than {self._max_bytes >> 20} MiB")
+                raise ResponseTooLargeError(f"the response is larger than {self._max_bytes >> 20} MiB", final=True)
         return bytes(body)
 
     def close(self) -> None:
@@ -229,6 +244,57 @@ class _DeadlineStream(httpcore2.NetworkStream):
 
     def get_extra_info(self, info: str) -> Any:
         return self._stream.get_extra_info(info)
+
+
+def _error_message(answer: HttpAnswer) -> str:
+    """What an unsuccessful response says, in one line."""
+    if location := answer.headers.get("location"):
+        return f"redirect to {redact_secrets(location)[:200]}"
+    try:
+        body = orjson.loads(answer.body)
+        error = body.get("error", body) if isinstance(body, dict) else body
+        text = error.get("message", error) if isinstance(error, dict) else error
+    except orjson.JSONDecodeError:
+        text = answer.body[:2000].decode("utf-8", "replace")
+    return " ".join(str(text).split())[:300]
+
+
+def retrying(
+    attempts: int,
+    most_seconds: float,
+    stop: threading.Event,
+    *,
+    longest_wait: float = 20.0,
+    is_retried: Callable[[RetryCallState], bool] = lambda _: True,
+) -> Retrying:
+    """Retries of calls that failed with a retryable CallError.
+
+    They end when `stop` is set, and when the endpoint requests a delay of more than `most_seconds`. `is_retried` can
+    exclude further errors.
+    """
+    return Retrying(
+        retry=retry_if_exception(lambda error: isinstance(error, CallError) and error.retryable) & is_retried,
+        stop=lambda state: (
+            state.attempt_number >= attempts or stop.is_set() or (_requested_delay(state) or 0.0) > most_seconds
+        ),
+        wait=lambda state: retry_delay(state, longest_wait),
+        sleep=sleep_using_event(stop),
+        reraise=True,
+    )
+
+
+def retry_delay(state: RetryCallState, longest: float = 20.0) -> float:
+    """Seconds before the next attempt: what the endpoint requested, else a random time up to a doubling bound.
+
+    With full jitter, threads that failed together do not come back together.
+    """
+    requested = _requested_delay(state)
+    return wait_random_exponential(multiplier=0.5, max=longest)(state) if requested is None else requested
+
+
+def _requested_delay(state: RetryCallState) -> float | None:
+    error = state.outcome.exception() if state.outcome else None
+    return error.retry_after if isinstance(error, CallError) else None
 
 
 def is_http_url(url: str) -> bool:

@@ -13,7 +13,7 @@ import pytest
 from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge.grader import Grader
-from flywheel.model_http_client import MAX_BODY_BYTES, ModelHttpClient, RequestFailedError, ResponseTooLargeError
+from flywheel.model_http_client import MAX_BODY_BYTES, CallError, ModelHttpClient, ResponseTooLargeError
 from flywheel.rubric import Rubric
 from flywheel.verdict import Exchange
 
@@ -130,7 +130,7 @@ def test_a_slow_answer_ends_at_the_deadline(play: Play, proxied: bool, monkeypat
             monkeypatch.setenv("http_proxy", served.url)
         url = "http://judge.example" if proxied else served.url
         http = client(url, timeout=0.3)
-        with pytest.raises(RequestFailedError, match=r"no complete response within 0\.3 s"):
+        with pytest.raises(CallError, match=r"no complete response within 0\.3 s"):
             http.post("/v1", b"{}", "key")
         http.close()
 

@@ -14,19 +14,10 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import orjson
-from tenacity import (
-    RetryCallState,
-    Retrying,
-    retry_if_exception,
-    sleep_using_event,
-    stop_after_attempt,
-    stop_when_event_set,
-    wait_random_exponential,
-)
 
 from flywheel.errors import FilterError
 from flywheel.filtering.fingerprint import Deduplication
-from flywheel.model_http_client import ModelHttpClient, RequestFailedError, ResponseTooLargeError, is_http_url
+from flywheel.model_http_client import CallError, ModelHttpClient, is_http_url, retrying
 
 OPENAI_URL: Final = "https://api.openai.com/v1"
 MAX_CHARACTERS: Final = 8000
@@ -35,7 +26,6 @@ PLAIN_TEXT: Final = "a"
 """A text that every embedding model takes."""
 MAX_VECTOR_BYTES: Final = 1 << 20
 """Upper bound of one vector as JSON."""
-RETRYABLE: Final = frozenset({408, 409, 429})
 TEXT_ERRORS: Final = frozenset({400, 413, 422})
 HINTS: Final = {
     401: "Put the right key into OPENAI_API_KEY (or into deduplication's api_key).",
@@ -44,26 +34,6 @@ HINTS: Final = {
     404: "Check deduplication's model and base_url.",
 }
 NEVER: Final = threading.Event()
-
-
-class _CallError(Exception):
-    """A call returned no vectors."""
-
-    def __init__(
-        self, why: str, *, status: int = 0, retry_after: float | None = None, malformed: bool = False
-    ) -> None:
-        """`status` is 0 without an HTTP response; `malformed` is set for a response without usable vectors."""
-        super().__init__(why)
-        self.status = status
-        self.retry_after = retry_after
-        # A call that alone exceeds the tokens per minute can only succeed with fewer texts.
-        is_too_large = status == 429 and "too large" in why.lower()
-        self.is_retryable = not (malformed or is_too_large) and (status == 0 or status in RETRYABLE or status >= 500)
-        """Whether the same call may succeed later."""
-        self.can_be_split = is_too_large or (
-            status != 429 and (self.is_retryable or malformed or status in TEXT_ERRORS)
-        )
-        """Whether a call with fewer texts may succeed."""
 
 
 class Embedder:
@@ -89,14 +59,12 @@ class Embedder:
         except ValueError as error:
             raise self._failure(str(error), "Correct HTTPS_PROXY and HTTP_PROXY, or unset them.") from error
         self._key = key.strip()
-        self._backoff = wait_random_exponential(multiplier=0.5, max=longest_wait)
-        attempts = stop_after_attempt(settings.max_attempts)
-        self._retrying = Retrying(
-            retry=retry_if_exception(lambda error: isinstance(error, _CallError) and error.is_retryable),
-            stop=lambda state: attempts(state) or stop_when_event_set(stop)(state) or self._waits_too_long(state),
-            wait=self._wait,
-            sleep=sleep_using_event(stop),
-            reraise=True,
+        self._retrying = retrying(
+            settings.max_attempts,
+            settings.timeout_seconds,
+            stop,
+            longest_wait=longest_wait,
+            is_retried=lambda state: not _is_too_large(state.outcome and state.outcome.exception()),
         )
 
     def embed(self, texts: Sequence[str]) -> list[bytes]:
@@ -115,11 +83,15 @@ class Embedder:
     def _batch(self, texts: Sequence[str]) -> list[bytes]:
         try:
             return self._retrying(self._call, texts)
-        except _CallError as error:
-            if not error.can_be_split or self._attempt([PLAIN_TEXT]) is None:
+        except CallError as error:
+            # Whether a call with fewer texts may succeed.
+            can_be_split = _is_too_large(error) or (
+                error.status != 429 and (error.status == 0 or error.retryable or error.status in TEXT_ERRORS)
+            )
+            if not can_be_split or self._attempt([PLAIN_TEXT]) is None:
                 hint = HINTS[404] if error.status in TEXT_ERRORS else HINTS.get(error.status, "")
                 raise self._failure(str(error), hint) from error
-            is_retryable = error.is_retryable
+            is_retryable = error.retryable and not _is_too_large(error)
         if len(texts) > 1:
             # One of them may be at fault, or they are too many for one call.
             middle = len(texts) // 2
@@ -130,32 +102,17 @@ class Embedder:
     def _attempt(self, texts: Sequence[str]) -> list[bytes] | None:
         try:
             return self._call(texts)
-        except _CallError:
+        except CallError:
             return None
 
     def _call(self, texts: Sequence[str]) -> list[bytes]:
         sent = [text[:MAX_CHARACTERS].encode("utf-8", "replace").decode() or " " for text in texts]
         wanted = {"model": self.model, "input": sent, "encoding_format": "float"}
-        try:
-            answer = self._client.post("/embeddings", orjson.dumps(wanted), self._key)
-        except (RequestFailedError, ResponseTooLargeError) as error:
-            raise _CallError(str(error), malformed=isinstance(error, ResponseTooLargeError)) from error
-        if not 200 <= answer.status < 300:
-            why = f"it answered {answer.status} ({answer.error_message})"
-            raise _CallError(why, status=answer.status, retry_after=answer.retry_after)
+        answer = self._client.post("/embeddings", orjson.dumps(wanted), self._key)
         try:
             return _vectors(orjson.loads(answer.body), len(texts))
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-            why = f"it returned no usable embeddings: {error}"
-            raise _CallError(why, malformed=True) from error
-
-    def _wait(self, state: RetryCallState) -> float:
-        asked = _retry_after(state)
-        return self._backoff(state) if asked is None else asked
-
-    def _waits_too_long(self, state: RetryCallState) -> bool:
-        asked = _retry_after(state)
-        return asked is not None and asked > self._settings.timeout_seconds
+            raise CallError(f"it returned no usable embeddings: {error}", final=True) from error
 
     def _failure(self, why: str, hint: str) -> FilterError:
         return FilterError(
@@ -164,6 +121,11 @@ class Embedder:
             hint or "The tasks wait; they are judged when the endpoint is back.",
             retryable=not hint,
         )
+
+
+def _is_too_large(error: object) -> bool:
+    """A call that alone exceeds the tokens per minute can only succeed with fewer texts."""
+    return isinstance(error, CallError) and error.status == 429 and "too large" in str(error).lower()
 
 
 def _vectors(reply: Any, count: int) -> list[bytes]:
@@ -182,8 +144,3 @@ def _unit(vector: Sequence[float]) -> bytes:
     if not vector or not math.isfinite(length) or length == 0:
         raise ValueError("a vector without direction")
     return array("f", (value / length for value in vector)).tobytes()
-
-
-def _retry_after(state: RetryCallState) -> float | None:
-    error = state.outcome.exception() if state.outcome else None
-    return error.retry_after if isinstance(error, _CallError) else None

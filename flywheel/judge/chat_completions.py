@@ -19,7 +19,7 @@ from typing import Any, Final
 import orjson
 
 from flywheel.files import json_line
-from flywheel.model_http_client import HttpAnswer
+from flywheel.model_http_client import CallError
 from flywheel.trace import ChatMessage
 
 MONTH_SECONDS: Final = 30 * 86_400.0
@@ -183,33 +183,8 @@ class EndpointCapabilities:
 
 MAX_TOKEN_COUNT: Final = 100_000_000
 """No call uses more tokens: higher counts are cut to this."""
-RETRYABLE: Final = frozenset({408, 409, 429})
 REJECTED_FOR_ALL: Final = frozenset({401, 402, 403, 404})
 """Status codes about the key, the account or the model: every other call would get them too."""
-INVALID_KEY: Final = re.compile(
-    r"\b(?:invalid|incorrect|wrong|expired|missing|revoked) (?:\w+ )?(?:api[ _-]?key|token(?! (?:id|count|at|in)\b))",
-    re.I,
-)
-"""How some endpoints report a wrong key with status 400, where others answer 401."""
-
-
-class CallError(Exception):
-    """An attempt without a reply.
-
-    Attributes:
-        status: Status code of the response; 0 when none came.
-        retry_after: Delay that the endpoint requested, in seconds.
-        retryable: Whether the same call may succeed in a moment.
-    """
-
-    def __init__(
-        self, message: str, *, status: int = 0, retry_after: float | None = None, final: bool = False
-    ) -> None:
-        """`final` excludes a retry whatever the status is."""
-        super().__init__(message)
-        self.status = status
-        self.retry_after = retry_after
-        self.retryable = not final and (status == 0 or status in RETRYABLE or status >= 500)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,16 +212,12 @@ class Reply:
     judge: str = ""
 
 
-def parse_response(answer: HttpAnswer) -> Reply:
-    """The reply in an HTTP response. Raises CallError for a response without one."""
-    if not 200 <= answer.status < 300:
-        message = answer.error_message
-        status = 401 if answer.status == 400 and INVALID_KEY.search(message) else answer.status
-        raise CallError(f"it answered {answer.status} ({message})", status=status, retry_after=answer.retry_after)
+def parse_response(body: bytes) -> Reply:
+    """The reply in a response. Raises CallError for a response without one."""
     try:
-        completion = orjson.loads(answer.body)
+        completion = orjson.loads(body)
     except orjson.JSONDecodeError:
-        completion = _repaired(answer.body)
+        completion = _repaired(body)
     if not isinstance(completion, dict):
         raise CallError("the response is not a JSON object")
     usage = _dict(completion.get("usage"))

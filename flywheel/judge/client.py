@@ -16,19 +16,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import orjson
-from tenacity import (
-    RetryCallState,
-    Retrying,
-    sleep_using_event,
-    wait_random_exponential,
-)
+from tenacity import RetryCallState
 
 from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge.chat_completions import (
     LABELS,
     PARAMETERS,
-    CallError,
     EndpointCapabilities,
     Reply,
     ResponseFormat,
@@ -38,11 +32,12 @@ from flywheel.judge.chat_completions import (
 )
 from flywheel.judge.rate_limit import ConcurrencyLimit, Key, KeyPool, RateLimiter
 from flywheel.model_http_client import (
+    CallError,
     HttpAnswer,
     ModelHttpClient,
-    RequestFailedError,
     ResponseTooLargeError,
     is_http_url,
+    retrying,
 )
 from flywheel.rubric import ALIEN, Rubric
 from flywheel.trace import ChatMessage
@@ -78,11 +73,13 @@ THIS_CALL: Final = re.compile(
 """The endpoint rejects this exchange: its length or its content."""
 OUTPUT_LIMIT: Final = re.compile(r"\bmax_\w*tokens\b.{0,40}(large|most|less|between|exceed)(?!.*context)", re.I)
 """The endpoint rejects the maximum length of a reply, whatever the exchange is."""
+INVALID_KEY: Final = re.compile(
+    r"\b(?:invalid|incorrect|wrong|expired|missing|revoked) (?:\w+ )?(?:api[ _-]?key|token(?! (?:id|count|at|in)\b))",
+    re.I,
+)
+"""How some endpoints report a wrong key with status 400, where others answer 401."""
 COMPLETION_TOKENS: Final = 200.0
 """Expected tokens of a reply before any was received."""
-
-# Full jitter up to a doubling bound: threads that failed together do not come back together.
-_backoff = wait_random_exponential(multiplier=0.5, max=20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,22 +245,12 @@ class Endpoint:
         def is_retried(state: RetryCallState) -> bool:
             error = state.outcome and state.outcome.exception()
             # After another failure, the endpoint is not trusted to name the part that is at fault.
-            is_first = state.attempt_number == 1
-            return isinstance(error, CallError) and error.retryable and not (is_first and fails_on_part(error))
+            return state.attempt_number > 1 or not (isinstance(error, CallError) and fails_on_part(error))
 
-        retrying = Retrying(
-            stop=lambda state: (
-                state.attempt_number >= self._settings.max_attempts
-                or stop.is_set()
-                or (_retry_after(state) or 0.0) > self._settings.timeout_seconds
-            ),
-            wait=self._wait,
-            sleep=sleep_using_event(stop),
-            retry=is_retried,
-            reraise=True,
-        )
+        settings = self._settings
+        attempts = retrying(settings.max_attempts, settings.timeout_seconds, stop, is_retried=is_retried)
         try:
-            return retrying(self._attempt, orjson.dumps({"model": self.config.model, **request}), stop)
+            return attempts(self._attempt, orjson.dumps({"model": self.config.model, **request}), stop)
         except CallError as error:
             if error.status and (not error.retryable or fails_on_part(error)):
                 raise
@@ -277,7 +264,7 @@ class Endpoint:
         keys, client = self._connect()
         try:
             return [client.get("/models", key) for key in ("", *(each.secret for each in keys.keys))]
-        except (RequestFailedError, ResponseTooLargeError) as error:
+        except CallError as error:
             raise self._unreachable(str(error)) from error
 
     def rejected(self, error: CallError) -> Reply:
@@ -319,16 +306,17 @@ class Endpoint:
             if wait and stop.wait(wait):
                 raise CallError("judging stops", final=True)
             try:
-                reply = parse_response(client.post("/chat/completions", body, key.secret))
+                reply = parse_response(client.post("/chat/completions", body, key.secret).body)
             except ResponseTooLargeError as error:
                 reply = Reply("", str(error))
-            except (CallError, RequestFailedError) as error:
+            except CallError as error:
                 self._tokens.correct(-expected)
-                failure = error if isinstance(error, CallError) else CallError(str(error))
-                if failure.status == 429 or failure.retry_after is not None:
+                if error.status == 429 or error.retry_after is not None:
                     throttled = True
-                    keys.throttle(key, failure.retry_after)
-                raise failure from error
+                    keys.throttle(key, error.retry_after)
+                elif error.status == 400 and INVALID_KEY.search(str(error)):
+                    error.status = 401
+                raise
             throttled = False
         finally:
             self.concurrency.release(began, throttled=throttled)
@@ -354,10 +342,6 @@ class Endpoint:
             if stop.wait(wait):
                 raise CallError("judging stops", final=True)
         return key
-
-    def _wait(self, state: RetryCallState) -> float:
-        requested = _retry_after(state)
-        return _backoff(state) if requested is None else requested
 
     def _connect(self) -> tuple[KeyPool, ModelHttpClient]:
         """Made at the first call. Raises JudgeError for a URL, a key or a proxy that cannot be used."""
@@ -395,8 +379,3 @@ class Endpoint:
     def close(self) -> None:
         if self._connection is not None:
             self._connection[1].close()
-
-
-def _retry_after(state: RetryCallState) -> float | None:
-    error = state.outcome.exception() if state.outcome else None
-    return error.retry_after if isinstance(error, CallError) else None

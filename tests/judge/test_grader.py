@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 from tenacity import RetryCallState, Retrying
 
+from flywheel import model_http_client
 from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge import prompt
-from flywheel.judge.chat_completions import CallError
-from flywheel.judge.client import Endpoint, endpoints_of
 from flywheel.judge.grader import Grader
 from flywheel.judge.thread_pool import MAX_BROKEN, grade_all
-from flywheel.model_http_client import parse_retry_after
+from flywheel.model_http_client import CallError, parse_retry_after, retry_delay
 from flywheel.rubric import Rubric
 from flywheel.verdict import Exchange, Outcome, Verdict
 from tests.judge_server import FAULTS, JudgeServer
@@ -40,7 +39,7 @@ MakeGrader = Callable[..., Grader]
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeGrader]:
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
     monkeypatch.setenv("OPENAI_API_KEY", "the-key")
-    monkeypatch.setattr(Endpoint, "_wait", lambda *_: 0.0)
+    monkeypatch.setattr(model_http_client, "retry_delay", lambda *_: 0.0)
     made: list[Grader] = []
 
     def make(judge: JudgeServer, rubric: Rubric = RUBRIC, **settings: Any) -> Grader:
@@ -301,8 +300,7 @@ def test_retry_after_is_a_number_or_a_date_and_else_it_backs_off(header: str, le
     state = RetryCallState(Retrying(), None, (), {})
     error = CallError("slow down", status=429, retry_after=parse_retry_after(header))
     state.set_exception((CallError, error, None))  # type: ignore[arg-type]
-    settings = JudgeSettings()
-    assert least <= Endpoint(endpoints_of(settings)[0], settings)._wait(state) <= most
+    assert least <= retry_delay(state) <= most
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flywheel import model_http_client
 from flywheel.config import JudgeBudget, JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge.budget import Budget, BudgetSpentError
 from flywheel.judge.chat_completions import MAX_TOKEN_COUNT
-from flywheel.judge.client import NEVER, Endpoint
+from flywheel.judge.client import NEVER
 from flywheel.judge.grader import Grader
 from flywheel.judge.rate_limit import (
     MAX_REST_SECONDS,
@@ -58,7 +59,7 @@ class Clock:
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setenv("OPENAI_API_KEY", "the-key")
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
-    monkeypatch.setattr(Endpoint, "_wait", lambda *_: 0.0)
+    monkeypatch.setattr(model_http_client, "retry_delay", lambda *_: 0.0)
     made: list[Grader] = []
 
     def make(judge: JudgeServer, rubric: Rubric = RUBRIC, **settings: Any) -> Grader:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from flywheel import model_http_client
 from flywheel.config import JudgeSettings
 from flywheel.judge.chat_completions import (
     MONTH_SECONDS,
@@ -15,7 +16,7 @@ from flywheel.judge.chat_completions import (
     ResponseFormat,
     is_rejection_of,
 )
-from flywheel.judge.client import Endpoint, JudgeClient
+from flywheel.judge.client import JudgeClient
 from flywheel.judge.grader import Grader
 from flywheel.rubric import Rubric
 from flywheel.verdict import Exchange, Outcome
@@ -32,7 +33,7 @@ Make = Callable[..., Grader]
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setenv("OPENAI_API_KEY", "the-key")
-    monkeypatch.setattr(Endpoint, "_wait", lambda *_: 0.0)
+    monkeypatch.setattr(model_http_client, "retry_delay", lambda *_: 0.0)
     made: list[Grader] = []
 
     def make(

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from flywheel import model_http_client
 from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
-from flywheel.judge.client import Endpoint
 from flywheel.judge.grader import Grader, majority
 from flywheel.rubric import Rubric
 from flywheel.verdict import Exchange, Judgement, Outcome
@@ -26,7 +26,7 @@ A, R, U = Outcome.ACCEPTED, Outcome.REJECTED, Outcome.UNDECIDED
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setenv("OPENAI_API_KEY", "k")
-    monkeypatch.setattr(Endpoint, "_wait", lambda *_: 0.0)
+    monkeypatch.setattr(model_http_client, "retry_delay", lambda *_: 0.0)
     made: list[Grader] = []
 
     def make(judge: JudgeServer, criteria: Any = CRITERIA, threshold: float = 0.7, **how: Any) -> Grader:
