@@ -21,7 +21,3 @@ def code_of(name: str) -> str | None:
     if (code := wanted.replace("_", "-").partition("-")[0]) in NAMES:
         return code
     return next((code for code, names in NAMES.items() if wanted in map(str.casefold, names)), None)
-
-
-def english_name(code: str) -> str:
-    return NAMES[code][0] if code in NAMES else code

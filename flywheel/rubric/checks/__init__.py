@@ -1,4 +1,7 @@
-"""Checks: criteria that code decides without a call to the judge, by type."""
+"""Checks: criteria that code decides without a call to the judge, by type.
+
+Those of patterns, texts and lengths are here, the others in modules of their own.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +10,49 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
+import regex
+
 from flywheel.errors import CheckError
 from flywheel.rubric.checks.degenerate import check_degenerate
 from flywheel.rubric.checks.json_schema import check_json_schema
 from flywheel.rubric.checks.language import check_language
 from flywheel.rubric.checks.math_equal import check_math_equal
 from flywheel.rubric.checks.python_function import check_python_function
-from flywheel.rubric.checks.text import check_contains, check_length, check_pattern
 from flywheel.rubric.checks.tool_calls import check_no_error, check_tool_called, check_tool_sequence
 from flywheel.rubric.criterion import Criterion
+from flywheel.rubric.pattern import normal_forms, search, trimmed, visible
 from flywheel.rubric.rubric import Rubric
 from flywheel.verdict import CriterionResult, Exchange
 
 Check = Callable[[Criterion, Exchange, Rubric | None], tuple[float, str]]
 """Returns how far the criterion is met (0…1) and the reason. Raises CheckError if it cannot be decided."""
 
+
+def _check_pattern(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> tuple[bool, str]:
+    found = search(str(criterion.value), normal_forms(exchange.answer), regex.DOTALL)
+    return found == (criterion.type == "regex"), f"the pattern is {'found' if found else 'not found'}"
+
+
+def _check_contains(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> tuple[bool, str]:
+    wanted = tuple(normal_forms(str(criterion.value)))
+    found = any(form in text for text in normal_forms(exchange.answer) for form in wanted)
+    return found, f"the text is {'found' if found else 'not found'}"
+
+
+def _check_length(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> tuple[bool, str]:
+    limit = int(str(criterion.value))
+    is_minimum = criterion.type == "min-length"
+    length = len((visible if is_minimum else trimmed)(exchange.answer))
+    return length >= limit if is_minimum else length <= limit, f"{length} characters"
+
+
 CHECKS: Final[Mapping[str, Check]] = MappingProxyType(
     {
-        "regex": check_pattern,
-        "not-regex": check_pattern,
-        "contains": check_contains,
-        "min-length": check_length,
-        "max-length": check_length,
+        "regex": _check_pattern,
+        "not-regex": _check_pattern,
+        "contains": _check_contains,
+        "min-length": _check_length,
+        "max-length": _check_length,
         "language": check_language,
         "json-schema": check_json_schema,
         "math-equal": check_math_equal,
@@ -52,17 +76,20 @@ def check(criterion: Criterion, exchange: Exchange, rubric: Rubric | None = None
     Raises CheckError if it cannot be decided: no reference, a pattern that runs too long, a function that raises.
     """
     if criterion.type not in WHOLE_TEXT and max(len(exchange.query), len(exchange.answer)) > MAX_CHARACTERS:
-        exchange = replace(exchange, query=_shortened(exchange.query), answer=_shortened(exchange.answer))
-    score, reason = CHECKS[criterion.type](criterion, exchange, rubric)
+        half = MAX_CHARACTERS // 2
+        query, answer = (
+            text if len(text) <= MAX_CHARACTERS else f"{text[:half]}\n{text[-half:]}"
+            for text in (exchange.query, exchange.answer)
+        )
+        exchange = replace(exchange, query=query, answer=answer)
+    try:
+        score, reason = CHECKS[criterion.type](criterion, exchange, rubric)
+    except TimeoutError as error:
+        hint = "Rewrite nested repetitions such as (a+)+ so that there is one way to match."
+        raise CheckError(f"decide criterion {criterion.id}", f"its pattern {error}", hint) from None
     value = float(score)
     choice = "yes" if value == 1 else "no" if value == 0 else f"{value:g}"
     return CriterionResult(criterion.id, choice, value, criterion.passes(value), reason)
-
-
-def _shortened(text: str) -> str:
-    """The beginning and the end of a text that is too long."""
-    half = MAX_CHARACTERS // 2
-    return text if len(text) <= MAX_CHARACTERS else f"{text[:half]}\n{text[-half:]}"
 
 
 def check_all(rubric: Rubric, exchange: Exchange) -> tuple[CriterionResult, ...]:
@@ -86,8 +113,8 @@ def check_all(rubric: Rubric, exchange: Exchange) -> tuple[CriterionResult, ...]
 
 def fails_required(rubric: Rubric, results: Iterable[CriterionResult]) -> bool:
     """Whether a required criterion failed."""
-    required = {criterion.id for criterion in rubric.every if criterion.required}
-    return any(not result.passed and result.criterion in required for result in results)
+    failed = {result.criterion for result in results if not result.passed}
+    return bool(failed) and any(criterion.required and criterion.id in failed for criterion in rubric.every)
 
 
 def ask_the_judge(rubric: Rubric, exchange: Exchange) -> bool:

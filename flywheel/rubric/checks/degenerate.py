@@ -49,24 +49,19 @@ class Run(NamedTuple):
 
 
 def check_degenerate(_criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> tuple[bool, str]:
-    answer = exchange.answer
-    prose, code = split(answer)
-    problem = _find_loop(prose, code) or _find_tool_text(answer, prose) or _find_broken_encoding(answer, prose)
+    prose, code = split(exchange.answer)
+    problem = _find_loop(prose, code) or _find_malformed(exchange.answer, prose)
     return not problem, problem or "neither a loop nor a malformed tool call nor broken encoding"
 
 
-def _find_tool_text(answer: str, prose: str) -> str:
-    """A tool call that became text, or a token of the chat template. In code they are quotations."""
+def _find_malformed(answer: str, prose: str) -> str:
+    """A tool call that became text, a token of the chat template, or broken encoding. In code they are quotations."""
     if match := _TOOL_TEXT.search(prose):
         return f"the text of a tool call: {match[0]}"
     if match := _SPECIAL.search(prose):
         return f"a word of the chat template: {match[0].strip()}"
     if _BARE_CALL.match(answer) and _ARGUMENTS.search(answer):
         return "the answer is the text of a tool call"
-    return ""
-
-
-def _find_broken_encoding(answer: str, prose: str) -> str:
     if _SURROGATE.search(answer):
         return "broken encoding: half of a character"
     for count, what in (
@@ -92,7 +87,19 @@ def _find_loop(prose: str, code: str) -> str:
             for run in _longest_runs(units, separator, longest_period):
                 if is_loop(run):
                     return _repeated(run)
-    return _find_counted_loop(prose) or _find_lack_of_words(prose)
+    lines = [line.strip() for line in prose.splitlines() if line.strip() and not _TIME.search(line.strip())]
+    for run in _longest_runs([_NUMBER.sub("#", line) for line in lines], "\n", 8):
+        # The same sentence with another number, many times: "12. Check that the answer is complete.".
+        size = run.unit.count("\n") + 1
+        words = re.findall(r"[^\W\d_]{2,}", run.unit)
+        is_long = len(words) >= 7 * size or sum(char.isalpha() for char in run.unit) >= 40 * size
+        if run.times >= 10 and is_long and "#" in run.unit:
+            return _repeated(run)
+    # A long text that hardly ever says anything new, though not the same twice in a row.
+    tokens = [token.casefold() for token in _TOKEN.findall(prose) if token[0].isalnum()]
+    groups = list(zip(*(tokens[place:] for place in range(4)), strict=False))
+    share = len(set(groups)) / len(groups) if len(groups) >= 250 else 1.0
+    return f"only {share:.0%} of its word groups are new" if share < 0.15 else ""
 
 
 def _is_loop_in_prose(run: Run) -> bool:
@@ -138,29 +145,6 @@ def _longest_runs(units: Sequence[str], separator: str, longest_period: int) -> 
             characters = sum(map(len, covered)) + len(separator) * len(covered)
             runs.append(Run(separator.join(covered[:period]), (length + period) / period, characters))
     return runs
-
-
-def _find_counted_loop(prose: str) -> str:
-    """The same sentence with another number, many times: "12. Check that the answer is complete."."""
-    lines = [line.strip() for line in prose.splitlines() if line.strip() and not _TIME.search(line.strip())]
-    for run in _longest_runs([_NUMBER.sub("#", line) for line in lines], "\n", 8):
-        size = run.unit.count("\n") + 1
-        words = re.findall(r"[^\W\d_]{2,}", run.unit)
-        is_long = len(words) >= 7 * size or sum(char.isalpha() for char in run.unit) >= 40 * size
-        if run.times >= 10 and is_long and "#" in run.unit:
-            return _repeated(run)
-    return ""
-
-
-def _find_lack_of_words(prose: str) -> str:
-    """A long text that hardly ever says anything new, though not the same twice in a row."""
-    tokens = [token.casefold() for token in _TOKEN.findall(prose) if token[0].isalnum()]
-    size = 4
-    total = len(tokens) - size + 1
-    if total < 250:
-        return ""
-    share = len({tuple(tokens[place : place + size]) for place in range(total)}) / total
-    return f"only {share:.0%} of its word groups are new" if share < 0.15 else ""
 
 
 def _repeated(run: Run) -> str:

@@ -6,6 +6,7 @@ import json
 import re
 from typing import Any, Final, NoReturn
 
+import regex
 from jsonschema import Draft202012Validator, ValidationError
 from jsonschema.protocols import Validator
 from jsonschema.validators import extend, validator_for
@@ -13,8 +14,8 @@ from referencing import Registry
 from referencing.exceptions import Unresolvable
 
 from flywheel.errors import CheckError
-from flywheel.rubric.checks.text import search
 from flywheel.rubric.criterion import Criterion
+from flywheel.rubric.pattern import search
 from flywheel.rubric.rubric import Rubric
 from flywheel.verdict import Exchange
 
@@ -59,5 +60,5 @@ def _validator(criterion: Criterion, rubric: Rubric | None) -> Validator:
 
 
 def _match_pattern(_validator: Validator, pattern: str, instance: Any, _schema: Any) -> Any:
-    if isinstance(instance, str) and not search(pattern, [instance], "a json-schema criterion"):
+    if isinstance(instance, str) and not search(pattern, [instance], regex.DOTALL):
         yield ValidationError(f"{instance!r} does not match {pattern!r}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from flywheel.rubric.checks.markdown import words_only
 from flywheel.rubric.criterion import QUERY, Criterion
-from flywheel.rubric.language_names import NAMES, code_of, english_name
+from flywheel.rubric.language_names import NAMES, code_of
 from flywheel.rubric.rubric import Rubric
 from flywheel.verdict import Exchange
 
@@ -73,11 +73,12 @@ def check_language(criterion: Criterion, exchange: Exchange, _rubric: Rubric | N
     ranking = _rank(answer)
     found = ranking[0][0]
     is_clear = _probability(ranking, found) >= CERTAIN and _probability(ranking, wanted) <= EXCLUDED
+    wanted_name, found_name = (NAMES.get(code, [code])[0] for code in (wanted, found))
     if _are_confusable(found, wanted) or not is_clear:
-        return True, f"the answer is in {english_name(wanted)}, as far as can be told"
+        return True, f"the answer is in {wanted_name}, as far as can be told"
     if _has_part_in(answer, wanted):
-        return True, f"a part of the answer is in {english_name(wanted)}"
-    return False, f"the answer is in {english_name(found)}, not in {english_name(wanted)}"
+        return True, f"a part of the answer is in {wanted_name}"
+    return False, f"the answer is in {found_name}, not in {wanted_name}"
 
 
 def _rank(text: str) -> list[tuple[str, float]]:
