@@ -35,7 +35,9 @@ def register_secret(secret: str) -> None:
 
 def redact_secrets(text: AnyStr) -> AnyStr:
     """Replace the known secrets, also where they are escaped for JSON or a URL."""
-    for secret in _spellings(_known()):
+    # Of a copy: other threads may add to the set.
+    values = _values.copy().union(value for name, value in os.environ.items() if _is_secret(name))
+    for secret in _spellings(frozenset(values)):
         if isinstance(text, bytes):
             text = text.replace(secret.encode(), REDACTED.encode())
         else:
@@ -52,15 +54,10 @@ def _is_secret(name: str) -> bool:
     return name in _variables or _NAMES.search(name) is not None
 
 
-def _known() -> frozenset[str]:
-    # Of a copy: other threads may add to the set.
-    values = _values.copy().union(value for name, value in os.environ.items() if _is_secret(name))
-    parts = {part.strip() for value in values for part in (value, *value.split("|"))}
-    return frozenset(part for part in parts if len(part) >= MIN_CHARACTERS)
-
-
 @lru_cache(maxsize=16)
-def _spellings(secrets: frozenset[str]) -> list[str]:
+def _spellings(values: frozenset[str]) -> list[str]:
     """Every secret as text, in JSON and in a URL, the longest first: one may be part of another."""
+    parts = {part.strip() for value in values for part in (value, *value.split("|"))}
+    secrets = [part for part in parts if len(part) >= MIN_CHARACTERS]
     found = {text for secret in secrets for text in (secret, json.dumps(secret)[1:-1], quote(secret, safe=""))}
     return sorted(found, key=len, reverse=True)

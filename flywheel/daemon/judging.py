@@ -47,8 +47,9 @@ async def recover(store: Store, state_dir: Path) -> tuple[int, list[str]]:
     Returns the number of tasks, and the keys of those that became dead letters. The caller holds the instance lock.
     """
     calls = CallsInFlight(state_dir)
-    await store.write(verdicts.book, calls.read())
-    calls.reset()
+    if used := calls.read():
+        await store.write(verdicts.book, used)
+        calls.reset()
     return await store.write(claims.recover)
 
 

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -162,37 +163,37 @@ def load_chain(path: Path) -> Chain:
             redactors.append(params.redactor())
             step = LineFilter("pii", params.keep)
         elif isinstance(params, PythonFile):
-            python = _python_path(path, index, params)
+            try:
+                python = path.parent / expanded(Path(params.path))
+            except ValueError as error:
+                raise _error(path, f"`filters.{index}.params.path`: {error}") from None
             step = LineFilter("python", load_filter(python, params.function, params.timeout_seconds))
             digest.update(python.read_bytes())
         filters.append((entry.type, step))
     ordered = filters if file.keep_order else sorted(filters, key=lambda each: FILTERS[each[0]][0])
     steps = [step for _, step in ordered]
+    notices = [
+        f"{path}: deduplication's db_path {step.db_path} is not used: earlier tasks are kept in Flywheel's own state,"
+        " and that file is left as it is"
+        for step in steps
+        if isinstance(step, Deduplication) and step.db_path is not None
+    ]
+    if ordered != filters:
+        notices.append(
+            f"{path}: the filters run by cost, the cheapest first: {', '.join(name for name, _ in ordered)}. "
+            "Set keep_order: true to run them in the order of the file"
+        )
     judge = next((index for index, step in enumerate(steps) if isinstance(step, LlmEvaluate)), len(steps))
     return Chain(
         id=file.id,
         hash=digest.hexdigest()[:16],
         before=tuple(step for step in steps[:judge] if isinstance(step, Step)),
         after=tuple(step for step in steps[judge:] if isinstance(step, Step)),
-        redact=_combined(redactors) if redactors else None,
+        redact=(lambda line: reduce(lambda so_far, each: each(so_far), redactors, line)) if redactors else None,
         influence=next((step for step in steps if isinstance(step, Influence)), None),
         judge=next((step for step in steps if isinstance(step, LlmEvaluate)), None),
-        notices=tuple(_notices(path, steps, None if ordered == filters else [name for name, _ in ordered])),
+        notices=tuple(notices),
     )
-
-
-def _notices(path: Path, steps: list[LineFilter | Parameters], new_order: list[str] | None) -> Iterator[str]:
-    for step in steps:
-        if isinstance(step, Deduplication) and step.db_path is not None:
-            yield (
-                f"{path}: deduplication's db_path {step.db_path} is not used: earlier tasks are kept in Flywheel's"
-                " own state, and that file is left as it is"
-            )
-    if new_order is not None:
-        yield (
-            f"{path}: the filters run by cost, the cheapest first: {', '.join(new_order)}. "
-            "Set keep_order: true to run them in the order of the file"
-        )
 
 
 def redactor_of(path: Path | None) -> Redactor | None:
@@ -228,21 +229,5 @@ def _parameters(path: Path, index: int, entry: FilterEntry) -> Parameters | None
         raise _error(path, f"`filters.{index}.params`: {explain(error, model)}") from None
 
 
-def _python_path(path: Path, index: int, params: PythonFile) -> Path:
-    try:
-        return path.parent / expanded(Path(params.path))
-    except ValueError as error:
-        raise _error(path, f"`filters.{index}.params.path`: {error}") from None
-
-
 def _error(path: Path, why: str) -> ConfigError:
     return ConfigError(f"read filter chain {path}", why, REMEDY)
-
-
-def _combined(redactors: list[Redactor]) -> Redactor:
-    def redact(line: dict[str, Any]) -> dict[str, Any]:
-        for each in redactors:
-            line = each(line)
-        return line
-
-    return redact

@@ -12,7 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
 
@@ -110,18 +110,18 @@ def request_parts(request: Mapping[str, Any]) -> list[str]:
     return parts + [form for name, form in formats.items() if name in request]
 
 
+@dataclass(slots=True)
 class EndpointCapabilities:
     """What endpoints do not support, by endpoint with model. Thread-safe."""
 
-    def __init__(self, now: Callable[[], float] = time.time) -> None:
-        self._unsupported: dict[str, dict[str, float]] = {}
-        self._now = now
-        self._lock = threading.Lock()
+    now: Callable[[], float] = time.time
+    _unsupported: dict[str, dict[str, float]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def lacks(self, endpoint: str, part: str) -> bool:
         # Without the lock: each call asks several times, and a mapping is only ever replaced or added to.
         since = self._unsupported.get(endpoint, {}).get(part)
-        return since is not None and since + MONTH_SECONDS > self._now()
+        return since is not None and since + MONTH_SECONDS > self.now()
 
     def formats(self, endpoint: str) -> list[ResponseFormat]:
         """The supported formats, the strictest first. Text always is."""
@@ -159,7 +159,7 @@ class EndpointCapabilities:
         if self.lacks(endpoint, part):
             return False
         with self._lock:
-            self._unsupported.setdefault(endpoint, {})[part] = self._now()
+            self._unsupported.setdefault(endpoint, {})[part] = self.now()
             return True
 
     def snapshot(self) -> str:

@@ -179,11 +179,11 @@ class JudgeClient:
 
         A rejection that names a parameter or the format is recorded. After any other, text is tried.
         """
-        formats = self.capabilities.formats(str(endpoint.config))
+        name = str(endpoint.config)
         suspected: ResponseFormat | None = None
         while True:
-            form = formats[0]
-            sent = self.capabilities.supported_request(str(endpoint.config), request, form, response_format)
+            form = ResponseFormat.TEXT if suspected else self.capabilities.formats(name)[0]
+            sent = self.capabilities.supported_request(name, request, form, response_format)
             try:
                 reply = endpoint.call(sent, stop)
             except CallError as error:
@@ -198,9 +198,8 @@ class JudgeClient:
                     return endpoint.rejected(error)
                 if is_named:
                     self._record(endpoint, form)
-                    formats.pop(0)
                 else:
-                    formats, suspected = [ResponseFormat.TEXT], form
+                    suspected = form
                 continue
             if suspected is not None:
                 self._record(endpoint, suspected)
@@ -365,7 +364,7 @@ class Endpoint:
                     client = ModelHttpClient(url, timeout_seconds=self._settings.timeout_seconds)
                 except ValueError as error:
                     raise self._error(str(error), "Correct HTTPS_PROXY and HTTP_PROXY, or unset them.") from error
-                self._connection = KeyPool(keys), client
+                self._connection = KeyPool([Key(place, key) for place, key in enumerate(keys, start=1)]), client
             return self._connection
 
     def _unreachable(self, why: str) -> JudgeError:

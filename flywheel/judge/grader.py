@@ -14,7 +14,6 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from flywheel.config import JudgeSettings
 from flywheel.errors import CheckError, JudgeError
@@ -77,7 +76,12 @@ class Grader:
         self.rubric = rubric
         self.client = client or JudgeClient(settings_for(rubric, settings))
         self._call = JudgeCall(rubric, settings, self.client, calls)
-        self.hashes = criterion_hashes(rubric)
+        self.hashes: dict[str, str] = {}
+        """Hashes of what the judge is told about each criterion that it decides, by criterion id."""
+        for each in rubric.asked:
+            is_alone = rubric.judge.per_criterion
+            told = json.dumps([each.type, str(each.value).strip(), list(each.scale), each.id == FLAT_ID, is_alone])
+            self.hashes[each.id] = hashlib.sha256(told.encode()).hexdigest()[:16]
         told = f"{self.client.identity}\0{self._call.temperature}\0{self._call.max_tokens}\0{prompt.VERSION}"
         self.judge_hash = hashlib.sha256(told.encode()).hexdigest()[:16]
 
@@ -291,13 +295,3 @@ def tally(judgements: Sequence[Judgement]) -> str:
     """The votes by outcome, for a message."""
     counts = {outcome.value: sum(each.outcome is outcome for each in judgements) for outcome in Outcome}
     return ", ".join(f"{number} {outcome}" for outcome, number in counts.items() if number)
-
-
-def criterion_hashes(rubric: Rubric) -> Mapping[str, str]:
-    """Hashes of what the judge is told about each criterion that it decides, by criterion id."""
-    hashes = {}
-    for each in rubric.asked:
-        is_alone = rubric.judge.per_criterion
-        told = [each.type, str(each.value).strip(), list(each.scale), each.id == FLAT_ID, is_alone]
-        hashes[each.id] = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
-    return MappingProxyType(hashes)

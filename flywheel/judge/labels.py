@@ -123,17 +123,9 @@ def _exchange(line: Mapping[str, Any], tasks: Mapping[str, dict[str, Any]]) -> E
     metadata: dict[str, Any] = dict(given) if isinstance(given, dict) else {}
     if line.get("reference") is not None:
         metadata.setdefault("reference", line["reference"])
-    history = list(line.get("init_messages") or ())
     trajectory, tools = (_objects(metadata, key) for key in ("trajectory_json", "tools_json"))
-    task_line = {
-        "task_id": str(line.get("task_id", "")),
-        "main_query": query,
-        "question": query,
-        "answer": answer,
-        "init_messages": history,
-        "metadata": {"answer": answer, "trajectory_json": "[]", "tools_json": "[]", **metadata},
-    }
-    return Exchange(query, answer, tuple(history), trajectory, tools, line=task_line)
+    known = {"task_id": str(line.get("task_id", "")), "metadata": metadata}
+    return Exchange(query, answer, tuple(line.get("init_messages") or ()), trajectory, tools, line=known)
 
 
 def _objects(metadata: Mapping[str, Any], key: str) -> tuple[dict[str, Any], ...]:

@@ -24,6 +24,7 @@ import json
 import re
 import secrets
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 from flywheel.rubric import FLAT_ID, Criterion, Rubric
@@ -63,6 +64,8 @@ object only."""
 
 NAMES = ("CONVERSATION BEFORE", "TOOLS", "QUESTION", "STEPS", "REFERENCE ANSWER", "ANSWER")
 
+new_nonce: Final = partial(secrets.token_hex, 8)
+"""Draws a token that no text of a task can know."""
 BLOCK: Final = "<<<{name} {nonce}>>>\n{text}\n<<<END {name} {nonce}>>>"
 TURN: Final = "[{who} {nonce}] {text}"
 
@@ -185,11 +188,6 @@ def _transcript(messages: tuple[ChatMessage, ...], nonce: str) -> str:
                 who = f"{who} {message['name']}"
             turns.append(turn(who, str(message["content"]), nonce))
     return "\n".join(turns)
-
-
-def new_nonce() -> str:
-    """A token that no text of a task can know."""
-    return secrets.token_hex(8)
 
 
 def escape(text: str, nonce: str) -> str:

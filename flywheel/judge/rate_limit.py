@@ -94,19 +94,19 @@ class Key:
     rejection: str = ""
 
 
+@dataclass(slots=True)
 class KeyPool:
     """Keys in turn, for example from "k1|k2". A key that was rejected or throttled rests. Thread-safe."""
 
-    def __init__(self, secrets: list[str], clock: Callable[[], float] = time.monotonic) -> None:
-        self.keys = [Key(place, secret) for place, secret in enumerate(secrets, start=1)]
-        self._clock = clock
-        self._turn = 0
-        self._lock = threading.Lock()
+    keys: list[Key]
+    clock: Callable[[], float] = time.monotonic
+    _turn: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self) -> Key | None:
         """The next key that does not rest; None when all do."""
         with self._lock:
-            now = self._clock()
+            now = self.clock()
             for key in self.keys[self._turn :] + self.keys[: self._turn]:
                 if key.rests_until <= now:
                     self._turn = key.place % len(self.keys)
@@ -119,14 +119,14 @@ class KeyPool:
             return  # the retries back off
         with self._lock:
             rest = min(THROTTLED_SECONDS if seconds is None else seconds, MAX_REST_SECONDS)
-            key.rests_until = max(key.rests_until, self._clock() + rest)
+            key.rests_until = max(key.rests_until, self.clock() + rest)
 
     def reject(self, key: Key, reason: str) -> bool:
         """Let a rejected key rest; returns whether another key was not rejected."""
         with self._lock:
             key.rejection = reason
             if len(self.keys) > 1:
-                key.rests_until = self._clock() + REJECTED_SECONDS
+                key.rests_until = self.clock() + REJECTED_SECONDS
             return any(not other.rejection for other in self.keys)
 
     def rejection(self) -> str:
@@ -137,4 +137,4 @@ class KeyPool:
     def wait_seconds(self) -> float:
         """Seconds until the first key has rested."""
         with self._lock:
-            return max(0.0, min(key.rests_until for key in self.keys) - self._clock())
+            return max(0.0, min(key.rests_until for key in self.keys) - self.clock())

@@ -265,23 +265,17 @@ class Criterion(Part):
             raise invalid(f"min {self.min} is more than max {self.max}: that is never met", "min")
         if any(not 0 <= value <= 1 for value in self.choices.values()):
             raise invalid("values of choices must be in 0…1", "choices")
-        if self.weight < 0 or self.required:
-            self._check_weight()
-        return self
-
-    def _check_weight(self) -> None:
-        if self.weight < 0 and not KINDS[self.type].allows_negative_weight:
+        if self.weight < 0 and not kind.allows_negative_weight:
             why = "is met by a sound reply, so a negative weight would punish those: make it positive"
             raise invalid(f"{self.type} {why}", "weight")
-        if not self.required:
-            return
-        if self.weight < 0:
+        if self.required and self.weight < 0:
             raise invalid("a criterion cannot be required and take away", "weight")
-        if self.weight == 0:
+        if self.required and self.weight == 0:
             why = "it is required but has weight 0: give it a positive weight, or leave out `required`"
             raise invalid(why, "weight")
-        if not any(self.passes(value) for value in self.scale.values()):
+        if self.required and not any(self.passes(value) for value in self.scale.values()):
             raise invalid("it is required, but its best choice is below 0.5: no reply could pass", "choices")
+        return self
 
     @property
     def asks_the_judge(self) -> bool:

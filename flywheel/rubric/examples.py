@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from flywheel.errors import CheckError
 from flywheel.rubric.checks import check
 from flywheel.rubric.criterion import KINDS, Criterion
@@ -29,7 +27,8 @@ def contradictions(file: RubricFile) -> list[Problem]:
 
 
 def _contradiction(rubric: Rubric, example: Example) -> str:
-    exchange = _exchange(example)
+    line = {"metadata": {"reference": example.reference}} if example.reference else {}
+    exchange = Exchange(example.query, example.answer, trajectory=tuple(example.trajectory or ()), line=line)
     undecided = [each for each in rubric.every if each.asks_the_judge or _is_undecided(each, example)]
     results = [(each, check(each, exchange, rubric)) for each in rubric.every if each not in undecided]
     if failed := [result for criterion, result in results if criterion.required and not result.passed]:
@@ -45,23 +44,6 @@ def _contradiction(rubric: Rubric, example: Example) -> str:
         if lowest >= rubric.threshold:
             return f"the checks accept it: its score is {'at least ' if undecided else ''}{lowest:.2f}"
     return ""
-
-
-def _exchange(example: Example) -> Exchange:
-    metadata = {
-        "answer": example.answer,
-        "tools_json": "[]",
-        "trajectory_json": json.dumps(example.trajectory or []),
-        **({"reference": example.reference} if example.reference else {}),
-    }
-    line = {
-        "main_query": example.query,
-        "question": example.query,
-        "answer": example.answer,
-        "init_messages": [],
-        "metadata": metadata,
-    }
-    return Exchange(example.query, example.answer, trajectory=tuple(example.trajectory or ()), line=line)
 
 
 def _is_undecided(criterion: Criterion, example: Example) -> bool:

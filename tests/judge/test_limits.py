@@ -25,6 +25,7 @@ from flywheel.judge.rate_limit import (
     REJECTED_SECONDS,
     THROTTLED_SECONDS,
     ConcurrencyLimit,
+    Key,
     KeyPool,
     RateLimiter,
 )
@@ -223,9 +224,13 @@ def test_a_call_that_failed_gives_its_tokens_back(make: Callable[..., Grader], f
 # Keys
 
 
+def pool_of(secrets: str, clock: Clock) -> KeyPool:
+    return KeyPool([Key(place, secret) for place, secret in enumerate(secrets, start=1)], clock)
+
+
 def test_keys_take_turns_and_a_slow_one_rests() -> None:
     clock = Clock()
-    pool = KeyPool(["a", "b", "c"], clock)
+    pool = pool_of("abc", clock)
 
     def taken(number: int) -> str:
         keys = [pool.take() for _ in range(number)]
@@ -247,7 +252,7 @@ def test_keys_take_turns_and_a_slow_one_rests() -> None:
 
 def test_a_refused_key_rests_and_all_refused_is_told() -> None:
     clock = Clock()
-    pool = KeyPool(["a", "b"], clock)
+    pool = pool_of("ab", clock)
     first = pool.take()
     assert first is not None
     assert pool.reject(first, "401")
@@ -266,7 +271,7 @@ def test_a_refused_key_rests_and_all_refused_is_told() -> None:
 
 
 def test_secrets_are_in_no_representation() -> None:
-    assert "hush" not in repr(KeyPool(["hush"]).take())
+    assert "hush" not in repr(Key(1, "hush"))
 
 
 def keys_used(judge: JudgeServer) -> list[str]:

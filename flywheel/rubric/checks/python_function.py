@@ -51,7 +51,7 @@ def load(used: UsedFile, name: str) -> PythonProcess:
 
 
 def task_line(exchange: Exchange) -> Mapping[str, Any]:
-    """The task line; for a rollout, what is known of it under the same keys."""
+    """The task line; where it is not whole, as for a rollout, what is known of it under the same keys."""
     if "answer" in exchange.line:
         return exchange.line
     return {
@@ -59,6 +59,7 @@ def task_line(exchange: Exchange) -> Mapping[str, Any]:
         "question": exchange.query,
         "answer": exchange.answer,
         "init_messages": list(exchange.history),
+        **exchange.line,
         "metadata": {
             "answer": exchange.answer,
             "reference": exchange.reference,
