@@ -215,7 +215,8 @@ class SourceIngestion:
         try:
             if self._counts is None:
                 # Cached, because counting takes longer the more replies there are.
-                self._counts = await self._store.read(ledger.counts_of, self._source)
+                counts = await self._store.read(ledger.counts_by_source, self._source)
+                self._counts = counts.get(self._source, NO_COUNTS)
             if cursor is not None:
                 if isinstance(self.connector, StudioConnector) and cursor.rowid and not self._counts.replies:
                     # Reported as long as the database has no agent's reply, also by a pass without new spans.
@@ -334,13 +335,17 @@ class Ingestion:
                     report = replace(again, new=report.new + found.new_tasks + again.new, warnings=warnings)
                 return report
 
-        done = asyncio.Event()
-        exporting = asyncio.create_task(self._export_until(done))
+        reading = asyncio.gather(*(read(source) for source in self.sources()))
         try:
-            reports = await asyncio.gather(*(read(source) for source in self.sources()))
-        finally:
-            done.set()
-            await exporting
+            while not (await asyncio.wait((reading,), timeout=EXPORT_SECONDS))[0]:
+                with contextlib.suppress(StoreError):
+                    # It is exported again at the end, which reports an error that persists.
+                    await self.export()
+        except BaseException:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            raise
+        reports = await reading
         await self.export()
         return list(reports)
 
@@ -348,15 +353,6 @@ class Ingestion:
         """Append new tasks to the task file."""
         if self._export:
             await self._task_file.follow(self._store)
-
-    async def _export_until(self, done: asyncio.Event) -> None:
-        while True:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(done.wait(), EXPORT_SECONDS)
-                return
-            with contextlib.suppress(StoreError):
-                # `run` exports again at its end and reports an error that persists.
-                await self.export()
 
     async def close(self) -> None:
         """Close all connectors and end their threads."""

@@ -52,6 +52,7 @@ class JsonlConnector:
     another."""
 
     type = "jsonl"
+    schema = JsonlReader.schema
     due_at: float | None = None
 
     def __init__(self, path: Path, threads: Executor, models: TrainedModels = ANY_MODEL) -> None:
@@ -60,10 +61,6 @@ class JsonlConnector:
         self._reader = JsonlReader(path, models)
         self._threads = threads
         self._last: asyncio.Future[Any] | None = None
-
-    @property
-    def schema(self) -> str:
-        return self._reader.schema
 
     @property
     def longest_read_ms(self) -> float:

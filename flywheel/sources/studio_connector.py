@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -24,11 +24,11 @@ from flywheel.config import Config
 from flywheel.exclusion import ANY_MODEL, TrainedModels
 from flywheel.sources.studio.extraction_process import ExtractionProcess
 from flywheel.sources.studio.open_traces import FOREVER_NS
-from flywheel.sources.studio.reader import StudioReader
+from flywheel.sources.studio.reader import Checkpoints, StudioReader
 from flywheel.sources.studio.replies import extract
-from flywheel.store import checkpoints
+from flywheel.store.checkpoints import checkpoints_of
 from flywheel.store.database import Store
-from flywheel.trace import Checkpoint, Cursor, Selection
+from flywheel.trace import Cursor, Selection
 
 T = TypeVar("T")
 
@@ -146,25 +146,6 @@ class SharedLimits:
     turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(4))
 
 
-@dataclass(slots=True)
-class StoredCheckpoints:
-    """The checkpoints of one source in the ledger, for the reader's thread. To be created on the event loop."""
-
-    store: Store
-    source: int
-    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-
-    def open_checkpoints(self) -> Sequence[Checkpoint]:
-        return self._ask(checkpoints.open_checkpoints)
-
-    def checkpoints(self, trace_ids: Sequence[str]) -> Mapping[str, Checkpoint]:
-        return self._ask(checkpoints.checkpoints_of, trace_ids)
-
-    def _ask(self, query: Callable[..., T], *values: object) -> T:
-        answer = self.store.read(query, self.source, *values)
-        return asyncio.run_coroutine_threadsafe(answer, self.loop).result()
-
-
 class StudioConnector:
     """Reads one database in a thread of its own and, while that is needed, extracts in a child process."""
 
@@ -212,8 +193,7 @@ class StudioConnector:
         """One pass; each batch must be stored before the next is asked for."""
         self.progress = Progress()
         self._is_long = False
-        stored = StoredCheckpoints(self._store, number)
-        batches = self.reader.read(cursor, stored, now=datetime.now(UTC), final=final)
+        batches = self.reader.read(cursor, self._checkpoints(number), now=datetime.now(UTC), final=final)
         queue: BoundedQueue[Future[Batch]] = BoundedQueue(QUEUED_BATCHES, QUEUED_BYTES, self._shares.budget)
         producer = asyncio.create_task(self._produce(batches, queue))
         try:
@@ -237,9 +217,8 @@ class StudioConnector:
 
     async def rescan(self, number: int, *, whole: bool) -> AsyncGenerator[Batch]:
         """Find what changed in place in the newest rows or in all of them. Passes may run between two batches."""
-        stored = StoredCheckpoints(self._store, number)
         last = None if whole else RECENT_ROWS
-        batches = self.reader.rescan(stored, now=datetime.now(UTC), last=last)
+        batches = self.reader.rescan(self._checkpoints(number), now=datetime.now(UTC), last=last)
         progress = Progress()
 
         def next_batch() -> Batch | None:
@@ -258,6 +237,13 @@ class StudioConnector:
                 yield batch
         finally:
             await self.in_thread(batches.close)
+
+    def _checkpoints(self, source: int) -> Checkpoints:
+        """The checkpoints of a source in the ledger, for the reader's thread."""
+        loop = asyncio.get_running_loop()
+        return lambda trace_ids: asyncio.run_coroutine_threadsafe(
+            self._store.read(checkpoints_of, source, trace_ids), loop
+        ).result()
 
     def forget(self) -> None:
         """Discard uncommitted state; the next read resumes from the stored cursor."""

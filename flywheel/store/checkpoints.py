@@ -16,15 +16,19 @@ _OF_TRACES: Final = Lookup(select(traces).where(traces.c.source_id == bindparam(
 _COLUMNS: Final = ("source_id", "trace_id", "rowids", "digest", "generation", "is_open")
 
 
-def checkpoints_of(conn: Connection, source: int, trace_ids: Sequence[str]) -> dict[str, Checkpoint]:
-    """The checkpoints of these traces, as far as there are any."""
-    return {row.trace_id: _checkpoint(row) for row in _OF_TRACES.rows(conn, trace_ids, source)}
-
-
-def open_checkpoints(conn: Connection, source: int) -> list[Checkpoint]:
-    """The checkpoints of open traces."""
-    rows = conn.execute(select(traces).where(traces.c.source_id == source, traces.c.is_open))
-    return [_checkpoint(row) for row in rows]
+def checkpoints_of(conn: Connection, source: int, trace_ids: Sequence[str] | None) -> dict[str, Checkpoint]:
+    """The checkpoints of these traces, as far as there are any, or (None) of all open ones."""
+    rows: Iterable[Row[Any]]
+    if trace_ids is None:
+        rows = conn.execute(select(traces).where(traces.c.source_id == source, traces.c.is_open))
+    else:
+        rows = _OF_TRACES.rows(conn, trace_ids, source)
+    return {
+        row.trace_id: Checkpoint(
+            row.trace_id, parse_ranges(row.rowids), row.digest, row.generation, bool(row.is_open)
+        )
+        for row in rows
+    }
 
 
 def store_checkpoints(conn: Connection, source: int, checkpoints: Iterable[Checkpoint]) -> None:
@@ -44,10 +48,6 @@ def reopen(conn: Connection, source: int, trace_ids: Sequence[str]) -> int:
         wanted = update(traces).where(traces.c.source_id == source, traces.c.trace_id.in_(some))
         found += conn.execute(wanted.values(is_open=True, digest=0)).rowcount
     return found
-
-
-def _checkpoint(row: Row[Any]) -> Checkpoint:
-    return Checkpoint(row.trace_id, parse_ranges(row.rowids), row.digest, row.generation, bool(row.is_open))
 
 
 def format_ranges(rowids: Sequence[int]) -> str:

@@ -207,11 +207,6 @@ def all_sources(conn: Connection) -> list[dict[str, Any]]:
     return [dict(row) for row in conn.execute(select(sources).order_by(sources.c.id)).mappings()]
 
 
-def counts_of(conn: Connection, source: int) -> SourceCounts:
-    """The counts of one source."""
-    return counts_by_source(conn, source).get(source, SourceCounts(0, 0, {}, 0))
-
-
 def counts_by_source(conn: Connection, source: int | None = None) -> dict[int, SourceCounts]:
     """The counts of every source that has replies, or of one `source`."""
     states: dict[int, Counter[str]] = {}

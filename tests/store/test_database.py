@@ -28,7 +28,8 @@ def record(conn: Connection, number: int) -> int:
 
 
 def count(conn: Connection) -> int:
-    return ledger.counts_of(conn, ledger.source_id(conn, "/x.sqlite")).tasks
+    counts = ledger.counts_by_source(conn).get(ledger.source_id(conn, "/x.sqlite"))
+    return counts.tasks if counts else 0
 
 
 async def test_what_is_written_is_there_when_it_is_opened_again(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ async def test_a_batch_that_comes_again_changes_nothing(store: Store) -> None:
     again = await store.write(put, "/a", what)
     assert (first.new_tasks, first.new_replies, first.dead) == (2, 3, 1)
     assert (again.new_tasks, again.new_replies, again.dead) == (0, 0, 0)
-    counts = await store.read(ledger.counts_of, 1)
+    counts = (await store.read(ledger.counts_by_source, 1))[1]
     assert (counts.replies, counts.tasks, dict(counts.skipped), counts.dead) == (4, 2, {"error": 1}, 1)
 
 
@@ -64,14 +64,14 @@ async def test_an_agent_span_that_arrives_after_it_was_given_up_becomes_a_task(s
     await store.write(put, "/a", batch(reply(1, skip=SkipReason.UNFINISHED, answer="")))
     late = await store.write(put, "/a", batch(reply(1)))
     assert late.new_tasks == 1
-    counts = await store.read(ledger.counts_of, 1)
+    counts = (await store.read(ledger.counts_by_source, 1))[1]
     assert (counts.tasks, dict(counts.skipped)) == (1, {})
 
 
 async def test_a_late_agent_span_that_makes_no_task_corrects_the_reason(store: Store) -> None:
     await store.write(put, "/a", batch(reply(1, skip=SkipReason.UNFINISHED), reply(2, skip=SkipReason.ERROR)))
     await store.write(put, "/a", batch(reply(1, skip=SkipReason.NESTED), reply(2, skip=SkipReason.UNFINISHED)))
-    counts = await store.read(ledger.counts_of, 1)
+    counts = (await store.read(ledger.counts_by_source, 1))[1]
     assert dict(counts.skipped) == {"error": 1, "nested": 1}
     assert (await store.read(balance.balance)).balanced
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -35,14 +35,8 @@ UNCOMMITTED: Final = 8_000
 each row may be a trace, and a checkpoint is about 400 bytes."""
 
 
-class Checkpoints(Protocol):
-    """The stored checkpoints of one source."""
-
-    def open_checkpoints(self) -> Sequence[Checkpoint]:
-        """Those of all open traces."""
-
-    def checkpoints(self, trace_ids: Sequence[str]) -> Mapping[str, Checkpoint]:
-        """Those of these traces, by trace id."""
+Checkpoints = Callable[[Sequence[str] | None], Mapping[str, Checkpoint]]
+"""Looks up the stored checkpoints of one source, by trace id: those of some traces, or (None) of all open ones."""
 
 
 class StudioReader:
@@ -177,7 +171,7 @@ class StudioReader:
         self._uncommitted.clear()
         self._tail = scan = Scan(cursor.rowid, self.schema, cursor.anchor)
         # Traces that were open when the last process ended, or that are to be read again.
-        for checkpoint in checkpoints.open_checkpoints():
+        for checkpoint in checkpoints(None).values():
             if checkpoint.generation == cursor.generation:
                 trace = scan.traces[checkpoint.trace_id] = OpenTrace(checkpoint.trace_id, now_ns, known=checkpoint)
                 self._add_earlier_rows(scan, trace, checkpoint)
@@ -205,7 +199,7 @@ class StudioReader:
         new, scan.new = scan.new, {}
         found = {trace: self._uncommitted[trace] for trace in new if trace in self._uncommitted}
         if unknown := [trace for trace in new if trace not in found]:
-            found |= checkpoints.checkpoints(unknown)
+            found |= checkpoints(unknown)
         for trace_id, checkpoint in found.items():
             trace = new[trace_id]
             trace.known = checkpoint

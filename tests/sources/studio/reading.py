@@ -64,7 +64,9 @@ class Ledger:
     def open_checkpoints(self) -> Sequence[Checkpoint]:
         return [checkpoint for checkpoint in self.stored.values() if checkpoint.is_open]
 
-    def checkpoints(self, trace_ids: Sequence[str]) -> Mapping[str, Checkpoint]:
+    def __call__(self, trace_ids: Sequence[str] | None) -> Mapping[str, Checkpoint]:
+        if trace_ids is None:
+            return {checkpoint.trace_id: checkpoint for checkpoint in self.open_checkpoints()}
         return {trace: self.stored[trace] for trace in trace_ids if trace in self.stored}
 
     def store(self, batch: Batch, schema: Schema | None) -> list[Reply]:
