@@ -56,7 +56,8 @@ def why(conn: Connection, subject: str) -> dict[str, Any] | None:
         .mappings()
         .all()
     )
-    return {"kind": "trace", "id": subject, "replies": [_reply_story(conn, row) for row in rows]} if rows else None
+    stories = [{**{key: row[key] for key in _REPLY}, "task": _task_story(conn, row["task_id"])} for row in rows]
+    return {"kind": "trace", "id": subject, "replies": stories} if rows else None
 
 
 def _round_story(conn: Connection, row: RowMapping) -> dict[str, Any]:
@@ -67,18 +68,19 @@ def _round_story(conn: Connection, row: RowMapping) -> dict[str, Any]:
         .where(round_samples.c.round_id == row["id"])
         .order_by(tasks.c.id)
     ).all()
-    left_out = (row["result"] or {}).get("left_out", {})
+    result = row["result"] or {}
+    left_out = result.get("left_out", {})
     train = [sample for sample in samples if sample.split == Split.TRAIN and sample.key not in left_out]
     served = conn.execute(
         select(deployments).where(deployments.c.adapter == row["name"]).order_by(deployments.c.id)
     ).mappings()
-    result = row["result"] or {}
+    comparison = adapter["comparison"] if adapter else result.get("comparison")
     return {
         "kind": "round",
         "id": row["name"],
         **{key: row[key] for key in _ROUND},
         "adapter": adapter and {key: adapter[key] for key in ("name", "path", "sha256", "state", "base_model")},
-        "comparison": _without_scores(adapter["comparison"] if adapter else result.get("comparison")),
+        "comparison": comparison and {key: value for key, value in comparison.items() if key != "scores"},
         "versions": result.get("versions", {}),
         "usage": result.get("usage", {}),
         "samples": [
@@ -95,10 +97,6 @@ def _round_story(conn: Connection, row: RowMapping) -> dict[str, Any]:
     }
 
 
-def _without_scores(comparison: dict[str, Any] | None) -> dict[str, Any] | None:
-    return comparison and {key: value for key, value in comparison.items() if key != "scores"}
-
-
 def _exclusion_reason(reason: Exclusion, task: RowMapping) -> str:
     metadata = task["payload"]["metadata"]
     match reason:
@@ -107,10 +105,6 @@ def _exclusion_reason(reason: Exclusion, task: RowMapping) -> str:
         case Exclusion.MODEL:
             return f"{WORDS[reason].why}: {task['model']}"
     return WORDS[reason].why
-
-
-def _reply_story(conn: Connection, row: RowMapping) -> dict[str, Any]:
-    return {**{key: row[key] for key in _REPLY}, "task": _task_story(conn, row["task_id"])}
 
 
 def _task_story(conn: Connection, number: int | None) -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ from flywheel.errors import SourceError
 MAX_LINE: Final = 16 << 20
 """Longest line in bytes that is parsed."""
 _BLOCK: Final = 1 << 20
-_FINGERPRINTED: Final = 4096
+FINGERPRINTED: Final = 4096
 """Bytes at the beginning or end of a line that identify it."""
 _COMPRESSED: Final = {
     b"\x1f\x8b": "compressed with gzip",
@@ -50,11 +50,6 @@ class Line:
 def fingerprint(text: bytes) -> str:
     """Length and hash of some bytes, as LENGTH:HASH."""
     return f"{len(text)}:{xxhash.xxh3_64_hexdigest(text)}"
-
-
-def head_fingerprint(line: Line) -> str:
-    """The fingerprint of the first bytes of a line."""
-    return fingerprint(line.text[:_FINGERPRINTED])
 
 
 def files_of(path: Path) -> list[Path]:
@@ -174,7 +169,7 @@ class JsonlFile:
             first = 0
             while (stop := held.find(b"\n", max(first, searched))) >= 0:
                 text = bytes(held[first : stop + 1])
-                yield Line(start + first, start + stop + 1, text, text[-_FINGERPRINTED:], len(text) <= MAX_LINE)
+                yield Line(start + first, start + stop + 1, text, text[-FINGERPRINTED:], len(text) <= MAX_LINE)
                 first = stop + 1
             del held[:first]
             start += first
@@ -189,18 +184,18 @@ class JsonlFile:
                 start, searched = long.end, 0
         if held:
             text = bytes(held)
-            self.unfinished = Line(start, start + len(text), text, text[-_FINGERPRINTED:])
+            self.unfinished = Line(start, start + len(text), text, text[-FINGERPRINTED:])
 
     def _long_line(self, start: int, held: bytes) -> Line:
         """The line that begins with `held`; what lies between its two ends is not kept."""
-        at, tail = start + len(held), held[-_FINGERPRINTED:]
+        at, tail = start + len(held), held[-FINGERPRINTED:]
         while block := self._take(at, _BLOCK):
             stop = block.find(b"\n") + 1
-            tail = (tail + (block[:stop] if stop else block))[-_FINGERPRINTED:]
+            tail = (tail + (block[:stop] if stop else block))[-FINGERPRINTED:]
             at += stop or len(block)
             if stop:
                 break
-        return Line(start, at, held[:_FINGERPRINTED], tail, whole=False)
+        return Line(start, at, held[:FINGERPRINTED], tail, whole=False)
 
     def _take(self, at: int, length: int) -> bytes:
         began = time.perf_counter()

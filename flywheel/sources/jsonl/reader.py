@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from flywheel.batch import Batch, Entry
 from flywheel.errors import SourceError
 from flywheel.exclusion import ANY_MODEL, TrainedModels
-from flywheel.sources.jsonl.file import MAX_LINE, JsonlFile, Line, fingerprint, head_fingerprint
+from flywheel.sources.jsonl.file import FINGERPRINTED, MAX_LINE, JsonlFile, Line, fingerprint
 from flywheel.sources.jsonl.messages import LineError
 from flywheel.sources.jsonl.record import entry_of_line
 from flywheel.trace import Cursor, DeadRow
@@ -149,7 +149,7 @@ class JsonlReader:
             except Exception as error:
                 log.exception("%s: a line could not be read", self.path)
                 dead.append(_dead(line, f"{type(error).__name__}: {error}. This is a defect; please report it."))
-        first = head_fingerprint(page[0]) if page[0].start == 0 else cursor.anchor.partition(" ")[0]
+        first = cursor.anchor.partition(" ")[0] if page[0].start else fingerprint(page[0].text[:FINGERPRINTED])
         moved = replace(cursor, rowid=page[-1].end, anchor=f"{first} {fingerprint(page[-1].tail)}")
         return Batch(moved, tuple(entries), tuple(dead))
 

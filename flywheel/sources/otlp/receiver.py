@@ -56,12 +56,12 @@ class Receiver:
     @property
     def url(self) -> str:
         """The URL for clients. The port is known when `start` has returned."""
-        host, port = self._address or _host_and_port(self._listen)
+        host, port = self._address or host_and_port(self._listen)
         return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1/traces"
 
     async def start(self) -> None:
         """Open the inbox and listen. Raises ReceiverError (retryable if waiting may help) and ConfigError."""
-        host, port = _host_and_port(self._listen)
+        host, port = host_and_port(self._listen)
         token = _token(self._listen, self._token_env)
         bound = _bound(host, port)
         try:
@@ -136,13 +136,6 @@ def _server(inbox: Inbox, thread: ThreadPoolExecutor, token: str | None) -> uvic
             timeout_graceful_shutdown=STOP_SECONDS,
         )
     )
-
-
-def _host_and_port(listen: str) -> tuple[str, int]:
-    try:
-        return host_and_port(listen)
-    except ValueError as error:
-        raise ReceiverError("receive spans", str(error), "Correct `listen`.") from None
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -138,8 +138,6 @@ def limit_accept_error_logs(loop: asyncio.AbstractEventLoop, where: str, fileno:
 _NO_RESOURCE: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-log = logging.getLogger(__name__)
-
 PATH: Final = "/v1/traces"
 MAX_BODY: Final = 32 * 1024 * 1024
 """Bytes of one body, compressed and uncompressed. A batch of 512 spans has a few megabytes."""

@@ -16,11 +16,11 @@ from msgspec.structs import replace
 
 from flywheel.sources.studio.messages import (
     FINISH_FUNCTIONS,
+    MEDIA_TYPES,
     Message,
     blocks_of,
     call_of,
     chat_of,
-    is_media,
     messages_of,
     result_text,
     tool_of,
@@ -226,7 +226,7 @@ def holds_media(span: Span) -> bool:
     if not any(word in raw for word in _MEDIA):
         return False
     messages = messages_of(value_of(Raw(raw)), encoded=True)
-    return any(is_media(block) for message in messages for block in blocks_of(message))
+    return any(block.get("type") in MEDIA_TYPES for message in messages for block in blocks_of(message))
 
 
 def sets_template_parameters(span: Span) -> bool:

@@ -35,28 +35,28 @@ class AuditReader:
     """A scan of one database; creating it opens the file. One thread at a time may use it. Raises StudioError."""
 
     def __init__(self, path: Path) -> None:
-        self._database = Database(path)
+        self.database = Database(path)
         self._at = 0
         self._traces: dict[bytes, array[int]] = {}
         self._unnamed: array[int] = array("q")
-        self.identity = self._database.identity()
+        self.identity = self.database.identity()
         try:
-            self.schema, self.fingerprint = schema_of(self._database)
+            self.schema, self.fingerprint = schema_of(self.database)
         except BaseException:
-            self._database.close()
+            self.database.close()
             raise
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._database.close()
+        self.database.close()
 
     def list_rows(self) -> None:
         """List the rows of each trace. A second call continues behind the last row. Raises StudioError."""
         more = True
         while more:
-            rows, more, _ = self._database.page(_ID_COLUMNS, self._at)
+            rows, more, _ = self.database.page(_ID_COLUMNS, self._at)
             for rowid, span_id, trace_id, *_ in rows:
                 if is_id(span_id) and is_id(trace_id):
                     self._traces.setdefault(trace_id, array("q")).append(rowid)
@@ -79,20 +79,16 @@ class AuditReader:
                 some, size = [], 0
             some.append(trace_id)
             size += len(rowids)
-        yield Group(self._rows_of(some), unnamed(self._database.rows(self.schema.columns, self._unnamed)))
+        yield Group(self._rows_of(some), unnamed(self.database.rows(self.schema.columns, self._unnamed)))
 
     def again(self, trace_ids: Iterable[str]) -> Group:
         """Some traces as they are now. Raises StudioError."""
         return Group(self._rows_of([trace.encode() for trace in trace_ids]), [])
 
-    def id_at(self, rowid: int) -> str | None:
-        """The span id of the row of that number; None if there is no such row. Raises StudioError."""
-        return self._database.id_at(rowid)
-
     def _rows_of(self, trace_ids: list[bytes]) -> dict[str, dict[int, bytes]]:
         found: dict[bytes, dict[int, bytes]] = {trace_id: {} for trace_id in trace_ids}
         rowids = (rowid for trace_id in trace_ids for rowid in self._traces.get(trace_id, ()))
-        for row in self._database.rows(self.schema.columns, rowids):
+        for row in self.database.rows(self.schema.columns, rowids):
             # The number may belong to a row of another trace by now.
             if row[2] in found:
                 found[row[2]][row[0]] = packed(row)

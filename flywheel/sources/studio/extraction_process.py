@@ -102,22 +102,18 @@ class ExtractionProcess:
         self._connection.close()
 
 
-def _answer(message: bytes) -> bytes:
-    question = _decode_question(message)
-    try:
-        answer = Answer(extract(question.batch, question.schema, question.selection, question.source))
-    except Exception as error:
-        # A defect costs its own batch; the parent reports it.
-        answer = Answer(None, f"{type(error).__name__}: {error}")
-    return _encode(answer)
-
-
 def main() -> None:
     """The child: answer until the connection closes."""
     tune_process()
     with Connection(int(sys.argv[1])) as connection, contextlib.suppress(EOFError, ConnectionError):
         while True:
-            connection.send_bytes(_answer(connection.recv_bytes()))
+            question = _decode_question(connection.recv_bytes())
+            try:
+                answer = Answer(extract(question.batch, question.schema, question.selection, question.source))
+            except Exception as error:
+                # A defect costs its own batch; the parent reports it.
+                answer = Answer(None, f"{type(error).__name__}: {error}")
+            connection.send_bytes(_encode(answer))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,10 @@ Message = dict[str, Any]
 FINISH_FUNCTIONS: Final = frozenset({"generate_response", "GenerateStructuredOutput"})
 """Functions by which AgentScope lets the model return its answer. Calls of them are the answer, not steps."""
 
+MEDIA_TYPES: Final = frozenset(
+    {"image", "image_url", "audio", "input_audio", "audio_url", "video", "video_url", "file", "uri", "blob", "data"}
+)
+
 ROLES: Final = frozenset({"system", "user", "assistant", "tool", "developer"})
 
 
@@ -122,16 +126,6 @@ def images_of(message: Message) -> list[str]:
             reference = "sha256:" + hashlib.sha256(reference.encode("utf-8", "surrogatepass")).hexdigest()
         references.append(reference)
     return [reference for reference in references if reference]
-
-
-def is_media(block: dict[str, Any]) -> bool:
-    """Whether a block is an image, audio, video or a file."""
-    return block.get("type") in _MEDIA_TYPES
-
-
-_MEDIA_TYPES: Final = frozenset(
-    {"image", "image_url", "audio", "input_audio", "audio_url", "video", "video_url", "file", "uri", "blob", "data"}
-)
 
 
 def result_text(value: Any) -> str:

@@ -67,7 +67,7 @@ def _value(node: ast.expr) -> Any:
             return node.value
         case ast.Dict():
             # A key of None stands for `**mapping`, which no repr has.
-            return {_key(k): _value(v) for k, v in zip(node.keys, node.values, strict=True) if k is not None}
+            return {str(_value(k)): _value(v) for k, v in zip(node.keys, node.values, strict=True) if k is not None}
         case ast.List() | ast.Tuple() | ast.Set():
             return [_value(item) for item in node.elts]
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
@@ -76,11 +76,6 @@ def _value(node: ast.expr) -> Any:
             return {keyword.arg: _value(keyword.value) for keyword in node.keywords if keyword.arg}
         case _:
             return ast.unparse(node)
-
-
-def _key(node: ast.expr) -> str:
-    value = _value(node)
-    return value if isinstance(value, str) else str(value)
 
 
 def _quoted_name(text: str) -> str:

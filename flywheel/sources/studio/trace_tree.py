@@ -63,8 +63,12 @@ class Tree:
             parent: under for parent, under in self._children.items() if parent not in spans and parent not in dead
         }
         """Parents that are not there, by id, with the spans that name them."""
-        self.missing_agents = {parent: under for parent, under in self.missing.items() if _is_agents(under)}
-        """Those of them that must be agents."""
+        self.missing_agents = {
+            parent: under
+            for parent, under in self.missing.items()
+            if any(child.kind not in (SpanKind.AGENT, SpanKind.OTHER) for child in under)
+        }
+        """Those of them that must be agents: model calls, tools and formatters are below agents only."""
         self._placements: dict[str, Placement] | None = None
 
     def cyclic(self) -> list[Span]:
@@ -154,11 +158,6 @@ class Tree:
             return False
         others = (child for children in self.missing_agents.values() for child in children if child is not top)
         return top.parent_id in self.missing_agents or any(child.started_ns <= agent.started_ns for child in others)
-
-
-def _is_agents(children: list[Span]) -> bool:
-    """Whether spans below a missing one are of kinds that only agents have: model calls, tools, formatters."""
-    return any(child.kind is not SpanKind.AGENT and child.kind is not SpanKind.OTHER for child in children)
 
 
 def _is_delegated(agent: Span, below: Span) -> bool:
