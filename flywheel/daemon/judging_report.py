@@ -40,9 +40,11 @@ class TaskResult:
 
 @dataclass(slots=True)
 class JudgingReport:
-    """Counts of one run. `reused` verdicts were paid for earlier; `dead` tasks made a filter or the grading fail;
-    `held` tasks wait for a person; `changed` tasks had the opposite outcome before."""
+    """Counts of one run. `judged` tasks were accepted, rejected or left undecided; `reused` verdicts were paid for
+    earlier; `dead` tasks made a filter or the grading fail; `held` tasks wait for a person; `changed` tasks had the
+    opposite outcome before."""
 
+    judged: int = 0
     accepted: int = 0
     rejected: int = 0
     undecided: int = 0
@@ -55,14 +57,11 @@ class JudgingReport:
     completion_tokens: int = 0
     error: FlywheelError | None = None
 
-    @property
-    def judged(self) -> int:
-        return self.accepted + self.rejected + self.undecided
-
     def add(self, result: TaskResult) -> None:
         verdict = result.verdict
         name = "held" if result.held else "dead" if verdict is None else verdict.outcome.value
         setattr(self, name, getattr(self, name) + 1)
+        self.judged += verdict is not None
         self.reused += verdict is not None and result.reused
         for paid in (verdict, None if result.reused else result.paid):
             if paid is not None:
@@ -95,7 +94,7 @@ class Cost:
     """Tokens and money.
 
     Attributes:
-        money: In `currency`; None where `judge.prices` is not set.
+        price: Amount and currency, for JSON; None where `judge.prices` is not set.
         learned_from: How many earlier calls an estimate is based on.
         more: Further calls if scores are close. They are not in the tokens.
     """
@@ -103,23 +102,18 @@ class Cost:
     calls: int
     prompt_tokens: int
     completion_tokens: int
-    money: float | None
-    currency: str
+    price: dict[str, Any] | None
     learned_from: int = 0
     more: int = 0
-
-    @property
-    def price(self) -> dict[str, Any] | None:
-        """`money` with its currency, for JSON."""
-        return None if self.money is None else {"amount": round(self.money, 6), "currency": self.currency}
 
 
 def cost_of(calls: int, prompt_tokens: int, completion_tokens: int, prices: JudgePrices | None) -> Cost:
     """The cost of calls that were made."""
-    if prices is None:
-        return Cost(calls, prompt_tokens, completion_tokens, None, "")
-    money = (prompt_tokens * prices.input_per_million + completion_tokens * prices.output_per_million) / 1_000_000
-    return Cost(calls, prompt_tokens, completion_tokens, money, prices.currency)
+    price = None
+    if prices is not None:
+        amount = prompt_tokens * prices.input_per_million + completion_tokens * prices.output_per_million
+        price = {"amount": round(amount / 1_000_000, 6), "currency": prices.currency}
+    return Cost(calls, prompt_tokens, completion_tokens, price)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,8 @@ from flywheel.terminal import quantity
 MOST_DOUBLINGS: Final = 4
 """The wait after a failed round doubles at most this often when more rounds fail in a row."""
 
+_COLLECT: Final = "Collect and judge more traces first, or lower {}. `flywheel round --debug` needs none."
+
 
 @dataclass(frozen=True, slots=True)
 class Due:
@@ -82,12 +84,6 @@ def _backoff(conn: Connection, config: Config) -> str:
     return f"{failed[0].name} failed; the next attempt is at {until.isoformat(timespec='seconds')}"
 
 
-def check_rubric(rubric: Rubric, attempted: str) -> None:
-    """Raise TrainError for a rubric that cannot grade rollouts."""
-    if why := rubric.unfit_for_rollouts:
-        raise TrainError(attempted, why, FIT_FOR_ROLLOUTS)
-
-
 def _other_base(conn: Connection, config: Config) -> str:
     """Why no round can continue from the active adapter: it belongs to another base model."""
     active = deployments.active(conn, config.model.alias)
@@ -97,13 +93,16 @@ def _other_base(conn: Connection, config: Config) -> str:
     return f"{adapter.name}, which serves, was trained on {adapter.base_model}, and model.base is {config.model.base}"
 
 
-def _check_base(conn: Connection, config: Config, attempted: str) -> None:
-    if absent := missing_base_model(config.model.base):
-        raise TrainError(attempted, absent, "Set model.base to a model's directory, or to its name on the hub.")
-    if other := _other_base(conn, config):
+def _check(conn: Connection, config: Config, rubric: Rubric, attempted: str) -> None:
+    """Raise TrainError for a rubric that cannot grade rollouts, and for a base model that cannot be trained."""
+    if why := rubric.unfit_for_rollouts:
+        raise TrainError(attempted, why, FIT_FOR_ROLLOUTS)
+    if why := missing_base_model(config.model.base):
+        raise TrainError(attempted, why, "Set model.base to a model's directory, or to its name on the hub.")
+    if why := _other_base(conn, config):
         raise TrainError(
             attempted,
-            other,
+            why,
             "Put the new base model to work first, with `flywheel rollback --to base`, or set model.base back. If it"
             " is the same model in another place, keep the old path as a link.",
         )
@@ -111,22 +110,14 @@ def _check_base(conn: Connection, config: Config, attempted: str) -> None:
 
 def plan(conn: Connection, config: Config, rubric: Rubric, rounds_dir: Path, trigger: str) -> Row[Any]:
     """Reserve samples for a round and write it down. Raises TrainError when it cannot be."""
-    check_rubric(rubric, "plan a round")
-    _check_base(conn, config, "plan a round")
+    _check(conn, config, rubric, "plan a round")
     takes, needed = config.training.takes, config.gate.min_tasks
     if (held_out := samples.count_held_out(conn, takes, most=needed)) < needed:
-        raise TrainError(
-            "plan a round",
-            f"{held_out} held-out tasks are judged, and gate.min_tasks is {needed}: it could only be rejected",
-            "Collect and judge more traces first, or lower gate.min_tasks. `flywheel round --debug` needs none.",
-        )
+        why = f"{held_out} held-out tasks are judged, and gate.min_tasks is {needed}: it could only be rejected"
+        raise TrainError("plan a round", why, _COLLECT.format("gate.min_tasks"))
     coming = next_test(conn, config)
     if shortfall := coming.shortfall(config.gate):
-        raise TrainError(
-            "plan a round",
-            shortfall,
-            "Collect and judge more traces first, or lower gate.min_power. `flywheel round --debug` needs none.",
-        )
+        raise TrainError("plan a round", shortfall, _COLLECT.format("gate.min_power"))
     most, choice = most_samples(config), Supplies(config).now(conn).choice
     return rounds.plan(
         conn,
@@ -153,8 +144,7 @@ def begin(conn: Connection, row: Row[Any], config: Config, rubric: Rubric) -> Ro
     Raises TrainError when the active adapter belongs to another base model, when the base model is missing, and when
     the rubric cannot grade rollouts.
     """
-    check_rubric(rubric, f"start {row.name}")
-    _check_base(conn, config, f"start {row.name}")
+    _check(conn, config, rubric, f"start {row.name}")
     return rounds.go_on_from(conn, row.name, **_of_now(conn, config, rubric))
 
 
@@ -180,8 +170,7 @@ def debug_spec(conn: Connection, config: Config, rubric: Rubric) -> RoundSpec:
 
     Raises TrainError.
     """
-    check_rubric(rubric, "try a round")
-    _check_base(conn, config, "try a round")
+    _check(conn, config, rubric, "try a round")
     free = samples.free_samples(conn, config.training.prompts_per_step, config.training.takes)
     if not free:
         raise TrainError("try a round", "no accepted sample is free", "Collect and judge more traces first.")

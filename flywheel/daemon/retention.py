@@ -10,9 +10,8 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -84,7 +83,12 @@ class Retention:
             names = [each.name for each in may_go]
             await self._store.write(removable_rounds.begin, names, keep_days, keep_served, why)
             going = await self._store.read(removable_rounds.begun)
-            trouble = [error for each in going if (error := await asyncio.to_thread(_set_aside, Path(each.dir)))]
+            trouble = []
+            for each in going:
+                try:
+                    await asyncio.to_thread(_set_aside, Path(each.dir))
+                except StoreError as error:
+                    trouble.append(error)
         # The adapters are renamed: no swap can load them, so the slow removal needs no lock.
         removed = []
         for each in going:
@@ -122,13 +126,24 @@ class Retention:
         ]
 
 
-def _leftovers(directory: Path) -> list[Path]:
+@contextlib.contextmanager
+def _explained(directory: Path) -> Iterator[None]:
+    """Raise StoreError for files of a round that cannot be read or removed."""
     try:
-        return [path for path in directory.iterdir() if path.name not in STAYS]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+        yield
     except OSError as error:
-        raise _refused(directory, error) from error
+        raise StoreError(
+            f"remove old files from {directory}",
+            f"{error.filename or directory}: {error.strerror or error}",
+            "Let this user write there; the removal is retried.",
+            retryable=True,
+        ) from error
+
+
+def _leftovers(directory: Path) -> list[Path]:
+    with _explained(directory), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return [path for path in directory.iterdir() if path.name not in STAYS]
+    return []
 
 
 def _size(directory: Path) -> int:
@@ -140,59 +155,31 @@ def _size_of(path: Path) -> int:
     with contextlib.suppress(OSError):
         if path.is_symlink() or not path.is_dir():
             return path.lstat().st_size
-        return sum(_size_of(Path(entry.path)) for entry in os.scandir(path))
+        return sum(map(_size_of, path.iterdir()))
     return 0
 
 
-def _set_aside(directory: Path) -> StoreError | None:
-    """Rename the adapter so that nothing loads it; the error, if that fails."""
-    aside = directory / ASIDE
-    try:
-        adapter = directory / ADAPTER_DIR
+def _set_aside(directory: Path) -> None:
+    """Rename the adapter, if there is one, so that nothing loads it."""
+    aside, adapter = directory / ASIDE, directory / ADAPTER_DIR
+    with _explained(directory), contextlib.suppress(FileNotFoundError):
         if adapter.exists() and aside.is_dir():
             shutil.rmtree(aside)  # of an earlier removal that was killed
         adapter.rename(aside)
-    except FileNotFoundError:
-        pass  # the round has no adapter
-    except OSError as error:
-        return _refused(directory, error)
-    return None
 
 
 def _remove(directory: Path) -> int:
     """Remove the files of a round that do not stay; returns their bytes."""
     size = _size(directory)
-    _remove_tasks(directory / SPEC_FILE)
+    spec = directory / SPEC_FILE
+    # Most of its bytes are its tasks, which are in the state. What is no specification stays as it is.
+    with _explained(directory), contextlib.suppress(FileNotFoundError, ValueError, TypeError):
+        write_json(spec, {**json.loads(spec.read_bytes()), "train": [], "held_out": []})
     for path in _leftovers(directory):
-        try:
+        # Another process may remove it too.
+        with _explained(directory), contextlib.suppress(FileNotFoundError):
             if path.is_symlink() or not path.is_dir():
-                path.unlink(missing_ok=True)
+                path.unlink()
             else:
                 shutil.rmtree(path)
-        except FileNotFoundError:
-            continue  # another process removes it too
-        except OSError as error:
-            raise _refused(directory, error) from error
     return size
-
-
-def _remove_tasks(spec: Path) -> None:
-    """Remove the tasks, most of its bytes, from a specification: they are in the state."""
-    try:
-        told = json.loads(spec.read_bytes())
-        write_json(spec, {**told, "train": [], "held_out": []})
-    except FileNotFoundError:
-        return
-    except (ValueError, TypeError):
-        return  # not a specification
-    except OSError as error:
-        raise _refused(spec.parent, error) from error
-
-
-def _refused(directory: Path, error: OSError) -> StoreError:
-    return StoreError(
-        f"remove old files from {directory}",
-        f"{error.filename or directory}: {error.strerror or error}",
-        "Let this user write there; the removal is retried.",
-        retryable=True,
-    )
