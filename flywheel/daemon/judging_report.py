@@ -12,7 +12,6 @@ from flywheel.store import verdicts
 from flywheel.store.claims import Claimed
 from flywheel.store.database import Store
 from flywheel.store.deduplication import Repeats
-from flywheel.store.verdicts import Usage
 from flywheel.verdict import Verdict
 
 ANSWER_TOKENS: Final = 20
@@ -120,7 +119,7 @@ def cost_of(calls: int, prompt_tokens: int, completion_tokens: int, prices: Judg
 class CostEstimator:
     """Estimates for one judge, from what its earlier calls used."""
 
-    used: Usage
+    used: dict[str, int]
     prices: JudgePrices | None
 
     @classmethod
@@ -132,8 +131,8 @@ class CostEstimator:
         used = self.used
         sent: float = preview.prompt_tokens
         received: float = ANSWER_TOKENS * preview.calls + CRITERION_TOKENS * preview.criteria
-        if used.estimated_tokens:
-            sent *= used.prompt_tokens / used.estimated_tokens
-            received = preview.calls * used.completion_tokens / used.calls
+        if used["estimated_tokens"]:
+            sent *= used["prompt_tokens"] / used["estimated_tokens"]
+            received = preview.calls * used["completion_tokens"] / used["calls"]
         cost = cost_of(preview.calls, round(sent), round(received), self.prices)
-        return replace(cost, learned_from=used.calls, more=preview.more)
+        return replace(cost, learned_from=used["calls"], more=preview.more)

@@ -65,10 +65,10 @@ def next_test(conn: Connection, config: Config) -> NextTest:
     most, takes = CONSIDERED * gate.max_tasks, config.training.takes
     past = gate_tests.spent(conn, PAST)
     last = past[0] if past else None
-    fresh = gate_tests.never_tested(conn, most, takes)
+    fresh = gate_tests.candidates(conn, most, takes)
     never_tested = len({conversation for _, conversation in fresh})
     test = alpha_spending.next_test(gate.alpha, last, never_tested)
-    own = [] if test.number == 1 else gate_tests.tested_in(conn, test.epoch, most, takes)
+    own = [] if test.number == 1 else gate_tests.candidates(conn, most, takes, test.epoch)
     asked = _spread_out([*own, *fresh])[: gate.max_tasks]
     conversations = len({conversation for _, conversation in asked})
 

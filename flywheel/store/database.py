@@ -138,12 +138,11 @@ class Store:
         connections = _Connections(str(path), partial(_read_only, path), "BEGIN")
         store = cls(connections, connections)
         try:
-            is_ready = await store.read(_is_ready, path)
+            if await store.read(_is_ready, path):
+                return store
         except BaseException:
             await store.close()
             raise
-        if is_ready:
-            return store
         await store.close()
         return await cls.copy(state_dir)
 

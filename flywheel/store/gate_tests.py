@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from sqlalchemy import ColumnElement, Connection, case, exists, func, insert, select, update
 from sqlalchemy.dialects.sqlite import insert as insert_or_ignore
@@ -58,28 +58,16 @@ def spent(conn: Connection, limit: int) -> list[SpentTest]:
     return [SpentTest.model_validate({key: row[key] for key in SpentTest.model_fields}) for row in rows.mappings()]
 
 
-def never_tested(conn: Connection, limit: int, takes: Collection[Exclusion]) -> Sequence[tuple[int, str]]:
-    """Tasks for the gate (number, conversation) of conversations that no test has used, the newest first."""
+def candidates(
+    conn: Connection, limit: int, takes: Collection[Exclusion], epoch: int | None = None
+) -> list[tuple[int, str]]:
+    """Tasks for the gate (number, conversation), the newest first: of conversations that no test has used, or with an
+    `epoch`, of those that its tests have used."""
     used = exists().where(gate_conversations.c.conversation == conversation())
-    return _newest(conn, ~used, limit, takes)
-
-
-def tested_in(conn: Connection, epoch: int, limit: int, takes: Collection[Exclusion]) -> Sequence[tuple[int, str]]:
-    """Tasks for the gate of the conversations that the tests of an epoch have used."""
-    used = exists().where(
-        gate_conversations.c.conversation == conversation(),
-        gate_conversations.c.round_id == gate_tests.c.round_id,
-        gate_tests.c.epoch == epoch,
-    )
-    return _newest(conn, used, limit, takes)
-
-
-def _newest(
-    conn: Connection, which: ColumnElement[bool], limit: int, takes: Collection[Exclusion]
-) -> Sequence[tuple[int, str]]:
+    of_epoch = used.where(gate_conversations.c.round_id == gate_tests.c.round_id, gate_tests.c.epoch == epoch)
     rows = conn.execute(
         select(tasks.c.id, conversation())
-        .where(of_the_gate(), allowed(takes), which)
+        .where(of_the_gate(), allowed(takes), ~used if epoch is None else of_epoch)
         .order_by(tasks.c.id.desc())
         .limit(limit)
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -127,18 +127,11 @@ def none_accepted(conn: Connection, window: int) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Sums over judge calls; `estimated_tokens` is what `prompt_tokens` was estimated to be before the calls."""
+def usage_of_judge(conn: Connection, judge_hash: str) -> dict[str, int]:
+    """Usage of the newest verdicts of a judge, as far as its endpoint reported any.
 
-    calls: int = 0
-    prompt_tokens: int = 0
-    estimated_tokens: int = 0
-    completion_tokens: int = 0
-
-
-def usage_of_judge(conn: Connection, judge_hash: str) -> Usage:
-    """Usage of the newest verdicts of a judge, as far as its endpoint reported any."""
+    `estimated_tokens` is what `prompt_tokens` was estimated to be before the calls.
+    """
     rows = conn.execute(
         select(verdicts.c.judgements)
         .where(verdicts.c.judge_hash == judge_hash, verdicts.c.calls > 0)
@@ -146,7 +139,7 @@ def usage_of_judge(conn: Connection, judge_hash: str) -> Usage:
         .limit(SAMPLED)
     ).scalars()
     reported = [each for judgements in rows for each in judgements if each.get("estimated_tokens")]
-    return Usage(*(sum(each[name] for each in reported) for name in Usage.__slots__))
+    return {name: sum(each[name] for each in reported) for name in (*_COUNTS, "estimated_tokens")}
 
 
 def book_verdict(conn: Connection, verdict: Verdict, purpose: Purpose = Purpose.FILTER) -> None:

@@ -262,7 +262,7 @@ async def test_what_version_6_put_on_both_sides_leaves_the_gate_and_is_followed_
     try:
         assert await store.read(samples.count_held_out) == len(alone)
         assert await store.read(samples.count_left_out) == {Exclusion.REPEATED: 6}
-        gate = [number for number, _ in await store.read(gate_tests.never_tested, 100, ())]
+        gate = [number for number, _ in await store.read(gate_tests.candidates, 100, ())]
         sides = await store.read(lambda conn: conn.execute(select(tasks.c.conversation_id, tasks.c.split)).all())
         assert {row.conversation_id: row.split for row in sides} == before
         named = await store.read(
