@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from flywheel import exclusion
 from flywheel.exclusion import ANY_MODEL, Exclusion, TrainedModels
 from flywheel.files import json_line
+from flywheel.model_call import ModelCall
 from flywheel.similarity import PromptSignature, beginning_of, prompt_signatures
 from flywheel.states import SkipReason
 from flywheel.task import task_line
@@ -33,6 +34,7 @@ class Entry(Struct, frozen=True, gc=False):
     - `model`: the model that was requested.
     - `asked_alias`: the alias, if nothing recorded says which of its versions answered.
     - `follows`: an earlier turn may have hidden a message, which the ledger can find out.
+    - `calls`: the request ids of the model calls; `missing`: those of them that were not found in the call log.
     """
 
     span_id: str
@@ -54,6 +56,8 @@ class Entry(Struct, frozen=True, gc=False):
     follows: bool = False
     skip: SkipReason | None = None
     detail: str = ""
+    calls: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
 
 
 class KnownReply(NamedTuple):
@@ -75,7 +79,8 @@ class Batch(Struct, frozen=True):
 
     A reader may leave the rows of `traces` unparsed; extraction replaces them by entries. Without a cursor, as in a
     re-scan, the stored cursor stays. `rows` is the number of rows read, `more` whether rows follow, `kinds` the spans
-    by kind of the traces without an agent.
+    by kind of the traces without an agent. `marks` are the request ids that the traces name, `calls` those of their
+    calls that were pulled.
     """
 
     cursor: Cursor | None
@@ -88,6 +93,8 @@ class Batch(Struct, frozen=True):
     rows: int = 0
     more: bool = False
     kinds: dict[str, int] = {}
+    marks: tuple[str, ...] = ()
+    calls: dict[str, ModelCall] = {}
 
 
 def joined(batches: Sequence[Batch]) -> Batch:
@@ -147,13 +154,15 @@ def _entry(reply: Reply, source: str, signature: PromptSignature, models: Traine
         beginning=0 if skip else beginning_of(line),
         words=signature.words,
         bands=signature.bands,
-        linked=not reply.history and not reply.model,
+        linked=not (reply.history or reply.model or reply.prompt),
         excluded="" if skip else exclusion.column(excluded),
         model=model,
         asked_alias=models.alias if model and model == models.alias and not reply.adapter_source else "",
-        follows=not reason and any(message.get("role") == "assistant" for message in reply.history),
+        follows=not (reason or reply.prompt) and any(message.get("role") == "assistant" for message in reply.history),
         skip=skip,
         detail=storable(reply.skip_detail),
+        calls=reply.calls,
+        missing=reply.missing,
     )
 
 

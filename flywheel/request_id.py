@@ -14,7 +14,9 @@ from urllib.parse import quote, unquote
 BASE_VERSION: Final = "base"
 """The version for the base model, whose name can be a path that responses must not show. No adapter is named so."""
 
+PREFIX: Final = b"fw-"
 _ID = re.compile(r"fw-([0-9a-f]{16})-([\w.@~%-]{1,200})-([0-9a-f]{16})(?![0-9a-f])", re.ASCII)
+_RECORDED = re.compile(rb'id"\s*:\s*"[\w-]{0,40}?(' + _ID.pattern.encode() + rb")", re.ASCII)
 
 
 class RequestMark(NamedTuple):
@@ -28,6 +30,23 @@ class RequestMark(NamedTuple):
 def new_request_id(instance: str, version: str) -> str:
     """`fw-<instance>-<version>-<random>`; `instance` is 16 hexadecimal digits (`secrets.token_hex(8)`)."""
     return f"fw-{instance}-{quote(version, safe='@')}-{secrets.token_hex(8)}"
+
+
+def request_id_in(response_id: str) -> str | None:
+    """The whole request id inside a response id; None if there is none."""
+    found = _ID.search(response_id)
+    return found[0] if found else None
+
+
+def recorded_in(row: bytes) -> list[str]:
+    """The request ids inside the ids of a span as JSON: what a client records as the id of a response.
+
+    An id in a text does not count: quotation marks are escaped there.
+    """
+    if PREFIX not in row:
+        # Nearly all rows of other servers end here.
+        return []
+    return [found[1].decode() for found in _RECORDED.finditer(row)]
 
 
 def mark_of(response_id: str) -> RequestMark | None:

@@ -35,6 +35,8 @@ class SkipReason(StrEnum):
     """the span holds no question to answer"""
     NO_ANSWER = "no_answer"
     """a line of a task file without an answer: there is nothing to judge"""
+    RECORDED = "recorded"
+    """another source has the same model calls: their trace, or the calls alone"""
     AGENT_EXCLUDED = "agent_excluded"
     """the configuration excludes this agent"""
     IN_TASK_FILE = "in_task_file"

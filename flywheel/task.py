@@ -20,10 +20,13 @@ NO_CONVERSATION = frozenset({"", "unknown", "[no_session_id]"})
 def task_line(reply: Reply, source: str, key: str = "") -> dict[str, Any]:
     """One line of `tasks.jsonl`, as AgentJet, Trinity-RFT, TRL and verl read it: always the same keys and types.
 
-    `key` is the task id, by default the one of the reply. `prompt` is the history with the request as its last
-    message. The split is provisional: the ledger decides it.
+    `key` is the task id, by default the one of the reply. `prompt` is what the model was sent, if the call
+    log shows it, or else the history with the request as its last message. The split is provisional: the ledger
+    decides it.
     """
-    prompt: list[ChatMessage] = [*reply.history, {"role": "user", "content": reply.request or reply.query}]
+    prompt: list[ChatMessage] = list(reply.prompt)
+    if not prompt:
+        prompt = [*reply.history, {"role": "user", "content": reply.request or reply.query}]
     reason = reply.prompt_reason
     if reply.images and exclusion.IMAGE not in reason:
         reason = "; ".join(filter(None, (reason, exclusion.IMAGE)))
@@ -62,7 +65,8 @@ def task_line(reply: Reply, source: str, key: str = "") -> dict[str, Any]:
             "adapter_source": reply.adapter_source,
             "prompt_exact": not reason,
             "prompt_reason": reason,
-            "prompt_source": "trace",
+            "prompt_source": "calls" if reply.prompt else "trace",
+            "parameters_json": _json(reply.parameters) if reply.parameters else "{}",
             "split": Split.TRAIN.value,
         },
     }

@@ -36,6 +36,9 @@ class Reply(Struct, frozen=True):
     - `reference`: the right answer, if the source has one.
     - `adapter`: the version of the alias that answered; empty for the base model or if unknown. `adapter_source`:
       where that is recorded: the `id` or the `model` of the response, the deployment `history`, or nowhere (empty).
+    - `prompt`: the messages that the model was sent first, from the call log; empty if that has no such call.
+      `parameters`: the other parameters of that call. `calls`: the request ids of all model calls, `missing` those of
+      them that were not found in the call log.
     - `prompt_reason`: why the prompt is not exactly what the model was sent; empty if nothing is known to be missing.
     - `input_tokens`, `output_tokens`: of all model calls. `prompt_tokens`: input tokens of the first. 0: unknown.
     - `skip`: why the reply becomes no task, if so; `skip_detail`: the same for people.
@@ -68,6 +71,10 @@ class Reply(Struct, frozen=True):
     output_tokens: int = 0
     prompt_tokens: int = 0
     prompt_reason: str = ""
+    prompt: tuple[ChatMessage, ...] = ()
+    parameters: dict[str, Any] = {}
+    calls: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
     skip: SkipReason | None = None
     skip_detail: str = ""
 

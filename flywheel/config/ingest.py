@@ -108,6 +108,9 @@ class IngestSettings(Section):
     """Interval in seconds at which sources are checked without file system events."""
     abandon_seconds: float = Field(default=3600.0, gt=0)
     """A trace whose agent span has not arrived after this many seconds is unfinished."""
+    calls_wait_seconds: float = Field(default=30.0, ge=0)
+    """How long a finished reply waits, in seconds since its end, for the calls that `flywheel serve` has recorded of
+    it."""
     sweep_seconds: float = Field(default=3600.0, gt=0)
     """Interval in seconds of full scans, which find rows that changed in place. The newest rows are compared after
     every change of the source."""

@@ -17,6 +17,7 @@ from sqlalchemy import Connection, Row, Text, bindparam, func, insert, select, t
 from flywheel.batch import Batch, Entry, line_bytes, storable
 from flywheel.files import tidied
 from flywheel.states import ReplyState, SkipReason
+from flywheel.store import reply_calls
 from flywheel.store.bulk import Lookup, first_free, insert_many
 from flywheel.store.checkpoints import store_checkpoints
 from flywheel.store.dead_letters import ROW, dead_letter
@@ -122,6 +123,9 @@ def record_batch(conn: Connection, source: int, batch: Batch, *, train_ratio: fl
     found: Sequence[Entry] = batch.entries
     if any(entry.asked_alias or entry.follows for entry in found):
         found = enriched(conn, found)
+    has_calls = any(entry.calls for entry in found)
+    if has_calls:
+        found = reply_calls.without_recorded(conn, source, found)
     entries = {entry.span_id: entry for entry in found}
     dead = {row.span_id: row for row in batch.dead if row.span_id not in entries}
     known = {row.span_id: row for row in _KNOWN.rows(conn, [*entries, *dead], source)}
@@ -130,10 +134,14 @@ def record_batch(conn: Connection, source: int, batch: Batch, *, train_ratio: fl
     for span, before in known.items():
         if span in entries:
             done.retold += reingest(conn, before, entries[span], records)
+    numbers = {row.id: entries[span] for span, row in known.items() if span in entries}
     if new := [entry for span, entry in entries.items() if span not in known]:
-        _add_replies(conn, source, new, records.store([entry for entry in new if entry.skip is None]))
+        first = _add_replies(conn, source, new, records.store([entry for entry in new if entry.skip is None]))
+        numbers |= dict(enumerate(new, first))
         done.new_replies = len(new)
         done.skipped = Counter(entry.skip.value for entry in new if entry.skip)
+    if has_calls:
+        reply_calls.store(conn, source, numbers)
     splits.store()
     done.new_tasks = records.new
     for span, row in dead.items():
@@ -158,12 +166,14 @@ def record_batch(conn: Connection, source: int, batch: Batch, *, train_ratio: fl
     return done
 
 
-def _add_replies(conn: Connection, source: int, new: Sequence[Entry], task_numbers: Mapping[str, int]) -> None:
-    """Store replies that were not known; `task_numbers` are those of their tasks, by key."""
+def _add_replies(conn: Connection, source: int, new: Sequence[Entry], task_numbers: Mapping[str, int]) -> int:
+    """Store replies that were not known, numbered from the result on; `task_numbers` are those of their tasks, by
+    key."""
+    first = first_free(conn, replies.c.id)
     now = utcnow()
     by_skip: dict[SkipReason | None, list[str]] = {}
     rows: list[tuple[object, ...]] = []
-    for number, entry in enumerate(new, first_free(conn, replies.c.id)):
+    for number, entry in enumerate(new, first):
         skip = entry.skip
         rows.append(
             (
@@ -186,6 +196,7 @@ def _add_replies(conn: Connection, source: int, new: Sequence[Entry], task_numbe
     for reason, numbers in by_skip.items():
         state = ReplyState.SKIPPED if reason else ReplyState.CONVERTED
         record(conn, replies.name, numbers, ReplyState.CLOSED, state, reason or "")
+    return first
 
 
 def _add_dead(conn: Connection, source: int, row: DeadRow) -> None:

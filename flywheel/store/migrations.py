@@ -204,7 +204,22 @@ def _add_gate_tests(conn: Connection) -> None:
         conn.execute(text(statement))
 
 
+def _to_8(conn: Connection) -> None:
+    _add_columns(conn)
+    conn.execute(
+        text(
+            "UPDATE tasks SET payload = json_insert(json_remove(payload, '$.metadata.split'),"
+            " '$.metadata.parameters_json', '{}', '$.metadata.split', json_extract(payload, '$.metadata.split'))"
+            " WHERE json_type(payload, '$.metadata') = 'object'"
+        )
+    )
+    # As in version 7: content hashes cover the whole line.
+    conn.execute(
+        text("UPDATE replies SET content = NULL WHERE source_id IN (SELECT id FROM sources WHERE type <> 'jsonl')")
+    )
+
+
 MIGRATIONS: Mapping[int, Callable[[Connection], None]] = MappingProxyType(
-    {2: _to_2, 3: _to_3, 4: _to_4, 5: _to_5, 6: _to_6, 7: _to_7}
+    {2: _to_2, 3: _to_3, 4: _to_4, 5: _to_5, 6: _to_6, 7: _to_7, 8: _to_8}
 )
 """The step to each version from the one before; a new database is created in the present version."""

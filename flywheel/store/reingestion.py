@@ -14,6 +14,7 @@ from sqlalchemy import Connection, LargeBinary, Row, bindparam, cast, exists, or
 
 from flywheel.batch import Entry, KnownReply
 from flywheel.states import ReplyState, SkipReason, TaskState
+from flywheel.store import reply_calls
 from flywheel.store.bulk import Lookup
 from flywheel.store.schema import replies, tasks, verdicts
 from flywheel.store.task_records import TaskRecords, make_due
@@ -46,6 +47,9 @@ def reingest(conn: Connection, known: Row[Any], entry: Entry, records: TaskRecor
         _set(conn, known.id, entry)
         return False
     if known.content == entry.content or (entry.skip is SkipReason.UNFINISHED and not given_up):
+        return False
+    if entry.missing and reply_calls.were_found(conn, known.id, entry.missing):
+        # Its calls have been pruned since: what they showed stays.
         return False
     task: int | None = known.task_id
     if task is not None and not _is_free(conn, task):

@@ -21,7 +21,7 @@ from sqlalchemy import (
     text,
 )
 
-SCHEMA_VERSION: Final = 7
+SCHEMA_VERSION: Final = 8
 
 metadata = MetaData()
 
@@ -137,6 +137,17 @@ tasks = Table(
 """`excluded` says why rounds leave it out, see `flywheel.exclusion`; empty if they do not. `model` is the requested
 model, empty if it is unknown or the response's id names the version. `beginning` is a hash of the beginning of its
 conversation, for held-out tasks only. `crashes` is how often in a row a process ended while the task was in work."""
+
+reply_calls = Table(
+    "reply_calls",
+    metadata,
+    Column("request_id", Text, primary_key=True),
+    Column("reply_id", ForeignKey("replies.id"), primary_key=True, index=True),
+    Column("is_joined", Boolean, nullable=False),
+    Index("reply_calls_missing", "reply_id", sqlite_where=text("NOT is_joined")),
+    sqlite_with_rowid=False,
+)
+"""The recorded calls of each reply by request id; `is_joined` says whether it was found in the call log."""
 
 dead_letters = Table(
     "dead_letters",

@@ -36,7 +36,10 @@ from flywheel.trace import Reply
 from tests.samples import batch, reply
 from tests.sources.studio.writer import DATA
 
+BEFORE_8 = "DROP TABLE reply_calls; UPDATE tasks SET payload = json_remove(payload, '$.metadata.parameters_json');"
+"""Makes a present state one of before version 8, but for its number."""
 BEFORE_7 = (
+    f"{BEFORE_8}"
     "DROP INDEX tasks_for_rounds; DROP INDEX tasks_by_beginning; DROP INDEX conversations_joined;"
     "DROP INDEX tasks_suspected; ALTER TABLE tasks DROP COLUMN crashes;"
     "ALTER TABLE tasks DROP COLUMN excluded; ALTER TABLE tasks DROP COLUMN model;"
@@ -182,7 +185,7 @@ async def test_a_state_that_was_migrated_goes_on(tmp_path: Path) -> None:
     for new in (97, 0):
         (report,) = await ingestion.run(final=True)
         assert (report.error, report.counts.replies, report.new) == (None, 106, new)
-    assert SCHEMA_VERSION == 7
+    assert SCHEMA_VERSION == 8
     await ingestion.close()
     await store.close()
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 import xxhash
 from msgspec import Struct
 
+from flywheel.request_id import recorded_in
 from flywheel.sources.studio.database import Row, shown
 from flywheel.sources.studio.schema import RowError, Schema, packed, text_in
 from flywheel.trace import Checkpoint, DeadRow
@@ -32,7 +33,8 @@ DIGEST_BITS: Final = 2**63 - 1
 class OpenTrace(Struct):
     """`ids` has span id and parent id of each row by its number. `rows` has the packed rows read in this pass, `held`
     their bytes and `hashes` the sum of their hashes. `size` is the bytes of all rows, `ends` the end times that have
-    not been parsed yet, `end_ns` the latest of the others. `known` is the checkpoint that the ledger has."""
+    not been parsed yet, `end_ns` the latest of the others. `known` is the checkpoint that the ledger has. `marks` has
+    the request ids that the rows name, and `awaits_calls` says that one of them has not been pulled."""
 
     trace_id: str
     seen_ns: int
@@ -45,6 +47,8 @@ class OpenTrace(Struct):
     ends: list[object] = []
     end_ns: int = 0
     known: Checkpoint | None = None
+    marks: set[str] = set()
+    awaits_calls: bool = False
 
     def restore(self, row: Row) -> None:
         """Add the contents of a row again after they were dropped."""
@@ -90,6 +94,7 @@ class OpenTrace(Struct):
         self.size += other.size
         self.ends += other.ends
         self.end_ns = max(self.end_ns, other.end_ns)
+        self.marks |= other.marks
 
 
 class Scan:
@@ -144,6 +149,8 @@ class Scan:
             trace.rows[rowid] = data = packed(row)
             trace.hashes += _hash(data)
             size += len(data)
+            if found := recorded_in(data):
+                trace.marks.update(found)
         trace.held += size
         trace.size += size
         trace.last_rowid = max(trace.last_rowid, rowid)
@@ -191,13 +198,16 @@ class Scan:
         self.traces.pop(trace.trace_id, None)
         self._near.pop(trace.trace_id, None)
 
-    def next_due(self, settle_ns: int, abandon_ns: int) -> int:
+    def next_due(self, settle_ns: int, abandon_ns: int, calls_wait_ns: int) -> int:
         """When the first open trace can be closed if nothing more arrives, nanoseconds since 1970."""
+
+        def patience_ns(trace: OpenTrace) -> int:
+            if trace.awaits_calls:
+                return max(settle_ns, calls_wait_ns)
+            return settle_ns if trace.is_whole() else abandon_ns
+
         return min(
-            (
-                min(trace.ended_ns(self.schema), trace.seen_ns) + (settle_ns if trace.is_whole() else abandon_ns)
-                for trace in self.traces.values()
-            ),
+            (min(trace.ended_ns(self.schema), trace.seen_ns) + patience_ns(trace) for trace in self.traces.values()),
             default=FOREVER_NS,
         )
 

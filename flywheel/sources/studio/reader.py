@@ -39,10 +39,28 @@ Checkpoints = Callable[[Sequence[str] | None], Mapping[str, Checkpoint]]
 """Looks up the stored checkpoints of one source, by trace id: those of some traces, or (None) of all open ones."""
 
 
-class StudioReader:
-    """One source. The file is opened when it is first read; one thread at a time may use a reader."""
+class CallSizes(Protocol):
+    """The calls that were pulled from the call logs of the servers."""
 
-    def __init__(self, path: Path, settings: IngestSettings, *, busy_seconds: float = BUSY_SECONDS) -> None:
+    def sizes(self, request_ids: Collection[str]) -> Mapping[str, int]:
+        """The bytes of each of these calls, as far as they are there."""
+
+
+class StudioReader:
+    """One source. The file is opened when it is first read; one thread at a time may use a reader.
+
+    With `calls`, a trace is kept open until the calls that it names are there, or `ingest.calls_wait_seconds` have
+    passed since its end.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        settings: IngestSettings,
+        *,
+        busy_seconds: float = BUSY_SECONDS,
+        calls: CallSizes | None = None,
+    ) -> None:
         self.path = path
         self.database = Database(path, busy_seconds=busy_seconds)
         self.schema: Schema | None = None
@@ -51,10 +69,17 @@ class StudioReader:
         """When the first open trace can be closed if nothing more arrives, nanoseconds since 1970."""
         self._settle_ns = int(settings.settle_seconds * 1e9)
         self._abandon_ns = int(settings.abandon_seconds * 1e9)
+        self._calls = calls
+        self._calls_wait_ns = int(settings.calls_wait_seconds * 1e9)
         self._cursor = Cursor()
         self._tail: Scan | None = None
         self._token: object = None
         self._uncommitted: dict[str, Checkpoint] = {}
+
+    @property
+    def awaits_calls(self) -> bool:
+        """Whether a trace is complete, but for a call that has not been pulled."""
+        return self._tail is not None and any(trace.awaits_calls for trace in self._tail.traces.values())
 
     def close(self) -> None:
         self.database.close()
@@ -79,7 +104,7 @@ class StudioReader:
         now_ns = int(now.timestamp() * 1e9)
         token = self.database.change_token()
         changed = token != self._token or self._tail is None
-        if not changed and not final and now_ns < self.due_ns:
+        if not changed and not final and now_ns < self.due_ns and not self._calls_arrived():
             return
         scan = self._begin(cursor, checkpoints, now_ns) if changed or self._tail is None else self._tail
         # Opening the file can change the token.
@@ -95,7 +120,8 @@ class StudioReader:
             else:
                 is_far = not more or scan.at - trace.last_rowid >= FAR_ROWS
                 is_closed = is_far and trace.quiet_ns(scan.schema, now_ns) >= self._abandon_ns
-            if is_closed:
+            trace.awaits_calls = is_closed and self._awaits_calls(trace, now_ns)
+            if is_closed and not trace.awaits_calls:
                 return False
             scan.wait(trace)
             return True if final and not more and not is_whole else None
@@ -109,7 +135,7 @@ class StudioReader:
                     break
             for trace in scan.traces.values():
                 trace.drop_contents()
-            self.due_ns = scan.next_due(self._settle_ns, self._abandon_ns)
+            self.due_ns = scan.next_due(self._settle_ns, self._abandon_ns, self._calls_wait_ns)
             self._token = token
             stored = True
         finally:
@@ -133,7 +159,8 @@ class StudioReader:
             is_closed = (
                 trace.known is not None or trace.is_whole() or trace.quiet_ns(scan.schema, now_ns) >= self._abandon_ns
             )
-            if is_closed and trace.trace_id not in tail.traces:
+            is_new = trace.known is None
+            if is_closed and trace.trace_id not in tail.traces and not (is_new and self._awaits_calls(trace, now_ns)):
                 return False
             # The next pass closes it.
             tail.adopt(trace)
@@ -152,6 +179,26 @@ class StudioReader:
             self.database.rest()
             if not stored:
                 self.forget()
+
+    def _awaits_calls(self, trace: OpenTrace, now_ns: int) -> bool:
+        """Whether a call that the trace names may still be pulled."""
+        if self._calls is None or not trace.marks:
+            return False
+        if trace.quiet_ns(self._schema, now_ns) >= self._calls_wait_ns:
+            return False
+        return len(self._calls.sizes(trace.marks)) < len(trace.marks)
+
+    def _calls_arrived(self) -> bool:
+        """Whether the calls of a trace that awaits them are there now."""
+        if self._calls is None or self._tail is None:
+            return False
+        awaiting = [trace.marks for trace in self._tail.traces.values() if trace.awaits_calls]
+        return any(len(self._calls.sizes(marks)) == len(marks) for marks in awaiting)
+
+    @property
+    def _schema(self) -> Schema:
+        assert self.schema is not None
+        return self.schema
 
     def _begin(self, cursor: Cursor, checkpoints: Checkpoints, now_ns: int) -> Scan:
         """The scan to continue, from the cursor if that is still about this file, else from the beginning."""
@@ -237,6 +284,8 @@ class StudioReader:
             if (open_still := is_open(trace)) is not None:
                 chosen.append((trace, open_still))
                 size += trace.size
+                if self._calls is not None and trace.marks:
+                    size += sum(self._calls.sizes(trace.marks).values())
             if size >= CLOSED_BYTES:
                 yield self._batch(scan, chosen, dead, rows, more=True)
                 chosen, dead, rows, size = [], (), 0, 0
@@ -250,6 +299,7 @@ class StudioReader:
             self._restore_contents(dropped)
         traces: list[RawTrace] = []
         written: list[Checkpoint] = []
+        marks: list[str] = []
         for trace, is_open in chosen:
             known, raw = trace.known, trace.rows
             digest = (trace.hashes & DIGEST_BITS) or 1
@@ -258,6 +308,7 @@ class StudioReader:
             trace.drop_contents()
             if raw and not _is_unchanged(checkpoint, known):
                 traces.append((raw, is_open))
+                marks += trace.marks
             if checkpoint != known:
                 written.append(checkpoint)
             trace.known = checkpoint
@@ -281,6 +332,7 @@ class StudioReader:
         return Batch(
             cursor=self._cursor if scan is self._tail else None,
             traces=tuple(traces),
+            marks=tuple(marks),
             checkpoints=tuple(written),
             dead=tuple(dead),
             open_traces=len(self._tail.traces) if self._tail else 0,

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
+from types import MappingProxyType
 from typing import Any, Final
 
 from msgspec.structs import replace
@@ -22,8 +23,10 @@ from msgspec.structs import replace
 from flywheel import exclusion
 from flywheel.batch import Batch, Entry, entries_of, storable
 from flywheel.exclusion import TrainedModels
+from flywheel.model_call import ModelCall
 from flywheel.sources.studio import attributes as at
 from flywheel.sources.studio.messages import FINISH_FUNCTIONS, Message, blocks_of, images_of, text_of, texts_in
+from flywheel.sources.studio.recorded_calls import inexact_because, is_reminder, question_of, with_calls
 from flywheel.sources.studio.schema import SCHEMAS, Schema, excerpt_of
 from flywheel.sources.studio.span import NOTHING, Attributes, Span, SpanKind
 from flywheel.sources.studio.trace_tree import Role, Tree
@@ -37,6 +40,7 @@ INTERRUPTION_SENTENCES: Final = frozenset(
         "I notice the interruption. How can I help you?",
     }
 )
+NO_CALLS: Final[Mapping[str, ModelCall]] = MappingProxyType({})
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _BAD_CONTENT = (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, OverflowError)
 """Raised by content of an unexpected shape. It makes its own reply dead, never the batch."""
@@ -52,14 +56,14 @@ def extract(batch: Batch, schema: str, selection: Selection, source: str) -> Bat
     kinds: Counter[str] = Counter()
     replies: list[Reply] = []
     for rows, is_open in batch.traces:
-        own, bad = replies_of(known, rows, selection, is_open=is_open, kinds=kinds)
+        own, bad = replies_of(known, rows, selection, is_open=is_open, kinds=kinds, calls=batch.calls)
         replies += own
         dead += bad
         if len(replies) >= _GROUP:
             entries += _entries(replies, source, selection.models, dead)
             replies.clear()
     entries += _entries(replies, source, selection.models, dead)
-    return replace(batch, traces=(), entries=tuple(entries), dead=tuple(dead), kinds=dict(kinds))
+    return replace(batch, traces=(), marks=(), calls={}, entries=tuple(entries), dead=tuple(dead), kinds=dict(kinds))
 
 
 def _entries(replies: Sequence[Reply], source: str, models: TrainedModels, dead: list[DeadRow]) -> list[Entry]:
@@ -76,11 +80,18 @@ def _entries(replies: Sequence[Reply], source: str, models: TrainedModels, dead:
 
 
 def replies_of(
-    schema: Schema, rows: Mapping[int, bytes], selection: Selection, *, is_open: bool, kinds: Counter[str]
+    schema: Schema,
+    rows: Mapping[int, bytes],
+    selection: Selection,
+    *,
+    is_open: bool,
+    kinds: Counter[str],
+    calls: Mapping[str, ModelCall] = NO_CALLS,
 ) -> tuple[list[Reply], list[DeadRow]]:
     """The replies and dead rows of one trace, from its packed rows by number.
 
     `is_open` if spans are missing that may still arrive. `kinds` counts the spans of traces without an agent.
+    `calls` are recorded calls by request id.
     """
     spans: dict[str, Span] = {}
     dead: list[DeadRow] = []
@@ -90,6 +101,7 @@ def replies_of(
             dead.append(span)
         else:
             spans[span.span_id] = span
+    spans = with_calls(spans, calls)
     tree = Tree(spans, {row.span_id for row in dead})
     if not tree.is_plain and (cyclic := tree.cyclic()):
         for span in cyclic:
@@ -146,6 +158,8 @@ def finished_reply(tree: Tree, agent: Span, selection: Selection) -> Reply:
     asked = placement.asked if placement.role is Role.LAST else agent
     query = request if asked is agent else _request(at.input_messages(asked))
     images = tuple(dict.fromkeys(image for message in handed for image in images_of(message)))
+    if calls.recorded is not None and not images and (sent := question_of(calls.recorded.messages)) is not None:
+        images = tuple(dict.fromkeys(images_of(sent)))
     name = at.agent_name(agent)
     steps = calls.steps(answer, resumed)
     has_query = bool(query.strip() or images)
@@ -169,7 +183,9 @@ def finished_reply(tree: Tree, agent: Span, selection: Selection) -> Reply:
         status=agent.status,
         service=agent.service,
         user=at.user_id(agent),
-        prompt_reason=prompt_reason(calls.first, given, [*history, {"role": "user", "content": request or query}]),
+        prompt_reason=inexact_because(calls.recorded)
+        if calls.recorded is not None
+        else prompt_reason(calls.first, given, [*history, {"role": "user", "content": request or query}]),
         skip=skip,
         skip_detail=detail,
         **calls.of_models(selection.models),
@@ -180,7 +196,8 @@ def unfinished_reply(tree: Tree, parent_id: str, children: Sequence[Span], selec
     """The reply of an agent span that never arrived, from its children."""
     calls = Trajectory(tree.own(parent_id))
     conversation = calls.first_input()
-    request = next((m["content"] for m in reversed(conversation) if m["role"] == "user"), "")
+    asked = [m["content"] for m in conversation if m["role"] == "user" and not is_reminder(m["content"])]
+    request = asked[-1] if asked else ""
     history, turn = _history(conversation, request, ())
     return Reply(
         span_id=parent_id,
@@ -242,7 +259,7 @@ def _history(
     asked = conversation[place]
     if asked["content"] != request and (earlier := _earlier(asked["content"], handed)):
         before.append({**asked, "content": earlier})
-    asked_before = sum(message["role"] == "user" for message in before)
+    asked_before = sum(message["role"] == "user" and not is_reminder(message["content"]) for message in before)
     return (*before, *conversation[place + 1 :]), max(0, asked_before - max(0, len(handed) - 1))
 
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from msgspec import Raw, Struct
 
+from flywheel.model_call import ModelCall
 from flywheel.trace import SpanStatus
 
 NOTHING: Final = Raw(b"null")
@@ -100,6 +101,12 @@ class AgentScope(Struct, frozen=True):
     agent: Pause = Pause()
 
 
+class FoundInCalls(Struct, frozen=True):
+    """An agent that was found in recorded calls, without a trace: the conversation whose split it takes."""
+
+    root_conversation: str = ""
+
+
 class Person(Struct, frozen=True):
     """Servers decode an id that looks like a number."""
 
@@ -118,6 +125,7 @@ class Attributes(Function, frozen=True):
     metadata: Raw = NOTHING
     user: Person = Person()
     enduser: Person = Person()
+    flywheel: FoundInCalls = FoundInCalls()
 
 
 class SpanKind(StrEnum):
@@ -129,7 +137,8 @@ class SpanKind(StrEnum):
 
 
 class Span(Struct, frozen=True, eq=False):
-    """One operation of a trace. `rowid` is its row in the source; times are nanoseconds since 1970 in UTC."""
+    """One operation of a trace. `rowid` is its row in the source; times are nanoseconds since 1970 in UTC.
+    `request_id` and `call` are those of a model call that `flywheel serve` has recorded."""
 
     rowid: int
     span_id: str
@@ -145,6 +154,8 @@ class Span(Struct, frozen=True, eq=False):
     attributes: Attributes
     events: tuple[dict[str, Any], ...] = ()
     service: str = ""
+    request_id: str = ""
+    call: ModelCall | None = None
 
 
 in_order = attrgetter("started_ns", "rowid")

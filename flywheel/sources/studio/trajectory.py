@@ -12,10 +12,12 @@ from functools import cached_property
 from typing import Any, Final
 
 from flywheel.exclusion import TrainedModels
+from flywheel.model_call import ModelCall
 from flywheel.request_id import BASE_VERSION, mark_of
 from flywheel.sources.studio import attributes as at
 from flywheel.sources.studio.attributes import ToolUse, first_text, value_of
 from flywheel.sources.studio.messages import FINISH_FUNCTIONS, Message, chat_of, without_finish
+from flywheel.sources.studio.recorded_calls import exact_prompt
 from flywheel.sources.studio.reprs import ReprError, is_result, parse_call
 from flywheel.sources.studio.span import NOTHING, Span, SpanKind, in_order
 from flywheel.trace import ChatMessage, SpanStatus, get_path
@@ -56,6 +58,8 @@ class Trajectory:
         """What the model calls say together, by the names of a reply's fields. The last call that answered names the
         model and, if it says so, the version of the alias."""
         model = adapter = source = ""
+        calls = tuple(dict.fromkeys(span.request_id for span in self.models if span.request_id))
+        joined = {span.request_id for span in self.models if span.call is not None}
         tools: tuple[dict[str, Any], ...] = ()
         inputs = outputs = 0
         for place, span in enumerate(self.models):
@@ -82,15 +86,29 @@ class Trajectory:
             "adapter": adapter,
             "adapter_source": source,
             "prompt_tokens": at.tokens(self.first)[0] if self.first else 0,
-            "tools": tools,
+            "tools": tools if self.recorded is None else self.recorded.tools,
+            "prompt": exact_prompt(self.recorded) if self.recorded is not None else (),
+            "parameters": self.recorded.parameters if self.recorded is not None else {},
+            "calls": calls,
+            "missing": tuple(call for call in calls if call not in joined),
             "input_tokens": inputs,
             "output_tokens": outputs,
         }
 
     @cached_property
+    def recorded(self) -> ModelCall | None:
+        """The first model call as the server has recorded it. Calls before it that failed do not count."""
+        for place, span in enumerate(self.models):
+            if place not in self._aside and (span.call is not None or span.status is not SpanStatus.ERROR):
+                return span.call if span.call is not None and span.call.messages else None
+        return None
+
+    @cached_property
     def first(self) -> Span | None:
         """The first model call with a recorded input; the first of all if none has one."""
         spans = [span for place, span in enumerate(self.models) if place not in self._aside]
+        if self.recorded is not None:
+            return next(span for span in spans if span.call is self.recorded)
         return next((span for span in spans if at.conversation(span)), spans[0] if spans else None)
 
     def first_input(self) -> list[ChatMessage]:
