@@ -39,18 +39,15 @@ Checkpoints = Callable[[Sequence[str] | None], Mapping[str, Checkpoint]]
 """Looks up the stored checkpoints of one source, by trace id: those of some traces, or (None) of all open ones."""
 
 
-class CallSizes(Protocol):
-    """The calls that were pulled from the call logs of the servers."""
-
-    def sizes(self, request_ids: Collection[str]) -> Mapping[str, int]:
-        """The bytes of each of these calls, as far as they are there."""
+CallSizes = Callable[[Collection[str]], Mapping[str, int]]
+"""Looks up how many bytes recorded calls have, by request id, as far as they are there."""
 
 
 class StudioReader:
     """One source. The file is opened when it is first read; one thread at a time may use a reader.
 
-    With `calls`, a trace is kept open until the calls that it names are there, or `ingest.calls_wait_seconds` have
-    passed since its end.
+    With `call_sizes`, a trace is kept open until the calls that it names are there, or `ingest.calls_wait_seconds`
+    have passed since its end.
     """
 
     def __init__(
@@ -59,7 +56,7 @@ class StudioReader:
         settings: IngestSettings,
         *,
         busy_seconds: float = BUSY_SECONDS,
-        calls: CallSizes | None = None,
+        call_sizes: CallSizes | None = None,
     ) -> None:
         self.path = path
         self.database = Database(path, busy_seconds=busy_seconds)
@@ -69,7 +66,7 @@ class StudioReader:
         """When the first open trace can be closed if nothing more arrives, nanoseconds since 1970."""
         self._settle_ns = int(settings.settle_seconds * 1e9)
         self._abandon_ns = int(settings.abandon_seconds * 1e9)
-        self._calls = calls
+        self._call_sizes = call_sizes
         self._calls_wait_ns = int(settings.calls_wait_seconds * 1e9)
         self._cursor = Cursor()
         self._tail: Scan | None = None
@@ -182,18 +179,18 @@ class StudioReader:
 
     def _awaits_calls(self, trace: OpenTrace, now_ns: int) -> bool:
         """Whether a call that the trace names may still be pulled."""
-        if self._calls is None or not trace.marks:
+        if self._call_sizes is None or not trace.marks:
             return False
         if trace.quiet_ns(self._schema, now_ns) >= self._calls_wait_ns:
             return False
-        return len(self._calls.sizes(trace.marks)) < len(trace.marks)
+        return len(self._call_sizes(trace.marks)) < len(trace.marks)
 
     def _calls_arrived(self) -> bool:
         """Whether the calls of a trace that awaits them are there now."""
-        if self._calls is None or self._tail is None:
+        if self._call_sizes is None or self._tail is None:
             return False
         awaiting = [trace.marks for trace in self._tail.traces.values() if trace.awaits_calls]
-        return any(len(self._calls.sizes(marks)) == len(marks) for marks in awaiting)
+        return any(len(self._call_sizes(marks)) == len(marks) for marks in awaiting)
 
     @property
     def _schema(self) -> Schema:
@@ -284,8 +281,8 @@ class StudioReader:
             if (open_still := is_open(trace)) is not None:
                 chosen.append((trace, open_still))
                 size += trace.size
-                if self._calls is not None and trace.marks:
-                    size += sum(self._calls.sizes(trace.marks).values())
+                if self._call_sizes is not None and trace.marks:
+                    size += sum(self._call_sizes(trace.marks).values())
             if size >= CLOSED_BYTES:
                 yield self._batch(scan, chosen, dead, rows, more=True)
                 chosen, dead, rows, size = [], (), 0, 0

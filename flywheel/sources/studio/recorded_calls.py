@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from flywheel import exclusion
 from flywheel.model_call import ModelAnswer, ModelCall
 from flywheel.request_id import request_id_in
-from flywheel.sources.studio.messages import blocks_of, is_media, text_of
+from flywheel.sources.studio.messages import MEDIA_TYPES, blocks_of, text_of
 from flywheel.sources.studio.span import Attributes, Keywords, Messages, Span, SpanKind, in_order
 from flywheel.trace import ChatMessage
 
@@ -110,7 +110,7 @@ def _exact(message: ChatMessage) -> ChatMessage:
 
 def inexact_because(call: ModelCall) -> str:
     """Why a prompt of `exact_prompt` is not what the model was sent; empty if it is."""
-    holds_media = any(is_media(block) for message in call.messages for block in blocks_of(message))
+    holds_media = any(block.get("type") in MEDIA_TYPES for message in call.messages for block in blocks_of(message))
     reasons = {
         exclusion.IMAGE: holds_media,
         exclusion.TEMPLATE_PARAMETERS: any(

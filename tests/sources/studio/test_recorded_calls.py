@@ -223,7 +223,7 @@ def test_a_reply_waits_for_its_calls_and_no_longer_than_that(tmp_path: Path, fin
     studio = Studio(tmp_path / "studio.sqlite")
     studio.write(*spans_that_end_at_now())
     pulled = Pulled()
-    reader = StudioReader(studio.path, IngestSettings(calls_wait_seconds=30), calls=pulled)
+    reader = StudioReader(studio.path, IngestSettings(calls_wait_seconds=30), call_sizes=pulled.sizes)
     ledger = Ledger()
 
     def read(seconds: float) -> int:
@@ -242,7 +242,7 @@ def test_a_reply_goes_on_as_soon_as_its_calls_are_there(tmp_path: Path) -> None:
     studio = Studio(tmp_path / "studio.sqlite")
     studio.write(*spans_that_end_at_now())
     pulled = Pulled()
-    reader = StudioReader(studio.path, IngestSettings(calls_wait_seconds=30), calls=pulled)
+    reader = StudioReader(studio.path, IngestSettings(calls_wait_seconds=30), call_sizes=pulled.sizes)
     ledger = Ledger()
     assert traces(ledger.pass_(reader, now=NOW + timedelta(seconds=5))) == 0
     pulled[MARK] = 100
@@ -256,7 +256,7 @@ def test_a_process_that_was_restarted_waits_on(tmp_path: Path) -> None:
     studio.write(*spans_that_end_at_now())
     ledger = Ledger()
     for seconds, expected in ((5, 0), (20, 0), (31, 1)):
-        reader = StudioReader(studio.path, IngestSettings(calls_wait_seconds=30), calls=Pulled())
+        reader = StudioReader(studio.path, IngestSettings(calls_wait_seconds=30), call_sizes=Pulled().sizes)
         assert traces(ledger.pass_(reader, now=NOW + timedelta(seconds=seconds))) == expected
         reader.close()
 
@@ -269,7 +269,7 @@ def test_large_calls_make_smaller_batches(tmp_path: Path) -> None:
         pulled[mark] = 5_000_000
         row = marked(chat(f"c{number}", HIDING, "2", parent=f"a{number}", trace=f"t{number}"), mark)
         studio.write(row, agent(f"a{number}", ended=2, trace=f"t{number}"))
-    reader = StudioReader(studio.path, IngestSettings(), calls=pulled)
+    reader = StudioReader(studio.path, IngestSettings(), call_sizes=pulled.sizes)
     batches = Ledger().keep(reader.read(Cursor(), Ledger(), now=NOW, final=True), reader)
     assert max(len(batch.marks) for batch in batches) == 2
     assert traces(batches) == 6
