@@ -1,4 +1,4 @@
-"""A recorded call of a model, parsed. Plain data, no I/O."""
+"""One call of a model as `flywheel serve` recorded it, parsed. Plain data, no I/O."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from msgspec import Struct
 
 
 class ModelAnswer(Struct, frozen=True):
-    """One choice of a response; `tool_calls` in the OpenAI form, arguments as text."""
+    """One choice of a response. `tool_calls` are in the OpenAI chat form, with arguments as text."""
 
     content: str = ""
     reasoning: str = ""
@@ -17,6 +17,18 @@ class ModelAnswer(Struct, frozen=True):
 
 
 class ModelCall(Struct, frozen=True):
+    """The request and the assembled response.
+
+    - `version`: the adapter that answered, or `base`. `model`: the model as requested.
+    - `status`: of the HTTP response, 0 if none began. `error`: why there is no answer, or why it ended early.
+    - `is_interrupted`: the response was not sent to its end; `answers` have what was sent.
+    - `messages`: as sent, in the OpenAI chat form; those of `/v1/responses` are converted, with the instructions.
+    - `tools`: in the OpenAI chat form. `parameters`: the other keys of the request.
+    - `user`: the `user` of the request. `credential`: a hash of the Authorization header, empty without one.
+    - `retry`: which repetition by the client this is, 0 for the first request.
+    - `answers`: by choice. The numbers of tokens are None where the response does not say them.
+    """
+
     request_id: str
     path: str = "/v1/chat/completions"
     version: str = ""

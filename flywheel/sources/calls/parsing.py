@@ -1,0 +1,261 @@
+"""Parses recorded calls: the request, and the answers assembled from a response or a stream of events.
+
+Chat completions, completions and responses, as vLLM and OpenAI write them. Nothing that a client or a server sends
+raises an error: what cannot be parsed is said in `ModelCall.error`.
+https://platform.openai.com/docs/api-reference/chat-streaming
+https://html.spec.whatwg.org/multipage/server-sent-events.html#event-stream-interpretation
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Final
+
+import orjson
+from msgspec import Struct
+
+from flywheel.call_log import RecordedCall
+from flywheel.model_call import ModelAnswer, ModelCall
+from flywheel.sources.calls import responses_api
+from flywheel.trace import get_path
+
+RESPONSES_PATH: Final = "/v1/responses"
+_NO_PARAMETERS: Final = frozenset({"model", "messages", "tools", "stream", "stream_options", "user", "request_id"})
+_ERROR_CHARACTERS: Final = 500
+
+
+def parse(call: RecordedCall) -> ModelCall:
+    """The call with its messages and its answers."""
+    is_responses = call.path.rstrip("/").endswith(RESPONSES_PATH)
+    request = _json(call.request)
+    problem = ""
+    if not isinstance(request, dict):
+        request, problem = {}, "the request is not a JSON object"
+    messages, tools = (responses_api.prompt_of if is_responses else _prompt_of)(request)
+    if messages is None:
+        messages, problem = (), "the request's messages are not a list of objects"
+    user = request.get("user")
+    known = responses_api.PROMPT | _NO_PARAMETERS if is_responses else _NO_PARAMETERS
+    answer = _response(call, request, is_responses)
+    return ModelCall(
+        request_id=call.request_id,
+        path=call.path,
+        version=call.version,
+        model=_text(request.get("model")),
+        started_ns=call.started_ns,
+        ended_ns=call.ended_ns,
+        status=call.status,
+        error=(answer.error or problem)[:_ERROR_CHARACTERS],
+        is_interrupted=not answer.is_whole and not (answer.error and call.is_complete),
+        messages=messages,
+        tools=tools,
+        parameters={key: value for key, value in request.items() if key not in known},
+        user="" if user is None else _text(user),
+        credential=call.credential,
+        retry=call.retry,
+        answers=tuple(answer.choices[index].answer() for index in sorted(answer.choices)),
+        prompt_tokens=answer.prompt_tokens,
+        completion_tokens=answer.completion_tokens,
+    )
+
+
+def _prompt_of(request: dict[str, Any]) -> tuple[tuple[dict[str, Any], ...] | None, tuple[dict[str, Any], ...]]:
+    """Messages (None if they are not messages) and tools of a request for chat or for completions."""
+    messages = request.get("messages")
+    if messages is None:
+        messages = []
+    is_list = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
+    return tuple(messages) if is_list else None, tuple(_objects(request.get("tools")))
+
+
+class _ToolCall(Struct):
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+class _Choice(Struct):
+    """A choice while it is assembled, with its tool calls by their delta index."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: dict[int, _ToolCall] = {}
+    finish_reason: str = ""
+
+    def add(self, said: dict[str, Any]) -> None:
+        """Add a message, or a part of one."""
+        self.content += _text(said.get("content"))
+        # vLLM has renamed the key; some versions send both.
+        self.reasoning += _text(said.get("reasoning")) or _text(said.get("reasoning_content"))
+        for place, part in enumerate(_objects(said.get("tool_calls"))):
+            self._add_tool_call(place, part)
+
+    def _add_tool_call(self, place: int, part: dict[str, Any]) -> None:
+        index = part.get("index")
+        if not isinstance(index, int):
+            # A whole message has its tool calls in order. In a stream without indexes, an id begins the next one.
+            last = max(self.tool_calls, default=-1)
+            index = last + 1 if part.get("id") or last < 0 else last
+        call = self.tool_calls.setdefault(index, _ToolCall())
+        # Some servers repeat id and name in each part.
+        call.id = call.id or _text(part.get("id"))
+        call.name = call.name or _text(get_path(part, "function", "name"))
+        call.arguments += _text(get_path(part, "function", "arguments"))
+
+    def answer(self) -> ModelAnswer:
+        calls = (self.tool_calls[index] for index in sorted(self.tool_calls))
+        return ModelAnswer(
+            self.content,
+            self.reasoning,
+            tuple(
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in calls
+            ),
+            self.finish_reason,
+        )
+
+
+class _Response(Struct):
+    """A response while it is assembled. `is_whole`: nothing of it is missing."""
+
+    choices: dict[int, _Choice] = {}
+    is_whole: bool = False
+    error: str = ""
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+    def add(self, body: dict[str, Any]) -> None:
+        """Add the body of a response, or an event of a stream."""
+        self.error = self.error or error_in(body)
+        for choice in _objects(body.get("choices")):
+            index = choice.get("index")
+            found = self.choices.setdefault(index if isinstance(index, int) else 0, _Choice())
+            for said in (choice.get("message"), choice.get("delta")):
+                if isinstance(said, dict):
+                    found.add(said)
+            found.content += _text(choice.get("text"))
+            found.finish_reason = _text(choice.get("finish_reason")) or found.finish_reason
+        self.count(body.get("usage"))
+
+    def count(self, usage: Any) -> None:
+        """Take over numbers of tokens, under the names of either interface."""
+        for name in ("prompt_tokens", "input_tokens"):
+            self.prompt_tokens = _count(get_path(usage, name), self.prompt_tokens)
+        for name in ("completion_tokens", "output_tokens"):
+            self.completion_tokens = _count(get_path(usage, name), self.completion_tokens)
+
+
+def _response(call: RecordedCall, request: dict[str, Any], is_responses: bool) -> _Response:
+    if call.status == 0:
+        return _Response(error="" if not call.is_complete else "no response began")
+    found = _Response()
+    if call.media_type.partition(";")[0].strip().lower() == "text/event-stream":
+        _add_stream(found, call, request, is_responses)
+    else:
+        body = _json(call.response)
+        if isinstance(body, dict):
+            found.is_whole = call.is_complete
+            if is_responses:
+                _add_items(found, body)
+            else:
+                found.add(body)
+        elif call.is_complete and call.status < 400:
+            found.error = "the response is not a JSON object"
+    if call.status >= 400 and not found.error:
+        text = call.response.decode("utf-8", "replace").strip()
+        found.error = f"HTTP {call.status}{': ' if text else ''}{text}"
+    return found
+
+
+def _add_stream(found: _Response, call: RecordedCall, request: dict[str, Any], is_responses: bool) -> None:
+    stream = responses_api.Stream() if is_responses else None
+    is_done = False
+    for data in events(call.response):
+        if data == b"[DONE]":
+            is_done = True
+        elif isinstance(event := _json(data), dict):
+            if stream is None:
+                found.add(event)
+            else:
+                found.error = found.error or error_in(event)
+                stream.add(event)
+    if stream is not None:
+        _add_items(found, stream.response())
+        found.is_whole = stream.is_whole
+        return
+    wanted = request.get("n")
+    count = wanted if isinstance(wanted, int) else 1
+    ended = sum(bool(choice.finish_reason) for choice in found.choices.values())
+    # Some clients close the connection as soon as they have seen the end of the answer.
+    found.is_whole = is_done or ended >= max(count, len(found.choices), 1)
+
+
+def _add_items(found: _Response, body: dict[str, Any]) -> None:
+    """Add the body of a response of `/v1/responses`."""
+    found.error = found.error or error_in(body)
+    if isinstance(body.get("output"), list):
+        answer = responses_api.answer_of(body)
+        choice = found.choices[0] = _Choice(answer.content, answer.reasoning, {}, answer.finish_reason)
+        choice.add({"tool_calls": list(answer.tool_calls)})
+    found.count(body.get("usage"))
+
+
+def events(stream: bytes) -> Iterator[bytes]:
+    """The data of the events of a stream. Comments and other fields are left out; the last one may be cut off."""
+    data: list[bytes] = []
+    for line in stream.removeprefix(b"\xef\xbb\xbf").splitlines():
+        if not line:
+            if data:
+                yield b"\n".join(data)
+            data = []
+        elif line.startswith(b"data:"):
+            data.append(line[5:].removeprefix(b" "))
+    if data:
+        yield b"\n".join(data)
+
+
+def error_in(body: dict[str, Any]) -> str:
+    """The text of the error that a body or an event reports; empty if it reports none."""
+    error = body.get("error")
+    if isinstance(error, dict):
+        return _text(error.get("message")) or _text(error.get("code")) or _text(error.get("type")) or "an error"
+    if body.get("object") == "error" or body.get("type") == "error":
+        return _text(body.get("message")) or "an error"
+    if error:
+        return _text(error)
+    detail = body.get("detail")
+    return _text(detail) if detail and "choices" not in body else ""
+
+
+def _json(body: bytes) -> Any:
+    """The value of a JSON text; None if it is none. Lone surrogates are allowed."""
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError:
+        try:
+            return json.loads(body)
+        except (ValueError, RecursionError):
+            return None
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def _text(value: Any) -> str:
+    """A text, the texts of a list of parts, or other values as JSON."""
+    if isinstance(value, str):
+        return value
+    if value is None:
+        return ""
+    if isinstance(value, list) and all(isinstance(part, dict) and "text" in part for part in value):
+        return "\n".join(_text(part["text"]) for part in value)
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return ""
+
+
+def _count(value: Any, before: int | None) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else before

@@ -1,0 +1,360 @@
+"""Parsing of recorded calls: plain responses, streams cut anywhere, errors, and whatever else may be sent."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flywheel.sources.calls.parsing import events, parse
+from tests.cases import for_each
+from tests.sources.calls.recorded import assistant, chat, completion, delta, recorded, sse, tool, tool_call, user
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def test_a_chat_with_its_parameters_and_its_answer() -> None:
+    messages = [SYSTEM, {"role": "user", "name": "u", "content": [{"type": "text", "text": "1+2?"}]}]
+    request = chat(
+        messages,
+        tools=[ADD],
+        stream=False,
+        stream_options=None,
+        user="ann",
+        request_id="x",
+        temperature=0.5,
+        chat_template_kwargs={"enable_thinking": False},
+    )
+    said = {**assistant(None, tool_call("add", '{"a":1,"b":2}')), "reasoning": "I add."}
+    call = parse(recorded(request, completion(said, usage={"prompt_tokens": 12, "completion_tokens": 3}), retry=1))
+    assert call.messages == tuple(messages)
+    assert call.tools == (ADD,)
+    assert call.parameters == {"temperature": 0.5, "chat_template_kwargs": {"enable_thinking": False}}
+    assert (call.model, call.user, call.credential, call.retry, call.status) == ("agent", "ann", "c1", 1, 200)
+    assert (call.prompt_tokens, call.completion_tokens) == (12, 3)
+    assert (call.error, call.is_interrupted) == ("", False)
+    (answer,) = call.answers
+    assert (answer.content, answer.reasoning, answer.finish_reason) == ("", "I add.", "tool_calls")
+    assert answer.tool_calls == (tool_call("add", '{"a":1,"b":2}'),)
+
+
+def test_several_choices_are_in_order_of_their_index() -> None:
+    body = completion(assistant("a"), assistant("b"))
+    body["choices"].reverse()
+    assert [answer.content for answer in parse(recorded(chat([user("hi")], n=2), body)).answers] == ["a", "b"]
+
+
+def test_no_usage_is_none() -> None:
+    call = parse(recorded(chat([user("hi")]), completion(assistant("a"))))
+    assert (call.prompt_tokens, call.completion_tokens) == (None, None)
+
+
+STREAM_EVENTS = (
+    delta(role="assistant", content=""),
+    ": a comment",
+    delta(1, role="assistant", content="B"),
+    delta(reasoning="I ", reasoning_content="I "),
+    delta(reasoning_content="add."),
+    delta(content="Häl"),
+    'event: unknown\nid: 7\nretry: 100\ndata: {"hello":\ndata: 1}',
+    "data: no JSON",
+    delta(content="lo\u2028"),
+    delta(tool_calls=[{"index": 1, "id": "c1", "type": "function", "function": {"name": "mul", "arguments": ""}}]),
+    delta(
+        tool_calls=[{"index": 0, "id": "c0", "type": "function", "function": {"name": "add", "arguments": '{"a"'}}]
+    ),
+    delta(tool_calls=[{"index": 1, "function": {"arguments": "{}"}}, {"index": 0, "function": {"arguments": ":1}"}}]),
+    delta(1, content="!", finish="stop"),
+    delta(finish="tool_calls"),
+    {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 7}},
+)
+
+
+@for_each("newline", ["\n", "\r\n", "\r"])
+def test_a_stream_is_assembled_by_choice_and_by_tool_call(newline: str) -> None:
+    stream = sse(*STREAM_EVENTS, newline="\n").replace(b"\n", newline.encode())
+    call = parse(recorded(chat([user("hi")], n=2, stream=True), stream))
+    first, second = call.answers
+    assert (first.content, first.reasoning, first.finish_reason) == ("Hällo\u2028", "I add.", "tool_calls")
+    assert first.tool_calls == (tool_call("add", '{"a":1}', "c0"), tool_call("mul", "{}", "c1"))
+    assert (second.content, second.finish_reason) == ("B!", "stop")
+    assert (call.prompt_tokens, call.completion_tokens, call.is_interrupted, call.error) == (5, 7, False, "")
+    assert "stream" not in call.parameters
+
+
+def test_a_stream_cut_at_any_byte_is_kept_and_marked() -> None:
+    stream = sse(*STREAM_EVENTS)
+    whole = parse(recorded(chat([user("hi")], n=2), stream)).answers
+    ended = stream.index(b'"finish_reason": "tool_calls"')
+    for cut in range(len(stream)):
+        call = parse(recorded(chat([user("hi")], n=2), stream[:cut], is_complete=False))
+        for answer, full in zip(call.answers, whole, strict=False):
+            assert full.content.startswith(answer.content)
+            assert full.reasoning.startswith(answer.reasoning)
+        # What follows the end of the answers is not part of them.
+        assert call.is_interrupted is (cut <= stream.index(b"\n", ended) - 1), cut
+        assert call.error == ""
+    assert parse(recorded(chat([user("hi")], n=2), stream, is_complete=False)).is_interrupted is False
+
+
+def test_a_stream_that_the_server_ended_without_an_answer_is_interrupted() -> None:
+    call = parse(recorded(chat([user("hi")]), sse(delta(content="Hal"), done=False)))
+    assert (call.is_interrupted, call.answers[0].content) == (True, "Hal")
+
+
+def test_an_error_in_the_middle_of_a_stream_is_said() -> None:
+    stream = sse(delta(content="Hal"), {"error": {"message": "the engine died", "code": 500}})
+    call = parse(recorded(chat([user("hi")]), stream))
+    assert (call.error, call.is_interrupted, call.answers[0].content) == ("the engine died", False, "Hal")
+
+
+def test_parts_of_tool_calls_without_index_or_with_repeated_names() -> None:
+    parts = [
+        {"id": "c0", "function": {"name": "add", "arguments": "{"}},
+        {"function": {"name": "add", "arguments": "}"}},
+        {"id": "c1", "function": {"name": "mul", "arguments": "{}"}},
+    ]
+    stream = sse(*(delta(tool_calls=[part]) for part in parts), delta(finish="tool_calls"))
+    (answer,) = parse(recorded(chat([user("hi")]), stream)).answers
+    assert answer.tool_calls == (tool_call("add", "{}", "c0"), tool_call("mul", "{}", "c1"))
+
+
+ERRORS: tuple[tuple[int, Any, str], ...] = (
+    (400, {"error": {"message": "too long", "type": "BadRequestError"}}, "too long"),
+    (400, {"object": "error", "message": "too long"}, "too long"),
+    (401, {"error": "Unauthorized"}, "Unauthorized"),
+    (422, {"detail": [{"msg": "field required"}]}, '[{"msg": "field required"}]'),
+    (502, b"<html>Bad gateway</html>", "HTTP 502: <html>Bad gateway</html>"),
+    (500, b"", "HTTP 500"),
+    (200, b"<html>hello</html>", "the response is not a JSON object"),
+    (0, b"", "no response began"),
+)
+
+
+@for_each(("status", "response", "error"), ERRORS)
+def test_the_error_of_a_response(status: int, response: Any, error: str) -> None:
+    call = parse(recorded(chat([user("hi")]), response, status=status, media_type="application/json"))
+    assert (call.error, call.is_interrupted, call.answers) == (error, False, ())
+    assert call.messages == (user("hi"),)
+
+
+def test_a_client_that_disconnected_before_the_response_began() -> None:
+    call = parse(recorded(chat([user("hi")]), b"", status=0, is_complete=False, media_type=""))
+    assert (call.is_interrupted, call.error) == (True, "")
+
+
+def test_a_plain_response_that_was_not_sent_to_its_end_is_interrupted() -> None:
+    body = json.dumps(completion(assistant("Hello"))).encode()
+    cut = parse(recorded(chat([user("hi")]), body[:40], is_complete=False, media_type="application/json"))
+    whole = parse(recorded(chat([user("hi")]), body, is_complete=False, media_type="application/json"))
+    assert cut.is_interrupted and cut.answers == ()
+    assert whole.is_interrupted and whole.answers[0].content == "Hello"
+
+
+def test_a_raw_completion_keeps_its_prompt_as_a_parameter() -> None:
+    body = {"choices": [{"index": 0, "text": " Paris", "finish_reason": "stop"}]}
+    call = parse(recorded({"model": "agent", "prompt": "The capital is"}, body, path="/v1/completions"))
+    assert (call.messages, call.parameters) == ((), {"prompt": "The capital is"})
+    assert call.answers[0].content == " Paris"
+    stream = sse(*({"choices": [{"index": 0, "text": text, "finish_reason": None}]} for text in (" Pa", "ris")))
+    assert parse(recorded({"prompt": "x"}, stream, path="/v1/completions")).answers[0].content == " Paris"
+
+
+RESPONSES_OUTPUT = [
+    {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "I add."}]},
+    {
+        "type": "message",
+        "id": "msg_1",
+        "role": "assistant",
+        "status": "completed",
+        "content": [{"type": "output_text", "text": "Let me add.", "annotations": []}],
+    },
+    {"type": "function_call", "id": "fc_1", "call_id": "call-1", "name": "add", "arguments": '{"a":1}'},
+]
+
+
+def test_a_request_for_a_response_in_the_chat_form() -> None:
+    request = {
+        "model": "agent",
+        "instructions": "Be brief.",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "1+2?"}]},
+            *RESPONSES_OUTPUT,
+            {"type": "function_call_output", "call_id": "call-1", "output": "3"},
+        ],
+        "tools": [{"type": "function", "name": "add", "parameters": {"type": "object"}}],
+        "max_output_tokens": 9,
+    }
+    body = {
+        "object": "response",
+        "status": "completed",
+        "output": RESPONSES_OUTPUT,
+        "usage": {"input_tokens": 4, "output_tokens": 2},
+        "error": None,
+    }
+    call = parse(recorded(request, body, path="/v1/responses"))
+    assert call.messages == (
+        SYSTEM,
+        user([{"type": "text", "text": "1+2?"}]),
+        {
+            "role": "assistant",
+            "content": "Let me add.",
+            "reasoning": "I add.",
+            "tool_calls": [tool_call("add", '{"a":1}')],
+        },
+        {"role": "tool", "content": "3", "tool_call_id": "call-1"},
+    )
+    assert call.tools == ({"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}},)
+    assert call.parameters == {"max_output_tokens": 9}
+    (answer,) = call.answers
+    assert (answer.content, answer.reasoning, answer.finish_reason) == ("Let me add.", "I add.", "tool_calls")
+    assert answer.tool_calls == (tool_call("add", '{"a":1}'),)
+    assert (call.prompt_tokens, call.completion_tokens) == (4, 2)
+
+
+def response_events() -> list[dict[str, Any]]:
+    return [
+        {"type": "response.created", "response": {"status": "in_progress", "output": []}},
+        {"type": "response.output_item.added", "output_index": 0, "item": {"type": "reasoning", "content": None}},
+        {"type": "response.reasoning_text.delta", "output_index": 0, "delta": "I add."},
+        {"type": "response.output_item.added", "output_index": 1, "item": {"type": "message", "content": []}},
+        {"type": "response.output_text.delta", "output_index": 1, "delta": "Let me"},
+        {"type": "response.output_text.delta", "output_index": 1, "delta": " add."},
+        {
+            "type": "response.output_item.added",
+            "output_index": 2,
+            "item": {"type": "function_call", "call_id": "call-1", "name": "add", "arguments": ""},
+        },
+        {"type": "response.function_call_arguments.delta", "output_index": 2, "delta": '{"a":1}'},
+        {"type": "response.output_item.done", "output_index": 2, "item": RESPONSES_OUTPUT[2]},
+    ]
+
+
+@for_each("output", [RESPONSES_OUTPUT, []])
+def test_a_streamed_response_is_taken_from_its_last_event_or_its_parts(output: list[Any]) -> None:
+    last = {"status": "completed", "output": output, "usage": {"input_tokens": 4, "output_tokens": 2}}
+    stream = sse(*response_events(), {"type": "response.completed", "response": last}, done=False)
+    call = parse(recorded({"input": "1+2?"}, stream, path="/v1/responses"))
+    assert call.messages == (user("1+2?"),)
+    (answer,) = call.answers
+    assert (answer.content, answer.reasoning) == ("Let me add.", "I add.")
+    assert answer.tool_calls == (tool_call("add", '{"a":1}'),)
+    assert answer.finish_reason == "tool_calls"
+    assert (call.prompt_tokens, call.is_interrupted) == (4, False)
+
+
+def test_a_streamed_response_that_was_cut_is_kept_and_marked() -> None:
+    stream = sse(*response_events()[:5], done=False)
+    call = parse(recorded({"input": "1+2?"}, stream, path="/v1/responses", is_complete=False))
+    assert (call.is_interrupted, call.answers[0].content) == (True, "Let me")
+
+
+def test_the_failure_of_a_streamed_response_is_said() -> None:
+    failed = {"status": "failed", "error": {"message": "the engine died"}, "output": []}
+    stream = sse({"type": "response.failed", "response": failed}, done=False)
+    assert parse(recorded({"input": "hi"}, stream, path="/v1/responses")).error == "the engine died"
+
+
+@for_each("request_body", [b"", b"\xff\xfe", b"[]", b"null", b'{"messages": "hi"}', b'{"messages": ["hi"]}'])
+def test_a_request_that_is_none_says_so(request_body: bytes) -> None:
+    call = parse(recorded(request_body, completion(assistant("a"))))
+    assert call.messages == ()
+    assert call.error
+
+
+def test_lone_surrogates_are_read() -> None:
+    call = parse(recorded(b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', completion(assistant("a"))))
+    assert call.messages[0]["content"] == "\ud83d"
+
+
+_KEYS = st.sampled_from(
+    [
+        "messages",
+        "role",
+        "content",
+        "tool_calls",
+        "function",
+        "name",
+        "arguments",
+        "choices",
+        "message",
+        "delta",
+        "index",
+        "type",
+        "text",
+        "input",
+        "output",
+        "item",
+        "response",
+        "output_index",
+        "error",
+        "usage",
+        "finish_reason",
+        "tools",
+        "prompt_tokens",
+        "id",
+        "reasoning",
+        "n",
+        "detail",
+        "instructions",
+        "status",
+        "incomplete_details",
+        "summary",
+    ]
+)
+_WORDS = [
+    "message",
+    "function_call",
+    "reasoning",
+    "assistant",
+    "response.completed",
+    "response.output_item.added",
+    "response.output_text.delta",
+    "function_call_output",
+    "completed",
+    "incomplete",
+]
+_LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.sampled_from(_WORDS)
+VALUES = st.recursive(_LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_KEYS, inner, max_size=4))
+PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    request=VALUES | st.binary(max_size=20),
+    sent=st.lists(VALUES, max_size=4),
+    is_stream=st.booleans(),
+    path=st.sampled_from(PATHS),
+    status=st.sampled_from([0, 200, 400]),
+    is_complete=st.booleans(),
+)
+def test_nothing_that_is_sent_raises(
+    request: Any, sent: list[Any], is_stream: bool, path: str, status: int, is_complete: bool
+) -> None:
+    response = sse(*(f"data: {json.dumps(event)}" for event in sent)) if is_stream else (sent or [{}])[0]
+    parse(recorded(request, response, path=path, status=status, is_complete=is_complete))
+
+
+@for_each("path", PATHS)
+@for_each("deep", ['{"messages":', '{"input":', '{"choices":', '{"error":'])
+def test_deep_nesting_raises_nothing(path: str, deep: str) -> None:
+    for levels in (300, 900, 5000):
+        body = (deep + "[" * levels + "]" * levels + "}").encode()
+        parse(recorded(body, b"data: " + body, path=path))
+        parse(recorded(body, body, path=path, media_type="application/json"))
+
+
+def test_events_are_split_at_line_ends_only() -> None:
+    assert list(events(b"\xef\xbb\xbfdata: a\x85\xe2\x80\xa8b\n\ndata:c\ndata: d\r\n\r\n:x\n\ndata: e")) == [
+        b"a\x85\xe2\x80\xa8b",
+        b"c\nd",
+        b"e",
+    ]
+
+
+def test_messages_that_follow_tools_are_read_as_sent() -> None:
+    messages = [user("1+2?"), assistant(None, tool_call("add")), tool("3"), user("and 4?")]
+    assert parse(recorded(chat(messages), completion(assistant("7")))).messages == tuple(messages)
