@@ -18,6 +18,7 @@ LAYERS: dict[str, int] = {
     "trace": 1,
     "exclusion": 1,
     "model_call": 1,
+    "call_log": 1,
     "task": 1,
     "batch": 1,
     "similarity": 1,
