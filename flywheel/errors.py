@@ -60,6 +60,10 @@ class ReceiverError(SourceError):
     """Spans could not be received or kept."""
 
 
+class CallLogError(FlywheelError):
+    """A call log could not be read or written."""
+
+
 class CheckError(FlywheelError):
     """A criterion that needs no judge could not be decided."""
 
