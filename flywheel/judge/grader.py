@@ -14,18 +14,21 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Final
 
 from flywheel.config import JudgeSettings
 from flywheel.errors import CheckError, JudgeError
 from flywheel.judge import prompt
 from flywheel.judge.client import NEVER, JudgeClient, settings_for
-from flywheel.judge.judge_call import JudgeCall, JudgeCallResult
+from flywheel.judge.judge_call import JudgeCall
 from flywheel.judge_usage import CallsInFlight
 from flywheel.rubric import FLAT_ID, Criterion, Rubric
 from flywheel.rubric.checks import ask_the_judge, check_all, fails_required
 from flywheel.verdict import CriterionResult, Exchange, Judgement, Outcome, Verdict
 
 FIRST, AGAIN = "first", "again"
+NOT_ASKED: Final = Judgement(Outcome.UNDECIDED, None)
+"""What the judge says where it is not asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,7 @@ class Grader:
         if fails_required(self.rubric, checked):
             return self._verdict(Judgement(Outcome.REJECTED, 0.0, checked), [], started)
         if not self.rubric.asked:
-            return self._verdict(self._judgement(JudgeCallResult(), checked, FIRST), [], started)
+            return self._verdict(self._judgement(NOT_ASKED, checked, FIRST), [], started)
         pending = PendingJudgeCall(exchange, checked, self._reusable(earlier) if earlier else {})
         if pending.earlier:
             with suppress(_CallNeededError):
@@ -184,39 +187,30 @@ class Grader:
         """
         for place in range(times):
             known = self._known(pending.earlier, stage, place) if pending.earlier else {}
-            result = JudgeCallResult()
+            called, failure = NOT_ASKED, None
             if missing := [criterion for criterion in self.rubric.asked if criterion.id not in known]:
                 if stop is None:
                     raise _CallNeededError
                 # The first call has no seed: without a repetition, nothing has to differ.
-                result = self._call.run(pending.exchange, missing, len(judgements) or None, stop)
-            if not result.error:
-                asked = {each.criterion: replace(each, hash=self.hashes[each.criterion]) for each in result.results}
+                called, failure = self._call.run(pending.exchange, missing, len(judgements) or None, stop)
+            if not called.error:
+                asked = {each.criterion: replace(each, hash=self.hashes[each.criterion]) for each in called.results}
                 every = {**known, **asked}
-                result.results = tuple(every[criterion.id] for criterion in self.rubric.asked)
-            judgements.append(self._judgement(result, pending.checked, stage))
-            if result.failure is not None:
-                raise result.failure
+                called = replace(called, results=tuple(every[criterion.id] for criterion in self.rubric.asked))
+            judgements.append(self._judgement(called, pending.checked, stage))
+            if failure is not None:
+                raise failure
         return majority(judgements[-times:])
 
-    def _judgement(self, called: JudgeCallResult, checked: tuple[CriterionResult, ...], stage: str) -> Judgement:
-        outcome, score, results = Outcome.UNDECIDED, None, (*checked, *called.results)
-        if not called.error:
-            score = self.rubric.score({result.criterion: result.value for result in results})
-            accepted = score >= self.rubric.threshold and not fails_required(self.rubric, results)
-            outcome = Outcome.ACCEPTED if accepted else Outcome.REJECTED
-        return Judgement(
-            outcome,
-            score,
-            results,
-            error=called.error,
-            judge=called.judge,
-            stage=stage,
-            calls=called.calls,
-            prompt_tokens=called.prompt_tokens,
-            completion_tokens=called.completion_tokens,
-            estimated_tokens=called.estimated_tokens,
-        )
+    def _judgement(self, called: Judgement, checked: tuple[CriterionResult, ...], stage: str) -> Judgement:
+        """The judgement of a whole set of results: those of the judge and those of the checks."""
+        results = (*checked, *called.results)
+        if called.error:
+            return replace(called, results=results, stage=stage)
+        score = self.rubric.score({result.criterion: result.value for result in results})
+        accepted = score >= self.rubric.threshold and not fails_required(self.rubric, results)
+        outcome = Outcome.ACCEPTED if accepted else Outcome.REJECTED
+        return replace(called, outcome=outcome, score=score, results=results, stage=stage)
 
     def _verdict(
         self, chosen: Judgement, judgements: Sequence[Judgement], started: float, *, unreachable: bool = False

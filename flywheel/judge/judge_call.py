@@ -6,7 +6,6 @@ import re
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from flywheel.config import JudgeSettings
@@ -17,32 +16,11 @@ from flywheel.judge.chat_completions import Reply
 from flywheel.judge.client import JudgeClient
 from flywheel.judge_usage import CallsInFlight
 from flywheel.rubric import Criterion, Rubric
-from flywheel.verdict import CriterionResult, Exchange
+from flywheel.verdict import CriterionResult, Exchange, Judgement, Outcome
 
 REMEMBERED: Final = 16_384
 """How many of the last nonces are known."""
 CHECK: Final = re.compile(r"""\bcheck\\?["']\s*:\s*\\?["']([0-9a-f]{16})\b""", re.IGNORECASE)
-
-
-@dataclass(slots=True)
-class JudgeCallResult:
-    """The results, and what the calls used in any case.
-
-    Attributes:
-        error: Why there are no results; empty where there are.
-        failure: Set when no reply came at all.
-        judge: The model and endpoint that answered last.
-        estimated_tokens: The estimate of `prompt_tokens`, where the endpoint reports usage.
-    """
-
-    results: tuple[CriterionResult, ...] = ()
-    error: str = ""
-    failure: JudgeError | None = None
-    judge: str = ""
-    calls: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    estimated_tokens: int = 0
 
 
 class _NoReplyError(Exception):
@@ -64,20 +42,34 @@ class JudgeCall:
 
     def run(
         self, exchange: Exchange, criteria: Sequence[Criterion], seed: int | None, stop: threading.Event
-    ) -> JudgeCallResult:
-        """Ask about these criteria of the rubric. `stop` ends the retries."""
-        result = JudgeCallResult()
+    ) -> tuple[Judgement, JudgeError | None]:
+        """Ask about these criteria of the rubric; `stop` ends the retries.
+
+        Returns the results and what the calls used, without an outcome; and the failure when no reply came at all.
+        """
+        replies: list[tuple[Reply, int]] = []
         found: list[CriterionResult] = []
+        error, failure = "", None
         try:
             for group in self.groups(criteria):
-                found += self._ask(exchange, group, seed, result, stop)
+                found += self._ask(exchange, group, seed, replies, stop)
         except (UnreadableError, _NoReplyError) as problem:
-            result.error = f"the judge's reply cannot be used: {problem}"
-        except JudgeError as failure:
-            result.error, result.failure = str(failure), failure
-        else:
-            result.results = tuple(found)
-        return result
+            error = f"the judge's reply cannot be used: {problem}"
+        except JudgeError as failed:
+            error, failure = str(failed), failed
+        called = Judgement(
+            Outcome.UNDECIDED,
+            None,
+            () if error else tuple(found),
+            error,
+            judge=next((reply.judge for reply, _ in reversed(replies) if reply.judge), ""),
+            calls=sum(reply.calls for reply, _ in replies),
+            prompt_tokens=sum(reply.prompt_tokens for reply, _ in replies),
+            completion_tokens=sum(reply.completion_tokens for reply, _ in replies),
+            # An estimate without usage cannot be compared.
+            estimated_tokens=sum(estimate * reply.calls for reply, estimate in replies if reply.prompt_tokens),
+        )
+        return called, failure
 
     def groups(self, criteria: Sequence[Criterion]) -> list[tuple[Criterion, ...]]:
         """The criteria of each call."""
@@ -93,10 +85,10 @@ class JudgeCall:
         exchange: Exchange,
         criteria: tuple[Criterion, ...],
         seed: int | None,
-        result: JudgeCallResult,
+        replies: list[tuple[Reply, int]],
         stop: threading.Event,
     ) -> tuple[CriterionResult, ...]:
-        """One call. After an unreadable reply the judge is told the problem and asked once more.
+        """One call, whose replies are added to `replies`, with their estimated prompt tokens. After an unreadable reply the judge is told the problem and asked once more.
 
         A reply that ignores the requested format does not count: the next format is tried first.
         """
@@ -116,12 +108,7 @@ class JudgeCall:
                 seed=seed,
                 stop=stop,
             )
-            result.calls += reply.calls
-            result.prompt_tokens += reply.prompt_tokens
-            result.completion_tokens += reply.completion_tokens
-            result.judge = reply.judge or result.judge
-            if reply.prompt_tokens:  # an estimate without usage cannot be compared
-                result.estimated_tokens += estimated_tokens * reply.calls
+            replies.append((reply, estimated_tokens))
             try:
                 return self._read(criteria, reply, nonce, str(messages[-1]["content"]))
             except UnreadableError as error:
