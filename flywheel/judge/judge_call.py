@@ -88,8 +88,9 @@ class JudgeCall:
         replies: list[tuple[Reply, int]],
         stop: threading.Event,
     ) -> tuple[CriterionResult, ...]:
-        """One call, whose replies are added to `replies`, with their estimated prompt tokens. After an unreadable reply the judge is told the problem and asked once more.
+        """One call. After an unreadable reply the judge is told the problem and asked once more.
 
+        `replies` gets every reply, with the estimated tokens of its prompt.
         A reply that ignores the requested format does not count: the next format is tried first.
         """
         problem = ""

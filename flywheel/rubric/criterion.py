@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -19,10 +19,15 @@ MODEL_TYPE: Final = "llm-rubric"
 QUERY: Final = "query"
 """The `value` of a `language` criterion that expects the language of the question."""
 YES_NO: Final = ("no", "yes")
-_TEXT: Final = {"type": "string", "pattern": r"\S"}
-_REGEX: Final = {**_TEXT, "format": "regex"}
-_COUNT: Final = {"type": "integer", "minimum": 0}
-_NAMES: Final = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "minItems": 1}]}
+
+
+class ValueType(NamedTuple):
+    """What `value` can be for a type of criteria."""
+
+    check: Callable[[Any], None]
+    """Raises ValueError for a `value` that the type cannot use."""
+    schema: Mapping[str, Any] | None
+    """JSON Schema of `value`; None for a type without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +35,7 @@ class Kind:
     """A type of criteria."""
 
     summary: str
-    check: Callable[[Any], None]
-    """Raises ValueError for a `value` that the type cannot use."""
-    schema: Mapping[str, Any] | None
-    """JSON Schema of `value`; None for a type without one."""
+    value: ValueType
     needs_value: bool = True
     options: frozenset[str] = frozenset()
     """Those of OPTIONS that the type has."""
@@ -101,66 +103,59 @@ def _check_no_value(value: Any) -> None:
     raise ValueError("is not used by this type; leave it out")
 
 
+_A_TEXT: Final = {"type": "string", "pattern": r"\S"}
+_TEXT: Final = ValueType(_check_text, _A_TEXT)
+_PATTERN: Final = ValueType(_check_pattern, {**_A_TEXT, "format": "regex"})
+_COUNT: Final = ValueType(_check_count, {"type": "integer", "minimum": 0})
+_TOOLS: Final = ValueType(_check_names, {"anyOf": [_A_TEXT, {"type": "array", "items": _A_TEXT, "minItems": 1}]})
+_LANGUAGE: Final = ValueType(_check_language, _A_TEXT)
+_SCHEMA: Final = ValueType(
+    _check_schema, {"anyOf": [_A_TEXT, {"$ref": "https://json-schema.org/draft/2020-12/schema"}]}
+)
+_REFERENCE: Final = ValueType(_check_reference, {"anyOf": [_A_TEXT, {"type": "number"}]})
+_FUNCTION: Final = ValueType(_check_function, {"type": "string", "pattern": r"^.*\S.*:\w+$"})
+_NO_VALUE: Final = ValueType(_check_no_value, None)
 KINDS: Final[Mapping[str, Kind]] = MappingProxyType(
     {
-        MODEL_TYPE: Kind(
-            "The judge decides whether the statement is true.", _check_text, _TEXT, options=frozenset({"choices"})
-        ),
-        "regex": Kind("The pattern is found in the answer.", _check_pattern, _REGEX),
-        "not-regex": Kind("The pattern is not found in the answer.", _check_pattern, _REGEX),
-        "contains": Kind("The text is in the answer.", _check_text, _TEXT),
-        "min-length": Kind("The answer has at least so many characters.", _check_count, _COUNT),
-        "max-length": Kind("The answer has at most so many characters.", _check_count, _COUNT),
+        MODEL_TYPE: Kind("The judge decides whether the statement is true.", _TEXT, options=frozenset({"choices"})),
+        "regex": Kind("The pattern is found in the answer.", _PATTERN),
+        "not-regex": Kind("The pattern is not found in the answer.", _PATTERN),
+        "contains": Kind("The text is in the answer.", _TEXT),
+        "min-length": Kind("The answer has at least so many characters.", _COUNT),
+        "max-length": Kind("The answer has at most so many characters.", _COUNT),
         "language": Kind(
-            "The answer is in the language of the question, or in this one.",
-            _check_language,
-            _TEXT,
-            needs_value=False,
+            "The answer is in the language of the question, or in this one.", _LANGUAGE, needs_value=False
         ),
-        "json-schema": Kind(
-            "The answer is JSON that the schema allows.",
-            _check_schema,
-            {"anyOf": [_TEXT, {"$ref": "https://json-schema.org/draft/2020-12/schema"}]},
-        ),
+        "json-schema": Kind("The answer is JSON that the schema allows.", _SCHEMA),
         "math-equal": Kind(
             "The last \\boxed{…} of the answer equals the reference.",
-            _check_reference,
-            {"anyOf": [_TEXT, {"type": "number"}]},
+            _REFERENCE,
             needs_value=False,
             options=frozenset({"reference"}),
         ),
         "tool-called": Kind(
             "Tools of these names were called, so many times together.",
-            _check_names,
-            _NAMES,
+            _TOOLS,
             options=frozenset({"min", "max"}),
             checks_steps=True,
         ),
         "tool-sequence": Kind(
-            "The tools were called in this order.",
-            _check_names,
-            _NAMES,
-            options=frozenset({"match"}),
-            checks_steps=True,
+            "The tools were called in this order.", _TOOLS, options=frozenset({"match"}), checks_steps=True
         ),
         "no-error-span": Kind(
             "No tool call and no model call failed on the way.",
-            _check_no_value,
-            None,
+            _NO_VALUE,
             needs_value=False,
             allows_negative_weight=False,
             checks_steps=True,
         ),
         "degenerate": Kind(
             "The answer is not degenerate: no loop, no malformed tool call, no broken encoding.",
-            _check_no_value,
-            None,
+            _NO_VALUE,
             needs_value=False,
             allows_negative_weight=False,
         ),
-        "python": Kind(
-            "A function of your own decides.", _check_function, {"type": "string", "pattern": r"^.*\S.*:\w+$"}
-        ),
+        "python": Kind("A function of your own decides.", _FUNCTION),
     }
 )
 OPTIONS: Final = ("choices", "reference", "min", "max", "match")
@@ -251,7 +246,7 @@ class Criterion(Part):
         kind = KINDS[self.type]
         if self.value != "" or kind.needs_value:
             try:
-                kind.check(self.value)
+                kind.value.check(self.value)
             except PatternError as error:
                 raise invalid(f"value {error}", "value", pos=error.pos) from None
             except ValueError as error:

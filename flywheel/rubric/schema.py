@@ -45,7 +45,7 @@ def _rules(name: str) -> dict[str, Any]:
     """The keys that criteria of one type must and must not have."""
     kind = KINDS[name]
     allowed: dict[str, Any] = {option: False for option in OPTIONS if option not in kind.options}
-    allowed["value"] = False if kind.schema is None else dict(kind.schema)
+    allowed["value"] = False if kind.value.schema is None else dict(kind.value.schema)
     if not kind.allows_negative_weight:
         allowed["weight"] = {"minimum": 0}
     is_type: dict[str, Any] = {"properties": {"type": {"const": name}}}
