@@ -281,7 +281,7 @@ class Endpoint:
         keys, client = self._connect()
         count = len(keys.keys)
         for left in reversed(range(count)):
-            key = keys.take() or self._rested_key(keys, self._settings.timeout_seconds, stop)
+            key = keys.take(stop, self._settings.timeout_seconds)
             try:
                 return self._send(client, keys, key, body, stop)
             except CallError as error:
@@ -328,19 +328,6 @@ class Endpoint:
             self._warned_of_usage = True
             log.warning("%s does not report token usage: its tokens are counted as 0", self.config.base_url)
         return replace(reply, judge=str(self.config))
-
-    @staticmethod
-    def _rested_key(keys: KeyPool, longest: float, stop: threading.Event) -> Key:
-        """The first key that has rested."""
-        while (key := keys.take()) is None:
-            if rejection := keys.rejection():
-                raise CallError(rejection, status=401)
-            wait = keys.wait_seconds()
-            if wait > longest:
-                raise CallError(f"it requested a delay of {wait:.0f} s", final=True)
-            if stop.wait(wait):
-                raise CallError("judging stops", final=True)
-        return key
 
     def _connect(self) -> tuple[KeyPool, ModelHttpClient]:
         """Made at the first call. Raises JudgeError for a URL, a key or a proxy that cannot be used."""

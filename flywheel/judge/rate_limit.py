@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from flywheel.model_http_client import CallError
+
 DECREASE: Final = 0.5
 POLL_SECONDS: Final = 0.1
 """How often a thread that waits for its turn checks whether to stop."""
@@ -103,15 +105,25 @@ class KeyPool:
     _turn: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def take(self) -> Key | None:
-        """The next key that does not rest; None when all do."""
-        with self._lock:
-            now = self.clock()
-            for key in self.keys[self._turn :] + self.keys[: self._turn]:
-                if key.rests_until <= now:
-                    self._turn = key.place % len(self.keys)
-                    return key
-            return None
+    def take(self, stop: threading.Event, longest: float) -> Key:
+        """The next key that does not rest, after a wait of at most `longest` seconds for the first of them.
+
+        Raises CallError when the wait is longer, when `stop` is set, and when all keys were rejected.
+        """
+        while True:
+            with self._lock:
+                now = self.clock()
+                for key in self.keys[self._turn :] + self.keys[: self._turn]:
+                    if key.rests_until <= now:
+                        self._turn = key.place % len(self.keys)
+                        return key
+                wait = min(key.rests_until for key in self.keys) - now
+                if all(key.rejection for key in self.keys):
+                    raise CallError(self.keys[-1].rejection, status=401)
+            if wait > longest:
+                raise CallError(f"it requested a delay of {wait:.0f} s", final=True)
+            if stop.wait(wait):
+                raise CallError("judging stops", final=True)
 
     def throttle(self, key: Key, seconds: float | None) -> None:
         """Let a throttled key rest, for `seconds` if the endpoint requested a delay."""
@@ -128,13 +140,3 @@ class KeyPool:
             if len(self.keys) > 1:
                 key.rests_until = self.clock() + REJECTED_SECONDS
             return any(not other.rejection for other in self.keys)
-
-    def rejection(self) -> str:
-        """Why all keys were rejected; "" while one was not."""
-        with self._lock:
-            return self.keys[-1].rejection if all(key.rejection for key in self.keys) else ""
-
-    def wait_seconds(self) -> float:
-        """Seconds until the first key has rested."""
-        with self._lock:
-            return max(0.0, min(key.rests_until for key in self.keys) - self.clock())

@@ -30,6 +30,7 @@ from flywheel.judge.rate_limit import (
     RateLimiter,
 )
 from flywheel.judge.thread_pool import MAX_WAITING, grade_all
+from flywheel.model_http_client import CallError
 from flywheel.rubric import Rubric
 from flywheel.verdict import Exchange, Outcome, Verdict
 from tests.judge_server import JudgeServer
@@ -228,46 +229,38 @@ def pool_of(secrets: str, clock: Clock) -> KeyPool:
     return KeyPool([Key(place, secret) for place, secret in enumerate(secrets, start=1)], clock)
 
 
+def taken(pool: KeyPool, number: int) -> str:
+    return "".join(pool.take(NEVER, 0.0).secret for _ in range(number))
+
+
 def test_keys_take_turns_and_a_slow_one_rests() -> None:
     clock = Clock()
     pool = pool_of("abc", clock)
-
-    def taken(number: int) -> str:
-        keys = [pool.take() for _ in range(number)]
-        return "".join(key.secret if key else "-" for key in keys)
-
-    assert taken(4) == "abca"
-    slow = pool.take()
-    assert slow is not None
-    pool.throttle(slow, None)
-    assert "b" not in taken(6)
+    assert taken(pool, 4) == "abca"
+    pool.throttle(pool.take(NEVER, 0.0), None)
+    assert "b" not in taken(pool, 6)
     clock.now += THROTTLED_SECONDS
-    assert "b" in taken(3)
-    for key in [pool.take(), pool.take(), pool.take()]:
-        assert key is not None
+    assert "b" in taken(pool, 3)
+    for key in pool.keys:
         pool.throttle(key, 86_400)
-    assert taken(1) == "-"
-    assert pool.wait_seconds() == MAX_REST_SECONDS
+    with pytest.raises(CallError, match=f"a delay of {MAX_REST_SECONDS:.0f} s") as failure:
+        taken(pool, 1)
+    assert not failure.value.retryable
 
 
 def test_a_refused_key_rests_and_all_refused_is_told() -> None:
     clock = Clock()
     pool = pool_of("ab", clock)
-    first = pool.take()
-    assert first is not None
-    assert pool.reject(first, "401")
-    assert pool.rejection() == ""
-    second = pool.take()
-    assert second is not None
+    assert pool.reject(pool.take(NEVER, 0.0), "401")
+    second = pool.take(NEVER, 0.0)
     assert second.secret == "b"
     assert not pool.reject(second, "402")
-    assert pool.take() is None
-    assert pool.rejection() == "402"
+    with pytest.raises(CallError, match="402"):
+        taken(pool, 1)
     clock.now += REJECTED_SECONDS
-    again = pool.take()
-    assert again is not None
+    again = pool.take(NEVER, 0.0)
     again.rejection = ""
-    assert pool.rejection() == ""
+    assert taken(pool, 2) == "ba"
 
 
 def test_secrets_are_in_no_representation() -> None:
