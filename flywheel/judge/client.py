@@ -313,7 +313,7 @@ class Endpoint:
                 if error.status == 429 or error.retry_after is not None:
                     throttled = True
                     keys.throttle(key, error.retry_after)
-                elif error.status == 400 and INVALID_KEY.search(str(error)):
+                if error.status == 400 and INVALID_KEY.search(str(error)):
                     error.status = 401
                 raise
             throttled = False
