@@ -33,7 +33,7 @@ class Exclusion(StrEnum):
 
 
 class Words(NamedTuple):
-    """An exclusion explained: why such tasks are left out, and what the user can do about it."""
+    """An exclusion explained: why such tasks are excluded from rounds, and what the user can do about it."""
 
     why: str
     remedy: str
@@ -48,21 +48,21 @@ WORDS: Mapping[Exclusion, Words] = MappingProxyType(
         ),
         Exclusion.HIDDEN: Words(
             "the model was sent a message that the trace does not show, as AgentScope's runtime reminder",
-            "make the agent with Agent(…, injection_config=InjectionConfig(inject_runtime_state=False)), from"
+            "create the agent with Agent(…, injection_config=InjectionConfig(inject_runtime_state=False)), from"
             f" agentscope.agent; {_USE}",
         ),
-        Exclusion.INEXACT: Words("the prompt is not exactly what the model was sent", _USE),
+        Exclusion.INEXACT: Words("the prompt differs from what the model was sent", _USE),
         Exclusion.TOOLS: Words(
             "the agent was offered tools or called some, and a rollout is a single answer without them",
             "nothing: rollouts do not run tools",
         ),
         Exclusion.MODEL: Words(
-            "another model than the alias, its versions and its base gave the answer",
+            "the answer is by a model other than the alias, its versions and its base",
             "`sources[].models.include` takes the replies of other models",
         ),
         Exclusion.REPEATED: Words(
-            "a conversation in training begins exactly as this held-out one does",
-            "nothing: the gate asks conversations that begin otherwise",
+            "a conversation in the training split begins exactly like this held-out one",
+            "nothing: the gate uses conversations that begin differently",
         ),
     }
 )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
@@ -44,15 +43,11 @@ ERROR_SHOWN: Final = 200
 """Characters of an error in a list on a terminal; `show ID` prints all of it."""
 
 
-class Action(StrEnum):
-    SHOW = "show"
-    RETRY = "retry"
-    DROP = "drop"
-
-
 @app.command(name="dead-letters")
 def dead_letters(
-    action: Annotated[Action, typer.Argument(metavar="show|retry|drop", help="What to do with them.")] = Action.SHOW,
+    action: Annotated[
+        Literal["show", "retry", "drop"], typer.Argument(metavar="show|retry|drop", help="What to do with them.")
+    ] = "show",
     ids: Annotated[list[int] | None, typer.Argument(metavar="ID", help="Only these.")] = None,
     every: Annotated[bool, typer.Option("--all", help="All that are open; with show, also the closed.")] = False,
     config: ConfigOption = None,
@@ -60,12 +55,12 @@ def dead_letters(
 ) -> None:
     """List rows and tasks that could not be processed, retry them, or close them for good."""
     settings = load_config(config)
-    if action is Action.SHOW:
+    if action == "show":
         _show(settings, ids or [], every, as_json)
         return
     if bool(ids) == every:
         raise typer.BadParameter("name dead letters by their numbers, or use --all", param_hint="ID")
-    _close(settings, action, ids, as_json)
+    _close(settings, ids, as_json, retries=action == "retry")
 
 
 def _show(config: Config, ids: list[int], every: bool, as_json: bool) -> None:
@@ -93,14 +88,14 @@ def _show(config: Config, ids: list[int], every: bool, as_json: bool) -> None:
             typer.echo(missing)
 
 
-def _close(config: Config, action: Action, ids: list[int] | None, as_json: bool) -> None:
+def _close(config: Config, ids: list[int] | None, as_json: bool, *, retries: bool) -> None:
     """Retry or drop these dead letters, all open ones without `ids`."""
     from flywheel.store import dead_letters
 
     def named(letter: DeadLetter) -> dict[str, Any]:
         return {"id": letter.id, "kind": letter.kind, "subject": letter.subject}
 
-    if action is Action.RETRY:
+    if retries:
         retried = run_async(change_state(config, lambda conn: dead_letters.retry(conn, ids), lock=True))
         report = {"retried": [{**named(letter), "next": then.value} for letter, then in retried]}
         lines = [f"{letter.id}: {escape_terminal(letter.subject)}: {NEXT[then]}" for letter, then in retried]

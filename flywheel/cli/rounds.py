@@ -72,7 +72,7 @@ def _shortage(conn: Connection, config: Config) -> str:
     supply = Supplies(config).now(conn)
     if live(conn) is not None or not supply.usable or supply.usable >= supply.needs:
         return ""
-    return f"{supply.told}: a round on so few learns little"
+    return f"{supply.told}: a round with so few samples learns little"
 
 
 def _confirm(shortage: str, yes: bool) -> None:

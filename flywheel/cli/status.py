@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
@@ -87,7 +87,7 @@ def _print(state: dict[str, Any]) -> None:
 
     console = Console()
     if console.is_terminal:
-        console.print(_with_rounds(_facts(state, _detailed(state)), state, len(state["rounds"]), console.width))
+        console.print(_with_rounds(_facts(state), state, len(state["rounds"]), console.width))
     else:
         typer.echo(_text(state))
 
@@ -98,15 +98,11 @@ def _watch(look: Callable[[], dict[str, Any]]) -> None:
     from rich.live import Live
 
     console = Console()
-    if not console.is_terminal:
-        _print_changes(look)
-    with Live(fitted(look(), console), console=console, auto_refresh=False, vertical_overflow="crop") as live:
-        while True:
-            time.sleep(WATCH_SECONDS)
-            live.update(fitted(look(), console), refresh=True)
-
-
-def _print_changes(look: Callable[[], dict[str, Any]]) -> None:
+    if console.is_terminal:
+        with Live(fitted(look(), console), console=console, auto_refresh=False, vertical_overflow="crop") as live:
+            while True:
+                time.sleep(WATCH_SECONDS)
+                live.update(fitted(look(), console), refresh=True)
     before = ""
     while True:
         state = look()
@@ -127,79 +123,55 @@ def _without_noise(state: dict[str, Any]) -> dict[str, Any]:
 
 def fitted(state: dict[str, Any], console: Console) -> RenderableType:
     """The most detailed form that the terminal has lines for."""
-    *detailed, shortest = _forms(state, console.width)
-    for form in detailed:
+    rounds, width = len(state["rounds"]), console.width
+    hint: Fact = ("", "(shortened to fit this screen: `flywheel status` shows everything)")
+    short, counts = _facts(state, "short"), _facts(state, "counts")
+    for form in (
+        _with_rounds(_facts(state), state, rounds, width),
+        *(_with_rounds([*short, hint], state, most, width) for most in (rounds, FEW_ROUNDS, 0)),
+        facts_grid([*counts, hint]),
+    ):
         if len(console.render_lines(form, pad=False)) < console.height:
             return form
-    return shortest
-
-
-class _Parts(NamedTuple):
-    """The parts of the status that can be long or short."""
-
-    sources: list[Fact]
-    servers: list[Fact]
-    left_out: list[Fact]
-    samples: str
-
-
-def _forms(state: dict[str, Any], width: int) -> Iterator[RenderableType]:
-    """The most detailed first."""
-    from rich.console import Group
-
-    rounds = len(state["rounds"])
-    yield _with_rounds(_facts(state, _detailed(state)), state, rounds, width)
-    short = _Parts(
-        [("source", _source_line(source)) for source in state["sources"]],
-        [("server", f"{each['url']}: {_serves(each)}") for each in state["replicas"]],
-        [],
-        _samples(state),
-    )
-    hint: Fact = ("", "(shortened to fit this screen: `flywheel status` shows everything)")
-    for most in (rounds, FEW_ROUNDS):
-        yield Group(_with_rounds(_facts(state, short), state, most, width), facts_grid([hint]))
-    yield facts_grid([*_facts(state, short), hint])
-    counts = _Parts(
-        [("sources", _conditions(state["sources"], "not read yet"))],
-        [("servers", _conditions(state["replicas"], _UNCHECKED))],
-        [],
-        _sample_counts(state),
-    )
-    yield facts_grid([*_facts(state, counts), hint])
     # On a terminal of a few lines, what may need attention comes first.
-    yield facts_grid(reversed(_facts(state, counts)))
+    return facts_grid(reversed(counts))
 
 
-def _detailed(state: dict[str, Any]) -> _Parts:
-    shortfall = state["gate"]["shortfall"]
-    left_out = [
-        ("left out", f"{quantity(each['tasks'], 'task')}: {each['why']}\n{each['do']}") for each in state["left_out"]
-    ]
-    return _Parts(
-        [("source", source_text(source)) for source in state["sources"]],
-        [("server", _server_text(replica)) for replica in state["replicas"]],
-        [*([("gate", shortfall)] if shortfall else []), *left_out],
-        _samples(state),
-    )
-
-
-def _facts(state: dict[str, Any], parts: _Parts) -> list[Fact]:
+def _facts(state: dict[str, Any], form: Literal["whole", "short", "counts"] = "whole") -> list[Fact]:
+    """Sources and servers are described in several lines or in one each, or are counted by their conditions."""
     daemon, missing, deployed = state["daemon"]["pid"], state["no_state"], state["deployment"]
-    letters = state["dead_letters"]
+    letters, sources, servers = state["dead_letters"], state["sources"], state["replicas"]
+    samples, excluded = _samples(state), []
+    if form == "whole":
+        sources = [("source", source_text(source)) for source in sources]
+        servers = [("server", _server_text(replica)) for replica in servers]
+        excluded = [
+            ("excluded", f"{quantity(each['tasks'], 'task')}: {each['why']}\n{each['do']}")
+            for each in state["left_out"]
+        ]
+        if shortfall := state["gate"]["shortfall"]:
+            excluded.insert(0, ("gate", shortfall))
+    elif form == "short":
+        sources = [("source", _source_line(source)) for source in sources]
+        servers = [("server", f"{each['url']}: {_serves(each)}") for each in servers]
+    else:
+        samples = _sample_counts(state)
+        sources = [("sources", _conditions(sources, "not read yet"))]
+        servers = [("servers", _conditions(servers, _UNCHECKED))]
     return [
         *(("WARNING", text) for text in state["warnings"]),
         ("daemon", f"running (process {daemon})" if daemon else "not running"),
         ("state", missing or short_path(state["state_dir"])),
-        *parts.sources,
+        *sources,
         ("replies", counted(state["replies"]) or "none yet"),
         ("skipped", counted(state["skipped"]) or "none"),
         ("tasks", counted(state["tasks"]) or "none yet"),
         *(("verdicts", text) for text in _verdicts(state["recent_verdicts"])),
-        ("samples", parts.samples),
-        *parts.left_out,
+        ("samples", samples),
+        *excluded,
         ("judge", _judge(state["judge"])),
         ("deployed", f"{deployed['alias']} → {deployed['adapter'] or 'the base model'}"),
-        *parts.servers,
+        *servers,
         *_live_round(state["live_round"]),
         ("waiting", state["waiting_for"] or "–"),
         ("dead letters", f"{letters:,} open: see `flywheel dead-letters`" if letters else "none"),
@@ -324,4 +296,4 @@ def _round_fact(row: tuple[str, ...]) -> Fact:
 
 def _text(state: dict[str, Any]) -> str:
     rounds = (ROUND_COLUMNS, *_rounds(state)) if state["rounds"] else ()
-    return "\n".join([facts_text(_facts(state, _detailed(state))), *("\t".join(row) for row in rounds)])
+    return "\n".join([facts_text(_facts(state)), *("\t".join(row) for row in rounds)])

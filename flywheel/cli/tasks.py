@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -26,12 +24,11 @@ from flywheel.terminal import escape_terminal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     import sqlalchemy
     from rich.console import Console
     from sqlalchemy import Connection
-
-    from flywheel.config import Config
 
 tasks_app = typer.Typer(
     cls=Group,
@@ -47,14 +44,6 @@ EXCERPT = 60
 SHOWN = 50
 WIDE = 120
 """Terminals of this width have room for question and answer beside the verdict."""
-
-
-@dataclass(frozen=True, slots=True)
-class _GroupOptions:
-    """Options before `release` or `reject`, which apply to them too."""
-
-    config: Path | None
-    as_json: bool
 
 
 @tasks_app.callback(invoke_without_command=True)
@@ -78,7 +67,7 @@ def show(
         for name, value in given.items():
             if value is not None:
                 raise typer.BadParameter(f"it applies to the list only: give {verb} ids, or --all", param_hint=name)
-        context.obj = _GroupOptions(config, as_json)
+        context.obj = config, as_json  # they apply to the verb too
         return
     from flywheel.store import task_list
 
@@ -144,9 +133,7 @@ def release(
     """Pass held tasks on to the filters and the judge; they are not held again."""
     from flywheel.store.claims import release_held
 
-    before: _GroupOptions = context.obj
-    settings = load_config(config or before.config)
-    _decide("release", release_held, ids or [], everything, config=settings, as_json=as_json or before.as_json)
+    _decide(context, release_held, ids or [], everything, config or context.obj[0], as_json or context.obj[1])
 
 
 @tasks_app.command()
@@ -160,20 +147,18 @@ def reject(
     """Reject held tasks by hand."""
     from flywheel.store.claims import reject_held
 
-    before: _GroupOptions = context.obj
-    settings = load_config(config or before.config)
-    _decide("reject", reject_held, ids or [], everything, config=settings, as_json=as_json or before.as_json)
+    _decide(context, reject_held, ids or [], everything, config or context.obj[0], as_json or context.obj[1])
 
 
 def _decide(
-    verb: str,
+    context: typer.Context,
     decide: Callable[[Connection, list[int]], list[int]],
     keys: list[str],
     everything: bool,
-    *,
-    config: Config,
+    config: Path | None,
     as_json: bool,
 ) -> None:
+    verb, settings = context.info_name, load_config(config)
     if bool(keys) == everything:
         typer.echo(f"flywheel: name the tasks to {verb}, or --all", err=True)
         raise typer.Exit(EXIT_USAGE)
@@ -191,8 +176,8 @@ def _decide(
         done = set(decide(conn, [held[key] for key in (keys or held)]))
         return [key for key, number in held.items() if number in done]
 
-    done = run_async(change_state(config, settle, lock=False))
-    past = {"release": "released", "reject": "rejected"}[verb]
+    done = run_async(change_state(settings, settle, lock=False))
+    past = "released" if verb == "release" else "rejected"
     if as_json:
         print_json({past: done})
     else:

@@ -64,7 +64,7 @@ def _print_round(story: dict[str, Any]) -> None:
     for sample in story["samples"]:
         typer.echo(f"  {sample['task_id']}  {sample['conversation_id']}  {sample['agent']}")
     for task, reason in story["left_out"].items():
-        typer.echo(f"left out {task}: {reason}")
+        typer.echo(f"excluded {task}: {reason}")
 
 
 def _print_reply(reply: dict[str, Any]) -> None:
@@ -78,7 +78,7 @@ def _print_reply(reply: dict[str, Any]) -> None:
     if repeats := task["repeats"]:
         typer.echo(f"  repeats {repeats['task_id']} ({repeats['method']}, {repeats['similarity']:.2f})")
     for left_out in task["left_out"]:
-        typer.echo(f"  left out of rounds: {left_out['why']}")
+        typer.echo(f"  excluded from rounds: {left_out['why']}")
     for verdict in task["verdicts"]:
         score = score_text(verdict["score"])
         typer.echo(f"  verdict: {verdict['outcome']} ({score}) {verdict['reason'] or verdict['error']}")

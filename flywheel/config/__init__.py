@@ -1,54 +1,30 @@
 """The configuration: sections by subject, and the file that holds them all."""
 
-from flywheel.config.file import Config, StateSettings, default_state_dir, defaults, load, parse, source_at
-from flywheel.config.ingest import (
-    AgentSettings,
-    IngestSettings,
-    JsonlSource,
-    OtlpSource,
-    SourceSettings,
-    StudioSource,
-)
-from flywheel.config.judge import BackupJudge, FilterSettings, JudgeBudget, JudgePrices, JudgeSettings
-from flywheel.config.serving import DaemonSettings, ServingSettings
-from flywheel.config.training import (
-    GateSettings,
-    LoraSettings,
-    ModelSettings,
-    RaySettings,
-    RetentionSettings,
-    RolloutSettings,
-    TrainingSettings,
-    TriggerSettings,
-)
-
-__all__ = [
-    "AgentSettings",
-    "BackupJudge",
-    "Config",
-    "DaemonSettings",
-    "FilterSettings",
-    "GateSettings",
-    "IngestSettings",
-    "JsonlSource",
-    "JudgeBudget",
-    "JudgePrices",
-    "JudgeSettings",
-    "LoraSettings",
-    "ModelSettings",
-    "OtlpSource",
-    "RaySettings",
-    "RetentionSettings",
-    "RolloutSettings",
-    "ServingSettings",
-    "SourceSettings",
-    "StateSettings",
-    "StudioSource",
-    "TrainingSettings",
-    "TriggerSettings",
-    "default_state_dir",
-    "defaults",
-    "load",
-    "parse",
-    "source_at",
-]
+from flywheel.config.file import Config as Config
+from flywheel.config.file import StateSettings as StateSettings
+from flywheel.config.file import default_state_dir as default_state_dir
+from flywheel.config.file import defaults as defaults
+from flywheel.config.file import load as load
+from flywheel.config.file import parse as parse
+from flywheel.config.file import source_at as source_at
+from flywheel.config.ingest import AgentSettings as AgentSettings
+from flywheel.config.ingest import IngestSettings as IngestSettings
+from flywheel.config.ingest import JsonlSource as JsonlSource
+from flywheel.config.ingest import OtlpSource as OtlpSource
+from flywheel.config.ingest import SourceSettings as SourceSettings
+from flywheel.config.ingest import StudioSource as StudioSource
+from flywheel.config.judge import BackupJudge as BackupJudge
+from flywheel.config.judge import FilterSettings as FilterSettings
+from flywheel.config.judge import JudgeBudget as JudgeBudget
+from flywheel.config.judge import JudgePrices as JudgePrices
+from flywheel.config.judge import JudgeSettings as JudgeSettings
+from flywheel.config.serving import DaemonSettings as DaemonSettings
+from flywheel.config.serving import ServingSettings as ServingSettings
+from flywheel.config.training import GateSettings as GateSettings
+from flywheel.config.training import LoraSettings as LoraSettings
+from flywheel.config.training import ModelSettings as ModelSettings
+from flywheel.config.training import RaySettings as RaySettings
+from flywheel.config.training import RetentionSettings as RetentionSettings
+from flywheel.config.training import RolloutSettings as RolloutSettings
+from flywheel.config.training import TrainingSettings as TrainingSettings
+from flywheel.config.training import TriggerSettings as TriggerSettings

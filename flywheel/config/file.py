@@ -115,17 +115,14 @@ def source_at(config: Config, file: Path) -> Path | None:
 
 def default_state_dir() -> Path:
     """`$FLYWHEEL_HOME`, else `flywheel` under the XDG state directory. Raises ConfigError."""
-    if home := os.environ.get("FLYWHEEL_HOME"):
-        return _of_environment(home, "FLYWHEEL_HOME")
-    xdg = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return _of_environment(xdg, "XDG_STATE_HOME") / "flywheel"
-
-
-def _of_environment(text: str, name: str) -> Path:
+    home = os.environ.get("FLYWHEEL_HOME")
+    name = "FLYWHEEL_HOME" if home else "XDG_STATE_HOME"
+    text = home or os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     try:
-        return expanded(Path(text))
+        path = expanded(Path(text))
     except ValueError as error:
         raise ConfigError(f"find the state directory {text}", str(error), f"Set state.dir, or ${name}.") from None
+    return path if home else path / "flywheel"
 
 
 def defaults() -> Config:

@@ -192,7 +192,7 @@ def test_no_configuration_at_all_is_a_warning(flywheel: Run, tmp_path: Path) -> 
 
 def test_a_state_that_cannot_be(bench: Bench) -> None:
     (bench.folder / "file").write_text("")
-    assert_failed(bench(state={"dir": "file/below"})["state"], "is no directory", "state.dir")
+    assert_failed(bench(state={"dir": "file/below"})["state"], "is not a directory", "state.dir")
     assert_failed(bench(state={"dir": "state"}, ingest={"output": "file/tasks.jsonl"})["task file"], "ingest.output")
 
 
@@ -304,7 +304,7 @@ def test_a_judge_with_another_model(bench: Bench) -> None:
 
 @pytest.mark.parametrize(
     ("listing", "words", "result"),
-    [(None, "lists no models", "warning"), ({"hello": "world"}, "is no list of models", "failed")],
+    [(None, "lists no models", "warning"), ({"hello": "world"}, "is not a list of models", "failed")],
 )
 def test_a_judge_that_lists_nothing(bench: Bench, listing: Any, words: str, result: str) -> None:
     bench.judge.models = listing

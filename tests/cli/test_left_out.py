@@ -69,7 +69,7 @@ def test_why_names_every_reason(flywheel: Run, ingested: Path) -> None:
     assert reasons.keys() == {"hidden", "tools", "model"}
     assert "helper-model" in reasons["model"]
     told = flywheel("why", span(model="helper-model")).out
-    assert told.count("left out of rounds: ") == 3
+    assert told.count("excluded from rounds: ") == 3
     (plain,) = flywheel("why", span(runtime_reminder=False), "--json").json["replies"]
     assert plain["task"]["left_out"] == []
 

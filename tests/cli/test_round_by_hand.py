@@ -108,7 +108,7 @@ def scarce(config: Path) -> Path:
     return config
 
 
-SHORTAGE = "6 of 40 samples are free: a round on so few learns little"
+SHORTAGE = "6 of 40 samples are free: a round with so few samples learns little"
 
 
 def test_a_forced_round_with_too_few_samples_is_not_started_where_nobody_can_be_asked(

@@ -117,17 +117,21 @@ def _models(who: EndpointConfig, without_key: HttpAnswer, by_key: list[HttpAnswe
         remedy = f"Put the right key into {who.api_key_env} ({who.section}.api_key_env names it)."
         return result, f"{text} (HTTP {by_key[refused[0] - 1].status})", remedy
     if answer.status in (404, 405, 501):
-        text = f"it is there, but lists no models (HTTP {answer.status}), so it may not have {who.model}"
+        text = f"it can be reached, but lists no models (HTTP {answer.status}), so it may not have {who.model}"
         return Result.WARNING, text, f"Check {url}. {_ASK}"
     if answer.status == 429:
-        return Result.WARNING, "it limits the rate of requests (HTTP 429)", "Wait, and try again."
+        return Result.WARNING, "it is rate-limiting (HTTP 429)", "Wait, and try again."
     if answer.status != 200:
         text = f"it answers HTTP {answer.status} when asked for its models"
         return Result.FAILED, text, f"Check {url} and that the endpoint runs."
     try:
         models = [str(card["id"]) for card in orjson.loads(answer.body)["data"]]
     except (ValueError, KeyError, TypeError):
-        return Result.FAILED, "its answer is no list of models", f"Set {url} to the API's root, often ending in /v1."
+        return (
+            Result.FAILED,
+            "its answer is not a list of models",
+            f"Set {url} to the API's root, often /v1.",
+        )
     if who.model not in models:
         more = f" and {len(models) - LISTED} more" if len(models) > LISTED else ""
         text = f"{who.model} is not among the {len(models)} models it lists ({', '.join(models[:LISTED])}{more})"

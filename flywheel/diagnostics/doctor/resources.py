@@ -52,7 +52,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Bytes and counts; None where the system does not tell. Limits are those of this user.
+    """Bytes and counts; None where the system does not report it. Limits are those of this user.
 
     `gpus` are those that programs see; `gpu_trouble` is the error of the program that lists them; `gpus_are_chosen`
     is whether CUDA_VISIBLE_DEVICES limits them.
@@ -137,12 +137,12 @@ def _gpus(config: Config, machine: Machine, base: Base, build: str, memory: int)
         names = "; ".join(gpu.name for gpu in gpus)
         return Result.WARNING, f"{names}: not used without the GPU build", "Install the extra [gpu]."
     text = "; ".join(
-        f"{gpu.name}, {'the memory of the system' if gpu.memory is None else byte_size(gpu.memory)}" for gpu in gpus
+        f"{gpu.name}, {'system memory' if gpu.memory is None else byte_size(gpu.memory)}" for gpu in gpus
     )
     placement = place_on_gpus(config.rollout.engines, len(gpus), with_trainer=True)
     share = min(gpu_share.memory(config.rollout.gpu_memory_utilization) for gpu_share in placement.engines)
     if base.weights and base.weights >= int(share * memory):
-        why = f"{text}: an engine's share, {byte_size(int(share * memory))}, is less than the model's weights"
+        why = f"{text}: the share of an engine, {byte_size(int(share * memory))}, is less than the model's weights"
         remedy = "Raise rollout.gpu_memory_utilization, or use a smaller model or a larger GPU."
         return Result.FAILED, f"{why}, {byte_size(base.weights)}", remedy
     given = re.search(r"--gpu[-_]memory[-_]utilization[= ](\d*\.?\d+)", " ".join(config.serving.extra_args))
@@ -157,7 +157,7 @@ def _gpus(config: Config, machine: Machine, base: Base, build: str, memory: int)
 
 def _memory(config: Config, machine: Machine, base: Base) -> Finding:
     if machine.memory is None or machine.memory_free is None:
-        return Finding("memory", Result.SKIPPED, "this system does not tell how much there is")
+        return Finding("memory", Result.SKIPPED, "the system does not report its memory")
     # On a CPU, and on a GPU that shares the system's memory, trainer and engines each hold the weights.
     weights = base.weights if all(gpu.memory is None for gpu in machine.gpus) else 0
     gib = 0 if machine.gpus else 1 << 30
@@ -170,7 +170,7 @@ def _memory(config: Config, machine: Machine, base: Base) -> Finding:
     text = f"{byte_size(machine.memory)}, of which {byte_size(machine.memory_free)} are free"
     text += f"; a round takes about {byte_size(needs)}{of_server}"
     if not base.weights:
-        text += "; the model's weights, of unknown size, come on top"
+        text += "; plus the model's weights, of unknown size"
     result, remedy = Result.OK, ""
     if needs > machine.memory_free:
         result = Result.FAILED if needs > machine.memory else Result.WARNING
@@ -205,6 +205,6 @@ def _limits(machine: Machine) -> Finding:
         low.append(f"an address space of {byte_size(machine.address_space)} (ulimit -v); vLLM reserves more")
     if low:
         remedy = "Raise them in limits.conf(5) or in the systemd unit."
-        return Finding("limits", Result.WARNING, f"this user may have {'; '.join(low)}", remedy)
+        return Finding("limits", Result.WARNING, f"the limits of this user are low: {'; '.join(low)}", remedy)
     files = "any number of" if machine.open_files is None else f"{machine.open_files:,}"
     return Finding("limits", Result.OK, f"{files} open files; processes and address space are enough")

@@ -101,10 +101,10 @@ def _receiver(config: Config, source: OtlpSource) -> tuple[Result, str, str]:
     if is_running and not is_served:
         return Result.FAILED, "the daemon runs, but nothing listens there", "Look at the daemon's log."
     if not is_running and 0 < port < _UNPRIVILEGED_PORT and os.geteuid() != 0:
-        return Result.WARNING, f"this user may not listen at port {port}", "Choose a port above 1023."
+        return Result.WARNING, f"this user cannot listen at port {port}", "Choose a port above 1023."
     text = "receives spans" if is_served else "free to receive spans at"
     if not is_loopback(host):
-        text = f"{text}; open to others who know the token in {source.token_env}"
+        text = f"{text}; open to senders with the token in {source.token_env}"
     return Result.OK, text, ""
 
 

@@ -40,7 +40,7 @@ SKEW_SECONDS: Final = 120.0
 _RELEASED: Final = 1_735_689_600.0
 """2025-01-01 in seconds since 1970."""
 _NAMED: Final = 3
-_ELSEWHERE: Final = "Set state.dir (or $FLYWHEEL_HOME) to a directory that you may write."
+_ELSEWHERE: Final = "Set state.dir (or $FLYWHEEL_HOME) to a directory that you can write to."
 _SHARES: Final = "Set `widen: true` for `influence` in {chain}, or larger shares."
 _HELD: Final = "List them with `flywheel tasks --state held`, then release or reject them."
 _SPLIT: Final = "Collect conversations that begin differently; ingest.train_ratio must leave some for both splits."
@@ -65,8 +65,8 @@ def check_state(config: Config) -> Iterator[Finding]:
     file = config.task_file
     parent = _existing(file.absolute().parent)
     if not (_may(file, os.W_OK) if file.exists() else parent.is_dir() and _may(parent, os.W_OK | os.X_OK)):
-        remedy = "Set ingest.output to a file that you may write."
-        yield Finding("task file", Result.FAILED, f"{file} may not be written by this user", remedy)
+        remedy = "Set ingest.output to a file that you can write to."
+        yield Finding("task file", Result.FAILED, f"{file} cannot be written by this user", remedy)
 
 
 def _existing(path: Path) -> Path:
@@ -80,12 +80,12 @@ def _may(path: Path, mode: int) -> bool:
 
 def _directory(directory: Path, existing: Path) -> tuple[Result, str, str]:
     if not existing.is_dir():
-        return Result.FAILED, f"{existing} is no directory", _ELSEWHERE
+        return Result.FAILED, f"{existing} is not a directory", _ELSEWHERE
     if not _may(existing, os.W_OK | os.X_OK):
-        return Result.FAILED, f"{existing} may not be written by this user", _ELSEWHERE
+        return Result.FAILED, f"{existing} cannot be written by this user", _ELSEWHERE
     for file in (directory / name for name in ("state.db", "state.db-wal", "lock")):
         if file.exists() and not _may(file, os.R_OK | os.W_OK):
-            why = f"{file} may not be written by this user: another user created it"
+            why = f"{file} cannot be written by this user: another user created it"
             return Result.FAILED, why, f"Run Flywheel as its owner, or change the owner: chown -R USER {directory}."
     if is_network(kind := file_system(existing)):
         why = f"{directory} is on {kind}, where SQLite's write-ahead log and locks are not reliable"
@@ -102,9 +102,9 @@ def _permissions(directory: Path) -> Finding:
             mode = path.lstat().st_mode
             wide += [path] if mode & 0o077 and not stat.S_ISLNK(mode) else []
     if not wide:
-        return Finding("permissions", Result.OK, f"only its user may read {directory} and the files in it")
+        return Finding("permissions", Result.OK, f"only its user can read {directory} and the files in it")
     more = f" and {len(wide) - _NAMED} more" if wide[_NAMED:] else ""
-    why = f"others may read what users said: {', '.join(map(str, wide[:_NAMED]))}{more}"
+    why = f"other users can read conversations: {', '.join(map(str, wide[:_NAMED]))}{more}"
     return Finding("permissions", Result.WARNING, why, f"chmod -R go= {directory}", figures={"wide": len(wide)})
 
 
@@ -150,11 +150,11 @@ def check_clock(config: Config, server_time: float | None) -> Finding:
         newest = (config.state_dir / "state.db").stat().st_mtime
     result, text = Result.OK, _utc(now)
     if now < _RELEASED:
-        result, text = Result.FAILED, f"it says {text}, which is before this program was released"
+        result, text = Result.FAILED, f"it shows {text}, which is before this program was released"
     elif newest > now + SKEW_SECONDS:
-        result, text = Result.FAILED, f"it says {text}; the state was written at {_utc(newest)}"
+        result, text = Result.FAILED, f"it shows {text}; the state was written at {_utc(newest)}"
     elif server_time is not None and abs(server_time - now) > SKEW_SECONDS:
-        result, text = Result.WARNING, f"it says {text}; the judge's endpoint says {_utc(server_time)}"
+        result, text = Result.WARNING, f"it shows {text}; the judge's endpoint reports {_utc(server_time)}"
     remedy = "" if result is Result.OK else "Set the clock (timedatectl set-ntp true): replies depend on it."
     return Finding("clock", result, text, remedy)
 

@@ -52,13 +52,13 @@ def _compare(file: Path, text: str, config: Config | None, path: Path | None) ->
     if named is not None and not named.is_file():
         return Result.FAILED, f"{file} names the configuration {named}, which is not there", edit
     if named is not None and path is not None and os.path.realpath(named) != os.path.realpath(path):
-        why = f"{file} uses {named}, and this is about {path.absolute()}"
+        why = f"{file} uses {named}, not {path.absolute()}"
         return Result.WARNING, why, f"Check the service's own configuration: flywheel doctor -c {named}."
     homes = re.findall(r"^\s*Environment\s*=.*?FLYWHEEL_HOME=([^\s\"']+)", text, re.MULTILINE)
     with contextlib.suppress(FlywheelError):  # another check reports that the state cannot be found
         own = config.state_dir if config is not None and config.state.dir is None else None
         if own and homes and os.path.realpath(homes[-1]) != os.path.realpath(own):
-            why = f"{file} keeps the state in {homes[-1]}, and commands by hand look at {own}"
+            why = f"{file} keeps the state in {homes[-1]}, and other commands use {own}"
             return Result.WARNING, why, f"Set state: {{dir: {homes[-1]}}} in the configuration, so that both use it."
     return Result.OK, str(file), ""
 
