@@ -33,7 +33,7 @@ EXCERPT = 300
 
 async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: bool) -> dict[str, Any]:
     """Judge the labels, store the outcome, and report it as one JSON object."""
-    from flywheel.cli.progress_bars import TaskCounter
+    from flywheel.cli.progress_bars import of_tasks
     from flywheel.daemon.judge_setup import chain_of, check_independence, judge_settings
     from flywheel.daemon.judging_report import CostEstimator, cost_of
     from flywheel.judge.budget import Budget, BudgetSpentError
@@ -58,14 +58,14 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
             estimator = await CostEstimator.of(store, grader.judge_hash, settings.prices)
             cost = estimator.cost(await asyncio.to_thread(_preview, grader, given, repeats))
             _check_budget(len(given.labels), repeats, cost, f"calibrate {file}", budget, quiet=quiet)
-            with TaskCounter("judging", len(given.labels) * repeats, quiet=quiet) as progress:
+            with of_tasks("judging", len(given.labels) * repeats, quiet=quiet) as step:
 
                 def on_verdict(verdict: Verdict) -> None:
                     # At once, so that the usage is stored even if the calibration fails.
                     asyncio.run_coroutine_threadsafe(
                         store.write(verdicts.book_verdict, verdict, Purpose.CALIBRATION), loop
                     ).result()
-                    progress.step()
+                    step()
 
                 judging = partial(calibrate, grader, given.labels, settings.max_thread, repeats=repeats,
                                   on_verdict=on_verdict, budget=budget)  # fmt: skip

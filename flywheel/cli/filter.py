@@ -150,7 +150,7 @@ def _filtering(store: Store, wanted: _Options) -> TaskJudging:
 
 
 async def _filter(wanted: _Options) -> tuple[dict[str, Any], FlywheelError | None]:
-    from flywheel.cli.progress_bars import TaskCounter
+    from flywheel.cli.progress_bars import of_tasks
     from flywheel.daemon.judge_setup import exchange_of
     from flywheel.daemon.judging_report import CostEstimator, cost_of
     from flywheel.daemon.signals import StopSignals
@@ -171,13 +171,13 @@ async def _filter(wanted: _Options) -> tuple[dict[str, Any], FlywheelError | Non
             estimator = await CostEstimator.of(store, filtering.grader.judge_hash, prices)
             _print_estimate(preview.tasks, preview.free, estimator.cost(preview))
         found: dict[int, dict[str, Any]] = {}
-        with TaskCounter("judging", total, quiet=wanted.quiet) as counter:
+        with of_tasks("judging", total, quiet=wanted.quiet) as step:
 
             def on_judged(judged: TaskResult) -> None:
                 # Only --json reports the estimated tokens of each task, which take time to compute.
                 tokens = filtering.grader.estimate(exchange_of(judged.task.line)).prompt_tokens if wanted.quiet else 0
                 found[judged.task.id] = verdict_json(judged, filtering, tokens)
-                counter.step()
+                step()
 
             judging_all = filtering.run(limit=wanted.limit, stop=stop, on_judged=on_judged, rejudge=wanted.rejudge)
             report = await interruption.during(judging_all, halt)
@@ -216,7 +216,7 @@ async def _estimate(wanted: _Options) -> dict[str, Any]:
 
 
 async def _compare(wanted: _Options, against: Path) -> tuple[dict[str, Any], FlywheelError | None]:
-    from flywheel.cli.progress_bars import TaskCounter
+    from flywheel.cli.progress_bars import of_tasks
     from flywheel.daemon.judging import TaskJudging
     from flywheel.daemon.judging_report import CostEstimator, cost_of
     from flywheel.daemon.rubric_diff import DiffReport, RubricDiff, changes
@@ -238,8 +238,8 @@ async def _compare(wanted: _Options, against: Path) -> tuple[dict[str, Any], Fly
             _print_estimate(preview.tasks, preview.free, estimator.cost(preview))
         interruption = StopSignals(wanted.config.daemon.drain_seconds)
         try:
-            with TaskCounter("comparing", total, quiet=wanted.quiet) as counter:
-                found = await interruption.during(diff.run(wanted.limit, counter.step), diff.halt)
+            with of_tasks("comparing", total, quiet=wanted.quiet) as step:
+                found = await interruption.during(diff.run(wanted.limit, step), diff.halt)
         finally:
             new.grader.close()
             old.grader.close()

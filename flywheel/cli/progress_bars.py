@@ -1,6 +1,6 @@
 """Progress of long commands on stderr: bars on a terminal, otherwise a line or a log entry every ten seconds.
 
-Of tasks that are judged (`TaskCounter`), of sources that are read (`of_sources`), of a round (`of_round`).
+Of tasks that are judged (`of_tasks`), of sources that are read (`of_sources`), of a round (`of_round`).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final
 
 from flywheel.cli.tables import short_path
 from flywheel.round_progress import RoundProgress, progress_of
@@ -33,45 +33,39 @@ LONG_ROWS: Final = 4_000
 """Sources with fewer rows to read are not shown."""
 
 
-class TaskCounter:
-    """A context manager; `step` counts one task of `total`."""
+@contextlib.contextmanager
+def of_tasks(what: str, total: int, *, quiet: bool = False) -> Iterator[Callable[[], None]]:
+    """Show how many of `total` tasks are done; each call of what this yields counts one."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    def __init__(self, what: str, total: int, *, quiet: bool = False) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    console = Console(stderr=True, quiet=quiet)
+    rate_column = TextColumn("{task.fields[rate]}", style="progress.data.speed")
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(), rate_column,
+               TimeRemainingColumn(), TextColumn("left"))  # fmt: skip
+    is_drawn = console.is_terminal and not quiet
+    began = printed = time.monotonic()
+    done = 0
 
-        self._what, self._total, self._done = what, total, 0
-        self._console = Console(stderr=True, quiet=quiet)
-        rate = TextColumn("{task.fields[rate]}", style="progress.data.speed")
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(), rate,
-                   TimeRemainingColumn(), TextColumn("left"))  # fmt: skip
-        is_drawn = self._console.is_terminal and not quiet
-        self._bar = Progress(*columns, console=self._console, transient=True, expand=True, disable=not is_drawn)
-        self._task = self._bar.add_task(what, total=total, rate="")
-
-    def __enter__(self) -> Self:
-        self._began = self._printed = time.monotonic()
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def step(self) -> None:
-        self._done += 1
+    def step() -> None:
+        nonlocal done, printed
+        done += 1
         now = time.monotonic()
-        per_second = self._done / max(now - self._began, 1e-9)
+        per_second = done / max(now - began, 1e-9)
         # A filter chain can release held tasks while others are judged, so there may be more than counted at first.
-        total = max(self._total, self._done)
+        most = max(total, done)
         rate = f"{per_second:,.0f}/s" if per_second >= 10 else f"{per_second:.1f}/s"
         if per_second < 1:
             rate = f"{60 * per_second:.0f}/min"
-        self._bar.update(self._task, completed=self._done, total=total, rate=rate)
-        if self._bar.disable and now - self._printed >= LINE_SECONDS:
-            self._printed = now
-            left = duration((total - self._done) / per_second)
-            line = f"{self._what}: {self._done:,} of {total:,}, {rate}, {left} left"
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        drawing.update(bar, completed=done, total=most, rate=rate)
+        if not is_drawn and now - printed >= LINE_SECONDS:
+            printed = now
+            line = f"{what}: {done:,} of {most:,}, {rate}, {duration((most - done) / per_second)} left"
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    with Progress(*columns, console=console, transient=True, expand=True, disable=not is_drawn) as drawing:
+        bar = drawing.add_task(what, total=total, rate="")
+        yield step
 
 
 async def of_sources(ingestion: Ingestion) -> None:

@@ -28,7 +28,16 @@ NO_VERDICT: Final = ("undecided", "dead")
 def verdict_table(console: Console, verdicts: Sequence[Mapping[str, Any]]) -> None:
     """Print the key, verdict, score, failed criteria and reasons of each task."""
     rows = []
-    for verdict in _without_repeated_errors(escape_terminal(verdicts)):
+    verdicts = escape_terminal(verdicts)
+    # An error that left several tasks without a verdict is shown at the first of them, with their number.
+    times = Counter(verdict["reason"] for verdict in verdicts if verdict["outcome"] in NO_VERDICT)
+    shown: set[str] = set()
+    for verdict in verdicts:
+        reason = verdict["reason"]
+        if times[reason] > 1 and verdict["outcome"] in NO_VERDICT:
+            repeated = "" if reason in shown else f"({quantity(times[reason], 'task')}) {reason}"
+            verdict = {**verdict, "reason": repeated}  # noqa: PLW2901
+            shown.add(reason)
         outcome = Text(verdict["outcome"], style=COLOURS[verdict["outcome"]])
         failed = ", ".join(verdict["failed"]) or "–"
         rows.append(Row((verdict["task_id"], outcome, score_text(verdict["score"]), failed), _reasons(verdict)))
@@ -36,20 +45,6 @@ def verdict_table(console: Console, verdicts: Sequence[Mapping[str, Any]]) -> No
     # In a pipe reasons stand below their verdict too.
     wide = WIDE if console.width < UNBROKEN else UNBROKEN + 1
     print_rows(console, columns, rows, wide=wide, fold=("failed", "reason"))
-
-
-def _without_repeated_errors(verdicts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """An error that left several tasks without a verdict is shown at the first of them, with their number."""
-    times = Counter(verdict["reason"] for verdict in verdicts if verdict["outcome"] in NO_VERDICT)
-    shown: set[str] = set()
-    changed = []
-    for verdict in verdicts:
-        reason = text = verdict["reason"]
-        if verdict["outcome"] in NO_VERDICT and times[reason] > 1:
-            text = "" if reason in shown else f"({quantity(times[reason], 'task')}) {reason}"
-            shown.add(reason)
-        changed.append({**verdict, "reason": text})
-    return changed
 
 
 def _reasons(verdict: Mapping[str, Any]) -> list[Text]:

@@ -65,17 +65,43 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.training.lora.r > self.serving.max_lora_rank:
-            raise ValueError(
-                f"training.lora.r {self.training.lora.r} is above serving.max_lora_rank {self.serving.max_lora_rank}:"
-                " the server would not take what a round trains"
-            )
-        waited_for, needed = self.trigger.min_held_out, self.gate.min_tasks
-        if waited_for is not None and waited_for < needed:
-            raise ValueError(
-                f"trigger.min_held_out {waited_for} is below gate.min_tasks {needed}: a round could start that can"
-                " only be rejected"
-            )
+        training, rollout, gate, rank = self.training, self.rollout, self.gate, self.serving.max_lora_rank
+        batch, longest = training.prompts_per_step * training.group_size, rollout.max_completion_tokens
+        waited_for = gate.min_tasks if self.trigger.min_held_out is None else self.trigger.min_held_out
+        for is_wrong, why in (
+            (
+                batch % training.micro_batch_size,
+                f"`training`: micro_batch_size {training.micro_batch_size} does not divide prompts_per_step ×"
+                f" group_size = {batch}",
+            ),
+            (
+                training.warmup_steps >= training.steps,
+                f"`training`: warmup_steps {training.warmup_steps} is not below steps {training.steps}: the learning"
+                " rate would never be reached",
+            ),
+            (
+                longest is not None and longest >= rollout.max_model_len,
+                f"`rollout`: max_completion_tokens {longest} leaves no room for a prompt in max_model_len"
+                f" {rollout.max_model_len}",
+            ),
+            (
+                gate.max_tasks < gate.min_tasks,
+                f"`gate`: max_tasks {gate.max_tasks} is below min_tasks {gate.min_tasks}: nothing could ever be"
+                " promoted",
+            ),
+            (
+                training.lora.r > rank,
+                f"training.lora.r {training.lora.r} is above serving.max_lora_rank {rank}: the server would not take"
+                " what a round trains",
+            ),
+            (
+                waited_for < gate.min_tasks,
+                f"trigger.min_held_out {waited_for} is below gate.min_tasks {gate.min_tasks}: a round could start"
+                " that can only be rejected",
+            ),
+        ):
+            if is_wrong:
+                raise ValueError(why)
         with contextlib.suppress(ConfigError, OSError):  # commands that need the state directory report that
             task_file = self.task_file.absolute()
             if (source := source_at(self, task_file)) is not None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Final, Literal
 
 from apscheduler.triggers.cron import CronTrigger
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationInfo
 
 from flywheel.config.section import Section, Share
 from flywheel.exclusion import Exclusion
@@ -138,20 +138,6 @@ class TrainingSettings(Section):
             taken |= {Exclusion.HIDDEN, Exclusion.INEXACT}
         return frozenset(taken)
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if (self.prompts_per_step * self.group_size) % self.micro_batch_size:
-            raise ValueError(
-                f"micro_batch_size {self.micro_batch_size} does not divide prompts_per_step × group_size "
-                f"= {self.prompts_per_step * self.group_size}"
-            )
-        if self.warmup_steps >= self.steps:
-            raise ValueError(
-                f"warmup_steps {self.warmup_steps} is not below steps {self.steps}: the learning rate would never be"
-                " reached"
-            )
-        return self
-
 
 class RolloutSettings(Section):
     engines: int = Field(default=1, gt=0)
@@ -171,15 +157,6 @@ class RolloutSettings(Section):
     (an engine and the trainer, or two engines), and so on."""
     cpu_kv_cache_gib: int = Field(default=1, gt=0)
     """Size of the key-value cache of a rollout engine without a GPU, in GiB."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.max_completion_tokens is not None and self.max_completion_tokens >= self.max_model_len:
-            raise ValueError(
-                f"max_completion_tokens {self.max_completion_tokens} leaves no room for a prompt in max_model_len"
-                f" {self.max_model_len}"
-            )
-        return self
 
 
 ANSWERS: Final = 600
@@ -215,14 +192,6 @@ class GateSettings(Section):
     def samples_for(self, tasks: int) -> int:
         """Number of answers per adapter and task, for this number of tasks."""
         return self.samples or max(FEWEST_ANSWERS, min(MOST_ANSWERS, ANSWERS // max(tasks, 1)))
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.max_tasks < self.min_tasks:
-            raise ValueError(
-                f"max_tasks {self.max_tasks} is below min_tasks {self.min_tasks}: nothing could ever be promoted"
-            )
-        return self
 
 
 class RaySettings(Section):
