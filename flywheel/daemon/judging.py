@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -230,7 +230,8 @@ class TaskJudging:
             )
             with closing(batches):
                 for batch in batches:
-                    self._settle(run, [self._after_judge(TaskResult(*each, self.rubric.hash)) for each in batch])
+                    results = [self._after_judge(TaskResult(*each, self.rubric.hash)) for each in batch]
+                    self._in_loop(self._report(run, results))
         except FlywheelError as error:
             self._failed = True
             # A stop ends waits of the pre-filter with FilterError.
@@ -261,7 +262,7 @@ class TaskJudging:
                     reused = verdict is task.stored or bool(verdict.judgements)
                     decided.append(self._after_judge(TaskResult(task, verdict, self.rubric.hash, reused=reused)))
             if decided:
-                self._settle(run, decided)
+                self._in_loop(self._report(run, decided))
             yield from rest
 
     def _after_judge(self, result: TaskResult) -> TaskResult:
@@ -284,15 +285,15 @@ class TaskJudging:
 
     def _ask(self, function: Callable[..., T], *args: Any) -> T:
         """The result of one write transaction, for a thread other than the event loop's."""
-        assert self._loop is not None
-        return asyncio.run_coroutine_threadsafe(self._store.write(function, *args), self._loop).result()
+        return self._in_loop(self._store.write(function, *args))
 
-    def _settle(self, run: _Run, results: list[TaskResult]) -> None:
-        """Store results and report them in the event loop; returns when that is done."""
+    def _in_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, which runs in the event loop, for another thread."""
         assert self._loop is not None
-        asyncio.run_coroutine_threadsafe(self._report(run, results), self._loop).result()
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _report(self, run: _Run, results: list[TaskResult]) -> None:
+        """Store results and report them."""
         if run.has_ended:
             raise JudgeError("store verdicts", "judging was stopped", "The tasks are judged again.")
         changed, released = await self._store.write(self._store_results, results)

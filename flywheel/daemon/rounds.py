@@ -152,7 +152,7 @@ class Rounds:
                 watch = WorkerWatch(row.name, worker, usage)
                 code = await watch.follow(self._config.daemon.round_timeout_seconds)
             if self._stopping.is_set():
-                await self._store.write(_put_back, row.id)
+                await self._store.write(rounds.retry, row.id, RoundState.TRAINING, "it was stopped", 0)
                 return
             result = await asyncio.to_thread(result_of, Path(row.dir), code)
         except TimeoutError:
@@ -262,13 +262,6 @@ class Rounds:
 def _trained(conn: Connection, round_id: int, result: RoundResult) -> None:
     rounds.store_result(conn, round_id, result)
     move(conn, round_id, RoundState.TRAINING, RoundState.EVALUATING, result.outcome, pid=None)
-
-
-def _put_back(conn: Connection, round_id: int) -> None:
-    # A stop does not count as an attempt.
-    why = "it was stopped"
-    move(conn, round_id, RoundState.TRAINING, RoundState.ABANDONED, why, pid=None)
-    move(conn, round_id, RoundState.ABANDONED, RoundState.PLANNED, why)
 
 
 WATCH_SECONDS = 1.0

@@ -11,6 +11,7 @@ import signal
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from flywheel.errors import StoppedError
@@ -42,14 +43,14 @@ async def in_daemon_thread(work: Callable[[], T]) -> T:
     return await asyncio.wrap_future(outcome)
 
 
+@dataclass(eq=False, slots=True)
 class StopSignals:
     """Handles SIGINT and SIGTERM while a coroutine runs. `by` is the signal that arrived, if one did."""
 
-    def __init__(self, drain_seconds: float) -> None:
-        self.by: signal.Signals | None = None
-        self._patience = drain_seconds + SLACK_SECONDS
-        self._heard = asyncio.Event()
-        self._again = asyncio.Event()
+    drain_seconds: float
+    by: signal.Signals | None = None
+    _heard: asyncio.Event = field(default_factory=asyncio.Event)
+    _again: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def during(self, work: Coroutine[Any, Any, T], stop: Callable[[], Awaitable[object]]) -> T | None:
         """The result of `work`; None when it had to be cancelled.
@@ -93,7 +94,8 @@ class StopSignals:
         stopping = asyncio.ensure_future(stop())
         await asyncio.sleep(0)  # `stop` has begun before the log line
         log.info("stopping; send another signal to end without waiting for calls in flight")
-        await asyncio.wait((task, hurried), timeout=self._patience, return_when=asyncio.FIRST_COMPLETED)
+        patience = self.drain_seconds + SLACK_SECONDS
+        await asyncio.wait((task, hurried), timeout=patience, return_when=asyncio.FIRST_COMPLETED)
         hurried.cancel()
         await stopping
         task.cancel()

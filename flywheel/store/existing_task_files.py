@@ -49,10 +49,13 @@ def prepare(path: Path, lines_of: Callable[[BinaryIO], Iterable[bytes]]) -> set[
     Returns the ids of the tasks in it, and in files of an earlier format that were set aside; `lines_of` chooses the
     lines to look at. Raises StoreError, and leaves the file as it is, if it is not a task file.
     """
+    found: set[str] = set()
     try:
         if (now := format_of(path)) is Format.AGENTJET:
             _set_aside(path, "was written by AgentJet")
-        found = _mended(path, lines_of)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            found = _mended(path, lines_of)
         if now is Format.EARLIER:
             _set_aside(path, "is of an earlier format")
         for aside in earlier_files(path):
@@ -65,9 +68,6 @@ def prepare(path: Path, lines_of: Callable[[BinaryIO], Iterable[bytes]]) -> set[
 
 def _mended(path: Path, lines_of: Callable[[BinaryIO], Iterable[bytes]]) -> set[str]:
     """The ids of the tasks in a file, whose last line is whole afterwards."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.exists():
-        return set()
     if not path.is_file():
         raise _foreign(path, "it is no regular file")
     with path.open("rb") as file:

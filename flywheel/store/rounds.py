@@ -97,11 +97,11 @@ def go_on_from(conn: Connection, name: str, **values: Any) -> Row[Any]:
     return conn.execute(update(rounds).where(rounds.c.name == name).values(**values).returning(rounds)).one()
 
 
-def retry(conn: Connection, round_id: int, old: RoundState, why: str) -> None:
-    """Plan a round again whose worker died, with one attempt more."""
+def retry(conn: Connection, round_id: int, old: RoundState, why: str, attempts: int = 1) -> None:
+    """Plan a round again whose worker died, with one attempt more, or was stopped, with none."""
     if old is not RoundState.ABANDONED:
         move(conn, round_id, old, RoundState.ABANDONED, why, pid=None)
-    move(conn, round_id, RoundState.ABANDONED, RoundState.PLANNED, why, attempt=rounds.c.attempt + 1)
+    move(conn, round_id, RoundState.ABANDONED, RoundState.PLANNED, why, attempt=rounds.c.attempt + attempts)
 
 
 def finish(conn: Connection, round_id: int, old: RoundState, new: RoundState, why: str, *, max_uses: int = 1) -> None:

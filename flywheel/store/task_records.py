@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import orjson
@@ -29,13 +30,13 @@ _HELD_OUT: Final = b'"split":"held-out"}}'
 """The ends of lines: the split is the last key of the metadata, which is the last key of the task."""
 
 
+@dataclass(eq=False, slots=True)
 class TaskRecords:
     """Stores the tasks of one batch; `new` counts those that were not known."""
 
-    def __init__(self, conn: Connection, splits: Splits) -> None:
-        self.new = 0
-        self._conn = conn
-        self._splits = splits
+    _conn: Connection
+    _splits: Splits
+    new: int = 0
 
     def store(self, entries: Sequence[Entry]) -> dict[str, int]:
         """The numbers of the entries' tasks by key. Tasks that are not known are stored, withdrawn ones are renewed.
