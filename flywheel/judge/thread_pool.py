@@ -124,12 +124,6 @@ class _Pool(Generic[K]):
     """Exchanges that need a judge call, until the budget has room for it."""
     _done: SimpleQueue[Finished[K] | None] = field(default_factory=SimpleQueue)
     _drain_until: float = float("inf")
-    _asked: int = 0
-    """Exchanges that the judge was asked about."""
-    _unreachable: int = 0
-    """How many of the last ones in a row were unreachable."""
-    _broken: int = 0
-    """How many of the last ones in a row were broken."""
 
     def work(self, stored: SimpleQueue[bool]) -> None:
         try:
@@ -196,6 +190,8 @@ class _Pool(Generic[K]):
 
     def batches(self, drain_seconds: float | None) -> Iterator[list[tuple[K, Verdict]]]:
         running = len(self.stored)
+        # Exchanges that the judge was asked about; of the last ones in a row, how many were unreachable, or broken.
+        asked = streak = broken = 0
         last_error = ""
         while running:
             ready = self._ready(drain_seconds)
@@ -205,17 +201,27 @@ class _Pool(Generic[K]):
             finished = [item for item in ready if item is not None]
             batch = []
             for key, verdict, _ in finished:
-                # Not an exchange whose attempts were ended by the stop.
-                if not (verdict.unreachable and not verdict.calls and self.stop.is_set()):
-                    batch.append((key, verdict))
-                    last_error = verdict.error if verdict.unreachable else last_error
-                    self._note(verdict)
+                if verdict.unreachable and not verdict.calls and self.stop.is_set():
+                    continue  # the stop ended its attempts
+                batch.append((key, verdict))
+                broken = broken + 1 if verdict.broken else 0
+                if broken == MAX_BROKEN:
+                    self.closed.set()
+                    self.error = self.error or JudgeError(
+                        "continue judging", f"{broken} times in a row {verdict.error}"
+                    )
+                # A free verdict says nothing about the endpoint.
+                if verdict.unreachable or verdict.calls:
+                    asked += 1
+                    streak = streak + 1 if verdict.unreachable else 0
+                    last_error = verdict.error or last_error
+                    if streak >= len(self.stored):
+                        self.closed.set()
             if batch:
                 yield batch
             for _, _, stored in finished:
                 stored.put(True)
-        streak = self._unreachable
-        if self.error is None and streak and (streak >= len(self.stored) or streak == self._asked):
+        if self.error is None and streak and (streak >= len(self.stored) or streak == asked):
             self.error = JudgeError(
                 "continue judging",
                 f"the judge failed {streak} times in a row; the last error: {last_error}",
@@ -240,18 +246,3 @@ class _Pool(Generic[K]):
             while len(ready) < MAX_BATCH:
                 ready.append(self._done.get_nowait())
         return ready
-
-    def _note(self, verdict: Verdict) -> None:
-        """Ends the grading after too many failures in a row."""
-        self._broken = self._broken + 1 if verdict.broken else 0
-        if self._broken == MAX_BROKEN:
-            self.closed.set()
-            self.error = self.error or JudgeError(
-                "continue judging", f"{self._broken} times in a row {verdict.error}"
-            )
-        # A free verdict says nothing about the endpoint.
-        if verdict.unreachable or verdict.calls:
-            self._asked += 1
-            self._unreachable = self._unreachable + 1 if verdict.unreachable else 0
-            if self._unreachable >= len(self.stored):
-                self.closed.set()

@@ -49,7 +49,12 @@ _CONFUSABLE: Final = (
     frozenset({"fi", "et"}),
     frozenset({"th", "lo"}),
 )
-"""Languages that short texts do not tell apart: each counts as the others of its group."""
+"""Languages that short texts do not tell apart: each counts as the others of its groups."""
+_ALIKE: Final = {
+    code: frozenset().union(*(others for others in _CONFUSABLE if code in others))
+    for group in _CONFUSABLE
+    for code in group
+}
 _identifier: Final[list[LanguageIdentifier]] = []
 """The language model once it is loaded."""
 _identifier_lock = threading.Lock()
@@ -74,7 +79,7 @@ def check_language(criterion: Criterion, exchange: Exchange, _rubric: Rubric | N
     found = ranking[0][0]
     is_clear = _probability(ranking, found) >= CERTAIN and _probability(ranking, wanted) <= EXCLUDED
     wanted_name, found_name = (NAMES.get(code, [code])[0] for code in (wanted, found))
-    if _are_confusable(found, wanted) or not is_clear:
+    if found in _ALIKE.get(wanted, {wanted}) or not is_clear:
         return True, f"the answer is in {wanted_name}, as far as can be told"
     if _has_part_in(answer, wanted):
         return True, f"a part of the answer is in {wanted_name}"
@@ -94,11 +99,8 @@ def _rank(text: str) -> list[tuple[str, float]]:
 
 def _probability(ranking: list[tuple[str, float]], code: str) -> float:
     """How likely a text is in a language or in one that is confusable with it."""
-    return sum(probability for other, probability in ranking if _are_confusable(other, code))
-
-
-def _are_confusable(one: str, other: str) -> bool:
-    return one == other or any(one in group and other in group for group in _CONFUSABLE)
+    alike = _ALIKE.get(code, {code})
+    return sum(probability for other, probability in ranking if other in alike)
 
 
 def _names_another_language(question: str, asked: str) -> bool:
@@ -121,7 +123,7 @@ def _has_part_in(answer: str, wanted: str) -> bool:
         sentences.append(sentence)
         letters += _count_letters(sentence)
         if letters >= MIN_LETTERS:
-            if _are_confusable(_rank(" ".join(sentences))[0][0], wanted):
+            if _rank(" ".join(sentences))[0][0] in _ALIKE.get(wanted, {wanted}):
                 return True
             sentences, letters = [], 0
     return False
