@@ -136,7 +136,7 @@ def _entry(reply: Reply, source: str, signature: PromptSignature, models: Traine
     reason = line["metadata"]["prompt_reason"]
     # If the id is of Flywheel's own server, it says which version answered, whatever name the request used.
     model = "" if reply.adapter_source == "id" else storable(reply.model)
-    excluded = exclusion.of_prompt(reason)
+    excluded = {exclusion.OF_REASON.get(one, Exclusion.INEXACT) for one in reason.split("; ") if one}
     if reply.tools or any(step.get("tool_calls") or step.get("role") == "tool" for step in reply.trajectory):
         excluded.add(Exclusion.TOOLS)
     if not models.trains(model, reply.adapter):

@@ -67,14 +67,10 @@ WORDS: Mapping[Exclusion, Words] = MappingProxyType(
     }
 )
 
-_OF_REASON: Mapping[str, Exclusion] = MappingProxyType(
+OF_REASON: Mapping[str, Exclusion] = MappingProxyType(
     {HIDDEN_MESSAGE: Exclusion.HIDDEN, HIDDEN_EARLIER: Exclusion.HIDDEN, IMAGE: Exclusion.IMAGE}
 )
-
-
-def of_prompt(prompt_reason: str) -> set[Exclusion]:
-    """The exclusions that a `prompt_reason` implies; empty for an exact prompt."""
-    return {_OF_REASON.get(one, Exclusion.INEXACT) for one in prompt_reason.split("; ") if one}
+"""The exclusion that a reason implies; any other reason implies `INEXACT`."""
 
 
 def column(exclusions: Collection[Exclusion]) -> str:
