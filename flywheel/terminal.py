@@ -31,10 +31,7 @@ def escape_terminal(value: T, *, one_line: bool = False) -> T:
         if one_line:
             escaped = " ".join(escaped.splitlines()).replace("\t", " ")
     elif isinstance(value, dict):
-        escaped = {
-            escape_terminal(key, one_line=one_line): escape_terminal(item, one_line=one_line)
-            for key, item in value.items()
-        }
+        escaped = dict(escape_terminal(list(value.items()), one_line=one_line))
     elif isinstance(value, list | tuple):
         escaped = [escape_terminal(item, one_line=one_line) for item in value]
     return escaped  # type: ignore[no-any-return]

@@ -139,9 +139,19 @@ def fitted(state: dict[str, Any], console: Console) -> RenderableType:
 
 def _facts(state: dict[str, Any], form: Literal["whole", "short", "counts"] = "whole") -> list[Fact]:
     """Sources and servers are described in several lines or in one each, or are counted by their conditions."""
+    from flywheel.round_progress import RoundProgress
+
     daemon, missing, deployed = state["daemon"]["pid"], state["no_state"], state["deployment"]
     letters, sources, servers = state["dead_letters"], state["sources"], state["replicas"]
-    samples, excluded = _samples(state), []
+    samples, excluded, verdicts, live = _samples(state), [], [], []
+    if (recent := state["recent_verdicts"])["judged"]:
+        verdicts.append(("verdicts", f"last {recent['judged']:,}: {recent['accepted']:,} accepted"))
+        if recent["rejected_by"]:
+            verdicts.append(("verdicts", f"rejected by {counted(recent['rejected_by'])}"))
+    if (running := state["live_round"]) is not None:
+        progress = running["progress"]
+        text = running["state"] if progress is None else RoundProgress.model_validate(progress).summary
+        live.append(("round", f"{running['round']}: {text}"))
     if form == "whole":
         sources = [("source", source_text(source)) for source in sources]
         servers = [("server", _server_text(replica)) for replica in servers]
@@ -166,13 +176,13 @@ def _facts(state: dict[str, Any], form: Literal["whole", "short", "counts"] = "w
         ("replies", counted(state["replies"]) or "none yet"),
         ("skipped", counted(state["skipped"]) or "none"),
         ("tasks", counted(state["tasks"]) or "none yet"),
-        *(("verdicts", text) for text in _verdicts(state["recent_verdicts"])),
+        *verdicts,
         ("samples", samples),
         *excluded,
         ("judge", _judge(state["judge"])),
         ("deployed", f"{deployed['alias']} → {deployed['adapter'] or 'the base model'}"),
         *servers,
-        *_live_round(state["live_round"]),
+        *live,
         ("waiting", state["waiting_for"] or "–"),
         ("dead letters", f"{letters:,} open: see `flywheel dead-letters`" if letters else "none"),
         ("ledger", "–" if missing else "balanced" if state["balanced"] else "NOT balanced: run `flywheel audit`"),
@@ -207,13 +217,6 @@ def _conditions(each: list[dict[str, Any]], unknown: str) -> str:
     return f"{len(each)}: {counted(conditions)}"
 
 
-def _verdicts(recent: dict[str, Any]) -> Iterator[str]:
-    if recent["judged"]:
-        yield f"last {recent['judged']:,}: {recent['accepted']:,} accepted"
-    if recent["judged"] and recent["rejected_by"]:
-        yield f"rejected by {counted(recent['rejected_by'])}"
-
-
 def _judge(judge: dict[str, Any]) -> str:
     """Its error, and its usage in all and by purpose."""
     from flywheel.cli.verdict_table import spent
@@ -231,16 +234,6 @@ def _judge(judge: dict[str, Any]) -> str:
     if len(parts) > 1:
         lines.append("; ".join(parts))
     return "\n".join(lines)
-
-
-def _live_round(live: dict[str, Any] | None) -> list[Fact]:
-    from flywheel.round_progress import RoundProgress
-
-    if live is None:
-        return []
-    progress = live["progress"]
-    text = RoundProgress.model_validate(progress).summary if progress is not None else live["state"]
-    return [("round", f"{live['round']}: {text}")]
 
 
 def _sample_counts(state: dict[str, Any]) -> str:

@@ -40,11 +40,5 @@ class Finding:
         return cls(name, Result.FAILED, why, error.hint, subject, is_file=isinstance(error, ConfigError))
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "subject": self.subject,
-            "result": self.result.value,
-            "found": self.found,
-            "do": self.remedy,
-            "figures": dict(self.figures),
-        }
+        shown = {name: getattr(self, name) for name in ("name", "subject", "result", "found")}
+        return {**shown, "do": self.remedy, "figures": dict(self.figures)}

@@ -196,11 +196,11 @@ def _shared(config: Config, machine: Machine) -> Finding:
 
 
 def _limits(machine: Machine) -> Finding:
-    low = []
-    if machine.open_files is not None and machine.open_files < OPEN_FILES:
-        low.append(f"{machine.open_files:,} open files (ulimit -n), {OPEN_FILES:,} are needed")
-    if machine.processes is not None and machine.processes < PROCESSES:
-        low.append(f"{machine.processes:,} processes and threads (ulimit -u), {PROCESSES:,} are needed")
+    limits = (
+        (machine.open_files, "open files (ulimit -n)", OPEN_FILES),
+        (machine.processes, "processes and threads (ulimit -u)", PROCESSES),
+    )
+    low = [f"{found:,} {what}, {needed:,} are needed" for found, what, needed in limits if found and found < needed]
     if machine.address_space is not None:
         low.append(f"an address space of {byte_size(machine.address_space)} (ulimit -v); vLLM reserves more")
     if low:

@@ -7,10 +7,10 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 from sqlalchemy import Connection
 
@@ -25,12 +25,10 @@ from flywheel.exclusion import WORDS, Exclusion
 from flywheel.states import TaskState
 from flywheel.store import splits
 from flywheel.store.bulk import count_rows
-from flywheel.store.database import Store, found_version
+from flywheel.store.database import found_version, read_once
 from flywheel.store.samples import count_held_out, count_left_out
 from flywheel.store.schema import SCHEMA_VERSION, tasks
 from flywheel.terminal import byte_size, quantity
-
-T = TypeVar("T")
 
 MIN_FREE: Final = 200 << 20
 """Bytes. With less, the next transaction or the next round's log may fail."""
@@ -166,7 +164,7 @@ def _utc(seconds: float) -> str:
 async def check_left_out(config: Config) -> Finding:
     """Whether rounds exclude tasks, above all because agents are sent a message that their traces do not show."""
     try:
-        counts = await _read(config, lambda conn: count_left_out(conn, config.training.takes))
+        counts = await read_once(config.state_dir, count_left_out, config.training.takes)
     except FlywheelError as error:
         # Another check reports a state that cannot be read.
         return Finding("prompts", Result.SKIPPED, f"cannot {error.attempted}: {error.why}")
@@ -182,17 +180,9 @@ async def check_samples(config: Config) -> Finding:
     try:
         if found_version(config.state_dir) != SCHEMA_VERSION:
             return Finding("samples", Result.SKIPPED, "there is no state of this version yet")
-        return await _read(config, lambda conn: _samples(conn, config))
+        return await read_once(config.state_dir, _samples, config)
     except FlywheelError as error:
         return Finding.of("samples", error)
-
-
-async def _read(config: Config, question: Callable[[Connection], T]) -> T:
-    store = await Store.view(config.state_dir)
-    try:
-        return await store.read(question)
-    finally:
-        await store.close()
 
 
 def _samples(conn: Connection, config: Config) -> Finding:
