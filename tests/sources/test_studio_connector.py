@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -289,3 +290,19 @@ async def test_long_histories_take_turns_and_a_short_pass_waits_for_none(store: 
     assert (report.counts.replies, report.error) == (105, None)
     assert ingestion._shares.budget.used == 0
     await ingestion.close()
+
+
+async def test_rows_are_compared_with_their_checkpoints_unless_all_of_them_have_just_been_read(
+    store: Store, tmp_path: Path
+) -> None:
+    studio = Studio(tmp_path / "studio.sqlite")
+    studio.write(agent("a1", "q", "a"))
+    due = []
+    for _ in range(2):
+        ingestion = Ingestion(store, config_of(studio.path, tmp_path))
+        (source,) = ingestion.sources()
+        report = await source.read(final=True)
+        assert (report.counts.replies, report.error) == (1, None)
+        due.append(source.rescan_at < math.inf)
+        await ingestion.close()
+    assert due == [False, True]
