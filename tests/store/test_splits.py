@@ -175,7 +175,7 @@ async def test_a_held_out_task_that_is_repeated_in_training_leaves_the_gate(
         story = await store.read(why, one.span_id)
         assert story is not None
         (told_of,) = story["replies"][0]["task"]["left_out"]
-        assert told_of["why"] == "a conversation in training begins exactly as this held-out one does"
+        assert told_of["why"] == "a conversation in the training split begins exactly like this held-out one"
 
 
 async def test_those_that_joined_are_counted_without_a_look_at_the_others(store: Store) -> None:
