@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import orjson
 from sqlalchemy import Connection, Row
@@ -40,6 +41,8 @@ from flywheel.store import (
 from flywheel.store.balance import balance
 from flywheel.store.ledger import SourceCounts
 
+NOT_INSPECTED: Final = {"condition": "", "serves": "", "error": "", "since": None, "looked_at": None}
+"""What is shown of a configured server before its first inspection."""
 ROUNDS_SHOWN = 20
 MODELS_SHOWN = 5
 VERDICTS_SHOWN = 500
@@ -95,7 +98,7 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
             "previous": active.previous if active else None,
             "reason": active.reason if active else "",
         },
-        "replicas": [_replica(url, seen.get(url)) for url in config.serving.urls],
+        "replicas": [{"url": url, **NOT_INSPECTED, **seen.get(url, {})} for url in config.serving.urls],
         "by_adapter": by_adapter,
         "other_models": others,
         "dead_letters": dead_letters.count(conn)["open"],
@@ -154,46 +157,27 @@ def _judge(conn: Connection, config: Config) -> dict[str, Any]:
 
 def _sources(conn: Connection, config: Config) -> list[dict[str, Any]]:
     """The configured sources, and other stored ones with replies: a mistyped path is not shown permanently."""
-    counts = ledger.counts_by_source(conn)
-    found = [
-        _source(row, counts.get(row["id"])) | {"configured": source_of(config, Path(row["path"])) is not None}
-        for row in ledger.all_sources(conn)
-    ]
-    return [source for source in found if source["configured"] or source["replies"]]
-
-
-def _source(row: dict[str, Any], counts: SourceCounts | None) -> dict[str, Any]:
     keys = (
         "path", "type", "condition", "schema", "open_traces", "longest_read_ms", "error", "warning",
         "read_at",
     )  # fmt: skip
-    found = counts or SourceCounts(0, 0, {}, 0)
-    return {
-        **{key: row[key] for key in keys},
+    counts = ledger.counts_by_source(conn)
+    found = []
+    for row in ledger.all_sources(conn):
+        own = {key: row[key] for key in keys}
         # The column is named `generation`, which in Studio means the schema.
-        "restarts": row["generation"],
-        "replies": found.replies,
-        "tasks": found.tasks,
-        "skipped": dict(found.skipped),
-        "dead": found.dead,
-    }
-
-
-def _replica(url: str, seen: dict[str, Any] | None) -> dict[str, Any]:
-    """A configured server as it was last inspected; `condition` is empty before the first inspection."""
-    unknown = {"condition": "", "serves": "", "error": "", "since": None, "looked_at": None}
-    return {"url": url, **(seen or unknown)}
+        own |= {"restarts": row["generation"], **asdict(counts.get(row["id"], SourceCounts(0, 0, {}, 0)))}
+        own["configured"] = source_of(config, Path(row["path"])) is not None
+        if own["configured"] or own["replies"]:
+            found.append(own)
+    return found
 
 
 def _round(row: Row[Any]) -> dict[str, Any]:
     result = row.result or {}
     comparison = result.get("comparison") or {}
     if not result and (progress := _progress(row)) is not None:
-        result = {
-            "steps": progress["step"],
-            "reward_first": progress["reward_first"],
-            "reward_last": progress["reward"],
-        }
+        result = {**progress, "steps": progress["step"], "reward_last": progress["reward"]}
     return {
         "round": row.name,
         "state": row.state,
