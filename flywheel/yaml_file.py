@@ -178,7 +178,8 @@ def explain_one(item: dict[str, Any], model: type[BaseModel]) -> str:
 def _problem(item: dict[str, Any]) -> str:
     """What is wrong with a value. A validator's own message is used as it is."""
     kind = item["type"]
-    if kind not in _RULES:
+    rule = _RULES.get(kind) or _RULES.get(kind.partition("_")[0])
+    if rule is None:
         return str(item["msg"].removeprefix("Value error, "))
     limits = {
         name: int(value) if isinstance(value, float) and value.is_integer() else value
@@ -189,7 +190,7 @@ def _problem(item: dict[str, Any]) -> str:
     is_shown = value is None or isinstance(value, int | float) or (isinstance(value, str) and kind in _SHOWN_TEXTS)
     given = "null" if value is None else str(value)
     shown = f", not `{given}`" if is_shown and len(given) <= MAX_SHOWN else ""
-    return _RULES[kind].format(**limits) + shown
+    return rule.format(**limits) + shown
 
 
 _SHOWN_TEXTS: Final = ("int_parsing", "float_parsing", "bool_parsing", "literal_error", "enum")
@@ -208,25 +209,20 @@ _RULES: Final = {
     "too_long": "it must have {max_length} or fewer items",
     "string_too_short": "it must have {min_length} or more characters",
     "string_too_long": "it must have {max_length} or fewer characters",
-    "int_from_float": "it must be a whole number",
     "invalid_key": "a key must be a text",
     "path_type": "it must be a path",
     "string_type": "it must be a text",
-    "int_type": "it must be a whole number",
-    "int_parsing": "it must be a whole number",
     "int_parsing_size": "it must be a smaller number",
-    "float_type": "it must be a number",
-    "float_parsing": "it must be a number",
-    "bool_type": "it must be true or false",
-    "bool_parsing": "it must be true or false",
-    "list_type": "it must be a list",
-    "tuple_type": "it must be a list",
-    "model_type": "it must be a mapping of keys to values",
-    "model_attributes_type": "it must be a mapping of keys to values",
-    "dict_type": "it must be a mapping of keys to values",
+    "int": "it must be a whole number",
+    "float": "it must be a number",
+    "bool": "it must be true or false",
+    "list": "it must be a list",
+    "tuple": "it must be a list",
+    "model": "it must be a mapping of keys to values",
+    "dict": "it must be a mapping of keys to values",
     "none_required": "it must be null",
 }
-"""What the program requires, by pydantic's error type; its messages are about Python."""
+"""What the program requires, by pydantic's error type or its first word; its messages are about Python."""
 
 
 def _locate(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[list[str], list[str]]:

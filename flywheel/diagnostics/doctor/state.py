@@ -96,7 +96,7 @@ def _permissions(directory: Path) -> Finding:
     """Early versions left the permissions of files to the umask."""
     wide = []
     for path in (directory, *sorted(directory.rglob("*"))):
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             mode = path.lstat().st_mode
             wide += [path] if mode & 0o077 and not stat.S_ISLNK(mode) else []
     if not wide:
