@@ -34,8 +34,8 @@ SOAK_SECONDS = float(os.environ.get("FLYWHEEL_SOAK_SECONDS", "60"))
 GROUPS = {
     "rounds": ("training/test_round.py", "sources/studio/test_manners.py"),
     "vllm": ("serving/test_vllm.py", "judge/test_vllm.py", "training/test_chat_rendering.py"),
-    "ray": ("training/test_engine.py", "training/test_engine_memory.py", "training/test_collector.py",
-            "training/test_two_nodes.py"),
+    "ray": ("training/ray_session/test_collector.py", "training/ray_session/test_engine.py",
+            "training/ray_session/test_engine_memory.py", "training/test_two_nodes.py"),
     "demo": ("demo/test_demo.py",),
     "torch": ("formats/test_agentscope.py", "formats/test_fixtures.py", "formats/test_trl.py", "formats/test_verl.py",
               "training/test_grpo.py", "training/test_recorded_tokens.py"),
@@ -46,6 +46,9 @@ GROUP_OF = {f"tests/{module}": group for group, modules in GROUPS.items() for mo
 # Readline puts the size of a terminal into the environment that a worker of a divided run inherits.
 for name in ("COLUMNS", "LINES"):
     os.environ.pop(name, None)
+
+# Torch's threads wait asleep, as in a round. Spinning, they take the cores from the other worker's tests.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # How long an example takes says how busy the machine is, and nothing else.
 hypothesis.settings.register_profile("flywheel", deadline=None)

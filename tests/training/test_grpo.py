@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,25 @@ def test_weights_are_synced_before_rollouts_and_only_the_adapter_is_trained(obse
 TWICE = {"updates_per_batch": 2}
 
 
+Trained = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """The weights that these settings lead to. What is asked for again is not trained again."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def train(training: dict[str, Any]) -> dict[str, Any]:
+        name = repr(training)
+        if name not in known:
+            made = Observed(tmp_path_factory.mktemp("trl"), a_batch(last=failed(1)), training=training)
+            made.trainer.train()
+            known[name] = {name: weight for name, weight in made.weights().items() if ".ref." not in name}
+        return known[name]
+
+    return train
+
+
 @pytest.mark.parametrize(
     ("before", "changed"),
     [
@@ -202,14 +222,10 @@ TWICE = {"updates_per_batch": 2}
     ],
 )
 def test_a_setting_of_the_training_section_changes_what_is_trained(
-    tmp_path: Path, before: dict[str, Any], changed: dict[str, Any]
+    trained: Trained, before: dict[str, Any], changed: dict[str, Any]
 ) -> None:
-    trained = []
-    for number, training in enumerate((before, changed)):
-        made = Observed(tmp_path / str(number), a_batch(last=failed(1)), training=training)
-        made.trainer.train()
-        trained.append({name: weight for name, weight in made.weights().items() if ".ref." not in name})
-    assert any((trained[0][name] != weight).any() for name, weight in trained[1].items())
+    kept = trained(before)
+    assert any((kept[name] != weight).any() for name, weight in trained(changed).items())
 
 
 def test_updates_on_a_batch_are_counted_as_one_step(tmp_path: Path) -> None:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from demo import judge
 from demo.questions import questions
-from flywheel.config import Config, LoraSettings
+from flywheel.config import LoraSettings
 from flywheel.errors import TrainError
 from flywheel.gpu_placement import place_on_gpus
 from flywheel.round import RoundTask
@@ -65,13 +66,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(model: Path) -> Iterator[Any]:
-    with ray_cluster.session(Config()):
-        actor = ray_cluster.start(Engine, settings(str(model)), gpus=share_of_an_engine())
-        [about] = ray_cluster.wait([actor.start.remote()])
-        # The server's, which is the model's own, although rollouts to learn from need less.
-        assert about["context"] == 2048
-        yield actor
-        ray_cluster.stop([actor])
+    actor = ray_cluster.start(Engine, settings(str(model)), gpus=share_of_an_engine())
+    [about] = ray_cluster.wait([actor.start.remote()])
+    # The server's, which is the model's own, although rollouts to learn from need less.
+    assert about["context"] == 2048
+    yield actor
+    ray_cluster.stop([actor])
+    ray.kill(actor)
 
 
 @pytest.fixture(scope="module")
@@ -262,3 +263,4 @@ def test_a_model_that_is_none_is_said_to_be_none(engine: Any, tmp_path: Path) ->
     actor = ray_cluster.start(Engine, settings(str(tmp_path)), gpus=0)
     with pytest.raises(TrainError, match=f"cannot load base model {tmp_path}"):
         ray_cluster.wait([actor.start.remote()])
+    ray.kill(actor)

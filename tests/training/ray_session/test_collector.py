@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import psutil
 import pytest
 import ray
 
@@ -46,15 +45,6 @@ class Engine:
         return Completion((wanted.seed, 2), (-0.1, -0.2), str(wanted.seed))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def session() -> Iterator[None]:
-    before = {process.pid for process in psutil.Process().children(recursive=True)}
-    with ray_cluster.session(Config()):
-        yield
-    left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
-    assert left == []
-
-
 def started() -> Any:
     """An engine that is up: the first call to an actor waits for its process."""
     actor = ray_cluster.start(Engine, gpus=0)
@@ -63,8 +53,10 @@ def started() -> Any:
 
 
 @pytest.fixture(scope="module")
-def engine(session: None) -> Any:
-    return started()
+def engine() -> Iterator[Any]:
+    actor = started()
+    yield actor
+    ray.kill(actor)
 
 
 def collect(engine: Any, seeds: list[int], grade: Grade, *, threads: int = 4, timeout: float = 60) -> Batch:

@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import ray
 
-from flywheel.config import Config
 from flywheel.errors import TrainError
 from flywheel.training import ray_cluster
 from flywheel.training.engine import Engine
-from tests.training.test_engine import settings
+from tests.training.ray_session.test_engine import settings
 from tests.training.test_round_directory import POLICY
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
@@ -20,7 +20,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.filterwarnings("ig
 
 def test_a_context_that_memory_does_not_hold_is_cut_and_one_that_the_round_needs_is_refused(tmp_path: Path) -> None:
     """A token takes half a megabyte here, so that a gigabyte holds a quarter of the model's context."""
-    import ray
     from transformers import AutoConfig, AutoModelForCausalLM
 
     wide = tmp_path / "wide"
@@ -30,16 +29,13 @@ def test_a_context_that_memory_does_not_hold_is_cut_and_one_that_the_round_needs
     for name, value in {**heads, "layer_types": ["full_attention"] * 16, "max_position_embeddings": 8192}.items():
         setattr(config, name, value)
     AutoModelForCausalLM.from_config(config).save_pretrained(wide)
-    with ray_cluster.session(Config()):
-        actor = ray_cluster.start(Engine, settings(str(wide)), gpus=0)
-        [about] = ray_cluster.wait([actor.start.remote()])
-        assert 1000 < about["context"] < 4000
-        ray_cluster.stop([actor])
-        ray.kill(actor)
-        actor = ray_cluster.start(Engine, replace(settings(str(wide)), max_model_len=6000), gpus=0)
-        with pytest.raises(
-            TrainError, match=r"memory holds a context of \d+ tokens, and rollout\.max_model_len is 6000"
-        ):
-            ray_cluster.wait([actor.start.remote()])
-        ray_cluster.stop([actor])
-        ray.kill(actor)
+    actor = ray_cluster.start(Engine, settings(str(wide)), gpus=0)
+    [about] = ray_cluster.wait([actor.start.remote()])
+    assert 1000 < about["context"] < 4000
+    ray_cluster.stop([actor])
+    ray.kill(actor)
+    actor = ray_cluster.start(Engine, replace(settings(str(wide)), max_model_len=6000), gpus=0)
+    with pytest.raises(TrainError, match=r"memory holds a context of \d+ tokens, and rollout\.max_model_len is 6000"):
+        ray_cluster.wait([actor.start.remote()])
+    ray_cluster.stop([actor])
+    ray.kill(actor)

@@ -1,0 +1,21 @@
+"""One Ray session for all tests of this package. Each module ends its own actors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from flywheel.config import Config
+from flywheel.training import ray_cluster
+
+
+@pytest.fixture(scope="package", autouse=True)
+def ray_session() -> Iterator[None]:
+    """A round's, of two CPUs: two actors live at a time. It leaves no process."""
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    with ray_cluster.session(Config()):
+        yield
+    left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+    assert left == []
