@@ -1,0 +1,296 @@
+"""Finds the conversations that recorded calls are part of: which call continues which, and which belong to one reply.
+
+A call continues an earlier one if its messages begin with that call's messages and its answer. Two that continue the
+same call are a fork: the second begins a conversation of its own, in the split of the first. So does a call with a
+context that the client has compressed, which is recognised by ids of tool calls.
+
+Each call is placed once, in the order in which the calls began, and where it is placed is stored in the file of the
+calls. A reply is handed on when it is answered; a call that continues it later adds to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from sqlite3 import Connection
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct
+
+from flywheel.call_log import CallLog
+from flywheel.model_call import ModelCall
+from flywheel.request_id import mark_of
+from flywheel.sources.calls.canonical import hashes, tool_call_keys
+from flywheel.sources.calls.parsing import parse
+from flywheel.sources.studio.messages import FINISH_FUNCTIONS, text_of
+from flywheel.sources.studio.recorded_calls import is_reminder
+from flywheel.states import SkipReason
+
+CALLS_AT_ONCE: Final = 100
+BYTES_AT_ONCE: Final = 4 * 1024 * 1024
+"""Bytes of the calls that are parsed and placed in one transaction, unless one is larger."""
+EARLY_NS: Final = 1_000_000_000
+"""A call may begin this much before the end of the call that it continues, as that is recorded: clients go on when
+they have seen the end of an answer, and servers have clocks of their own."""
+HASHES_PER_QUERY: Final = 500
+
+_TABLES: Final = (
+    "CREATE TABLE IF NOT EXISTS listed (only INTEGER PRIMARY KEY CHECK (only = 1), number INTEGER NOT NULL)",
+    "INSERT OR IGNORE INTO listed VALUES (1, 0)",
+    "CREATE TABLE IF NOT EXISTS unplaced (number INTEGER PRIMARY KEY, request_id TEXT NOT NULL, "
+    "size INTEGER NOT NULL, started_ns INTEGER NOT NULL, ended_ns INTEGER NOT NULL)",
+    "CREATE INDEX IF NOT EXISTS unplaced_started ON unplaced (started_ns, number)",
+    "CREATE TABLE IF NOT EXISTS answered (hash BLOB NOT NULL, request_id TEXT NOT NULL, reply TEXT NOT NULL, "
+    "ended_ns INTEGER NOT NULL, is_continued INTEGER NOT NULL DEFAULT 0)",
+    "CREATE INDEX IF NOT EXISTS answered_hash ON answered (hash)",
+    "CREATE INDEX IF NOT EXISTS answered_request ON answered (request_id)",
+    "CREATE INDEX IF NOT EXISTS answered_ended ON answered (ended_ns)",
+    "CREATE TABLE IF NOT EXISTS tool_calls (hash BLOB PRIMARY KEY, root TEXT NOT NULL, ended_ns INTEGER NOT NULL) "
+    "WITHOUT ROWID",
+    "CREATE INDEX IF NOT EXISTS tool_calls_ended ON tool_calls (ended_ns)",
+    "CREATE TABLE IF NOT EXISTS found_replies (reply TEXT PRIMARY KEY, ended_ns INTEGER NOT NULL, "
+    "due_ns INTEGER, content BLOB NOT NULL)",
+    "CREATE INDEX IF NOT EXISTS found_replies_due ON found_replies (due_ns)",
+    "CREATE INDEX IF NOT EXISTS found_replies_ended ON found_replies (ended_ns)",
+)
+"""`found_replies.due_ns` is null for a reply that was handed on as it is."""
+
+
+class FoundCall(Struct, frozen=True):
+    """A call of a reply; `error` says why it has no answer."""
+
+    request_id: str
+    started_ns: int
+    ended_ns: int
+    model: str = ""
+    error: str = ""
+
+
+class FoundReply(Struct, frozen=True):
+    """The calls from a question to its answer, in order. `root` is the conversation whose split it takes, `skip` says
+    why it becomes no task. `is_answered`: the last call asks for no tool."""
+
+    calls: tuple[FoundCall, ...]
+    conversation: str
+    root: str
+    user: str = ""
+    skip: SkipReason | None = None
+    detail: str = ""
+    is_answered: bool = False
+
+    @property
+    def id(self) -> str:
+        return self.calls[0].request_id
+
+
+class _Earlier(Struct, frozen=True):
+    """The call that a call continues: how many of its messages are known from it."""
+
+    request_id: str
+    reply: str
+    is_continued: bool
+    messages: int
+
+
+class Conversations:
+    """The conversations in one file of calls. To be used by one thread at a time.
+
+    A call continues one that ended within `idle_ns` before it. A reply is handed on `wait_ns` after its answer, or
+    after `idle_ns` without one.
+    """
+
+    def __init__(self, log: CallLog, *, idle_ns: int, wait_ns: int = 0) -> None:
+        self._log = log
+        self._idle_ns = idle_ns
+        self._wait_ns = wait_ns
+        self._is_made = False
+
+    def place(self, before_ns: int) -> int:
+        """Place some of the calls that ended before `before_ns`; returns how many, 0 if none is left.
+
+        Every call that ended before then must be in the file, or must never come.
+        """
+        with self._log.transaction() as connection:
+            self._prepare(connection)
+            rows = _next_calls(connection, before_ns)
+        if not rows:
+            return 0
+        recorded = self._log.find([row[1] for row in rows])
+        calls = [parse(recorded[request_id]) for _, request_id in rows if request_id in recorded]
+        with self._log.transaction() as connection:
+            for call in calls:
+                self._place(connection, call)
+            connection.executemany("DELETE FROM unplaced WHERE number = ?", [(number,) for number, _ in rows])
+        return len(rows)
+
+    def due(self, now_ns: int, limit: int = CALLS_AT_ONCE) -> list[FoundReply]:
+        """The replies to be handed on now, the oldest first."""
+        query = "SELECT content FROM found_replies WHERE due_ns <= ? ORDER BY due_ns, ended_ns LIMIT ?"
+        with self._log.transaction() as connection:
+            self._prepare(connection)
+            return [_decode(row[0]) for row in connection.execute(query, (now_ns, limit))]
+
+    def hand_on(self, replies: Sequence[FoundReply]) -> None:
+        """Note that these replies were handed on."""
+        with self._log.transaction() as connection:
+            done = [(reply.id,) for reply in replies]
+            connection.executemany("UPDATE found_replies SET due_ns = NULL WHERE reply = ?", done)
+
+    def prune(self, before_ns: int) -> None:
+        """Forget what neither calls that wait to be placed nor calls from `before_ns` on can continue."""
+        with self._log.transaction() as connection:
+            self._prepare(connection)
+            (first,) = connection.execute("SELECT min(started_ns) FROM unplaced").fetchone()
+            idle_since = min(before_ns, first or before_ns) - self._idle_ns - EARLY_NS
+            connection.execute("DELETE FROM answered WHERE ended_ns < ?", (idle_since,))
+            connection.execute("DELETE FROM tool_calls WHERE ended_ns < ?", (idle_since,))
+            connection.execute("DELETE FROM found_replies WHERE ended_ns < ? AND due_ns IS NULL", (idle_since,))
+
+    def _prepare(self, connection: Connection) -> None:
+        """Make the tables, and list calls that are new in the file."""
+        if not self._is_made:
+            for statement in _TABLES:
+                connection.execute(statement)
+            self._is_made = True
+        (listed,) = connection.execute("SELECT number FROM listed").fetchone()
+        done = connection.execute(
+            "INSERT INTO unplaced SELECT number, request_id, size, started_ns, ended_ns FROM calls WHERE number > ?",
+            (listed,),
+        )
+        if done.rowcount > 0:
+            connection.execute("UPDATE listed SET number = (SELECT max(number) FROM unplaced)")
+
+    def _place(self, connection: Connection, call: ModelCall) -> None:
+        beginnings, ends = hashes(call)
+        found = FoundCall(call.request_id, call.started_ns, call.ended_ns, call.model, call.error)
+        earlier = self._continued(connection, call, beginnings)
+        before = _reply(connection, earlier.reply) if earlier is not None else None
+        own = _conversation_id(call.request_id)
+        skip, detail = _skip(call)
+        if before is None:
+            root = _root_of_tool_calls(connection, call) or own
+            reply = FoundReply((found,), own, root, call.user)
+        elif skip is None and earlier is not None and earlier.is_continued:
+            reply = FoundReply((found,), own, before.root, call.user)
+        else:
+            reply = FoundReply((found,), before.conversation, before.root, call.user)
+        if skip is not None:
+            # It is never continued, and continues nothing: the client may send the same messages again.
+            self._store(connection, msgspec.structs.replace(reply, skip=skip, detail=detail, is_answered=True))
+            return
+        if before is not None and earlier is not None and not earlier.is_continued:
+            connection.execute("UPDATE answered SET is_continued = 1 WHERE request_id = ?", (earlier.request_id,))
+            if not _asks(call, earlier.messages):
+                reply = msgspec.structs.replace(before, calls=(*before.calls, found), skip=None, detail="")
+            elif not before.is_answered:
+                detail = f"the user went on before an answer; {before.detail}"
+                self._store(
+                    connection, msgspec.structs.replace(before, detail=detail, is_answered=True), is_closed=True
+                )
+        asked_for = [each["function"]["name"] for each in call.answers[0].tool_calls]
+        if asked_for and FINISH_FUNCTIONS.isdisjoint(asked_for):
+            detail = f"no call followed the one that asked for {', '.join(asked_for)}"
+            reply = msgspec.structs.replace(reply, skip=SkipReason.UNFINISHED, detail=detail, is_answered=False)
+        else:
+            reply = msgspec.structs.replace(reply, is_answered=True)
+        self._store(connection, reply)
+        connection.executemany(
+            "INSERT INTO answered (hash, request_id, reply, ended_ns) VALUES (?, ?, ?, ?)",
+            [(end, call.request_id, reply.id, call.ended_ns) for end in ends],
+        )
+        keys = tool_call_keys(call, [{"tool_calls": list(answer.tool_calls)} for answer in call.answers])
+        connection.executemany(
+            "INSERT OR REPLACE INTO tool_calls VALUES (?, ?, ?)", [(key, reply.root, call.ended_ns) for key in keys]
+        )
+
+    def _continued(
+        self, connection: Connection, call: ModelCall, beginnings: Sequence[tuple[int, bytes]]
+    ) -> _Earlier | None:
+        """The call that this one continues: of those with the most messages, one that nothing continues yet, and of
+        these the newest."""
+        since, until = call.started_ns - self._idle_ns, call.started_ns + EARLY_NS
+        numbers = {value: number for number, value in beginnings}
+        best: tuple[tuple[int, bool, bool, int], _Earlier] | None = None
+        for row in _in_parts(
+            connection, "answered", "hash, request_id, reply, ended_ns, is_continued", list(numbers)
+        ):
+            value, request_id, reply, ended_ns, is_continued = row
+            if since <= ended_ns <= until:
+                rank = (numbers[value], ended_ns <= call.started_ns, not is_continued, ended_ns)
+                if best is None or rank > best[0]:
+                    best = rank, _Earlier(request_id, reply, bool(is_continued), numbers[value])
+        return best[1] if best is not None else None
+
+    def _store(self, connection: Connection, reply: FoundReply, *, is_closed: bool = False) -> None:
+        ended_ns = max(call.ended_ns for call in reply.calls)
+        wait_ns = self._wait_ns if reply.is_answered else self._idle_ns
+        due_ns = 0 if is_closed else ended_ns + wait_ns
+        connection.execute(
+            "INSERT OR REPLACE INTO found_replies VALUES (?, ?, ?, ?)",
+            (reply.id, ended_ns, due_ns, msgspec.json.encode(reply)),
+        )
+
+
+def _next_calls(connection: Connection, before_ns: int) -> list[tuple[int, str]]:
+    """Numbers and request ids of calls to be placed together, in the order in which they began."""
+    found: list[tuple[int, str]] = []
+    size = 0
+    query = "SELECT number, request_id, size FROM unplaced WHERE ended_ns < ? ORDER BY started_ns, number LIMIT ?"
+    for number, request_id, own in connection.execute(query, (before_ns, CALLS_AT_ONCE)):
+        size += own
+        if found and size > BYTES_AT_ONCE:
+            break
+        found.append((number, request_id))
+    return found
+
+
+def _in_parts(connection: Connection, table: str, columns: str, values: Sequence[bytes]) -> Iterator[Any]:
+    for start in range(0, len(values), HASHES_PER_QUERY):
+        some = values[start : start + HASHES_PER_QUERY]
+        marks = ", ".join("?" * len(some))
+        yield from connection.execute(f"SELECT {columns} FROM {table} WHERE hash IN ({marks})", some)  # noqa: S608
+
+
+def _reply(connection: Connection, reply: str) -> FoundReply | None:
+    row = connection.execute("SELECT content FROM found_replies WHERE reply = ?", (reply,)).fetchone()
+    return None if row is None else _decode(row[0])
+
+
+def _decode(content: bytes) -> FoundReply:
+    return msgspec.json.decode(content, type=FoundReply)
+
+
+def _root_of_tool_calls(connection: Connection, call: ModelCall) -> str:
+    """The root of the newest call that asked for one of the tool calls in the messages; empty if there is none."""
+    keys = tool_call_keys(call, call.messages)
+    found = [(ended_ns, root) for root, ended_ns in _in_parts(connection, "tool_calls", "root, ended_ns", keys)]
+    return max(found)[1] if found else ""
+
+
+def _conversation_id(request_id: str) -> str:
+    mark = mark_of(request_id)
+    return f"calls-{mark.random if mark is not None else request_id}"
+
+
+def _asks(call: ModelCall, known: int) -> bool:
+    """Whether a user says something in the messages behind the first `known` ones. Reminders of frameworks are sent
+    as messages of the user."""
+    return any(
+        message.get("role") == "user" and not is_reminder(text_of(message)) for message in call.messages[known:]
+    )
+
+
+def _skip(call: ModelCall) -> tuple[SkipReason | None, str]:
+    """Why a call is no part of a conversation, with details for people."""
+    if call.is_interrupted:
+        return SkipReason.INTERRUPTED, "the client disconnected before the end of the answer"
+    if call.error or not call.answers:
+        return SkipReason.ERROR, call.error or f"HTTP {call.status} without an answer"
+    if "previous_response_id" in call.parameters and call.parameters["previous_response_id"] is not None:
+        return (
+            SkipReason.NO_QUERY,
+            "the request names a response of the server in place of the conversation before it",
+        )
+    if not call.messages:
+        return SkipReason.NO_QUERY, "the request has a prompt in place of messages"
+    return None, ""
