@@ -16,7 +16,7 @@ from flywheel.files import json_line
 from flywheel.model_call import ModelCall
 from flywheel.similarity import PromptSignature, beginning_of, prompt_signatures
 from flywheel.states import SkipReason
-from flywheel.task import task_line
+from flywheel.task import conversation_key, task_line
 from flywheel.trace import Checkpoint, Cursor, DeadRow, Reply
 
 
@@ -35,6 +35,7 @@ class Entry(Struct, frozen=True, gc=False):
     - `asked_alias`: the alias, if nothing recorded says which of its versions answered.
     - `follows`: an earlier turn may have hidden a message, which the ledger can find out.
     - `calls`: the request ids of the model calls; `missing`: those of them that were not found in the call log.
+    - `root`: the conversation whose split this one takes; empty for its own.
     """
 
     span_id: str
@@ -58,6 +59,12 @@ class Entry(Struct, frozen=True, gc=False):
     detail: str = ""
     calls: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    root: str = ""
+
+    @property
+    def split_key(self) -> str:
+        """The key of the conversation whose split this one has: its own, or that of its `root`."""
+        return conversation_key(self.root or self.conversation_id, self.trace_id)
 
 
 class KnownReply(NamedTuple):
@@ -163,6 +170,7 @@ def _entry(reply: Reply, source: str, signature: PromptSignature, models: Traine
         detail=storable(reply.skip_detail),
         calls=reply.calls,
         missing=reply.missing,
+        root=reply.root,
     )
 
 

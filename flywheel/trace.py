@@ -30,6 +30,7 @@ class Reply(Struct, frozen=True):
 
     - `query`: what the user asked. `request`: what this agent was called with; for the last stage of a pipeline that
       is another agent's text.
+    - `root`: the conversation whose split this one takes; empty for its own.
     - `history`: the conversation before the reply, the system prompt first. `turn`: the number of earlier turns.
     - `trajectory`: the model and tool messages between request and answer.
     - `errors`: the steps that failed ("tool search: TimeoutError: …").
@@ -53,6 +54,7 @@ class Reply(Struct, frozen=True):
     started_at: datetime
     ended_at: datetime
     request: str = ""
+    root: str = ""
     model: str = ""
     adapter: str = ""
     adapter_source: str = ""

@@ -5,8 +5,8 @@ held-out question is trained on. All that begin exactly alike (system prompt, to
 first, however many. Conversations that begin nearly alike follow the first as well, up to `TEMPLATE` of them: beyond,
 what they share is a template, and the hash decides.
 
-Conversations with the same id are in one split whatever they ask, and states of earlier versions hold exact
-repetitions in both splits. The held-out ones among these leave the gate.
+Conversations with the same id are in one split whatever they ask, those that fork from another are in its split, and
+states of earlier versions hold exact repetitions in both splits. The held-out ones among these leave the gate.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flywheel.states import Split, TaskState
 from flywheel.store.bulk import Lookup, insert_many, sql_text
 from flywheel.store.samples import leave_gate
 from flywheel.store.schema import conversations, recent_bands, signature_bands, tasks
-from flywheel.task import conversation_key, split_of
+from flywheel.task import split_of
 from flywheel.terminal import quantity
 
 TEMPLATE: Final = 50
@@ -63,7 +63,7 @@ class Splits:
         self._conn = conn
         self._train_ratio = train_ratio
         self._seed = seed
-        keys = [conversation_key(entry.conversation_id, entry.trace_id) for entry in entries]
+        keys = [entry.split_key for entry in entries]
         self._splits = {row.key: Split(row.split) for row in _SPLITS.rows(conn, list(dict.fromkeys(keys)))}
         self._by_beginning: dict[int, _Conversation] = {}
         self._by_band: dict[int, list[_Conversation]] = {}
@@ -88,7 +88,7 @@ class Splits:
 
     def of(self, entry: Entry, given: Split | None = None) -> Split:
         """The split of an entry. If its task has a `given` split already, a new conversation gets that one."""
-        key = conversation_key(entry.conversation_id, entry.trace_id)
+        key = entry.split_key
         if key not in self._splits:
             self._splits[key] = self._decide(key, entry, given)
         elif self._shows_beginning(key, entry):
@@ -127,7 +127,7 @@ class Splits:
             split, follows = similar.split, similar.key
             self._followers[follows] += 1
         else:
-            split = split_of(entry.conversation_id, entry.trace_id, train_ratio=self._train_ratio, seed=self._seed)
+            split = split_of(key, entry.trace_id, train_ratio=self._train_ratio, seed=self._seed)
         self._new.append((key, split.value, follows, array("I", entry.words).tobytes(), False))
         self._splits[key] = split
         self._note_beginning(key, entry, split, is_new=True)

@@ -229,3 +229,19 @@ async def test_near_duplicates_of_the_fixtures(tmp_path: Path, store: Store) -> 
         if payload["metadata"]["turn"] == 0:
             sides_of.setdefault(key, set()).add(split)
     assert {key: found for key, found in sides_of.items() if len(found) > 1} == {}
+
+
+@pytest.mark.parametrize("root_first", [True, False])
+async def test_a_fork_is_on_the_side_of_its_root(store: Store, root_first: bool) -> None:
+    roots = [reply(n, query=text) for n, text in enumerate((QUESTION, "Who wrote the Odyssey?", "Where is Ithaca?"))]
+    forks = [
+        reply(100 + 10 * n + m, query=f"{n} times {m}?", turn=1, conversation_id=f"fork-{n}-{m}", root=of)
+        for n, of in enumerate(root.conversation_id for root in roots)
+        for m in range(5)
+    ]
+    for one in (*roots, *forks) if root_first else (*forks, *roots):
+        await store.write(put, one)
+    found = await told(store)
+    assert set(found.values()) == {Split.TRAIN, Split.HELD_OUT}
+    for n, root in enumerate(roots):
+        assert {found[one.span_id] for one in forks[5 * n : 5 * n + 5]} == {found[root.span_id]}

@@ -17,6 +17,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
+from flywheel.batch import storable
 from flywheel.call_log import CallLog
 from flywheel.model_call import ModelCall
 from flywheel.request_id import mark_of
@@ -162,21 +163,23 @@ class Conversations:
 
     def _place(self, connection: Connection, call: ModelCall) -> None:
         beginnings, ends = hashes(call)
-        found = FoundCall(call.request_id, call.started_ns, call.ended_ns, call.model, call.error)
+        found = FoundCall(call.request_id, call.started_ns, call.ended_ns, storable(call.model), storable(call.error))
         earlier = self._continued(connection, call, beginnings)
         before = _reply(connection, earlier.reply) if earlier is not None else None
-        own = _conversation_id(call.request_id)
+        own, user = _conversation_id(call.request_id), storable(call.user)
         skip, detail = _skip(call)
         if before is None:
             root = _root_of_tool_calls(connection, call) or own
-            reply = FoundReply((found,), own, root, call.user)
+            reply = FoundReply((found,), own, root, user)
         elif skip is None and earlier is not None and earlier.is_continued:
-            reply = FoundReply((found,), own, before.root, call.user)
+            reply = FoundReply((found,), own, before.root, user)
         else:
-            reply = FoundReply((found,), before.conversation, before.root, call.user)
+            reply = FoundReply((found,), before.conversation, before.root, user)
         if skip is not None:
             # It is never continued, and continues nothing: the client may send the same messages again.
-            self._store(connection, msgspec.structs.replace(reply, skip=skip, detail=detail, is_answered=True))
+            self._store(
+                connection, msgspec.structs.replace(reply, skip=skip, detail=storable(detail), is_answered=True)
+            )
             return
         if before is not None and earlier is not None and not earlier.is_continued:
             connection.execute("UPDATE answered SET is_continued = 1 WHERE request_id = ?", (earlier.request_id,))
@@ -189,7 +192,7 @@ class Conversations:
                 )
         asked_for = [each["function"]["name"] for each in call.answers[0].tool_calls]
         if asked_for and FINISH_FUNCTIONS.isdisjoint(asked_for):
-            detail = f"no call followed the one that asked for {', '.join(asked_for)}"
+            detail = storable(f"no call followed the one that asked for {', '.join(asked_for)}")
             reply = msgspec.structs.replace(reply, skip=SkipReason.UNFINISHED, detail=detail, is_answered=False)
         else:
             reply = msgspec.structs.replace(reply, is_answered=True)

@@ -1,7 +1,7 @@
 """Writes replies that were found in recorded calls as spans: one of the agent, and one for each call.
 
-They hold no contents. Those are joined by response id, as to the spans of a trace. All ids follow from request ids, so
-that writing a reply again updates its rows.
+They hold no contents. Those are joined by response id, as to the spans of a trace. All ids follow from request ids:
+writing a reply again updates its rows.
 """
 
 from __future__ import annotations

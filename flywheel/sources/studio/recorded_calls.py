@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from flywheel import exclusion
 from flywheel.model_call import ModelAnswer, ModelCall
 from flywheel.request_id import request_id_in
-from flywheel.sources.studio.messages import MEDIA_TYPES, blocks_of, text_of
+from flywheel.sources.studio.messages import FINISH_FUNCTIONS, MEDIA_TYPES, blocks_of, text_of
 from flywheel.sources.studio.span import Attributes, Keywords, Messages, Span, SpanKind, in_order
 from flywheel.trace import ChatMessage
 
@@ -62,8 +62,27 @@ def _with_contents(agent: Span, spans: Mapping[str, Span]) -> Span:
     if calls and (asked := question_of(calls[0].messages)) is not None:
         gen_ai = replace(gen_ai, input=Messages(_raw([asked])))
     if calls and calls[-1].answers:
-        gen_ai = replace(gen_ai, output=Messages(_raw([message_of(calls[-1].answers[0])])))
+        gen_ai = replace(gen_ai, output=Messages(_raw([_returned(calls[-1].answers[0])])))
     return replace(agent, attributes=replace(agent.attributes, gen_ai=gen_ai))
+
+
+def _returned(answer: ModelAnswer) -> ChatMessage:
+    """What an agent returned whose last call had this answer. If it finishes by a function, that is its argument."""
+    message = message_of(answer)
+    for call in answer.tool_calls:
+        if not answer.content and call["function"]["name"] in FINISH_FUNCTIONS:
+            message["content"] = _finished(call["function"]["arguments"])
+    return message
+
+
+def _finished(arguments: str) -> str:
+    """The answer in the arguments of a finish function: the response, or the structure as JSON."""
+    try:
+        given = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    response = given.get("response") if isinstance(given, dict) else None
+    return response if isinstance(response, str) else arguments
 
 
 def _joined(attributes: Attributes, call: ModelCall) -> Attributes:

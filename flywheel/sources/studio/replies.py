@@ -168,6 +168,7 @@ def finished_reply(tree: Tree, agent: Span, selection: Selection) -> Reply:
         span_id=agent.span_id,
         trace_id=agent.trace_id,
         conversation_id=agent.conversation_id,
+        root=agent.attributes.flywheel.root_conversation,
         agent=name,
         query=query,
         answer=answer,
@@ -307,6 +308,8 @@ def _skip(
     """Why a reply becomes no task, with details for people; None if it becomes one."""
     if name in selection.exclude:
         return SkipReason.AGENT_EXCLUDED, f"ingest.agents.exclude names {name}"
+    if skip := agent.attributes.flywheel.skip:
+        return SkipReason(skip), agent.attributes.flywheel.detail
     if role is Role.NESTED and name not in selection.include:
         return SkipReason.NESTED, "another agent called it as a tool"
     if role is Role.STAGE and name not in selection.include:

@@ -102,9 +102,12 @@ class AgentScope(Struct, frozen=True):
 
 
 class FoundInCalls(Struct, frozen=True):
-    """An agent that was found in recorded calls, without a trace: the conversation whose split it takes."""
+    """An agent that was found in recorded calls, without a trace: the conversation whose split it takes, and why its
+    reply becomes no task, if so."""
 
     root_conversation: str = ""
+    skip: str = ""
+    detail: str = ""
 
 
 class Person(Struct, frozen=True):
