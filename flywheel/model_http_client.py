@@ -167,24 +167,22 @@ class _BoundedTransport(httpx2.BaseTransport):
                 request.method, target, headers=request.headers.raw, content=request.read()
             ) as response:
                 headers = httpx2.Headers(response.headers)
-                body = self._read(response, headers.pop("content-encoding", ""))
+                # Compression was not requested, but some servers compress all the same.
+                is_compressed = headers.pop("content-encoding", "") in ("gzip", "deflate")
+                unpack = zlib.decompressobj(_GZIP_OR_ZLIB) if is_compressed else None
+                body = bytearray()
+                for piece in response.iter_stream():
+                    body += unpack.decompress(piece, self._max_bytes + 1) if unpack else piece
+                    if len(body) > self._max_bytes:
+                        problem = f"the response is larger than {self._max_bytes >> 20} MiB"
+                        raise ResponseTooLargeError(problem, final=True)
         except httpcore2.TimeoutException as error:
             raise CallError(f"no complete response within {self._seconds:g} s") from error
         except (*_FAILURES, OSError, ValueError, zlib.error) as error:
             raise CallError(redact_secrets(_root_cause(error))) from error
         finally:
             self._idle.append((connection, backend))
-        return httpx2.Response(response.status, headers=headers, content=body, request=request)
-
-    def _read(self, response: httpcore2.Response, encoding: str) -> bytes:
-        # Compression was not requested, but some servers compress all the same.
-        unpack = zlib.decompressobj(_GZIP_OR_ZLIB) if encoding in ("gzip", "deflate") else None
-        body = bytearray()
-        for piece in response.iter_stream():
-            body += unpack.decompress(piece, self._max_bytes + 1) if unpack else piece
-            if len(body) > self._max_bytes:
-                raise ResponseTooLargeError(f"the response is larger than {self._max_bytes >> 20} MiB", final=True)
-        return bytes(body)
+        return httpx2.Response(response.status, headers=headers, content=bytes(body), request=request)
 
     def close(self) -> None:
         while self._idle:
