@@ -233,7 +233,7 @@ async def test_near_duplicates_of_the_fixtures(tmp_path: Path, store: Store) -> 
 
 @pytest.mark.parametrize("root_first", [True, False])
 async def test_a_fork_is_on_the_side_of_its_root(store: Store, root_first: bool) -> None:
-    roots = [reply(n, query=text) for n, text in enumerate((QUESTION, "Who wrote the Odyssey?", "Where is Ithaca?"))]
+    roots = [on(Split.TRAIN, 0, query=QUESTION), on(Split.HELD_OUT, 50, query="Who wrote the Odyssey?")]
     forks = [
         reply(100 + 10 * n + m, query=f"{n} times {m}?", turn=1, conversation_id=f"fork-{n}-{m}", root=of)
         for n, of in enumerate(root.conversation_id for root in roots)
