@@ -184,10 +184,10 @@ class CallLog:
                 for number, row, parts in _rows(connection, after, max_calls, max_bytes, contents)
             ]
 
-    def page_json(self, after: int, max_calls: int, max_bytes: int) -> str:
+    def page_json(self, after: int, max_calls: int, max_bytes: int, dropped: int = 0) -> str:
         """The same page as JSON text, in which each part is written once: `{"log", "oldest", "newest", "dropped",
         "texts", "calls": [{"number", …, "request": [place in texts], "response"}]}`. Bytes that are not UTF-8 are
-        surrogates."""
+        surrogates. `dropped` is added to the count of the file."""
         with self.reading() as connection:
             contents: dict[int, bytes] = {}
             places: dict[int, int] = {}
@@ -201,7 +201,8 @@ class CallLog:
                 calls.append(json.dumps({**call, "request": request, "response": response}))
             texts = [json.dumps(contents[part].decode("utf-8", "surrogateescape")) for part in places]
             state = _state(connection)
-        head = json.dumps({"log": state.log_id, **dict(zip(LogState._fields[1:], state[1:], strict=True))})
+        numbers = {"oldest": state.oldest, "newest": state.newest, "dropped": state.dropped + dropped}
+        head = json.dumps({"log": state.log_id, **numbers})
         return f'{head[:-1]}, "texts": [{", ".join(texts)}], "calls": [{", ".join(calls)}]}}'
 
     def find(self, request_ids: Iterable[str]) -> dict[str, RecordedCall]:
@@ -228,11 +229,11 @@ class CallLog:
         with self.reading() as connection:
             return _live_bytes(connection)
 
-    def prune(self, before_ns: int, max_bytes: int) -> int:
+    def prune(self, before_ns: int, max_bytes: int, max_calls: int | None = None) -> int:
         """Remove the oldest calls: those that ended before `before_ns`, and as many as it takes to have `max_bytes`
-        or less (`live_bytes`). Returns their number."""
+        or less (`live_bytes`). Returns their number; it stops when `max_calls` or more are removed."""
         removed = 0
-        while True:
+        while max_calls is None or removed < max_calls:
             with self.transaction("prune") as connection:
                 too_large = _live_bytes(connection) > max_bytes
                 query = "SELECT number, ended_ns, request FROM calls ORDER BY number LIMIT ?"
@@ -242,8 +243,9 @@ class CallLog:
                     going = rows[:CALLS_BY_SIZE]
                 _remove(connection, [(number, request) for number, _, request in going])
             if not going:
-                return removed
+                break
             removed += len(going)
+        return removed
 
     def older(self, before_ns: int) -> int:
         """The number of calls that `prune` would remove because they ended before `before_ns`."""

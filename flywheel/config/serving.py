@@ -7,7 +7,7 @@ import re
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from flywheel.config.section import Section
 
@@ -69,6 +69,21 @@ def own_url(host: str, port: int) -> str:
     return f"http://[{address}]:{port}" if address.version == 6 else f"http://{address}:{port}"
 
 
+class CallLogSettings(Section):
+    keep_days: float = Field(default=14.0, gt=0)
+    """Days that `flywheel serve` and the daemon keep recorded calls: requests to the alias with their responses.
+    `serving.call_log: false` records nothing."""
+    max_gb: float = Field(default=5.0, gt=0)
+    """Maximum size of each call log in GB (1,000,000,000 bytes): the oldest calls are removed earlier. Space in the
+    file that is free again does not count."""
+
+
+def _call_log(given: object) -> object:
+    if given is None:
+        raise ValueError("it must be false, or a mapping of keys to values, not `null`")
+    return None if given is False else {} if given is True else given
+
+
 class ServingSettings(Section):
     host: str = "127.0.0.1"
     """Address on which `flywheel serve` listens. Addresses other than loopback need `api_key_env`."""
@@ -113,6 +128,7 @@ class ServingSettings(Section):
     server, in nats."""
     drain_seconds: float = Field(default=30.0, ge=0)
     """Seconds that the old adapter stays loaded for requests in flight."""
+    call_log: Annotated[CallLogSettings | None, BeforeValidator(_call_log)] = CallLogSettings()
     extra_args: list[str] = []
     """Additional arguments for vLLM's server."""
 

@@ -117,7 +117,10 @@ async def refuse(send: Send, refusal: RefusedError) -> None:
 
 
 async def answer(send: Send, status: int, content: dict[str, Any]) -> None:
-    body = json.dumps(content).encode()
+    await answer_json(send, status, json.dumps(content).encode())
+
+
+async def answer_json(send: Send, status: int, body: bytes) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))

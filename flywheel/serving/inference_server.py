@@ -27,6 +27,7 @@ from flywheel.serving.environment_variables import (
     ALIAS_VARIABLE,
     API_KEY_VARIABLE,
     BASE_VARIABLE,
+    CALL_LOG_VARIABLE,
     FILE_VARIABLE,
     HOSTS_VARIABLE,
     LOADED_VARIABLE,
@@ -37,7 +38,7 @@ from flywheel.serving.environment_variables import (
 from flywheel.serving.loopback import is_loopback
 from flywheel.serving.middleware import AliasMiddleware
 from flywheel.serving.server_keys import admin_key, admin_key_file, agents_key, make_admin_key
-from flywheel.serving.startup_adapters import alias_file, base_name, deployed
+from flywheel.serving.startup_adapters import alias_file, base_name, call_log_file, deployed
 from flywheel.serving.vllm_arguments import check_arguments, has_tls, parser_arguments
 
 log = logging.getLogger(__name__)
@@ -100,6 +101,9 @@ def command(config: Config) -> tuple[list[str], dict[str, str]]:
         ADDRESS_VARIABLE: _address(serving),
         **keys,
     }
+    if serving.call_log is not None:
+        kept = {"keep_days": serving.call_log.keep_days, "max_bytes": int(serving.call_log.max_gb * 1_000_000_000)}
+        environment[CALL_LOG_VARIABLE] = json.dumps({"path": str(call_log_file(config).absolute()), **kept})
     if Path(base).is_absolute():
         environment["HF_HUB_OFFLINE"] = "1"
     if is_loopback(serving.host):
@@ -130,6 +134,15 @@ def serve(config: Config) -> None:
     arguments, environment = command(config)
     _check_machine(config)
     prepare(config)
+    if (kept := config.serving.call_log) is not None:
+        log.info(
+            "requests to %s and their responses are recorded in %s: for %g days, up to %g GB. `serving.call_log: "
+            "false` turns it off.",
+            config.model.alias,
+            call_log_file(config),
+            kept.keep_days,
+            kept.max_gb,
+        )
     if not parsers_of(config.model.base, config.serving.tool_call_parser).tool:
         log.warning(
             "requests with tools are refused: no parser is known for %s. Set serving.tool_call_parser.",

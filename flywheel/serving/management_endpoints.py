@@ -1,4 +1,5 @@
-"""The management endpoints: reading and setting the alias at /flywheel/alias, and checking adapters before loading.
+"""The management endpoints: reading and setting the alias at /flywheel/alias, pages of the call log at
+/flywheel/calls, and checking adapters before loading.
 
 Requests have been authenticated with the admin key.
 """
@@ -14,19 +15,25 @@ from flywheel.adapter_files import unsafe_weights
 from flywheel.serving import routes
 from flywheel.serving.alias_table import AliasTable, Target, TargetMismatchError
 from flywheel.serving.asgi import App, Receive, RefusedError, Scope, Send, answer, read_body, route_path, with_body
+from flywheel.serving.call_endpoint import CallEndpoint
+from flywheel.serving.call_recorder import CallRecorder
 
 MAX_BYTES = 65536
 
 
 class Management:
-    def __init__(self, aliases: AliasTable, instance: str) -> None:
+    def __init__(self, aliases: AliasTable, instance: str, recorder: CallRecorder | None) -> None:
         self._aliases = aliases
         self._instance = instance
+        self._calls = CallEndpoint(recorder)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request to the middleware's own endpoints. Raises RefusedError."""
-        if route_path(scope) != routes.ALIAS:
-            raise RefusedError(404, f"there is only {routes.ALIAS}")
+        path = route_path(scope)
+        if path == routes.CALLS:
+            return await self._calls(scope, send)
+        if path != routes.ALIAS:
+            raise RefusedError(404, f"there are only {routes.ALIAS} and {routes.CALLS}")
         if scope["method"] == "GET":
             await answer(send, 200, self._shown())
         elif scope["method"] == "PUT":

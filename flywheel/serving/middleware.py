@@ -2,12 +2,15 @@
 
 It authenticates requests (`authentication`) and replaces an alias in the `model` of a request by its present target
 before the request reaches vLLM (`model_rewriting`): a request in flight keeps its version, and the answer's `model`
-and id name it. Answers are unchanged, except that the list of models includes the aliases. `management` reads and
-sets aliases, and `routes` lists the paths. Only the standard library is imported, and modules that do the same.
+and id name it. Requests to the alias are recorded (`call_recorder`). Answers are unchanged, except that the list of
+models includes the aliases. `management` reads and sets aliases, and `routes` lists the paths. Only the standard
+library is imported, and modules that do the same.
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import json
 import os
 import secrets
@@ -19,6 +22,7 @@ from flywheel.serving import routes
 from flywheel.serving.alias_table import AliasTable
 from flywheel.serving.asgi import (
     App,
+    Message,
     Receive,
     RefusedError,
     Scope,
@@ -34,6 +38,7 @@ from flywheel.serving.asgi import (
     within,
 )
 from flywheel.serving.authentication import Gate
+from flywheel.serving.call_recorder import RETRY_HEADER, CallInProgress, CallRecorder
 from flywheel.serving.environment_variables import (
     ADDRESS_VARIABLE,
     ALIAS_VARIABLE,
@@ -71,12 +76,13 @@ class AliasMiddleware:
         self._started = int(time.time())
         # Tells clients that the server was restarted.
         self._instance = secrets.token_hex(8)
-        self._management = Management(self._aliases, self._instance)
+        self._recorder = CallRecorder.of_environment()
+        self._management = Management(self._aliases, self._instance, self._recorder)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             told = announcing(send, self._address, self._ready) if self._address else send
-            return await self._app(scope, receive, told)
+            return await self._app(scope, receive, self._flushing(told))
         try:
             await self._let_in(scope, receive, send)
         except RefusedError as refusal:
@@ -85,6 +91,7 @@ class AliasMiddleware:
             await refuse(send, refusal)
 
     async def _let_in(self, scope: Scope, receive: Receive, send: Send) -> None:
+        authorization = header(scope, b"authorization")
         scope = self._gate.admit(scope)
         if scope["type"] == "websocket":
             return await self._app(scope, receive, send)
@@ -97,25 +104,51 @@ class AliasMiddleware:
         elif method == "POST" and path == routes.LOAD_ADAPTER:
             await load_adapter(self._app, scope, receive, send)
         elif method == "POST" and path in routes.INFERENCE and is_json(scope):
-            await self._infer(scope, receive, send)
+            await self._infer(scope, receive, send, authorization)
         else:
             if method == "GET" and path == routes.MODELS:
                 send = listing(send, self._aliases.targets, self._started)
             await within(self._limit, self._app, scope, receive, send)
 
-    async def _infer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await read_body(receive, self._limit)
-        if body is None:
+    async def _infer(self, scope: Scope, receive: Receive, send: Send, authorization: bytes) -> None:
+        """`authorization` is the client's, which the request to vLLM does not have."""
+        started_ns = time.time_ns()
+        request = await read_body(receive, self._limit)
+        if request is None:
             return  # The client disconnected before the end of its request.
+        path = route_path(scope)
+        marked = functools.cache(self._new_request_id)  # The same id in the header, the body and the call log.
+        # vLLM takes the id of a response from the header, but this path's from the body.
+        in_body = (lambda target: f"resp_{marked(target)}") if path == routes.RESPONSES else None
         # The version is fixed here: nothing is awaited between the lookup and the app.
-        body, target = rewrite_model(body, self._aliases.resolve)
+        body, target = rewrite_model(request, self._aliases.resolve, in_body)
         if target is not None:
-            version = BASE_VERSION if target == self._aliases.base_model else target
-            scope = with_header(scope, b"x-request-id", new_request_id(self._instance, version).encode())
+            request_id = marked(target)
+            scope = with_header(scope, b"x-request-id", request_id.encode())
+            if self._recorder is not None and path in routes.RECORDED:
+                version, retry = self._version(target), header(scope, RETRY_HEADER)
+                call = CallInProgress(request_id, path, version, authorization, retry, request, started_ns)
+                return await self._recorder.recorded(call, self._app, scope, body, receive, send)
         elif mark_of(header(scope, b"x-request-id").decode("latin-1")):
             # Only the middleware sets this header, and only for requests to an alias.
             scope = with_header(scope, b"x-request-id", None)
         await with_body(self._app, scope, body, receive, send)
+
+    def _version(self, target: str) -> str:
+        return BASE_VERSION if target == self._aliases.base_model else target
+
+    def _new_request_id(self, target: str) -> str:
+        return new_request_id(self._instance, self._version(target))
+
+    def _flushing(self, send: Send) -> Send:
+        """A `send` for the server's lifespan events, which writes the recorded calls before the server stops."""
+
+        async def passed(message: Message) -> None:
+            if message["type"].startswith("lifespan.shutdown") and self._recorder is not None:
+                await asyncio.to_thread(self._recorder.close)
+            await send(message)
+
+        return passed
 
     def _ready(self) -> str:
         target = self._aliases.resolve(self._alias or "") or self._aliases.base_model

@@ -1,4 +1,4 @@
-"""Replaces an alias in the `model` of a request's JSON. All other bytes stay unchanged.
+"""Replaces an alias in the `model` of a request's JSON, and sets `request_id`. All other bytes stay unchanged.
 
 A body is parsed once, in linear time for any input.
 """
@@ -9,7 +9,7 @@ import itertools
 import json
 import re
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from json.decoder import JSONDecodeError
 from typing import Final, NamedTuple
 
@@ -38,8 +38,12 @@ class Rewritten(NamedTuple):
     target: str | None
 
 
-def rewrite_model(body: bytes, resolve: Callable[[str], str | None]) -> Rewritten:
+def rewrite_model(
+    body: bytes, resolve: Callable[[str], str | None], request_id: Callable[[str], str] | None = None
+) -> Rewritten:
     """`body` with the top-level `model` of its JSON object replaced if `resolve` returns another name.
+
+    With `request_id`, a request to an alias gets the `request_id` that it returns for the target.
 
     Bodies that are not a JSON object are returned unchanged; the server refuses them. The same encodings as the
     server's are supported. Raises RefusedError for an object that is nested too deeply or has too many keys.
@@ -52,20 +56,25 @@ def rewrite_model(body: bytes, resolve: Callable[[str], str | None]) -> Rewritte
     if depth(text) > MAX_DEPTH:
         raise RefusedError(400, f"the body is nested more than {MAX_DEPTH} levels deep")
     try:
-        found = [
-            (start, end, resolve(model) if isinstance(model, str) else None) for start, end, model in _models(text)
-        ]
+        found = list(_values(text, ("model", "request_id")))
     except (ValueError, IndexError):
         return Rewritten(body, None)
-    if all(target is None for _, _, target in found):
+    targets = [resolve(value) if isinstance(value, str) else None for key, _, _, value in found if key == "model"]
+    if all(target is None for target in targets):
         return Rewritten(body, None)
+    target = targets[-1]
+    new_id = request_id(target) if request_id and target is not None else None
     parts, kept = [], 0
-    for start, end, target in found:
-        if target is not None:
-            parts += [text[kept:start], json.dumps(target)]
+    if new_id is not None and all(key != "request_id" for key, *_ in found):
+        kept = text.index("{") + 1
+        parts = [text[:kept], f'"request_id": {json.dumps(new_id)}, ']
+    models = iter(targets)
+    for key, start, end, _ in found:
+        value = next(models) if key == "model" else new_id
+        if value is not None:
+            parts += [text[kept:start], json.dumps(value)]
             kept = end
-    whole = "".join([*parts, text[kept:]]).encode(encoding, "surrogatepass")
-    return Rewritten(whole, found[-1][2])
+    return Rewritten("".join([*parts, text[kept:]]).encode(encoding, "surrogatepass"), target)
 
 
 def depth(text: str) -> int:
@@ -74,8 +83,8 @@ def depth(text: str) -> int:
     return max(itertools.accumulate(array("b", brackets.translate(_STEPS))), default=0)
 
 
-def _models(text: str) -> Iterator[tuple[int, int, object]]:
-    """Positions and values of the top-level `model` keys.
+def _values(text: str, wanted: Collection[str]) -> Iterator[tuple[str, int, int, object]]:
+    """Key, positions and value of the top-level values with these keys.
 
     Raises JSONDecodeError or IndexError if the text is not one JSON object.
     """
@@ -98,8 +107,8 @@ def _models(text: str) -> Iterator[tuple[int, int, object]]:
         if models > MAX_MODEL_KEYS or keys > MAX_KEYS:
             more = f"{MAX_MODEL_KEYS} `model` keys" if models > MAX_MODEL_KEYS else f"{MAX_KEYS:,} keys"
             raise RefusedError(400, f"the body has more than {more}")
-        if key == "model":
-            yield start, end, value
+        if key in wanted:
+            yield key, start, end, value
         at = _skip(text, end)
         if text[at] == ",":
             at = _skip(text, at + 1)

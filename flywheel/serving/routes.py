@@ -12,6 +12,10 @@ LOAD_ADAPTER: Final = "/v1/load_lora_adapter"
 MANAGEMENT: Final = "/flywheel/"
 """Prefix of the middleware's own endpoints."""
 ALIAS: Final = "/flywheel/alias"
+CALLS: Final = "/flywheel/calls"
+RESPONSES: Final = "/v1/responses"
+RECORDED: Final = frozenset({"/v1/chat/completions", "/v1/completions", RESPONSES})
+"""Paths of the requests to the alias that the call log holds."""
 
 INFERENCE: Final = frozenset(
     {
@@ -22,7 +26,7 @@ INFERENCE: Final = frozenset(
         "/v1/completions",
         "/v1/completions/render",
         "/v1/completions/derender",
-        "/v1/responses",
+        RESPONSES,
         "/v1/responses/render",
         "/v1/messages",
         "/v1/messages/count_tokens",

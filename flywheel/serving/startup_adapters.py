@@ -21,6 +21,11 @@ def alias_file(config: Config) -> Path:
     return config.state_dir / "serving" / f"aliases-{config.serving.port}.json"
 
 
+def call_log_file(config: Config) -> Path:
+    """The call log of this machine's server."""
+    return config.state_dir / "serving" / f"calls-{config.serving.port}.db"
+
+
 def deployed(config: Config) -> tuple[dict[str, str], list[str]]:
     """The targets of the saved aliases: name → directory of valid adapters, and the problems of the others."""
     found, lost = {}, []

@@ -254,7 +254,25 @@ def test_a_model_whose_tool_calls_nobody_can_read_is_named(
     assert "serving.tool_call_parser" in caplog.text
     caplog.clear()
     inference_server.serve(make(port=free_port(), tool_call_parser="hermes"))
-    assert caplog.text == ""
+    assert "parser" not in caplog.text
+
+
+def test_the_call_log_is_announced_with_its_place(
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(os, "execve", lambda _path, _arguments, environment: started.append(environment))
+    port = free_port()
+    with caplog.at_level("INFO", logger="flywheel"):
+        inference_server.serve(make(port=port, call_log={"keep_days": 3}))
+    path = tmp_path / "state" / "serving" / f"calls-{port}.db"
+    assert f"requests to agent and their responses are recorded in {path}: for 3 days, up to 5 GB" in caplog.text
+    assert json.loads(started[-1]["FLYWHEEL_CALL_LOG"]) == {"path": str(path), "keep_days": 3, "max_bytes": 5 * 10**9}
+    caplog.clear()
+    with caplog.at_level("INFO", logger="flywheel"):
+        inference_server.serve(make(port=free_port(), call_log=False))
+    assert "recorded" not in caplog.text
+    assert "FLYWHEEL_CALL_LOG" not in started[-1]
 
 
 def test_alias_and_base_must_differ(make: Callable[..., Config]) -> None:

@@ -67,7 +67,7 @@ async def check_servers(config: Config) -> AsyncIterator[Finding]:
                 found, aliases[url] = await _server(config, replica, http)
                 yield found
                 if found.result is not Result.FAILED:
-                    result, text, remedy = await _tools(config, url, http)
+                    result, text, remedy = await _tools(config, url, aliases[url].target, http)
                     yield Finding("tools", result, text, remedy, url)
         except FlywheelError as error:
             yield Finding.of("server", error, subject=url)
@@ -112,9 +112,9 @@ async def _server(config: Config, replica: Replica, http: httpx2.AsyncClient) ->
     return Finding("server", result, text, remedy, replica.url, figures), alias
 
 
-async def _tools(config: Config, url: str, http: httpx2.AsyncClient) -> tuple[Result, str, str]:
-    """The server's answer to one request with a tool."""
-    request = {**_TOOL_REQUEST, "model": config.model.alias}
+async def _tools(config: Config, url: str, model: str, http: httpx2.AsyncClient) -> tuple[Result, str, str]:
+    """The server's answer to one request with a tool. One to the alias would be recorded as an agent's."""
+    request = {**_TOOL_REQUEST, "model": model}
     try:
         response = await http.post(f"{url}/v1/chat/completions", json=request, timeout=TOOL_TIMEOUT_SECONDS)
     except httpx2.HTTPError as error:
