@@ -17,6 +17,7 @@ from pathlib import Path
 from flywheel.config import Config, JsonlSource, OtlpSource
 from flywheel.daemon.stage import Stage
 from flywheel.errors import FlywheelError
+from flywheel.sources.call_puller import PAUSE_SECONDS
 from flywheel.sources.ingestion import Ingestion, SourceIngestion
 from flywheel.sources.otlp.inbox import inbox_path, prune
 from flywheel.sources.otlp.receiver import Receiver
@@ -47,6 +48,7 @@ class SourceSupervisor:
         self._stopping = stopping
         self._on_tasks = on_tasks
         self._export = Stage("task file", ingestion.export)
+        self._pull = Stage("calls", self._do_pull)
         self._stages: dict[Path, Stage] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._full_scans: dict[Path, asyncio.Task[None]] = {}
@@ -66,6 +68,7 @@ class SourceSupervisor:
             elif isinstance(source, JsonlSource):
                 self._watcher.watch_directory(source.path.absolute(), self.refresh)
         self._start(self._export)
+        self._start(self._pull)
         self.refresh()
 
     def refresh(self) -> None:
@@ -86,7 +89,7 @@ class SourceSupervisor:
 
     def poll(self) -> None:
         """Read every source and retry the export, whether or not a change was noticed."""
-        for stage in (*self._stages.values(), self._export):
+        for stage in (*self._stages.values(), self._export, self._pull):
             stage.wake.set()
 
     async def stop(self) -> None:
@@ -98,6 +101,8 @@ class SourceSupervisor:
             timer.cancel()
         for scan in self._full_scans.values():
             scan.cancel()
+        if self._ingestion.calls is not None:
+            self._ingestion.calls.stop()
         self.poll()
         await asyncio.gather(*receivers, *self._running, *self._full_scans.values(), return_exceptions=True)
 
@@ -107,6 +112,12 @@ class SourceSupervisor:
         for source in self._config.sources:
             if isinstance(source, OtlpSource):
                 await prune(inbox_path(self._config.state_dir, source.listen), before_ns)
+
+    async def _do_pull(self) -> None:
+        """Pull recorded calls, more often while a trace waits for some, and read the sources that they are for."""
+        for source in await self._ingestion.pull_calls():
+            if source.path in self._stages:
+                self._stages[source.path].wake.set()
 
     async def _read(self, source: SourceIngestion) -> None:
         await asyncio.sleep(DEBOUNCE_SECONDS)
@@ -119,6 +130,8 @@ class SourceSupervisor:
             self._report_found(source, await source.rescan())
         if source.path not in self._full_scans and await source.is_full_scan_due():
             self._full_scans[source.path] = asyncio.create_task(self._scan(source))
+        if source.awaits_calls:
+            asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._pull.wake.set)
         # Each pass determines the next due time; the timer of the previous pass no longer holds.
         if (timer := self._timers.pop(source.path, None)) is not None:
             timer.cancel()

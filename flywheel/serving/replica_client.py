@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar
 
 import httpx2
 
+from flywheel.call_log import Page
 from flywheel.errors import ServeError
 from flywheel.serving import routes
 from flywheel.serving.model_listing import OWNER
@@ -141,6 +142,20 @@ class Replica:
         if not base:
             raise no_middleware(attempted, "its alias middleware does not know FLYWHEEL_BASE_MODEL")
         return Alias(target, path, base, sha256, str(answer.get("instance", "")))
+
+    async def calls(self, after: int, limit: int) -> Page | None:
+        """A page of the server's call log, behind the call of number `after`; None if the server keeps no log."""
+        attempted = f"pull calls from {self.url}"
+        path = f"{routes.CALLS}?after={after}&limit={limit}"
+        response = await self._call("GET", path, attempted)
+        if response.status_code == 404:
+            return None
+        if response.status_code != 200:
+            raise refused(attempted, response)
+        try:
+            return await asyncio.to_thread(Page.from_json, response.content)
+        except ValueError:
+            raise self._not_vllm(attempted) from None
 
     async def flip(
         self, alias: str, target: str, expected: str, path: str | None = None, sha256: str | None = None

@@ -19,11 +19,12 @@ from typing import Any, Final
 
 from flywheel.batch import Batch
 from flywheel.config import Config, IngestSettings, JsonlSource, OtlpSource
-from flywheel.errors import FlywheelError, SourceError, StoreError
+from flywheel.errors import CallLogError, FlywheelError, SourceError, StoreError
 from flywheel.files import PRIVATE
 from flywheel.filtering.chain import redactor_of
 from flywheel.filtering.pii import Redactor
 from flywheel.sources import jsonl_connector
+from flywheel.sources.call_puller import CallPuller
 from flywheel.sources.jsonl.file import files_of
 from flywheel.sources.jsonl_connector import JsonlConnector
 from flywheel.sources.otlp.inbox import inbox_path
@@ -89,6 +90,7 @@ class SourceIngestion:
         *,
         redact: Redactor | None = None,
         agentjet_tasks: AgentJetTasks | None = None,
+        calls: CallPuller | None = None,
     ) -> None:
         self.connector = connector
         self.path = connector.path
@@ -98,8 +100,12 @@ class SourceIngestion:
         self._settings = settings
         self._redact = redact
         self._agentjet_tasks = agentjet_tasks
+        self._calls = calls
+        self._missing_calls: set[str] = set()
         self._lock = asyncio.Lock()
         self._source = 0
+        self.is_reopened = False
+        """Whether traces were opened again in the ledger, which the next pass has to look for."""
         self._noted: dict[str, Any] = {}
         self._warnings: tuple[str, ...] = ()
         self._scanned_at: datetime | None = None
@@ -116,6 +122,9 @@ class SourceIngestion:
         cursor: Cursor | None = None
         is_first = moved = False
         async with self._lock:
+            if self.is_reopened:
+                self.connector.forget()
+                self.is_reopened = False
             try:
                 self._source = self._source or await self._store.write(
                     ledger.source_id, str(self.path), self.connector.type
@@ -128,7 +137,9 @@ class SourceIngestion:
                         await self._record(batch, cursor, done)
                         moved = moved or (batch.cursor is not None and batch.cursor.rowid != cursor.rowid)
                         cursor = batch.cursor or cursor
-            except (SourceError, StoreError) as failure:
+                if self._missing_calls:
+                    await self._look_for_missing_calls()
+            except (SourceError, StoreError, CallLogError) as failure:
                 self.connector.forget()
                 error, cursor = failure, None
             if (moved or not self._was_read) and not (is_first and final):
@@ -166,9 +177,28 @@ class SourceIngestion:
             await self._note_full_scan()
         return done
 
+    async def _look_for_missing_calls(self) -> None:
+        """Have traces read again whose calls were pulled while they were extracted without them."""
+        assert self._calls is not None
+        missing, self._missing_calls = self._missing_calls, set()
+        if await self._calls.reopen(await asyncio.to_thread(self._calls.sizes, missing)):
+            self.is_reopened = True
+
+    @property
+    def number(self) -> int:
+        """Its number in the ledger; 0 before the first pass."""
+        return self._source
+
+    @property
+    def awaits_calls(self) -> bool:
+        """Whether a trace is complete, but for a call that has not been pulled."""
+        return isinstance(self.connector, StudioConnector) and self.connector.reader.awaits_calls
+
     @property
     def due_at(self) -> float:
         """When to call `read` although nothing changed, in seconds since 1970."""
+        if self.is_reopened:
+            return 0
         return min(self.rescan_at, self.connector.due_at or math.inf)
 
     async def is_full_scan_due(self) -> bool:
@@ -196,6 +226,8 @@ class SourceIngestion:
         if self._agentjet_tasks is not None:
             # Before redaction: the AgentJet file holds the original texts.
             batch = await asyncio.to_thread(self._agentjet_tasks.skipped, batch)
+        if self._calls is not None:
+            self._missing_calls.update(call for entry in batch.entries for call in entry.missing)
         if self._redact is not None:
             batch = await asyncio.to_thread(redacted, batch, self._redact)
         recorded = await self._store.write(
@@ -281,6 +313,8 @@ class Ingestion:
         self._redact = redactor_of(config.filter.chain) if config.filter.chain else None
         self._shares = SharedLimits()
         self._jsonl_threads = ThreadPoolExecutor(SOURCES_AT_ONCE, thread_name_prefix="jsonl")
+        self.calls = CallPuller(store, config) if config.serving.call_log is not None else None
+        """Pulls recorded calls; None where none are recorded."""
         self._sources: dict[Path, SourceIngestion] = {}
 
     def sources(self) -> list[SourceIngestion]:
@@ -305,11 +339,18 @@ class Ingestion:
                     JsonlConnector(path, self._jsonl_threads, models)
                     if isinstance(source, JsonlSource)
                     else StudioConnector(
-                        path, self._config, self._store, kind=source.type, shares=self._shares, models=models
+                        path,
+                        self._config,
+                        self._store,
+                        kind=source.type,
+                        shares=self._shares,
+                        models=models,
+                        calls=self.calls,
                     ),
                     self._config.ingest,
                     redact=self._redact,
                     agentjet_tasks=self._agentjet_tasks,
+                    calls=self.calls,
                 )
         return list(self._sources.values())
 
@@ -333,9 +374,21 @@ class Ingestion:
                     again = await source.read(final=final, stop=stop)
                     warnings = tuple(dict.fromkeys((*report.warnings, *again.warnings)))
                     report = replace(again, new=report.new + found.new_tasks + again.new, warnings=warnings)
+                while report.error is None and not (stop is not None and stop.is_set()) and source.awaits_calls:
+                    report = await self._read_with_calls(source, report, final=final, stop=stop)
                 return report
 
-        reading = asyncio.gather(*(read(source) for source in self.sources()))
+        async def read_all() -> list[SourceReport]:
+            found = await asyncio.gather(*(read(source) for source in self.sources()))
+            if self.calls is None or not self.calls.has_pulled:
+                return found
+            reopened = await self._reopened()
+            return [
+                await self._again(source, report, final=final, stop=stop) if source in reopened else report
+                for source, report in zip(self.sources(), found, strict=False)
+            ]
+
+        reading = asyncio.create_task(read_all())
         try:
             while not (await asyncio.wait((reading,), timeout=EXPORT_SECONDS))[0]:
                 with contextlib.suppress(StoreError):
@@ -347,7 +400,41 @@ class Ingestion:
             raise
         reports = await reading
         await self.export()
-        return list(reports)
+        return reports
+
+    async def _read_with_calls(
+        self, source: SourceIngestion, report: SourceReport, *, final: bool, stop: asyncio.Event | None
+    ) -> SourceReport:
+        """The report of one more pass after another pull, for traces that wait for their calls."""
+        assert self.calls is not None
+        try:
+            await self.calls.pull_soon()
+        except CallLogError as error:
+            return replace(report, error=error)
+        return await self._again(source, report, final=final, stop=stop)
+
+    async def _again(
+        self, source: SourceIngestion, report: SourceReport, *, final: bool, stop: asyncio.Event | None
+    ) -> SourceReport:
+        """The report of one more pass, with the new tasks of both."""
+        again = await source.read(final=final, stop=stop)
+        return replace(again, new=report.new + again.new)
+
+    async def pull_calls(self) -> list[SourceIngestion]:
+        """Pull recorded calls; the sources to be read for them. Raises CallLogError."""
+        if self.calls is None:
+            return []
+        awaiting = [source for source in self._sources.values() if source.awaits_calls]
+        await self.calls.pull(at_once=bool(awaiting))
+        return [*awaiting, *await self._reopened()]
+
+    async def _reopened(self) -> list[SourceIngestion]:
+        """The sources with traces that lacked calls when they were extracted and are opened again for them."""
+        assert self.calls is not None
+        numbers = await self.calls.reopen_late()
+        for source in self._sources.values():
+            source.is_reopened = source.is_reopened or source.number in numbers
+        return [source for source in self._sources.values() if source.is_reopened]
 
     async def export(self) -> None:
         """Append new tasks to the task file."""
@@ -358,4 +445,6 @@ class Ingestion:
         """Close all connectors and end their threads."""
         for source in self._sources.values():
             await source.connector.close()
+        if self.calls is not None:
+            await self.calls.close()
         self._jsonl_threads.shutdown()

@@ -19,9 +19,12 @@ from pathlib import Path
 from threading import BoundedSemaphore
 from typing import Final, Generic, TypeVar
 
+from msgspec.structs import replace
+
 from flywheel.batch import Batch, joined
 from flywheel.config import Config
 from flywheel.exclusion import ANY_MODEL, TrainedModels
+from flywheel.sources.call_puller import CallPuller
 from flywheel.sources.studio.extraction_process import ExtractionProcess
 from flywheel.sources.studio.open_traces import FOREVER_NS
 from flywheel.sources.studio.reader import Checkpoints, StudioReader
@@ -158,13 +161,15 @@ class StudioConnector:
         kind: str = "studio",
         shares: SharedLimits | None = None,
         models: TrainedModels = ANY_MODEL,
+        calls: CallPuller | None = None,
     ) -> None:
         self.type = kind
         self.path = path
         self.progress = Progress()
         self.kinds: Counter[str] = Counter()
         """Spans by kind of the traces without an agent."""
-        self.reader = StudioReader(path, config.ingest)
+        self.reader = StudioReader(path, config.ingest, call_sizes=calls.sizes if calls is not None else None)
+        self._calls = calls
         agents = config.ingest.agents
         self.selection = Selection(frozenset(agents.include), frozenset(agents.exclude), models)
         self._store = store
@@ -193,6 +198,8 @@ class StudioConnector:
         """One pass; each batch must be stored before the next is asked for."""
         self.progress = Progress()
         self._is_long = False
+        if self._calls is not None:
+            self._calls.begin()
         batches = self.reader.read(cursor, self._checkpoints(number), now=datetime.now(UTC), final=final)
         queue: BoundedQueue[Future[Batch]] = BoundedQueue(QUEUED_BATCHES, QUEUED_BYTES, self._shares.budget)
         producer = asyncio.create_task(self._produce(batches, queue))
@@ -222,7 +229,7 @@ class StudioConnector:
         progress = Progress()
 
         def next_batch() -> Batch | None:
-            batch = next(batches, None)
+            batch = self._joined(next(batches, None))
             if batch is None:
                 return None
             if whole:
@@ -277,7 +284,7 @@ class StudioConnector:
 
     def _next(self, batches: Generator[Batch]) -> tuple[Future[Batch], int] | None:
         """The next batch, extracted or about to be, and its bytes; None at the end."""
-        batch = next(batches, None)
+        batch = self._joined(next(batches, None))
         if batch is None:
             return None
         self.progress.read += batch.rows
@@ -300,6 +307,12 @@ class StudioConnector:
             batch = extract(batch, self.schema, self.selection, str(self.path))
         done.set_result(batch)
         return done, sum(len(entry.line) for entry in batch.entries)
+
+    def _joined(self, batch: Batch | None) -> Batch | None:
+        """A batch with the recorded calls that its traces name."""
+        if batch is None or not batch.marks or self._calls is None:
+            return batch
+        return replace(batch, calls=self._calls.calls_of(batch.marks))
 
     async def _next_group(self, queue: BoundedQueue[Future[Batch]]) -> list[Batch]:
         """The next batches, to be stored in one transaction; none at the end."""

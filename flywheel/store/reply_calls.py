@@ -99,6 +99,11 @@ def missing(conn: Connection, since: datetime) -> list[str]:
     return list(dict.fromkeys(conn.execute(wanted).scalars()))
 
 
+def lack(conn: Connection, request_ids: Sequence[str]) -> bool:
+    """Whether a reply lacked one of these calls."""
+    return next(_MISSING.rows(conn, request_ids), None) is not None
+
+
 def reopen_for(conn: Connection, request_ids: Sequence[str]) -> dict[int, int]:
     """Have the traces read again whose replies lacked one of these calls; how many, by source."""
     traces: defaultdict[int, set[str]] = defaultdict(set)

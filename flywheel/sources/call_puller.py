@@ -1,0 +1,204 @@
+"""Pulls the call logs of all servers into the mirror, and gives their calls to the readers of traces."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection, Mapping
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Final
+
+from flywheel.config import Config
+from flywheel.errors import ServeError
+from flywheel.model_call import ModelCall
+from flywheel.serving.server_keys import admin_key
+from flywheel.sources.calls.mirror import OFF, OK, Mirror, PulledServer, mirror_path
+from flywheel.store import reply_calls
+from flywheel.store.database import Store
+
+if TYPE_CHECKING:
+    from flywheel.serving.replica_client import Replica
+
+log = logging.getLogger(__name__)
+
+PAGE_CALLS: Final = 1_000
+IDS_AT_ONCE: Final = 5_000
+PAUSE_SECONDS: Final = 0.5
+"""The least time between two pulls that wait for a call."""
+PRUNE_SECONDS: Final = 300.0
+LONGEST_BACKOFF_SECONDS: Final = 15.0
+"""A server that is away is asked again after this time at most."""
+
+
+class CallPuller:
+    """One mirror and all servers. `sizes` and `calls_of` may be called from any thread but the event loop's."""
+
+    def __init__(self, store: Store, config: Config) -> None:
+        assert config.serving.call_log is not None
+        self.mirror = Mirror(mirror_path(config.state_dir))
+        self._store = store
+        self._config = config
+        self._settings = config.serving.call_log
+        self._lock = asyncio.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pulled_at = 0.0
+        self._pruned_at = 0.0
+        self._failures: dict[str, tuple[int, float]] = {}
+        self._replicas: dict[str, tuple[str | None, Replica]] = {}
+        self._warned: set[str] = set()
+        self._servers: dict[str, PulledServer] | None = None
+        self._stopped = False
+        self._late_to: int | None = None
+
+    @property
+    def has_pulled(self) -> bool:
+        """Whether this process has asked all servers."""
+        return self._pulled_at > 0
+
+    def begin(self) -> None:
+        """Note the event loop, for the readers' threads."""
+        self._loop = asyncio.get_running_loop()
+
+    def stop(self) -> None:
+        """End a pull at its next page."""
+        self._stopped = True
+
+    def sizes(self, request_ids: Collection[str]) -> Mapping[str, int]:
+        """How many bytes these calls have, as far as they are there. The first question pulls all servers."""
+        if not self._pulled_at and self._loop is not None:
+            asyncio.run_coroutine_threadsafe(self._pull_first(), self._loop).result()
+        return self.mirror.sizes(request_ids)
+
+    def calls_of(self, request_ids: Collection[str]) -> dict[str, ModelCall]:
+        """Those of these calls that are there, by request id."""
+        return self.mirror.calls_of(request_ids) if request_ids else {}
+
+    async def _pull_first(self) -> None:
+        if not self._pulled_at:
+            await self.pull()
+
+    async def pull(self, *, at_once: bool = False) -> None:
+        """Pull all servers to the ends of their logs, `at_once` also those that have just failed. An error of one
+        server is noted in the mirror, and it is asked again later. Raises CallLogError.
+        """
+        async with self._lock:
+            try:
+                if self._servers is None:
+                    self._servers = await asyncio.to_thread(self.mirror.servers)
+                await asyncio.gather(*(self._pull(url, at_once) for url in self._config.serving.urls))
+                if time.monotonic() - self._pruned_at > PRUNE_SECONDS:
+                    await asyncio.to_thread(self.prune)
+                    self._pruned_at = time.monotonic()
+            finally:
+                self._pulled_at = time.monotonic()
+
+    async def pull_soon(self) -> None:
+        """Pull again for a trace that waits, unless another one has just done so."""
+        async with self._lock:
+            pause = self._pulled_at + PAUSE_SECONDS - time.monotonic()
+        if pause > 0:
+            await asyncio.sleep(pause)
+        await self.pull(at_once=True)
+
+    def prune(self) -> int:
+        """Remove calls that are too old or too many; returns their number. Raises CallLogError."""
+        before_ns = time.time_ns() - int(self._settings.keep_days * 86_400e9)
+        return self.mirror.prune(before_ns, int(self._settings.max_gb * 1e9))
+
+    async def _pull(self, url: str, at_once: bool) -> None:
+        failures, next_at = self._failures.get(url, (0, 0.0))
+        if not at_once and time.monotonic() < next_at:
+            return
+        try:
+            is_on = await self._pull_pages(url)
+        except ServeError as error:
+            self._failures[url] = (failures + 1, time.monotonic() + min(2.0**failures, LONGEST_BACKOFF_SECONDS))
+            await self._note(url, error.condition, str(error), warn=at_once)
+            return
+        self._failures.pop(url, None)
+        if not is_on:
+            self._failures[url] = (0, time.monotonic() + LONGEST_BACKOFF_SECONDS)
+            why = "it records no calls: serving.call_log is false there, or it is an earlier version"
+            await self._note(url, OFF, why, warn=False)
+
+    async def _pull_pages(self, url: str) -> bool:
+        """Pull one server to its end; whether it has a log."""
+        assert self._servers is not None
+        replica = await self._replica(url)
+        while not self._stopped:
+            server = self._servers.get(url, PulledServer(url))
+            if (page := await replica.calls(server.after, PAGE_CALLS)) is None:
+                return False
+            state = page.state
+            is_same = (state.log_id, state.newest, state.dropped) == (server.log_id, server.after, server.log_dropped)
+            if is_same and server.condition == OK:
+                break
+            if server.after and (state.log_id != server.log_id or state.newest < server.after):
+                # Another log, or an older copy of it: it was asked for numbers that it does not have yet.
+                page = await replica.calls(0, PAGE_CALLS) or page
+            more = await asyncio.to_thread(self.mirror.store_page, url, page)
+            self._servers = await asyncio.to_thread(self.mirror.servers)
+            if server.condition not in ("", OK):
+                self._warned.discard(url)
+                log.info("%s: its calls are pulled again", url)
+            if not more:
+                break
+        return True
+
+    async def _replica(self, url: str) -> Replica:
+        """The client of a server; its key may have been created or changed meanwhile."""
+        key = admin_key(self._config, url, f"pull calls from {url}")
+        known = self._replicas.get(url)
+        if known is None or known[0] != key:
+            if known is not None:
+                await known[1].close()
+            # The HTTP client is imported only if there is something to pull.
+            from flywheel.serving.replica_client import Replica
+
+            known = self._replicas[url] = (key, Replica(url, key))
+        return known[1]
+
+    async def _note(self, url: str, condition: str, error: str, *, warn: bool) -> None:
+        """Note the condition of a server that gave no calls; a new one is logged, if a trace waits for its calls
+        (`warn`) or it gave some before."""
+        assert self._servers is not None
+        known = self._servers.get(url, PulledServer(url))
+        if known.condition == condition and not (warn and url not in self._warned):
+            return
+        if warn or known.condition == OK:
+            log.warning("%s", error)
+            self._warned.add(url)
+        await asyncio.to_thread(self.mirror.note, url, condition, error)
+        self._servers = await asyncio.to_thread(self.mirror.servers)
+
+    async def reopen_late(self) -> set[int]:
+        """Have traces read again whose calls came after they were extracted; the numbers of their sources.
+
+        The first time, this looks for all calls that were missing; then for those that were pulled since.
+        """
+        reopened: set[int] = set()
+        if self._late_to is None:
+            state = await asyncio.to_thread(self.mirror.state)
+            since = datetime.now(UTC) - timedelta(days=self._settings.keep_days)
+            missing = await self._store.read(reply_calls.missing, since)
+            found = await asyncio.to_thread(self.mirror.sizes, missing) if missing else {}
+            reopened |= await self.reopen(list(found))
+            self._late_to = state.newest
+        while ids := await asyncio.to_thread(self.mirror.ids_after, self._late_to, IDS_AT_ONCE):
+            reopened |= await self.reopen([request_id for _, request_id in ids])
+            self._late_to = ids[-1][0]
+        return reopened
+
+    async def reopen(self, request_ids: Collection[str]) -> set[int]:
+        """Have the traces read again that lacked one of these calls; the numbers of their sources."""
+        wanted = list(request_ids)
+        if not wanted or not await self._store.read(reply_calls.lack, wanted):
+            return set()
+        return set(await self._store.write(reply_calls.reopen_for, wanted))
+
+    async def close(self) -> None:
+        """Close the mirror and all connections."""
+        for _, replica in self._replicas.values():
+            await replica.close()
+        await asyncio.to_thread(self.mirror.close)

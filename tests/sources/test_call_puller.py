@@ -1,0 +1,194 @@
+"""Pulling the call logs of servers: every call once, in whatever state the servers and their files are."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from flywheel.call_log import RecordedCall
+from flywheel.config import Config, parse
+from flywheel.sources.call_puller import CallPuller
+from flywheel.sources.calls.mirror import OFF, OK, PulledServer, mirror_path
+from flywheel.store.database import Store
+from tests.sources.calls.log_server import LogServer
+from tests.sources.calls.recorded import assistant, chat, completion, recorded, user
+
+KEEP_NS = 10**18
+
+
+def calls(first: int, count: int) -> list[RecordedCall]:
+    return [
+        recorded(chat([user(f"What is {n} + 1?")]), completion(assistant(str(n + 1))), began=n)
+        for n in range(first, first + count)
+    ]
+
+
+def config_of(folder: Path, *servers: LogServer, keep_days: float = 10_000) -> Config:
+    serving = {"urls": [server.url for server in servers], "call_log": {"keep_days": keep_days}}
+    raw = {"state": {"dir": "state"}, "sources": [{"path": "a.sqlite"}], "serving": serving}
+    return parse(raw, "test", folder)
+
+
+@contextlib.asynccontextmanager
+async def puller_of(config: Config) -> AsyncIterator[CallPuller]:
+    store = await Store.open(config.state_dir)
+    puller = CallPuller(store, config)
+    try:
+        yield puller
+    finally:
+        await puller.close()
+        await store.close()
+
+
+def server_of(puller: CallPuller, server: LogServer) -> PulledServer:
+    return puller.mirror.servers()[server.url]
+
+
+def counts(puller: CallPuller, server: LogServer) -> tuple[int, int, int, str]:
+    found = server_of(puller, server)
+    return found.calls, found.missed, found.dropped, found.condition
+
+
+def pulled(puller: CallPuller, wanted: Sequence[RecordedCall]) -> list[RecordedCall]:
+    found = puller.mirror.find([call.request_id for call in wanted])
+    return [found[call.request_id] for call in wanted if call.request_id in found]
+
+
+async def test_every_call_of_two_servers_is_pulled_once_byte_for_byte(tmp_path: Path) -> None:
+    with LogServer(tmp_path / "a.db", page_calls=7) as a, LogServer(tmp_path / "b.db") as b:
+        first, second = calls(0, 20), calls(20, 5)
+        a.log.append(first)
+        b.log.append(second)
+        async with puller_of(config_of(tmp_path, a, b)) as puller:
+            await puller.pull()
+            assert pulled(puller, [*first, *second]) == [*first, *second]
+            assert counts(puller, a) == (20, 0, 0, OK)
+            more = calls(100, 3)
+            a.log.append(more)
+            asked = a.requests
+            await puller.pull()
+            await puller.pull()
+            assert a.requests == asked + 2, "an empty page ends nothing, a full one is followed by another"
+            assert (counts(puller, a)[0], counts(puller, b)[0]) == (23, 5)
+            assert pulled(puller, more) == more
+        # A process that was restarted goes on where the last one stopped.
+        async with puller_of(config_of(tmp_path, a, b)) as puller:
+            await puller.pull()
+            assert counts(puller, a) == (23, 0, 0, OK)
+    assert mirror_path(tmp_path / "state").stat().st_mode & 0o777 == 0o600
+
+
+async def test_a_server_that_is_away_is_pulled_when_it_is_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with LogServer(tmp_path / "a.db") as a, LogServer(tmp_path / "b.db") as b:
+        async with puller_of(config_of(tmp_path, a, b)) as puller:
+            await puller.pull()
+            a.stop()
+            wanted = calls(0, 30)
+            a.log.append(wanted)
+            b.log.append(calls(50, 2))
+            for _ in range(3):
+                await puller.pull(at_once=True)
+            assert counts(puller, a) == (0, 0, 0, "unreachable")
+            assert counts(puller, b)[0] == 2
+            assert len([record for record in caplog.records if a.url in record.getMessage()]) == 1
+            a.start()
+            await puller.pull(at_once=True)
+            assert counts(puller, a) == (30, 0, 0, OK)
+            assert pulled(puller, wanted) == wanted
+
+
+async def test_what_was_pruned_before_it_was_pulled_is_counted(tmp_path: Path) -> None:
+    with LogServer(tmp_path / "a.db") as a:
+        early = calls(0, 10)
+        a.log.append(early[:4])
+        async with puller_of(config_of(tmp_path, a)) as puller:
+            await puller.pull()
+            a.log.append(early[4:], dropped=3)
+            a.log.prune(early[8].ended_ns, KEEP_NS)
+            await puller.pull()
+            assert counts(puller, a) == (6, 4, 3, OK)
+            a.log.prune(KEEP_NS * 9, KEEP_NS)
+            await puller.pull()
+            assert counts(puller, a) == (6, 4, 3, OK), "these had been pulled"
+            a.log.append(calls(20, 2))
+            a.log.prune(KEEP_NS * 9, KEEP_NS)
+            await puller.pull()
+            await puller.pull()
+            assert counts(puller, a) == (6, 6, 3, OK)
+
+
+async def test_a_new_log_is_read_from_its_beginning(tmp_path: Path) -> None:
+    with LogServer(tmp_path / "a.db") as a:
+        a.log.append(calls(0, 10), dropped=2)
+        async with puller_of(config_of(tmp_path, a)) as puller:
+            await puller.pull()
+            a.log.close()
+            for each in tmp_path.glob("a.db*"):
+                each.unlink()
+            again = calls(30, 3)
+            a.log.append(again, dropped=1)
+            await puller.pull()
+            assert counts(puller, a) == (13, 0, 3, OK)
+            assert pulled(puller, again) == again
+
+
+async def test_an_older_copy_of_a_log_loses_nothing(tmp_path: Path) -> None:
+    with LogServer(tmp_path / "a.db") as a:
+        a.log.append(calls(0, 3))
+        a.log.close()
+        copy = (tmp_path / "a.db").read_bytes()
+        a.log.append(calls(3, 5))
+        async with puller_of(config_of(tmp_path, a)) as puller:
+            await puller.pull()
+            a.log.close()
+            for each in tmp_path.glob("a.db*"):
+                each.unlink()
+            (tmp_path / "a.db").write_bytes(copy)
+            a.log.append(again := calls(30, 1))
+            await puller.pull()
+            a.log.append(more := calls(40, 1))
+            await puller.pull()
+            assert counts(puller, a) == (10, 0, 0, OK)
+            assert pulled(puller, [*again, *more]) == [*again, *more]
+
+
+async def test_a_server_without_a_log_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with LogServer(tmp_path / "a.db") as a:
+        a.is_off = True
+        async with puller_of(config_of(tmp_path, a)) as puller:
+            await puller.pull(at_once=True)
+            assert counts(puller, a) == (0, 0, 0, OFF)
+            a.is_off = False
+            a.log.append(calls(0, 1))
+            await puller.pull(at_once=True)
+            assert counts(puller, a) == (1, 0, 0, OK)
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
+
+
+async def test_two_processes_that_pull_at_once_store_every_call_once(tmp_path: Path) -> None:
+    with LogServer(tmp_path / "a.db", page_calls=3) as a:
+        a.log.append(calls(0, 10))
+        config = config_of(tmp_path, a)
+        async with puller_of(config) as one, puller_of(config) as other:
+            await one.pull()
+            await other.pull()
+            a.log.append(calls(10, 5))
+            await other.pull()
+            await one.pull()
+            assert counts(one, a) == (15, 0, 0, OK)
+            assert one.mirror.state().newest == 15
+
+
+async def test_old_calls_are_pruned(tmp_path: Path) -> None:
+    with LogServer(tmp_path / "a.db") as a:
+        a.log.append(calls(0, 10))
+        async with puller_of(config_of(tmp_path, a, keep_days=1)) as puller:
+            await puller.pull()
+            assert puller.mirror.ids_after(0, 100) == []
+            await puller.pull()
+            assert counts(puller, a) == (10, 0, 0, OK)
