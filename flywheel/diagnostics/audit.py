@@ -11,12 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from flywheel.batch import Batch
 from flywheel.config import Config
 from flywheel.diagnostics.task_file_audit import TaskFileAudit, compare_task_file, first_names, with_counts
 from flywheel.errors import SourceError
 from flywheel.filtering.chain import redactor_of
 from flywheel.filtering.pii import Redactor
+from flywheel.request_id import recorded_in
+from flywheel.sources.calls.mirror import Mirror
 from flywheel.sources.ingestion import Ingestion
 from flywheel.sources.jsonl.file import is_listed
 from flywheel.sources.jsonl.reader import JsonlReader
@@ -28,7 +32,7 @@ from flywheel.sources.studio.open_traces import digest_of
 from flywheel.sources.studio.replies import extract
 from flywheel.sources.studio_connector import StudioConnector
 from flywheel.states import ReplyState
-from flywheel.store import ledger, ledger_snapshot
+from flywheel.store import ledger, ledger_snapshot, reply_calls
 from flywheel.store.database import Store
 from flywheel.store.ledger_snapshot import LedgerSnapshot
 from flywheel.terminal import quantity
@@ -137,7 +141,9 @@ async def compare_sources(store: Store, config: Config) -> list[SourceAudit]:
             before = await store.read(ledger_snapshot.numbers_of, number) if number is not None else set()
             try:
                 if isinstance(source.connector, StudioConnector):
-                    met = await _DatabaseComparison(store, source.connector.selection, audit, number).run()
+                    met = await _DatabaseComparison(
+                        store, source.connector.selection, audit, number, _mirror(ingestion)
+                    ).run()
                 elif await asyncio.to_thread(is_listed, source.path):
                     met = before
                 else:
@@ -152,13 +158,19 @@ async def compare_sources(store: Store, config: Config) -> list[SourceAudit]:
 
 
 class _DatabaseComparison:
-    """The comparison of a span database, trace by trace. `source` is its number in the ledger, if it has one."""
+    """The comparison of a span database, trace by trace. `source` is its number in the ledger, if it has one, and
+    `mirror` has the recorded calls."""
 
-    def __init__(self, store: Store, selection: Selection, audit: SourceAudit, source: int | None) -> None:
+    def __init__(
+        self, store: Store, selection: Selection, audit: SourceAudit, source: int | None, mirror: Mirror | None
+    ) -> None:
         self._store = store
         self._selection = selection
         self._audit = audit
         self._source = source
+        self._mirror = mirror
+        self._missing: dict[str, tuple[str, ...]] = {}
+        """The calls of replies that are not in the mirror, by span."""
         self._met: set[int] = set()
 
     async def run(self) -> set[int]:
@@ -184,6 +196,7 @@ class _DatabaseComparison:
             self._audit.not_read_yet += len(spans)
             return set()
         held = await self._store.read(ledger_snapshot.snapshot, self._source, list(extracted), spans)
+        await self._restore_pruned(extracted, held)
         is_current = await asyncio.to_thread(_is_current, scan, held.cursor)
         read_to = held.cursor.rowid if is_current else -1
         for row in group.unnamed:
@@ -203,15 +216,36 @@ class _DatabaseComparison:
     def _extracted(self, scan: AuditReader, group: Group) -> dict[str, dict[str, int | None]]:
         """By trace and span, the content hash of each reply as it is extracted now; None for a dead row."""
         found: dict[str, dict[str, int | None]] = {trace_id: {} for trace_id in group.traces}
-        raw = Batch(None, traces=tuple((rows, False) for rows in group.traces.values()))
-        batch = extract(raw, scan.schema.name, self._selection, str(self._audit.path))
+        traces = tuple((rows, False) for rows in group.traces.values())
+        # Calls may be larger than the rows that name them: those of one trace at a time.
+        some = [(trace,) for trace in traces] if self._mirror is not None else [traces]
         # A dead row names its trace in printable form.
         printable = {shown(trace.encode()): trace for trace in found}
-        for row in batch.dead:
-            found[printable.get(row.trace_id, row.trace_id)][row.span_id] = None
-        for entry in batch.entries:
-            found[entry.trace_id][entry.span_id] = entry.content
+        for each in some:
+            raw = Batch(None, traces=each)
+            if self._mirror is not None:
+                marks = {mark for rows, _ in each for row in rows.values() for mark in recorded_in(row)}
+                raw = replace(raw, calls=self._mirror.calls_of(marks))
+            batch = extract(raw, scan.schema.name, self._selection, str(self._audit.path))
+            for row in batch.dead:
+                found[printable.get(row.trace_id, row.trace_id)][row.span_id] = None
+            for entry in batch.entries:
+                found[entry.trace_id][entry.span_id] = entry.content
+                if entry.missing:
+                    self._missing[entry.span_id] = entry.missing
         return found
+
+    async def _restore_pruned(self, extracted: dict[str, dict[str, int | None]], held: LedgerSnapshot) -> None:
+        """Give replies whose calls have been pruned since the content that they had with them."""
+        missing, self._missing = self._missing, {}
+        numbers = {span: held.replies[span].number for span in missing if span in held.replies}
+        if not numbers:
+            return
+        found = await self._store.read(reply_calls.found_by_reply, list(numbers.values()))
+        for replies in extracted.values():
+            for span in replies.keys() & numbers.keys():
+                if found.get(numbers[span], set()).intersection(missing[span]):
+                    replies[span] = held.replies[span].content
 
     def _agrees(
         self,
@@ -244,6 +278,12 @@ class _DatabaseComparison:
             # A reply whose rows were deleted stays as it is.
             self._audit.changed += differing
         return True
+
+
+def _mirror(ingestion: Ingestion) -> Mirror | None:
+    """The calls that were pulled, if there are any."""
+    calls = ingestion.calls
+    return calls.mirror if calls is not None and calls.mirror.path.exists() else None
 
 
 def _differs(reply: ledger_snapshot.StoredReply, content: int | None) -> bool:

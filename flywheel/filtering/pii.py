@@ -248,6 +248,7 @@ METADATA_TEXTS: Final = (
     "structured_json",
     "images_json",
     "errors_json",
+    "parameters_json",
 )
 """The same in its metadata; `…_json` is JSON."""
 

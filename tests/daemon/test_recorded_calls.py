@@ -1,0 +1,290 @@
+"""Tasks with exact prompts: traces are joined to the calls that the servers have recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from sqlalchemy import Connection, select
+
+from flywheel import exclusion
+from flywheel.call_log import Page, RecordedCall
+from flywheel.config import Config, parse
+from flywheel.diagnostics.audit import deep_audit
+from flywheel.request_id import new_request_id
+from flywheel.sources.calls.mirror import Mirror, mirror_path
+from flywheel.sources.ingestion import Ingestion
+from flywheel.store.database import Store
+from flywheel.store.schema import tasks
+from tests import warm
+from tests.daemon.following import Following, until
+from tests.sources.calls.log_server import LogServer
+from tests.sources.calls.recorded import assistant, chat, completion, recorded, user
+from tests.sources.studio.test_recorded_calls import marked
+from tests.sources.studio.writer import Studio, agent, message, part
+from tests.sources.studio.writer import chat as model_call
+
+REMINDER = "<system-reminder>\nIt is Monday.\n</system-reminder>"
+
+
+def asked(number: int) -> list[dict[str, Any]]:
+    """What the agent sends; its trace does not show the last message."""
+    return [{"role": "system", "content": "You do sums."}, user(f"What is {number} + 1?"), user(REMINDER)]
+
+
+def call(number: int, mark: str) -> RecordedCall:
+    answer = completion(assistant(str(number + 1)), usage={"prompt_tokens": 9, "completion_tokens": 2})
+    return recorded(chat(asked(number), temperature=0.5), answer, request_id=mark)
+
+
+def mark_of(version: str = "my-agent@r0001") -> str:
+    return new_request_id("0" * 16, version)
+
+
+def trace(number: int, mark: str, *, ago: float = 0.0) -> list[dict[str, Any]]:
+    """The rows of one reply, which ended so many seconds ago."""
+    question = f"What is {number} + 1?"
+    shown = [message("system", part("You do sums.")), message("user", part(question)), message("assistant")]
+    about = {"trace": f"trace-{number}", "conversation": f"conversation-{number}"}
+    rows = [
+        marked(model_call(f"c{number}", shown, str(number + 1), parent=f"a{number}", **about), mark),
+        agent(f"a{number}", f"What is {number} + 1?", str(number + 1), **about),
+    ]
+    end = time.time_ns() - int(ago * 1e9)
+    times = {"startTimeUnixNano": str(end - 1_000_000), "endTimeUnixNano": str(end)}
+    return [row | times for row in rows]
+
+
+def config_of(folder: Path, *servers: LogServer, **more: Any) -> Config:
+    raw = {
+        "state": {"dir": "state"},
+        "model": {"alias": "my-agent"},
+        "sources": [{"path": str(folder / "studio.sqlite")}],
+        "serving": {"urls": [server.url for server in servers], "call_log": {"keep_days": 10_000}},
+        "ingest": {"settle_seconds": 0, **more.pop("ingest", {})},
+        **more,
+    }
+    (folder / "flywheel.yaml").write_text(yaml.safe_dump(raw))
+    return parse(raw, "test", folder)
+
+
+def exported(config: Config) -> dict[str, Any]:
+    """The lines of the task file by span."""
+    if not config.task_file.exists():
+        return {}
+    lines = [json.loads(line) for line in config.task_file.read_bytes().splitlines()]
+    found = {line["metadata"]["span_id"]: line for line in lines}
+    assert len(found) == len(lines)
+    return found
+
+
+def is_exact(line: dict[str, Any], number: int) -> bool:
+    about = line["metadata"]
+    assert (about["adapter_source"], line["main_query"]) == ("id", f"What is {number} + 1?")
+    if about["prompt_source"] != "calls":
+        return False
+    assert line["prompt"] == asked(number)
+    assert (about["prompt_exact"], about["parameters_json"]) == (True, '{"temperature":0.5}')
+    return True
+
+
+def payloads(conn: Connection) -> dict[str, Any]:
+    found = conn.execute(select(tasks.c.payload, tasks.c.excluded)).all()
+    return {row.payload["metadata"]["span_id"]: (row.payload, row.excluded) for row in found}
+
+
+async def stored(config: Config) -> dict[str, Any]:
+    store = await Store.open(config.state_dir)
+    try:
+        return await store.read(payloads)
+    finally:
+        await store.close()
+
+
+async def ingest(config: Config) -> None:
+    store = await Store.open(config.state_dir)
+    ingestion = Ingestion(store, config)
+    try:
+        for report in await ingestion.run(final=True):
+            assert report.error is None
+    finally:
+        await ingestion.close()
+        await store.close()
+
+
+async def test_every_prompt_is_exact_and_every_adapter_certain_across_a_swap(tmp_path: Path) -> None:
+    studio = Studio(tmp_path / "studio.sqlite")
+    with LogServer(tmp_path / "a.db") as a, LogServer(tmp_path / "b.db") as b:
+        config = config_of(tmp_path, a, b)
+        versions = [f"my-agent@r000{1 + (number >= 10)}" for number in range(20)]
+        async with Following(config):
+            for number, version in enumerate(versions):
+                mark = mark_of(version)
+                # Now the trace comes first, and now the call.
+                if number % 3:
+                    (a, b)[number % 2].log.append([call(number, mark)])
+                studio.write(*trace(number, mark))
+                await asyncio.sleep(0.05)
+                if not number % 3:
+                    (a, b)[number % 2].log.append([call(number, mark)])
+            await until(lambda: len(exported(config)) == 20, "all tasks")
+    lines = exported(config)
+    for number, version in enumerate(versions):
+        assert is_exact(lines[f"a{number}"], number)
+        assert lines[f"a{number}"]["metadata"]["adapter"] == version
+    assert {excluded for _, excluded in (await stored(config)).values()} == {""}
+    store = await Store.open(config.state_dir)
+    assert (await deep_audit(store, config)).problems == []
+    await store.close()
+
+
+async def test_a_call_that_comes_too_late_changes_the_state_and_not_the_line(tmp_path: Path) -> None:
+    studio, mark = Studio(tmp_path / "studio.sqlite"), mark_of()
+    with LogServer(tmp_path / "a.db") as server:
+        config = config_of(tmp_path, server, ingest={"calls_wait_seconds": 1})
+        async with Following(config) as following:
+            began = time.monotonic()
+            studio.write(*trace(1, mark))
+            await until(lambda: exported(config), "the task")
+            assert time.monotonic() - began >= 1
+            assert not is_exact(exported(config)["a1"], 1)
+            assert (await following._store.read(payloads))["a1"][1] == "hidden"
+            server.log.append([call(1, mark)])
+            while (await following._store.read(payloads))["a1"][1]:
+                await asyncio.sleep(0.05)
+            assert is_exact((await following._store.read(payloads))["a1"][0], 1)
+        assert not is_exact(exported(config)["a1"], 1)
+        assert len(exported(config)) == 1
+
+
+async def test_a_late_call_that_came_while_no_process_ran_is_found_at_the_next_start(tmp_path: Path) -> None:
+    studio, mark = Studio(tmp_path / "studio.sqlite"), mark_of()
+    with LogServer(tmp_path / "a.db") as server:
+        config = config_of(tmp_path, server)
+        studio.write(*trace(1, mark, ago=60))
+        await ingest(config)
+        assert (await stored(config))["a1"][1] == "hidden"
+        server.log.append([call(1, mark)])
+        # Another process has pulled it, and died before it told the ledger.
+        with Mirror(mirror_path(config.state_dir)) as mirror:
+            mirror.store_page(server.url, Page(server.log.state(), server.log.page(0, 9, 9_999)))
+        async with Following(config) as following:
+            while (await following._store.read(payloads))["a1"][1]:
+                await asyncio.sleep(0.05)
+        assert is_exact((await stored(config))["a1"][0], 1)
+
+
+async def test_a_daemon_that_was_away_for_an_hour_misses_nothing(tmp_path: Path) -> None:
+    studio = Studio(tmp_path / "studio.sqlite")
+    with LogServer(tmp_path / "a.db", page_calls=10) as server:
+        for number in range(60):
+            mark = mark_of()
+            server.log.append([call(number, mark)])
+            studio.write(*trace(number, mark, ago=3600 - number))
+        config = config_of(tmp_path, server)
+        await ingest(config)
+        lines = exported(config)
+        assert len(lines) == 60
+        assert all(is_exact(lines[f"a{number}"], number) for number in range(60))
+
+
+async def test_one_pass_waits_for_a_server_that_is_away_no_longer_than_for_a_call(tmp_path: Path) -> None:
+    studio, mark = Studio(tmp_path / "studio.sqlite"), mark_of()
+    with LogServer(tmp_path / "a.db") as server:
+        config = config_of(tmp_path, server, ingest={"calls_wait_seconds": 2})
+        server.stop()
+        studio.write(*trace(1, mark), *trace(2, mark_of(), ago=60))
+        await ingest(config)
+        lines = exported(config)
+        assert [is_exact(lines[f"a{number}"], number) for number in (1, 2)] == [False, False]
+        assert lines["a1"]["metadata"]["prompt_reason"] == exclusion.HIDDEN_MESSAGE
+        server.start()
+        server.log.append([call(1, mark)])
+        studio.write(*trace(3, mark_of(), ago=60))
+        await ingest(config)
+        assert is_exact((await stored(config))["a1"][0], 1)
+        assert len(exported(config)) == 3
+
+
+async def test_without_a_call_log_nothing_is_pulled_and_nothing_waits(tmp_path: Path) -> None:
+    studio, mark = Studio(tmp_path / "studio.sqlite"), mark_of()
+    with LogServer(tmp_path / "a.db") as server:
+        server.log.append([call(1, mark)])
+        config = config_of(tmp_path, server, serving={"urls": [server.url], "call_log": False})
+        studio.write(*trace(1, mark))
+        await ingest(config)
+        assert not is_exact(exported(config)["a1"], 1)
+        assert server.requests == 0
+    assert not mirror_path(config.state_dir).exists()
+
+
+async def test_what_was_pruned_since_keeps_its_exact_prompt(tmp_path: Path) -> None:
+    studio, mark = Studio(tmp_path / "studio.sqlite"), mark_of()
+    with LogServer(tmp_path / "a.db") as server:
+        config = config_of(tmp_path, server)
+        server.log.append([call(1, mark)])
+        studio.write(*trace(1, mark, ago=60))
+        await ingest(config)
+        for log in (server.log, Mirror(mirror_path(config.state_dir))):
+            assert log.prune(9 * 10**18, 10**12) == 1
+        # One more span of the trace arrives.
+        about = {"trace": "trace-1", "conversation": "conversation-1"}
+        studio.write(model_call("c9", [message("user", part("?"))], "!", parent="a1", **about))
+        await ingest(config)
+        assert is_exact((await stored(config))["a1"][0], 1)
+        store = await Store.open(config.state_dir)
+        audit = await deep_audit(store, config)
+        await store.close()
+        assert audit.problems == []
+        assert [(each.in_ledger, each.told_otherwise) for each in audit.sources] == [(1, 0)]
+
+
+async def test_personal_data_in_calls_is_redacted_before_it_is_stored(tmp_path: Path) -> None:
+    studio, mark = Studio(tmp_path / "studio.sqlite"), mark_of()
+    chain = {"id": "c", "filters": [{"type": "pii"}]}
+    (tmp_path / "chain.yaml").write_text(yaml.safe_dump(chain))
+    with LogServer(tmp_path / "a.db") as server:
+        secret = "jane.doe@example.org"
+        sent = [*asked(1)[:2], user(f"<system-reminder>{secret}</system-reminder>")]
+        server.log.append([recorded(chat(sent, stop=[secret]), completion(assistant("2")), request_id=mark)])
+        config = config_of(tmp_path, server, filter={"chain": "chain.yaml"})
+        studio.write(*trace(1, mark, ago=60))
+        await ingest(config)
+        line = exported(config)["a1"]
+        assert line["metadata"]["prompt_source"] == "calls"
+        assert secret not in json.dumps(line)
+        assert line["prompt"][2]["content"] == "<system-reminder>[EMAIL_1]</system-reminder>"
+        assert line["metadata"]["parameters_json"] == '{"stop":["[EMAIL_1]"]}'
+
+
+@pytest.mark.parametrize("arrival", [1, 3, 4, 6])
+@pytest.mark.parametrize("point", ["before commit", "after commit"])
+async def test_a_kill_between_mirror_and_ledger_loses_and_doubles_nothing(
+    tmp_path: Path, point: str, arrival: int
+) -> None:
+    studio = Studio(tmp_path / "studio.sqlite")
+    with LogServer(tmp_path / "a.db", page_calls=5) as server:
+        for number in range(40):
+            mark = mark_of()
+            server.log.append([call(number, mark)])
+            studio.write(*trace(number, mark, ago=60))
+        config = config_of(tmp_path, server)
+        command = [sys.executable, "-m", "tests.daemon.killed", str(tmp_path / "flywheel.yaml"), point, str(arrival)]
+        done = await asyncio.to_thread(
+            warm.run, command, cwd=Path(__file__).parents[2], capture_output=True, timeout=300, check=False
+        )
+        assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-3000:]
+        await ingest(config)
+        lines = exported(config)
+        assert len(lines) == 40
+        assert all(is_exact(lines[f"a{number}"], number) for number in range(40))
+        with Mirror(mirror_path(config.state_dir)) as mirror:
+            (found,) = mirror.servers().values()
+            assert (found.calls, found.missed, mirror.state().newest) == (40, 0, 40)
