@@ -26,6 +26,8 @@ PAGE_CALLS: Final = 1_000
 IDS_AT_ONCE: Final = 5_000
 PAUSE_SECONDS: Final = 0.5
 """The least time between two pulls that wait for a call."""
+RECORDING_NS: Final = 1_000_000_000
+"""A call is in a server's log so long after its end at the latest, usually at once. Clocks may differ as much."""
 PRUNE_SECONDS: Final = 300.0
 LONGEST_BACKOFF_SECONDS: Final = 15.0
 """A server that is away is asked again after this time at most."""
@@ -50,6 +52,14 @@ class CallPuller:
         self._servers: dict[str, PulledServer] | None = None
         self._stopped = False
         self._late_to: int | None = None
+        self._complete_ns = 0
+        self._wait_ns = int(config.ingest.calls_wait_seconds * 1e9)
+
+    @property
+    def read_to_ns(self) -> int:
+        """Every call that ended before this time, in nanoseconds since 1970, has been pulled. Of a server that is away,
+        calls may be missing that ended more than `ingest.calls_wait_seconds` ago."""
+        return max(self._complete_ns, time.time_ns() - self._wait_ns) if self.has_pulled else 0
 
     @property
     def has_pulled(self) -> bool:
@@ -83,10 +93,13 @@ class CallPuller:
         server is noted in the mirror, and it is asked again later. Raises CallLogError.
         """
         async with self._lock:
+            began_ns = time.time_ns()
             try:
                 if self._servers is None:
                     self._servers = await asyncio.to_thread(self.mirror.servers)
-                await asyncio.gather(*(self._pull(url, at_once) for url in self._config.serving.urls))
+                done = await asyncio.gather(*(self._pull(url, at_once) for url in self._config.serving.urls))
+                if all(done):
+                    self._complete_ns = began_ns - RECORDING_NS
                 if time.monotonic() - self._pruned_at > PRUNE_SECONDS:
                     await asyncio.to_thread(self.prune)
                     self._pruned_at = time.monotonic()
@@ -106,21 +119,24 @@ class CallPuller:
         before_ns = time.time_ns() - int(self._settings.keep_days * 86_400e9)
         return self.mirror.prune(before_ns, int(self._settings.max_gb * 1e9))
 
-    async def _pull(self, url: str, at_once: bool) -> None:
+    async def _pull(self, url: str, at_once: bool) -> bool:
+        """Pull one server; whether everything that it has recorded is in the mirror."""
+        assert self._servers is not None
         failures, next_at = self._failures.get(url, (0, 0.0))
         if not at_once and time.monotonic() < next_at:
-            return
+            return self._servers[url].condition == OFF
         try:
             is_on = await self._pull_pages(url)
         except ServeError as error:
             self._failures[url] = (failures + 1, time.monotonic() + min(2.0**failures, LONGEST_BACKOFF_SECONDS))
             await self._note(url, error.condition, str(error), warn=at_once)
-            return
+            return False
         self._failures.pop(url, None)
         if not is_on:
             self._failures[url] = (0, time.monotonic() + LONGEST_BACKOFF_SECONDS)
             why = "it records no calls: serving.call_log is false there, or it is an earlier version"
             await self._note(url, OFF, why, warn=False)
+        return not self._stopped
 
     async def _pull_pages(self, url: str) -> bool:
         """Pull one server to its end; whether it has a log."""

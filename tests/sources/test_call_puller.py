@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from flywheel.call_log import RecordedCall
 from flywheel.config import Config, parse
-from flywheel.sources.call_puller import CallPuller
+from flywheel.sources.call_puller import RECORDING_NS, CallPuller
 from flywheel.sources.calls.mirror import OFF, OK, PulledServer, mirror_path
 from flywheel.store.database import Store
 from tests.sources.calls.log_server import LogServer
@@ -87,6 +88,8 @@ async def test_a_server_that_is_away_is_pulled_when_it_is_back(
     with LogServer(tmp_path / "a.db") as a, LogServer(tmp_path / "b.db") as b:
         async with puller_of(config_of(tmp_path, a, b)) as puller:
             await puller.pull()
+            began_ns = time.time_ns()
+            assert began_ns - 10**10 < puller.read_to_ns < began_ns
             a.stop()
             wanted = calls(0, 30)
             a.log.append(wanted)
@@ -94,11 +97,13 @@ async def test_a_server_that_is_away_is_pulled_when_it_is_back(
             for _ in range(3):
                 await puller.pull(at_once=True)
             assert counts(puller, a) == (0, 0, 0, "unreachable")
+            assert puller.read_to_ns < began_ns < time.time_ns() - 1000
             assert counts(puller, b)[0] == 2
             assert len([record for record in caplog.records if a.url in record.getMessage()]) == 1
             a.start()
             await puller.pull(at_once=True)
             assert counts(puller, a) == (30, 0, 0, OK)
+            assert puller.read_to_ns > began_ns - RECORDING_NS
             assert pulled(puller, wanted) == wanted
 
 
