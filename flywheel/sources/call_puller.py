@@ -57,8 +57,8 @@ class CallPuller:
 
     @property
     def read_to_ns(self) -> int:
-        """Every call that ended before this time, in nanoseconds since 1970, has been pulled. Of a server that is away,
-        calls may be missing that ended more than `ingest.calls_wait_seconds` ago."""
+        """Every call that ended before this time, in nanoseconds since 1970, has been pulled. Of a server that is
+        away, calls may be missing that ended more than `ingest.calls_wait_seconds` ago."""
         return max(self._complete_ns, time.time_ns() - self._wait_ns) if self.has_pulled else 0
 
     @property
