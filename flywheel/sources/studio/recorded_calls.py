@@ -7,7 +7,6 @@ attributes of a span whose response id names a recorded call are replaced by tho
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -33,7 +32,7 @@ _TEMPLATE: Final[Mapping[str, object]] = {
     "truncate_prompt_tokens": None,
 }
 """Parameters that change how the server renders the prompt, and their defaults."""
-_REMINDER: Final = re.compile(r"\s*<system-reminder>(?:(?!</system-reminder>).)*</system-reminder>\s*", re.DOTALL)
+_REMINDER: Final = ("<system-reminder>", "</system-reminder>")
 
 
 def with_calls(spans: Mapping[str, Span], calls: Mapping[str, ModelCall]) -> dict[str, Span]:
@@ -147,4 +146,6 @@ def question_of(messages: Sequence[ChatMessage]) -> ChatMessage | None:
 
 def is_reminder(text: str) -> bool:
     """Whether a text is one `<system-reminder>`, which frameworks send to a model as a message of the user."""
-    return _REMINDER.fullmatch(text) is not None
+    text = text.strip()
+    begin, end = _REMINDER
+    return text.startswith(begin) and text.find(end) == len(text) - len(end)
