@@ -1,0 +1,117 @@
+"""Replies of several sources with the same recorded calls: one task, whatever comes first."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from sqlalchemy import Connection, select
+
+from flywheel.states import ReplyState, SkipReason, TaskState
+from flywheel.store import ledger, reply_calls
+from flywheel.store.balance import balance
+from flywheel.store.database import Store
+from flywheel.store.schema import replies, tasks, traces
+from flywheel.trace import Checkpoint, Reply
+from tests.samples import batch, reply
+
+TRACE, CALLS = "/traces", "/calls"
+KINDS = {TRACE: "studio", "/copy": "studio", CALLS: "calls"}
+EARLY = datetime(2020, 1, 1, tzinfo=UTC)
+
+
+def put(conn: Connection, source: str, *told: Reply, checkpoints: tuple[Checkpoint, ...] = ()) -> ledger.Recorded:
+    found = batch(*told, source=source, checkpoints=checkpoints)
+    number = ledger.source_id(conn, source, KINDS[source])
+    return ledger.record_batch(conn, number, found, train_ratio=0.5, split_seed=1)
+
+
+def outcomes(conn: Connection) -> list[tuple[str, str | None]]:
+    found = conn.execute(select(replies.c.state, replies.c.skip_reason).order_by(replies.c.id))
+    return [(row.state, row.skip_reason) for row in found]
+
+
+def pending(conn: Connection) -> int:
+    return len(conn.execute(select(tasks.c.id).where(tasks.c.state == TaskState.PENDING.value)).all())
+
+
+TASK = (ReplyState.CONVERTED.value, None)
+RECORDED = (ReplyState.SKIPPED.value, SkipReason.RECORDED.value)
+
+
+@pytest.mark.parametrize("order", [(TRACE, CALLS), (CALLS, TRACE)])
+async def test_a_trace_and_its_calls_are_one_task(store: Store, order: tuple[str, str]) -> None:
+    told = {TRACE: reply(1, calls=("a", "b", "c")), CALLS: reply(2, calls=("b",))}
+    for _ in range(2):
+        for source in order:
+            await store.write(put, source, told[source])
+    assert await store.read(outcomes) == [TASK, RECORDED]
+    assert await store.read(pending) == 1
+    books = await store.read(balance)
+    assert books.balanced
+    assert books.skipped == {"recorded": 1}
+    detail = await store.read(lambda conn: conn.execute(select(replies.c.detail)).scalars().all())
+    assert detail[1] == f"reply {told[order[0]].span_id} of {order[0]} has the same model calls"
+
+
+async def test_replies_with_other_calls_are_not_touched(store: Store) -> None:
+    await store.write(put, TRACE, reply(1, calls=("a",)), reply(2), reply(3, calls=("a",)))
+    await store.write(put, CALLS, reply(4, calls=("b",)))
+    assert await store.read(outcomes) == [TASK] * 4, "two agents of one source may share a call"
+
+
+async def test_a_copy_of_a_source_is_the_same_reply(store: Store) -> None:
+    for source in (TRACE, "/copy"):
+        await store.write(put, source, reply(1, calls=("a",)))
+    assert await store.read(outcomes) == [TASK, TASK]
+    assert await store.read(pending) == 1
+
+
+async def test_what_a_trace_shows_to_be_no_task_is_none_through_its_calls(store: Store) -> None:
+    nested = {"skip": SkipReason.NESTED, "skip_detail": "another agent called it as a tool"}
+    await store.write(put, TRACE, reply(1, calls=("a",), **nested))
+    await store.write(put, CALLS, reply(2, calls=("a",)))
+    assert await store.read(outcomes) == [("skipped", "nested"), RECORDED]
+
+
+async def test_a_failed_call_alone_does_not_keep_its_trace_from_being_a_task(store: Store) -> None:
+    await store.write(put, CALLS, reply(1, calls=("a",), skip=SkipReason.ERROR, skip_detail="HTTP 500"))
+    await store.write(put, TRACE, reply(2, calls=("a", "b")))
+    assert await store.read(outcomes) == [("skipped", "error"), TASK]
+
+
+def missing(conn: Connection) -> list[str]:
+    return reply_calls.missing(conn, EARLY)
+
+
+def open_traces(conn: Connection) -> list[str]:
+    return list(conn.execute(select(traces.c.trace_id).where(traces.c.is_open)).scalars())
+
+
+async def test_a_call_that_was_missing_opens_its_trace_again_once(store: Store) -> None:
+    late: dict[str, Any] = {"calls": ("a", "b"), "missing": ("b",)}
+    told = reply(1, **late)
+    checkpoint = Checkpoint(told.trace_id, (1, 2), 7)
+    await store.write(put, TRACE, told, reply(2, calls=("c",)), checkpoints=(checkpoint,))
+    assert await store.read(missing) == ["b"]
+    assert await store.read(reply_calls.lack, ["a", "c"]) is False
+    assert await store.write(reply_calls.reopen_for, ["a", "b"]) == {1: 1}
+    assert await store.read(open_traces) == [told.trace_id]
+    exact = reply(1, calls=("a", "b"), prompt=({"role": "user", "content": "What is 1 plus 1?"},))
+    done = await store.write(put, TRACE, exact, checkpoints=(checkpoint,))
+    assert done.retold == 1
+    assert await store.read(missing) == []
+    assert await store.write(reply_calls.reopen_for, ["b"]) == {}
+    line = await store.read(lambda conn: conn.execute(select(tasks.c.payload).where(tasks.c.id == 1)).scalar_one())
+    assert (line["metadata"]["prompt_source"], line["metadata"]["prompt_exact"]) == ("calls", True)
+
+
+async def test_calls_that_were_pruned_since_take_nothing_back(store: Store) -> None:
+    prompt = ({"role": "user", "content": "What is 1 plus 1?"},)
+    await store.write(put, TRACE, reply(1, calls=("a",), prompt=prompt))
+    done = await store.write(put, TRACE, reply(1, calls=("a",), missing=("a",), prompt_reason="gone"))
+    assert done.retold == 0
+    assert await store.read(missing) == []
+    line = await store.read(lambda conn: conn.execute(select(tasks.c.payload)).scalar_one())
+    assert line["metadata"]["prompt_exact"]
