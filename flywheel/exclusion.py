@@ -48,7 +48,7 @@ WORDS: Mapping[Exclusion, Words] = MappingProxyType(
         ),
         Exclusion.HIDDEN: Words(
             "the model was sent a message that the trace does not show, as AgentScope's runtime reminder",
-            "create the agent with Agent(…, injection_config=InjectionConfig(inject_runtime_state=False)), from"
+            "let the agent ask `flywheel serve`, which records its calls (serving.call_log); or create it with Agent(…, injection_config=InjectionConfig(inject_runtime_state=False)), from"
             f" agentscope.agent; {_USE}",
         ),
         Exclusion.INEXACT: Words("the prompt differs from what the model was sent", _USE),
@@ -67,6 +67,8 @@ WORDS: Mapping[Exclusion, Words] = MappingProxyType(
     }
 )
 
+INEXACT_PROMPT: Final = frozenset({Exclusion.IMAGE, Exclusion.HIDDEN, Exclusion.INEXACT})
+"""The exclusions of a task whose prompt is not exactly what the model was sent."""
 OF_REASON: Mapping[str, Exclusion] = MappingProxyType(
     {HIDDEN_MESSAGE: Exclusion.HIDDEN, HIDDEN_EARLIER: Exclusion.HIDDEN, IMAGE: Exclusion.IMAGE}
 )

@@ -152,6 +152,7 @@ def _facts(state: dict[str, Any], form: Literal["whole", "short", "counts"] = "w
         progress = running["progress"]
         text = running["state"] if progress is None else RoundProgress.model_validate(progress).summary
         live.append(("round", f"{running['round']}: {text}"))
+    prompts = [("prompts", _prompts(state["prompts"]))] if form != "counts" else []
     if form == "whole":
         sources = [("source", source_text(source)) for source in sources]
         servers = [("server", _server_text(replica)) for replica in servers]
@@ -176,6 +177,7 @@ def _facts(state: dict[str, Any], form: Literal["whole", "short", "counts"] = "w
         ("replies", counted(state["replies"]) or "none yet"),
         ("skipped", counted(state["skipped"]) or "none"),
         ("tasks", counted(state["tasks"]) or "none yet"),
+        *prompts,
         *verdicts,
         ("samples", samples),
         *excluded,
@@ -207,7 +209,33 @@ def _server_text(replica: dict[str, Any]) -> str:
     """An inference server: what it serves, since when, when it was checked, and its error."""
     times = (("since", "since"), ("checked", "looked_at"))
     moments = [f"{name} {moment(replica[key])} UTC" for name, key in times if replica["condition"] and replica[key]]
-    return "\n".join(filter(None, (replica["url"], ", ".join((_serves(replica), *moments)), replica["error"])))
+    lines = (replica["url"], ", ".join((_serves(replica), *moments)), replica["error"], _calls(replica["calls"]))
+    return "\n".join(filter(None, lines))
+
+
+def _calls(calls: dict[str, Any]) -> str:
+    """What was pulled from a server's call log, and what is missing; empty before it was asked."""
+    if not calls["condition"]:
+        return ""
+    if calls["condition"] == "off":
+        return "calls: not recorded (serving.call_log)"
+    parts = [f"{calls['calls']:,} pulled"]
+    if calls["condition"] != "ok":
+        parts.append(f"{calls['condition']} now")
+    if calls["missed"]:
+        parts.append(f"{calls['missed']:,} were pruned before")
+    if calls["dropped"]:
+        parts.append(f"{calls['dropped']:,} could not be recorded")
+    return f"calls: {', '.join(parts)}"
+
+
+def _prompts(prompts: dict[str, Any]) -> str:
+    """The share of tasks with an exact prompt, and why the others have none."""
+    if not prompts["tasks"]:
+        return "none yet"
+    text = f"{prompts['exact']:,} of {prompts['tasks']:,} exact ({prompts['exact'] / prompts['tasks']:.0%})"
+    reasons = [f"{number:,} {_EXCLUDED[reason]}" for reason, number in prompts["inexact"].items()]
+    return "; ".join([text, *reasons])
 
 
 def _conditions(each: list[dict[str, Any]], unknown: str) -> str:

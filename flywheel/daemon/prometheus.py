@@ -48,6 +48,11 @@ def _of_pipeline(state: dict[str, Any]) -> Iterator[Metric]:
     waiting = "Accepted training samples that no round could take now, by reason."
     yield _gauge("samples_waiting", waiting, state["waiting_samples"], "reason")
     yield _gauge("samples_needed", "Free samples that start a round.", state["min_samples"])
+    prompts = state["prompts"]
+    yield _gauge("prompts", "Tasks that were not withdrawn.", prompts["tasks"])
+    yield _gauge("prompts_exact", "Those of them whose prompt is exactly what the model was sent.", prompts["exact"])
+    text = "The others by reason; one may have several."
+    yield _gauge("prompts_inexact", text, prompts["inexact"], "reason")
     left_out = {each["reason"]: each["tasks"] for each in state["left_out"]}
     yield _gauge(
         "tasks_left_out", "Tasks that rounds leave out, by reason; one may have several.", left_out, "reason"
@@ -134,6 +139,18 @@ def _of_replicas(replicas: list[dict[str, Any]]) -> Iterator[Metric]:
     yield _gauge("replica_serves", "The model that the alias stands for there; 1.", serving, "replica", "model")
     looked = {each["url"]: _seconds(each["looked_at"]) for each in replicas if each["looked_at"]}
     yield _gauge("replica_looked_timestamp_seconds", "When a server was last looked at.", looked, "replica")
+    calls = {each["url"]: each["calls"] for each in replicas if each["calls"]["condition"]}
+    states = {(url, each["condition"]): 1 for url, each in calls.items()}
+    yield _gauge("call_log_condition", "The condition of a server's call log; 1.", states, "replica", "condition")
+    for name, key, told in (
+        ("calls_pulled", "calls", "Recorded calls that were pulled from a server."),
+        ("calls_missed", "missed", "Recorded calls that a server had pruned before they were pulled."),
+        ("calls_dropped", "dropped", "Calls that a server could not record."),
+    ):
+        metric = CounterMetricFamily(f"flywheel_{name}", told, labels=["replica"])
+        for url, each in calls.items():
+            metric.add_metric([url], each[key])
+        yield metric
 
 
 def _gauge(name: str, text: str, values: Mapping[Any, float] | float | None, *labels: str) -> Metric:

@@ -24,6 +24,7 @@ from flywheel.exclusion import WORDS, Exclusion
 from flywheel.judge_usage import Purpose
 from flywheel.round import METRICS_FILE
 from flywheel.round_progress import progress_of
+from flywheel.sources.calls.mirror import OFF, PulledServer, mirror_path, pulled_servers
 from flywheel.states import ReplyState, RoundState, TaskState
 from flywheel.store import (
     acceptance,
@@ -81,6 +82,7 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
         "min_samples": config.trigger.min_samples,
         "held_out": samples.count_held_out(conn, takes),
         "gate": next_test(conn, config).as_json(config.gate),
+        "prompts": samples.count_prompts(conn)._asdict(),
         "left_out": _left_out(samples.count_left_out(conn, takes), others),
         "due": claims.count_due(conn),
         "judge": _judge(conn, config),
@@ -98,11 +100,22 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
             "previous": active.previous if active else None,
             "reason": active.reason if active else "",
         },
-        "replicas": [{"url": url, **NOT_INSPECTED, **seen.get(url, {})} for url in config.serving.urls],
+        "replicas": [
+            {"url": url, **NOT_INSPECTED, **seen.get(url, {}), "calls": calls}
+            for url, calls in _calls(config).items()
+        ],
         "by_adapter": by_adapter,
         "other_models": others,
         "dead_letters": dead_letters.count(conn)["open"],
     }
+
+
+def _calls(config: Config) -> dict[str, dict[str, Any]]:
+    """What was pulled from the call log of each configured server; `condition` is empty before it was asked."""
+    pulled = pulled_servers(mirror_path(config.state_dir)) if config.serving.call_log is not None else {}
+    none = PulledServer("", condition="" if config.serving.call_log is not None else OFF)
+    keys = ("condition", "error", "calls", "missed", "dropped")
+    return {url: {key: getattr(pulled.get(url, none), key) for key in keys} for url in config.serving.urls}
 
 
 def _left_out(counts: Mapping[Exclusion, int], others: Mapping[str, int]) -> list[dict[str, Any]]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection
-from typing import Final
+from typing import Final, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, and_, exists, func, or_, select, update
 
 from flywheel import exclusion
-from flywheel.exclusion import Exclusion, TrainedModels
+from flywheel.exclusion import INEXACT_PROMPT, Exclusion, TrainedModels
 from flywheel.states import RoundState, Split, TaskState
 from flywheel.store.bulk import chunks, count_rows
 from flywheel.store.claims import DECIDED
@@ -101,6 +101,27 @@ def count_left_out(conn: Connection, takes: Collection[Exclusion] = ()) -> dict[
     for text, number in rows:
         found.update({each: number for each in exclusion.parsed(text) if each not in takes})
     return {each: found[each] for each in Exclusion if found[each]}
+
+
+class PromptCounts(NamedTuple):
+    """`tasks` of which so many have an `exact` prompt; the others by reason, of which a task may have several."""
+
+    tasks: int
+    exact: int
+    inexact: dict[Exclusion, int]
+
+
+def count_prompts(conn: Connection) -> PromptCounts:
+    """How many tasks have an exact prompt, and why the others have none."""
+    total = exact = 0
+    found: Counter[Exclusion] = Counter()
+    query = select(tasks.c.excluded, func.count()).where(tasks.c.state != TaskState.WITHDRAWN.value)
+    for text, number in conn.execute(query.group_by(tasks.c.excluded)):
+        reasons = INEXACT_PROMPT.intersection(exclusion.parsed(text))
+        found.update(dict.fromkeys(reasons, number))
+        total += number
+        exact += 0 if reasons else number
+    return PromptCounts(total, exact, {each: found[each] for each in Exclusion if found[each]})
 
 
 def leave_gate(conn: Connection, beginnings: Collection[int]) -> None:

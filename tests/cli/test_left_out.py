@@ -52,15 +52,19 @@ def test_status_says_why_and_what_to_do(flywheel: Run, ingested: Path) -> None:
     state = flywheel("status", "--json").json
     counts = {each["reason"]: each["tasks"] for each in state["left_out"]}
     assert counts == {"hidden": 26, "tools": 6, "model": 6}
+    assert state["prompts"] == {"tasks": 46, "exact": 20, "inexact": {"hidden": 26}}
     assert state["other_models"] == {"helper-model": 6}
     # Those of the other model are no part of what the base model's acceptance is made of.
     assert [(each["adapter"], each["other"]) for each in state["by_adapter"]] == [("", 40)]
     told = " ".join(flywheel("status").out.split())
+    assert "20 of 46 exact (43%); 26 hidden message" in told
     assert "26 tasks: the model was sent a message that the trace does not show" in told
     assert "Agent(…, injection_config=InjectionConfig(inject_runtime_state=False))" in told
     assert "helper-model 6" in told
     metrics = flywheel("status", "--metrics").out
     assert 'flywheel_tasks_left_out{reason="hidden"} 26.0' in metrics
+    assert "flywheel_prompts_exact 20.0" in metrics
+    assert 'flywheel_prompts_inexact{reason="hidden"} 26.0' in metrics
 
 
 def test_why_names_every_reason(flywheel: Run, ingested: Path) -> None:
@@ -82,10 +86,12 @@ def test_the_doctor_warns_of_the_hidden_message(flywheel: Run, ingested: Path) -
     told = found()
     assert told["result"] == "warning"
     assert "inject_runtime_state=False" in told["do"]
-    assert told["figures"] == {"hidden_tasks": 26, "tools_tasks": 6, "model_tasks": 6}
+    figures = {"tasks": 46, "exact": 20}
+    assert told["found"].startswith("20 of 46 tasks (43%) have an exact prompt; ")
+    assert told["figures"] == {**figures, "hidden_tasks": 26, "tools_tasks": 6, "model_tasks": 6}
     write(ingested, training={"inexact_prompts": "use"})
     told = found()
-    assert (told["result"], told["figures"]) == ("ok", {"tools_tasks": 6, "model_tasks": 6})
+    assert (told["result"], told["figures"]) == ("ok", {**figures, "tools_tasks": 6, "model_tasks": 6})
 
 
 def test_a_source_can_take_other_models(flywheel: Run, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from flywheel.errors import ConfigError
 
 NEED_SETTINGS: Final = (
     "state", "disk", "schema", "daemon", "source", "prompts", "filters", "rubric", "judge", "samples", "serve",
-    "server", "tools", "model", "rank", "gpu", "memory", "shared memory", "limits", "clock",
+    "server", "tools", "calls", "model", "rank", "gpu", "memory", "shared memory", "limits", "clock",
 )  # fmt: skip
 """The checks that are skipped when the configuration is wrong."""
 

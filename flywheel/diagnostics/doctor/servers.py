@@ -18,6 +18,7 @@ from flywheel.serving.replica_client import Alias, Replica
 from flywheel.serving.replica_errors import message_of
 from flywheel.serving.server_keys import admin_key
 from flywheel.serving.startup_adapters import base_name, deployed
+from flywheel.sources.calls.mirror import PulledServer, mirror_path, pulled_servers
 
 TIMEOUT_SECONDS: Final = 10.0
 TOOL_TIMEOUT_SECONDS: Final = 60.0
@@ -69,6 +70,8 @@ async def check_servers(config: Config) -> AsyncIterator[Finding]:
                 if found.result is not Result.FAILED:
                     result, text, remedy = await _tools(config, url, aliases[url].target, http)
                     yield Finding("tools", result, text, remedy, url)
+                    if config.serving.call_log is not None:
+                        yield await _calls(config, replica)
         except FlywheelError as error:
             yield Finding.of("server", error, subject=url)
     if len({(alias.target, alias.base_model) for alias in aliases.values()}) > 1:
@@ -110,6 +113,27 @@ async def _server(config: Config, replica: Replica, http: httpx2.AsyncClient) ->
         text = f"{text}; {slots - len(adapters)} of {slots} slots are free"
     figures = {"adapters": len(adapters), "max_loras": slots}
     return Finding("server", result, text, remedy, replica.url, figures), alias
+
+
+async def _calls(config: Config, replica: Replica) -> Finding:
+    """Whether the server records the calls of agents, and what of them is missing."""
+    page = await replica.calls(0, 1)
+    if page is None:
+        text = "it records no calls: prompts are those that traces show"
+        remedy = "Restart it with `flywheel serve` of this version, without `serving.call_log: false`."
+        return Finding("calls", Result.WARNING, text, remedy, replica.url)
+    pulled = pulled_servers(mirror_path(config.state_dir)).get(replica.url, PulledServer(replica.url))
+    parts = [f"{page.state.newest - page.state.oldest + 1:,} recorded calls are there, {pulled.calls:,} were pulled"]
+    remedy = ""
+    if pulled.missed:
+        parts.append(f"{pulled.missed:,} were pruned before they were pulled")
+        remedy = "Raise serving.call_log.keep_days or max_gb, or keep `flywheel run` running."
+    if dropped := max(pulled.dropped, page.state.dropped):
+        parts.append(f"{dropped:,} could not be recorded")
+        remedy = remedy or "Look at the server's log: its disk may be full or too slow."
+    figures = {"calls": pulled.calls, "missed": pulled.missed, "dropped": dropped}
+    result = Result.WARNING if remedy else Result.OK
+    return Finding("calls", result, "; ".join(parts), remedy, replica.url, figures)
 
 
 async def _tools(config: Config, url: str, model: str, http: httpx2.AsyncClient) -> tuple[Result, str, str]:

@@ -26,7 +26,7 @@ from flywheel.states import TaskState
 from flywheel.store import splits
 from flywheel.store.bulk import count_rows
 from flywheel.store.database import found_version, read_once
-from flywheel.store.samples import count_held_out, count_left_out
+from flywheel.store.samples import count_held_out, count_left_out, count_prompts
 from flywheel.store.schema import SCHEMA_VERSION, tasks
 from flywheel.terminal import byte_size, quantity
 
@@ -165,14 +165,20 @@ async def check_left_out(config: Config) -> Finding:
     """Whether rounds exclude tasks, above all because agents are sent a message that their traces do not show."""
     try:
         counts = await read_once(config.state_dir, count_left_out, config.training.takes)
+        prompts = await read_once(config.state_dir, count_prompts)
     except FlywheelError as error:
         # Another check reports a state that cannot be read.
         return Finding("prompts", Result.SKIPPED, f"cannot {error.attempted}: {error.why}")
     text = "; ".join(f"{quantity(number, 'task')} excluded: {WORDS[each].why}" for each, number in counts.items())
+    text = text or "no task is excluded from rounds"
+    if prompts.tasks:
+        share = f"{prompts.exact:,} of {quantity(prompts.tasks, 'task')} ({prompts.exact / prompts.tasks:.0%})"
+        text = f"{share} have an exact prompt; {text}"
     figures = {f"{each.value}_tasks": number for each, number in counts.items()}
+    figures = {"tasks": prompts.tasks, "exact": prompts.exact, **figures} if prompts.tasks else figures
     remedy = next((WORDS[each].remedy for each in (Exclusion.HIDDEN, *counts) if each in counts), "")
     result = Result.WARNING if Exclusion.HIDDEN in counts else Result.OK
-    return Finding("prompts", result, text or "no task is excluded from rounds", remedy, figures=figures)
+    return Finding("prompts", result, text, remedy, figures=figures)
 
 
 async def check_samples(config: Config) -> Finding:

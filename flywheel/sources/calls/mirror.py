@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -39,6 +40,17 @@ class PulledServer:
 
 def mirror_path(state_dir: Path) -> Path:
     return state_dir / "calls" / "calls.db"
+
+
+def pulled_servers(path: Path) -> dict[str, PulledServer]:
+    """Every server that was ever asked, by URL, for a look at the file beside the process that writes it. Nothing, if
+    there is no such file or it cannot be read."""
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+            rows = connection.execute("SELECT * FROM servers").fetchall()
+    except sqlite3.Error:
+        return {}
+    return {row[0]: PulledServer(*row) for row in rows}
 
 
 class Mirror(CallLog):
