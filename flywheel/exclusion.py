@@ -48,7 +48,8 @@ WORDS: Mapping[Exclusion, Words] = MappingProxyType(
         ),
         Exclusion.HIDDEN: Words(
             "the model was sent a message that the trace does not show, as AgentScope's runtime reminder",
-            "let the agent ask `flywheel serve`, which records its calls (serving.call_log); or create it with Agent(…, injection_config=InjectionConfig(inject_runtime_state=False)), from"
+            "let the agent ask `flywheel serve`, which records its calls (serving.call_log); or create it with"
+            " Agent(…, injection_config=InjectionConfig(inject_runtime_state=False)), from"
             f" agentscope.agent; {_USE}",
         ),
         Exclusion.INEXACT: Words("the prompt differs from what the model was sent", _USE),
