@@ -164,7 +164,7 @@ class CallLog:
         split = []
         for call in calls:
             parts = parts_of(call.request)
-            split.append((call, parts, [hashlib.blake2b(part, digest_size=16).digest() for part in parts]))
+            split.append((call, parts, [hashlib.sha256(part).digest()[:16] for part in parts]))
         with self.transaction() as connection:
             if dropped:
                 connection.execute("UPDATE log SET dropped = dropped + ?", (dropped,))
