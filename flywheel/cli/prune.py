@@ -1,4 +1,4 @@
-"""`flywheel prune`: remove the files of old rounds by hand, as the daemon does regularly."""
+"""`flywheel prune`: remove the files of old rounds and old recorded calls by hand, as the daemon does regularly."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from flywheel.terminal import byte_size, escape_terminal, quantity
 
 if TYPE_CHECKING:
     from flywheel.config import Config
+    from flywheel.daemon.call_log_retention import PrunedLog
     from flywheel.daemon.retention import Removal
 
 WAIT_SECONDS = 120.0
@@ -37,7 +38,7 @@ def prune(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove the adapters, rollouts and logs of old rounds that nothing needs."""
+    """Remove the adapters, rollouts and logs of old rounds that nothing needs, and old recorded calls."""
     settings = load_config(config)
     if keep_days is not None and math.isnan(keep_days):
         raise typer.BadParameter("it must be a number", param_hint="--keep-days")
@@ -48,11 +49,14 @@ def prune(
             "retention.keep_days is null: they are kept forever",
             "Set --keep-days to the number of days to keep them.",
         )
+    from flywheel.daemon.call_log_retention import prune_call_logs
+
     done = run_async(_prune(settings, days, dry_run=dry_run))
+    logs = prune_call_logs(settings, dry_run=dry_run)
     if as_json:
-        print_json(_as_json(done, dry_run=dry_run))
+        print_json(_as_json(done, logs, dry_run=dry_run))
         return
-    for line in _lines(done, dry_run=dry_run):
+    for line in [*_log_lines(settings, logs, dry_run=dry_run), *_lines(done, logs, dry_run=dry_run)]:
         typer.echo(escape_terminal(line, one_line=True))
 
 
@@ -67,7 +71,7 @@ async def _prune(config: Config, keep_days: float, *, dry_run: bool) -> Removal:
         return await retention.remove(keep_days, f"by hand, --keep-days {keep_days:g}", wait_seconds=WAIT_SECONDS)
 
 
-def _as_json(done: Removal, *, dry_run: bool) -> dict[str, Any]:
+def _as_json(done: Removal, logs: list[PrunedLog], *, dry_run: bool) -> dict[str, Any]:
     return {
         "removed": [
             {"round": each.name, "state": each.state, "finished_at": each.finished_at, "bytes": size}
@@ -75,17 +79,34 @@ def _as_json(done: Removal, *, dry_run: bool) -> dict[str, Any]:
         ],
         "kept": [{"round": each.name, "why": each.needed} for each in done.kept],
         "bytes": done.size,
+        "call_logs": [
+            {"path": str(each.path), "calls": each.calls, "size": each.size, "above": each.above} for each in logs
+        ],
         "dry_run": dry_run,
     }
 
 
-def _lines(done: Removal, *, dry_run: bool) -> list[str]:
+def _log_lines(config: Config, logs: list[PrunedLog], *, dry_run: bool) -> list[str]:
+    kept = config.serving.call_log
+    lines = []
+    for each in logs:
+        if not dry_run and each.calls:
+            lines.append(f"{each.path}  {quantity(each.calls, 'call')} removed, {byte_size(each.size)} stay")
+        elif dry_run and kept is not None:
+            old = f"{quantity(each.calls, 'call')} older than {kept.keep_days:g} days" if each.calls else ""
+            above = f"{byte_size(each.above)} above {kept.max_gb:g} GB" if each.above else ""
+            if old or above:
+                lines.append(f"{each.path}  {' and '.join(part for part in (old, above) if part)}")
+    return lines
+
+
+def _lines(done: Removal, logs: list[PrunedLog], *, dry_run: bool) -> list[str]:
     lines = [
         f"{each.name}  {each.state}  {each.finished_at[:10]}  {byte_size(size)}  {each.dir}"
         for each, size in done.removed
     ]
     lines += [f"{each.name}  stays: {each.needed}" for each in done.kept]
     if not done.removed:
-        return [*lines, "nothing to remove"]
+        return lines if any(each.calls or each.above for each in logs) else [*lines, "nothing to remove"]
     what = f"{quantity(len(done.removed), 'round')}, {byte_size(done.size)}"
     return [*lines, f"{what}{': dry run, nothing was removed' if dry_run else ' removed'}"]

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from flywheel.call_log import CallLog, RecordedCall
 from flywheel.store.database import Store
 from tests.cli.conftest import Run
 from tests.daemon.test_retention import LONG_AGO, lay_out, put
@@ -49,6 +53,7 @@ def test_what_was_removed_is_told_and_stays_told(flywheel: Run, config: Path, tm
         ],
         "kept": [],
         "bytes": 410,
+        "call_logs": [],
         "dry_run": False,
     }
     assert not (tmp_path / "state/rounds/r0001/adapter").exists()
@@ -78,3 +83,43 @@ def test_a_state_that_is_not_there_is_not_made(flywheel: Run, config: Path, tmp_
     assert ran.code == 1
     assert "there is no state at" in ran.err
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_old_calls_are_removed_from_all_call_logs(flywheel: Run, config: Path, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    logs = [state / "serving" / "calls-8000.db", state / "serving" / "calls-8001.db", state / "calls" / "calls.db"]
+    for path in logs:
+        with CallLog(path) as log:
+            old = RecordedCall("fw-1", "/v1/completions", "base", "", 0, 1, 2, 200, True, "", b"{}", b"")
+            log.append(
+                [old, replace(old, request_id="fw-2"), replace(old, request_id="fw-3", ended_ns=time.time_ns())]
+            )
+    flywheel("prune", "-c", config)  # the rounds, and the calls
+    for path in logs:
+        with CallLog(path) as log:
+            log.append([replace(old, request_id=f"fw-{at}") for at in range(4, 9)])
+            assert log.state()[1:3] == (3, 8)
+    dry = flywheel("prune", "--dry-run", "-c", config)
+    assert dry.out == "nothing to remove\n"  # they are behind a new one
+    config.write_text(config.read_text() + "serving: {call_log: {keep_days: 0.000000001}}\n")
+    dry = flywheel("prune", "--dry-run", "-c", config)
+    assert dry.out.splitlines() == [f"{path}  6 calls older than 1e-09 days" for path in logs]
+    told = flywheel("prune", "--dry-run", "--json", "-c", config).json["call_logs"]
+    assert [(each["path"], each["calls"], each["above"]) for each in told] == [(str(path), 6, 0) for path in logs]
+    first, *_ = flywheel("prune", "-c", config).out.splitlines()
+    assert first.startswith(f"{logs[0]}  6 calls removed, ")
+    assert flywheel("prune", "-c", config).out == "nothing to remove\n"
+
+
+def test_a_call_log_that_is_too_large_is_cut(flywheel: Run, config: Path, tmp_path: Path) -> None:
+    path = tmp_path / "state" / "calls" / "calls.db"
+    with CallLog(path) as log:
+        call = RecordedCall("", "/v1/completions", "base", "", 0, 1, time.time_ns(), 200, True, "", b"", b"")
+        log.append(replace(call, request_id=f"fw-{at}", response=os.urandom(10_000)) for at in range(100))
+    config.write_text(config.read_text() + "serving: {call_log: {max_gb: 0.0005}}\n")
+    assert "above 0.0005 GB" in flywheel("prune", "--dry-run", "-c", config).out
+    (told,) = flywheel("prune", "--json", "-c", config).json["call_logs"]
+    assert 0 < told["calls"] < 100
+    assert (told["size"] <= 500_000, told["above"]) == (True, 0)
+    config.write_text(config.read_text().replace("{max_gb: 0.0005}", "false"))
+    assert flywheel("prune", "--json", "-c", config).json["call_logs"] == []
