@@ -75,10 +75,15 @@ class CallPuller:
         self._stopped = True
 
     def sizes(self, request_ids: Collection[str]) -> Mapping[str, int]:
-        """How many bytes these calls have, as far as they are there. The first question pulls all servers."""
+        """How many bytes these calls have, as far as they are there. The first question pulls all servers. If none of
+        them records calls, none is waited for: each has no bytes.
+        """
         if not self._pulled_at and self._loop is not None:
             asyncio.run_coroutine_threadsafe(self._pull_first(), self._loop).result()
-        return self.mirror.sizes(request_ids)
+        found = self.mirror.sizes(request_ids)
+        if self._servers and all(server.condition == OFF for server in self._servers.values()):
+            return {**dict.fromkeys(request_ids, 0), **found}
+        return found
 
     def calls_of(self, request_ids: Collection[str]) -> dict[str, ModelCall]:
         """Those of these calls that are there, by request id."""

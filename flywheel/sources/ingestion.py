@@ -181,7 +181,7 @@ class SourceIngestion:
         """Have traces read again whose calls were pulled while they were extracted without them."""
         assert self._calls is not None
         missing, self._missing_calls = self._missing_calls, set()
-        if await self._calls.reopen(await asyncio.to_thread(self._calls.sizes, missing)):
+        if await self._calls.reopen(await asyncio.to_thread(self._calls.mirror.sizes, missing)):
             self.is_reopened = True
 
     @property

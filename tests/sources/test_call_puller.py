@@ -168,10 +168,12 @@ async def test_a_server_without_a_log_is_named(tmp_path: Path, caplog: pytest.Lo
         async with puller_of(config_of(tmp_path, a)) as puller:
             await puller.pull(at_once=True)
             assert counts(puller, a) == (0, 0, 0, OFF)
+            assert puller.sizes(["x"]) == {"x": 0}, "nothing waits for it"
             a.is_off = False
             a.log.append(calls(0, 1))
             await puller.pull(at_once=True)
             assert counts(puller, a) == (1, 0, 0, OK)
+            assert puller.sizes(["x"]) == {}
     assert [record for record in caplog.records if record.levelname == "WARNING"] == []
 
 

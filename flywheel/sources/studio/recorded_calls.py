@@ -41,13 +41,30 @@ def with_calls(spans: Mapping[str, Span], calls: Mapping[str, ModelCall]) -> dic
     for span_id, span in spans.items():
         if span.kind is not SpanKind.LLM or (request_id := request_id_in(span.attributes.gen_ai.response.id)) is None:
             continue
-        call = calls.get(request_id)
+        if (call := calls.get(request_id)) is not None and not _is_readable(call):
+            call = None
         attributes = span.attributes if call is None else _joined(span.attributes, call)
         found[span_id] = replace(span, attributes=attributes, request_id=request_id, call=call)
     for agent in spans.values():
         if agent.kind is SpanKind.AGENT and agent.attributes.flywheel.root_conversation:
             found[agent.span_id] = _with_contents(agent, found)
     return found
+
+
+def _is_readable(call: ModelCall) -> bool:
+    """Whether all messages have the form of chat messages. Servers refuse others, or read them in their own way."""
+    return all(map(_is_message, call.messages))
+
+
+def _is_message(message: ChatMessage) -> bool:
+    content, calls = message.get("content"), message.get("tool_calls")
+    if not isinstance(message.get("role"), str) or "parts" in message:
+        return False
+    if not (calls is None or (isinstance(calls, list) and all(isinstance(each, dict) for each in calls))):
+        return False
+    if isinstance(content, list):
+        return all(isinstance(part, dict) and isinstance(part.get("type"), str) for part in content)
+    return content is None or isinstance(content, str)
 
 
 def _with_contents(agent: Span, spans: Mapping[str, Span]) -> Span:

@@ -10,6 +10,8 @@ from typing import Any
 
 import orjson
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from flywheel import exclusion
@@ -20,6 +22,7 @@ from flywheel.model_call import ModelAnswer, ModelCall
 from flywheel.request_id import new_request_id, recorded_in, request_id_in
 from flywheel.sources.studio.reader import StudioReader
 from flywheel.sources.studio.replies import extract
+from flywheel.sources.studio.schema import SCHEMAS, packed
 from flywheel.states import SkipReason
 from flywheel.trace import Cursor, Selection
 from tests.sources.studio.reading import NOW, Ledger
@@ -188,6 +191,67 @@ def test_an_agent_that_was_found_in_the_calls_alone_is_a_reply(tmp_path: Path) -
     assert (task["main_query"], task["answer"], entry.skip) == ("What is 1 + 1?", "2", None)
     assert [each["content"] for each in task["prompt"]] == ["You do sums.", "What is 1 + 1?", REMINDER]
     assert entries(tmp_path, *(), calls=[])["a"].skip is SkipReason.ERROR, "its calls were pruned"
+
+
+contents = st.none() | st.booleans() | st.integers() | st.text() | st.floats()
+values = st.recursive(
+    contents,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["type", "text", "role", "content", "function", "name", "id", "image_url", "tool_calls", "x"]
+            ),
+            inner | st.sampled_from(["text", "image_url", "tool", "user", "assistant"]),
+            max_size=5,
+        )
+    ),
+    max_leaves=12,
+)
+odd_messages = st.dictionaries(
+    st.sampled_from(["role", "content", "name", "tool_calls", "tool_call_id", "parts", "reasoning", "x"]),
+    values | st.sampled_from(["user", "assistant", "tool", "system"]),
+    max_size=6,
+)
+json_objects = st.dictionaries(st.text(max_size=5), values, max_size=3)
+
+
+@settings(max_examples=300)
+@given(
+    messages=st.lists(odd_messages, max_size=4),
+    tools=st.lists(json_objects, max_size=2),
+    parameters=json_objects,
+    names=st.lists(st.text() | st.just("generate_response"), max_size=2),
+    content=st.text(),
+    alone=st.booleans(),
+)
+def test_whatever_a_client_sends_makes_a_reply(
+    messages: list[Any], tools: list[Any], parameters: dict[str, Any], names: list[str], content: str, alone: bool
+) -> None:
+    made = [{**CALL, "function": {"name": name, "arguments": content}} for name in names]
+    answer = ModelAnswer(content=content, tool_calls=tuple(made))
+    call = recorded(messages=tuple(messages), tools=tuple(tools), parameters=parameters, answers=(answer,))
+    spans = (
+        marked(chat("c", HIDING, "2", parent="a")),
+        found_alone("a", ended=2) if alone else agent("a", ended=2),
+    )
+    schema = SCHEMAS["generation 2"]
+    rows = {
+        number: packed((number, *(encoded(row.get(name)) for name in schema.columns)))
+        for number, row in enumerate(spans, 1)
+    }
+    raw = Batch(None, traces=((rows, False),), calls={MARK: call})
+    done = extract(raw, "generation 2", Selection(), "/a")
+    assert [entry.span_id for entry in done.entries] == ["a"]
+    for entry in done.entries:
+        if entry.line:
+            task = line(entry)
+            assert all(isinstance(each["role"], str) and isinstance(each["content"], str) for each in task["prompt"])
+            assert len(task["prompt"]) == len(messages) or task["metadata"]["prompt_source"] == "trace"
+
+
+def encoded(value: Any) -> Any:
+    return value.encode() if isinstance(value, str) else value
 
 
 def test_only_ids_count_as_marks() -> None:
