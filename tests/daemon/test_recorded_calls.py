@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 import yaml
 from sqlalchemy import Connection, select
@@ -18,13 +19,16 @@ from flywheel import exclusion
 from flywheel.call_log import Page, RecordedCall
 from flywheel.config import Config, parse
 from flywheel.diagnostics.audit import deep_audit
-from flywheel.request_id import new_request_id
+from flywheel.request_id import new_request_id, request_id_in
+from flywheel.serving.asgi import Receive, Scope, Send
+from flywheel.serving.environment_variables import ADMIN_KEY_VARIABLE, CALL_LOG_VARIABLE
 from flywheel.sources.calls.mirror import Mirror, mirror_path
 from flywheel.sources.ingestion import Ingestion
 from flywheel.store.database import Store
 from flywheel.store.schema import tasks
 from tests import warm
-from tests.daemon.following import Following, until
+from tests.daemon.following import Following, status, until
+from tests.serving.fake_vllm import running, with_middleware
 from tests.sources.calls.log_server import LogServer
 from tests.sources.calls.recorded import assistant, chat, completion, recorded, user
 from tests.sources.studio.test_recorded_calls import marked
@@ -143,6 +147,43 @@ async def test_every_prompt_is_exact_and_every_adapter_certain_across_a_swap(tmp
     store = await Store.open(config.state_dir)
     assert (await deep_audit(store, config)).problems == []
     await store.close()
+
+
+class Model:
+    """Answers sums, with the ids that vLLM makes."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        asked = json.loads((await receive())["body"])
+        number = int(asked["messages"][1]["content"].split()[2])
+        request_id = dict(scope["headers"])[b"x-request-id"].decode()
+        body = completion(assistant(str(number + 1))) | {"id": f"chatcmpl-{request_id}"}
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]}
+        )
+        await send({"type": "http.response.body", "body": json.dumps(body).encode()})
+
+
+async def test_what_the_middleware_records_is_what_the_tasks_hold(tmp_path: Path) -> None:
+    studio = Studio(tmp_path / "studio.sqlite")
+    log = {"path": str(tmp_path / "serving" / "calls.db"), "keep_days": 14, "max_bytes": 10**9}
+    middleware = with_middleware(
+        Model(), FLYWHEEL_ALIAS="my-agent", **{CALL_LOG_VARIABLE: json.dumps(log), ADMIN_KEY_VARIABLE: "secret"}
+    )
+    with running(middleware) as url, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ADMIN", "secret")
+        config = config_of(tmp_path, serving={"urls": [url], "admin_key_env": "ADMIN"})
+        async with Following(config), httpx2.AsyncClient(headers={"authorization": "Bearer secret"}) as client:
+            for number in range(5):
+                request = {"model": "my-agent", "messages": asked(number), "temperature": 0.5}
+                answer = await client.post(f"{url}/v1/chat/completions", json=request)
+                mark = request_id_in(answer.json()["id"])
+                assert mark is not None
+                studio.write(*trace(number, mark))
+            await until(lambda: len(exported(config)) == 5, "all tasks")
+    middleware._recorder.close()
+    assert all(is_exact(exported(config)[f"a{number}"], number) for number in range(5))
+    (found,) = (await status(config))["replicas"]
+    assert found["calls"] == {"condition": "ok", "error": "", "calls": 5, "missed": 0, "dropped": 0}
 
 
 async def test_a_call_that_comes_too_late_changes_the_state_and_not_the_line(tmp_path: Path) -> None:
