@@ -71,8 +71,15 @@ class ExtractionProcess:
 
         The future raises StudioError if the child has died or extraction failed.
         """
+        try:
+            question = _encode(Question(batch, schema, selection, source))
+        except (OverflowError, UnicodeEncodeError, RecursionError):
+            # A recorded call has numbers beyond 64 bits, lone surrogates or very deep values.
+            done: Future[Batch] = Future()
+            done.set_result(extract(batch, schema, selection, source))
+            return done
         # If it cannot be sent, the receiver finds the connection closed.
-        self._sender.submit(self._connection.send_bytes, _encode(Question(batch, schema, selection, source)))
+        self._sender.submit(self._connection.send_bytes, question)
         return self._receiver.submit(self._receive, source)
 
     def _receive(self, source: str) -> Batch:

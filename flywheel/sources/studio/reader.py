@@ -72,11 +72,8 @@ class StudioReader:
         self._tail: Scan | None = None
         self._token: object = None
         self._uncommitted: dict[str, Checkpoint] = {}
-
-    @property
-    def awaits_calls(self) -> bool:
-        """Whether a trace is complete, but for a call that has not been pulled."""
-        return self._tail is not None and any(trace.awaits_calls for trace in self._tail.traces.values())
+        self.awaits_calls = False
+        """Whether the last pass found a trace that is complete, but for a call that has not been pulled."""
 
     def close(self) -> None:
         self.database.close()
@@ -133,6 +130,7 @@ class StudioReader:
             for trace in scan.traces.values():
                 trace.drop_contents()
             self.due_ns = scan.next_due(self._settle_ns, self._abandon_ns, self._calls_wait_ns)
+            self.awaits_calls = any(trace.awaits_calls for trace in scan.traces.values())
             self._token = token
             stored = True
         finally:

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
@@ -20,7 +21,8 @@ from flywheel.sources.studio.reader import StudioReader
 from flywheel.sources.studio.replies import extract
 from flywheel.trace import Cursor, Selection
 from tests.sources.studio.reading import NOW, Ledger
-from tests.sources.studio.writer import DATA, NAMES
+from tests.sources.studio.test_recorded_calls import HIDING, MARK, marked, recorded
+from tests.sources.studio.writer import DATA, NAMES, Studio, agent, chat
 
 
 @pytest.fixture
@@ -96,3 +98,19 @@ def test_closing_does_not_wait_for_a_child_that_hangs() -> None:
             answer.result(60)
     with pytest.raises(ProcessLookupError):
         os.kill(process.pid, 0)
+
+
+@pytest.mark.parametrize("value", ["plain", 2**70, "\ud800"])
+def test_calls_reach_the_child_and_those_that_cannot_be_sent_are_joined_here(
+    process: ExtractionProcess, tmp_path: Path, value: object
+) -> None:
+    studio = Studio(tmp_path / "a.sqlite")
+    studio.write(marked(chat("c", HIDING, "2", parent="a")), agent("a", ended=2))
+    reader = StudioReader(studio.path, IngestSettings())
+    (batch,) = [each for each in reader.read(Cursor(), Ledger(), now=NOW, final=True) if each.traces]
+    reader.close()
+    batch = replace(batch, calls={MARK: recorded(parameters={"x": value})})
+    found = process.extract(batch, "generation 2", Selection(), "a.sqlite").result(60)
+    assert found == extract(batch, "generation 2", Selection(), "a.sqlite")
+    assert b'"prompt_source":"calls"' in found.entries[0].line
+    assert process.extract(batches_of("old")[1][0], "generation 1", Selection(), "b").result(60).entries
