@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from flywheel.call_log import RecordedCall
 from flywheel.errors import ServeError
 from flywheel.files import tree_sha256
 from flywheel.request_id import BASE_VERSION, mark_of
@@ -20,6 +21,7 @@ from flywheel.serving.adapter_swap import rollback, swap
 from flywheel.serving.adapter_unloading import retire
 from flywheel.serving.replica_client import Replica
 from flywheel.serving.swap_report import SwapReport
+from flywheel.sources.calls.parsing import parse
 from flywheel.states import DeploymentState
 from tests.conftest import MadeAdapter, VllmServer
 
@@ -237,6 +239,61 @@ async def test_the_response_id_says_which_version_answered(
                 assert [(mark.instance, mark.version) for mark in marks if mark] == [(instance, version)] * 2
                 assert found[0] != found[1], "each request has an id of its own"
             await rollback([replica], "told-agent", None, vllm_server.config.serving)
+
+
+async def recorded(replica: Replica, mark: str) -> list[RecordedCall]:
+    """The calls whose body holds the mark, as soon as there is one."""
+    async with asyncio.timeout(60):
+        while True:
+            page = await replica.calls(0, 1000)
+            assert page is not None
+            if found := [call for _, call in page.calls if mark.encode() in call.request]:
+                return found
+            await asyncio.sleep(0.1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "prefix", "request_body"),
+    [
+        ("/v1/chat/completions", "chatcmpl", {**QUESTION, "tools": [TOOL]}),
+        ("/v1/completions", "cmpl", {"prompt": "7", "max_tokens": 2}),
+        ("/v1/responses", "resp", {"input": "What is 3 plus 4?", "max_output_tokens": 4, "request_id": "resp_mine"}),
+    ],
+)
+async def test_what_vllm_answers_is_recorded_byte_for_byte(
+    vllm_server: VllmServer, replica: Replica, path: str, prefix: str, request_body: dict[str, object], stream: bool
+) -> None:
+    mark = f"of {path} {stream}"
+    body = json.dumps({**request_body, "model": vllm_server.alias, "stream": stream, "user": mark}, indent=1).encode()
+    async with httpx2.AsyncClient(base_url=vllm_server.url, timeout=120, headers=vllm_server.headers) as client:
+        by_name = {**request_body, "model": vllm_server.base_model, "user": mark}
+        assert (await client.post(path, json=by_name)).status_code == 200
+        answer = await client.post(path, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 200, answer.text
+    (call,) = await recorded(replica, mark)
+    assert (call.request, call.response) == (body, answer.content)
+    assert (call.path, call.version, call.status, call.is_complete) == (path, BASE_VERSION, 200, True)
+    assert call.media_type == ("text/event-stream" if stream else "application/json")
+    assert f'"{prefix}{"_" if prefix == "resp" else "-"}{call.request_id}' in answer.text
+    assert b"mine" not in answer.content
+    parsed = parse(call)
+    assert (parsed.error, parsed.is_interrupted, len(parsed.answers)) == ("", False, 1)
+    assert parsed.answers[0].content or parsed.answers[0].reasoning
+
+
+async def test_a_client_that_leaves_a_stream_is_recorded_as_one(vllm_server: VllmServer, replica: Replica) -> None:
+    mark = "of one that leaves"
+    request = {**QUESTION, "model": vllm_server.alias, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    async with (
+        httpx2.AsyncClient(base_url=vllm_server.url, timeout=120, headers=vllm_server.headers) as client,
+        client.stream("POST", "/v1/chat/completions", json={**request, "user": mark}) as stream,
+    ):
+        seen = await anext(stream.aiter_bytes())
+    (call,) = await recorded(replica, mark)
+    assert call.response.startswith(seen)
+    assert (call.status, call.is_complete) == (200, False)
+    assert parse(call).is_interrupted
 
 
 async def test_an_agent_with_tools_is_answered(vllm_server: VllmServer) -> None:
