@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import os
 import secrets
 import sqlite3
 import threading
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, NamedTuple, Self
 
 from flywheel.errors import CallLogError
-from flywheel.files import make_private, private
+from flywheel.files import make_private_database
 from flywheel.request_parts import packed, parts_of, runs
 
 FORMAT: Final = 1
@@ -259,8 +258,7 @@ class CallLog:
         if self._connection is not None and self._identity != self._identity_on_disk():
             self.close()  # The file was removed or replaced; nothing reads the old one any more.
         if self._connection is None:
-            make_private(self.path.parent)
-            os.close(private(self.path, os.O_RDWR | os.O_CREAT))  # SQLite gives its side files the same permissions.
+            make_private_database(self.path)
             connection = sqlite3.connect(
                 self.path, timeout=self._busy_seconds, isolation_level=None, check_same_thread=False
             )

@@ -32,6 +32,17 @@ def private(path: str | Path, flags: int) -> int:
     return os.open(path, flags | os.O_CLOEXEC, PRIVATE)
 
 
+def make_private_database(path: Path) -> None:
+    """Create an empty file, and its directory, for an SQLite database that only this user can read, if there is none.
+    SQLite gives its side files the same permissions.
+
+    An existing file is not opened: closing it would release the locks of all connections that this process has to it.
+    """
+    make_private(path.parent)
+    with contextlib.suppress(FileExistsError):
+        os.close(private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
+
+
 @contextlib.contextmanager
 def whole_file(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Write a file atomically: write a temporary file, fsync, rename. Readers see the old content or the new.

@@ -274,6 +274,19 @@ def test_threads_may_share_a_log(tmp_path: Path) -> None:
         assert [number for number, _ in log.page(0, 100, 10**9)] == list(range(1, 41))
 
 
+def test_a_second_connection_keeps_the_locks_of_the_first(tmp_path: Path) -> None:
+    """Else a process that ends would take itself for the last one, and remove the write-ahead log of the others."""
+    path = tmp_path / "calls.db"
+    with CallLog(path) as first, CallLog(path) as second:
+        first.append([call("a")])
+        second.state()
+        reader = f"from tests.test_call_log import *; log = CallLog(Path({str(path)!r})); log.state(); log.close()"
+        subprocess.run([sys.executable, "-c", reader], check=True, timeout=60)
+        assert (tmp_path / "calls.db-wal").exists()
+        first.append([call("b")])
+        assert len(stored(second)) == 2
+
+
 def test_a_removed_file_is_made_again(tmp_path: Path) -> None:
     with CallLog(tmp_path / "calls.db") as log:
         log.append([call("a")])

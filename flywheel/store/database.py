@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +24,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool, QueuePool
 
 from flywheel.errors import StoreError
-from flywheel.files import make_private, private
+from flywheel.files import make_private, make_private_database
 from flywheel.store.schema import SCHEMA_VERSION, meta, metadata
 
 P = ParamSpec("P")
@@ -114,9 +113,9 @@ class Store:
                 error.strerror or str(error),
                 "Set state.dir (or $FLYWHEEL_HOME) to a directory that you may write.",
             ) from error
-        # The files that SQLite makes beside it get its permissions. If it cannot be made, SQLite says why.
+        # If it cannot be made, SQLite says why.
         with contextlib.suppress(OSError):
-            os.close(private(path, os.O_RDWR | os.O_CREAT))
+            make_private_database(path)
         connect = partial(sqlite3.connect, path, check_same_thread=False)
         pragmas = (
             "journal_mode = WAL",

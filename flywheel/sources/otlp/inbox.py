@@ -6,7 +6,6 @@ Spans are on disk when `store` returns. A span that is sent again updates its ro
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import sqlite3
 from collections.abc import AsyncIterator, Sequence
@@ -17,7 +16,7 @@ from typing import Any, Final
 import aiosqlite
 
 from flywheel.errors import ReceiverError
-from flywheel.files import make_private, private, sync_directory
+from flywheel.files import make_private_database, sync_directory
 
 Row = Sequence[Any]
 """The values of one span, in the order of COLUMNS."""
@@ -129,7 +128,7 @@ class Inbox:
             # The file was removed or replaced; nothing reads the old one any more.
             await self._disconnect()
         if self._connection is None:
-            await asyncio.to_thread(_make, self.path)
+            await asyncio.to_thread(make_private_database, self.path)
             connection = await aiosqlite.connect(self.path, timeout=self._busy_seconds, isolation_level=None)
             try:
                 # With WAL, readers and the receiver do not block each other, and a commit syncs one file.
@@ -164,12 +163,6 @@ class Inbox:
             if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
                 hint = "Move the file away; a new one is created for the next spans."
             raise ReceiverError(f"{attempt} the inbox {self.path}", str(error), hint, retryable=True) from error
-
-
-def _make(path: Path) -> None:
-    """Create an empty file that only this user can read. SQLite gives its side files the same permissions."""
-    make_private(path.parent)
-    os.close(private(path, os.O_RDWR | os.O_CREAT))
 
 
 async def prune(inbox: Path, before_ns: int) -> int:
