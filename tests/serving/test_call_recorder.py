@@ -341,6 +341,20 @@ def test_a_log_that_cannot_be_written_stops_no_request(
     assert "requests are served, but not recorded: cannot write to the call log" in line
 
 
+def test_a_locked_log_delays_no_request(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.middleware._recorder._log._busy_seconds = 0.2
+    server.ask()
+    server.recorded(1)
+    server.middleware._recorder._log.close()  # the time above counts from the next connection on
+    with CallLog(server.path) as other, other.transaction():
+        for _ in range(3):
+            assert server.ask().status_code == 200
+        wait_for(lambda: server.middleware._recorder.uncounted == 3, "the count", seconds=60)
+    server.ask()
+    server.recorded(2)
+    assert pages(server).json()["dropped"] == 3
+
+
 SERVE = """
 import asyncio, json, resource, signal, sys
 import uvicorn

@@ -45,6 +45,16 @@ def test_only_the_top_level_model_changes(document: dict[str, object], layout: d
         assert rewritten == body
 
 
+@given(st.dictionaries(st.text() | st.sampled_from(["model", "request_id", "input"]), values), layouts)
+def test_a_request_to_an_alias_gets_a_request_id(document: dict[str, object], layout: dict[str, object]) -> None:
+    body = json.dumps(document, **layout).encode("utf-8", "surrogatepass")  # type: ignore[arg-type]
+    rewritten, target = rewrite_model(body, ALIASES.get, lambda target: f"resp_{target}")
+    if target is None:
+        assert rewritten == body
+    else:
+        assert json.loads(rewritten) == {**document, "model": target, "request_id": f"resp_{target}"}
+
+
 @given(st.binary() | st.text().map(str.encode) | values.map(json.dumps).map(str.encode))
 def test_what_is_no_json_object_is_left_to_the_server(body: bytes) -> None:
     rewritten = rewrite_model(body, ALIASES.get).body
