@@ -8,6 +8,7 @@ from flywheel.config.file import load as load
 from flywheel.config.file import parse as parse
 from flywheel.config.file import source_at as source_at
 from flywheel.config.ingest import AgentSettings as AgentSettings
+from flywheel.config.ingest import CallsSource as CallsSource
 from flywheel.config.ingest import IngestSettings as IngestSettings
 from flywheel.config.ingest import JsonlSource as JsonlSource
 from flywheel.config.ingest import OtlpSource as OtlpSource

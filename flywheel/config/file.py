@@ -15,10 +15,10 @@ from pydantic import Field, ValidationError, model_validator
 
 from flywheel.config.agentjet import MARKERS, translated
 from flywheel.config.ingest import (
+    CallsSource,
     IngestSettings,
     JsonlSource,
     ModelFilter,
-    OtlpSource,
     SourceSettings,
     StudioSource,
 )
@@ -68,7 +68,12 @@ class Config(Section):
         training, rollout, gate, rank = self.training, self.rollout, self.gate, self.serving.max_lora_rank
         batch, longest = training.prompts_per_step * training.group_size, rollout.max_completion_tokens
         waited_for = gate.min_tasks if self.trigger.min_held_out is None else self.trigger.min_held_out
+        finds_calls = any(isinstance(source, CallsSource) for source in self.sources)
         for is_wrong, why in (
+            (
+                finds_calls and self.serving.call_log is None,
+                "`sources`: type calls needs the calls that `flywheel serve` records, and serving.call_log is false",
+            ),
             (
                 batch % training.micro_batch_size,
                 f"`training`: micro_batch_size {training.micro_batch_size} does not divide prompts_per_step ×"
@@ -132,7 +137,7 @@ def source_at(config: Config, file: Path) -> Path | None:
     listed = [name for name in (file, target) if name.suffix == ".jsonl" and not name.name.startswith(".")]
     folders = {os.path.realpath(name.parent) for name in listed}
     for source in config.sources:
-        if not isinstance(source, OtlpSource):
+        if isinstance(source, StudioSource | JsonlSource):
             path = os.path.realpath(source.path)
             if path == str(target) or (isinstance(source, JsonlSource) and path in folders):
                 return source.path

@@ -81,6 +81,15 @@ class OtlpSource(Section):
         return self
 
 
+class CallsSource(Section):
+    type: Literal["calls"]
+    """`calls`: agents without tracing. Their replies are found in the calls that `flywheel serve` has recorded."""
+    idle_minutes: float = Field(default=60.0, gt=0)
+    """A call continues a conversation whose last call ended at most this many minutes before. A reply that waits
+    longer for its tools is unfinished."""
+    models: ModelFilter = ModelFilter()
+
+
 def _source_type(value: Any) -> str:
     found = value.get("type", "studio") if isinstance(value, dict) else getattr(value, "type", "studio")
     return str(found)
@@ -89,7 +98,8 @@ def _source_type(value: Any) -> str:
 SourceSettings = Annotated[
     Annotated[StudioSource, Tag("studio")]
     | Annotated[JsonlSource, Tag("jsonl")]
-    | Annotated[OtlpSource, Tag("otlp")],
+    | Annotated[OtlpSource, Tag("otlp")]
+    | Annotated[CallsSource, Tag("calls")],
     Discriminator(_source_type),
 ]
 
@@ -115,7 +125,8 @@ class IngestSettings(Section):
     """Interval in seconds of full scans, which find rows that changed in place. The newest rows are compared after
     every change of the source."""
     keep_received_days: float = Field(default=30.0, gt=0)
-    """Days that spans received by OTLP stay in the inbox. Their replies and tasks are kept."""
+    """Days that spans received by OTLP, or made for replies found in calls, stay in the inbox. Their replies and
+    tasks are kept."""
     agents: AgentSettings = AgentSettings()
     train_ratio: Share = 0.7
     """Share of conversations in the training split; the others are permanently held out for the gate."""

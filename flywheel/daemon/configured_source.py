@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import Final
 
-from flywheel.config import Config, JsonlSource, OtlpSource, SourceSettings
+from flywheel.config import Config, JsonlSource, SourceSettings, StudioSource
 from flywheel.exclusion import TrainedModels
 from flywheel.store import samples
 from flywheel.store.database import Store, note, noted
@@ -18,13 +18,13 @@ MODEL_RULES: Final = "model_rules"
 def source_of(config: Config, path: Path) -> SourceSettings | None:
     """The source with this database, inbox, file or directory of files; None if no configured source has it."""
     for source in config.sources:
-        if isinstance(source, OtlpSource):
-            # Imported here: `flywheel status` needs it only for such sources.
-            from flywheel.sources.otlp.inbox import inbox_path
-
-            own = inbox_path(config.state_dir, source.listen)
-        else:
+        if isinstance(source, StudioSource | JsonlSource):
             own = source.path.absolute()
+        else:
+            # Imported here: `flywheel status` needs it only for such sources.
+            from flywheel.sources.otlp.inbox import inbox_of
+
+            own = inbox_of(source, config.state_dir)
         if path == own or (isinstance(source, JsonlSource) and path.parent == own):
             return source
     return None

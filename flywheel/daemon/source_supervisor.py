@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from flywheel.config import Config, JsonlSource, OtlpSource
+from flywheel.config import CallsSource, Config, JsonlSource, OtlpSource
 from flywheel.daemon.stage import Stage
 from flywheel.errors import FlywheelError
 from flywheel.sources.call_puller import PAUSE_SECONDS
 from flywheel.sources.ingestion import Ingestion, SourceIngestion
-from flywheel.sources.otlp.inbox import inbox_path, prune
+from flywheel.sources.otlp.inbox import inbox_of, prune
 from flywheel.sources.otlp.receiver import Receiver
 from flywheel.sources.watcher import Watcher
 from flywheel.store.database import Store
@@ -61,7 +61,7 @@ class SourceSupervisor:
         self._watcher = Watcher()
         for source in self._config.sources:
             if isinstance(source, OtlpSource):
-                inbox = inbox_path(self._config.state_dir, source.listen)
+                inbox = inbox_of(source, self._config.state_dir)
                 receiver = Receiver(source.listen, inbox, token_env=source.token_env)
                 self._receivers.append(receiver)
                 await receiver.start()
@@ -110,12 +110,14 @@ class SourceSupervisor:
         """Delete received spans that are older than `ingest.keep_received_days`."""
         before_ns = time.time_ns() - int(self._config.ingest.keep_received_days * 86_400e9)
         for source in self._config.sources:
-            if isinstance(source, OtlpSource):
-                await prune(inbox_path(self._config.state_dir, source.listen), before_ns)
+            if isinstance(source, OtlpSource | CallsSource):
+                await prune(inbox_of(source, self._config.state_dir), before_ns)
 
     async def _do_pull(self) -> None:
         """Pull recorded calls, more often while a trace waits for some, and read the sources that they are for."""
-        for source in await self._ingestion.pull_calls():
+        waiting = await self._ingestion.pull_calls()
+        self.refresh()
+        for source in waiting:
             if source.path in self._stages:
                 self._stages[source.path].wake.set()
 

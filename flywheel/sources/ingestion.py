@@ -18,16 +18,17 @@ from pathlib import Path
 from typing import Any, Final
 
 from flywheel.batch import Batch
-from flywheel.config import Config, IngestSettings, JsonlSource, OtlpSource
-from flywheel.errors import CallLogError, FlywheelError, SourceError, StoreError
+from flywheel.config import CallsSource, Config, IngestSettings, JsonlSource, OtlpSource
+from flywheel.errors import CallLogError, FlywheelError, ReceiverError, SourceError, StoreError
 from flywheel.files import PRIVATE
 from flywheel.filtering.chain import redactor_of
 from flywheel.filtering.pii import Redactor
 from flywheel.sources import jsonl_connector
 from flywheel.sources.call_puller import CallPuller
+from flywheel.sources.calls.conversation_finder import ConversationFinder
 from flywheel.sources.jsonl.file import files_of
 from flywheel.sources.jsonl_connector import JsonlConnector
-from flywheel.sources.otlp.inbox import inbox_path
+from flywheel.sources.otlp.inbox import inbox_of
 from flywheel.sources.redaction import redacted
 from flywheel.sources.studio_connector import SharedLimits, StudioConnector
 from flywheel.store import ledger
@@ -315,14 +316,16 @@ class Ingestion:
         self._jsonl_threads = ThreadPoolExecutor(SOURCES_AT_ONCE, thread_name_prefix="jsonl")
         self.calls = CallPuller(store, config) if config.serving.call_log is not None else None
         """Pulls recorded calls; None where none are recorded."""
+        found_in = next((source for source in config.sources if isinstance(source, CallsSource)), None)
+        self._finder = ConversationFinder(config, found_in) if found_in is not None else None
         self._sources: dict[Path, SourceIngestion] = {}
 
     def sources(self) -> list[SourceIngestion]:
         """The sources that exist now, including each file of a JSONL directory. A path named twice is one source."""
         for source in self._config.sources:
-            if isinstance(source, OtlpSource):
-                inbox = inbox_path(self._config.state_dir, source.listen)
-                paths = [inbox] if inbox.exists() else []  # the receiver creates it
+            if isinstance(source, OtlpSource | CallsSource):
+                inbox = inbox_of(source, self._config.state_dir)
+                paths = [inbox] if inbox.exists() else []  # the receiver, or the first reply in a call, creates it
             elif isinstance(source, JsonlSource):
                 try:
                     paths = files_of(source.path.absolute())
@@ -379,14 +382,23 @@ class Ingestion:
                 return report
 
         async def read_all() -> list[SourceReport]:
-            found = await asyncio.gather(*(read(source) for source in self.sources()))
-            if self.calls is None or not self.calls.has_pulled:
-                return found
-            reopened = await self._reopened()
-            return [
-                await self._again(source, report, final=final, stop=stop) if source in reopened else report
-                for source, report in zip(self.sources(), found, strict=False)
-            ]
+            sources = [source for source in self.sources() if source.connector.type != "calls"]
+            found = dict(zip(sources, await asyncio.gather(*map(read, sources)), strict=True))
+            error: SourceReport | None = None
+            if self._finder is not None:
+                # After the traces: where there is a trace of a call, the reply is read from there.
+                try:
+                    await self._find_conversations(self._finder, final=final)
+                except (CallLogError, ReceiverError) as failure:
+                    error = SourceReport(self._finder.inbox, error=failure)
+            found |= {
+                source: await read(source) for source in self.sources() if source not in found and error is None
+            }
+            if self.calls is not None and self.calls.has_pulled:
+                for source in await self._reopened():
+                    if source in found:
+                        found[source] = await self._again(source, found[source], final=final, stop=stop)
+            return [*found.values(), error] if error is not None else list(found.values())
 
         reading = asyncio.create_task(read_all())
         try:
@@ -421,12 +433,21 @@ class Ingestion:
         return replace(again, new=report.new + again.new)
 
     async def pull_calls(self) -> list[SourceIngestion]:
-        """Pull recorded calls; the sources to be read for them. Raises CallLogError."""
+        """Pull recorded calls and find their conversations; the sources to be read for them. Raises CallLogError and
+        ReceiverError."""
         if self.calls is None:
             return []
         awaiting = [source for source in self._sources.values() if source.awaits_calls]
         await self.calls.pull(at_once=bool(awaiting))
+        if self._finder is not None:
+            await self._finder.update(self.calls.read_to_ns)
         return [*awaiting, *await self._reopened()]
+
+    async def _find_conversations(self, finder: ConversationFinder, *, final: bool) -> None:
+        """Pull recorded calls, and find their conversations. Raises CallLogError and ReceiverError."""
+        assert self.calls is not None
+        await self.calls.pull(at_once=True)
+        await finder.update(self.calls.read_to_ns, final=final)
 
     async def _reopened(self) -> list[SourceIngestion]:
         """The sources with traces that lacked calls when they were extracted and are opened again for them."""
@@ -445,6 +466,8 @@ class Ingestion:
         """Close all connectors and end their threads."""
         for source in self._sources.values():
             await source.connector.close()
+        if self._finder is not None:
+            await self._finder.close()
         if self.calls is not None:
             await self.calls.close()
         self._jsonl_threads.shutdown()

@@ -16,8 +16,11 @@ from typing import Any, Final
 
 from flywheel.config import load
 from flywheel.files import append_lines
+from flywheel.sources.calls import conversations
+from flywheel.sources.calls.conversations import Conversations
 from flywheel.sources.ingestion import Ingestion
 from flywheel.sources.jsonl.reader import JsonlReader
+from flywheel.sources.otlp.inbox import Inbox
 from flywheel.sources.studio import database, reader
 from flywheel.store import task_file
 from flywheel.store.database import Store
@@ -31,6 +34,8 @@ POINTS: Final = (
     "in append",
     "after append",
 )
+CALLS_POINTS: Final = ("after place", "before inbox", "after inbox", "after hand on")
+"""Of a source of recorded calls."""
 PATIENCE_SECONDS: Final = 120.0
 PAGE_ROWS: Final = 25
 
@@ -39,7 +44,7 @@ class Trap:
     """Where and at which arrival this process dies."""
 
     def __init__(self, point: str, arrival: int) -> None:
-        assert point in POINTS
+        assert point in (*POINTS, *CALLS_POINTS)
         self._point = point
         self._left = arrival
 
@@ -92,6 +97,26 @@ def set_up(trap: Trap) -> None:
         trap.pass_by("after append")
         return count
 
+    place, hand_on, store = Conversations.place, Conversations.hand_on, Inbox.store
+
+    def trapped_place(self: Conversations, before_ns: int) -> int:
+        placed = place(self, before_ns)
+        trap.pass_by("after place")
+        return placed
+
+    def trapped_hand_on(self: Conversations, replies: Any) -> None:
+        hand_on(self, replies)
+        trap.pass_by("after hand on")
+
+    async def trapped_store(self: Inbox, rows: Any) -> None:
+        trap.pass_by("before inbox")
+        await store(self, rows)
+        trap.pass_by("after inbox")
+
+    Conversations.place = trapped_place  # type: ignore[method-assign]
+    Conversations.hand_on = trapped_hand_on  # type: ignore[method-assign]
+    Inbox.store = trapped_store  # type: ignore[method-assign]
+    conversations.CALLS_AT_ONCE = 5  # type: ignore[misc]  # many transactions in a pass
     database.PAGE_ROWS = reader.BATCH_ROWS = PAGE_ROWS  # type: ignore[misc]  # many commits in a pass
     database.Database.page = trapped_page  # type: ignore[method-assign,assignment]
     JsonlReader.read = trapped_lines  # type: ignore[method-assign]

@@ -11,12 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from flywheel.config import Config, JsonlSource, OtlpSource, StudioSource
+from flywheel.config import CallsSource, Config, JsonlSource, OtlpSource, StudioSource
 from flywheel.config.ingest import host_and_port, is_loopback
 from flywheel.daemon.lock import holder
 from flywheel.diagnostics.doctor.finding import Finding, Result
 from flywheel.errors import FlywheelError
 from flywheel.sources.jsonl.file import JsonlFile, files_of, is_listed
+from flywheel.sources.otlp.inbox import inbox_of
 from flywheel.sources.studio.database import Database
 from flywheel.sources.studio.schema import schema_of
 from flywheel.terminal import byte_size
@@ -36,9 +37,19 @@ def check_sources(config: Config) -> Iterator[Finding]:
     if not config.sources:
         yield Finding("source", Result.WARNING, "none is configured: nothing is read", "Name one in `sources`.")
     for source in config.sources:
-        subject = source.listen if isinstance(source, OtlpSource) else str(source.path.absolute())
+        match source:
+            case OtlpSource():
+                subject = source.listen
+            case CallsSource():
+                subject = str(inbox_of(source, config.state_dir))
+            case _:
+                subject = str(source.path.absolute())
         try:
             match source:
+                case CallsSource() if not Path(subject).exists():
+                    yield Finding("source", Result.OK, "no reply was found in recorded calls yet", subject=subject)
+                case CallsSource():
+                    yield _studio(Path(subject))
                 case StudioSource():
                     yield _studio(source.path.absolute())
                 case JsonlSource():

@@ -10,6 +10,7 @@ calls. A reply is handed on when it is answered; a call that continues it later 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from sqlite3 import Connection
 from typing import Any, Final
@@ -42,19 +43,19 @@ _TABLES: Final = (
     "size INTEGER NOT NULL, started_ns INTEGER NOT NULL, ended_ns INTEGER NOT NULL)",
     "CREATE INDEX IF NOT EXISTS unplaced_started ON unplaced (started_ns, number)",
     "CREATE TABLE IF NOT EXISTS answered (hash BLOB NOT NULL, request_id TEXT NOT NULL, reply TEXT NOT NULL, "
-    "ended_ns INTEGER NOT NULL, is_continued INTEGER NOT NULL DEFAULT 0)",
+    "ended_ns INTEGER NOT NULL, is_continued INTEGER NOT NULL, placed_ns INTEGER NOT NULL)",
     "CREATE INDEX IF NOT EXISTS answered_hash ON answered (hash)",
     "CREATE INDEX IF NOT EXISTS answered_request ON answered (request_id)",
-    "CREATE INDEX IF NOT EXISTS answered_ended ON answered (ended_ns)",
-    "CREATE TABLE IF NOT EXISTS tool_calls (hash BLOB PRIMARY KEY, root TEXT NOT NULL, ended_ns INTEGER NOT NULL) "
-    "WITHOUT ROWID",
-    "CREATE INDEX IF NOT EXISTS tool_calls_ended ON tool_calls (ended_ns)",
-    "CREATE TABLE IF NOT EXISTS found_replies (reply TEXT PRIMARY KEY, ended_ns INTEGER NOT NULL, "
-    "due_ns INTEGER, content BLOB NOT NULL)",
+    "CREATE INDEX IF NOT EXISTS answered_placed ON answered (placed_ns)",
+    "CREATE TABLE IF NOT EXISTS tool_calls (hash BLOB PRIMARY KEY, root TEXT NOT NULL, ended_ns INTEGER NOT NULL, "
+    "placed_ns INTEGER NOT NULL) WITHOUT ROWID",
+    "CREATE INDEX IF NOT EXISTS tool_calls_placed ON tool_calls (placed_ns)",
+    "CREATE TABLE IF NOT EXISTS found_replies (reply TEXT PRIMARY KEY, content BLOB NOT NULL, due_ns INTEGER, "
+    "placed_ns INTEGER NOT NULL)",
     "CREATE INDEX IF NOT EXISTS found_replies_due ON found_replies (due_ns)",
-    "CREATE INDEX IF NOT EXISTS found_replies_ended ON found_replies (ended_ns)",
+    "CREATE INDEX IF NOT EXISTS found_replies_placed ON found_replies (placed_ns)",
 )
-"""`found_replies.due_ns` is null for a reply that was handed on as it is."""
+"""`found_replies.due_ns` is null for a reply that was handed on as it is. `placed_ns` is the time of the daemon."""
 
 
 class FoundCall(Struct, frozen=True):
@@ -124,12 +125,12 @@ class Conversations:
             connection.executemany("DELETE FROM unplaced WHERE number = ?", [(number,) for number, _ in rows])
         return len(rows)
 
-    def due(self, now_ns: int, limit: int = CALLS_AT_ONCE) -> list[FoundReply]:
-        """The replies to be handed on now, the oldest first."""
-        query = "SELECT content FROM found_replies WHERE due_ns <= ? ORDER BY due_ns, ended_ns LIMIT ?"
+    def due(self, now_ns: int) -> list[FoundReply]:
+        """Some of the replies to be handed on now, the oldest first; none if none is left."""
+        query = "SELECT content FROM found_replies WHERE due_ns <= ? ORDER BY due_ns LIMIT ?"
         with self._log.transaction() as connection:
             self._prepare(connection)
-            return [_decode(row[0]) for row in connection.execute(query, (now_ns, limit))]
+            return [_decode(row[0]) for row in connection.execute(query, (now_ns, CALLS_AT_ONCE))]
 
     def hand_on(self, replies: Sequence[FoundReply]) -> None:
         """Note that these replies were handed on."""
@@ -138,14 +139,12 @@ class Conversations:
             connection.executemany("UPDATE found_replies SET due_ns = NULL WHERE reply = ?", done)
 
     def prune(self, before_ns: int) -> None:
-        """Forget what neither calls that wait to be placed nor calls from `before_ns` on can continue."""
+        """Forget calls that were placed before `before_ns`: no later one can continue them any more."""
         with self._log.transaction() as connection:
             self._prepare(connection)
-            (first,) = connection.execute("SELECT min(started_ns) FROM unplaced").fetchone()
-            idle_since = min(before_ns, first or before_ns) - self._idle_ns - EARLY_NS
-            connection.execute("DELETE FROM answered WHERE ended_ns < ?", (idle_since,))
-            connection.execute("DELETE FROM tool_calls WHERE ended_ns < ?", (idle_since,))
-            connection.execute("DELETE FROM found_replies WHERE ended_ns < ? AND due_ns IS NULL", (idle_since,))
+            connection.execute("DELETE FROM answered WHERE placed_ns < ?", (before_ns,))
+            connection.execute("DELETE FROM tool_calls WHERE placed_ns < ?", (before_ns,))
+            connection.execute("DELETE FROM found_replies WHERE placed_ns < ? AND due_ns IS NULL", (before_ns,))
 
     def _prepare(self, connection: Connection) -> None:
         """Make the tables, and list calls that are new in the file."""
@@ -163,6 +162,7 @@ class Conversations:
 
     def _place(self, connection: Connection, call: ModelCall) -> None:
         beginnings, ends = hashes(call)
+        now_ns = time.time_ns()
         found = FoundCall(call.request_id, call.started_ns, call.ended_ns, storable(call.model), storable(call.error))
         earlier = self._continued(connection, call, beginnings)
         before = _reply(connection, earlier.reply) if earlier is not None else None
@@ -198,12 +198,13 @@ class Conversations:
             reply = msgspec.structs.replace(reply, is_answered=True)
         self._store(connection, reply)
         connection.executemany(
-            "INSERT INTO answered (hash, request_id, reply, ended_ns) VALUES (?, ?, ?, ?)",
-            [(end, call.request_id, reply.id, call.ended_ns) for end in ends],
+            "INSERT INTO answered VALUES (?, ?, ?, ?, 0, ?)",
+            [(end, call.request_id, reply.id, call.ended_ns, now_ns) for end in ends],
         )
         keys = tool_call_keys(call, [{"tool_calls": list(answer.tool_calls)} for answer in call.answers])
         connection.executemany(
-            "INSERT OR REPLACE INTO tool_calls VALUES (?, ?, ?)", [(key, reply.root, call.ended_ns) for key in keys]
+            "INSERT OR REPLACE INTO tool_calls VALUES (?, ?, ?, ?)",
+            [(key, reply.root, call.ended_ns, now_ns) for key in keys],
         )
 
     def _continued(
@@ -230,7 +231,7 @@ class Conversations:
         due_ns = 0 if is_closed else ended_ns + wait_ns
         connection.execute(
             "INSERT OR REPLACE INTO found_replies VALUES (?, ?, ?, ?)",
-            (reply.id, ended_ns, due_ns, msgspec.json.encode(reply)),
+            (reply.id, msgspec.json.encode(reply), due_ns, time.time_ns()),
         )
 
 

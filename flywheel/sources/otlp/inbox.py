@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import aiosqlite
 
+from flywheel.config import CallsSource, OtlpSource
 from flywheel.errors import ReceiverError
 from flywheel.files import make_private_database, sync_directory
 
@@ -81,6 +82,13 @@ def inbox_path(state_dir: Path, listen: str) -> Path:
     # Each colon is replaced in place: [::1] and [1::] are different addresses.
     name = re.sub(r"[^\w.-]", "_", host.removeprefix("[").removesuffix("]"))
     return state_dir / "otlp" / f"{name}-{port}.sqlite"
+
+
+def inbox_of(source: OtlpSource | CallsSource, state_dir: Path) -> Path:
+    """The inbox of a source whose spans Flywheel stores itself."""
+    if isinstance(source, CallsSource):
+        return state_dir / "calls" / "spans.sqlite"
+    return inbox_path(state_dir, source.listen)
 
 
 class Inbox:

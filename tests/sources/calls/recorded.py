@@ -12,7 +12,7 @@ from flywheel.request_id import new_request_id
 INSTANCE = "0123456789abcdef"
 JSON = "application/json"
 STREAM = "text/event-stream; charset=utf-8"
-BEGIN_NS = 1_790_000_000_000_000_000
+BEGIN_NS = 1_700_000_000_000_000_000
 SECOND_NS = 1_000_000_000
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -327,7 +328,7 @@ def test_a_reply_without_an_answer_is_handed_on_as_unfinished_when_it_was_idle(t
         log.append([asked([user("hello")], assistant(None, tool_call("f")), 0)])
         conversations = Conversations(log, idle_ns=int(IDLE * SECOND_NS))
         conversations.place(LATER_NS)
-        conversations.prune(at(1 + IDLE + 100))
+        conversations.prune(time.time_ns() + SECOND_NS)
         assert handed_on(conversations, at(IDLE)) == []
         (reply,) = handed_on(conversations, at(IDLE + 1))
         assert reply.skip is SkipReason.UNFINISHED
@@ -343,13 +344,15 @@ def test_what_cannot_be_continued_is_forgotten(tmp_path: Path) -> None:
         log.append([asked([user("hello")], assistant("Hi", tool_call("generate_response")), 0)])
         conversations = Conversations(log, idle_ns=int(IDLE * SECOND_NS))
         conversations.place(LATER_NS)
-        handed_on(conversations)
-        log.append([asked([user("late")], assistant("Hi"), 100)])
-        conversations.prune(at(IDLE + 102))  # the second call may continue the first one
-        assert rows(log) == [1, 1, 1, 1]
+        conversations.prune(time.time_ns() + SECOND_NS)
+        assert rows(log) == [0, 0, 1, 0], "what was not handed on is kept"
+        log.append([asked([user("late")], assistant("Hi", tool_call("generate_response")), 100)])
         conversations.place(LATER_NS)
-        conversations.prune(at(IDLE + 102))
-        assert rows(log) == [1, 0, 1, 0]
+        handed_on(conversations)
+        conversations.prune(time.time_ns() - 3600 * SECOND_NS)
+        assert rows(log) == [1, 1, 2, 0]
+        conversations.prune(time.time_ns() + SECOND_NS)
+        assert rows(log) == [0, 0, 0, 0]
 
 
 def test_calls_that_were_pruned_before_they_were_placed_are_left_out(tmp_path: Path) -> None:

@@ -1,0 +1,60 @@
+"""Connects the calls of the mirror with the inbox of a `calls` source: their conversations as spans.
+
+Where each call is placed is stored with the calls, and what was written to the inbox is noted afterwards. After a
+crash in between the same rows are written again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Final
+
+from flywheel.call_log import CallLog
+from flywheel.config import CallsSource, Config, OtlpSource, StudioSource
+from flywheel.sources.calls.conversations import EARLY_NS, Conversations
+from flywheel.sources.calls.mirror import mirror_path
+from flywheel.sources.calls.skeleton_spans import rows_of
+from flywheel.sources.otlp.inbox import Inbox, inbox_of
+
+LATE_NS: Final = 86_400 * 10**9
+"""How long after its time a call may be pulled, from a server that was away, and still continue a conversation."""
+
+
+class ConversationFinder:
+    """Finds the replies of one `calls` source. Where traces are read as well, a reply waits for
+    `ingest.calls_wait_seconds`, so that its trace comes first."""
+
+    def __init__(self, config: Config, source: CallsSource) -> None:
+        traced = any(isinstance(other, StudioSource | OtlpSource) for other in config.sources)
+        idle_ns = int(source.idle_minutes * 60e9)
+        self._keep_ns = idle_ns + LATE_NS
+        self._wait_ns = int(config.ingest.calls_wait_seconds * 1e9) if traced else 0
+        self._alias = config.model.alias
+        self._log = CallLog(mirror_path(config.state_dir))
+        self.inbox = inbox_of(source, config.state_dir)
+        self._inbox = Inbox(self.inbox)
+        self._conversations = Conversations(self._log, idle_ns=idle_ns, wait_ns=self._wait_ns)
+        self._lock = asyncio.Lock()
+
+    async def update(self, pulled_to_ns: int, *, final: bool = False) -> int:
+        """Place the calls that ended before `pulled_to_ns` and write their replies; returns how many were written.
+
+        All calls that ended before then must have been pulled. A `final` update does not wait for traces, nor for
+        calls that a server may not have recorded yet. Raises CallLogError and ReceiverError.
+        """
+        async with self._lock:
+            while await asyncio.to_thread(self._conversations.place, pulled_to_ns - (0 if final else EARLY_NS)):
+                pass
+            written = 0
+            now_ns = time.time_ns() + (self._wait_ns if final else 0)
+            while replies := await asyncio.to_thread(self._conversations.due, now_ns):
+                await self._inbox.store([row for reply in replies for row in rows_of(reply, self._alias)])
+                await asyncio.to_thread(self._conversations.hand_on, replies)
+                written += len(replies)
+            await asyncio.to_thread(self._conversations.prune, time.time_ns() - self._keep_ns)
+            return written
+
+    async def close(self) -> None:
+        await self._inbox.close()
+        await asyncio.to_thread(self._log.close)

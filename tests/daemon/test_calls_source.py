@@ -1,0 +1,299 @@
+"""Agents without any tracing: their replies are found in the calls that the servers have recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from sqlalchemy import Connection, select
+
+from flywheel.call_log import RecordedCall
+from flywheel.config import Config, parse
+from flywheel.diagnostics.audit import deep_audit
+from flywheel.errors import ConfigError
+from flywheel.request_id import mark_of
+from flywheel.sources.ingestion import Ingestion, SourceReport
+from flywheel.states import SkipReason
+from flywheel.store.database import Store
+from flywheel.store.schema import replies, tasks
+from tests import warm
+from tests.daemon.following import Following, status, until
+from tests.daemon.killed import CALLS_POINTS
+from tests.sources.calls.log_server import LogServer
+from tests.sources.calls.recorded import assistant, chat, completion, recorded, sse, tool, tool_call, user
+
+SYSTEM = {"role": "system", "content": "You do sums."}
+ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+REMINDER = user("<system-reminder>\nIt is Monday.\n</system-reminder>")
+
+
+def config_of(folder: Path, *servers: LogServer, **more: Any) -> Config:
+    raw = {
+        "state": {"dir": "state"},
+        "model": {"alias": "my-agent"},
+        "sources": [{"type": "calls"}],
+        "serving": {"urls": [server.url for server in servers], "call_log": {"keep_days": 10_000}},
+        "ingest": {"settle_seconds": 0, **more.pop("ingest", {})},
+        **more,
+    }
+    (folder / "flywheel.yaml").write_text(yaml.safe_dump(raw))
+    return parse(raw, "test", folder)
+
+
+def turn(number: int, began: float, *, version: str = "my-agent@r0001", **others: Any) -> list[RecordedCall]:
+    """The two calls of a reply with a tool: a question, a reminder, a call of a tool and the answer."""
+    sum_of = tool_call("add", f'{{"a": {number}, "b": 1}}', f"call-{number}")
+    asked: list[dict[str, Any]] = [SYSTEM, user([{"type": "text", "text": f"What is {number} + 1?"}]), REMINDER]
+    more = [*asked, {**assistant(None, sum_of), "name": "Friday"}, tool(str(number + 1), f"call-{number}")]
+    answer = completion(assistant(f"It is {number + 1}."), usage={"prompt_tokens": 9, "completion_tokens": 2})
+    given: dict[str, Any] = {"tools": [ADD], "temperature": 0.5}
+    return [
+        recorded(chat(asked, **given), completion(assistant(None, sum_of)), began=began, version=version, **others),
+        recorded(chat(more, **given), answer, began=began + 5, version=version, **others),
+    ]
+
+
+def conversation_of(call: RecordedCall) -> str:
+    mark = mark_of(call.request_id)
+    assert mark is not None
+    return f"calls-{mark.random}"
+
+
+def exported(config: Config) -> list[dict[str, Any]]:
+    if not config.task_file.exists():
+        return []
+    whole, _, _ = config.task_file.read_bytes().rpartition(b"\n")
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+async def ingest(config: Config) -> list[SourceReport]:
+    store = await Store.open(config.state_dir)
+    ingestion = Ingestion(store, config)
+    try:
+        return await ingestion.run(final=True)
+    finally:
+        await ingestion.close()
+        await store.close()
+
+
+async def read(config: Config, function: Any) -> Any:
+    store = await Store.open(config.state_dir)
+    try:
+        return await store.read(function)
+    finally:
+        await store.close()
+
+
+def outcomes(conn: Connection) -> Counter[tuple[str, str | None]]:
+    return Counter(tuple(row) for row in conn.execute(select(replies.c.state, replies.c.skip_reason)))
+
+
+async def test_replies_become_tasks_with_exact_prompts_and_certain_adapters(tmp_path: Path) -> None:
+    with LogServer(tmp_path / "a.db") as a, LogServer(tmp_path / "b.db") as b:
+        config = config_of(tmp_path, a, b)
+        for number in range(12):
+            version = f"my-agent@r000{1 + number // 6}"
+            for call, server in zip(turn(number, number / 2, version=version), (a, b), strict=True):
+                server.log.append([call])
+        (report,) = await ingest(config)
+        assert (report.error, report.new, report.counts.replies) == (None, 12, 12)
+        (again,) = await ingest(config)
+        assert (again.new, again.counts.replies) == (0, 12)
+    lines = {line["main_query"]: line for line in exported(config)}
+    assert len(lines) == 12
+    for number in range(12):
+        line = lines[f"What is {number} + 1?"]
+        told = line["metadata"]
+        assert line["answer"] == f"It is {number + 1}."
+        assert line["prompt"] == [SYSTEM, user(f"What is {number} + 1?"), REMINDER]
+        assert json.loads(told["tools_json"]) == [ADD]
+        assert [step["role"] for step in json.loads(told["trajectory_json"])] == ["assistant", "tool"]
+        assert json.loads(told["parameters_json"]) == {"temperature": 0.5}
+        assert (told["prompt_source"], told["prompt_exact"], told["adapter_source"]) == ("calls", True, "id")
+        assert told["adapter"] == f"my-agent@r000{1 + number // 6}"
+        assert (told["agent_name"], told["turn"], told["errors_json"]) == ("my-agent", 0, "[]")
+    store = await Store.open(config.state_dir)
+    audit = await deep_audit(store, config)
+    await store.close()
+    assert audit.problems == []
+    (shown,) = (await status(config))["sources"]
+    assert (shown["type"], shown["condition"], shown["tasks"], shown["configured"]) == ("calls", "ok", 12, True)
+
+
+async def test_forks_are_in_the_split_of_their_root_and_turns_are_counted(tmp_path: Path) -> None:
+    calls: list[RecordedCall] = []
+    forks: dict[str, list[str]] = {}
+    for number in range(8):
+        topic = f"{number}: {' '.join(f'w{number}{n}' for n in range(30))}"
+        opening = [SYSTEM, user(f"Tell me about {topic}.")]
+        root = recorded(chat(opening), completion(assistant(f"About {topic}.")), began=100 * number)
+        calls.append(root)
+        for n in range(4):
+            more = [*opening, assistant(f"About {topic}."), user(f"And {n}?")]
+            calls.append(recorded(chat(more), completion(assistant(f"{n}!")), began=100 * number + 10 * (n + 1)))
+        forks[conversation_of(root)] = [conversation_of(call) for call in calls[-3:]]
+    with LogServer(tmp_path / "a.db") as server:
+        config = config_of(tmp_path, server, ingest={"train_ratio": 0.5})
+        server.log.append(calls)
+        await ingest(config)
+    found = [line["metadata"] for line in exported(config)]
+    assert len(found) == len(calls)
+    split = {each["conversation_id"]: each["split"] for each in found}
+    assert set(split.values()) == {"train", "held-out"}
+    for root_id, others in forks.items():
+        assert {split[each] for each in others} == {split[root_id]}
+    assert Counter(each["turn"] for each in found) == {0: 8, 1: 32}
+
+
+async def test_what_becomes_no_task_is_counted_with_its_reason(tmp_path: Path) -> None:
+    hello = chat([SYSTEM, user("hello")])
+    cut = recorded(hello, sse({"choices": [{"index": 0, "delta": {"content": "Hi"}}]}, done=False), is_complete=False)
+    failed = recorded(hello, {"error": {"message": "overloaded"}}, status=503, began=10)
+    again = recorded(hello, completion(assistant("Hi")), began=20, retry=2)
+    raw = recorded({"prompt": "The capital"}, {"choices": [{"text": " is"}]}, path="/v1/completions", began=30)
+    pending = recorded(chat([user("What is 1 + 1?")]), completion(assistant(None, tool_call("add"))), began=40)
+    gone = recorded(hello, b"", status=0, is_complete=False, began=50)
+    with LogServer(tmp_path / "a.db") as server:
+        config = config_of(tmp_path, server)
+        server.log.append([cut, failed, again, raw, pending, gone])
+        (report,) = await ingest(config)
+    assert report.error is None
+    assert await read(config, outcomes) == {
+        ("converted", None): 1,
+        ("skipped", SkipReason.INTERRUPTED): 2,
+        ("skipped", SkipReason.ERROR): 1,
+        ("skipped", SkipReason.NO_QUERY): 1,
+        ("skipped", SkipReason.UNFINISHED): 1,
+    }
+    details = set(await read(config, lambda conn: conn.execute(select(replies.c.detail)).scalars().all()))
+    assert {
+        "overloaded",
+        "the client disconnected before the end of the answer",
+        "the request has a prompt in place of messages",
+        "no call followed the one that asked for add",
+    } <= details
+    assert [line["answer"] for line in exported(config)] == ["Hi"]
+
+
+async def test_an_answer_by_a_finish_function_is_the_answer(tmp_path: Path) -> None:
+    finish = tool_call("generate_response", '{"response": "It is 2."}')
+    with LogServer(tmp_path / "a.db") as server:
+        config = config_of(tmp_path, server)
+        server.log.append([recorded(chat([user("What is 1 + 1?")]), completion(assistant(None, finish)))])
+        await ingest(config)
+    assert [line["answer"] for line in exported(config)] == ["It is 2."]
+
+
+async def test_a_daemon_follows_the_calls_and_a_reply_that_goes_on(tmp_path: Path) -> None:
+    first = recorded(chat([user("What is 1 + 1?")]), completion(assistant("Let me see.")))
+    nudge = [user("What is 1 + 1?"), assistant("Let me see."), REMINDER]
+    second = recorded(chat(nudge), completion(assistant("It is 2.")), began=10)
+
+    def answers(conn: Connection) -> list[str]:
+        return [row.payload["answer"] for row in conn.execute(select(tasks.c.payload))]
+
+    with LogServer(tmp_path / "a.db") as server:
+        config = config_of(tmp_path, server)
+        async with Following(config) as following:
+            await until(lambda: server.requests, "the first pull")
+            server.log.append([first])
+            await until(lambda: len(exported(config)) == 1, "the task")
+            server.log.append([second])
+
+            async def is_updated() -> bool:
+                return bool(await following._store.read(answers) == ["It is 2."])
+
+            await until(is_updated, "the reply to go on")
+            server.log.append(turn(5, 100))
+            await until(lambda: len(exported(config)) == 2, "the second task")
+        # Its line was written already.
+        assert [line["answer"] for line in exported(config)] == ["Let me see.", "It is 6."]
+
+
+async def test_a_server_that_is_away_delays_conversations_and_mixes_none(tmp_path: Path) -> None:
+    first, second = turn(1, 0)
+    with LogServer(tmp_path / "a.db") as a, LogServer(tmp_path / "b.db") as b:
+        config = config_of(tmp_path, a, b, ingest={"calls_wait_seconds": 10**9})
+        a.log.append([first])
+        b.log.append([second])
+        a.stop()
+        await ingest(config)
+        assert exported(config) == []
+        a.start()
+        await ingest(config)
+        assert len(exported(config)) == 1
+
+
+async def test_an_inbox_that_cannot_be_written_is_reported_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LogServer(tmp_path / "a.db") as server:
+        config = config_of(tmp_path, server)
+        server.log.append(turn(1, 0))
+        (config.state_dir / "calls").mkdir(parents=True)
+        (config.state_dir / "calls" / "spans.sqlite").write_text("This is no database." * 100)
+        (report,) = await ingest(config)
+        assert report.error is not None
+        assert "spans.sqlite" in str(report.error)
+        (config.state_dir / "calls" / "spans.sqlite").unlink()
+        (report,) = await ingest(config)
+        assert (report.error, report.new) == (None, 1)
+
+
+async def test_a_removed_inbox_loses_nothing_that_was_ingested(tmp_path: Path) -> None:
+    with LogServer(tmp_path / "a.db") as server:
+        config = config_of(tmp_path, server)
+        server.log.append(turn(1, 0))
+        await ingest(config)
+        for each in (config.state_dir / "calls").glob("spans.sqlite*"):
+            each.unlink()
+        server.log.append(turn(2, 100))
+        await ingest(config)
+    assert len(exported(config)) == 2
+
+
+def test_calls_that_are_not_recorded_cannot_be_a_source(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"calls needs .* serving\.call_log is false"):
+        parse({"sources": [{"type": "calls"}], "serving": {"call_log": False}}, "test", tmp_path)
+
+
+@pytest.mark.parametrize("arrival", [1, 2, 3])
+@pytest.mark.parametrize("point", [*CALLS_POINTS, "before commit", "after commit"])
+async def test_a_kill_between_calls_inbox_and_ledger_loses_and_doubles_nothing(
+    tmp_path: Path, point: str, arrival: int
+) -> None:
+    with LogServer(tmp_path / "a.db", page_calls=7) as server:
+        calls = [call for number in range(20) for call in turn(number, number / 2)]
+        calls += [recorded(chat([user(f"{n}?")]), completion(), began=n) for n in range(5)]
+        server.log.append(sorted(calls, key=lambda call: call.ended_ns))
+        config = config_of(tmp_path, server)
+        command = [sys.executable, "-m", "tests.daemon.killed", str(tmp_path / "flywheel.yaml"), point, str(arrival)]
+        done = await asyncio.to_thread(
+            warm.run, command, cwd=Path(__file__).parents[2], capture_output=True, timeout=300, check=False
+        )
+        assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-3000:]
+        (report,) = await ingest(config)
+        assert report.error is None
+        assert await read(config, outcomes) == {("converted", None): 20, ("skipped", SkipReason.ERROR): 5}
+        lines = exported(config)
+        assert Counter(line["main_query"] for line in lines) == {f"What is {n} + 1?": 1 for n in range(20)}
+        assert all(line["answer"] == f"It is {int(line['main_query'].split()[2]) + 1}." for line in lines)
+        store = await Store.open(config.state_dir)
+        assert (await deep_audit(store, config)).problems == []
+        await store.close()
+
+
+async def test_the_inbox_is_private(tmp_path: Path) -> None:
+    with LogServer(tmp_path / "a.db") as server:
+        config = config_of(tmp_path, server)
+        server.log.append(turn(1, 0))
+        await ingest(config)
+    for each in (config.state_dir / "calls").iterdir():
+        assert each.stat().st_mode & 0o077 == 0
