@@ -105,6 +105,8 @@ class SourceIngestion:
         self._missing_calls: set[str] = set()
         self._lock = asyncio.Lock()
         self._source = 0
+        self.has_passed = False
+        """Whether a pass has ended, well or not."""
         self.is_reopened = False
         """Whether traces were opened again in the ledger, which the next pass has to look for."""
         self._noted: dict[str, Any] = {}
@@ -148,6 +150,7 @@ class SourceIngestion:
                 # started, but not where a source is read at once for the first time.
                 self.rescan_at = time.time() + (0 if final else self._settings.settle_seconds)
                 self._was_read = True
+            self.has_passed = True
             return await self._report(done, cursor, error)
 
     async def rescan(self, *, whole: bool = False, throttled: bool = True) -> Recorded:
@@ -439,7 +442,9 @@ class Ingestion:
             return []
         awaiting = [source for source in self._sources.values() if source.awaits_calls]
         await self.calls.pull(at_once=bool(awaiting))
-        if self._finder is not None:
+        traced = [source for source in self._sources.values() if source.connector.type != "calls"]
+        if self._finder is not None and all(source.has_passed for source in traced):
+            # A long history of traces comes first.
             await self._finder.update(self.calls.read_to_ns)
         return [*awaiting, *await self._reopened()]
 

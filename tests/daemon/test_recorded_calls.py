@@ -7,6 +7,8 @@ import json
 import signal
 import sys
 import time
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,9 @@ from flywheel.serving.asgi import Receive, Scope, Send
 from flywheel.serving.environment_variables import ADMIN_KEY_VARIABLE, CALL_LOG_VARIABLE
 from flywheel.sources.calls.mirror import Mirror, mirror_path
 from flywheel.sources.ingestion import Ingestion
+from flywheel.store.balance import balance
 from flywheel.store.database import Store
-from flywheel.store.schema import tasks
+from flywheel.store.schema import replies, sources, tasks
 from tests import warm
 from tests.daemon.following import Following, status, until
 from tests.serving.fake_vllm import running, with_middleware
@@ -303,6 +306,48 @@ async def test_personal_data_in_calls_is_redacted_before_it_is_stored(tmp_path: 
         assert secret not in json.dumps(line)
         assert line["prompt"][2]["content"] == "<system-reminder>[EMAIL_1]</system-reminder>"
         assert line["metadata"]["parameters_json"] == '{"stop":["[EMAIL_1]"]}'
+
+
+def outcomes(conn: Connection) -> Counter[tuple[str, str | None]]:
+    found = conn.execute(select(replies.c.state, replies.c.skip_reason, sources.c.type).join(sources))
+    return Counter((row.type, row.skip_reason) for row in found)
+
+
+async def test_traces_and_calls_together_make_every_task_once(tmp_path: Path) -> None:
+    studio = Studio(tmp_path / "studio.sqlite")
+    with LogServer(tmp_path / "a.db") as server:
+        both = [{"path": str(studio.path)}, {"type": "calls"}]
+        config = config_of(tmp_path, server, sources=both, ingest={"calls_wait_seconds": 3})
+        async with Following(config) as following:
+            for number in range(12):
+                mark = mark_of()
+                now = {"started_ns": time.time_ns() - 10**6, "ended_ns": time.time_ns()}
+                server.log.append([replace(call(number, mark), **now)])
+                # Some are not traced, and of some the trace comes when the calls are a task already.
+                if number % 3 == 0:
+                    studio.write(*trace(number, mark))
+                elif number % 3 == 1:
+                    late = (number, mark)
+            await until(lambda: len(exported(config)) == 12, "all tasks")
+            studio.write(*trace(*late))
+
+            async def is_late_one_stored() -> bool:
+                return ("studio", "recorded") in await following._store.read(outcomes)
+
+            await until(is_late_one_stored, "the reply of the late trace")
+        await ingest(config)
+        lines = exported(config)
+        assert sorted(line["main_query"] for line in lines.values()) == sorted(f"What is {n} + 1?" for n in range(12))
+        assert {line["metadata"]["prompt_source"] for line in lines.values()} == {"calls"}
+        store = await Store.open(config.state_dir)
+        found = await store.read(outcomes)
+        assert (await deep_audit(store, config)).problems == []
+        assert (await store.read(balance)).balanced
+        await store.close()
+        assert found["studio", "recorded"] == 1
+        assert found["studio", None] + found["calls", None] == 12
+        assert found["calls", "recorded"] == found["studio", None]
+        assert found["studio", None] >= 1, "a trace that comes in time wins"
 
 
 @pytest.mark.parametrize("arrival", [1, 3, 4, 6])
