@@ -28,6 +28,7 @@ LAYERS: dict[str, int] = {
     "call_log": 1,
     "round": 1,
     "round_progress": 1,
+    "rollout_file": 1,
     "gpu_placement": 1,
     "judge_usage": 1,
     "files": 1,

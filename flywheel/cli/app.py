@@ -240,8 +240,8 @@ def print_error(text: str) -> None:
 
 
 MODULES: Final = (
-    "run", "ingest", "filter", "rounds", "prune", "status", "audit", "why", "dead_letters", "tasks", "show", "rubric",
-    "export", "setup", "doctor",
+    "run", "ingest", "filter", "rounds", "rollouts", "prune", "status", "audit", "why", "dead_letters", "tasks",
+    "show", "rubric", "export", "setup", "doctor",
 )  # fmt: skip
 """Each adds its commands to `app` when it is imported, in the order of `--help`."""
 

@@ -23,7 +23,7 @@ from flywheel.cli.app import (
     require_state,
     run_async,
 )
-from flywheel.cli.tables import criterion_lines
+from flywheel.cli.tables import criterion_lines, stdout
 from flywheel.errors import EXIT_FAILED, ServeError, TrainError
 from flywheel.terminal import escape_terminal, quantity
 
@@ -139,6 +139,7 @@ def left_of_round(conn: Connection) -> str:
 
 async def _debug(config: Config, *, quiet: bool) -> dict[str, Any]:
     from flywheel.cli import progress_bars
+    from flywheel.cli.rollouts import table_of
     from flywheel.daemon.judge_setup import rubric_of
     from flywheel.daemon.planner import debug_spec
     from flywheel.daemon.round_usage import left
@@ -198,6 +199,7 @@ async def _debug(config: Config, *, quiet: bool) -> dict[str, Any]:
         "reason": result.reason,
         "dir": str(directory),
         "metrics": steps,
+        "rollouts": table_of(directory),
     }
 
 
@@ -216,6 +218,11 @@ def _print(report: dict[str, Any]) -> None:
         reward = "no reward" if mean is None else f"reward {mean:.3f} ± {deviation:.3f}"
         typer.echo(f"{reward}, {step['undecided']} undecided")
     typer.echo(f"files: {report['dir']}")
+    if rollouts := report.get("rollouts"):
+        from flywheel.cli.rollouts import print_table
+
+        typer.echo()
+        print_table(stdout(), rollouts)
 
 
 @app.command()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -81,9 +81,9 @@ def _text(task: dict[str, Any]) -> str:
     facts = ", ".join(filter(None, (task["split"], *who, f"{moment(task['started_at'])} UTC")))
     parts = [f"{task['task_id']}: {task['state']} ({facts})"]
     sections = {
-        "History": "\n".join(_turns(task["history"])),
+        "History": "\n".join(turns(task["history"])),
         "Question": task["question"],
-        "Steps": "\n".join(_turns(task["steps"])),
+        "Steps": "\n".join(turns(task["steps"])),
         "Answer": task["answer"] or "(empty)",
         "Reference": task["reference"],
         "Verdict": "\n".join(_verdict(task["verdict"])),
@@ -96,7 +96,8 @@ def _indented(text: str) -> str:
     return "\n".join(f"  {line}" for line in text.splitlines())
 
 
-def _turns(messages: list[dict[str, Any]]) -> Iterator[str]:
+def turns(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Messages as lines: who says what, and who calls which tool."""
     for message in messages:
         for call in message.get("tool_calls") or ():
             function = call.get("function") or call

@@ -11,10 +11,15 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from flywheel.errors import TrainError
 from flywheel.round import RoundTask
+
+PART: Final = "\N{REPLACEMENT CHARACTER}"
+"""What a tokenizer makes of a token that is only a part of a character."""
+MOST_PARTS: Final = 8
+"""More tokens than one character has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +101,7 @@ class ServedChat:
             )
         self._parser = self._parsers()
         self._defaults = model_config.get_diff_sampling_param()
+        self._texts: dict[int, str] = {}
 
     async def encode(self, task: RoundTask) -> tuple[int, ...]:
         """What the engine is given for the task's prompt. Raises whatever vLLM or the template does."""
@@ -110,6 +116,25 @@ class ServedChat:
     def length(self, text: str) -> int:
         """Number of tokens of an answer with this text, including the end of the turn; 0 for no text."""
         return len(self._renderer.get_tokenizer().encode(text, add_special_tokens=False)) + 1 if text else 0
+
+    def texts(self, token_ids: Sequence[int]) -> tuple[str, ...]:
+        """The text of each token. Of tokens that only together are a character, the last one has its text."""
+        from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
+
+        tokenizer = self._renderer.get_tokenizer()
+        if unknown := list(set(token_ids) - self._texts.keys()):
+            self._texts.update(zip(unknown, convert_ids_list_to_tokens(tokenizer, unknown), strict=True))
+        texts = [self._texts[token] for token in token_ids]
+        begin = 0
+        for place, text in enumerate(texts):
+            if PART not in text:
+                begin = place + 1
+                continue
+            begin = max(begin, place + 1 - MOST_PARTS)
+            if PART not in (whole := tokenizer.decode(list(token_ids[begin : place + 1]))):
+                texts[begin : place + 1] = [*[""] * (place - begin), whole]
+                begin = place + 1
+        return tuple(texts)
 
     def sampling(self, task: RoundTask, prompt_tokens: int, *, temperature: float | None, seed: int) -> Any:
         """vLLM's parameters for the task as an agent asks it: with the server's defaults and its limits.

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flywheel.config import Config
-from flywheel.files import append_jsonl
-from flywheel.round import ROLLOUTS_FILE, RoundSpec
+from flywheel.round import RoundSpec
 from flywheel.training.collector import Collector
 from flywheel.training.metrics import Metrics
 from flywheel.training.progress_meter import Meter
 from flywheel.training.prompts import Prompt, schedule
 from flywheel.training.rollout import LoadedAdapter, add_usage
+from flywheel.training.rollout_lines import append_rollouts
 from flywheel.training.trainer import FIRST_LOOK, step_requests
 
 
@@ -47,7 +47,7 @@ def roll_out_only(
     for step, indices in enumerate(plan):
         requests = step_requests([prompts[index] for index in indices], step, spec, settings, adapter)
         batch = collector.collect(requests)
-        append_jsonl(directory / ROLLOUTS_FILE, [rollout.line(step + 1) for rollout in batch.rollouts])
+        append_rollouts(directory, step + 1, batch, training.scale_rewards)
         figures = batch.summary()
         meter.stepped(step + 1, figures["reward_mean"], collecting_seconds=sum(batch.seconds.values()))
         temperature = settings.rollout.temperature

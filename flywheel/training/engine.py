@@ -151,7 +151,8 @@ class Engine(RoundActor):
                 # task is excluded.
                 refused[task.task_id] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 continue
-            prompts.append(Prompt(task, ids, needs=max(task.output_tokens, self._chat.length(task.answer))))
+            needs = max(task.output_tokens, self._chat.length(task.answer))
+            prompts.append(Prompt(task, ids, needs, texts=self._chat.texts(ids)))
         return prompts, refused
 
     async def load(self, adapter: LoadedAdapter) -> None:
@@ -188,11 +189,11 @@ class Engine(RoundActor):
             return Completion(error=f"no token within {request.seconds:g} s")
         output = found.outputs[0]
         answer = self._chat.answer(task, prompt, output.text, output.token_ids)
+        drawn = [at[token] for at, token in zip(output.logprobs, output.token_ids, strict=True)]
         return Completion(
             token_ids=tuple(output.token_ids),
-            logprobs=tuple(
-                _finite(at[token].logprob) for at, token in zip(output.logprobs, output.token_ids, strict=True)
-            ),
+            logprobs=tuple(_finite(each.logprob) for each in drawn),
+            texts=tuple(each.decoded_token or "" for each in drawn),
             text=answer.text,
             # No finish reason: the timeout was reached.
             truncated=output.finish_reason in ("length", None),

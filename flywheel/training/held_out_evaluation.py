@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from flywheel.config import Config
 from flywheel.errors import TrainError
 from flywheel.round import RoundSpec
 from flywheel.training.collector import Collector
 from flywheel.training.prompts import Prompt, seed_of
-from flywheel.training.rollout import Batch, LoadedAdapter, RolloutRequest
+from flywheel.training.rollout import Batch, LoadedAdapter, Rollout, RolloutRequest
+from flywheel.training.rollout_lines import append_answers
 
 CUT_AFTER = 0.9
 """The share of a batch's timeout after which an answer is cut."""
@@ -47,19 +49,21 @@ def answer(
     spec: RoundSpec,
     settings: Config,
     collector: Collector,
+    directory: Path,
 ) -> Answers:
-    """Let both adapters answer, in batches about as large as a training step. None is the base model.
+    """Let both adapters answer, in batches about as large as a training step. None is the base model. The answers are
+    written to the round's directory.
 
     Raises TrainError when more answers are undecided than a training step may have, or when too few tasks are left
     for the gate: an unreachable judge must not cause a rejection.
     """
     gate, samples = settings.gate, settings.gate.samples_for(len(prompts))
     per_batch = max(1, settings.training.prompts_per_step * settings.training.group_size // (2 * samples))
-    batches = [
-        collector.collect(requests(prompts[start : start + per_batch], sides, spec, settings, samples))
-        for start in range(0, len(prompts), per_batch)
-    ]
-    rollouts = [rollout for batch in batches for rollout in batch.rollouts]
+    rollouts: list[Rollout] = []
+    for start in range(0, len(prompts), per_batch):
+        batch = collector.collect(requests(prompts[start : start + per_batch], sides, spec, settings, samples))
+        append_answers(directory, batch, candidate=sides[0])
+        rollouts += batch.rollouts
     whole = Batch(tuple(rollouts))
     whole.refuse_undecided(settings.training.max_undecided_share)
     pairs = _paired([rollout.reward for rollout in rollouts], samples)

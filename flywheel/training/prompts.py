@@ -23,12 +23,13 @@ TOLERANCE: Final = 16
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A task with its rendered prompt. Its traced reply had `needs` tokens (0: unknown); a rollout has at most
-    `max_tokens` (0: as many as the server allows)."""
+    `max_tokens` (0: as many as the server allows). `texts` are those of the tokens, empty if unknown."""
 
     task: RoundTask
     token_ids: tuple[int, ...]
     needs: int = 0
     max_tokens: int = 0
+    texts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

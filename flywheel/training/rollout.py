@@ -48,8 +48,8 @@ class RolloutRequest:
 class Completion:
     """An engine's completion, including the end-of-turn token; `text` is what the server would return to an agent.
 
-    Logprobs are those under the sampling distribution; None where the engine returned none. With `error` there is
-    nothing to grade.
+    Logprobs are those under the sampling distribution; None where the engine returned none. `texts` are those of the
+    tokens, empty if unknown. With `error` there is nothing to grade.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -57,6 +57,7 @@ class Completion:
     text: str = ""
     truncated: bool = False
     error: str = ""
+    texts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,27 +84,6 @@ class Rollout:
         if self.completion.error:
             return self.completion.error
         return self.verdict.error or "the judge gave no score" if self.verdict and self.reward is None else ""
-
-    def line(self, step: int) -> dict[str, Any]:
-        """The rollout by token: `token_ids`, `loss_mask` and `logprobs` have the same length and cover prompt and
-        completion; missing logprobs are null."""
-        prompt, completion = self.request.prompt, self.completion
-        before = len(prompt.token_ids)
-        return {
-            "step": step,
-            "task_id": prompt.task.task_id,
-            "group": self.request.group,
-            "seed": self.request.seed,
-            "prompt_tokens": before,
-            "token_ids": [*prompt.token_ids, *completion.token_ids],
-            "loss_mask": [0] * before + [1] * len(completion.token_ids),
-            "logprobs": [None] * before + [_rounded(value) for value in completion.logprobs],
-            "answer": completion.text,
-            "truncated": completion.truncated,
-            "reward": self.reward,
-            "failed": list(self.verdict.failed) if self.verdict else [],
-            "error": self.failure,
-        }
 
 
 def exchange(prompt: Prompt, text: str) -> Exchange:
@@ -199,7 +179,3 @@ def deviation(values: Sequence[float]) -> float | None:
     """Population standard deviation."""
     center = mean(values)
     return None if center is None else math.sqrt(math.fsum((v - center) ** 2 for v in values) / len(values))
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 6)

@@ -15,6 +15,7 @@ from flywheel.files import tree_sha256, write_json
 from flywheel.round import (
     ADAPTER_DIR,
     ERROR_FILE,
+    EVALUATION_FILE,
     METRICS_FILE,
     RESULT_FILE,
     ROLLOUTS_FILE,
@@ -31,7 +32,16 @@ TRL_DIR = "trl"
 """TRL's output directory, which stays empty."""
 SCRATCH = (SYNC_DIR, TRL_DIR, f".{ADAPTER_DIR}.new")
 """Files that only a running worker needs."""
-PARTS = (METRICS_FILE, PROGRESS_FILE, ROLLOUTS_FILE, RESULT_FILE, ERROR_FILE, ADAPTER_DIR, *SCRATCH)
+PARTS = (
+    METRICS_FILE,
+    PROGRESS_FILE,
+    ROLLOUTS_FILE,
+    EVALUATION_FILE,
+    RESULT_FILE,
+    ERROR_FILE,
+    ADAPTER_DIR,
+    *SCRATCH,
+)
 
 
 def read_spec(directory: Path) -> RoundSpec:

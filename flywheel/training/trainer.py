@@ -18,8 +18,7 @@ import ray
 
 from flywheel.config import Config
 from flywheel.errors import TrainError
-from flywheel.files import append_jsonl
-from flywheel.round import ADAPTER_DIR, ROLLOUTS_FILE, RoundSpec
+from flywheel.round import ADAPTER_DIR, RoundSpec
 from flywheel.training.actor import RoundActor
 from flywheel.training.collector import Collector, Grade
 from flywheel.training.metrics import Metrics
@@ -27,6 +26,7 @@ from flywheel.training.policy import load_policy, save_adapter
 from flywheel.training.progress_meter import Meter
 from flywheel.training.prompts import Prompt, schedule, seed_of
 from flywheel.training.rollout import Batch, LoadedAdapter, RolloutRequest, add_usage
+from flywheel.training.rollout_lines import append_rollouts
 from flywheel.training.round_directory import SYNC_DIR, TRL_DIR
 
 FIRST_LOOK = 2
@@ -181,8 +181,8 @@ class Run:
         batch = self._collector.collect(requests)
         self._batch = batch
         self.usage = add_usage(self.usage, batch.usage())
-        append_jsonl(self._directory / ROLLOUTS_FILE, [rollout.line(step + 1) for rollout in batch.rollouts])
         training = self._settings.training
+        append_rollouts(self._directory, step + 1, batch, training.scale_rewards)
         batch.refuse_undecided(training.max_undecided_share)
         if step < FIRST_LOOK:
             self._first.append(batch)

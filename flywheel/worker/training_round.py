@@ -246,7 +246,7 @@ class Round:
         gate = self.settings.gate
         assert self.spec.test is not None
         with self._collector() as collector:
-            answers = answer(prompts, (candidate, deployed), self.spec, self.settings, collector)
+            answers = answer(prompts, (candidate, deployed), self.spec, self.settings, collector, self.directory)
         self.usage = add_usage(self.usage, answers.usage)
 
         def paired(pairs: Pairs) -> list[Paired]:

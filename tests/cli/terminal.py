@@ -21,11 +21,13 @@ SECONDS = 120
 
 @dataclass(frozen=True)
 class Seen:
-    """What stood on the terminal in the course of time, without colours and movements; what went elsewhere."""
+    """What stood on the terminal in the course of time, without colours and movements; what went elsewhere;
+    and the screen with its colours."""
 
     code: int
     screen: str
     piped: str = ""
+    coloured: str = ""
 
     @property
     def lines(self) -> list[str]:
@@ -65,9 +67,10 @@ def in_terminal(
             shown += some
     os.close(master)
     code = process.wait(SECONDS)
-    screen = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+    coloured = shown.decode()
+    screen = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", coloured)
     assert "Traceback" not in screen, screen
-    return Seen(code, screen, output.read_text())
+    return Seen(code, screen, output.read_text(), coloured)
 
 
 _OF_TERMINALS = {"COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "FLYWHEEL_CONFIG", "FLYWHEEL_HOME", "FLYWHEEL_LOG"}

@@ -18,7 +18,11 @@ import pytest
 from flywheel.cli import status as status_command
 from flywheel.judge_usage import today
 from tests.cli.conftest import Run
+from tests.cli.test_documented_json import PAGE, compare
+from tests.cli.test_documented_json import parsed as parsed_shape
 from tests.cli.test_metrics import by, parsed
+from tests.cli.test_rollouts import STEPS, rollout
+from tests.cli.test_terminal_escapes import COMMANDS, EVIL
 from tests.waiting import wait_for
 
 PYTHON = sys.executable
@@ -99,6 +103,38 @@ def test_a_debug_round_whose_rollouts_are_all_undecided_is_shown(flywheel: Run, 
     ran = flywheel("round", "--debug", "-c", config)
     assert ran.code == 0, ran.err
     assert "no reward, 8 undecided\nreward 0.500 ± 0.250, 1 undecided\n" in ran.out
+
+
+DEBUG = (
+    "#!/bin/sh\n"
+    'echo \'{"event": "step", "reward_mean": 0.5, "reward_std": 0.25, "undecided": 1}\' > "$3/metrics.jsonl"\n'
+    'cp rollouts.jsonl "$3/rollouts.jsonl"\n'
+    'echo \'{"round_id": "debug", "outcome": "debug", "reason": "1 of 1 groups"}\' > "$3/result.json"\n'
+)
+
+
+def test_a_debug_round_ends_with_a_table(flywheel: Run, config: Path, worker: Path, tmp_path: Path) -> None:
+    worker.write_text(DEBUG)
+    undecided = rollout(reward=None, advantage=None, criteria=[], error="the judge\nwas away\x1b", answer="")
+    lines = [rollout(steps=STEPS, answer=f"eight {EVIL}"), undecided]
+    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    ran = flywheel("round", "--debug", "-c", config)
+    assert ran.code == 0, ran.err
+    assert not COMMANDS.search(ran.out)
+    _, _, table = ran.out.partition("\n\n")
+    header, _, first, second = table.splitlines()
+    assert header.split() == ["question", "steps", "answer", "reward", "failed"]
+    assert re.search(r" 2   eight .* 0\.25   right *$", first)
+    assert re.search(r" 0   \(empty\) .* –   the judge was away", second)
+
+    report = flywheel("round", "--debug", "--json", "-c", config).json
+    assert [(each["reward"], each["failed"], len(each["steps"])) for each in report["rollouts"]] == [
+        (0.25, ["right"], 2),
+        (None, [], 0),
+    ]
+    found = re.search(r"with `--debug` `(\{[^`]*\})`", PAGE)
+    assert found is not None
+    compare(report, parsed_shape(found[1]), "round --debug")
 
 
 @pytest.fixture

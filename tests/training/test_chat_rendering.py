@@ -114,6 +114,34 @@ def encoded(
     return [served.decoded(prompt.token_ids) for prompt in prompts], refused
 
 
+@pytest.mark.slow
+def test_the_text_of_tokens_adds_up_and_breaks_no_character(served: Served) -> None:
+    class Bytes:
+        """A tokenizer with a token for each byte, like byte-level ones where they know no longer token."""
+
+        def decode(self, token_ids: Sequence[int]) -> str:
+            return bytes(token_ids).decode(errors="replace")
+
+        def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> list[str]:
+            return [chr(0x100 + token) for token in token_ids]
+
+        def get_tokenizer(self) -> Bytes:
+            return self
+
+    chat = served.chat()
+    tokens = served.renderer.get_tokenizer().encode("What is 3 plus 4?<|im_end|>")
+    assert "".join(chat.texts(tokens)) == served.decoded(tokens)
+    assert len(chat.texts(tokens)) == len(tokens) > 1
+    chat = served.chat()
+    chat._renderer = Bytes()
+    text = "a\n你好 👋!"
+    assert chat.texts(list(text.encode())) == (
+        "a", "\n", "", "", "你", "", "", "好", " ", "", "", "", "👋", "!",
+    )  # fmt: skip
+    # What is no character stays so, and is not waited for.
+    assert chat.texts([0xFF] * 20 + [0x41]) == (*["\N{REPLACEMENT CHARACTER}"] * 20, "A")
+
+
 def asked(name: str, prompt: list[dict[str, Any]], tools: list[dict[str, Any]]) -> RoundTask:
     return RoundTask(task_id=name, query="And now?", answer="", prompt=prompt, tools=tools)
 

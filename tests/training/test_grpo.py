@@ -12,6 +12,7 @@ import pytest
 
 from flywheel.config import Config, LoraSettings
 from flywheel.errors import TrainError
+from flywheel.training.advantage import group_advantages
 from flywheel.training.rollout import Batch, Completion, Rollout
 from tests.training.rollouts import prompt, request, verdict
 from tests.training.test_round_directory import POLICY
@@ -157,6 +158,9 @@ def test_what_carries_loss_is_token_for_token_what_the_engine_returned(observed:
 
 def test_an_undecided_and_a_failed_rollout_have_no_advantage_and_no_part_in_the_baseline(observed: Observed) -> None:
     advantages = observed.inputs["advantages"].tolist()
+    rollouts = a_batch(last=failed(1)).rollouts
+    written = group_advantages([each.request.group for each in rollouts], [each.reward for each in rollouts])
+    assert [each or 0.0 for each in written] == pytest.approx(advantages, abs=1e-4)
     # Group 0 decided: 1, 0, 0: mean 1/3, deviation sqrt(1/3). Group 1 decided: 1, 1, 0: mean 2/3, the same deviation.
     unit = 1 / (math.sqrt(1 / 3) + 1e-4)
     expected = [2 / 3 * unit, -1 / 3 * unit, 0, -1 / 3 * unit, 1 / 3 * unit, 1 / 3 * unit, -2 / 3 * unit, 0]

@@ -1,4 +1,4 @@
-"""What a batch of rollouts amounts to: rewards, spread, missing verdicts, and the token-level record."""
+"""What a batch of rollouts amounts to: rewards, spread and missing verdicts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from flywheel.config import Config
 from flywheel.errors import TrainError
 from flywheel.round import RoundSpec
-from flywheel.training.rollout import Batch, Completion, Rollout, deviation, exchange, mean
+from flywheel.training.rollout import Batch, deviation, exchange, mean
 from flywheel.training.trainer import RefusedError, refuse_without_spread, step_requests
-from tests.training.rollouts import batch, failed, prompt, request, rollout, verdict
+from tests.training.rollouts import batch, failed, prompt, rollout
 
 
 def test_an_undecided_rollout_has_no_reward_rather_than_zero() -> None:
@@ -45,24 +45,6 @@ def test_nothing_decided_has_no_mean() -> None:
     summary = batch([None, None]).summary()
     assert summary["reward_mean"] is None
     assert summary["reward_std"] is None
-
-
-def test_a_line_is_token_level_with_three_equal_lists_and_null_for_no_number() -> None:
-    completion = Completion((8, 9, 2), (-0.25, None, -1.23456789), "seven", truncated=False)
-    line = Rollout(request(3, 77, of=prompt("t-9", (5, 6))), completion, verdict(1)).line(4)
-    assert line["token_ids"] == [5, 6, 8, 9, 2]
-    assert line["loss_mask"] == [0, 0, 1, 1, 1]
-    assert line["logprobs"] == [None, None, -0.25, None, -1.234568]
-    assert (line["step"], line["task_id"], line["group"], line["seed"], line["reward"]) == (4, "t-9", 3, 77, 1)
-
-
-def test_a_failed_rollouts_line_says_why_and_carries_no_loss() -> None:
-    line = failed(0, "no completion within 5 s").line(1)
-    assert line["token_ids"] == [5, 6, 7]
-    assert line["loss_mask"] == [0, 0, 0]
-    assert line["logprobs"] == [None] * 3
-    assert line["reward"] is None
-    assert line["error"] == "no completion within 5 s"
 
 
 def test_the_judge_sees_the_task_with_the_new_answer() -> None:

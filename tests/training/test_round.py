@@ -296,6 +296,7 @@ def test_a_round_ends_well_and_leaves_no_process_and_no_session(trained: Done) -
     assert sorted(path.name for path in trained.directory.iterdir()) == sorted(
         [
             "adapter",
+            "evaluation.jsonl",
             "metrics.jsonl",
             "progress.json",
             "result.json",
@@ -330,9 +331,10 @@ def test_rollouts_are_written_token_by_token(trained: Done) -> None:
     assert len(trained.rollouts) == STEPS * PROMPTS * GROUP
     assert len({line["seed"] for line in trained.rollouts}) == len(trained.rollouts)
     for line in trained.rollouts:
-        ids, mask, logprobs = line["token_ids"], line["loss_mask"], line["logprobs"]
-        assert len(ids) == len(mask) == len(logprobs)
-        before = line["prompt_tokens"]
+        [sample] = line["samples"]
+        ids, mask, logprobs = sample["token_ids"], sample["loss_mask"], sample["logprobs"]
+        assert len(ids) == len(mask) == len(logprobs) == len(sample["text"])
+        before = mask.index(1)
         assert mask == [0] * before + [1] * (len(ids) - before)
         assert all(value is None for value in logprobs[:before])
         assert all(-50 < value <= 0 for value in logprobs[before:])
@@ -341,6 +343,7 @@ def test_rollouts_are_written_token_by_token(trained: Done) -> None:
             task.prompt, add_generation_prompt=True, return_dict=False
         )
         assert tokenizer.decode(ids[before:], skip_special_tokens=True) == line["answer"]
+        assert "".join(sample["text"]) == tokenizer.decode(ids)
         assert line["truncated"] == (ids[-1] != tokenizer.eos_token_id)
 
 
@@ -355,6 +358,36 @@ def test_rewards_are_the_rubrics(trained: Done) -> None:
         else:
             assert line["reward"] == pytest.approx(0.1)
     assert {line["reward"] for line in trained.rollouts} >= {0, 1}
+
+
+def test_failed_criteria_and_advantages_are_written_with_the_rewards(trained: Done) -> None:
+    for line in trained.rollouts:
+        criteria = {each["criterion"]: each for each in line["criteria"]}
+        assert criteria["boxed"]["passed"] == ("\\boxed{" in line["answer"])
+        # After a failed required check the judge is not asked.
+        assert ("correct" in criteria) == criteria["boxed"]["passed"]
+        assert criteria.get("correct", {"reason": "none"})["reason"]
+    for start in range(0, len(trained.rollouts), GROUP):
+        group = trained.rollouts[start : start + GROUP]
+        assert sum(line["advantage"] for line in group) == pytest.approx(0, abs=1e-3)
+        assert sorted(group, key=lambda line: line["advantage"]) == sorted(group, key=lambda line: line["reward"])
+
+
+def test_every_answer_of_the_gate_is_written_with_its_side(trained: Done) -> None:
+    answers = lines(trained.directory / "evaluation.jsonl")
+    assert len(answers) == 2 * SAMPLES * HELD_OUT
+    comparison = trained.result.comparison
+    assert comparison is not None
+    for score in comparison.scores:
+        of_task = [line for line in answers if line["task_id"] == score.task_id]
+        rewards = {
+            side: [line["reward"] for line in of_task if line["side"] == side] for side in ("candidate", "deployed")
+        }
+        assert sum(rewards["candidate"]) / SAMPLES == pytest.approx(score.candidate)
+        assert sum(rewards["deployed"]) / SAMPLES == pytest.approx(score.deployed)
+        seeds = [[line["seed"] for line in of_task if line["side"] == side] for side in rewards]
+        assert seeds[0] == seeds[1]
+        assert len(set(seeds[0])) == SAMPLES
 
 
 def test_each_step_takes_other_prompts_in_whole_groups(trained: Done) -> None:
@@ -510,8 +543,9 @@ def test_a_debug_round_rolls_out_and_trains_nothing(trained: Done, judge_url: st
     assert done.result.steps == 2
     assert "of 8 groups have rewards that differ" in done.result.reason
     # The same seeds on the same weights: what a round would have seen in its first step.
-    first = [(line["task_id"], line["token_ids"]) for line in trained.rollouts if line["step"] == 1]
-    assert [(line["task_id"], line["token_ids"]) for line in done.rollouts if line["step"] == 1] == first
+    first = [(line["task_id"], line["samples"][0]["token_ids"]) for line in trained.rollouts if line["step"] == 1]
+    again = [(line["task_id"], line["samples"][0]["token_ids"]) for line in done.rollouts if line["step"] == 1]
+    assert again == first
 
 
 def test_sigterm_ends_everything_at_once(judge_url: str, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,7 +143,7 @@ def test_a_judge_that_can_never_answer_ends_the_round(engine: Any) -> None:
         collect(engine, [3, 4], locked_out)
 
 
-def test_a_judge_that_leaves_too_few_tasks_for_the_gate_rejects_no_candidate(engine: Any) -> None:
+def test_a_judge_that_leaves_too_few_tasks_for_the_gate_rejects_no_candidate(engine: Any, tmp_path: Path) -> None:
     """Three answers in eight are within what a step may have, and leave only one of four tasks."""
     settings = Config.model_validate({"gate": {"samples": 2, "min_tasks": 2}})
     prompts, round_spec = [prompt(f"t-{place}") for place in range(4)], spec()
@@ -154,7 +155,7 @@ def test_a_judge_that_leaves_too_few_tasks_for_the_gate_rejects_no_candidate(eng
             return verdict(None if shown.answer in without else 1.0)
 
         with Collector([engine], shaky, max_thread=4, timeout_seconds=60) as collector:
-            return answer(prompts, (None, None), round_spec, settings, collector).rewards
+            return answer(prompts, (None, None), round_spec, settings, collector, tmp_path).rewards
 
     assert run(2)[0] == ((None, 1.0), (None, 1.0))
     with pytest.raises(TrainError, match=r"of 4 held-out tasks only 1 have all their verdicts") as caught:
@@ -162,7 +163,7 @@ def test_a_judge_that_leaves_too_few_tasks_for_the_gate_rejects_no_candidate(eng
     assert caught.value.retryable
 
 
-def test_each_criterions_values_come_side_by_side(engine: Any) -> None:
+def test_each_criterions_values_come_side_by_side(engine: Any, tmp_path: Path) -> None:
     settings = Config.model_validate({"gate": {"samples": 2, "min_tasks": 1}})
     prompts, round_spec = [prompt("t-0"), prompt("t-1")], spec()
     first = str(seed_of(round_spec.seed, "held-out", "t-0", 0))
@@ -174,7 +175,7 @@ def test_each_criterions_values_come_side_by_side(engine: Any) -> None:
         return replace(verdict(1.0), results=results)
 
     with Collector([engine], grade, max_thread=4, timeout_seconds=60) as collector:
-        values = answer(prompts, (None, None), round_spec, settings, collector).values
+        values = answer(prompts, (None, None), round_spec, settings, collector, tmp_path).values
     assert values == {
         "boxed": [((0.0, 1.0), (0.0, 1.0)), ((1.0, 1.0), (1.0, 1.0))],
         "safe": [((None, 0.5), (None, 0.5)), ((0.5, 0.5), (0.5, 0.5))],

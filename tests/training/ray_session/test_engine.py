@@ -250,7 +250,7 @@ def test_a_debug_round_rolls_out_and_trains_nothing(
     [first, *_] = schedule(len(prompts), per_step=PROMPTS, steps=2, seed=spec.seed)
     wanted = step_requests([prompts[place] for place in first], 0, spec, whole.settings, None)
     same = [
-        [*request.prompt.token_ids, *completion.token_ids] == line["token_ids"]
+        [*request.prompt.token_ids, *completion.token_ids] == line["samples"][0]["token_ids"]
         for request, completion, line in zip(wanted, generate(engine, wanted), rolled_out, strict=False)
     ]
     assert len(same) == PROMPTS * GROUP

@@ -1,0 +1,248 @@
+"""`flywheel rollouts`: the conversations of a round's rollouts, with rewards, failed criteria and tokens."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_json
+from flywheel.cli.show import turns
+from flywheel.cli.tables import UNBROKEN, excerpt, score_text, short_path, stdout
+from flywheel.errors import StoreError
+from flywheel.round import ROLLOUTS_FILE
+from flywheel.terminal import escape_terminal, quantity
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+    from flywheel.config import Config
+
+LIKELY: Final = ((0.9, "green"), (0.5, "cyan"), (0.1, "yellow"), (0.0, "red"))
+"""The colour of a trained token, by the least probability that it was sampled with."""
+NO_LOGPROB: Final = "reverse magenta"
+CONTEXT: Final = "dim"
+QUESTION_EXCERPT: Final = 60
+ANSWER_EXCERPT: Final = 100
+"""Characters of an excerpt in the table."""
+
+
+@app.command()
+def rollouts(
+    name: Annotated[str, typer.Argument(metavar="ROUND", help="A round (`r0007`), or `debug`.")],
+    task: Annotated[str | None, typer.Option(metavar="ID", help="Only rollouts of this task.")] = None,
+    step: Annotated[int | None, typer.Option(metavar="N", min=1, help="Only rollouts of this step.")] = None,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Tokens with their probabilities, and which are trained on.")
+    ] = False,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the rollouts of a round: conversations, rewards and failed criteria."""
+    directory = _directory(load_config(config), name)
+    groups = _groups(directory, task, step)
+    if as_json:
+        shown = [_without_tokens(group) for group in groups] if not tokens else list(groups)
+        print_json({"round": name, "groups": shown})
+        return
+    console = stdout()
+    found = 0
+    for group in groups:
+        if not found and tokens:
+            console.print(_legend(console))
+        console.print()
+        _print_group(console, escape_terminal(group), with_tokens=tokens)
+        found += 1
+    if not found:
+        wanted = " and ".join(filter(None, (f"task {task}" if task else "", f"step {step}" if step else "")))
+        why = f"none is of {wanted}" if wanted else "there is none yet"
+        raise StoreError(f"show rollouts of {name}", why, f"`flywheel rollouts {name}` shows all.")
+
+
+def table_of(directory: Path) -> list[dict[str, Any]]:
+    """Every rollout of a round, in short. Raises StoreError."""
+    return [
+        {
+            "step": group["step"],
+            "task_id": group["task_id"],
+            "question": group["question"],
+            "steps": rollout["steps"],
+            "answer": rollout["answer"],
+            "reward": rollout["reward"],
+            "failed": [each["criterion"] for each in rollout["criteria"] if not each["passed"]],
+            "error": rollout["error"],
+        }
+        for group in (_groups(directory, None, None) if (directory / ROLLOUTS_FILE).exists() else ())
+        for rollout in group["rollouts"]
+    ]
+
+
+def print_table(console: Console, rollouts: Iterable[Mapping[str, Any]]) -> None:
+    """Print question, steps, answer, reward and failed criteria of each rollout; on a terminal a question once."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    on_terminal = console.width < UNBROKEN
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, expand=on_terminal)
+    for name, ratio in (("question", 3), ("steps", None), ("answer", 4), ("reward", None), ("failed", 3)):
+        justify: Any = "left" if ratio else "right"
+        table.add_column(name, ratio=ratio, no_wrap=ratio is None, overflow="fold", justify=justify)
+    before = None
+    for rollout in escape_terminal(list(rollouts)):
+        group = rollout["step"], rollout["task_id"]
+        question = "" if on_terminal and group == before else excerpt(rollout["question"], QUESTION_EXCERPT)
+        before = group
+        cells = (
+            question,
+            str(len(rollout["steps"])),
+            excerpt(rollout["answer"], ANSWER_EXCERPT) or "(empty)",
+            score_text(rollout["reward"]),
+            ", ".join(rollout["failed"]) or excerpt(rollout["error"], ANSWER_EXCERPT) or "–",
+        )
+        table.add_row(*map(Text, cells))
+    console.print(table)
+
+
+def _directory(config: Config, name: str) -> Path:
+    directory = config.state_dir / "rounds" / name
+    attempted = f"show rollouts of {name}"
+    if not re.fullmatch(r"r\d+|debug", name) or not directory.is_dir():
+        why = f"there is no such round in {short_path(config.state_dir)}"
+        raise StoreError(attempted, why, "`flywheel status` lists rounds; `debug` is the last debug round.")
+    if not (directory / ROLLOUTS_FILE).exists():
+        hint = "A round writes them at the end of each step; retention.keep_days says when they are removed."
+        raise StoreError(attempted, f"there is no {ROLLOUTS_FILE} in {short_path(directory)}", hint)
+    return directory
+
+
+def _groups(directory: Path, task: str | None, step: int | None) -> Iterator[dict[str, Any]]:
+    """The rollouts of each prompt, with its conversation as far as the round's specification still has it."""
+    from flywheel.rollout_file import prompts_of, read_rollouts
+
+    prompts = prompts_of(directory)
+    wanted = (
+        rollout
+        for rollout in read_rollouts(directory / ROLLOUTS_FILE)
+        if task in (None, rollout["task_id"]) and step in (None, rollout["step"])
+    )
+    for (number, _, task_id), members in groupby(wanted, lambda each: (each["step"], each["group"], each["task_id"])):
+        prompt = prompts.get(task_id, {})
+        yield {
+            "step": number,
+            "task_id": task_id,
+            "history": list(prompt.get("prompt", ()))[:-1],
+            "question": prompt.get("query", ""),
+            "rollouts": [
+                {key: value for key, value in each.items() if key not in ("step", "task_id", "group")}
+                for each in members
+            ],
+        }
+
+
+def _without_tokens(group: dict[str, Any]) -> dict[str, Any]:
+    kept = [{key: value for key, value in each.items() if key != "samples"} for each in group["rollouts"]]
+    return {**group, "rollouts": kept}
+
+
+def _print_group(console: Console, group: Mapping[str, Any], *, with_tokens: bool) -> None:
+    from rich.text import Text
+
+    members = group["rollouts"]
+    rewards = [each["reward"] for each in members if each["reward"] is not None]
+    mean = f", mean reward {math.fsum(rewards) / len(rewards):.2f}" if rewards else ", no reward"
+    title = f"step {group['step']}, {group['task_id']}: {quantity(len(members), 'rollout')}{mean}"
+    console.print(Text(title, style="bold"))
+    _print_section(console, "History", "\n".join(turns(group["history"])), 2)
+    _print_section(console, "Question", group["question"], 2)
+    for number, rollout in enumerate(members, 1):
+        console.print(_headline(number, rollout))
+        _print_section(console, "Steps", "\n".join(turns(rollout["steps"])), 4)
+        if with_tokens:
+            for place, sample in enumerate(rollout["samples"], 1):
+                several = f" {place} of {len(rollout['samples'])}" if len(rollout["samples"]) > 1 else ""
+                count = f"{sum(sample['loss_mask']):,} of {quantity(len(sample['token_ids']), 'token')} trained"
+                _print_section(console, f"Sample{several}, {count}", _token_text(console, sample), 4)
+        else:
+            _print_section(console, "Answer", rollout["answer"] or "(empty)", 4)
+        for each in rollout["criteria"]:
+            if not each["passed"]:
+                chosen = f": {each['choice']}" if each["choice"] else ""
+                line = Text.assemble(("✗ ", "red"), f"{each['criterion']}{chosen}  {each['reason']}".rstrip())
+                _print_indented(console, line, 4)
+        if rollout["error"]:
+            _print_indented(console, Text(f"no reward: {rollout['error']}", style="yellow"), 4)
+
+
+def _headline(number: int, rollout: Mapping[str, Any]) -> Text:
+    from rich.text import Text
+
+    facts = [f"reward {score_text(rollout['reward'])}"]
+    if rollout["advantage"] is not None:
+        facts.append(f"advantage {rollout['advantage']:+.2f}")
+    facts += ["truncated"] if rollout["truncated"] else []
+    return Text.assemble(f"  {number}. ", (", ".join(facts), "bold"), f", seed {rollout['seed']}")
+
+
+def _print_section(console: Console, name: str, text: str | Text, indent: int) -> None:
+    from rich.text import Text
+
+    if text:
+        console.print(Text(f"{'':{indent}}{name}", style="dim"))
+        _print_indented(console, text if isinstance(text, Text) else Text(text), indent + 2)
+
+
+def _print_indented(console: Console, text: Text, indent: int) -> None:
+    from rich.text import Text
+
+    for line in text.wrap(console, max(1, console.width - indent), overflow="fold"):
+        console.print(Text(" " * indent).append_text(line))
+
+
+def _in_colour(console: Console) -> bool:
+    return console.color_system is not None and not console.no_color
+
+
+def _legend(console: Console) -> Text:
+    from rich.text import Text
+
+    if not _in_colour(console):
+        return Text("⟦text|logprob⟧ is a trained token; all others are context")
+    legend = Text.assemble(("context", CONTEXT), "; trained tokens by probability: ")
+    names = [Text(f"{least:g} or more" if least else "less", style=style) for least, style in LIKELY]
+    return legend.append(Text(", ").join([*names, Text("unknown", style=NO_LOGPROB)]))
+
+
+def _token_text(console: Console, sample: Mapping[str, Any]) -> Text:
+    """The tokens of a sample, coloured or, without colours, marked. A token without text is shown by its id."""
+    from rich.text import Text
+
+    coloured, shown = _in_colour(console), Text()
+    for token, mask, logprob, text in zip(
+        sample["token_ids"], sample["loss_mask"], sample["logprobs"], sample["text"], strict=True
+    ):
+        words = f"<{token}>" if text is None else text
+        if not mask:
+            shown.append(words, style=CONTEXT)
+            continue
+        # A line feed is a token to be seen, too. The line still ends there.
+        ends = "\n" if words.endswith("\n") else ""
+        words = words.replace("\n", "↵")
+        if coloured:
+            shown.append(words, style=_style(logprob))
+        else:
+            shown.append(f"⟦{words}|{'null' if logprob is None else f'{logprob:.2f}'}⟧")
+        shown.append(ends)
+    return shown
+
+
+def _style(logprob: float | None) -> str:
+    if logprob is None:
+        return NO_LOGPROB
+    return next(style for least, style in LIKELY if math.exp(logprob) >= least)

@@ -1,0 +1,94 @@
+"""What a round stores of its rollouts: `rollouts.jsonl`, and `evaluation.jsonl` for the answers of the gate.
+
+`flywheel.rollout_file` reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flywheel.files import append_jsonl
+from flywheel.round import EVALUATION_FILE, ROLLOUTS_FILE
+from flywheel.training.advantage import Scale, group_advantages
+from flywheel.training.rollout import Batch, LoadedAdapter, Rollout
+
+
+def append_rollouts(directory: Path, step: int, batch: Batch, scale_rewards: Scale) -> None:
+    """Append the rollouts of a step, which counts from 1."""
+    groups = [rollout.request.group for rollout in batch.rollouts]
+    rewards = [rollout.reward for rollout in batch.rollouts]
+    advantages = group_advantages(groups, rewards, scale_rewards)
+    lines = [
+        rollout_line(rollout, step, advantage) for rollout, advantage in zip(batch.rollouts, advantages, strict=True)
+    ]
+    append_jsonl(directory / ROLLOUTS_FILE, lines)
+
+
+def append_answers(directory: Path, batch: Batch, candidate: LoadedAdapter | None) -> None:
+    """Append the gate's answers of a batch, which are the candidate's or else those of the deployed adapter."""
+    lines = [
+        {
+            "task_id": rollout.request.prompt.task.task_id,
+            "side": "candidate" if rollout.request.adapter == candidate else "deployed",
+            "seed": rollout.request.seed,
+            **_graded(rollout),
+        }
+        for rollout in batch.rollouts
+    ]
+    append_jsonl(directory / EVALUATION_FILE, lines)
+
+
+def rollout_line(rollout: Rollout, step: int, advantage: float | None) -> dict[str, Any]:
+    return {
+        "step": step,
+        "task_id": rollout.request.prompt.task.task_id,
+        "group": rollout.request.group,
+        "seed": rollout.request.seed,
+        **_graded(rollout),
+        "advantage": _rounded(advantage),
+        "samples": [_sample(rollout)],
+    }
+
+
+def _graded(rollout: Rollout) -> dict[str, Any]:
+    """What was judged, and the result. `steps` are messages between question and answer in the OpenAI chat format."""
+    return {
+        "steps": [],
+        "answer": rollout.completion.text,
+        "truncated": rollout.completion.truncated,
+        "reward": rollout.reward,
+        "criteria": [
+            {
+                "criterion": result.criterion,
+                "choice": result.choice,
+                "value": result.value,
+                "passed": result.passed,
+                "reason": result.reason,
+            }
+            for result in (rollout.verdict.results if rollout.verdict else ())
+        ],
+        "error": rollout.failure,
+    }
+
+
+def _sample(rollout: Rollout) -> dict[str, Any]:
+    """Prompt and completion by token, in lists of one length. Only tokens with a loss mask of 1 are trained on; a
+    logprob that is missing or no number is null. `text` is null where the engine returned no text."""
+    prompt, completion = rollout.request.prompt, rollout.completion
+    before, after = len(prompt.token_ids), len(completion.token_ids)
+    return {
+        "token_ids": [*prompt.token_ids, *completion.token_ids],
+        "loss_mask": [0] * before + [1] * after,
+        "logprobs": [None] * before + [_rounded(value) for value in completion.logprobs],
+        "text": [*_texts(prompt.texts, before), *_texts(completion.texts, after)],
+    }
+
+
+def _texts(texts: Sequence[str], length: int) -> Sequence[str | None]:
+    return texts or [None] * length
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 6)

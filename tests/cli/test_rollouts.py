@@ -1,0 +1,276 @@
+"""`flywheel rollouts`, and the table at the end of a debug round."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from flywheel.cli.rollouts import print_table, table_of
+from tests.cli.conftest import Run
+from tests.cli.terminal import in_terminal
+from tests.cli.test_documented_json import compare, documented
+from tests.cli.test_terminal_escapes import COMMANDS, EVIL
+
+QUESTION = "What is 3 plus 4? Think about it as long as you need, and put the final number into a box."
+REASON = "The box holds 8, and 3 plus 4 is 7, which is easy to see when one counts on from four."
+CALL = {"function": {"name": "add", "arguments": '{"a": 3, "b": 4}'}}
+STEPS = [
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "name": "add", "content": "7"},
+]
+
+
+def sample(**changes: Any) -> dict[str, Any]:
+    return {
+        "token_ids": [1, 2, 3, 4, 5, 6],
+        "loss_mask": [0, 0, 1, 1, 1, 1],
+        "logprobs": [None, None, -0.05, -0.5, None, -3.0],
+        "text": ["What?", "\n", "It", " is", "\n", " 7"],
+        **changes,
+    }
+
+
+def rollout(**changes: Any) -> dict[str, Any]:
+    return {
+        "step": 1,
+        "task_id": "t-1",
+        "group": 0,
+        "seed": 7,
+        "steps": [],
+        "answer": "\\boxed{8}",
+        "truncated": False,
+        "reward": 0.25,
+        "criteria": [
+            {"criterion": "boxed", "choice": "yes", "value": 1.0, "passed": True, "reason": "There is a box."},
+            {"criterion": "right", "choice": "no", "value": 0.0, "passed": False, "reason": REASON},
+        ],
+        "error": "",
+        "advantage": -0.866025,
+        "samples": [sample()],
+        **changes,
+    }
+
+
+EARLY = {
+    "step": 1,
+    "task_id": "t-1",
+    "group": 0,
+    "seed": 3,
+    "prompt_tokens": 2,
+    "token_ids": [1, 2, 3],
+    "loss_mask": [0, 0, 1],
+    "logprobs": [None, None, -0.5],
+    "answer": "seven",
+    "truncated": True,
+    "reward": 1.0,
+    "failed": ["boxed"],
+    "error": "",
+}
+"""A line of the first format."""
+
+
+def task(name: str, query: str = QUESTION) -> dict[str, Any]:
+    return {"task_id": name, "query": query, "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user"}]}
+
+
+def write(state: Path, *rollouts: Any, name: str = "r0007") -> Path:
+    directory = state / "rounds" / name
+    directory.mkdir(parents=True, exist_ok=True)
+    tasks = {each["task_id"]: each for each in map(task, ("t-1", "t-2"))}
+    (directory / "spec.json").write_text(json.dumps({"train": list(tasks.values()), "held_out": []}))
+    path = directory / "rollouts.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in rollouts))
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "flywheel.yaml").write_text("state: {dir: state}\nsources: []\n")
+    return tmp_path
+
+
+def test_conversations_are_shown_with_rewards_and_failed_criteria(flywheel: Run, folder: Path) -> None:
+    undecided = rollout(reward=None, advantage=None, criteria=[], error="the judge was away", seed=8)
+    write(folder / "state", rollout(), undecided, rollout(task_id="t-2", group=1, steps=STEPS, truncated=True))
+    assert flywheel("rollouts", "r0007").out == (
+        f"""
+step 1, t-1: 2 rollouts, mean reward 0.25
+  History
+    [system] Be brief.
+  Question
+    {QUESTION}
+  1. reward 0.25, advantage -0.87, seed 7
+    Answer
+      \\boxed{{8}}
+    ✗ right: no  {REASON}
+  2. reward –, seed 8
+    Answer
+      \\boxed{{8}}
+    no reward: the judge was away
+
+step 1, t-2: 1 rollout, mean reward 0.25
+  History
+    [system] Be brief.
+  Question
+    {QUESTION}
+  1. reward 0.25, advantage -0.87, truncated, seed 7
+    Steps
+      [assistant calls add] {{"a": 3, "b": 4}}
+      [tool add] 7
+    Answer
+      \\boxed{{8}}
+    ✗ right: no  {REASON}
+"""
+    )
+
+
+def test_tokens_in_a_pipe_are_marked_by_mask_and_logprob(flywheel: Run, folder: Path) -> None:
+    write(folder / "state", rollout(samples=[sample(), sample(text=[None] * 6)]))
+    shown = flywheel("rollouts", "r0007", "--tokens").out
+    assert shown.startswith("⟦text|logprob⟧ is a trained token; all others are context\n")
+    assert (
+        """
+    Sample 1 of 2, 4 of 6 tokens trained
+      What?
+      ⟦It|-0.05⟧⟦ is|-0.50⟧⟦↵|null⟧
+      ⟦ 7|-3.00⟧
+    Sample 2 of 2, 4 of 6 tokens trained
+      <1><2>⟦<3>|-0.05⟧⟦<4>|-0.50⟧⟦<5>|null⟧⟦<6>|-3.00⟧
+"""
+        in shown
+    )
+    assert "Answer" not in shown
+
+
+def test_tokens_on_a_terminal_are_coloured_by_mask_and_logprob(folder: Path) -> None:
+    write(folder / "state", rollout())
+    asked = ["rollouts", "r0007", "--tokens"]
+    coloured = in_terminal(folder, asked, columns=80, home=folder).coloured
+    dim, green, cyan, red, unknown = "\x1b[2m", "\x1b[32m", "\x1b[36m", "\x1b[31m", "\x1b[7;35m"
+    for style, text in ((dim, "What?"), (green, "It"), (cyan, " is"), (unknown, "↵"), (red, " 7")):
+        assert f"{style}{text}\x1b[0m" in coloured, text
+    assert "⟦" not in coloured
+    plain = in_terminal(folder, asked, columns=80, home=folder, variables={"NO_COLOR": "1"})
+    assert "⟦It|-0.05⟧" in plain.screen
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("more", [[], ["--tokens"]])
+def test_no_line_is_wider_than_the_terminal_and_nothing_is_lost(folder: Path, columns: int, more: list[str]) -> None:
+    long = sample(text=["What? " * 30, "\n", "你好" * 60, " is", "\n", " 7"])
+    write(folder / "state", rollout(answer="你好" * 60, samples=[long]))
+    seen = in_terminal(folder, ["rollouts", "r0007", *more], columns=columns, home=folder)
+    assert seen.code == 0
+    assert max(map(cell_len, seen.lines)) <= columns
+    words = " ".join(" ".join(seen.lines).split())
+    assert REASON in words
+    assert QUESTION in words
+    assert seen.screen.count("你好") >= 55
+
+
+def test_what_a_model_wrote_does_not_command_the_terminal(flywheel: Run, folder: Path) -> None:
+    criteria = [{"criterion": EVIL, "choice": EVIL, "value": 0.0, "passed": False, "reason": EVIL}]
+    steps = [{"role": "tool", "name": EVIL, "content": EVIL}]
+    tokens = sample(text=[EVIL] * 6)
+    evil = rollout(answer=EVIL, criteria=criteria, steps=steps, error=EVIL, samples=[tokens])
+    write(folder / "state", evil)
+    for arguments in ([], ["--tokens"]):
+        shown = flywheel("rollouts", "r0007", *arguments).out
+        assert not COMMANDS.search(shown)
+        assert "evil" in shown
+    assert flywheel("rollouts", "r0007", "--json").json["groups"][0]["rollouts"][0]["answer"] == EVIL
+
+
+def test_tasks_and_steps_can_be_asked_for(flywheel: Run, folder: Path) -> None:
+    lines = [
+        rollout(step=step, task_id=name, group=group) for step in (1, 2) for group, name in enumerate(("t-1", "t-2"))
+    ]
+    write(folder / "state", *lines)
+
+    def asked(*arguments: str) -> list[tuple[int, str]]:
+        report = flywheel("rollouts", "r0007", *arguments, "--json").json
+        assert report["round"] == "r0007"
+        return [(group["step"], group["task_id"]) for group in report["groups"]]
+
+    assert asked() == [(1, "t-1"), (1, "t-2"), (2, "t-1"), (2, "t-2")]
+    assert asked("--task", "t-2") == [(1, "t-2"), (2, "t-2")]
+    assert asked("--task", "t-2", "--step", "2") == [(2, "t-2")]
+    ran = flywheel("rollouts", "r0007", "--task", "t-9", "--step", "2")
+    assert ran.code == 1
+    assert "cannot show rollouts of r0007: none is of task t-9 and step 2" in ran.err
+
+
+def test_the_keys_of_json_are_those_of_the_page(flywheel: Run, folder: Path) -> None:
+    write(folder / "state", rollout(steps=[{}]))
+    shape = documented("rollouts")
+    compare(flywheel("rollouts", "r0007", "--tokens", "--json").json, shape, "rollouts")
+    compare(flywheel("rollouts", "r0007", "--json").json, shape, "rollouts", frozenset({"samples"}))
+    assert "samples" not in flywheel("rollouts", "r0007", "--json").out
+
+
+def test_rollouts_of_an_earlier_version_can_be_read(flywheel: Run, folder: Path) -> None:
+    write(folder / "state", EARLY)
+    compare(flywheel("rollouts", "r0007", "--tokens", "--json").json, documented("rollouts"), "rollouts")
+    shown = flywheel("rollouts", "r0007", "--tokens").out
+    assert "  1. reward 1.00, truncated, seed 3\n" in shown
+    assert "      <1><2>⟦<3>|-0.50⟧\n" in shown
+    assert "    ✗ boxed\n" in shown
+
+
+def test_the_line_that_a_worker_is_writing_is_left_out(flywheel: Run, folder: Path) -> None:
+    path = write(folder / "state", rollout())
+    with path.open("a") as file:
+        file.write('{"step": 2, "task')
+    assert len(flywheel("rollouts", "r0007", "--json").json["groups"]) == 1
+
+
+def test_rollouts_without_the_tasks_of_the_round_are_shown_without_questions(flywheel: Run, folder: Path) -> None:
+    path = write(folder / "state", rollout())
+    (path.parent / "spec.json").unlink()
+    shown = flywheel("rollouts", "r0007").out
+    assert "\\boxed{8}" in shown
+    assert "Question" not in shown
+
+
+@pytest.mark.parametrize("name", ["r0008", "../rounds/r0007", ".", "rounds"])
+def test_a_round_that_is_none_is_named(flywheel: Run, folder: Path, name: str) -> None:
+    write(folder / "state", rollout())
+    ran = flywheel("rollouts", name)
+    assert (ran.code, ran.out) == (1, "")
+    assert f"cannot show rollouts of {name}: there is no such round in " in ran.err
+
+
+def test_a_round_whose_rollouts_are_not_there_says_so(flywheel: Run, folder: Path) -> None:
+    path = write(folder / "state")
+    assert "cannot show rollouts of r0007: there is none yet" in flywheel("rollouts", "r0007").err
+    path.unlink()
+    ran = flywheel("rollouts", "r0007", "--json")
+    assert ran.code == 1
+    assert "there is no rollouts.jsonl in " in ran.json["error"]
+    assert "retention.keep_days" in ran.err
+
+
+@pytest.mark.parametrize("line", ["no JSON", "[]", "{}", '{"step": 1}'])
+def test_a_line_that_is_no_rollout_is_named(flywheel: Run, folder: Path, line: str) -> None:
+    path = write(folder / "state", rollout())
+    with path.open("a") as file:
+        file.write(f"{line}\n")
+    ran = flywheel("rollouts", "r0007")
+    assert ran.code == 1
+    assert "rollouts.jsonl: line 2 is no rollout." in ran.err
+
+
+def test_the_table_fits_a_terminal_and_names_a_question_once(folder: Path) -> None:
+    path = write(folder / "state", rollout(answer="你好" * 60), rollout(), rollout(step=2), name="debug")
+    for columns in (80, 120):
+        console = Console(width=columns, force_terminal=True, file=io.StringIO(), color_system=None)
+        print_table(console, table_of(path.parent))
+        lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+        assert max(map(cell_len, lines)) <= columns
+        assert " ".join(lines).count("What is 3 plus 4?") == 2

@@ -1,0 +1,111 @@
+"""What a round leaves of its rollouts and of the gate's answers, line by line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flywheel.training.advantage import group_advantages
+from flywheel.training.prompts import Prompt
+from flywheel.training.rollout import Batch, Completion, LoadedAdapter, Rollout
+from flywheel.training.rollout_lines import append_answers, append_rollouts, rollout_line
+from flywheel.verdict import CriterionResult
+from tests.training.rollouts import batch, failed, prompt, request, rollout, task, verdict
+
+RESULTS = (CriterionResult("boxed", "yes", 1.0, True), CriterionResult("right", "no", 0.0, False, "3 + 4 is 7", "h"))
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_sample_has_lists_of_one_length_and_null_for_no_number() -> None:
+    completion = Completion((8, 9, 2), (-0.25, None, -1.23456789), "seven", texts=("se", "ven", "<end>"))
+    asked = Prompt(task("t-9"), (5, 6), texts=("What", "?"))
+    line = rollout_line(Rollout(request(3, 77, of=asked), completion, verdict(1)), 4, 0.5)
+    assert line["samples"] == [
+        {
+            "token_ids": [5, 6, 8, 9, 2],
+            "loss_mask": [0, 0, 1, 1, 1],
+            "logprobs": [None, None, -0.25, None, -1.234568],
+            "text": ["What", "?", "se", "ven", "<end>"],
+        }
+    ]
+    assert (line["step"], line["task_id"], line["group"], line["seed"], line["reward"]) == (4, "t-9", 3, 77, 1)
+    assert (line["answer"], line["steps"], line["advantage"]) == ("seven", [], 0.5)
+
+
+def test_a_failed_rollouts_line_says_why_and_carries_no_loss() -> None:
+    line = rollout_line(failed(0, "no completion within 5 s"), 1, None)
+    assert line["samples"] == [
+        {"token_ids": [5, 6, 7], "loss_mask": [0, 0, 0], "logprobs": [None] * 3, "text": [None] * 3}
+    ]
+    assert (line["reward"], line["advantage"], line["criteria"]) == (None, None, [])
+    assert line["error"] == "no completion within 5 s"
+
+
+def test_criteria_come_with_the_judges_reasons() -> None:
+    done = rollout(0, 0.5)
+    assert done.verdict is not None
+    line = rollout_line(replace(done, verdict=replace(done.verdict, results=RESULTS)), 1, 0.0)
+    assert line["criteria"] == [
+        {"criterion": "boxed", "choice": "yes", "value": 1.0, "passed": True, "reason": ""},
+        {"criterion": "right", "choice": "no", "value": 0.0, "passed": False, "reason": "3 + 4 is 7"},
+    ]
+
+
+def test_the_rollouts_of_a_step_are_appended_with_their_groups_advantages(tmp_path: Path) -> None:
+    for step in (1, 2):
+        append_rollouts(tmp_path, step, batch([1, 0, None], [0.5, 0.5]), "none")
+    written = lines(tmp_path / "rollouts.jsonl")
+    assert [line["step"] for line in written] == [1] * 5 + [2] * 5
+    assert [line["advantage"] for line in written[:5]] == [0.5, -0.5, None, 0, 0]
+
+
+@pytest.mark.parametrize(("scale", "divisor"), [("group", 0.5**0.5 + 1e-4), ("batch", 0.5001), ("none", 1.0)])
+def test_advantages_by_hand(scale: Any, divisor: float) -> None:
+    """The deviation of 1 and 0 is sqrt(1/2), that of 1, 0 and 0.5 is 1/2. The second group has only one reward."""
+    first, second, third, undecided = group_advantages([0, 0, 1, 1], [1.0, 0.0, 0.5, None], scale)
+    assert (first, second) == (pytest.approx(0.5 / divisor), pytest.approx(-0.5 / divisor))
+    assert (third, undecided) == (0, None)
+
+
+def test_the_gates_answers_name_their_side(tmp_path: Path) -> None:
+    candidate, deployed = LoadedAdapter("r0002-5", 5, "/r0002"), LoadedAdapter("r0001-6", 6, "/r0001")
+    done = rollout(0, 1)
+    for other in (deployed, None):
+        sides = [
+            Rollout(request(0, 7, of=prompt("t-1"), adapter=side), done.completion, done.verdict)
+            for side in (candidate, other)
+        ]
+        append_answers(tmp_path, Batch(tuple(sides)), candidate)
+    written = lines(tmp_path / "evaluation.jsonl")
+    assert [line["side"] for line in written] == ["candidate", "deployed"] * 2
+    assert written[0] == {
+        "task_id": "t-1",
+        "side": "candidate",
+        "seed": 7,
+        "steps": [],
+        "answer": "seven",
+        "truncated": False,
+        "reward": 1,
+        "criteria": [],
+        "error": "",
+    }
+
+
+def test_token_text_does_not_double_the_file() -> None:
+    """Token texts are a list beside three others, not a copy of the conversation."""
+    ids = tuple(range(30_000, 32_000))
+    texts = tuple(f" wo{place % 100:02}" for place in range(2_000))
+    logprobs = tuple(-0.123456 - place % 7 for place in range(1_000))
+    completion = Completion(ids[1_000:], logprobs, "answer", texts=texts[1_000:])
+    made = Rollout(request(of=Prompt(task(), ids[:1_000], texts=texts[:1_000])), completion, verdict(1))
+    line = rollout_line(made, 1, 0.0)
+    size = len(json.dumps(line, separators=(",", ":")))
+    del line["samples"][0]["text"]
+    assert size < 1.6 * len(json.dumps(line, separators=(",", ":")))
