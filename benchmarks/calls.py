@@ -2,7 +2,8 @@
 
 16 clients, each with a conversation of tool calls that grows to 300 kB (200 kB on average), ask two servers in turn:
 uvicorn with the real middleware and a stub in place of vLLM, one with the call log and one without, each in a process
-of its own. The stub takes the time of a fast model, so that the processor is busy but not exhausted.
+of its own. New calls are pulled every second. The stub takes the time of a fast model, so that the processor is busy
+but not exhausted.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,6 +41,7 @@ TOKEN_SECONDS: Final = 0.005
 BEGIN_BYTES: Final = 100_000
 END_BYTES: Final = 300_000
 STEP_BYTES: Final = 10_000
+PULL_SECONDS: Final = 1.0
 
 
 # The server
@@ -163,6 +166,19 @@ class Client:
         return (time.perf_counter() - began) * 1000
 
 
+async def pull(port: int) -> None:
+    """Read new calls every second, as the daemon does, but parse none: the clients need their processor time."""
+    after = 0
+    while True:
+        await asyncio.sleep(PULL_SECONDS)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /flywheel/calls?after=%d HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n" % after)
+        page = await reader.read()  # to the end of the connection
+        writer.close()
+        numbers = re.findall(rb'"number": (\d+), "request_id"', page)
+        after = int(numbers[-1]) if numbers else after
+
+
 async def measure(ports: dict[str, int], rounds: int, requests: int) -> dict[str, list[list[float]]]:
     """Latencies by server and kind of request, a list for each round."""
     conversations = [Conversation(seed) for seed in range(CLIENTS)]
@@ -170,6 +186,8 @@ async def measure(ports: dict[str, int], rounds: int, requests: int) -> dict[str
     for each in (*clients["on"], *clients["off"]):
         await each.connect()
     found: dict[str, list[list[float]]] = {f"{kind} {name}": [] for kind in ("plain", "stream") for name in ports}
+
+    pulling = asyncio.create_task(pull(ports["on"]))
 
     async def talk(client: Client, bodies: list[bytes], delay: float) -> list[float]:
         await asyncio.sleep(delay)
@@ -190,6 +208,7 @@ async def measure(ports: dict[str, int], rounds: int, requests: int) -> dict[str
                 if at:
                     found[f"{kind} {name}"].append([each for own in told for each in own])
                 await asyncio.sleep(0.3)  # What is still to be written does not disturb the other server.
+    pulling.cancel()
     return found
 
 
