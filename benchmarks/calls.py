@@ -83,7 +83,8 @@ def serve(parent: Connection, path: Path | None) -> None:
             await super().startup(sockets)
             parent.send(self.servers[0].sockets[0].getsockname()[1])
 
-    Server(uvicorn.Config(AliasMiddleware(stub), port=0, lifespan="off", log_level="warning")).run()
+    settings: dict[str, Any] = {"lifespan": "off", "log_level": "warning", "timeout_keep_alive": 600}
+    Server(uvicorn.Config(AliasMiddleware(stub), port=0, **settings)).run()
 
 
 @contextmanager
