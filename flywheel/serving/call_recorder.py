@@ -180,8 +180,9 @@ class CallRecorder:
             self._awake.wait(PRUNE_SECONDS)
             if not self._is_closing:
                 time.sleep(GATHER_SECONDS)
-            is_last = self._is_closing
+            # In this order, whatever is queued or said from here on wakes the thread again.
             self._awake.clear()
+            is_last = self._is_closing
             while self._queue:
                 self._write(list(self._batch()))
             if is_last:

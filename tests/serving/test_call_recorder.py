@@ -25,7 +25,8 @@ from flywheel.config.file import parse
 from flywheel.diagnostics.doctor.servers import check_servers
 from flywheel.request_id import BASE_VERSION, mark_of
 from flywheel.serving import call_recorder
-from flywheel.serving.asgi import Receive, Scope, Send
+from flywheel.serving.asgi import Message, Receive, Scope, Send
+from flywheel.serving.call_recorder import CallInProgress, CallRecorder
 from flywheel.serving.environment_variables import CALL_LOG_VARIABLE
 from tests.serving.fake_vllm import BASE, FakeVllm, running, with_middleware
 from tests.waiting import wait_for
@@ -339,6 +340,35 @@ def test_a_log_that_cannot_be_written_stops_no_request(
     assert pages(server).json()["dropped"] == 3
     (line,) = [record.message for record in caplog.records if record.name == call_recorder.__name__]
     assert "requests are served, but not recorded: cannot write to the call log" in line
+
+
+def test_a_stop_at_any_moment_ends_the_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_recorder, "GATHER_SECONDS", 0.001)
+
+    async def ask(recorder: CallRecorder) -> None:
+        async def ignore(_: Message) -> None: ...
+
+        async def receive() -> Message:
+            return {"type": "http.disconnect"}
+
+        call = CallInProgress("fw-1", "/v1/completions", "base", b"", b"", b"{}", 1)
+        scope = {"type": "http", "path": "/v1/completions", "headers": []}
+        await recorder.recorded(call, answer, scope, b"{}", receive, ignore)
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body"})
+
+    for at in range(40):
+        recorder = CallRecorder(tmp_path / f"{at}.db", 1, 10**9)
+        asyncio.run(ask(recorder))
+        time.sleep(at / 10_000)
+        recorder.close()
+        assert recorder._thread is not None
+        assert not recorder._thread.is_alive()
+        with CallLog(recorder.path) as log:
+            ((_, call),) = log.page(0, 10, 10**6)
+        assert (call.is_complete, call.media_type, call.response) == (True, "", b"")
 
 
 def test_a_locked_log_delays_no_request(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
