@@ -115,7 +115,7 @@ class SourceSupervisor:
 
     async def _do_pull(self) -> None:
         """Pull recorded calls, more often while a trace waits for some, and read the sources that they are for."""
-        waiting = await self._ingestion.pull_calls()
+        waiting = await self._ingestion.pull_calls(self._stopping)
         self.refresh()
         for source in waiting:
             if source.path in self._stages:

@@ -391,7 +391,7 @@ class Ingestion:
             if self._finder is not None:
                 # After the traces: where there is a trace of a call, the reply is read from there.
                 try:
-                    await self._find_conversations(self._finder, final=final)
+                    await self._find_conversations(self._finder, final=final, stop=stop)
                 except (CallLogError, ReceiverError) as failure:
                     error = SourceReport(self._finder.inbox, error=failure)
             found |= {
@@ -435,7 +435,7 @@ class Ingestion:
         again = await source.read(final=final, stop=stop)
         return replace(again, new=report.new + again.new)
 
-    async def pull_calls(self) -> list[SourceIngestion]:
+    async def pull_calls(self, stop: asyncio.Event | None = None) -> list[SourceIngestion]:
         """Pull recorded calls and find their conversations; the sources to be read for them. Raises CallLogError and
         ReceiverError."""
         if self.calls is None:
@@ -445,14 +445,16 @@ class Ingestion:
         traced = [source for source in self._sources.values() if source.connector.type != "calls"]
         if self._finder is not None and all(source.has_passed for source in traced):
             # A long history of traces comes first.
-            await self._finder.update(self.calls.read_to_ns)
+            await self._finder.update(self.calls.read_to_ns, stop=stop)
         return [*awaiting, *await self._reopened()]
 
-    async def _find_conversations(self, finder: ConversationFinder, *, final: bool) -> None:
+    async def _find_conversations(
+        self, finder: ConversationFinder, *, final: bool, stop: asyncio.Event | None
+    ) -> None:
         """Pull recorded calls, and find their conversations. Raises CallLogError and ReceiverError."""
         assert self.calls is not None
         await self.calls.pull(at_once=True)
-        await finder.update(self.calls.read_to_ns, final=final)
+        await finder.update(self.calls.read_to_ns, final=final, stop=stop)
 
     async def _reopened(self) -> list[SourceIngestion]:
         """The sources with traces that lacked calls when they were extracted and are opened again for them."""

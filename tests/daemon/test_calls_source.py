@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ import pytest
 import yaml
 from sqlalchemy import Connection, select
 
-from flywheel.call_log import RecordedCall
-from flywheel.config import Config, parse
+from flywheel.call_log import CallLog, RecordedCall
+from flywheel.config import CallsSource, Config, parse
 from flywheel.diagnostics.audit import deep_audit
 from flywheel.errors import ConfigError
 from flywheel.request_id import mark_of
+from flywheel.sources.calls.conversation_finder import ConversationFinder
+from flywheel.sources.calls.mirror import mirror_path
 from flywheel.sources.ingestion import Ingestion, SourceReport
 from flywheel.states import SkipReason
 from flywheel.store.database import Store
@@ -287,6 +290,42 @@ async def test_a_kill_between_calls_inbox_and_ledger_loses_and_doubles_nothing(
         assert all(line["answer"] == f"It is {int(line['main_query'].split()[2]) + 1}." for line in lines)
         store = await Store.open(config.state_dir)
         assert (await deep_audit(store, config)).problems == []
+        await store.close()
+
+
+async def test_a_dry_run_beside_a_daemon_takes_turns_with_it(tmp_path: Path) -> None:
+    calls = sorted((call for n in range(30) for call in turn(n, n / 2)), key=lambda call: call.ended_ns)
+    with LogServer(tmp_path / "a.db") as server:
+        config = config_of(tmp_path, server)
+        (source,) = config.sources
+        assert isinstance(source, CallsSource)
+        finders = [ConversationFinder(config, source) for _ in range(3)]
+        with CallLog(mirror_path(config.state_dir)) as mirror:
+            for place in range(0, len(calls), 6):
+                mirror.append(calls[place : place + 6])
+                await asyncio.gather(*(finder.update(calls[place].ended_ns, final=True) for finder in finders))
+            await asyncio.gather(*(finder.update(time.time_ns()) for finder in finders))
+        for finder in finders:
+            await finder.close()
+        await ingest(config)
+    assert await read(config, outcomes) == {("converted", None): 30}
+    lines = exported(config)
+    assert len({line["metadata"]["conversation_id"] for line in lines}) == 30
+    assert all(line["answer"] == f"It is {int(line['main_query'].split()[2]) + 1}." for line in lines)
+
+
+async def test_a_stop_ends_a_long_backlog_and_the_rest_follows(tmp_path: Path) -> None:
+    with LogServer(tmp_path / "a.db") as server:
+        config = config_of(tmp_path, server)
+        server.log.append([call for n in range(3) for call in turn(n, n)])
+        store, stop = await Store.open(config.state_dir), asyncio.Event()
+        stop.set()
+        ingestion = Ingestion(store, config)
+        await ingestion.pull_calls(stop)
+        assert ingestion.sources() == []
+        await ingestion.pull_calls()
+        assert len(ingestion.sources()) == 1
+        await ingestion.close()
         await store.close()
 
 

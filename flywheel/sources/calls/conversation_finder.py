@@ -7,11 +7,17 @@ crash in between the same rows are written again.
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Final
 
 from flywheel.call_log import CallLog
 from flywheel.config import CallsSource, Config, OtlpSource, StudioSource
+from flywheel.errors import ReceiverError
+from flywheel.files import make_private, private
 from flywheel.sources.calls.conversations import EARLY_NS, Conversations
 from flywheel.sources.calls.mirror import mirror_path
 from flywheel.sources.calls.skeleton_spans import rows_of
@@ -37,23 +43,39 @@ class ConversationFinder:
         self._conversations = Conversations(self._log, idle_ns=idle_ns, wait_ns=self._wait_ns)
         self._lock = asyncio.Lock()
 
-    async def update(self, pulled_to_ns: int, *, final: bool = False) -> int:
-        """Place the calls that ended before `pulled_to_ns` and write their replies; returns how many were written.
+    async def update(self, pulled_to_ns: int, *, final: bool = False, stop: asyncio.Event | None = None) -> None:
+        """Place the calls that ended before `pulled_to_ns` and write their replies, until `stop`.
 
         All calls that ended before then must have been pulled. A `final` update does not wait for traces, nor for
-        calls that a server may not have recorded yet. Raises CallLogError and ReceiverError.
+        calls that a server may not have recorded yet. A dry run beside a daemon takes turns with it. Raises
+        CallLogError and ReceiverError.
         """
-        async with self._lock:
-            while await asyncio.to_thread(self._conversations.place, pulled_to_ns - (0 if final else EARLY_NS)):
-                pass
-            written = 0
+        until_ns = pulled_to_ns - (0 if final else EARLY_NS)
+        async with self._lock, self._turn():
+            while not (stop is not None and stop.is_set()):
+                if not await asyncio.to_thread(self._conversations.place, until_ns):
+                    break
             now_ns = time.time_ns() + (self._wait_ns if final else 0)
             while replies := await asyncio.to_thread(self._conversations.due, now_ns):
                 await self._inbox.store([row for reply in replies for row in rows_of(reply, self._alias)])
                 await asyncio.to_thread(self._conversations.hand_on, replies)
-                written += len(replies)
             await asyncio.to_thread(self._conversations.prune, time.time_ns() - self._keep_ns)
-            return written
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """The time in which no other process places calls or writes replies. Raises ReceiverError."""
+        path = self.inbox.with_suffix(".lock")
+        try:
+            make_private(path.parent)
+            file = private(path, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            hint = "Check the disk's free space and the permissions of the folder."
+            raise ReceiverError(f"open {path}", str(error), hint, retryable=True) from error
+        try:
+            await asyncio.to_thread(fcntl.flock, file, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(file)
 
     async def close(self) -> None:
         await self._inbox.close()
