@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from flywheel.batch import Batch
 from flywheel.config import Config
 from flywheel.diagnostics.task_file_audit import TaskFileAudit, compare_task_file, first_names, with_counts
-from flywheel.errors import SourceError
+from flywheel.errors import CallLogError, SourceError
 from flywheel.filtering.chain import redactor_of
 from flywheel.filtering.pii import Redactor
 from flywheel.request_id import recorded_in
@@ -149,8 +149,9 @@ async def compare_sources(store: Store, config: Config) -> list[SourceAudit]:
                 else:
                     met = await _compare_file(store, redact, audit, number)
                 audit.gone = len(before - met)
-            except SourceError as error:
-                audit.condition, audit.error = error.condition, str(error)
+            except (SourceError, CallLogError) as error:
+                audit.condition = error.condition if isinstance(error, SourceError) else "failing"
+                audit.error = str(error)
             audits.append(audit)
     finally:
         await ingestion.close()

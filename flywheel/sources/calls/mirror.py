@@ -38,6 +38,9 @@ class PulledServer:
     error: str = ""
 
 
+_SERVERS: Final = f"SELECT {', '.join(PulledServer.__slots__)} FROM servers"  # noqa: S608 - constants
+
+
 def mirror_path(state_dir: Path) -> Path:
     return state_dir / "calls" / "calls.db"
 
@@ -47,7 +50,7 @@ def pulled_servers(path: Path) -> dict[str, PulledServer]:
     there is no such file or it cannot be read."""
     try:
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
-            rows = connection.execute("SELECT * FROM servers").fetchall()
+            rows = connection.execute(_SERVERS).fetchall()
     except sqlite3.Error:
         return {}
     return {row[0]: PulledServer(*row) for row in rows}
@@ -65,7 +68,7 @@ class Mirror(CallLog):
     def servers(self) -> dict[str, PulledServer]:
         """Every server that was ever asked, by URL."""
         with self.reading() as connection:
-            rows = connection.execute("SELECT * FROM servers").fetchall()
+            rows = connection.execute(_SERVERS).fetchall()
         return {row[0]: PulledServer(*row) for row in rows}
 
     def store_page(self, url: str, page: Page) -> bool:
@@ -116,7 +119,7 @@ class Mirror(CallLog):
 
 
 def _server(connection: sqlite3.Connection, url: str) -> PulledServer:
-    row = connection.execute("SELECT * FROM servers WHERE url = ?", (url,)).fetchone()
+    row = connection.execute(f"{_SERVERS} WHERE url = ?", (url,)).fetchone()
     return PulledServer(*row) if row else PulledServer(url)
 
 
