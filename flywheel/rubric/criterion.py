@@ -19,6 +19,9 @@ MODEL_TYPE: Final = "llm-rubric"
 QUERY: Final = "query"
 """The `value` of a `language` criterion that expects the language of the question."""
 YES_NO: Final = ("no", "yes")
+VALID: Final = "valid"
+INVALID: Final = "invalid"
+"""The values of a `call-format` criterion: whether it counts the calls that are right, or finds one that is not."""
 
 
 class ValueType(NamedTuple):
@@ -41,6 +44,9 @@ class Kind:
     """Those of OPTIONS that the type has."""
     allows_negative_weight: bool = True
     """False for types that good answers meet: a negative weight would punish them."""
+    finds_fault: bool | str = False
+    """Whether bad replies meet the type: it is a penalty, and a positive weight would reward them. A text: with this
+    `value`, it is one."""
     checks_steps: bool = False
     """Whether the type looks at tool calls and other steps. A rollout is one message and has none."""
 
@@ -99,6 +105,16 @@ def _check_function(value: Any) -> None:
         raise ValueError("must be `path:function`, such as `checks.py:is_polite`")
 
 
+def _check_format(value: Any) -> None:
+    if value not in (VALID, INVALID):
+        raise ValueError(f"must be `{VALID}` or `{INVALID}`, not {value!r}")
+
+
+def _check_seconds(value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError("must be a number of seconds above 0")
+
+
 def _check_no_value(value: Any) -> None:
     raise ValueError("is not used by this type; leave it out")
 
@@ -114,6 +130,8 @@ _SCHEMA: Final = ValueType(
 )
 _REFERENCE: Final = ValueType(_check_reference, {"anyOf": [_A_TEXT, {"type": "number"}]})
 _FUNCTION: Final = ValueType(_check_function, {"type": "string", "pattern": r"^.*\S.*:\w+$"})
+_FORMAT: Final = ValueType(_check_format, {"enum": [VALID, INVALID]})
+_SECONDS: Final = ValueType(_check_seconds, {"type": "number", "exclusiveMinimum": 0})
 _NO_VALUE: Final = ValueType(_check_no_value, None)
 KINDS: Final[Mapping[str, Kind]] = MappingProxyType(
     {
@@ -149,6 +167,36 @@ KINDS: Final[Mapping[str, Kind]] = MappingProxyType(
             allows_negative_weight=False,
             checks_steps=True,
         ),
+        "redundant-call": Kind(
+            "A tool was called again with the same arguments and the same result; these tools may be.",
+            _TOOLS,
+            needs_value=False,
+            finds_fault=True,
+            checks_steps=True,
+        ),
+        "step-efficiency": Kind(
+            "The share of calls that neither failed nor repeated an earlier one; these tools may be repeated.",
+            _TOOLS,
+            needs_value=False,
+            options=frozenset({"max"}),
+            allows_negative_weight=False,
+            checks_steps=True,
+        ),
+        "call-format": Kind(
+            "The share of calls whose arguments are JSON that the tool's definition allows; or that one is not.",
+            _FORMAT,
+            needs_value=False,
+            allows_negative_weight=False,
+            finds_fault=INVALID,
+            checks_steps=True,
+        ),
+        "timeout": Kind(
+            "A step timed out, or the reply took more than so many seconds.",
+            _SECONDS,
+            needs_value=False,
+            finds_fault=True,
+            checks_steps=True,
+        ),
         "degenerate": Kind(
             "The answer is not degenerate: no loop, no malformed tool call, no broken encoding.",
             _NO_VALUE,
@@ -174,6 +222,10 @@ CriterionType = Literal[
     "tool-called",
     "tool-sequence",
     "no-error-span",
+    "redundant-call",
+    "step-efficiency",
+    "call-format",
+    "timeout",
     "degenerate",
     "python",
 ]
@@ -220,7 +272,7 @@ class Criterion(Part):
     min: int | None = Field(default=None, ge=0, exclude_if=lambda value: value is None)
     """The fewest calls for `tool-called`. Default: 1, or 0 when `max` is 0."""
     max: int | None = Field(default=None, ge=0, exclude_if=lambda value: value is None)
-    """The most calls for `tool-called`. Default: any number."""
+    """The most calls for `tool-called`; the calls that are enough for `step-efficiency`. Default: any number."""
     match: Literal["exact", "subsequence"] | None = Field(default=None, exclude_if=lambda value: value is None)
     """Whether `tool-sequence` lists all calls, or calls that others may stand between (the default)."""
 
@@ -260,7 +312,16 @@ class Criterion(Part):
             raise invalid(f"min {self.min} is more than max {self.max}: that is never met", "min")
         if any(not 0 <= value <= 1 for value in self.choices.values()):
             raise invalid("values of choices must be in 0…1", "choices")
-        if self.weight < 0 and not kind.allows_negative_weight:
+        return self
+
+    @model_validator(mode="after")
+    def _weight_fits(self) -> Self:
+        kind = KINDS[self.type]
+        finds_fault = kind.finds_fault is True or (bool(self.value) and self.value == kind.finds_fault)
+        if self.weight > 0 and finds_fault:
+            why = "is met by a faulty reply, so a positive weight would reward those: make it negative"
+            raise invalid(f"{self.type} {why}", "weight")
+        if self.weight < 0 and not (kind.allows_negative_weight or finds_fault):
             why = "is met by a sound reply, so a negative weight would punish those: make it positive"
             raise invalid(f"{self.type} {why}", "weight")
         if self.required and self.weight < 0:
@@ -286,6 +347,8 @@ class Criterion(Part):
     @property
     def names(self) -> tuple[str, ...]:
         """The tools that `value` names."""
+        if self.value == "":
+            return ()
         return tuple(self.value) if isinstance(self.value, list) else (str(self.value),)
 
     @property

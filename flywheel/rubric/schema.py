@@ -46,12 +46,21 @@ def _rules(name: str) -> dict[str, Any]:
     kind = KINDS[name]
     allowed: dict[str, Any] = {option: False for option in OPTIONS if option not in kind.options}
     allowed["value"] = False if kind.value.schema is None else dict(kind.value.schema)
-    if not kind.allows_negative_weight:
-        allowed["weight"] = {"minimum": 0}
+    reward, penalty = {"minimum": 0}, {"maximum": 0}
+    required = ["value"] if kind.needs_value else []
+    if kind.finds_fault is True:
+        allowed["weight"] = penalty
+        required.append("weight")
+    elif not kind.allows_negative_weight and not kind.finds_fault:
+        allowed["weight"] = reward
     is_type: dict[str, Any] = {"properties": {"type": {"const": name}}}
     if name != MODEL_TYPE:
         is_type["required"] = ["type"]
     then: dict[str, Any] = {"properties": allowed}
-    if kind.needs_value:
-        then["required"] = ["value"]
+    if required:
+        then["required"] = required
+    if isinstance(kind.finds_fault, str):
+        then["if"] = {"properties": {"value": {"const": kind.finds_fault}}, "required": ["value"]}
+        then["then"] = {"properties": {"weight": penalty}, "required": ["weight"]}
+        then["else"] = {"properties": {"weight": reward}}
     return {"if": is_type, "then": then}

@@ -43,6 +43,10 @@ EVERY: list[dict[str, Any]] = [
     {"id": "searched", "type": "tool-called", "value": "search"},
     {"id": "order", "type": "tool-sequence", "value": ["search", "read"]},
     {"id": "unfailing", "type": "no-error-span"},
+    {"id": "repeated", "type": "redundant-call", "weight": -0.2},
+    {"id": "efficient", "type": "step-efficiency", "weight": 0.1},
+    {"id": "formed", "type": "call-format", "weight": 0.1},
+    {"id": "slow", "type": "timeout", "weight": -0.5},
     {"id": "sound", "type": "degenerate", "required": True},
     {"id": "ours", "type": "python", "value": "checks.py:is_ours"},
 ]

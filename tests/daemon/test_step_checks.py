@@ -27,6 +27,7 @@ OF_STEPS = {
     "tool-called": "{id: searched, type: tool-called, value: search}",
     "tool-sequence": "{id: searched, type: tool-sequence, value: [search, read]}",
     "no-error-span": "{id: searched, type: no-error-span}",
+    "call-format": "{id: searched, type: call-format}",
 }
 SINGLE = "{id: present, type: regex, value: '[a-z0-9]'}"
 

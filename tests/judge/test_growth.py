@@ -29,6 +29,7 @@ from flywheel.similarity import normalised, numbers, prompt_signatures, words
 from flywheel.terminal import escape_terminal
 from flywheel.verdict import Exchange
 from tests.cases import for_each
+from tests.rubric.steps import made
 
 READERS = (
     "judge", "filtering", "rubric", "rubric.checks", "store", "formats", "sources", "sources.studio", "sources.jsonl",
@@ -109,13 +110,20 @@ CHECKS: dict[str, dict[str, Any]] = {
     "tool-called": {"value": "f"},
     "tool-sequence": {"value": ["f"]},
     "no-error-span": {},
+    "redundant-call": {"weight": -1},
+    "step-efficiency": {},
+    "call-format": {},
+    "timeout": {"weight": -1},
     "degenerate": {},
 }
 
 
 def checked(type_: str, text: str) -> None:
     criterion = Criterion.model_validate({"id": "c", "type": type_, **CHECKS[type_]})
-    check(criterion, Exchange(text, text, trajectory=({"role": "tool", "content": text},)))
+    check(
+        criterion,
+        Exchange(text, text, trajectory=(*made("f", text, text), *made("f", {"a": text}, text, status="error"))),
+    )
 
 
 FUNCTIONS: dict[str, Callable[[str], Any]] = {

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flywheel.errors import CheckError
-from flywheel.rubric import Criterion, Rubric, pattern
+from flywheel.rubric import KINDS, Criterion, Rubric, pattern
 from flywheel.rubric.checks import (
     CHECKS,
     MAX_CHARACTERS,
@@ -349,8 +349,9 @@ def test_no_check_is_given_more_than_it_may_look_at(kind: str, monkeypatch: pyte
     monkeypatch.setattr(
         "flywheel.rubric.checks.CHECKS", {kind: lambda _, exchange, __: given.append(exchange) or (1.0, "")}
     )
-    value = "" if kind in ("degenerate", "language", "no-error-span") else "1"
-    result(Exchange("q" * 3 * MAX_CHARACTERS, "a" * 3 * MAX_CHARACTERS), kind, value)
+    value = "1" if KINDS[kind].needs_value else ""
+    options = {"weight": -1} if KINDS[kind].finds_fault is True else {}
+    result(Exchange("q" * 3 * MAX_CHARACTERS, "a" * 3 * MAX_CHARACTERS), kind, value, **options)
     assert [(len(exchange.query), len(exchange.answer)) for exchange in given] == [
         (MAX_CHARACTERS + 1, MAX_CHARACTERS + 1)
     ]

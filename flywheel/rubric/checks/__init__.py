@@ -13,12 +13,20 @@ from typing import Final
 import regex
 
 from flywheel.errors import CheckError
+from flywheel.rubric.checks.call_format import check_call_format
 from flywheel.rubric.checks.degenerate import check_degenerate
 from flywheel.rubric.checks.json_schema import check_json_schema
 from flywheel.rubric.checks.language import check_language
 from flywheel.rubric.checks.math_equal import check_math_equal
 from flywheel.rubric.checks.python_function import check_python_function
-from flywheel.rubric.checks.tool_calls import check_no_error, check_tool_called, check_tool_sequence
+from flywheel.rubric.checks.tool_calls import (
+    check_no_error,
+    check_redundant_call,
+    check_step_efficiency,
+    check_timeout,
+    check_tool_called,
+    check_tool_sequence,
+)
 from flywheel.rubric.criterion import Criterion
 from flywheel.rubric.pattern import normal_forms, search, trimmed, visible
 from flywheel.rubric.rubric import Rubric
@@ -59,6 +67,10 @@ CHECKS: Final[Mapping[str, Check]] = MappingProxyType(
         "tool-called": check_tool_called,
         "tool-sequence": check_tool_sequence,
         "no-error-span": check_no_error,
+        "redundant-call": check_redundant_call,
+        "step-efficiency": check_step_efficiency,
+        "call-format": check_call_format,
+        "timeout": check_timeout,
         "degenerate": check_degenerate,
         "python": check_python_function,
     }

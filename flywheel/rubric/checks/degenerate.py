@@ -54,10 +54,16 @@ def check_degenerate(_criterion: Criterion, exchange: Exchange, _rubric: Rubric 
     return not problem, problem or "neither a loop nor a malformed tool call nor broken encoding"
 
 
+def written_call(prose: str) -> str:
+    """The mark of a tool call that became text; empty if there is none."""
+    match = _TOOL_TEXT.search(prose)
+    return match[0] if match else ""
+
+
 def _find_malformed(answer: str, prose: str) -> str:
     """A tool call that became text, a token of the chat template, or broken encoding. In code they are quotations."""
-    if match := _TOOL_TEXT.search(prose):
-        return f"the text of a tool call: {match[0]}"
+    if written := written_call(prose):
+        return f"the text of a tool call: {written}"
     if match := _SPECIAL.search(prose):
         return f"a word of the chat template: {match[0].strip()}"
     if _BARE_CALL.match(answer) and _ARGUMENTS.search(answer):

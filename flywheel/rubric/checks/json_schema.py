@@ -30,7 +30,7 @@ def check_json_schema(criterion: Criterion, exchange: Exchange, rubric: Rubric |
     if (fenced := _FENCED.fullmatch(text)) is not None:
         text = fenced["inside"]
     try:
-        value = json.loads(text, parse_constant=_reject_constant)
+        value = parse_json(text)
     except (ValueError, RecursionError) as error:
         return False, f"the answer is not JSON: {error}"
     try:
@@ -46,6 +46,11 @@ def check_json_schema(criterion: Criterion, exchange: Exchange, rubric: Rubric |
     return False, f"at {problem.json_path}: {problem.message}"[:300]
 
 
+def parse_json(text: str) -> Any:
+    """JSON without NaN and Infinity. Raises ValueError, and RecursionError if it is nested too deeply."""
+    return json.loads(text, parse_constant=_reject_constant)
+
+
 def _reject_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not valid in JSON")
 
@@ -54,6 +59,11 @@ def _validator(criterion: Criterion, rubric: Rubric | None) -> Validator:
     schema: Any = criterion.value
     if criterion.file:
         schema = json.loads(rubric.files[criterion.file].text) if rubric is not None else {}
+    return validator_of(schema)
+
+
+def validator_of(schema: Any) -> Validator:
+    """A validator whose patterns have a time limit and which fetches nothing."""
     with_timeout = extend(validator_for(schema, Draft202012Validator), {"pattern": _match_pattern})
     # The registry is empty: a reference to the network raises, and no request is sent.
     return with_timeout(schema, registry=Registry())

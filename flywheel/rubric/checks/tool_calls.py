@@ -1,15 +1,91 @@
-"""The checks of the steps: `tool-called`, `tool-sequence` and `no-error-span`."""
+"""The checks of the steps: which tools were called and in which order, what failed, timed out or was repeated.
+
+`call-format` is in a module of its own.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final
 
 import orjson
 
+from flywheel.rubric.checks.json_schema import parse_json
 from flywheel.rubric.criterion import Criterion
 from flywheel.rubric.rubric import Rubric
 from flywheel.trace import get_path
 from flywheel.verdict import Exchange
+
+UNKNOWN_EFFICIENCY: Final = 0.5
+"""The `step-efficiency` of a reply without calls: nothing was wasted, and nothing was done."""
+_ERROR_TEXT: Final = re.compile(r"\A(?:Error|[A-Z]\w*(?:Error|Exception)): ")
+"""How agents begin the result of a tool that raised or does not exist."""
+_TIMEOUT: Final = re.compile(
+    r"\b\w*(?:Timeout|TimedOut)(?:Error|Exception|Expired)?(?=[:(]|$)|\bETIMEDOUT\b|\b(?i:timed[ -]out)\b"
+    r"|\b(?i:deadline[ _]?exceeded|gateway time-?out|exceeded the timeout|timeout exceeded)\b",
+    re.MULTILINE,
+)
+"""Names of exceptions, and phrases of clients. Only failures are searched: a result may be about anything."""
+_PROGRAM_TIMEOUT: Final = re.compile(
+    r"\A<returncode>-1</returncode>.*\bTimeoutError: The \w+ execution exceeded the timeout", re.DOTALL
+)
+"""What AgentScope 1.x returns of a program that it has stopped."""
+
+
+@dataclass(slots=True)
+class Call:
+    """A tool call of the steps.
+
+    Attributes:
+        arguments: As the step has them: a JSON text, or what was parsed of it.
+        result: None if the steps have none.
+        failed: Whether the steps or the task's errors say that it failed.
+    """
+
+    id: str
+    name: str
+    arguments: Any
+    result: str | None = None
+    failed: bool = False
+
+    @property
+    def parsed(self) -> dict[str, Any]:
+        """The arguments. Raises ValueError if they are not a JSON object; no text at all is an empty one."""
+        try:
+            value = parse_json(self.arguments or "{}") if isinstance(self.arguments, str) else self.arguments
+        except RecursionError:
+            raise ValueError("they are nested too deeply") from None
+        if not isinstance(value, dict | None):
+            raise ValueError("they are not an object")
+        return value or {}
+
+
+def calls_of(exchange: Exchange) -> list[Call]:
+    """The tool calls of the steps with their results, in order."""
+    calls: list[Call] = []
+    latest: list[Call] = []
+    errors = {str(error) for error in _errors(exchange.line.get("metadata"))}
+    for turn in exchange.trajectory:
+        if isinstance(made := turn.get("tool_calls"), list) and made:
+            latest = [_call(each) for each in made]
+            calls += latest
+        if turn.get("role") != "tool":
+            continue
+        # The latest calls first: some models number their calls from 0 in every answer.
+        waiting = (each for each in (*latest, *reversed(calls)) if each.result is None)
+        call = next((each for each in waiting if each.id == str(turn.get("tool_call_id"))), None)
+        if call is not None:
+            call.result = str(turn.get("content"))
+            told = f"tool {call.name}: {' '.join(call.result.split())}"[:500]
+            call.failed = turn.get("status") == "error" or bool(_ERROR_TEXT.match(call.result)) or told in errors
+    for call in calls:
+        if call.result is None:
+            call.failed = any(error.startswith(f"tool {call.name}: ") for error in errors)
+    return calls
 
 
 def called_tools(exchange: Exchange) -> list[str]:
@@ -54,3 +130,84 @@ def _errors(metadata: Any) -> list[Any]:
     except (KeyError, TypeError, orjson.JSONDecodeError):
         return []
     return errors if isinstance(errors, list) else []
+
+
+def _call(step: Any) -> Call:
+    name = get_path(step, "function", "name")
+    arguments = get_path(step, "function", "arguments")
+    return Call(str(get_path(step, "id")), name if isinstance(name, str) else "", arguments)
+
+
+def definitions_of(exchange: Exchange) -> dict[str, dict[str, Any]]:
+    """The functions that the agent was offered, by name."""
+    functions = (get_path(tool, "function") or tool for tool in exchange.tools)
+    return {str(each.get("name")): each for each in functions if isinstance(each, dict)}
+
+
+def check_redundant_call(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> tuple[bool, str]:
+    repeated = list(_redundant(calls_of(exchange), exchange, criterion.names))
+    names = ", ".join(sorted({call.name for call in repeated}))
+    return bool(repeated), f"repeated for nothing: {names}" if repeated else "no call was repeated for nothing"
+
+
+def check_step_efficiency(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> tuple[float, str]:
+    calls = calls_of(exchange)
+    if not calls:
+        return UNKNOWN_EFFICIENCY, "no tool was called"
+    failed = sum(call.failed for call in calls)
+    repeated = sum(not call.failed for call in _redundant(calls, exchange, criterion.names))
+    useful = len(calls) - failed - repeated
+    enough = useful if criterion.max is None else min(useful, criterion.max)
+    return enough / len(calls), f"{len(calls)} calls, {failed} failed, {repeated} repeated for nothing"
+
+
+def _redundant(calls: Sequence[Call], exchange: Exchange, may_repeat: Sequence[str]) -> Iterator[Call]:
+    """Calls that repeat the last one of the same tool and arguments, and brought the same result. A failed one may be
+    repeated once."""
+    defaults = {name: _defaults(function) for name, function in definitions_of(exchange).items()}
+    last: dict[tuple[str, str], tuple[str | None, int]] = {}
+    for call in calls:
+        if call.name in may_repeat:
+            continue
+        try:
+            arguments = json.dumps({**defaults.get(call.name, {}), **call.parsed}, sort_keys=True)
+        except (ValueError, TypeError, RecursionError):
+            arguments = str(call.arguments)
+        result, times = last.get((call.name, arguments), (None, 0))
+        times = times + 1 if call.result == result else 1
+        last[call.name, arguments] = call.result, times
+        if times > (2 if call.failed else 1):
+            yield call
+
+
+def _defaults(function: dict[str, Any]) -> dict[str, Any]:
+    """The defaults of a tool's parameters: a call that leaves them out is the same as one that gives them."""
+    properties = get_path(function, "parameters", "properties")
+    return {
+        name: schema["default"]
+        for name, schema in (properties.items() if isinstance(properties, dict) else ())
+        if isinstance(schema, dict) and "default" in schema
+    }
+
+
+def check_timeout(criterion: Criterion, exchange: Exchange, _rubric: Rubric | None) -> tuple[bool, str]:
+    metadata = exchange.line.get("metadata")
+    failures = [str(error) for error in _errors(metadata)]
+    for call in calls_of(exchange):
+        if call.result is not None and (call.failed or _PROGRAM_TIMEOUT.match(call.result)):
+            failures.append(f"tool {call.name}: {call.result}")
+    if late := next((each for each in failures if _TIMEOUT.search(each)), None):
+        return True, f"timed out: {late}"[:300]
+    seconds = _seconds(metadata) if criterion.value else None
+    if seconds is not None and seconds > float(str(criterion.value)):
+        return True, f"the reply took {seconds:.1f} s"
+    return False, "no step timed out"
+
+
+def _seconds(metadata: Any) -> float | None:
+    """How long the reply took; None if its times are not recorded."""
+    try:
+        began, ended = (datetime.fromisoformat(metadata[key]) for key in ("started_at", "ended_at"))
+        return (ended - began).total_seconds()
+    except (KeyError, TypeError, ValueError):
+        return None
