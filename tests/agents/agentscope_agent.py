@@ -1,7 +1,7 @@
 """A genuine AgentScope agent, asked by lines on stdin and answering by lines on stdout.
 
-`python -m tests.agents.agentscope_agent '{"stream": true, "tools": true}'`. Its settings are the defaults, so it sends
-the runtime reminder. Tracing is on unless OTEL_SDK_DISABLED is set.
+`python -m tests.agents.agentscope_agent '{"stream": true, "tools": true}'`. Its settings are the defaults, so it
+sends the runtime reminder. Tracing is on unless OTEL_SDK_DISABLED is set.
 """
 
 from __future__ import annotations

@@ -1,0 +1,160 @@
+"""What the task of a genuine agent says the model was sent is what the model was sent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flywheel.config import Config, parse
+from flywheel.serving.replica_client import Replica
+from tests.agents.running import agentscope
+from tests.agents.scripted_model import Recorder, ScriptedModel
+from tests.daemon.following import Following, status, until
+from tests.serving.fake_vllm import running, with_middleware
+
+Json = dict[str, Any]
+
+QUESTIONS = ("What is 12 times 34?", "And 5 by 6?", "Thank you", "What is 7 times 8?")
+SETTINGS = [{"stream": stream, "tools": tools} for stream in (True, False) for tools in (True, False)]
+
+
+class Server:
+    """A scripted model behind the real middleware with its call log, and what arrived before that."""
+
+    def __init__(self, recorder: Recorder, url: str) -> None:
+        self.url = url
+        self._recorder = recorder
+
+    @property
+    def requests(self) -> list[Json]:
+        return self._recorder.requests
+
+    async def point(self, adapter: str) -> None:
+        """Let the alias be answered by an adapter."""
+        async with Replica(self.url) as replica:
+            await replica.flip("my-agent", adapter, None)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    recorder = Recorder(
+        with_middleware(
+            ScriptedModel(), FLYWHEEL_ALIAS="my-agent", FLYWHEEL_CALL_LOG=str(tmp_path / "serving" / "calls.db")
+        )
+    )
+    with running(recorder) as url:
+        yield Server(recorder, url)
+
+
+def configuration(directory: Path, server: Server, *sources: Json, **ingest: Any) -> Config:
+    raw = {
+        "state": {"dir": "state"},
+        "sources": list(sources),
+        "serving": {"urls": [server.url]},
+        "model": {"alias": "my-agent", "base": "tiny"},
+        "ingest": {"settle_seconds": 0.2, "poll_seconds": 0.2, **ingest},
+    }
+    return parse(raw, "test", directory)
+
+
+def exported(config: Config) -> list[Json]:
+    """The task file, in the order of the replies."""
+    if not config.task_file.exists():
+        return []
+    whole, _, _ = config.task_file.read_bytes().rpartition(b"\n")
+    lines = [json.loads(line) for line in whole.splitlines()]
+    return sorted(lines, key=lambda line: line["metadata"]["started_at"])
+
+
+OTLP: Json = {"type": "otlp", "listen": "127.0.0.1:0"}
+CALLS: Json = {"type": "calls"}
+
+
+async def ask_everything(server: Server, traces: str | None) -> None:
+    """Four agents, each with a conversation of four turns, and a swap in the middle of each."""
+    for number, settings in enumerate(SETTINGS):
+        with agentscope(server.url, traces, **settings) as agent:
+            for turn, question in enumerate(QUESTIONS):
+                if turn == 2:
+                    await server.point(f"my-agent@r{number + 1:04}")
+                answer = await asyncio.to_thread(agent.ask, question)
+                assert answer
+
+
+def flat(message: Json) -> Json:
+    """A message as a task has it: its text as one string, without the names of speakers."""
+    content = message.get("content") or ""
+    text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    kept = {key: message[key] for key in ("tool_calls", "tool_call_id") if key in message}
+    return {"role": message["role"], "content": text, **kept}
+
+
+def first_requests(requests: Sequence[Json]) -> list[Json]:
+    """The requests that begin a reply: those that do not end with the result of a tool."""
+    return [request for request in requests if request["messages"][-1]["role"] != "tool"]
+
+
+def check(lines: Sequence[Json], requests: Sequence[Json]) -> None:
+    """The lines say exactly what was sent."""
+    begun = first_requests(requests)
+    assert len(lines) == len(begun) == len(SETTINGS) * len(QUESTIONS)
+    expected = [
+        "" if turn < 2 and number == 0 else f"my-agent@r{number + (turn >= 2):04}"
+        for number in range(len(SETTINGS))
+        for turn in range(len(QUESTIONS))
+    ]
+    for line, request, adapter in zip(lines, begun, expected, strict=True):
+        metadata = line["metadata"]
+        assert [flat(message) for message in line["prompt"]] == [flat(message) for message in request["messages"]]
+        assert json.loads(metadata["tools_json"]) == request.get("tools", [])
+        assert (metadata["prompt_source"], metadata["prompt_exact"], metadata["prompt_reason"]) == ("calls", True, "")
+        assert (metadata["adapter_source"], metadata["adapter"]) == ("id", adapter)
+    assert [line["main_query"] for line in lines] == [*QUESTIONS] * len(SETTINGS)
+    assert any("<system-reminder>" in message["content"] for line in lines for message in line["prompt"])
+
+
+async def test_traced_agents(server: Server, tmp_path: Path) -> None:
+    config = configuration(tmp_path, server, OTLP)
+    async with Following(config) as following:
+        await ask_everything(server, following._sources._receivers[0].url)
+        await until(lambda: len(exported(config)) == len(SETTINGS) * len(QUESTIONS), "the tasks of all replies")
+    check(exported(config), server.requests)
+
+
+async def test_agents_without_tracing_give_the_same_tasks(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "traced").mkdir()
+    (tmp_path / "untraced").mkdir()
+    traced = configuration(tmp_path / "traced", server, OTLP)
+    untraced = configuration(tmp_path / "untraced", server, CALLS)
+    async with Following(traced) as following, Following(untraced):
+        await ask_everything(server, following._sources._receivers[0].url)
+        for config in (traced, untraced):
+            await until(
+                lambda c=config: len(exported(c)) == len(SETTINGS) * len(QUESTIONS), "the tasks of all replies"
+            )
+    check(exported(untraced), server.requests)
+
+    def essence(config: Config) -> list[Json]:
+        same = ("main_query", "init_messages", "prompt", "answer")
+        also = ("turn", "adapter", "model", "tools_json", "trajectory_json", "parameters_json", "prompt_exact")
+        also += ("input_tokens", "output_tokens", "prompt_tokens")
+        return [{n: line[n] for n in same} | {n: line["metadata"][n] for n in also} for line in exported(config)]
+
+    assert essence(untraced) == essence(traced)
+    assert len({line["metadata"]["conversation_id"] for line in exported(untraced)}) == len(SETTINGS)
+
+
+async def test_both_sources_together_count_each_reply_once(server: Server, tmp_path: Path) -> None:
+    config = configuration(tmp_path, server, OTLP, CALLS, calls_wait_seconds=3)
+    async with Following(config) as following:
+        await ask_everything(server, following._sources._receivers[0].url)
+        await until(lambda: len(exported(config)) == len(SETTINGS) * len(QUESTIONS), "the tasks of all replies")
+        await asyncio.sleep(5)
+    check(exported(config), server.requests)
+    shown = await status(config)
+    assert shown["balanced"]
