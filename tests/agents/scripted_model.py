@@ -19,11 +19,12 @@ Json = dict[str, Any]
 
 
 class ScriptedModel:
-    """`adapters` are the models that can be loaded; `pause` is the time between the events of a stream."""
+    """`pause`: seconds between the events of a stream. `failures`: how many of the next requests fail."""
 
-    def __init__(self, pause: float = 0.0) -> None:
+    def __init__(self) -> None:
         self.adapters: dict[str, str] = {}
-        self.pause = pause
+        self.pause = 0.0
+        self.failures = 0
         self._numbers = itertools.count()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -42,6 +43,9 @@ class ScriptedModel:
             cards = [{"id": "tiny", "object": "model", "root": "/tiny", "parent": None}]
             cards += [{"id": n, "object": "model", "root": p, "parent": "tiny"} for n, p in self.adapters.items()]
             await answer(send, 200, {"object": "list", "data": cards})
+        elif self.failures:
+            self.failures -= 1
+            await answer(send, 503, {"error": {"message": "overloaded", "code": 503}})
         elif path == "/v1/chat/completions":
             headers = {name.decode(): value.decode() for name, value in scope["headers"]}
             await self.chat(json.loads(body), headers.get("x-request-id", ""), send)

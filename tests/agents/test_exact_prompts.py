@@ -26,7 +26,8 @@ SETTINGS = [{"stream": stream, "tools": tools} for stream in (True, False) for t
 class Server:
     """A scripted model behind the real middleware with its call log, and what arrived before that."""
 
-    def __init__(self, recorder: Recorder, url: str) -> None:
+    def __init__(self, model: ScriptedModel, recorder: Recorder, url: str) -> None:
+        self.model = model
         self.url = url
         self._recorder = recorder
 
@@ -42,13 +43,12 @@ class Server:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    recorder = Recorder(
-        with_middleware(
-            ScriptedModel(), FLYWHEEL_ALIAS="my-agent", FLYWHEEL_CALL_LOG=str(tmp_path / "serving" / "calls.db")
-        )
-    )
+    model = ScriptedModel()
+    log = {"path": str(tmp_path / "serving" / "calls.db"), "keep_days": 1, "max_bytes": 10**9}
+    app = with_middleware(model, FLYWHEEL_ALIAS="my-agent", FLYWHEEL_CALL_LOG=json.dumps(log))
+    recorder = Recorder(app)
     with running(recorder) as url:
-        yield Server(recorder, url)
+        yield Server(model, recorder, url)
 
 
 def configuration(directory: Path, server: Server, *sources: Json, **ingest: Any) -> Config:
