@@ -1,7 +1,7 @@
-"""A genuine AgentScope agent, asked by lines on stdin and answering by lines on stdout.
+"""Genuine AgentScope agents, told by lines of JSON on stdin, and answering by lines on stdout.
 
-`python -m tests.agents.agentscope_agent '{"stream": true, "tools": true}'`. Its settings are the defaults, so it
-sends the runtime reminder. Tracing is on unless OTEL_SDK_DISABLED is set.
+`{"agent": {"stream": true, "tools": true}}` makes a new agent, `{"ask": "…"}` asks it. Its settings are the defaults,
+so it sends the runtime reminder. Tracing is on unless OTEL_SDK_DISABLED is set.
 """
 
 from __future__ import annotations
@@ -34,27 +34,34 @@ def multiply(a: int, b: int) -> str:
     return str(a * b)
 
 
-async def main(wanted: dict[str, Any]) -> None:
-    tracing = TracerProvider()
-    if "OTEL_SDK_DISABLED" not in os.environ:
-        tracing.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-        trace.set_tracer_provider(tracing)
-    agent = Agent(
+def agent_of(wanted: dict[str, Any]) -> Agent:
+    return Agent(
         name="calculator",
         system_prompt="You are a calculator.",
         model=OpenAIChatModel(
-            credential=OpenAICredential(api_key=wanted.get("key", "unused")),
-            model="my-agent",
-            stream=wanted["stream"],
+            credential=OpenAICredential(api_key="unused"), model="my-agent", stream=wanted["stream"]
         ),
         toolkit=Toolkit(tools=[FunctionTool(multiply, is_read_only=True)]) if wanted["tools"] else None,
         middlewares=[TracingMiddleware()],
     )
-    while question := await asyncio.to_thread(sys.stdin.readline):
-        answer = await agent.reply(UserMsg(name="user", content=question.strip()))
-        print(answer.get_text_content(), flush=True)
+
+
+async def main() -> None:
+    tracing = TracerProvider()
+    if "OTEL_SDK_DISABLED" not in os.environ:
+        tracing.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(), schedule_delay_millis=200))
+        trace.set_tracer_provider(tracing)
+    agent = None
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        told = json.loads(line)
+        if "agent" in told:
+            agent = agent_of(told["agent"])
+        else:
+            assert agent is not None
+            answer = await agent.reply(UserMsg(name="user", content=told["ask"]))
+            print(answer.get_text_content(), flush=True)
     tracing.shutdown()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(json.loads(sys.argv[1])))
+    asyncio.run(main())

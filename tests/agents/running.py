@@ -38,24 +38,32 @@ def run(program: Path, *arguments: str, server: str, traces: str | None = None) 
     return done.stdout.splitlines()
 
 
-class Agent:
-    """A genuine AgentScope agent that is asked one question after another."""
+class Agents:
+    """Genuine AgentScope agents, one after another, in a process of their own."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
+    def begin(self, *, stream: bool, tools: bool) -> None:
+        """Make a new agent, with a conversation of its own."""
+        self._tell({"agent": {"stream": stream, "tools": tools}})
+
     def ask(self, question: str) -> str:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(question + "\n")
-        self._process.stdin.flush()
+        assert self._process.stdout is not None
+        self._tell({"ask": question})
         return self._process.stdout.readline().strip()
+
+    def _tell(self, what: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(what) + "\n")
+        self._process.stdin.flush()
 
 
 @contextlib.contextmanager
-def agentscope(server: str, traces: str | None = None, **wanted: Any) -> Iterator[Agent]:
-    """An agent in a process of its own. All its spans have been sent when the context ends."""
+def agentscope(server: str, traces: str | None = None) -> Iterator[Agents]:
+    """All spans have been sent when the context ends."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.agents.agentscope_agent", json.dumps(wanted)],
+        [sys.executable, "-m", "tests.agents.agentscope_agent"],
         env=environment(server, traces),
         cwd=ROOT,
         stdin=subprocess.PIPE,
@@ -65,7 +73,7 @@ def agentscope(server: str, traces: str | None = None, **wanted: Any) -> Iterato
     watchdog = threading.Timer(300, process.kill)
     watchdog.start()
     try:
-        yield Agent(process)
+        yield Agents(process)
         assert process.stdin is not None
         process.stdin.close()
         assert process.wait() == 0

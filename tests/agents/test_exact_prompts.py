@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,7 +21,8 @@ from tests.serving.fake_vllm import running, with_middleware
 Json = dict[str, Any]
 
 QUESTIONS = ("What is 12 times 34?", "And 5 by 6?", "Thank you", "What is 7 times 8?")
-SETTINGS = [{"stream": stream, "tools": tools} for stream in (True, False) for tools in (True, False)]
+SETTINGS = list(itertools.product((True, False), (True, False)))
+"""Whether the agent asks for streams, and whether it has a tool."""
 
 
 class Server:
@@ -77,13 +79,13 @@ CALLS: Json = {"type": "calls"}
 
 async def ask_everything(server: Server, traces: str | None) -> None:
     """Four agents, each with a conversation of four turns, and a swap in the middle of each."""
-    for number, settings in enumerate(SETTINGS):
-        with agentscope(server.url, traces, **settings) as agent:
+    with agentscope(server.url, traces) as agents:
+        for number, (stream, tools) in enumerate(SETTINGS):
+            agents.begin(stream=stream, tools=tools)
             for turn, question in enumerate(QUESTIONS):
                 if turn == 2:
                     await server.point(f"my-agent@r{number + 1:04}")
-                answer = await asyncio.to_thread(agent.ask, question)
-                assert answer
+                assert await asyncio.to_thread(agents.ask, question)
 
 
 def flat(message: Json) -> Json:
