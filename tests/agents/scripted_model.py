@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 from flywheel.serving.asgi import App, Receive, Scope, Send
@@ -48,7 +48,7 @@ class ScriptedModel:
             await answer(send, 503, {"error": {"message": "overloaded", "code": 503}})
         elif path == "/v1/chat/completions":
             headers = {name.decode(): value.decode() for name, value in scope["headers"]}
-            await self.chat(json.loads(body), headers.get("x-request-id", ""), send)
+            await until_the_client_leaves(receive, self.chat(json.loads(body), headers.get("x-request-id", ""), send))
         else:
             await answer(send, 404, {"error": {"message": "Not Found"}})
 
@@ -107,6 +107,19 @@ def deltas(message: Json) -> Iterator[Json]:
 def text_of(message: Json) -> str:
     content = message["content"]
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+async def until_the_client_leaves(receive: Receive, answering: Coroutine[Any, Any, None]) -> None:
+    """vLLM stops to generate when its client disconnects."""
+    tasks = [asyncio.ensure_future(answering), asyncio.ensure_future(receive())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def answer(send: Send, status: int, content: Json) -> None:
