@@ -99,17 +99,15 @@ class CallPuller:
         """
         async with self._lock:
             began_ns = time.time_ns()
-            try:
-                if self._servers is None:
-                    self._servers = await asyncio.to_thread(self.mirror.servers)
-                done = await asyncio.gather(*(self._pull(url, at_once) for url in self._config.serving.urls))
-                if all(done):
-                    self._complete_ns = began_ns - RECORDING_NS
-                if time.monotonic() - self._pruned_at > PRUNE_SECONDS:
-                    await asyncio.to_thread(self.prune)
-                    self._pruned_at = time.monotonic()
-            finally:
-                self._pulled_at = time.monotonic()
+            # Each time, as the file may have been removed meanwhile.
+            self._servers = await asyncio.to_thread(self.mirror.servers)
+            done = await asyncio.gather(*(self._pull(url, at_once) for url in self._config.serving.urls))
+            if all(done):
+                self._complete_ns = began_ns - RECORDING_NS
+            self._pulled_at = time.monotonic()
+            if self._pulled_at - self._pruned_at > PRUNE_SECONDS:
+                await asyncio.to_thread(self.prune)
+                self._pruned_at = self._pulled_at
 
     async def pull_soon(self) -> None:
         """Pull again for a trace that waits, unless another one has just done so."""
@@ -129,7 +127,7 @@ class CallPuller:
         assert self._servers is not None
         failures, next_at = self._failures.get(url, (0, 0.0))
         if not at_once and time.monotonic() < next_at:
-            return self._servers[url].condition == OFF
+            return self._servers.get(url, PulledServer(url)).condition == OFF
         try:
             is_on = await self._pull_pages(url)
         except ServeError as error:
@@ -206,6 +204,8 @@ class CallPuller:
             found = await asyncio.to_thread(self.mirror.sizes, missing) if missing else {}
             reopened |= await self.reopen(list(found))
             self._late_to = state.newest
+        elif await asyncio.to_thread(lambda: self.mirror.state().newest) < self._late_to:
+            self._late_to = 0  # The file was removed, and a new one began.
         while ids := await asyncio.to_thread(self.mirror.ids_after, self._late_to, IDS_AT_ONCE):
             reopened |= await self.reopen([request_id for _, request_id in ids])
             self._late_to = ids[-1][0]

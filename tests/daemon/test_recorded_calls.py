@@ -257,6 +257,32 @@ async def test_one_pass_waits_for_a_server_that_is_away_no_longer_than_for_a_cal
         assert len(exported(config)) == 3
 
 
+async def test_a_damaged_copy_of_the_calls_stops_nothing_but_what_needs_it(tmp_path: Path) -> None:
+    studio, mark = Studio(tmp_path / "studio.sqlite"), mark_of()
+    with LogServer(tmp_path / "a.db") as server:
+        config = config_of(tmp_path, server)
+        server.log.append([call(1, mark)])
+        mirror_path(config.state_dir).parent.mkdir(parents=True)
+        mirror_path(config.state_dir).write_bytes(b"no database" * 1000)
+        plain = agent("a2", "What is 2 + 1?", "3", trace="trace-2")
+        studio.write(*trace(1, mark, ago=60))
+        Studio(tmp_path / "other.sqlite").write(plain)
+        both = [{"path": str(studio.path)}, {"path": str(tmp_path / "other.sqlite")}]
+        config = config_of(tmp_path, server, sources=both)
+        async with Following(config):
+            await until(lambda: exported(config), "the task of the other source")
+
+            async def is_reported() -> bool:
+                errors = [source["error"] for source in (await status(config))["sources"]]
+                return any("calls.db" in error and "Move the file away" in error for error in errors)
+
+            await until(is_reported, "the error")
+            assert list(exported(config)) == ["a2"]
+            mirror_path(config.state_dir).unlink()
+            await until(lambda: len(exported(config)) == 2, "the other task")
+        assert is_exact(exported(config)["a1"], 1)
+
+
 async def test_without_a_call_log_nothing_is_pulled_and_nothing_waits(tmp_path: Path) -> None:
     studio, mark = Studio(tmp_path / "studio.sqlite"), mark_of()
     with LogServer(tmp_path / "a.db") as server:

@@ -142,6 +142,20 @@ async def test_a_new_log_is_read_from_its_beginning(tmp_path: Path) -> None:
             assert pulled(puller, again) == again
 
 
+async def test_a_copy_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    with LogServer(tmp_path / "a.db") as a:
+        wanted = calls(0, 5)
+        a.log.append(wanted)
+        config = config_of(tmp_path, a)
+        async with puller_of(config) as puller:
+            await puller.pull()
+            for each in mirror_path(config.state_dir).parent.iterdir():
+                each.unlink()
+            await puller.pull()
+            assert pulled(puller, wanted) == wanted
+            assert counts(puller, a) == (5, 0, 0, OK)
+
+
 async def test_an_older_copy_of_a_log_loses_nothing(tmp_path: Path) -> None:
     with LogServer(tmp_path / "a.db") as a:
         a.log.append(calls(0, 3))
