@@ -18,6 +18,8 @@ from sqlalchemy import Connection, select
 from flywheel.call_log import CallLog, RecordedCall
 from flywheel.config import CallsSource, Config, parse
 from flywheel.diagnostics.audit import deep_audit
+from flywheel.diagnostics.doctor.finding import Result
+from flywheel.diagnostics.doctor.sources import check_sources
 from flywheel.errors import ConfigError
 from flywheel.request_id import mark_of
 from flywheel.sources.calls.conversation_finder import ConversationFinder
@@ -327,6 +329,18 @@ async def test_a_stop_ends_a_long_backlog_and_the_rest_follows(tmp_path: Path) -
         assert len(ingestion.sources()) == 1
         await ingestion.close()
         await store.close()
+
+
+async def test_the_doctor_says_what_was_found(tmp_path: Path) -> None:
+    with LogServer(tmp_path / "a.db") as server:
+        config = config_of(tmp_path, server)
+        (finding,) = check_sources(config)
+        assert (finding.result, finding.found) == (Result.OK, "no reply was found in recorded calls yet")
+        server.log.append(turn(1, 0))
+        await ingest(config)
+    (finding,) = check_sources(config)
+    assert (finding.result, finding.figures["spans"]) == (Result.OK, 3)
+    assert finding.subject == str(config.state_dir / "calls" / "spans.sqlite")
 
 
 async def test_the_inbox_is_private(tmp_path: Path) -> None:

@@ -85,6 +85,18 @@ class FoundReply(Struct, frozen=True):
         return self.calls[0].request_id
 
 
+class _Outline(Struct, frozen=True):
+    """A call with the hashes of its beginnings, each with its number of messages, and those of the whole with each
+    answer; the numbers of the messages in which a user asks something (frameworks send reminders as messages of the
+    user); and the hashes of the tool calls in its messages."""
+
+    call: ModelCall
+    beginnings: list[tuple[int, bytes]]
+    ends: list[bytes]
+    questions: list[int]
+    tool_calls: list[bytes]
+
+
 class _Earlier(Struct, frozen=True):
     """The call that a call continues: how many of its messages are known from it."""
 
@@ -118,7 +130,7 @@ class Conversations:
         if not rows:
             return 0
         recorded = self._log.find([row[1] for row in rows])
-        calls = [parse(recorded[request_id]) for _, request_id in rows if request_id in recorded]
+        calls = [_outline(parse(recorded[request_id])) for _, request_id in rows if request_id in recorded]
         with self._log.transaction() as connection:
             for call in calls:
                 self._place(connection, call)
@@ -160,16 +172,15 @@ class Conversations:
         if done.rowcount > 0:
             connection.execute("UPDATE listed SET number = (SELECT max(number) FROM unplaced)")
 
-    def _place(self, connection: Connection, call: ModelCall) -> None:
-        beginnings, ends = hashes(call)
-        now_ns = time.time_ns()
+    def _place(self, connection: Connection, outline: _Outline) -> None:
+        call, now_ns = outline.call, time.time_ns()
         found = FoundCall(call.request_id, call.started_ns, call.ended_ns, storable(call.model), storable(call.error))
-        earlier = self._continued(connection, call, beginnings)
+        earlier = self._continued(connection, call, outline.beginnings)
         before = _reply(connection, earlier.reply) if earlier is not None else None
         own, user = _conversation_id(call.request_id), storable(call.user)
         skip, detail = _skip(call)
         if before is None:
-            root = _root_of_tool_calls(connection, call) or own
+            root = _newest_root(connection, outline.tool_calls) or own
             reply = FoundReply((found,), own, root, user)
         elif skip is None and earlier is not None and earlier.is_continued:
             reply = FoundReply((found,), own, before.root, user)
@@ -183,7 +194,7 @@ class Conversations:
             return
         if before is not None and earlier is not None and not earlier.is_continued:
             connection.execute("UPDATE answered SET is_continued = 1 WHERE request_id = ?", (earlier.request_id,))
-            if not _asks(call, earlier.messages):
+            if all(number <= earlier.messages for number in outline.questions):
                 reply = msgspec.structs.replace(before, calls=(*before.calls, found), skip=None, detail="")
             elif not before.is_answered:
                 detail = f"the user went on before an answer; {before.detail}"
@@ -199,7 +210,7 @@ class Conversations:
         self._store(connection, reply)
         connection.executemany(
             "INSERT INTO answered VALUES (?, ?, ?, ?, 0, ?)",
-            [(end, call.request_id, reply.id, call.ended_ns, now_ns) for end in ends],
+            [(end, call.request_id, reply.id, call.ended_ns, now_ns) for end in outline.ends],
         )
         keys = tool_call_keys(call, [{"tool_calls": list(answer.tool_calls)} for answer in call.answers])
         connection.executemany(
@@ -264,10 +275,9 @@ def _decode(content: bytes) -> FoundReply:
     return msgspec.json.decode(content, type=FoundReply)
 
 
-def _root_of_tool_calls(connection: Connection, call: ModelCall) -> str:
-    """The root of the newest call that asked for one of the tool calls in the messages; empty if there is none."""
-    keys = tool_call_keys(call, call.messages)
-    found = [(ended_ns, root) for root, ended_ns in _in_parts(connection, "tool_calls", "root, ended_ns", keys)]
+def _newest_root(connection: Connection, tool_calls: Sequence[bytes]) -> str:
+    """The root of the newest call that asked for one of these tool calls; empty if there is none."""
+    found = [(ended_ns, root) for root, ended_ns in _in_parts(connection, "tool_calls", "root, ended_ns", tool_calls)]
     return max(found)[1] if found else ""
 
 
@@ -276,12 +286,19 @@ def _conversation_id(request_id: str) -> str:
     return f"calls-{mark.random if mark is not None else request_id}"
 
 
-def _asks(call: ModelCall, known: int) -> bool:
-    """Whether a user says something in the messages behind the first `known` ones. Reminders of frameworks are sent
-    as messages of the user."""
-    return any(
-        message.get("role") == "user" and not is_reminder(text_of(message)) for message in call.messages[known:]
-    )
+def _outline(call: ModelCall) -> _Outline:
+    """What the placement needs of a call. One whose messages have no form that can be read is a failed call."""
+    try:
+        beginnings, ends = hashes(call)
+        questions = [
+            number
+            for number, message in enumerate(call.messages, 1)
+            if message.get("role") == "user" and not is_reminder(text_of(message))
+        ]
+        return _Outline(call, beginnings, ends, questions, tool_call_keys(call, call.messages))
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
+        why = call.error or f"its messages cannot be read: {error}"
+        return _Outline(msgspec.structs.replace(call, messages=(), answers=(), error=why), [], [], [], [])
 
 
 def _skip(call: ModelCall) -> tuple[SkipReason | None, str]:

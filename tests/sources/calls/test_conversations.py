@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from flywheel.call_log import CallLog, RecordedCall
 from flywheel.request_id import mark_of
 from flywheel.sources.calls.conversations import Conversations, FoundReply
+from flywheel.sources.calls.skeleton_spans import rows_of
 from flywheel.states import SkipReason
 from tests.cases import for_each
 from tests.sources.calls.recorded import (
@@ -31,6 +32,7 @@ from tests.sources.calls.recorded import (
     tool_call,
     user,
 )
+from tests.sources.calls.test_parsing import PATHS, VALUES
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 IDLE = 3600.0
@@ -370,6 +372,36 @@ def test_lone_surrogates_are_stored(tmp_path: Path) -> None:
     call = recorded(request, {"error": {"message": "\ud83d"}}, status=400)
     reply = found(tmp_path, call).of(call)
     assert (reply.user, reply.detail, reply.calls[0].model) == ("?", "?", "?")
+
+
+@settings(max_examples=150, deadline=None)
+@given(sent=st.lists(st.tuples(VALUES, VALUES, st.sampled_from(PATHS)), min_size=1, max_size=6))
+def test_whatever_is_sent_is_placed(sent: list[tuple[Any, Any, str]]) -> None:
+    calls = [recorded(request, response, path=path, began=n) for n, (request, response, path) in enumerate(sent)]
+    check_all_are_placed(calls)
+
+
+@for_each("levels", [100, 300, 900, 5000])
+def test_deep_messages_are_placed(levels: int) -> None:
+    nested = "[" * levels + "]" * levels
+    for content in (nested, f'"a", "tool_calls": [{{"function": {{"name": "f", "arguments": {nested}}}}}]'):
+        for role in ("user", "assistant"):
+            body = f'{{"messages": [{{"role": "{role}", "content": {content}}}]}}'.encode()
+            check_all_are_placed([recorded(body, completion(assistant("a")))])
+
+
+def check_all_are_placed(calls: list[RecordedCall]) -> None:
+    with log_of(calls) as log:
+        conversations = Conversations(log, idle_ns=int(IDLE * SECOND_NS))
+        while conversations.place(LATER_NS):
+            pass
+        found = handed_on(conversations)
+    assert sorted(call.request_id for reply in found for call in reply.calls) == sorted(
+        call.request_id for call in calls
+    )
+    for reply in found:
+        values = [value for row in rows_of(reply, "a") for value in row]
+        assert all(value is None or isinstance(value, str | int | float) for value in values)
 
 
 class Client:
