@@ -304,3 +304,25 @@ async def test_what_the_judge_was_used_for_before_version_7_was_filtering(tmp_pa
         assert all(not found[purpose]["calls"] for purpose in Purpose if purpose is not Purpose.FILTER)
     finally:
         await store.close()
+
+
+async def test_tasks_of_version_7_get_their_parameters_and_change_no_more(tmp_path: Path) -> None:
+    told = [reply(1), reply(2, images=("https://example.org/cat.png",))]
+    store = await Store.open(tmp_path / "state")
+    await store.write(put, *told)
+    lines = await store.read(lambda conn: conn.execute(select(tasks.c.payload).order_by(tasks.c.id)).scalars().all())
+    await store.close()
+    database = sqlite3.connect(tmp_path / "state" / "state.db")
+    database.executescript(f"{BEFORE_8} UPDATE meta SET value = 7 WHERE key = 'schema_version'")
+    database.close()
+    store = await Store.open(tmp_path / "state")
+    try:
+        query = select(tasks.c.payload).order_by(tasks.c.id)
+        found = await store.read(lambda conn: conn.execute(query).scalars().all())
+        assert found == lines
+        assert [list(line["metadata"])[-2:] for line in found] == [["parameters_json", "split"]] * 2
+        await store.write(put, *told)
+        changed = select(events.c.id).where(events.c.new == "changed")
+        assert (await store.read(lambda conn: conn.execute(changed).all())) == []
+    finally:
+        await store.close()
