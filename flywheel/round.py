@@ -175,6 +175,8 @@ class RoundResult(Frozen):
     """Tasks that were not trained on, by id, with the reason."""
     inexact: dict[str, str] = {}
     """Tasks whose prompt has another length than the traced one, by id, with the difference."""
+    without_gradient: list[str] = []
+    """Tasks that gave no gradient, by id: their groups had too few rewards, or rewards that are equal."""
     steps: int = 0
     reward_first: float | None = None
     reward_last: float | None = None

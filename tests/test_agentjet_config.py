@@ -127,9 +127,9 @@ def test_what_is_trained_and_how_is_theirs(root: str, tmp_path: Path, caplog: py
     assert f"{root}.model.dtype, {root}.rollout.max_env_worker" in record.message
     assert "path" not in record.message
     assert "num_repeat" not in record.message
-    own = {"model": {"base": "mine"}, "training": {"group_size": 2}, "rollout": {"temperature": 0.5}}
+    own = {"model": {"base": "mine"}, "training": {"group_size": 6}, "rollout": {"temperature": 0.5}}
     config = read(tmp_path, {root: inner, **own})
-    assert (config.model.base, config.training.group_size, config.rollout.temperature) == ("mine", 2, 0.5)
+    assert (config.model.base, config.training.group_size, config.rollout.temperature) == ("mine", 6, 0.5)
 
 
 @pytest.mark.parametrize(

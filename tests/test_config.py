@@ -33,7 +33,7 @@ from flywheel.errors import ConfigError
         ({"training": {"lora": {"rank": 3}}}, r"unknown key `training\.lora\.rank`"),
         ({"judgement": {}}, r"unknown key `judgement` \(did you mean `judge`\?\)"),
         ({"trigger": {"min_samples": "many"}}, r"`trigger\.min_samples`: it must be a whole number, not `many`"),
-        ({"training": {"micro_batch_size": 7}}, r"`training`: micro_batch_size 7 does not divide"),
+        ({"training": {"group_size": 3}}, r"`training\.group_size`: .*4"),
         ({"training": {"lora": {"r": 7}}}, r"`training\.lora\.r`"),
         ({"gate": {"confidence": 2}}, r"`gate\.confidence`"),
         ({"trigger": {"cron": "not a cron"}}, r"`trigger\.cron`"),

@@ -66,18 +66,13 @@ class Config(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         training, rollout, gate, rank = self.training, self.rollout, self.gate, self.serving.max_lora_rank
-        batch, longest = training.prompts_per_step * training.group_size, rollout.max_completion_tokens
+        longest = rollout.max_completion_tokens
         waited_for = gate.min_tasks if self.trigger.min_held_out is None else self.trigger.min_held_out
         finds_calls = any(isinstance(source, CallsSource) for source in self.sources)
         for is_wrong, why in (
             (
                 finds_calls and self.serving.call_log is None,
                 "`sources`: type calls needs the calls that `flywheel serve` records, and serving.call_log is false",
-            ),
-            (
-                batch % training.micro_batch_size,
-                f"`training`: micro_batch_size {training.micro_batch_size} does not divide prompts_per_step ×"
-                f" group_size = {batch}",
             ),
             (
                 training.warmup_steps >= training.steps,

@@ -47,7 +47,7 @@ class TriggerSettings(Section):
     min_samples: int = Field(default=64, gt=0)
     """Number of free samples that starts a round."""
     max_samples: int = Field(default=2048, gt=0)
-    """Maximum number of samples of a round: first those that were in the fewest rounds without promotion, then the
+    """Maximum number of samples of a round: first those that were in the fewest finished rounds, then the
     oldest."""
     cron: Annotated[str, AfterValidator(_crontab)] | None = None
     """A schedule (crontab, UTC) on which a round also starts, with at least `cron_min_samples`."""
@@ -88,8 +88,9 @@ class TrainingSettings(Section):
     """Number of steps of a round; each generates a batch of rollouts and trains on it."""
     prompts_per_step: int = Field(default=8, gt=0)
     """Number of different prompts per step."""
-    group_size: int = Field(default=8, gt=1)
-    """Number of rollouts per prompt, which GRPO compares with each other."""
+    group_size: int = Field(default=8, ge=4)
+    """Number of rollouts per prompt, which GRPO compares with each other. A group with fewer than 4 rewards, or with
+    rewards within 0.02, is not trained on."""
     learning_rate: float = Field(default=1e-5, gt=0)
     """Peak learning rate; it decays linearly to 0."""
     warmup_steps: int = Field(default=0, ge=0)
@@ -103,13 +104,28 @@ class TrainingSettings(Section):
     clip_epsilon_high: float = Field(default=0.28, gt=0)
     """Upper clip range of the probability ratio; effective from the second update on a batch."""
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "dapo"
-    """TRL's aggregation of token losses."""
+    """Aggregation of token losses over a step: `dapo` is the mean over all trained tokens (`bnpo` is the same),
+    `grpo` the mean over each rollout's tokens and then over rollouts, `dr_grpo` each rollout's sum divided by the
+    maximum length."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """The scale that advantages are divided by."""
+    """What advantages are divided by: the standard deviation of the group's rewards, or of the step's (`batch`), each
+    at least 0.1; or nothing."""
+    importance: Literal["truncated", "engine"] = "truncated"
+    """How the difference between the engine's and the trainer's log-probabilities is treated. `truncated`: each
+    token's loss is multiplied by its ratio of trainer to engine, at most `importance_cap`. `engine`: the engine's
+    log-probabilities are the old policy, and the clip range applies to them from the first update."""
+    importance_cap: float = Field(default=3.0, ge=1)
+    """Upper limit of that ratio (`importance: truncated`)."""
+    mask_truncated: bool = False
+    """Whether rollouts that reached their maximum length are left out of the loss. Their rewards count in their
+    groups in either case."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Maximum gradient norm."""
     micro_batch_size: int = Field(default=8, gt=0)
-    """Rollouts per forward and backward pass; it must divide prompts_per_step × group_size."""
+    """Rollouts of maximum length per forward and backward pass; more of them if they are shorter."""
+    micro_batch_tokens: int | None = Field(default=None, gt=0)
+    """Maximum tokens, with padding, per forward and backward pass; a longer sample has a pass of its own. Default:
+    `micro_batch_size` × `rollout.max_model_len`."""
     max_undecided_share: Share = 0.5
     """A step with a larger share of undecided rewards fails the round."""
     judge_wait_seconds: float = Field(default=3600.0, ge=0)
@@ -125,7 +141,7 @@ class TrainingSettings(Section):
     excludes them from training and gate, `use` uses them as they are."""
     max_uses: int = Field(default=3, gt=0)
     """Maximum number of compared rounds that use a sample: a rejected round releases samples that were used less
-    often."""
+    often, a promoted one those of them that gave no gradient."""
     seed: int = Field(default=42, ge=0, lt=2**31)
     """Seed of a round, together with its number."""
     lora: LoraSettings = LoraSettings()

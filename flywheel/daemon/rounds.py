@@ -243,7 +243,8 @@ class Rounds:
 
     async def _promoted(self, row: Row[Any], reason: str) -> None:
         await self._note("")
-        await self._store.write(rounds.finish, row.id, RoundState.EVALUATING, RoundState.PROMOTED, reason)
+        uses, promoted = self._config.training.max_uses, RoundState.PROMOTED
+        await self._store.write(rounds.finish, row.id, RoundState.EVALUATING, promoted, reason, max_uses=uses)
         log.info("%s is promoted: %s", row.name, reason)
 
     async def stop(self) -> None:

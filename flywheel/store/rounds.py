@@ -105,19 +105,26 @@ def retry(conn: Connection, round_id: int, old: RoundState, why: str, attempts: 
 
 
 def finish(conn: Connection, round_id: int, old: RoundState, new: RoundState, why: str, *, max_uses: int = 1) -> None:
-    """End a round. A promoted round consumes its samples, a failed one returns them.
+    """End a round. A failed round returns its samples.
 
-    A rejected one returns those that fewer than `max_uses` compared rounds have used; a refused round does not count.
+    A rejected one returns those that fewer than `max_uses` compared rounds have used (a refused round does not
+    count), a promoted one those of them that gave no gradient.
     """
     move(conn, round_id, old, new, why, reason=why, live=None, pid=None, finished_at=utcnow())
     used = samples_of(conn, round_id, Split.TRAIN)
     spent: set[int] = set()
-    if new is RoundState.PROMOTED:
-        spent = set(used)
-    elif new is RoundState.REJECTED:
+    if new in (RoundState.PROMOTED, RoundState.REJECTED):
         spent = _used_in(conn, used, max_uses)
+    if new is RoundState.PROMOTED:
+        spent |= set(used) - _without_gradient(conn, round_id)
     move_all(conn, sorted(spent), TaskState.RESERVED, TaskState.CONSUMED, why[:200])
     move_all(conn, (task for task in used if task not in spent), TaskState.RESERVED, TaskState.ACCEPTED, why[:200])
+
+
+def _without_gradient(conn: Connection, round_id: int) -> set[int]:
+    result = conn.execute(select(rounds.c.result).where(rounds.c.id == round_id)).scalar_one()
+    keys = result["without_gradient"] if result and "without_gradient" in result else []
+    return {row.id for row in rows_in(conn, select(tasks.c.id), tasks.c.key, keys)}
 
 
 def _used_in(conn: Connection, ids: Sequence[int], times: int) -> set[int]:

@@ -31,18 +31,21 @@ def free_samples(conn: Connection, limit: int, takes: Collection[Exclusion] = ()
 
 
 def tried() -> ColumnElement[int]:
-    """How many rounds that were not promoted had a sample. Rounds take those with the fewest first."""
+    """How many rounds had a sample that ended with a result. Rounds take those with the fewest first."""
     return (
         select(func.count())
         .select_from(round_samples.join(rounds, rounds.c.id == round_samples.c.round_id))
-        .where(round_samples.c.task_id == tasks.c.id, rounds.c.state == RoundState.REJECTED.value)
+        .where(
+            round_samples.c.task_id == tasks.c.id,
+            rounds.c.state.in_((RoundState.REJECTED.value, RoundState.PROMOTED.value)),
+        )
         .correlate(tasks)
         .scalar_subquery()
     )
 
 
 def count_new(conn: Connection, takes: Collection[Exclusion] = ()) -> int:
-    """How many samples a round could take that no round without a promotion had."""
+    """How many samples a round could take that no round with a result had."""
     return count_rows(conn, tasks, free(), allowed(takes), tried() == 0)
 
 

@@ -7,8 +7,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Final, Literal
 
-EPSILON: Final = 1e-4
-"""TRL adds it to the deviation."""
+MIN_REWARDS: Final = 4
+"""Rollouts with a reward that a group needs: the mean of fewer is no baseline."""
+MIN_RANGE: Final = 0.02
+"""Range of rewards under which a group is dropped: its differences are noise of the judge."""
+MIN_DEVIATION: Final = 0.1
+"""Smallest divisor of advantages. Without it, differences of 0.01 would have advantages around 1."""
 
 Scale = Literal["group", "batch", "none"]
 
@@ -16,26 +20,28 @@ Scale = Literal["group", "batch", "none"]
 def group_advantages(
     groups: Sequence[int], rewards: Sequence[float | None], scale: Scale = "group"
 ) -> list[float | None]:
-    """The advantages that TRL's GRPOTrainer computes, given each rollout's group and reward; None without a reward,
-    where TRL uses 0.
+    """The advantage of each rollout, given its group and its reward; None for rollouts that are not trained on.
 
-    The deviation is the sample's. Where it is undefined, because there is only one reward, the advantage is 0.
+    A = (reward - mean) / max(deviation, 0.1) over the rollouts of the group that have a reward (DeepSeekMath, arXiv
+    2402.03300, with a floor). The deviation is the sample's, as in TRL; `batch` takes that of all rewards of the
+    step, `none` divides by nothing. A group with fewer than 4 rewards, or rewards within 0.02, is dropped.
     """
     of_group: defaultdict[int, list[float]] = defaultdict(list)
     for group, reward in zip(groups, rewards, strict=True):
         if reward is not None:
             of_group[group].append(reward)
-    means = {group: statistics.fmean(values) for group, values in of_group.items()}
-    whole = [reward for reward in rewards if reward is not None]
-    divisors = {
-        group: 1.0 if scale == "none" else _deviation(values if scale == "group" else whole)
+    whole = _deviation([reward for values in of_group.values() for reward in values])
+    baselines = {
+        group: (statistics.fmean(values), {"group": _deviation(values), "batch": whole, "none": 1.0}[scale])
         for group, values in of_group.items()
+        # Rounding: 0.52 - 0.5 is a little more than 0.02, and 0.62 - 0.6 a little less.
+        if len(values) >= MIN_REWARDS and max(values) - min(values) >= MIN_RANGE - 1e-9
     }
     return [
-        None if reward is None else (reward - means[group]) / divisors[group]
+        None if reward is None or group not in baselines else (reward - baselines[group][0]) / baselines[group][1]
         for group, reward in zip(groups, rewards, strict=True)
     ]
 
 
 def _deviation(values: Sequence[float]) -> float:
-    return statistics.stdev(values) + EPSILON if len(values) > 1 else float("inf")
+    return max(MIN_DEVIATION, statistics.stdev(values) if len(values) > 1 else 0.0)

@@ -6,13 +6,15 @@ Plain data and arithmetic; nothing here generates, grades or trains.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from flywheel.errors import TrainError
+from flywheel.training.advantage import Scale, group_advantages
 from flywheel.training.prompts import Prompt
+from flywheel.training.samples import Row, Sample
 from flywheel.verdict import Exchange, Verdict
 
 
@@ -85,6 +87,20 @@ class Rollout:
             return self.completion.error
         return self.verdict.error or "the judge gave no score" if self.verdict and self.reward is None else ""
 
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """What can be trained on: each generated token is in the loss mask of exactly one sample."""
+        before, completion = self.request.prompt.token_ids, self.completion
+        if not completion.token_ids:
+            return ()
+        return (
+            Sample(
+                (*before, *completion.token_ids),
+                (*(False for _ in before), *(True for _ in completion.token_ids)),
+                (*(None for _ in before), *completion.logprobs),
+            ),
+        )
+
 
 def exchange(prompt: Prompt, text: str) -> Exchange:
     """What the judge sees of a rollout."""
@@ -118,14 +134,27 @@ class Batch:
     def groups(self) -> int:
         return len({rollout.request.group for rollout in self.rollouts})
 
+    def advantages(self, scale: Scale = "group") -> list[float | None]:
+        """One for each rollout; None for those that are not trained on (`group_advantages`)."""
+        groups = [rollout.request.group for rollout in self.rollouts]
+        return group_advantages(groups, [rollout.reward for rollout in self.rollouts], scale)
+
+    def rows(self, scale: Scale = "group", *, mask_truncated: bool = False) -> list[Row]:
+        """The samples to train on, without those that have no trained token. `mask_truncated` leaves out truncated
+        rollouts, whose rewards still count in their groups."""
+        return [
+            Row(number, sample, advantage)
+            for number, (rollout, advantage) in enumerate(zip(self.rollouts, self.advantages(scale), strict=True))
+            if advantage is not None and not (mask_truncated and rollout.completion.truncated)
+            for sample in rollout.samples
+            if sample.trained
+        ]
+
     @property
     def groups_with_spread(self) -> int:
-        """Number of groups with different rewards, which have a training signal."""
-        rewards: defaultdict[int, set[float]] = defaultdict(set)
-        for rollout in self.rollouts:
-            if rollout.reward is not None:
-                rewards[rollout.request.group].add(rollout.reward)
-        return sum(len(values) > 1 for values in rewards.values())
+        """Number of groups that are trained on: with enough rewards, which differ."""
+        pairs = zip(self.rollouts, self.advantages(), strict=True)
+        return len({rollout.request.group for rollout, advantage in pairs if advantage is not None})
 
     def refuse_undecided(self, max_share: float) -> None:
         """Raise TrainError when too many rewards are missing for a meaningful step."""

@@ -11,18 +11,14 @@ from typing import Any
 
 from flywheel.files import append_jsonl
 from flywheel.round import EVALUATION_FILE, ROLLOUTS_FILE
-from flywheel.training.advantage import Scale, group_advantages
+from flywheel.training.advantage import Scale
 from flywheel.training.rollout import Batch, LoadedAdapter, Rollout
 
 
 def append_rollouts(directory: Path, step: int, batch: Batch, scale_rewards: Scale) -> None:
     """Append the rollouts of a step, which counts from 1."""
-    groups = [rollout.request.group for rollout in batch.rollouts]
-    rewards = [rollout.reward for rollout in batch.rollouts]
-    advantages = group_advantages(groups, rewards, scale_rewards)
-    lines = [
-        rollout_line(rollout, step, advantage) for rollout, advantage in zip(batch.rollouts, advantages, strict=True)
-    ]
+    pairs = zip(batch.rollouts, batch.advantages(scale_rewards), strict=True)
+    lines = [rollout_line(rollout, step, advantage) for rollout, advantage in pairs]
     append_jsonl(directory / ROLLOUTS_FILE, lines)
 
 

@@ -28,6 +28,7 @@ from flywheel.training.prompts import Prompt, schedule, seed_of
 from flywheel.training.rollout import Batch, LoadedAdapter, RolloutRequest, add_usage
 from flywheel.training.rollout_lines import append_rollouts
 from flywheel.training.round_directory import SYNC_DIR, TRL_DIR
+from flywheel.training.samples import Row
 
 FIRST_LOOK = 2
 """Number of first steps without different rewards after which a round is refused; one could be chance."""
@@ -42,6 +43,8 @@ class Trained:
     reward_last: float | None
     refusal: str = ""
     usage: dict[str, int] = field(default_factory=dict)
+    with_gradient: frozenset[str] = frozenset()
+    """Ids of the tasks that gave a gradient."""
 
 
 class RefusedError(Exception):
@@ -85,7 +88,7 @@ class Trainer(RoundActor):
         """
         from transformers import AutoTokenizer
 
-        from flywheel.training.grpo import RoundTrainer, StepLog, grpo_config, rows
+        from flywheel.training.grpo import RoundTrainer, StepLog, grpo_config, step_dataset
 
         training = self._settings.training
         meter = Meter(self._directory, steps=training.steps, gate_rollouts=gate_rollouts)
@@ -101,6 +104,7 @@ class Trainer(RoundActor):
             trainer = RoundTrainer(
                 roll_out=run.roll_out,
                 sync_weights=lambda: run.sync(self._model),
+                settings=self._settings,
                 model=self._model,
                 args=grpo_config(
                     self._settings,
@@ -109,7 +113,7 @@ class Trainer(RoundActor):
                     model_dtype=self._model.dtype,
                     longest=max(prompt.max_tokens for prompt in prompts),
                 ),
-                train_dataset=rows(training.steps, training.prompts_per_step),
+                train_dataset=step_dataset(training.steps),
                 processing_class=AutoTokenizer.from_pretrained(self._spec.base_model),
                 callbacks=[StepLog(run.report)],
             )
@@ -121,7 +125,8 @@ class Trainer(RoundActor):
         if not refusal:
             save_adapter(self._model, self._directory / ADAPTER_DIR)
         run.clean_up()
-        return Trained(run.steps_done, run.reward_first, run.reward_last, refusal, run.usage)
+        with_gradient = frozenset(run.with_gradient)
+        return Trained(run.steps_done, run.reward_first, run.reward_last, refusal, run.usage, with_gradient)
 
 
 class Run:
@@ -140,7 +145,8 @@ class Run:
         self._spec, self._settings, self._directory = spec, settings, directory
         self._engines, self._collector, self._meter = engines, collector, meter
         self._metrics = Metrics(directory)
-        self._adapter: LoadedAdapter | None = None
+        self.adapter: LoadedAdapter | None = None
+        """The adapter that the engines have of the current step."""
         self._sync_seconds = 0.0
         self._batch = Batch(())
         self._first: list[Batch] = []
@@ -149,6 +155,8 @@ class Run:
         self.reward_first: float | None = None
         self.reward_last: float | None = None
         self.usage: dict[str, int] = {}
+        self.with_gradient: set[str] = set()
+        """Ids of the tasks that were trained on so far."""
         training = settings.training
         self._plan = [
             [prompts[index] for index in step]
@@ -160,14 +168,14 @@ class Run:
     def sync(self, model: Any) -> None:
         """Load the current weights into the engines under a new name and number."""
         started = time.monotonic()
-        old = self._adapter
+        old = self.adapter
         number = 1 if old is None else old.number + 1
         path = self._directory / SYNC_DIR / f"step-{number}"
         path.parent.mkdir(exist_ok=True)
         save_adapter(model, path)
         new = LoadedAdapter(f"{self._spec.round_id}-step-{number}", number, str(path))
         ray.get([engine.load.remote(new) for engine in self._engines])
-        self._adapter = new
+        self.adapter = new
         if old is not None:
             # A step waits for all its rollouts, so the old adapter is no longer used. Its files may be deleted only
             # after the engines have unloaded it: an engine whose adapter files are missing dies.
@@ -175,9 +183,9 @@ class Run:
             shutil.rmtree(old.path)
         self._sync_seconds = time.monotonic() - started
 
-    def roll_out(self, step: int) -> Batch:
-        """The graded rollouts of one step, counted from 0. Raises RefusedError and TrainError."""
-        requests = step_requests(self._plan[step], step, self._spec, self._settings, self._adapter)
+    def roll_out(self, step: int) -> list[Row]:
+        """What to train on of one step's rollouts, counted from 0. Raises RefusedError and TrainError."""
+        requests = step_requests(self._plan[step], step, self._spec, self._settings, self.adapter)
         batch = self._collector.collect(requests)
         self._batch = batch
         self.usage = add_usage(self.usage, batch.usage())
@@ -188,7 +196,9 @@ class Run:
             self._first.append(batch)
             if len(self._first) == min(FIRST_LOOK, training.steps):
                 refuse_without_spread(self._first, training.min_spread_share)
-        return batch
+        rows = batch.rows(training.scale_rewards, mask_truncated=training.mask_truncated)
+        self.with_gradient |= {batch.rollouts[row.rollout].request.prompt.task.task_id for row in rows}
+        return rows
 
     def report(self, step: int, logs: dict[str, Any]) -> None:
         """Write the metrics line of a completed step."""
@@ -197,7 +207,8 @@ class Run:
         whole = now - self._step_started
         self._step_started = now
         parts = {**batch.seconds, "sync": self._sync_seconds}
-        summary = batch.summary()
+        summary, usage = batch.summary(), batch.usage()
+        trained = logs.get("rows/trained_tokens", 0.0)
         self._metrics.step(
             step,
             self._settings.training.steps,
@@ -206,10 +217,15 @@ class Run:
                 "loss": logs["loss"],
                 "grad_norm": logs["grad_norm"],
                 "learning_rate": logs["learning_rate"],
-                "entropy": logs.get("entropy"),
-                "logprob_gap": logs.get("sampling/sampling_logp_difference/mean"),
+                **{
+                    name: logs.get(f"rows/{name}")
+                    for name in ("entropy", "logprob_gap", "ratio_mean", "ratio_capped_share")
+                },
+                "clipped_share": logs.get("clip_ratio/region_mean"),
+                "masked_share": 1 - trained / max(usage["rollout_tokens"], 1),
+                "trained_tokens": int(trained),
                 "temperature": self._settings.rollout.temperature,
-                "tokens_per_second": batch.usage()["rollout_tokens"] / max(batch.seconds["generate"], 1e-9),
+                "tokens_per_second": usage["rollout_tokens"] / max(batch.seconds["generate"], 1e-9),
                 "seconds": {**parts, "train": max(0.0, whole - sum(parts.values()))},
             },
         )
@@ -220,8 +236,8 @@ class Run:
 
     def clean_up(self) -> None:
         """Remove step adapters, the last one after all engines have unloaded it."""
-        if self._adapter is not None:
-            ray.get([engine.unload.remote(self._adapter) for engine in self._engines])
+        if self.adapter is not None:
+            ray.get([engine.unload.remote(self.adapter) for engine in self._engines])
         shutil.rmtree(self._directory / SYNC_DIR, ignore_errors=True)
         shutil.rmtree(self._directory / TRL_DIR, ignore_errors=True)
 

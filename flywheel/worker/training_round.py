@@ -175,8 +175,10 @@ class Round:
             )
             ray.kill(self.trainer)
         self.usage = trained.usage
-        figures = {
+        without_gradient = [task.task_id for task in self.spec.train if task.task_id not in trained.with_gradient]
+        figures: dict[str, Any] = {
             "steps": trained.steps,
+            "without_gradient": without_gradient,
             "reward_first": trained.reward_first,
             "reward_last": trained.reward_last,
         }

@@ -87,6 +87,29 @@ async def test_a_promoted_round_has_consumed_its_samples(store: Store, config: C
     assert await states(store) == ["consumed"] * 6
 
 
+async def promoted_with_two_idle(store: Store, config: Config) -> None:
+    spec = await planned(store, config)
+    idle = [task.task_id for task in spec.train][-2:]
+    await ended(store, spec, RoundState.PROMOTED, without_gradient=idle)
+
+
+async def test_a_promoted_round_gives_back_what_gave_no_gradient(store: Store, config: Config) -> None:
+    await filled(store, 10, train=6)
+    for consumed in (4, 4, 6):
+        await promoted_with_two_idle(store, config)
+        assert (await states(store)).count("consumed") == consumed, "at most max_uses compared rounds use a sample"
+
+
+async def test_new_samples_come_before_those_that_gave_no_gradient(store: Store, config: Config) -> None:
+    await filled(store, 10, train=6)
+    await promoted_with_two_idle(store, config)
+    await filled(store, 10, train=13)
+    await planned(store, config)
+    first, second = await taken(store, 1), await taken(store, 2)
+    assert len(second) == 8
+    assert set(second) & set(first) == {first[-2]}
+
+
 @pytest.mark.parametrize("chain", [False, True])
 async def test_new_samples_come_before_those_that_brought_nothing(
     store: Store, config: Config, tmp_path: Path, chain: bool

@@ -295,7 +295,7 @@ async def test_a_rollback_before_the_promotion_was_written_down_is_not_undone(
 ) -> None:
     leave_result(wheel, await wheel.started())
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise StoreError("use the state database", "the disk is full")
 
     with monkeypatch.context() as patch:

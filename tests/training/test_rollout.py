@@ -23,12 +23,12 @@ def test_an_undecided_rollout_has_no_reward_rather_than_zero() -> None:
 
 
 def test_groups_with_spread_are_those_whose_decided_rewards_differ() -> None:
-    assert batch([1, 1], [0, 1], [1, None], [0, 0.1, None], [None, None]).groups_with_spread == 2
+    assert batch([1] * 4, [0, 1, 1, 1], [1, 0, 0, None], [0, 0.1, None, 0, 0], [None] * 4).groups_with_spread == 2
 
 
 def test_one_failed_rollout_leaves_its_group_with_one_less() -> None:
-    some = Batch((rollout(0, 1), failed(0), rollout(0, 0)))
-    assert (some.undecided, some.groups_with_spread, some.rewards) == (1, 1, [1, 0])
+    some = Batch((rollout(0, 1), failed(0), *(rollout(0, 0) for _ in range(3))))
+    assert (some.undecided, some.groups_with_spread, some.rewards) == (1, 1, [1, 0, 0, 0])
     assert some.rollouts[1].failure == "the engine failed"
     assert some.summary()["completion_tokens_mean"] == 2
 
@@ -65,13 +65,14 @@ def test_usage_counts_calls_of_undecided_verdicts_too() -> None:
 
 def test_a_round_without_spread_is_refused_with_the_figures() -> None:
     with pytest.raises(RefusedError, match=r"0 of 4 groups .* \(rewards from 0 to 1\)"):
-        refuse_without_spread([batch([0, 0], [1, 1]), batch([0, None], [None, None])], 0.0)
+        refuse_without_spread([batch([0] * 4, [1] * 4), batch([0, 1, 1, None], [None, None])], 0.0)
     with pytest.raises(TrainError, match="no rollout has a reward") as caught:
         refuse_without_spread([batch([None, None])], 0.0)
     assert caught.value.retryable
-    refuse_without_spread([batch([0, 0], [0, 0]), batch([0, 1], [0, 0])], 0.0)
+    some = [batch([0] * 4, [0] * 4), batch([0, 1, 0, 0], [0] * 4)]
+    refuse_without_spread(some, 0.0)
     with pytest.raises(RefusedError):
-        refuse_without_spread([batch([0, 0], [0, 0]), batch([0, 1], [0, 0])], 0.25)
+        refuse_without_spread(some, 0.25)
 
 
 def test_mean_and_deviation_by_hand() -> None:
@@ -81,7 +82,7 @@ def test_mean_and_deviation_by_hand() -> None:
 
 
 def test_each_rollout_of_a_step_has_its_prompts_own_limit() -> None:
-    settings = Config.model_validate({"training": {"group_size": 2, "micro_batch_size": 2, "prompts_per_step": 2}})
+    settings = Config.model_validate({"training": {"group_size": 4, "prompts_per_step": 2}})
     spec = RoundSpec(
         round_id="r0001", attempt=1, seed=7, debug=False, base_model="base", parent=None, train=[], held_out=[],
         rubric={}, settings={},
@@ -89,5 +90,5 @@ def test_each_rollout_of_a_step_has_its_prompts_own_limit() -> None:
     prompts = [replace(prompt("t-1"), max_tokens=700), replace(prompt("t-2"), max_tokens=40)]
     asked = step_requests(prompts, 0, spec, settings, None)
     assert [(each.max_tokens, each.as_served, each.seconds) for each in asked] == [
-        (700, False, None), (700, False, None), (40, False, None), (40, False, None)
+        *[(700, False, None)] * 4, *[(40, False, None)] * 4
     ]  # fmt: skip

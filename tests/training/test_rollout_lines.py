@@ -7,9 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from flywheel.training.advantage import group_advantages
 from flywheel.training.prompts import Prompt
 from flywheel.training.rollout import Batch, Completion, LoadedAdapter, Rollout
 from flywheel.training.rollout_lines import append_answers, append_rollouts, rollout_line
@@ -60,18 +57,10 @@ def test_criteria_come_with_the_judges_reasons() -> None:
 
 def test_the_rollouts_of_a_step_are_appended_with_their_groups_advantages(tmp_path: Path) -> None:
     for step in (1, 2):
-        append_rollouts(tmp_path, step, batch([1, 0, None], [0.5, 0.5]), "none")
+        append_rollouts(tmp_path, step, batch([1, 0, None, 0, 1], [0.5, 0.5]), "none")
     written = lines(tmp_path / "rollouts.jsonl")
-    assert [line["step"] for line in written] == [1] * 5 + [2] * 5
-    assert [line["advantage"] for line in written[:5]] == [0.5, -0.5, None, 0, 0]
-
-
-@pytest.mark.parametrize(("scale", "divisor"), [("group", 0.5**0.5 + 1e-4), ("batch", 0.5001), ("none", 1.0)])
-def test_advantages_by_hand(scale: Any, divisor: float) -> None:
-    """The deviation of 1 and 0 is sqrt(1/2), that of 1, 0 and 0.5 is 1/2. The second group has only one reward."""
-    first, second, third, undecided = group_advantages([0, 0, 1, 1], [1.0, 0.0, 0.5, None], scale)
-    assert (first, second) == (pytest.approx(0.5 / divisor), pytest.approx(-0.5 / divisor))
-    assert (third, undecided) == (0, None)
+    assert [line["step"] for line in written] == [1] * 7 + [2] * 7
+    assert [line["advantage"] for line in written[:7]] == [0.5, -0.5, None, -0.5, 0.5, None, None]
 
 
 def test_the_gates_answers_name_their_side(tmp_path: Path) -> None:

@@ -369,6 +369,10 @@ def test_failed_criteria_and_advantages_are_written_with_the_rewards(trained: Do
         assert criteria.get("correct", {"reason": "none"})["reason"]
     for start in range(0, len(trained.rollouts), GROUP):
         group = trained.rollouts[start : start + GROUP]
+        rewards = [line["reward"] for line in group]
+        if max(rewards) - min(rewards) < 0.02:
+            assert {line["advantage"] for line in group} == {None}, "a group that is dropped"
+            continue
         assert sum(line["advantage"] for line in group) == pytest.approx(0, abs=1e-3)
         assert sorted(group, key=lambda line: line["advantage"]) == sorted(group, key=lambda line: line["reward"])
 
@@ -438,6 +442,23 @@ def test_trainer_and_engine_agree_on_every_steps_adapter(trained: Done, continue
     """A stale or mixed-up adapter in the engine would show here: its logprobs would be those of other weights."""
     for step in (*trained.steps, *continued.steps):
         assert step["logprob_gap"] < 1e-3
+        assert step["ratio_mean"] == pytest.approx(1, abs=1e-3)
+        assert (step["ratio_capped_share"], step["clipped_share"]) == (0, 0)
+
+
+def test_only_groups_with_different_rewards_are_trained_on(trained: Done) -> None:
+    """And what was trained on is told to the daemon, which releases the rest."""
+    tasks: set[str] = set()
+    for step in trained.steps:
+        here = [line for line in trained.rollouts if line["step"] == step["step"]]
+        rows = [line for line in here if line["advantage"] is not None]
+        own = sum(sum(line["samples"][0]["loss_mask"]) for line in rows)
+        assert step["trained_tokens"] == own
+        every = sum(sum(line["samples"][0]["loss_mask"]) for line in here)
+        assert step["masked_share"] == pytest.approx(1 - own / every, abs=1e-4)
+        tasks |= {line["task_id"] for line in rows}
+    assert tasks
+    assert set(trained.result.without_gradient) == {task.task_id for task in trained.spec.train} - tasks
 
 
 def test_both_sides_are_compared_on_the_newest_held_out_tasks(trained: Done) -> None:

@@ -23,7 +23,7 @@ from flywheel.training.engine import Engine, EngineSettings
 from flywheel.training.prompts import Prompt, schedule
 from flywheel.training.rollout import Completion, LoadedAdapter, RolloutRequest
 from flywheel.training.round_directory import settings_of
-from flywheel.training.trainer import step_requests
+from flywheel.training.trainer import Run, step_requests
 from flywheel.worker.rollout_grading import build_grade
 from flywheel.worker.training_round import Round
 from tests.training.rollouts import task
@@ -83,7 +83,7 @@ def adapters(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Load
     from flywheel.training.policy import load_policy, save_adapter
 
     loaded = []
-    for number in (1, 2):
+    for number in (21, 22):
         model = load_policy(str(POLICY), None, LoraSettings(r=8, alpha=16), seed=number)
         with torch.no_grad():
             for name, weight in model.named_parameters():
@@ -131,6 +131,56 @@ def test_a_completion_is_whole(engine: Any, prompts: list[Prompt]) -> None:
         assert all(value is not None and value <= 0 for value in completion.logprobs)
         assert "<|im_end|>" not in completion.text
         assert completion.truncated == (len(completion.token_ids) == 12 and completion.token_ids[-1] != 2)
+
+
+def test_after_each_sync_the_engine_answers_with_the_new_weights_and_not_with_the_old(
+    engine: Any, prompts: list[Prompt], tmp_path: Path
+) -> None:
+    """As in a round: the weights change, and are synced under a new name."""
+    import torch
+
+    from flywheel.training.policy import load_policy
+
+    def measured(completions: list[Completion]) -> list[list[float]]:
+        """The logprobs of their tokens under the trainer's weights."""
+        found = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            with torch.no_grad():
+                logits = model(torch.tensor([[*prompt.token_ids, *completion.token_ids]])).logits[0]
+            rows = logits.log_softmax(-1)[len(prompt.token_ids) - 1 : -1]
+            found.append(rows.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0].tolist())
+        return found
+
+    def gap(completions: list[Completion], under: list[list[float]]) -> float:
+        """The mean difference to the engine's own, in nats per token."""
+        differences = [
+            abs(float(told or 0) - own)
+            for completion, rows in zip(completions, under, strict=True)
+            for told, own in zip(completion.logprobs, rows, strict=True)
+        ]
+        return sum(differences) / len(differences)
+
+    spec = round_spec("http://127.0.0.1:9/v1")
+    run = Run(spec, settings_of(spec), tmp_path, prompts, [engine], None, None)
+    model = load_policy(str(POLICY), None, LoraSettings(r=8, alpha=16), seed=5)
+    weights = [weight for name, weight in model.named_parameters() if "lora_B" in name]
+    for _ in range(3):
+        old = [weight.detach().clone() for weight in weights]
+        with torch.no_grad():
+            for weight in weights:
+                weight.add_(torch.randn_like(weight) * 0.3)
+        run.sync(model)
+        drawn = generate(engine, requests(prompts, run.adapter))
+        assert gap(drawn, measured(drawn)) < 1e-3
+        new = [weight.detach().clone() for weight in weights]
+        with torch.no_grad():
+            for weight, before in zip(weights, old, strict=True):
+                weight.copy_(before)
+        assert gap(drawn, measured(drawn)) > 0.05
+        with torch.no_grad():
+            for weight, after in zip(weights, new, strict=True):
+                weight.copy_(after)
+    run.clean_up()
 
 
 def test_base_and_adapters_in_one_batch_answer_as_they_do_alone(
