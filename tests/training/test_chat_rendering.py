@@ -222,7 +222,7 @@ class Written:
     def __init__(self, text: str, ids: list[int], *, ends: bool = True) -> None:
         self.output = SimpleNamespace(
             text=text, token_ids=ids, finish_reason="stop" if ends else None,
-            logprobs=[{token: SimpleNamespace(logprob=-0.5)} for token in ids],
+            logprobs=[{token: SimpleNamespace(logprob=-0.5, decoded_token="")} for token in ids],
         )  # fmt: skip
         self.ends = ends
 
