@@ -14,6 +14,7 @@ import json
 import secrets
 import sqlite3
 import threading
+import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
@@ -263,7 +264,7 @@ class CallLog:
                 self.path, timeout=self._busy_seconds, isolation_level=None, check_same_thread=False
             )
             try:
-                _prepare(connection, [*_TABLES, *self.extra_tables])
+                _prepare(connection, [*_TABLES, *self.extra_tables], self._busy_seconds)
             except BaseException:
                 connection.close()
                 raise
@@ -303,10 +304,11 @@ def _ending(connection: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
-def _prepare(connection: sqlite3.Connection, tables: Iterable[str]) -> None:
+def _prepare(connection: sqlite3.Connection, tables: Iterable[str], busy_seconds: float) -> None:
     # With WAL, readers and the writer do not block each other. NORMAL: kill -9 loses nothing, and a power failure at
     # most the last calls.
-    for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "journal_size_limit = 16000000"):
+    _use_wal(connection, busy_seconds)
+    for pragma in ("synchronous = NORMAL", "journal_size_limit = 16000000"):
         connection.execute(f"PRAGMA {pragma}")
     (found,) = connection.execute("PRAGMA user_version").fetchone()
     if found > FORMAT:
@@ -318,6 +320,19 @@ def _prepare(connection: sqlite3.Connection, tables: Iterable[str]) -> None:
         connection.execute("INSERT OR IGNORE INTO log VALUES (?, 0, 1)", (secrets.token_hex(8),))
         if found != FORMAT:
             connection.execute(f"PRAGMA user_version = {FORMAT}")
+
+
+def _use_wal(connection: sqlite3.Connection, busy_seconds: float) -> None:
+    """Switch the file to WAL. SQLite does not wait for others that do so with a new file at the same time."""
+    end = time.monotonic() + busy_seconds
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > end:
+                raise
+            time.sleep(0.01)
 
 
 def _insert(connection: sqlite3.Connection, call: RecordedCall, parts: list[bytes], hashes: list[bytes]) -> bool:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -388,3 +389,17 @@ def test_a_full_disk_loses_what_is_not_there_and_no_more(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     assert "cannot write to the call log" in done.stdout
     assert "free space" in done.stdout
+
+
+def test_a_new_file_may_be_opened_by_several_at_once(tmp_path: Path) -> None:
+    for attempt in range(30):
+        path = tmp_path / f"calls-{attempt}.db"
+        barrier = threading.Barrier(4)
+
+        def opened(path: Path = path, barrier: threading.Barrier = barrier) -> str:
+            with CallLog(path) as log:
+                barrier.wait(60)
+                return log.state().log_id
+
+        with ThreadPoolExecutor(4) as threads:
+            assert len({each.result() for each in [threads.submit(opened) for _ in range(4)]}) == 1

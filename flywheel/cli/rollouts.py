@@ -15,7 +15,6 @@ from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_j
 from flywheel.cli.show import turns
 from flywheel.cli.tables import UNBROKEN, excerpt, score_text, short_path, stdout
 from flywheel.errors import StoreError
-from flywheel.round import ROLLOUTS_FILE
 from flywheel.terminal import escape_terminal, quantity
 
 if TYPE_CHECKING:
@@ -67,6 +66,8 @@ def rollouts(
 
 def table_of(directory: Path) -> list[dict[str, Any]]:
     """Every rollout of a round, in short. Raises StoreError."""
+    from flywheel.round import ROLLOUTS_FILE
+
     return [
         {
             "step": group["step"],
@@ -111,6 +112,8 @@ def print_table(console: Console, rollouts: Iterable[Mapping[str, Any]]) -> None
 
 
 def _directory(config: Config, name: str) -> Path:
+    from flywheel.round import ROLLOUTS_FILE
+
     directory = config.state_dir / "rounds" / name
     attempted = f"show rollouts of {name}"
     if not re.fullmatch(r"r\d+|debug", name) or not directory.is_dir():
@@ -125,6 +128,7 @@ def _directory(config: Config, name: str) -> Path:
 def _groups(directory: Path, task: str | None, step: int | None) -> Iterator[dict[str, Any]]:
     """The rollouts of each prompt, with its conversation as far as the round's specification still has it."""
     from flywheel.rollout_file import prompts_of, read_rollouts
+    from flywheel.round import ROLLOUTS_FILE
 
     prompts = prompts_of(directory)
     wanted = (
