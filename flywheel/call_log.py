@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, NamedTuple, Self
 
 from flywheel.errors import CallLogError
-from flywheel.files import make_private_database
+from flywheel.files import file_identity, make_private_database
 from flywheel.request_parts import packed, parts_of, runs
 
 FORMAT: Final = 1
@@ -256,7 +256,7 @@ class CallLog:
         return (int(row[0]) if row else state.newest + 1) - state.oldest
 
     def _connected(self) -> sqlite3.Connection:
-        if self._connection is not None and self._identity != self._identity_on_disk():
+        if self._connection is not None and self._identity != file_identity(self.path):
             self.close()  # The file was removed or replaced; nothing reads the old one any more.
         if self._connection is None:
             make_private_database(self.path)
@@ -268,15 +268,8 @@ class CallLog:
             except BaseException:
                 connection.close()
                 raise
-            self._connection, self._identity = connection, self._identity_on_disk()
+            self._connection, self._identity = connection, file_identity(self.path)
         return self._connection
-
-    def _identity_on_disk(self) -> tuple[int, int] | None:
-        try:
-            found = self.path.stat()
-        except FileNotFoundError:
-            return None
-        return found.st_dev, found.st_ino
 
     @contextlib.contextmanager
     def _explained(self, attempt: str) -> Iterator[None]:

@@ -43,6 +43,15 @@ def make_private_database(path: Path) -> None:
         os.close(private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
 
 
+def file_identity(path: Path) -> tuple[int, int] | None:
+    """Device and inode, by which a file is recognised as the same one; None if there is no file."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 @contextlib.contextmanager
 def whole_file(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Write a file atomically: write a temporary file, fsync, rename. Readers see the old content or the new.

@@ -77,6 +77,16 @@ class CallLogSettings(Section):
     """Maximum size of each call log in GB (1,000,000,000 bytes): the oldest calls are removed earlier. Space in the
     file that is free again does not count."""
 
+    @property
+    def keep_ns(self) -> int:
+        """`keep_days` in nanoseconds."""
+        return int(self.keep_days * 86_400e9)
+
+    @property
+    def max_bytes(self) -> int:
+        """`max_gb` in bytes."""
+        return int(self.max_gb * 1e9)
+
 
 def _call_log(given: object) -> object:
     if given is None:

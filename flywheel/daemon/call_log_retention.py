@@ -27,7 +27,7 @@ def prune_call_logs(config: Config, *, dry_run: bool) -> list[PrunedLog]:
     settings = config.serving.call_log
     if settings is None:
         return []
-    before_ns, max_bytes = time.time_ns() - int(settings.keep_days * 86_400e9), int(settings.max_gb * 1e9)
+    before_ns, max_bytes = time.time_ns() - settings.keep_ns, settings.max_bytes
     paths = [*sorted((config.state_dir / "serving").glob("calls-*.db")), mirror_path(config.state_dir)]
     done = []
     for path in paths:

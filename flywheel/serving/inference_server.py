@@ -102,7 +102,7 @@ def command(config: Config) -> tuple[list[str], dict[str, str]]:
         **keys,
     }
     if serving.call_log is not None:
-        kept = {"keep_days": serving.call_log.keep_days, "max_bytes": int(serving.call_log.max_gb * 1_000_000_000)}
+        kept = {"keep_days": serving.call_log.keep_days, "max_bytes": serving.call_log.max_bytes}
         environment[CALL_LOG_VARIABLE] = json.dumps({"path": str(call_log_file(config).absolute()), **kept})
     if Path(base).is_absolute():
         environment["HF_HUB_OFFLINE"] = "1"

@@ -119,8 +119,7 @@ class CallPuller:
 
     def prune(self) -> int:
         """Remove calls that are too old or too many; returns their number. Raises CallLogError."""
-        before_ns = time.time_ns() - int(self._settings.keep_days * 86_400e9)
-        return self.mirror.prune(before_ns, int(self._settings.max_gb * 1e9))
+        return self.mirror.prune(time.time_ns() - self._settings.keep_ns, self._settings.max_bytes)
 
     async def _pull(self, url: str, at_once: bool) -> bool:
         """Pull one server; whether everything that it has recorded is in the mirror."""

@@ -13,7 +13,9 @@ import re
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
-from flywheel.serving.asgi import App, Receive, Scope, Send
+from flywheel.serving.asgi import App, Receive, Scope, Send, read_body
+from flywheel.serving.middleware import MAX_BODY_BYTES
+from tests.serving.fake_vllm import answer
 
 Json = dict[str, Any]
 
@@ -22,31 +24,18 @@ class ScriptedModel:
     """`pause`: seconds between the events of a stream. `failures`: how many of the next requests fail."""
 
     def __init__(self) -> None:
-        self.adapters: dict[str, str] = {}
         self.pause = 0.0
         self.failures = 0
         self._numbers = itertools.count()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = b""
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            body += message.get("body", b"")
-            if not message.get("more_body"):
-                break
-        path = scope["path"]
-        if path == "/health":
-            await answer(send, 200, {})
-        elif path == "/v1/models":
-            cards = [{"id": "tiny", "object": "model", "root": "/tiny", "parent": None}]
-            cards += [{"id": n, "object": "model", "root": p, "parent": "tiny"} for n, p in self.adapters.items()]
-            await answer(send, 200, {"object": "list", "data": cards})
-        elif self.failures:
+        body = await read_body(receive, MAX_BODY_BYTES)
+        if body is None:
+            return
+        if self.failures:
             self.failures -= 1
             await answer(send, 503, {"error": {"message": "overloaded", "code": 503}})
-        elif path == "/v1/chat/completions":
+        elif scope["path"] == "/v1/chat/completions":
             headers = {name.decode(): value.decode() for name, value in scope["headers"]}
             await until_the_client_leaves(receive, self.chat(json.loads(body), headers.get("x-request-id", ""), send))
         else:
@@ -120,13 +109,6 @@ async def until_the_client_leaves(receive: Receive, answering: Coroutine[Any, An
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def answer(send: Send, status: int, content: Json) -> None:
-    body = json.dumps(content).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 async def event(send: Send, content: Json) -> None:

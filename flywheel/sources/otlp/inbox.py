@@ -17,7 +17,7 @@ import aiosqlite
 
 from flywheel.config import CallsSource, OtlpSource
 from flywheel.errors import ReceiverError
-from flywheel.files import make_private_database, sync_directory
+from flywheel.files import file_identity, make_private_database, sync_directory
 
 Row = Sequence[Any]
 """The values of one span, in the order of COLUMNS."""
@@ -132,7 +132,7 @@ class Inbox:
                 raise
 
     async def _connected(self) -> aiosqlite.Connection:
-        if self._connection is not None and self._identity != self._identity_on_disk():
+        if self._connection is not None and self._identity != file_identity(self.path):
             # The file was removed or replaced; nothing reads the old one any more.
             await self._disconnect()
         if self._connection is None:
@@ -146,20 +146,13 @@ class Inbox:
                 await connection.close()
                 raise
             sync_directory(self.path.parent)
-            self._connection, self._identity = connection, self._identity_on_disk()
+            self._connection, self._identity = connection, file_identity(self.path)
         return self._connection
 
     async def _disconnect(self) -> None:
         if self._connection is not None:
             connection, self._connection = self._connection, None
             await connection.close()
-
-    def _identity_on_disk(self) -> tuple[int, int] | None:
-        try:
-            found = self.path.stat()
-        except FileNotFoundError:
-            return None
-        return found.st_dev, found.st_ino
 
     @asynccontextmanager
     async def _explained(self, attempt: str) -> AsyncIterator[None]:
