@@ -5,9 +5,10 @@ They are structs because a long history creates millions of them, and a frozen d
 
 from __future__ import annotations
 
+import re
 from datetime import datetime
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 from msgspec import Struct
 
@@ -17,6 +18,9 @@ from flywheel.states import SkipReason
 ChatMessage = dict[str, Any]
 """One message in the OpenAI chat form: `role`, `content` (text) and, where they apply, `name`, `tool_calls`,
 `tool_call_id`."""
+
+TOOL_ERROR: Final = re.compile(r"\A(?:Error|[A-Z]\w*(?:Error|Exception)): ")
+"""How agents begin the result of a tool that raised or does not exist."""
 
 
 class SpanStatus(StrEnum):

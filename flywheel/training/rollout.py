@@ -88,18 +88,19 @@ class Rollout:
         return self.verdict.error or "the judge gave no score" if self.verdict and self.reward is None else ""
 
     @property
+    def tokens(self) -> Sample:
+        """Prompt and completion by token."""
+        before, completion = self.request.prompt.token_ids, self.completion
+        return Sample(
+            (*before, *completion.token_ids),
+            (*(False for _ in before), *(True for _ in completion.token_ids)),
+            (*(None for _ in before), *completion.logprobs),
+        )
+
+    @property
     def samples(self) -> tuple[Sample, ...]:
         """What can be trained on: each generated token is in the loss mask of exactly one sample."""
-        before, completion = self.request.prompt.token_ids, self.completion
-        if not completion.token_ids:
-            return ()
-        return (
-            Sample(
-                (*before, *completion.token_ids),
-                (*(False for _ in before), *(True for _ in completion.token_ids)),
-                (*(None for _ in before), *completion.logprobs),
-            ),
-        )
+        return (self.tokens,) if self.completion.token_ids else ()
 
 
 def exchange(prompt: Prompt, text: str) -> Exchange:

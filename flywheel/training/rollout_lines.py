@@ -13,6 +13,7 @@ from flywheel.files import append_jsonl
 from flywheel.round import EVALUATION_FILE, ROLLOUTS_FILE
 from flywheel.training.advantage import Scale
 from flywheel.training.rollout import Batch, LoadedAdapter, Rollout
+from flywheel.training.samples import Sample
 
 
 def append_rollouts(directory: Path, step: int, batch: Batch, scale_rewards: Scale) -> None:
@@ -44,7 +45,7 @@ def rollout_line(rollout: Rollout, step: int, advantage: float | None) -> dict[s
         "seed": rollout.request.seed,
         **_graded(rollout),
         "advantage": _rounded(advantage),
-        "samples": [_sample(rollout)],
+        "samples": [_sample(rollout.tokens, _texts(rollout))],
     }
 
 
@@ -69,21 +70,22 @@ def _graded(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def _sample(rollout: Rollout) -> dict[str, Any]:
+def _sample(sample: Sample, texts: Sequence[str | None]) -> dict[str, Any]:
     """Prompt and completion by token, in lists of one length. Only tokens with a loss mask of 1 are trained on; a
     logprob that is missing or no number is null. `text` is null where the engine returned no text."""
-    prompt, completion = rollout.request.prompt, rollout.completion
-    before, after = len(prompt.token_ids), len(completion.token_ids)
     return {
-        "token_ids": [*prompt.token_ids, *completion.token_ids],
-        "loss_mask": [0] * before + [1] * after,
-        "logprobs": [None] * before + [_rounded(value) for value in completion.logprobs],
-        "text": [*_texts(prompt.texts, before), *_texts(completion.texts, after)],
+        "token_ids": list(sample.token_ids),
+        "loss_mask": [int(own) for own in sample.loss_mask],
+        "logprobs": [_rounded(value) for value in sample.logprobs],
+        "text": list(texts),
     }
 
 
-def _texts(texts: Sequence[str], length: int) -> Sequence[str | None]:
-    return texts or [None] * length
+def _texts(rollout: Rollout) -> list[str | None]:
+    """The text of each token of a rollout's prompt and completion."""
+    prompt, completion = rollout.request.prompt, rollout.completion
+    texts = [(prompt.texts, prompt.token_ids), (completion.texts, completion.token_ids)]
+    return [text for known, tokens in texts for text in known or [None] * len(tokens)]
 
 
 def _rounded(value: float | None) -> float | None:

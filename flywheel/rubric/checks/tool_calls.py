@@ -17,13 +17,11 @@ import orjson
 from flywheel.rubric.checks.json_schema import parse_json
 from flywheel.rubric.criterion import Criterion
 from flywheel.rubric.rubric import Rubric
-from flywheel.trace import get_path
+from flywheel.trace import TOOL_ERROR, get_path
 from flywheel.verdict import Exchange
 
 UNKNOWN_EFFICIENCY: Final = 0.5
 """The `step-efficiency` of a reply without calls: nothing was wasted, and nothing was done."""
-_ERROR_TEXT: Final = re.compile(r"\A(?:Error|[A-Z]\w*(?:Error|Exception)): ")
-"""How agents begin the result of a tool that raised or does not exist."""
 _TIMEOUT: Final = re.compile(
     r"\b\w*(?:Timeout|TimedOut)(?:Error|Exception|Expired)?(?=[:(]|$)|\bETIMEDOUT\b|\b(?i:timed[ -]out)\b"
     r"|\b(?i:deadline[ _]?exceeded|gateway time-?out|exceeded the timeout|timeout exceeded)\b",
@@ -81,7 +79,7 @@ def calls_of(exchange: Exchange) -> list[Call]:
         if call is not None:
             call.result = str(turn.get("content"))
             told = f"tool {call.name}: {' '.join(call.result.split())}"[:500]
-            call.failed = turn.get("status") == "error" or bool(_ERROR_TEXT.match(call.result)) or told in errors
+            call.failed = turn.get("status") == "error" or bool(TOOL_ERROR.match(call.result)) or told in errors
     for call in calls:
         if call.result is None:
             call.failed = any(error.startswith(f"tool {call.name}: ") for error in errors)

@@ -6,7 +6,6 @@ by the text of a result while the span ends as if all were well.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Final
@@ -20,10 +19,8 @@ from flywheel.sources.studio.messages import FINISH_FUNCTIONS, Message, chat_of,
 from flywheel.sources.studio.recorded_calls import exact_prompt
 from flywheel.sources.studio.reprs import ReprError, is_result, parse_call
 from flywheel.sources.studio.span import NOTHING, Span, SpanKind, in_order
-from flywheel.trace import ChatMessage, SpanStatus, get_path
+from flywheel.trace import TOOL_ERROR, ChatMessage, SpanStatus, get_path
 
-_ERROR_TEXT: Final = re.compile(r"\A(?:Error|[A-Z]\w*(?:Error|Exception)): ")
-"""How AgentScope begins the result of a tool that raised or does not exist."""
 _STATE: Final = "state=<ToolResultState."
 _FAILED: Final = f"{_STATE}ERROR"
 
@@ -187,7 +184,7 @@ class Trajectory:
             # A call without a span of its own: 2.x makes none for a tool that does not exist.
             spans = {"", *(tool.id for tool in self.tools)}
             alone = [step for step in results if step["tool_call_id"] not in spans]
-            found += [f"tool {s['name']}: {s['content']}"[:500] for s in alone if _ERROR_TEXT.match(s["content"])]
+            found += [f"tool {s['name']}: {s['content']}"[:500] for s in alone if TOOL_ERROR.match(s["content"])]
         return tuple(found)
 
 
@@ -245,7 +242,7 @@ def tool_failure(tool: ToolUse) -> str:
     text = " ".join((tool.result or "").split())
     if state == "error":
         return text or "the tool says so"
-    return text if not isinstance(state, str) and _ERROR_TEXT.match(text) else ""
+    return text if not isinstance(state, str) and TOOL_ERROR.match(text) else ""
 
 
 def _state(returned: Any) -> Any:
