@@ -1,0 +1,1 @@
+"""Rollouts of whole trajectories: turns of the policy, and the answers of its tools."""

@@ -1,0 +1,163 @@
+"""The recorded results of tools: those of one trace by call, and those that rollouts of other tasks may use."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from flywheel.rubric.checks.tool_calls import calls_of
+from flywheel.states import Split
+from flywheel.trace import ChatMessage
+from flywheel.training.agent.call_key import Tool, call_key, tools_by_name
+from flywheel.verdict import Exchange
+
+Share = Literal["agreeing", "off"]
+
+MAX_EXAMPLES: Final = 8
+"""Examples of each tool that are kept for a simulator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """The steps of a traced reply.
+
+    Attributes:
+        conversation: The key of its conversation.
+        tools: The tools that the agent was offered, in the OpenAI chat form.
+        steps: The messages between question and answer.
+        errors: The steps that failed, as the task's `metadata.errors_json` lists them.
+    """
+
+    task_id: str
+    conversation: str
+    split: Split
+    tools: tuple[dict[str, Any], ...] = ()
+    steps: tuple[ChatMessage, ...] = ()
+    errors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a tool returned. An error is a result, too."""
+
+    content: str
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A recorded call with its parsed arguments."""
+
+    key: str
+    tool: Tool
+    arguments: dict[str, Any]
+    result: Result
+
+
+@dataclass(frozen=True, slots=True)
+class TraceResults:
+    """The calls of one trace.
+
+    Attributes:
+        calls: Number of calls, including those without a key.
+        by_key: The results of each key, in order. A call without a result has a key with no results.
+        examples: The calls with results, in order.
+    """
+
+    calls: int
+    by_key: dict[str, tuple[Result, ...]]
+    examples: tuple[Example, ...]
+
+    def kth(self, key: str, k: int) -> Result | None:
+        """The result of the k-th identical call; k counts from 1. After the last result it is that one, if all are
+        equal."""
+        results = self.by_key.get(key, ())
+        if k <= len(results):
+            return results[k - 1]
+        return results[-1] if len(set(results)) == 1 else None
+
+    def trains(self, *, use_uncalled: bool) -> bool:
+        """Whether a round may ask the task: its trace has results, or it made no call and such tasks are used."""
+        return bool(self.examples) or (use_uncalled and not self.calls)
+
+    def gates(self, *, accepted: bool) -> bool:
+        """Whether the gate may ask the task: its trace has results, or it made no call and the traced answer was
+        accepted."""
+        return bool(self.examples) or (accepted and not self.calls)
+
+
+def results_of(recording: Recording, finish_tools: Collection[str] = ()) -> TraceResults:
+    """The results of a trace. Calls of tools that it was not offered, and calls whose arguments are no JSON object,
+    have no key. Calls of finish tools are answers, not calls."""
+    tools = tools_by_name(recording.tools)
+    errors = {"metadata": {"errors_json": json.dumps(recording.errors)}}
+    called = calls_of(Exchange("", "", trajectory=recording.steps, line=errors))
+    calls = [call for call in called if call.name not in finish_tools]
+    by_key: dict[str, tuple[Result, ...]] = {}
+    examples: list[Example] = []
+    for call in calls:
+        if (tool := tools.get(call.name)) is None:
+            continue
+        try:
+            arguments = call.parsed
+            key = call_key(tool, arguments)
+        except ValueError:
+            continue
+        results = by_key.setdefault(key, ())
+        if call.result is not None:
+            result = Result(call.result, call.failed)
+            by_key[key] = (*results, result)
+            examples.append(Example(key, tool, arguments, result))
+    return TraceResults(len(calls), by_key, tuple(examples))
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRecordings:
+    """What rollouts may use of other traces: results by key, and examples by the digest of their tool."""
+
+    results: Mapping[str, Result] = field(default_factory=dict)
+    examples: Mapping[str, tuple[Example, ...]] = field(default_factory=dict)
+
+
+def shared_recordings(
+    recordings: Iterable[Recording],
+    reader: Split,
+    *,
+    share: Share = "agreeing",
+    offered: Collection[str] | None = None,
+) -> SharedRecordings:
+    """What rollouts of tasks in the split `reader` may use; training never reads held-out traces.
+
+    A result is shared if at least two conversations have it and none has another one for the same key. `share` can
+    turn this off; examples are not affected. `offered` limits both to tools with these digests. The recordings are
+    read once, and one result of each key is kept in memory.
+    """
+    agreements: dict[str, _Agreement] = {}
+    examples: dict[str, tuple[Example, ...]] = {}
+    for recording in recordings:
+        if reader is Split.TRAIN and recording.split is not Split.TRAIN:
+            continue
+        conversation = recording.conversation or recording.task_id
+        for example in results_of(recording).examples:
+            if offered is not None and example.tool.digest not in offered:
+                continue
+            agreement = agreements.setdefault(example.key, _Agreement(example.result, conversation))
+            agreement.add(example.result, conversation)
+            if len(same := examples.get(example.tool.digest, ())) < MAX_EXAMPLES:
+                examples[example.tool.digest] = (*same, example)
+    agreeing = {key: each.result for key, each in agreements.items() if each.is_confirmed and not each.has_conflict}
+    return SharedRecordings(agreeing if share == "agreeing" else {}, examples)
+
+
+@dataclass(slots=True)
+class _Agreement:
+    result: Result
+    conversation: str
+    is_confirmed: bool = False
+    has_conflict: bool = False
+
+    def add(self, result: Result, conversation: str) -> None:
+        self.has_conflict |= result != self.result
+        self.is_confirmed |= conversation != self.conversation

@@ -1,0 +1,45 @@
+"""Figures of the tool calls of a step, for its line of `metrics.jsonl`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from flywheel.training.agent.recorded_tools import AnsweredCall, Outcome
+
+_HITS = (Outcome.TRACE, Outcome.SHARED)
+_COMPARED = (*_HITS, Outcome.MISS, Outcome.SIMULATED, Outcome.UNPARSEABLE)
+
+
+def tool_metrics(rollouts: Sequence[Sequence[AnsweredCall]]) -> dict[str, Any]:
+    """The figures of rollouts, given the calls of each. A share is None where it would be one of nothing.
+
+    - `call_share`: rollouts with a call, finish tools aside. `miss_share`: rollouts with a miss.
+    - `hit_rate`, `hit_rate_by_tool`: well-formed calls of offered tools that a recorded result answers.
+    - `argument_accuracy`: calls of offered tools that equal a call of the task's own trace.
+    - `tool_calls`: number of calls by outcome.
+    """
+    outcomes: Counter[Outcome] = Counter()
+    hits: Counter[str] = Counter()
+    lookups: Counter[str] = Counter()
+    repeating = 0
+    for call in (call for calls in rollouts for call in calls):
+        outcomes[call.outcome] += 1
+        repeating += call.repeats_trace
+        hits[call.name] += call.outcome in _HITS
+        lookups[call.name] += call.outcome in _HITS or call.is_miss
+    calling = [any(call.outcome is not Outcome.FINISH for call in calls) for calls in rollouts]
+    missing = [any(call.is_miss for call in calls) for calls in rollouts]
+    return {
+        "call_share": _share(sum(calling), len(rollouts)),
+        "miss_share": _share(sum(missing), len(rollouts)),
+        "hit_rate": _share(hits.total(), lookups.total()),
+        "hit_rate_by_tool": {name: hits[name] / count for name, count in sorted(lookups.items()) if count},
+        "argument_accuracy": _share(repeating, sum(outcomes[outcome] for outcome in _COMPARED)),
+        "tool_calls": {outcome.value: outcomes[outcome] for outcome in Outcome},
+    }
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
