@@ -1,0 +1,95 @@
+"""The loop of model and tools of one rollout, without the model: the caller generates each message.
+
+It keeps the conversation, answers calls from recordings, and decides when the rollout ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from flywheel.trace import ChatMessage
+from flywheel.training.agent.recorded_tools import AnsweredCall, RecordedTools, ToolTurn
+
+
+class End(StrEnum):
+    """How a rollout ended. After a miss it has no answer and no reward."""
+
+    ANSWERED = "answered"
+    FINISHED = "finished"
+    """By a finish tool."""
+    MISS = "miss"
+    TRUNCATED = "truncated"
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Limits of a rollout: `turns` are messages of the policy, `tokens` are generated in all of them together,
+    `context` is the most that prompt and completion of a turn have together."""
+
+    turns: int
+    tokens: int
+    context: int
+
+
+class RecordedLoop:
+    """One rollout. The caller asks for `room`, generates a message for `messages`, and gives it to `advance`, until
+    there is an `end`.
+
+    Attributes:
+        messages: What the model is sent next.
+        steps: The messages between question and answer, for the judge.
+        calls: All tool calls, for the metrics.
+        answer: Valid after the end; empty if the rollout ended between two messages.
+    """
+
+    def __init__(self, prompt: Sequence[ChatMessage], tools: RecordedTools, budgets: Budgets) -> None:
+        self.messages: list[ChatMessage] = list(prompt)
+        self.steps: list[ChatMessage] = []
+        self.calls: list[AnsweredCall] = []
+        self.end: End | None = None
+        self.answer = ""
+        self._tools, self._budgets = tools, budgets
+        self._turns = self._generated = 0
+
+    def room(self, prompt_tokens: int) -> int:
+        """Number of tokens that the next message may have; 0 ends the rollout as truncated."""
+        budgets = self._budgets
+        room = min(budgets.tokens - self._generated, budgets.context - prompt_tokens)
+        if self.end is None and (room <= 0 or self._turns >= budgets.turns):
+            self.end = End.TRUNCATED
+        return room if self.end is None else 0
+
+    def advance(self, message: ChatMessage, *, tokens: int, truncated: bool = False) -> None:
+        """Add a message of the policy, in the form in which the agent sends it again, and answer its calls. `tokens`
+        were generated for it. Calls of a truncated message are not answered, because they may be incomplete."""
+        if self.end is not None:
+            raise ValueError(f"the rollout has ended: {self.end}")
+        self._turns += 1
+        self._generated += tokens
+        content, calls = message.get("content") or "", message.get("tool_calls") or ()
+        if truncated or not calls:
+            self.end, self.answer = End.TRUNCATED if truncated else End.ANSWERED, content
+            return
+        turn = self._tools.answer(calls)
+        self.calls += turn.calls
+        self.messages += (message, *turn.messages)
+        if (step := _step(message, turn)) is not None:
+            self.steps.append(step)
+        self.steps += turn.steps
+        if turn.ended_by:
+            self.end = End.MISS if turn.ended_by == "miss" else End.FINISHED
+            self.answer = turn.answer
+
+
+def _step(message: ChatMessage, turn: ToolTurn) -> ChatMessage | None:
+    """The message as a step: without the call of a finish tool and the calls after it, as in tasks; None if nothing
+    is left."""
+    calls = list(message["tool_calls"])
+    if turn.ended_by == "finish":
+        calls = calls[: len(turn.calls) - 1]
+    step = {**message, "content": message.get("content") or "", "tool_calls": calls}
+    if not calls:
+        del step["tool_calls"]
+    return step if calls or step["content"] else None
