@@ -1,4 +1,5 @@
-"""Selection effects of misses: which groups are trained on, what replaces the others, and when a round ends early.
+"""Selection effects of misses: which groups are trained on, what replaces the others, when a round ends early, and
+how the gate scores misses.
 
 A miss removes exactly the rollouts that called a tool differently. If a group has many, those that remain can teach
 the policy to avoid the tool, while the training reward rises.
@@ -10,10 +11,12 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import Final
+from typing import Final, Literal
 
 from flywheel.training.advantage import MIN_REWARDS
 from flywheel.training.prompts import seed_of
+
+Side = Literal["candidate", "deployed"]
 
 MIN_COMPLETE_SHARE: Final = 0.75
 """Smallest share of a group's rollouts without a miss."""
@@ -74,3 +77,18 @@ def growing_misses(steps: Sequence[Sequence[float]]) -> str:
         f"the share of rollouts with a call that has no recorded result grew from {before:.0%} in the first"
         f" {WINDOW} steps to {now:.0%} in the last {WINDOW}, and nothing corrects wrong arguments"
     )
+
+
+def gate_rewards(
+    rewards: Sequence[float | None], missed: Sequence[bool], side: Side, *, at_bound: bool = False
+) -> list[float | None]:
+    """The rewards of a side's answers with those of misses filled in; other answers without a reward stay undecided.
+
+    A candidate's miss scores 0. A miss of the deployed adapter scores the mean of its side's other rewards; with
+    `at_bound`, or if there are none, it scores 1, the most that it could be.
+    """
+    pairs = list(zip(rewards, missed, strict=True))
+    known = [reward for reward, is_miss in pairs if reward is not None and not is_miss]
+    for_deployed = 1.0 if at_bound or not known else statistics.fmean(known)
+    score = 0.0 if side == "candidate" else for_deployed
+    return [score if is_miss else reward for reward, is_miss in pairs]

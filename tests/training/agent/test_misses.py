@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.training.agent.misses import Reserve, growing_misses, is_complete
+from flywheel.training.agent.misses import Reserve, gate_rewards, growing_misses, is_complete
 from flywheel.training.prompts import schedule
 from tests.cases import for_each
 
@@ -107,3 +107,25 @@ def test_chance_seldom_ends_a_round_and_growth_nearly_always_does() -> None:
 
     assert rounds(0.2, 0.2) <= 10
     assert rounds(0.22, 0.63) >= 190
+
+
+def test_misses_of_the_gate_are_scored_against_the_candidate() -> None:
+    rewards, missed = [1.0, None, 0.5, None], [False, True, False, False]
+    assert gate_rewards(rewards, missed, "candidate") == [1.0, 0.0, 0.5, None]
+    assert gate_rewards(rewards, missed, "deployed") == [1.0, 0.75, 0.5, None]
+    assert gate_rewards(rewards, missed, "deployed", at_bound=True) == [1.0, 1.0, 0.5, None]
+    assert gate_rewards([None], [True], "deployed") == [1.0]
+
+
+@given(st.lists(st.tuples(st.none() | st.floats(0, 1), st.booleans()), max_size=8))
+def test_a_candidates_miss_scores_least_and_the_bound_most(
+    answers: list[tuple[float | None, bool]],
+) -> None:
+    rewards, missed = [reward for reward, _ in answers], [is_miss for _, is_miss in answers]
+    own = gate_rewards(rewards, missed, "candidate")
+    deployed = gate_rewards(rewards, missed, "deployed")
+    bound = gate_rewards(rewards, missed, "deployed", at_bound=True)
+    for mine, theirs, most in zip(own, deployed, bound, strict=True):
+        assert (mine is None) == (theirs is None) == (most is None)
+        if mine is not None and theirs is not None and most is not None:
+            assert mine <= theirs <= most
