@@ -66,6 +66,11 @@ class AnsweredCall:
     repeats_trace: bool = False
 
     @property
+    def is_hit(self) -> bool:
+        """Whether a recorded result answers it."""
+        return self.outcome in (Outcome.TRACE, Outcome.SHARED)
+
+    @property
     def is_miss(self) -> bool:
         return self.outcome in (Outcome.MISS, Outcome.SIMULATED)
 

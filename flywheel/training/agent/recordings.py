@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 
 from flywheel.rubric.checks.tool_calls import calls_of
 from flywheel.states import Split
+from flywheel.task import conversation_key
 from flywheel.trace import ChatMessage
 from flywheel.training.agent.call_key import Tool, call_key, tools_by_name
 from flywheel.verdict import Exchange
@@ -28,6 +29,7 @@ class Recording:
         tools: The tools that the agent was offered, in the OpenAI chat form.
         steps: The messages between question and answer.
         errors: The steps that failed, as the task's `metadata.errors_json` lists them.
+        question: The conversation so far and what the agent was asked, as a key.
     """
 
     task_id: str
@@ -36,6 +38,7 @@ class Recording:
     tools: tuple[dict[str, Any], ...] = ()
     steps: tuple[ChatMessage, ...] = ()
     errors: tuple[str, ...] = ()
+    question: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,21 @@ class TraceResults:
         """Whether the gate may ask the task: its trace has results, or it made no call and the traced answer was
         accepted."""
         return bool(self.examples) or (accepted and not self.calls)
+
+
+def recording_of(line: Mapping[str, Any], split: Split) -> Recording:
+    """The recording in a line of `tasks.jsonl`, whose own split is provisional. Where the chain redacts tasks, the
+    line must be redacted: the policy sees redacted questions, and its calls have redacted arguments."""
+    metadata = line["metadata"]
+    return Recording(
+        line["task_id"],
+        conversation_key(metadata["conversation_id"], metadata["trace_id"]),
+        split,
+        tuple(json.loads(metadata["tools_json"])),
+        tuple(json.loads(metadata["trajectory_json"])),
+        tuple(json.loads(metadata["errors_json"])),
+        json.dumps([*line["init_messages"], line["main_query"]]),
+    )
 
 
 def results_of(recording: Recording, finish_tools: Collection[str] = ()) -> TraceResults:

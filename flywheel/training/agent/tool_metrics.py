@@ -8,9 +8,6 @@ from typing import Any
 
 from flywheel.training.agent.recorded_tools import AnsweredCall, Outcome
 
-_HITS = (Outcome.TRACE, Outcome.SHARED)
-_COMPARED = (*_HITS, Outcome.MISS, Outcome.SIMULATED, Outcome.UNPARSEABLE)
-
 
 def tool_metrics(rollouts: Sequence[Sequence[AnsweredCall]]) -> dict[str, Any]:
     """The figures of rollouts, given the calls of each. A share is None where it would be one of nothing.
@@ -27,8 +24,8 @@ def tool_metrics(rollouts: Sequence[Sequence[AnsweredCall]]) -> dict[str, Any]:
     for call in (call for calls in rollouts for call in calls):
         outcomes[call.outcome] += 1
         repeating += call.repeats_trace
-        hits[call.name] += call.outcome in _HITS
-        lookups[call.name] += call.outcome in _HITS or call.is_miss
+        hits[call.name] += call.is_hit
+        lookups[call.name] += call.is_hit or call.is_miss
     calling = [any(call.outcome is not Outcome.FINISH for call in calls) for calls in rollouts]
     missing = [any(call.is_miss for call in calls) for calls in rollouts]
     return {
@@ -36,7 +33,7 @@ def tool_metrics(rollouts: Sequence[Sequence[AnsweredCall]]) -> dict[str, Any]:
         "miss_share": _share(sum(missing), len(rollouts)),
         "hit_rate": _share(hits.total(), lookups.total()),
         "hit_rate_by_tool": {name: hits[name] / count for name, count in sorted(lookups.items()) if count},
-        "argument_accuracy": _share(repeating, sum(outcomes[outcome] for outcome in _COMPARED)),
+        "argument_accuracy": _share(repeating, lookups.total() + outcomes[Outcome.UNPARSEABLE]),
         "tool_calls": {outcome.value: outcomes[outcome] for outcome in Outcome},
     }
 

@@ -54,8 +54,9 @@ def recording(
     split: Split = Split.TRAIN,
     tools: tuple[dict[str, Any], ...] = (ADD, FINISH),
     errors: tuple[str, ...] = (),
+    question: str = "",
 ) -> Recording:
-    return Recording(f"t-{next(_numbers)}", conversation, split, tools, steps(*pairs), errors)
+    return Recording(f"t-{next(_numbers)}", conversation, split, tools, steps(*pairs), errors, question)
 
 
 def identity(value: Any) -> Any:

@@ -1,0 +1,86 @@
+"""Recordings of real traces, their way into a round, and the hit rate to expect of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import TypeAdapter
+
+from flywheel.states import Split
+from flywheel.task import task_line
+from flywheel.training.agent.expected_hits import expected_hits
+from flywheel.training.agent.recorded_loop import Budgets, RecordedLoop
+from flywheel.training.agent.recorded_tools import Outcome, RecordedTools
+from flywheel.training.agent.recordings import (
+    Recording,
+    SharedRecordings,
+    recording_of,
+    results_of,
+    shared_recordings,
+)
+from tests.sources.studio.reading import read_all
+from tests.training.agent.recordings import ADD, call, recording, tool
+
+STUDIO = Path(__file__).parents[2] / "data" / "studio"
+
+
+@pytest.fixture(scope="module")
+def traces() -> list[Recording]:
+    """The replies of real agents with tools, as a database of the current version has them."""
+    replies, _, _ = read_all(STUDIO / "new_v2.sqlite")
+    lines = [task_line(reply, "studio") for reply in replies if reply.skip is None and reply.tools]
+    return [recording_of(line, Split.TRAIN) for line in lines]
+
+
+def test_rollouts_that_repeat_real_traces_have_their_steps(traces: list[Recording]) -> None:
+    outcomes: list[tuple[str, Outcome]] = []
+    for trace in traces:
+        loop = RecordedLoop([], RecordedTools(trace.tools, results_of(trace)), Budgets(99, 10_000, 10_000))
+        for step in trace.steps:
+            if step.get("tool_calls"):
+                loop.advance(step, tokens=1)
+        told = [(step["role"], step["content"]) for step in trace.steps if step.get("name") != "no_such_tool"]
+        again = [(step["role"], step["content"]) for step in loop.steps if step.get("name") != "no_such_tool"]
+        assert [each for each in again if each[0] == "tool"] == [each for each in told if each[0] == "tool"]
+        outcomes += [(each.name, each.outcome) for each in loop.calls]
+    assert len(outcomes) == 18
+    assert {each for each in outcomes if each[1] is not Outcome.TRACE} == {("no_such_tool", Outcome.UNKNOWN_TOOL)}
+
+
+def test_errors_of_real_traces_are_marked(traces: list[Recording]) -> None:
+    failed = [each for trace in traces for each in results_of(trace).examples if each.result.failed]
+    assert {example.tool.name for example in failed} >= {"flaky_lookup"}
+
+
+def test_the_split_is_that_of_the_ledger(traces: list[Recording]) -> None:
+    replies, _, _ = read_all(STUDIO / "new_v2.sqlite")
+    assert recording_of(task_line(replies[0], "studio"), Split.HELD_OUT).split is Split.HELD_OUT
+    assert all(trace.conversation and trace.question for trace in traces)
+
+
+def test_shared_recordings_are_written_and_read_as_json(traces: list[Recording]) -> None:
+    shared = shared_recordings(traces, Split.TRAIN)
+    adapter = TypeAdapter(SharedRecordings)
+    assert shared.examples
+    assert adapter.validate_json(adapter.dump_json(shared)) == shared
+
+
+def test_the_expected_hit_rate_is_that_between_traces_of_one_question() -> None:
+    traces = [
+        recording((call("add", {"a": 1}), "1"), (call("add", {"a": 2}), "2"), question="x"),
+        recording((call("add", {"a": 1}), "1"), (call("search", {}), "-"), question="x", tools=(ADD, tool("search"))),
+        recording((call("add", {"a": 1}), "1"), question="y"),
+        recording(question="x"),
+        recording(question="x", tools=()),
+    ]
+    found = expected_hits(traces)
+    # The first is asked add(1) and search, which it was not offered; the second add(1) and add(2).
+    assert (found.offered, found.usable) == (4, 3)
+    assert (found.hits["add"], found.lookups) == (2, {"add": 3})
+    assert found.rate == 2 / 3
+
+
+def test_without_a_repeated_question_no_hit_rate_is_expected() -> None:
+    assert expected_hits([recording((call("add", {"a": 1}), "1"))]).rate is None
+    assert expected_hits([]).rate is None
