@@ -40,6 +40,40 @@ class RoundTask(Frozen):
     """Tokens of the traced reply."""
     conversation: str = ""
     """Tasks of one conversation are not independent of each other."""
+    agent: Literal["reply", "recorded"] = "reply"
+    """Who acts in a rollout: `reply` is one message, `recorded` a loop of the model and recorded tools."""
+    steps: list[ChatMessage] = []
+    """The messages between question and traced answer, from which tools are answered."""
+    errors: list[str] = []
+    """The steps that failed, as in `metadata.errors_json`."""
+    sends_reasoning: bool = False
+    """Whether the agent sends the model's reasoning again with later calls."""
+
+
+class ToolResult(Frozen):
+    """What a tool returned. An error is a result, too."""
+
+    content: str
+    failed: bool = False
+
+
+class ToolExample(Frozen):
+    """A recorded call of a tool with its result, for a simulator."""
+
+    key: str
+    definition: dict[str, Any]
+    """The function, as offered."""
+    arguments: dict[str, Any]
+    result: ToolResult
+
+
+class SharedResults(Frozen):
+    """What rollouts may use of other tasks' traces."""
+
+    results: dict[str, ToolResult] = {}
+    """By the key of the call: results that at least two conversations have and none differs from."""
+    examples: dict[str, list[ToolExample]] = {}
+    """Some calls of each tool, by the digest of its definition."""
 
 
 class GateTest(Frozen):
@@ -88,6 +122,10 @@ class RoundSpec(Frozen):
     """The whole configuration, without secrets."""
     test: GateTest | None = None
     """None for a debug round."""
+    shared: SharedResults = SharedResults()
+    """For training, of traces in the training split."""
+    shared_gate: SharedResults = SharedResults()
+    """For the gate, of all traces."""
 
 
 class Score(Frozen):

@@ -155,7 +155,50 @@ class TrainingSettings(Section):
         return frozenset(taken)
 
 
+class SimulatorSettings(Section):
+    """The model that plays tools without a recorded result (`rollout.tools.on_miss: simulate`)."""
+
+    model: str
+    """Name of the model."""
+    base_url: str | None = None
+    """An OpenAI-compatible endpoint. Default: `$OPENAI_BASE_URL`, else OpenAI."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """Name of the environment variable with its key."""
+    temperature: float = Field(default=0.0, ge=0, le=2)
+    """Sampling temperature."""
+    max_tokens: int = Field(default=1024, gt=0)
+    """Maximum tokens of a result."""
+    timeout_seconds: float = Field(default=60.0, gt=0)
+    """Timeout in seconds of one attempt."""
+
+
+class ToolSettings(Section):
+    """How tools answer in rollouts of `agent: recorded`."""
+
+    share: Literal["agreeing", "off"] = "agreeing"
+    """Results of other traces: `agreeing` uses a result that at least two conversations have for the same call and
+    none differs from. Training never uses held-out traces."""
+    on_miss: Literal["end", "error", "simulate"] = "end"
+    """What happens on a call without a recorded result: `end` ends the rollout without a reward, `error` lets the
+    tool answer with an error, `simulate` lets a model play the tool (`simulator`). The gate always ends."""
+    uncalled: Literal["leave-out", "use"] = "leave-out"
+    """Training tasks that were offered tools and made no call: there is nothing that could answer one."""
+    simulator: SimulatorSettings | None = None
+    """The model for `on_miss: simulate`."""
+
+
 class RolloutSettings(Section):
+    agent: Literal["reply", "recorded"] | None = None
+    """Who acts in a rollout: `reply` is one message of the policy, `recorded` a loop of the policy and tools that
+    answer from recordings. Default: `recorded` for tasks that were offered tools, `reply` for the others."""
+    max_turns: int = Field(default=16, gt=0)
+    """Maximum messages of the policy in a rollout of `recorded`; it then ends as truncated."""
+    finish_tools: list[str] = ["generate_response"]
+    """Tools whose call ends a rollout, with its argument as the answer."""
+    tools: ToolSettings = ToolSettings()
+    oversample: float = Field(default=1.0, ge=1, le=8)
+    """Prompts that a step asks, as a multiple of `training.prompts_per_step`. Groups that cannot be trained on are
+    dropped, and at most `prompts_per_step` groups are kept."""
     engines: int = Field(default=1, gt=0)
     """Number of vLLM engines of a round, one Ray actor each."""
     temperature: float = Field(default=1.0, gt=0)

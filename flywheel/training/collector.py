@@ -78,7 +78,7 @@ class Collector:
                 if self._meter is not None:
                     self._meter.completed(len(completion.token_ids))
                 if not completion.error:
-                    work = exchange(requests[place].prompt, completion.text)
+                    work = exchange(requests[place].prompt, completion)
                     grades[place] = self._threads.submit(self._verdict, work)
             if late:
                 self._give_up(pending, completions)

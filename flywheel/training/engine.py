@@ -25,7 +25,7 @@ from flywheel.training.actor import RoundActor
 from flywheel.training.chat_rendering import ChatFormat, ServedChat
 from flywheel.training.policy import base_dtype
 from flywheel.training.prompts import Prompt
-from flywheel.training.rollout import Completion, LoadedAdapter, RolloutRequest
+from flywheel.training.rollout import Completion, LoadedAdapter, RolloutRequest, reply
 
 log = logging.getLogger(__name__)
 
@@ -190,11 +190,12 @@ class Engine(RoundActor):
         output = found.outputs[0]
         answer = self._chat.answer(task, prompt, output.text, output.token_ids)
         drawn = [at[token] for at, token in zip(output.logprobs, output.token_ids, strict=True)]
-        return Completion(
-            token_ids=tuple(output.token_ids),
-            logprobs=tuple(_finite(each.logprob) for each in drawn),
-            texts=tuple(each.decoded_token or "" for each in drawn),
-            text=answer.text,
+        return reply(
+            request.prompt,
+            output.token_ids,
+            [_finite(each.logprob) for each in drawn],
+            answer.text,
+            texts=[each.decoded_token or "" for each in drawn],
             # No finish reason: the timeout was reached.
             truncated=output.finish_reason in ("length", None),
             error=f"it calls {' and '.join(answer.tools)}, and no tool runs in a rollout" if answer.tools else "",

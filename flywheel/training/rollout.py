@@ -1,4 +1,4 @@
-"""Rollouts: one sampled completion of a prompt with its reward, and statistics of a batch.
+"""Rollouts: what the policy did with a prompt, with its reward, and statistics of a batch.
 
 Plain data and arithmetic; nothing here generates, grades or trains.
 """
@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from flywheel.errors import TrainError
+from flywheel.trace import ChatMessage
 from flywheel.training.advantage import Scale, group_advantages
+from flywheel.training.agent.recorded_tools import AnsweredCall
 from flywheel.training.prompts import Prompt
 from flywheel.training.samples import Row, Sample
 from flywheel.verdict import Exchange, Verdict
@@ -48,18 +50,69 @@ class RolloutRequest:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """An engine's completion, including the end-of-turn token; `text` is what the server would return to an agent.
+    """What an engine made of a request: one message, or a trajectory of several with the tools' answers.
 
-    Logprobs are those under the sampling distribution; None where the engine returned none. `texts` are those of the
-    tokens, empty if unknown. With `error` there is nothing to grade.
+    Attributes:
+        text: The final answer, as the server would return it to an agent.
+        samples: The tokens, prompts included; each generated token is in the loss mask of exactly one sample. The
+            logprobs are those under the sampling distribution.
+        texts: The text of each token of each sample; None where it is unknown.
+        steps: The messages between question and answer.
+        calls: The tool calls, and how they were answered.
+        missed: Whether it ended because a call has no recorded result. There is an `error` then, too.
+        turns: Number of messages that the policy generated.
+        forks: Number of turns whose prompts do not continue an earlier one.
+        truncated: Whether it reached a limit of tokens, turns or time.
+        error: Why there is nothing to grade; empty if there is.
     """
 
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[float | None, ...] = ()
     text: str = ""
+    samples: tuple[Sample, ...] = ()
+    texts: tuple[tuple[str | None, ...], ...] = ()
+    steps: tuple[ChatMessage, ...] = ()
+    calls: tuple[AnsweredCall, ...] = ()
+    missed: bool = False
+    turns: int = 1
+    forks: int = 0
     truncated: bool = False
     error: str = ""
-    texts: tuple[str, ...] = ()
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The generated tokens, including those that end turns."""
+        return tuple(token for token, _ in self._generated())
+
+    @property
+    def logprobs(self) -> tuple[float | None, ...]:
+        """The logprobs of the generated tokens; None where the engine returned none."""
+        return tuple(logprob for _, logprob in self._generated())
+
+    def _generated(self) -> Iterator[tuple[int, float | None]]:
+        for sample in self.samples:
+            for token, own, logprob in zip(sample.token_ids, sample.loss_mask, sample.logprobs, strict=True):
+                if own:
+                    yield token, logprob
+
+
+def reply(
+    prompt: Prompt,
+    token_ids: Sequence[int],
+    logprobs: Sequence[float | None],
+    text: str,
+    *,
+    texts: Sequence[str | None] = (),
+    truncated: bool = False,
+    error: str = "",
+) -> Completion:
+    """A completion of one message, given its tokens with the one that ends the turn, and their `texts` if known."""
+    before = prompt.token_ids
+    sample = Sample(
+        (*before, *token_ids),
+        (*(False for _ in before), *(True for _ in token_ids)),
+        (*(None for _ in before), *logprobs),
+    )
+    of_prompt, own = prompt.texts or [None] * len(before), texts or [None] * len(token_ids)
+    return Completion(text, (sample,), ((*of_prompt, *own),), truncated=truncated, error=error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,29 +140,15 @@ class Rollout:
             return self.completion.error
         return self.verdict.error or "the judge gave no score" if self.verdict and self.reward is None else ""
 
-    @property
-    def tokens(self) -> Sample:
-        """Prompt and completion by token."""
-        before, completion = self.request.prompt.token_ids, self.completion
-        return Sample(
-            (*before, *completion.token_ids),
-            (*(False for _ in before), *(True for _ in completion.token_ids)),
-            (*(None for _ in before), *completion.logprobs),
-        )
 
-    @property
-    def samples(self) -> tuple[Sample, ...]:
-        """What can be trained on: each generated token is in the loss mask of exactly one sample."""
-        return (self.tokens,) if self.completion.token_ids else ()
-
-
-def exchange(prompt: Prompt, text: str) -> Exchange:
+def exchange(prompt: Prompt, completion: Completion) -> Exchange:
     """What the judge sees of a rollout."""
     task = prompt.task
     return Exchange(
         query=task.query,
-        answer=text,
+        answer=completion.text,
         history=tuple(task.prompt[:-1]),
+        trajectory=completion.steps,
         tools=tuple(task.tools),
         reference=task.answer,
         line={"metadata": {"reference": task.reference}} if task.reference else {},
@@ -147,7 +186,7 @@ class Batch:
             Row(number, sample, advantage)
             for number, (rollout, advantage) in enumerate(zip(self.rollouts, self.advantages(scale), strict=True))
             if advantage is not None and not (mask_truncated and rollout.completion.truncated)
-            for sample in rollout.samples
+            for sample in rollout.completion.samples
             if sample.trained
         ]
 

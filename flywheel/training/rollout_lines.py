@@ -45,14 +45,17 @@ def rollout_line(rollout: Rollout, step: int, advantage: float | None) -> dict[s
         "seed": rollout.request.seed,
         **_graded(rollout),
         "advantage": _rounded(advantage),
-        "samples": [_sample(rollout.tokens, _texts(rollout))],
+        "samples": [
+            _sample(sample, texts)
+            for sample, texts in zip(rollout.completion.samples, rollout.completion.texts, strict=True)
+        ],
     }
 
 
 def _graded(rollout: Rollout) -> dict[str, Any]:
     """What was judged, and the result. `steps` are messages between question and answer in the OpenAI chat format."""
     return {
-        "steps": [],
+        "steps": list(rollout.completion.steps),
         "answer": rollout.completion.text,
         "truncated": rollout.completion.truncated,
         "reward": rollout.reward,
@@ -79,13 +82,6 @@ def _sample(sample: Sample, texts: Sequence[str | None]) -> dict[str, Any]:
         "logprobs": [_rounded(value) for value in sample.logprobs],
         "text": list(texts),
     }
-
-
-def _texts(rollout: Rollout) -> list[str | None]:
-    """The text of each token of a rollout's prompt and completion."""
-    prompt, completion = rollout.request.prompt, rollout.completion
-    texts = [(prompt.texts, prompt.token_ids), (completion.texts, completion.token_ids)]
-    return [text for known, tokens in texts for text in known or [None] * len(tokens)]
 
 
 def _rounded(value: float | None) -> float | None:

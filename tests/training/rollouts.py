@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from flywheel.round import RoundTask
 from flywheel.training.prompts import Prompt
-from flywheel.training.rollout import Batch, Completion, LoadedAdapter, Rollout, RolloutRequest
+from flywheel.training.rollout import Batch, Completion, LoadedAdapter, Rollout, RolloutRequest, reply
 from flywheel.verdict import Outcome, Verdict
 
 
@@ -36,8 +36,9 @@ def verdict(score: float | None) -> Verdict:
 
 
 def rollout(group: int, score: float | None, token_ids: Sequence[int] = (8, 9)) -> Rollout:
-    completion = Completion(tuple(token_ids), tuple(-0.5 for _ in token_ids), "seven")
-    return Rollout(request(group), completion, verdict(score))
+    asked = request(group)
+    completion = reply(asked.prompt, token_ids, [-0.5 for _ in token_ids], "seven")
+    return Rollout(asked, completion, verdict(score))
 
 
 def failed(group: int, error: str = "the engine failed") -> Rollout:

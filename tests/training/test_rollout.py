@@ -9,7 +9,7 @@ import pytest
 from flywheel.config import Config
 from flywheel.errors import TrainError
 from flywheel.round import RoundSpec
-from flywheel.training.rollout import Batch, deviation, exchange, mean
+from flywheel.training.rollout import Batch, Completion, deviation, exchange, mean
 from flywheel.training.trainer import RefusedError, refuse_without_spread, step_requests
 from tests.training.rollouts import batch, failed, prompt, rollout
 
@@ -48,7 +48,7 @@ def test_nothing_decided_has_no_mean() -> None:
 
 
 def test_the_judge_sees_the_task_with_the_new_answer() -> None:
-    shown = exchange(prompt(), "\\boxed{8}")
+    shown = exchange(prompt(), Completion("\\boxed{8}"))
     assert (shown.query, shown.answer, shown.reference) == ("What is 3 plus 4?", "\\boxed{8}", "\\boxed{7}")
     assert shown.history == ({"role": "system", "content": "Be brief."},)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flywheel.training.prompts import Prompt
-from flywheel.training.rollout import Batch, Completion, LoadedAdapter, Rollout
+from flywheel.training.rollout import Batch, LoadedAdapter, Rollout, reply
 from flywheel.training.rollout_lines import append_answers, append_rollouts, rollout_line
 from flywheel.verdict import CriterionResult
 from tests.training.rollouts import batch, failed, prompt, request, rollout, task, verdict
@@ -21,8 +21,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_a_sample_has_lists_of_one_length_and_null_for_no_number() -> None:
-    completion = Completion((8, 9, 2), (-0.25, None, -1.23456789), "seven", texts=("se", "ven", "<end>"))
     asked = Prompt(task("t-9"), (5, 6), texts=("What", "?"))
+    completion = reply(asked, (8, 9, 2), (-0.25, None, -1.23456789), "seven", texts=("se", "ven", "<end>"))
     line = rollout_line(Rollout(request(3, 77, of=asked), completion, verdict(1)), 4, 0.5)
     assert line["samples"] == [
         {
@@ -38,9 +38,7 @@ def test_a_sample_has_lists_of_one_length_and_null_for_no_number() -> None:
 
 def test_a_failed_rollouts_line_says_why_and_carries_no_loss() -> None:
     line = rollout_line(failed(0, "no completion within 5 s"), 1, None)
-    assert line["samples"] == [
-        {"token_ids": [5, 6, 7], "loss_mask": [0, 0, 0], "logprobs": [None] * 3, "text": [None] * 3}
-    ]
+    assert line["samples"] == []
     assert (line["reward"], line["advantage"], line["criteria"]) == (None, None, [])
     assert line["error"] == "no completion within 5 s"
 
@@ -92,8 +90,9 @@ def test_token_text_does_not_double_the_file() -> None:
     ids = tuple(range(30_000, 32_000))
     texts = tuple(f" wo{place % 100:02}" for place in range(2_000))
     logprobs = tuple(-0.123456 - place % 7 for place in range(1_000))
-    completion = Completion(ids[1_000:], logprobs, "answer", texts=texts[1_000:])
-    made = Rollout(request(of=Prompt(task(), ids[:1_000], texts=texts[:1_000])), completion, verdict(1))
+    asked = Prompt(task(), ids[:1_000], texts=texts[:1_000])
+    completion = reply(asked, ids[1_000:], logprobs, "answer", texts=texts[1_000:])
+    made = Rollout(request(of=asked), completion, verdict(1))
     line = rollout_line(made, 1, 0.0)
     size = len(json.dumps(line, separators=(",", ":")))
     del line["samples"][0]["text"]

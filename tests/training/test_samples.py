@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from flywheel.training.advantage import group_advantages
-from flywheel.training.rollout import Batch, Completion, Rollout
+from flywheel.training.rollout import Batch, Rollout, reply
 from flywheel.training.samples import (
     Row,
     Sample,
@@ -16,7 +16,7 @@ from flywheel.training.samples import (
     token_counts,
     token_weights,
 )
-from tests.training.rollouts import batch, failed, request, rollout, verdict
+from tests.training.rollouts import batch, failed, prompt, request, rollout, verdict
 
 
 def advantages(*rewards: float | None) -> list[float | None]:
@@ -79,7 +79,7 @@ def test_dropped_groups_failed_and_undecided_rollouts_are_no_rows() -> None:
 
 
 def test_truncated_rollouts_are_left_out_on_request_and_still_count_in_their_group() -> None:
-    cut = Rollout(request(0), Completion((8, 9), (-0.5, -0.5), "sev", truncated=True), verdict(1))
+    cut = Rollout(request(0), reply(prompt(), (8, 9), (-0.5, -0.5), "sev", truncated=True), verdict(1))
     some = Batch((cut, *(rollout(0, 0) for _ in range(3))))
     assert len(some.rows()) == 4
     left = some.rows(mask_truncated=True)
@@ -90,13 +90,13 @@ def test_truncated_rollouts_are_left_out_on_request_and_still_count_in_their_gro
 def test_context_missing_logprobs_and_a_first_token_carry_no_loss() -> None:
     sample = Sample((1, 2, 3, 4, 5), (True, True, False, True, True), (-1.0, -1.0, None, None, -1.0))
     assert sample.trained == [1, 4]
-    unknown = Rollout(request(0), Completion((8, 9), (None, None), "seven"), verdict(1))
+    unknown = Rollout(request(0), reply(prompt(), (8, 9), (None, None), "seven"), verdict(1))
     some = Batch((unknown, *(rollout(0, 0) for _ in range(3))))
     assert [each.rollout for each in some.rows()] == [1, 2, 3]
 
 
 def test_a_reply_is_one_sample_of_prompt_and_completion() -> None:
-    [sample] = rollout(0, 1).samples
+    [sample] = rollout(0, 1).completion.samples
     assert (sample.token_ids, sample.loss_mask) == ((5, 6, 7, 8, 9), (False, False, False, True, True))
     assert sample.logprobs == (None, None, None, -0.5, -0.5)
     assert failed(0).samples == ()

@@ -20,7 +20,7 @@ from flywheel.training import ray_cluster
 from flywheel.training.collector import Collector, Grade
 from flywheel.training.held_out_evaluation import answer
 from flywheel.training.prompts import seed_of
-from flywheel.training.rollout import Batch, Completion, RolloutRequest
+from flywheel.training.rollout import Batch, Completion, RolloutRequest, reply
 from flywheel.verdict import CriterionResult, Exchange, Verdict
 from tests.training.rollouts import prompt, request, verdict
 from tests.training.test_round_directory import spec
@@ -43,7 +43,7 @@ class Engine:
                 return Completion()
             case seed if 2000 <= seed < 3000:
                 await asyncio.sleep((seed - 2000) / 5)
-        return Completion((wanted.seed, 2), (-0.1, -0.2), str(wanted.seed))
+        return reply(wanted.prompt, (wanted.seed, 2), (-0.1, -0.2), str(wanted.seed))
 
 
 def started() -> Any:
