@@ -99,7 +99,7 @@ def test_a_reply_is_one_sample_of_prompt_and_completion() -> None:
     [sample] = rollout(0, 1).completion.samples
     assert (sample.token_ids, sample.loss_mask) == ((5, 6, 7, 8, 9), (False, False, False, True, True))
     assert sample.logprobs == (None, None, None, -0.5, -0.5)
-    assert failed(0).samples == ()
+    assert failed(0).completion.samples == ()
 
 
 def test_weights_of_tokens_sum_to_the_normaliser() -> None:
