@@ -20,11 +20,12 @@ from msgspec import Struct
 
 from flywheel.batch import storable
 from flywheel.call_log import CallLog
+from flywheel.finish_functions import FINISH_FUNCTIONS
 from flywheel.model_call import ModelCall
 from flywheel.request_id import mark_of
 from flywheel.sources.calls.canonical import hashes, tool_call_keys
 from flywheel.sources.calls.parsing import parse
-from flywheel.sources.studio.messages import FINISH_FUNCTIONS, text_of
+from flywheel.sources.studio.messages import text_of
 from flywheel.sources.studio.recorded_calls import is_reminder
 from flywheel.states import SkipReason
 

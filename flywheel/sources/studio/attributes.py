@@ -14,8 +14,8 @@ import msgspec
 from msgspec import Raw, Struct
 from msgspec.structs import replace
 
+from flywheel.finish_functions import FINISH_FUNCTIONS
 from flywheel.sources.studio.messages import (
-    FINISH_FUNCTIONS,
     MEDIA_TYPES,
     Message,
     blocks_of,

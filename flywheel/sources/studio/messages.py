@@ -11,13 +11,11 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
+from flywheel.finish_functions import FINISH_FUNCTIONS
 from flywheel.sources.studio.reprs import ReprError, is_block, is_message, is_result, parse_call
 from flywheel.trace import ChatMessage
 
 Message = dict[str, Any]
-
-FINISH_FUNCTIONS: Final = frozenset({"generate_response", "GenerateStructuredOutput"})
-"""Functions by which AgentScope lets the model return its answer. Calls of them are the answer, not steps."""
 
 MEDIA_TYPES: Final = frozenset(
     {"image", "image_url", "audio", "input_audio", "audio_url", "video", "video_url", "file", "uri", "blob", "data"}

@@ -15,9 +15,10 @@ from msgspec import Raw
 from msgspec.structs import replace
 
 from flywheel import exclusion
+from flywheel.finish_functions import FINISH_FUNCTIONS, finish_answer
 from flywheel.model_call import ModelAnswer, ModelCall
 from flywheel.request_id import request_id_in
-from flywheel.sources.studio.messages import FINISH_FUNCTIONS, MEDIA_TYPES, blocks_of, text_of
+from flywheel.sources.studio.messages import MEDIA_TYPES, blocks_of, text_of
 from flywheel.sources.studio.span import Attributes, Keywords, Messages, Span, SpanKind, in_order
 from flywheel.trace import ChatMessage
 
@@ -86,19 +87,18 @@ def _returned(answer: ModelAnswer) -> ChatMessage:
     """What an agent returned whose last call had this answer. If it finishes by a function, that is its argument."""
     message = message_of(answer)
     for call in answer.tool_calls:
-        if not answer.content and call["function"]["name"] in FINISH_FUNCTIONS:
-            message["content"] = _finished(call["function"]["arguments"])
+        if not answer.content and (name := call["function"]["name"]) in FINISH_FUNCTIONS:
+            message["content"] = _finished(name, call["function"]["arguments"])
     return message
 
 
-def _finished(arguments: str) -> str:
-    """The answer in the arguments of a finish function: the response, or the structure as JSON."""
+def _finished(name: str, arguments: str) -> str:
+    """The answer in the arguments of a finish function; the arguments themselves if they are no JSON object."""
     try:
         given = json.loads(arguments)
+        return finish_answer(name, given) if isinstance(given, dict) else arguments
     except (ValueError, RecursionError):
         return arguments
-    response = given.get("response") if isinstance(given, dict) else None
-    return response if isinstance(response, str) else arguments
 
 
 def _joined(attributes: Attributes, call: ModelCall) -> Attributes:

@@ -23,9 +23,10 @@ from msgspec.structs import replace
 from flywheel import exclusion
 from flywheel.batch import Batch, Entry, entries_of, storable
 from flywheel.exclusion import TrainedModels
+from flywheel.finish_functions import FINISH_FUNCTIONS
 from flywheel.model_call import ModelCall
 from flywheel.sources.studio import attributes as at
-from flywheel.sources.studio.messages import FINISH_FUNCTIONS, Message, blocks_of, images_of, text_of, texts_in
+from flywheel.sources.studio.messages import Message, blocks_of, images_of, text_of, texts_in
 from flywheel.sources.studio.recorded_calls import inexact_because, is_reminder, question_of, with_calls
 from flywheel.sources.studio.schema import SCHEMAS, Schema, excerpt_of
 from flywheel.sources.studio.span import NOTHING, Attributes, Span, SpanKind

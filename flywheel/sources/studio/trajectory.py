@@ -11,11 +11,12 @@ from functools import cached_property
 from typing import Any, Final
 
 from flywheel.exclusion import TrainedModels
+from flywheel.finish_functions import FINISH_FUNCTIONS
 from flywheel.model_call import ModelCall
 from flywheel.request_id import BASE_VERSION, mark_of
 from flywheel.sources.studio import attributes as at
 from flywheel.sources.studio.attributes import ToolUse, first_text, value_of
-from flywheel.sources.studio.messages import FINISH_FUNCTIONS, Message, chat_of, without_finish
+from flywheel.sources.studio.messages import Message, chat_of, without_finish
 from flywheel.sources.studio.recorded_calls import exact_prompt
 from flywheel.sources.studio.reprs import ReprError, is_result, parse_call
 from flywheel.sources.studio.span import NOTHING, Span, SpanKind, in_order

@@ -6,13 +6,13 @@ tool that has neither is a miss. No model and no tool runs here; a simulator is 
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Final, Literal
 
+from flywheel.finish_functions import finish_answer
 from flywheel.rubric.checks.tool_calls import Call
 from flywheel.trace import ChatMessage, get_path
 from flywheel.training.agent.call_key import Tool, call_key, tools_by_name
@@ -20,8 +20,6 @@ from flywheel.training.agent.recordings import MAX_EXAMPLES, Example, Result, Sh
 
 OnMiss = Literal["end", "error", "simulate"]
 
-AGENTSCOPE_FINISH: Final = frozenset({"generate_response", "GenerateStructuredOutput"})
-"""Finish tools of AgentScope: without a `response`, their arguments together are the structured answer."""
 _NOTHING_SHARED: Final = SharedRecordings()
 
 
@@ -181,17 +179,6 @@ class RecordedTools:
         own = [example for example in self._own.examples if example.tool.digest == tool.digest]
         others = [each for each in self._shared.examples.get(tool.digest, ()) if each not in own]
         return (*own, *others)[:MAX_EXAMPLES]
-
-
-def finish_answer(name: str, arguments: Mapping[str, Any]) -> str:
-    """The answer in the arguments of a finish tool: its `response`, or its only argument if that is a text, else all
-    of them as JSON. Structured answers of AgentScope are always JSON, as in tasks."""
-    if isinstance(response := arguments.get("response"), str):
-        return response
-    values = list(arguments.values())
-    if name not in AGENTSCOPE_FINISH and len(values) == 1 and isinstance(values[0], str):
-        return values[0]
-    return json.dumps(arguments, ensure_ascii=False)
 
 
 def _text(value: Any) -> str:

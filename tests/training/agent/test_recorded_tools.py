@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flywheel.finish_functions import finish_answer
 from flywheel.states import Split
 from flywheel.training.agent.call_key import tools_by_name
 from flywheel.training.agent.recorded_tools import (
@@ -16,7 +17,6 @@ from flywheel.training.agent.recorded_tools import (
     RecordedTools,
     Simulation,
     ToolTurn,
-    finish_answer,
 )
 from flywheel.training.agent.recordings import (
     MAX_EXAMPLES,
