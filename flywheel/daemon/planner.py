@@ -24,7 +24,7 @@ from flywheel.exclusion import Exclusion
 from flywheel.filtering.chain import redactor_of
 from flywheel.model_parsers import folder_of
 from flywheel.round import RoundSpec, RoundTask
-from flywheel.rubric import FIT_FOR_ROLLOUTS, Rubric
+from flywheel.rubric import Rubric
 from flywheel.states import RoundState, Split
 from flywheel.store import deployments, gate_tests, rounds, samples
 from flywheel.task import conversation_key
@@ -93,10 +93,8 @@ def _other_base(conn: Connection, config: Config) -> str:
     return f"{adapter.name}, which serves, was trained on {adapter.base_model}, and model.base is {config.model.base}"
 
 
-def _check(conn: Connection, config: Config, rubric: Rubric, attempted: str) -> None:
-    """Raise TrainError for a rubric that cannot grade rollouts, and for a base model that cannot be trained."""
-    if why := rubric.unfit_for_rollouts:
-        raise TrainError(attempted, why, FIT_FOR_ROLLOUTS)
+def _check(conn: Connection, config: Config, attempted: str) -> None:
+    """Raise TrainError for a base model that cannot be trained."""
     if why := missing_base_model(config.model.base):
         raise TrainError(attempted, why, "Set model.base to a model's directory, or to its name on the hub.")
     if why := _other_base(conn, config):
@@ -110,7 +108,7 @@ def _check(conn: Connection, config: Config, rubric: Rubric, attempted: str) -> 
 
 def plan(conn: Connection, config: Config, rubric: Rubric, rounds_dir: Path, trigger: str) -> Row[Any]:
     """Reserve samples for a round and write it down. Raises TrainError when it cannot be."""
-    _check(conn, config, rubric, "plan a round")
+    _check(conn, config, "plan a round")
     takes, needed = config.training.takes, config.gate.min_tasks
     if (held_out := samples.count_held_out(conn, takes, most=needed)) < needed:
         why = f"{held_out} held-out tasks are judged, and gate.min_tasks is {needed}: it could only be rejected"
@@ -141,10 +139,9 @@ def _of_now(conn: Connection, config: Config, rubric: Rubric) -> dict[str, str |
 def begin(conn: Connection, row: Row[Any], config: Config, rubric: Rubric) -> Row[Any]:
     """Prepare a planned round for its start: with the active adapter, the settings and the rubric of now.
 
-    Raises TrainError when the active adapter belongs to another base model, when the base model is missing, and when
-    the rubric cannot grade rollouts.
+    Raises TrainError when the active adapter belongs to another base model, and when the base model is missing.
     """
-    _check(conn, config, rubric, f"start {row.name}")
+    _check(conn, config, f"start {row.name}")
     return rounds.go_on_from(conn, row.name, **_of_now(conn, config, rubric))
 
 
@@ -170,7 +167,7 @@ def debug_spec(conn: Connection, config: Config, rubric: Rubric) -> RoundSpec:
 
     Raises TrainError.
     """
-    _check(conn, config, rubric, "try a round")
+    _check(conn, config, "try a round")
     free = samples.free_samples(conn, config.training.prompts_per_step, config.training.takes)
     if not free:
         raise TrainError("try a round", "no accepted sample is free", "Collect and judge more traces first.")

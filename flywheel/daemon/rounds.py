@@ -63,9 +63,7 @@ class Rounds:
         """Plan a round if one is due."""
         await apply_model_rules(self._store, self._config)
         due = await self._store.read(planner.due, self._config, self._supplies, window=window)
-        if unfit := self._rubric.unfit_for_rollouts:
-            due = planner.Due(False, f"another rubric: {unfit}")
-        elif due.start and (why := await self._store.read(self._shortfall) or await self._store.read(self._spent)):
+        if due.start and (why := await self._store.read(self._shortfall) or await self._store.read(self._spent)):
             due = planner.Due(False, why)
         if due.start:
             await self.plan(due.reason)

@@ -8,7 +8,6 @@ from flywheel.rubric.criterion import Criterion as Criterion
 from flywheel.rubric.criterion import CriterionType as CriterionType
 from flywheel.rubric.criterion import Kind as Kind
 from flywheel.rubric.rubric import ALIEN as ALIEN
-from flywheel.rubric.rubric import FIT_FOR_ROLLOUTS as FIT_FOR_ROLLOUTS
 from flywheel.rubric.rubric import FLAT_CHOICES as FLAT_CHOICES
 from flywheel.rubric.rubric import FLAT_ID as FLAT_ID
 from flywheel.rubric.rubric import Escalation as Escalation

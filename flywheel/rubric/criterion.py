@@ -48,7 +48,7 @@ class Kind:
     """Whether bad replies meet the type: it is a penalty, and a positive weight would reward them. A text: with this
     `value`, it is one."""
     checks_steps: bool = False
-    """Whether the type looks at tool calls and other steps. A rollout is one message and has none."""
+    """Whether the type looks at tool calls and other steps."""
 
 
 def _check_text(value: Any) -> None:

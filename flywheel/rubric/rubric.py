@@ -9,16 +9,11 @@ from typing import Any, Final, Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
-from flywheel.rubric.criterion import KINDS, Criterion, Part, invalid, reject_bool
+from flywheel.rubric.criterion import Criterion, Part, invalid, reject_bool
 
 FLAT_ID: Final = "custom_rubrics"
 FLAT_CHOICES: Final = ("BAD", "GOOD")
 """Id and choices of the criterion that AgentJet's flat text becomes."""
-FIT_FOR_ROLLOUTS: Final = (
-    "Take those criteria out of the rubric, or give filter.rubric one without them; `flywheel export` hands accepted"
-    " replies with tool calls to other trainers."
-)
-"""The remedy for a rubric that is unfit for rollouts."""
 ALIEN: Final = "alien"
 """The judge model of the configuration, which is not the trained model."""
 
@@ -135,16 +130,6 @@ class Rubric(Part):
     def asked(self) -> tuple[Criterion, ...]:
         """The criteria that the judge decides."""
         return tuple(criterion for criterion in self.every if criterion.asks_the_judge)
-
-    @property
-    def unfit_for_rollouts(self) -> str:
-        """Why rounds cannot use the rubric; empty if they can. A rollout is one message: no tool runs in it, so a
-        check of the steps would not depend on the policy."""
-        of_steps = [f"{each.id} ({each.type})" for each in self.every if KINDS[each.type].checks_steps]
-        if not of_steps:
-            return ""
-        looks = "looks" if len(of_steps) == 1 else "look"
-        return f"{' and '.join(of_steps)} of the rubric {self.id} {looks} at tool calls, and a rollout is one message"
 
     @property
     def hash(self) -> str:

@@ -26,7 +26,6 @@ from flywheel.errors import EXIT_FAILED, FlywheelError, LockedError, TrainError
 from flywheel.files import write_atomic
 from flywheel.judge_usage import UsageFile
 from flywheel.round import LOG_FILE, RESULT_FILE, RoundResult, RoundSpec
-from flywheel.rubric import FIT_FOR_ROLLOUTS
 from flywheel.training import process_cleanup, ray_cluster
 from flywheel.training.policy import check_base, check_parent, other_form
 from flywheel.training.process_setup import Stopped, alone_in, catch_signals, output_to
@@ -38,7 +37,7 @@ from flywheel.training.round_directory import (
     start_over,
     write_error,
 )
-from flywheel.worker.rollout_grading import build_grade, rubric_of
+from flywheel.worker.rollout_grading import build_grade
 from flywheel.worker.training_round import MakeGrade, Round
 
 log = logging.getLogger("flywheel.worker")
@@ -50,8 +49,6 @@ def run_round(spec: RoundSpec, directory: Path, make_grade: MakeGrade) -> RoundR
     settings = settings_of(spec)
     if not spec.train:
         raise TrainError(f"train {spec.round_id}", "it has no task", "Collect and judge more traces first.")
-    if unfit := rubric_of(spec).unfit_for_rollouts:
-        raise TrainError(f"train {spec.round_id}", unfit, FIT_FOR_ROLLOUTS)
     check_base(spec.base_model)
     check_parent(spec.parent)
     if spec.parent and (form := other_form(spec.parent, settings.training.lora)):

@@ -21,7 +21,7 @@ from flywheel.errors import ConfigError, FlywheelError, JudgeError
 from flywheel.filtering.chain import Chain, load_chain
 from flywheel.judge.client import KEY_REJECTED, Endpoint, EndpointConfig, JudgeClient, endpoints_of, settings_for
 from flywheel.model_http_client import HttpAnswer
-from flywheel.rubric import FIT_FOR_ROLLOUTS, Rubric
+from flywheel.rubric import Rubric
 from flywheel.rubric.examples import contradictions
 from flywheel.rubric.file import read_rubric
 
@@ -86,9 +86,6 @@ class JudgeChecks:
         if is_file and (wrong := contradictions(read_rubric(self.config.filter.rubric))):
             remedy = f"flywheel rubric check {self.config.filter.rubric}"
             return Finding("rubric", Result.WARNING, f"{text}; {'; '.join(map(str, wrong))}", remedy)
-        if unfit := rubric.unfit_for_rollouts:
-            why = f"{text}; no round can be graded with it: {unfit}"
-            return Finding("rubric", Result.WARNING, why, FIT_FOR_ROLLOUTS)
         return Finding("rubric", Result.OK, text)
 
     def _listed(self, who: EndpointConfig, settings: JudgeSettings) -> Finding:

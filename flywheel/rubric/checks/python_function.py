@@ -11,6 +11,7 @@ from typing import Any, Final
 import orjson
 
 from flywheel.errors import CheckError, ConfigError
+from flywheel.rubric.checks.tool_calls import calls_of
 from flywheel.rubric.criterion import Criterion
 from flywheel.rubric.rubric import Rubric, UsedFile
 from flywheel.user_code import FunctionError, PythonProcess, function_of
@@ -54,6 +55,7 @@ def task_line(exchange: Exchange) -> Mapping[str, Any]:
     """The task line; where it is not whole, as for a rollout, what is known of it under the same keys."""
     if "answer" in exchange.line:
         return exchange.line
+    errors = [f"tool {call.name}: {call.result}" for call in calls_of(exchange) if call.failed]
     return {
         "main_query": exchange.query,
         "question": exchange.query,
@@ -65,6 +67,7 @@ def task_line(exchange: Exchange) -> Mapping[str, Any]:
             "reference": exchange.reference,
             "tools_json": orjson.dumps(exchange.tools).decode(),
             "trajectory_json": orjson.dumps(exchange.trajectory).decode(),
+            "errors_json": orjson.dumps(errors).decode(),
             **exchange.line.get("metadata", {}),
         },
     }

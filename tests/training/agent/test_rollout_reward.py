@@ -1,0 +1,136 @@
+"""Checks of steps, users' functions and the judge's prompt see the steps of the rollout, not those of its trace."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flywheel.judge.prompt import messages, parse_sections
+from flywheel.rubric import Criterion
+from flywheel.rubric.checks import check
+from flywheel.rubric.checks.python_function import task_line
+from flywheel.rubric.file import load_rubric, parse_rubric
+from flywheel.training.agent.recorded_loop import Budgets, RecordedLoop
+from flywheel.training.agent.recorded_tools import RecordedTools
+from flywheel.training.agent.recordings import Recording, results_of
+from flywheel.training.rollout import Completion, exchange
+from flywheel.verdict import Exchange
+from tests.cases import for_each
+from tests.training.agent.recordings import ADD, FINISH, call, recording, said, tool
+from tests.training.rollouts import prompt
+
+SEARCH = tool("search", "Search.", q={"type": "string"})
+SLOW = "TimeoutError: no answer in 30 s"
+TRACE = recording(
+    (call("add", {"a": 1, "b": 2}), "3"),
+    (call("add", {"a": 1, "b": 2}), "3"),
+    (call("search", {"q": "x"}), SLOW),
+    tools=(ADD, SEARCH, FINISH),
+    errors=(f"tool search: {SLOW}", "model: it failed"),
+)
+"""A traced reply that called two tools, repeated a call, and had errors."""
+RIGHT = call("add", {"a": 1, "b": 2})
+LOST = call("search", {"q": "x"})
+
+
+def rolled_out(*turns: Sequence[dict[str, Any]], answer: str = "It is 3.", trace: Recording = TRACE) -> Exchange:
+    """What the judge is given of a rollout with these calls, one list for each message, and this answer."""
+    finish = {"generate_response"}
+    tools = RecordedTools(trace.tools, results_of(trace, finish), finish_tools=finish)
+    loop = RecordedLoop(prompt().task.prompt, tools, Budgets(turns=9, tokens=99, context=99))
+    for calls in turns:
+        loop.advance(said(*calls), tokens=1)
+    if loop.end is None:
+        loop.advance({"role": "assistant", "content": answer}, tokens=1)
+    task = prompt().task.model_copy(
+        update={"tools": list(trace.tools), "steps": list(trace.steps), "errors": list(trace.errors)}
+    )
+    return exchange(replace(prompt(), task=task), Completion(loop.answer, steps=tuple(loop.steps)))
+
+
+def value(shown: Exchange, kind: str, **options: Any) -> float:
+    return check(Criterion.model_validate({"id": "c", "type": kind, **options}), shown).value
+
+
+UNKNOWN, BROKEN = call("divide", {"a": 1}), call("add", "{")
+PENALTY = {"weight": -1}
+
+
+@for_each(
+    ("turns", "kind", "options", "expected"),
+    [
+        ([], "tool-called", {"value": "add"}, 0),
+        ([[RIGHT]], "tool-called", {"value": "add"}, 1),
+        ([[RIGHT, RIGHT]], "tool-called", {"value": "add", "max": 1}, 0),
+        ([], "tool-called", {"value": "add", "max": 0}, 1),
+        ([[RIGHT], [LOST]], "tool-sequence", {"value": ["add", "search"]}, 1),
+        ([[LOST], [RIGHT]], "tool-sequence", {"value": ["add", "search"]}, 0),
+        # Neither the errors of the trace nor its calls count.
+        ([], "no-error-span", {}, 1),
+        ([[RIGHT]], "no-error-span", {}, 1),
+        ([[LOST]], "no-error-span", {}, 0),
+        ([[UNKNOWN]], "no-error-span", {}, 0),
+        ([[BROKEN]], "no-error-span", {}, 0),
+        ([[RIGHT]], "redundant-call", PENALTY, 0),
+        ([[RIGHT], [RIGHT]], "redundant-call", PENALTY, 1),
+        ([], "step-efficiency", {}, 0.5),
+        ([[RIGHT]], "step-efficiency", {}, 1),
+        ([[RIGHT], [LOST], [UNKNOWN], [BROKEN]], "step-efficiency", {}, 0.25),
+        ([], "call-format", {}, 1),
+        ([[RIGHT], [UNKNOWN], [BROKEN], [LOST]], "call-format", {}, 0.5),
+        ([[RIGHT], [BROKEN]], "call-format", {"value": "invalid", **PENALTY}, 1),
+        ([[RIGHT]], "timeout", PENALTY, 0),
+        ([[RIGHT]], "timeout", {"value": 0.001, **PENALTY}, 0),
+        ([[RIGHT], [LOST]], "timeout", PENALTY, 1),
+        # The call of a finish function is the answer.
+        ([[RIGHT], [call("generate_response", {"response": "3"})]], "tool-called", {"value": "generate_response"}, 0),
+        ([[RIGHT], [call("generate_response", {"response": "3"})]], "step-efficiency", {}, 1),
+    ],
+)
+def test_a_check_of_steps_means_the_rollout(
+    turns: list[list[dict[str, Any]]], kind: str, options: dict[str, Any], expected: float
+) -> None:
+    assert value(rolled_out(*turns), kind, **options) == expected
+
+
+def test_the_judge_is_shown_the_steps_of_the_rollout_and_its_answer() -> None:
+    rubric = parse_rubric({"id": "r", "criteria": [{"id": "right", "value": "It is right."}]}, "r.yaml")
+    user = messages(rubric, rolled_out([RIGHT], [UNKNOWN]), nonce="0123456789abcdef")[1]["content"]
+    sections = parse_sections(user)
+    assert sections["STEPS"].splitlines() == [
+        '[assistant calls add 0123456789abcdef] {"a": 1, "b": 2}',
+        "[tool add 0123456789abcdef] 3",
+        '[assistant calls divide 0123456789abcdef] {"a": 1}',
+        "[tool divide 0123456789abcdef] ToolNotFoundError: there is no tool 'divide'. Available tools: add,"
+        " generate_response, search",
+    ]
+    assert sections["ANSWER"] == "It is 3."
+    assert "STEPS" not in parse_sections(messages(rubric, rolled_out())[1]["content"])
+
+
+def test_a_function_of_the_user_gets_the_steps_and_errors_of_the_rollout() -> None:
+    metadata = task_line(rolled_out([RIGHT], [LOST]))["metadata"]
+    assert [step["role"] for step in json.loads(metadata["trajectory_json"])] == ["assistant", "tool"] * 2
+    assert json.loads(metadata["errors_json"]) == [f"tool search: {SLOW}"]
+    assert json.loads(task_line(rolled_out())["metadata"]["errors_json"]) == []
+
+
+@pytest.mark.parametrize("name", ["agent-reward", "tool-use"])
+def test_a_shipped_rubric_of_agents_rewards_what_the_rollout_did(name: str) -> None:
+    rubric = load_rubric(Path(__file__).parents[3] / "rubrics" / f"{name}.yaml")
+
+    def checks(shown: Exchange) -> dict[str, float]:
+        return {each.id: check(each, shown, rubric).value for each in rubric.every if not each.asks_the_judge}
+
+    def score(shown: Exchange) -> float:
+        judged = {each.id: float(each.weight > 0) for each in rubric.asked}
+        return rubric.score(checks(shown) | judged)
+
+    assert score(rolled_out([RIGHT])) == 1
+    assert score(rolled_out([RIGHT], [LOST])) < 1
+    assert score(rolled_out([RIGHT], answer="")) == 0
