@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from flywheel.tool_results import SharedRecordings
 from flywheel.trace import ChatMessage
 
 SPEC_FILE = "spec.json"
@@ -48,32 +49,6 @@ class RoundTask(Frozen):
     """The steps that failed, as in `metadata.errors_json`."""
     sends_reasoning: bool = False
     """Whether the agent sends the model's reasoning again with later calls."""
-
-
-class ToolResult(Frozen):
-    """What a tool returned. An error is a result, too."""
-
-    content: str
-    failed: bool = False
-
-
-class ToolExample(Frozen):
-    """A recorded call of a tool with its result, for a simulator."""
-
-    key: str
-    definition: dict[str, Any]
-    """The function, as offered."""
-    arguments: dict[str, Any]
-    result: ToolResult
-
-
-class SharedResults(Frozen):
-    """What rollouts may use of other tasks' traces."""
-
-    results: dict[str, ToolResult] = {}
-    """By the key of the call: results that at least two conversations have and none differs from."""
-    examples: dict[str, list[ToolExample]] = {}
-    """Some calls of each tool, by the digest of its definition."""
 
 
 class GateTest(Frozen):
@@ -122,9 +97,9 @@ class RoundSpec(Frozen):
     """The whole configuration, without secrets."""
     test: GateTest | None = None
     """None for a debug round."""
-    shared: SharedResults = SharedResults()
+    shared: SharedRecordings = SharedRecordings()
     """For training, of traces in the training split."""
-    shared_gate: SharedResults = SharedResults()
+    shared_gate: SharedRecordings = SharedRecordings()
     """For the gate, of all traces."""
 
 

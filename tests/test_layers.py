@@ -27,6 +27,7 @@ LAYERS: dict[str, int] = {
     "request_id": 1,
     "request_parts": 1,
     "call_log": 1,
+    "tool_results": 1,
     "round": 1,
     "round_progress": 1,
     "rollout_file": 1,

@@ -10,19 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from flywheel.tool_results import Tool
 from flywheel.trace import get_path
-
-
-@dataclass(frozen=True, slots=True)
-class Tool:
-    """An offered function. `digest` is a hash of its definition, which includes its name and its description."""
-
-    name: str
-    definition: Mapping[str, Any]
-    digest: str
 
 
 def tools_by_name(tools: Iterable[Mapping[str, Any]]) -> dict[str, Tool]:

@@ -14,9 +14,10 @@ from typing import Any, Final, Literal
 
 from flywheel.finish_functions import finish_answer
 from flywheel.rubric.checks.tool_calls import Call
+from flywheel.tool_results import Example, Result, SharedRecordings, Tool
 from flywheel.trace import ChatMessage, get_path
-from flywheel.training.agent.call_key import Tool, call_key, tools_by_name
-from flywheel.training.agent.recordings import MAX_EXAMPLES, Example, Result, SharedRecordings, TraceResults
+from flywheel.training.agent.call_key import call_key, tools_by_name
+from flywheel.training.agent.recordings import MAX_EXAMPLES, TraceResults
 
 OnMiss = Literal["end", "error", "simulate"]
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from flywheel.rubric.checks.tool_calls import calls_of
 from flywheel.states import Split
 from flywheel.task import conversation_key
+from flywheel.tool_results import Example, Result, SharedRecordings
 from flywheel.trace import ChatMessage
-from flywheel.training.agent.call_key import Tool, call_key, tools_by_name
+from flywheel.training.agent.call_key import call_key, tools_by_name
 from flywheel.verdict import Exchange
 
 Share = Literal["agreeing", "off"]
@@ -39,24 +40,6 @@ class Recording:
     steps: tuple[ChatMessage, ...] = ()
     errors: tuple[str, ...] = ()
     question: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What a tool returned. An error is a result, too."""
-
-    content: str
-    failed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """A recorded call with its parsed arguments."""
-
-    key: str
-    tool: Tool
-    arguments: dict[str, Any]
-    result: Result
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,14 +112,6 @@ def results_of(recording: Recording, finish_tools: Collection[str] = ()) -> Trac
             by_key[key] = (*results, result)
             examples.append(Example(key, tool, arguments, result))
     return TraceResults(len(calls), by_key, tuple(examples))
-
-
-@dataclass(frozen=True, slots=True)
-class SharedRecordings:
-    """What rollouts may use of other traces: results by key, and examples by the digest of their tool."""
-
-    results: Mapping[str, Result] = field(default_factory=dict)
-    examples: Mapping[str, tuple[Example, ...]] = field(default_factory=dict)
 
 
 def shared_recordings(

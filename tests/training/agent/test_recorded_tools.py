@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from flywheel.finish_functions import finish_answer
 from flywheel.states import Split
+from flywheel.tool_results import Result, SharedRecordings
 from flywheel.training.agent.call_key import tools_by_name
 from flywheel.training.agent.recorded_tools import (
     AnsweredCall,
@@ -21,8 +22,6 @@ from flywheel.training.agent.recorded_tools import (
 from flywheel.training.agent.recordings import (
     MAX_EXAMPLES,
     Recording,
-    Result,
-    SharedRecordings,
     results_of,
     shared_recordings,
 )

@@ -9,12 +9,12 @@ from pydantic import TypeAdapter
 
 from flywheel.states import Split
 from flywheel.task import task_line
+from flywheel.tool_results import SharedRecordings
 from flywheel.training.agent.expected_hits import expected_hits
 from flywheel.training.agent.recorded_loop import Budgets, RecordedLoop
 from flywheel.training.agent.recorded_tools import Outcome, RecordedTools
 from flywheel.training.agent.recordings import (
     Recording,
-    SharedRecordings,
     recording_of,
     results_of,
     shared_recordings,
