@@ -178,12 +178,12 @@ def gather(members: Sequence[Any], settings: Config, paths: Sequence[Path]) -> N
 
 def _carried(settings: Config) -> dict[str, str]:
     """The variables of this process's environment that its actors need on any node."""
-    judge = settings.judge
-    secrets_of_judge = {judge.api_key_env, *([judge.backup.api_key_env] if judge.backup else [])}
+    models = (settings.judge, settings.judge.backup, settings.rollout.tools.simulator)
+    keys = {model.api_key_env for model in models if model is not None}
     return {
         name: value
         for name, value in os.environ.items()
-        if name in secrets_of_judge or name in CARRIED or name.startswith(CARRIED_PREFIXES)
+        if name in keys or name in CARRIED or name.startswith(CARRIED_PREFIXES)
     }
 
 

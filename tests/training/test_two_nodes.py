@@ -59,12 +59,21 @@ def connected(address: str, **settings: Any) -> Iterator[Config]:
 
 
 def test_secrets_and_environment_reach_every_process(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("MY_JUDGE_KEY", "MY_BACKUP_KEY", "OPENAI_BASE_URL", "HTTPS_PROXY", "HF_HOME", "VLLM_LOGGING_LEVEL")
+    names = (
+        "MY_JUDGE_KEY",
+        "MY_BACKUP_KEY",
+        "MY_SIMULATOR_KEY",
+        "OPENAI_BASE_URL",
+        "HTTPS_PROXY",
+        "HF_HOME",
+        "VLLM_LOGGING_LEVEL",
+    )
     for name in names:
         monkeypatch.setenv(name, f"value of {name}")
     monkeypatch.setenv("MY_DIARY", "private")
     judge = {"api_key_env": "MY_JUDGE_KEY", "backup": {"api_key_env": "MY_BACKUP_KEY"}}
-    with connected(address, judge=judge) as config:
+    simulator = {"model": "tools", "api_key_env": "MY_SIMULATOR_KEY"}
+    with connected(address, judge=judge, rollout={"tools": {"simulator": simulator}}) as config:
         placement = place_on_gpus(8, ray_cluster.gpus(), with_trainer=True)
         places = ray_cluster.Places(placement, 60)
         members = [
