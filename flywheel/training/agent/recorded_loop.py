@@ -61,6 +61,10 @@ class RecordedLoop:
             self.end = End.TRUNCATED
         return room if self.end is None else 0
 
+    def cut(self) -> None:
+        """End the rollout as truncated, if it has not ended."""
+        self.end = self.end or End.TRUNCATED
+
     def advance(self, message: ChatMessage, *, tokens: int, truncated: bool = False) -> None:
         """Add a message of the policy, in the form in which the agent sends it again, and answer its calls. `tokens`
         were generated for it. Calls of a truncated message are not answered, because they may be incomplete."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -90,11 +90,21 @@ def recording_of(line: Mapping[str, Any], split: Split) -> Recording:
 
 
 def results_of(recording: Recording, finish_tools: Collection[str] = ()) -> TraceResults:
-    """The results of a trace. Calls of tools that it was not offered, and calls whose arguments are no JSON object,
-    have no key. Calls of finish tools are answers, not calls."""
-    tools = tools_by_name(recording.tools)
-    errors = {"metadata": {"errors_json": json.dumps(recording.errors)}}
-    called = calls_of(Exchange("", "", trajectory=recording.steps, line=errors))
+    """The results of a recording (`trace_results`)."""
+    return trace_results(recording.tools, recording.steps, recording.errors, finish_tools)
+
+
+def trace_results(
+    offered: Iterable[Mapping[str, Any]],
+    steps: Sequence[ChatMessage],
+    failures: Sequence[str],
+    finish_tools: Collection[str] = (),
+) -> TraceResults:
+    """The results of a trace, given its steps and which of them failed. Calls of tools that it was not offered, and
+    calls whose arguments are no JSON object, have no key. Calls of finish tools are answers, not calls."""
+    tools = tools_by_name(offered)
+    errors = {"metadata": {"errors_json": json.dumps(list(failures))}}
+    called = calls_of(Exchange("", "", trajectory=tuple(steps), line=errors))
     calls = [call for call in called if call.name not in finish_tools]
     by_key: dict[str, tuple[Result, ...]] = {}
     examples: list[Example] = []
