@@ -144,8 +144,11 @@ def _entry(reply: Reply, source: str, signature: PromptSignature, models: Traine
     # If the id is of Flywheel's own server, it says which version answered, whatever name the request used.
     model = "" if reply.adapter_source == "id" else storable(reply.model)
     excluded = {exclusion.OF_REASON.get(one, Exclusion.INEXACT) for one in reason.split("; ") if one}
-    if reply.tools or any(step.get("tool_calls") or step.get("role") == "tool" for step in reply.trajectory):
-        excluded.add(Exclusion.TOOLS)
+    if reply.tools or reply.trajectory:
+        from flywheel.tool_exclusion import exclusion_of_tools
+
+        if (of_tools := exclusion_of_tools(reply.tools, reply.trajectory)) is not None:
+            excluded.add(of_tools)
     if not models.trains(model, reply.adapter):
         excluded.add(Exclusion.MODEL)
     return Entry(

@@ -11,6 +11,8 @@ from typing import Final, NamedTuple
 
 from msgspec import Struct
 
+from flywheel.states import Split
+
 HIDDEN_MESSAGE: Final = "the model was sent a message that the trace does not show"
 HIDDEN_EARLIER: Final = "in an earlier turn the model was sent a message that the traces do not show"
 NOT_RECORDED: Final = "the trace does not record what the model was sent"
@@ -22,12 +24,18 @@ IMAGE: Final = "it holds an image, of which only a reference is kept"
 
 
 class Exclusion(StrEnum):
-    """Why a round leaves a task out. Settings can include tasks with an image or with an inexact prompt."""
+    """Why a round leaves a task out, unless settings include it (`Config.takes`).
+
+    A task with tools has exactly one of `TOOLS`, `UNCALLED` and `UNRECORDED`.
+    """
 
     IMAGE = "image"
     HIDDEN = "hidden"
     INEXACT = "inexact"
     TOOLS = "tools"
+    """Calls of its tools have recorded results."""
+    UNCALLED = "uncalled"
+    UNRECORDED = "unrecorded"
     MODEL = "model"
     REPEATED = "repeated"
 
@@ -54,8 +62,17 @@ WORDS: Mapping[Exclusion, Words] = MappingProxyType(
         ),
         Exclusion.INEXACT: Words("the prompt differs from what the model was sent", _USE),
         Exclusion.TOOLS: Words(
-            "the agent was offered tools or called some, and a rollout is a single answer without them",
-            "nothing: rollouts do not run tools",
+            "the agent called tools, and with `rollout.agent: reply` a rollout is a single message",
+            "without `rollout.agent: reply`, tools answer from recordings",
+        ),
+        Exclusion.UNCALLED: Words(
+            "the agent was offered tools and called none: no recording could answer a call. The gate asks such tasks"
+            " if their answers were accepted",
+            "`rollout.tools.uncalled: use` trains on such tasks, unless `rollout.agent` is `reply`",
+        ),
+        Exclusion.UNRECORDED: Words(
+            "the agent called tools, and no call of a tool that it was offered has a recorded result",
+            "trace the agent's tools, or let it ask `flywheel serve`, which records its calls (serving.call_log)",
         ),
         Exclusion.MODEL: Words(
             "the answer is by a model other than the alias, its versions and its base",
@@ -84,6 +101,24 @@ def column(exclusions: Collection[Exclusion]) -> str:
 def parsed(text: str) -> tuple[Exclusion, ...]:
     """The exclusions in the text of a column."""
     return tuple(Exclusion(name) for name in text.split())
+
+
+class Taken(NamedTuple):
+    """The exclusions that do not keep tasks of a split from rounds."""
+
+    train: frozenset[Exclusion] = frozenset()
+    gate: frozenset[Exclusion] = frozenset()
+
+    def leaving_out(self, text: str, split: Split, *, is_rejected: bool) -> list[Exclusion]:
+        """Those in the text of a task's column that keep it from training, or from the gate if it is held out. The
+        gate asks a task without calls only if its traced answer was not rejected."""
+        is_held_out = split is Split.HELD_OUT
+        taken = self.gate if is_held_out else self.train
+        without = {Exclusion.UNCALLED} if is_held_out and is_rejected else set()
+        return [each for each in parsed(text) if each not in taken - without]
+
+
+NONE_TAKEN: Final = Taken()
 
 
 def columns_within(taken: Collection[Exclusion]) -> list[str]:

@@ -20,6 +20,7 @@ from flywheel import similarity
 from flywheel.batch import Entry, entries_of, entry_of
 from flywheel.exclusion import NOT_RECORDED
 from flywheel.states import SkipReason
+from flywheel.tool_exclusion import exclusion_of_tools
 from flywheel.trace import Reply
 from tests.samples import START, reply
 
@@ -110,9 +111,9 @@ def plain_reason(told: Reply) -> str:
 
 def plain_excluded(told: Reply) -> str:
     is_inexact = told.prompt_reason == NOT_RECORDED
-    calls = [step for step in told.trajectory if step.get("tool_calls") or step.get("role") == "tool"]
-    found = {"image": bool(told.images), "inexact": is_inexact, "tools": bool(told.tools or calls)}
-    return "" if told.skip else " ".join(name for name, holds in found.items() if holds)
+    names = ["image" if told.images else "", "inexact" if is_inexact else ""]
+    of_tools = exclusion_of_tools(told.tools, told.trajectory)
+    return "" if told.skip else " ".join(filter(None, (*names, of_tools)))
 
 
 def plain_line(told: Reply, source: str) -> bytes:

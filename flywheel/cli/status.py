@@ -281,6 +281,8 @@ _EXCLUDED: Final = {
     "hidden": "hidden message",
     "inexact": "inexact prompt",
     "tools": "tools",
+    "uncalled": "no tool called",
+    "unrecorded": "no tool result recorded",
     "model": "other model",
     "repeated": "repeated in training",
 }

@@ -21,7 +21,8 @@ def why(
     """Show which conversations made an adapter, or what became of a trace."""
     from flywheel.store import lineage
 
-    story = run_async(read_state(load_config(config), lambda conn: lineage.why(conn, subject)))
+    settings = load_config(config)
+    story = run_async(read_state(settings, lambda conn: lineage.why(conn, subject, settings.takes)))
     if story is None:
         raise StoreError(
             f"explain {subject}",

@@ -35,7 +35,7 @@ from flywheel.config.training import (
     TriggerSettings,
 )
 from flywheel.errors import ConfigError
-from flywheel.exclusion import TrainedModels
+from flywheel.exclusion import Exclusion, Taken, TrainedModels
 from flywheel.files import expanded
 from flywheel.yaml_file import YamlDocument, explain, read_yaml
 
@@ -68,6 +68,7 @@ class Config(Section):
         training, rollout, gate, rank = self.training, self.rollout, self.gate, self.serving.max_lora_rank
         longest = rollout.max_completion_tokens
         waited_for = gate.min_tasks if self.trigger.min_held_out is None else self.trigger.min_held_out
+        plays, has_simulator = rollout.tools.on_miss == "simulate", rollout.tools.simulator is not None
         finds_calls = any(isinstance(source, CallsSource) for source in self.sources)
         for is_wrong, why in (
             (
@@ -83,6 +84,16 @@ class Config(Section):
                 longest is not None and longest >= rollout.max_model_len,
                 f"`rollout`: max_completion_tokens {longest} leaves no room for a prompt in max_model_len"
                 f" {rollout.max_model_len}",
+            ),
+            (
+                plays and not has_simulator,
+                "`rollout.tools`: on_miss simulate needs the model that plays the tools. Set"
+                " rollout.tools.simulator.model",
+            ),
+            (
+                has_simulator and not plays,
+                f"`rollout.tools`: a simulator plays tools only with on_miss simulate, and it is"
+                f" {rollout.tools.on_miss}",
             ),
             (
                 gate.max_tasks < gate.min_tasks,
@@ -115,6 +126,19 @@ class Config(Section):
         """The models whose replies from a source are trained on. None for a source that is no longer configured."""
         chosen = source.models if source is not None else ModelFilter()
         return TrainedModels(self.model.alias, self.model.base, tuple(chosen.include), tuple(chosen.exclude))
+
+    @property
+    def takes(self) -> Taken:
+        """The exclusions that these settings permit."""
+        both = {Exclusion.IMAGE} if self.training.images == "text-only" else set()
+        if self.training.inexact_prompts == "use":
+            both |= {Exclusion.HIDDEN, Exclusion.INEXACT}
+        if self.rollout.agent == "reply":
+            return Taken(frozenset(both), frozenset(both))
+        both |= {Exclusion.TOOLS}
+        uncalled = {Exclusion.UNCALLED}
+        train = both | uncalled if self.rollout.tools.uncalled == "use" else both
+        return Taken(frozenset(train), frozenset(both | uncalled))
 
     @property
     def state_dir(self) -> Path:

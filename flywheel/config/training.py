@@ -9,7 +9,6 @@ from apscheduler.triggers.cron import CronTrigger
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationInfo
 
 from flywheel.config.section import Section, Share
-from flywheel.exclusion import Exclusion
 from flywheel.files import expanded
 
 
@@ -145,14 +144,6 @@ class TrainingSettings(Section):
     seed: int = Field(default=42, ge=0, lt=2**31)
     """Seed of a round, together with its number."""
     lora: LoraSettings = LoraSettings()
-
-    @property
-    def takes(self) -> frozenset[Exclusion]:
-        """The exclusion reasons that these settings permit."""
-        taken = {Exclusion.IMAGE} if self.images == "text-only" else set()
-        if self.inexact_prompts == "use":
-            taken |= {Exclusion.HIDDEN, Exclusion.INEXACT}
-        return frozenset(taken)
 
 
 class SimulatorSettings(Section):

@@ -57,7 +57,7 @@ class Supplies:
         self._known: tuple[object, Supply] | None = None
 
     def now(self, conn: Connection) -> Supply:
-        which = samples.marks_of_free(conn, self._config.training.takes)
+        which = samples.marks_of_free(conn, self._config.takes.train)
         if self._known is None or self._known[0] != which:
             self._known = which, self._supply(conn, which[0])
         return self._known[1]
@@ -75,7 +75,7 @@ class Supplies:
     def _candidates(self, conn: Connection) -> list[Candidate]:
         # Samples that no filter run has weighed yet have shares too.
         unknown = {row.id: weigh(row.payload) for row in bursts.unknown(conn, None)}
-        found = bursts.candidates(conn, self._config.training.takes)
+        found = bursts.candidates(conn, self._config.takes.train)
         return [
             Candidate(row.id, of.conversation, of.user, of.template)
             for row in found

@@ -62,7 +62,7 @@ class NextTest:
 def next_test(conn: Connection, config: Config) -> NextTest:
     """The test of a round that starts now."""
     gate = config.gate
-    most, takes = CONSIDERED * gate.max_tasks, config.training.takes
+    most, takes = CONSIDERED * gate.max_tasks, config.takes.gate
     past = gate_tests.spent(conn, PAST)
     last = past[0] if past else None
     fresh = gate_tests.candidates(conn, most, takes)

@@ -50,11 +50,11 @@ def due(conn: Connection, config: Config, supplies: Supplies | None = None, *, w
         return Due(False, f"{live.name} is {live.state}")
     if wait := _backoff(conn, config):
         return Due(False, wait)
-    takes = config.training.takes
-    free = samples.count_free(conn, takes)
+    takes = config.takes
+    free = samples.count_free(conn, takes.train)
     trigger = config.trigger
     wanted = trigger.min_held_out or config.gate.min_tasks
-    held_out = samples.count_held_out(conn, takes, most=wanted)
+    held_out = samples.count_held_out(conn, takes.gate, most=wanted)
     needed = min(trigger.cron_min_samples, trigger.min_samples) if window else trigger.min_samples
     if free < needed:
         return Due(False, f"{free} of {needed} samples are free")
@@ -109,8 +109,8 @@ def _check(conn: Connection, config: Config, attempted: str) -> None:
 def plan(conn: Connection, config: Config, rubric: Rubric, rounds_dir: Path, trigger: str) -> Row[Any]:
     """Reserve samples for a round and write it down. Raises TrainError when it cannot be."""
     _check(conn, config, "plan a round")
-    takes, needed = config.training.takes, config.gate.min_tasks
-    if (held_out := samples.count_held_out(conn, takes, most=needed)) < needed:
+    takes, needed = config.takes, config.gate.min_tasks
+    if (held_out := samples.count_held_out(conn, takes.gate, most=needed)) < needed:
         why = f"{held_out} held-out tasks are judged, and gate.min_tasks is {needed}: it could only be rejected"
         raise TrainError("plan a round", why, _COLLECT.format("gate.min_tasks"))
     coming = next_test(conn, config)
@@ -120,7 +120,7 @@ def plan(conn: Connection, config: Config, rubric: Rubric, rounds_dir: Path, tri
     return rounds.plan(
         conn,
         rounds_dir,
-        samples.free_samples(conn, most, takes) if choice is None else choice[:most],
+        samples.free_samples(conn, most, takes.train) if choice is None else choice[:most],
         coming.tasks,
         coming.test,
         trigger=trigger,
@@ -168,7 +168,7 @@ def debug_spec(conn: Connection, config: Config, rubric: Rubric) -> RoundSpec:
     Raises TrainError.
     """
     _check(conn, config, "try a round")
-    free = samples.free_samples(conn, config.training.prompts_per_step, config.training.takes)
+    free = samples.free_samples(conn, config.training.prompts_per_step, config.takes.train)
     if not free:
         raise TrainError("try a round", "no accepted sample is free", "Collect and judge more traces first.")
     return _spec(
@@ -224,7 +224,7 @@ def _tokens_sent(metadata: dict[str, Any], config: Config) -> int:
     """The tokens of a prompt as this round's model counts them; 0 where they cannot be compared."""
     model, adapter = metadata["model"], metadata["adapter"]
     is_own = metadata["adapter_source"] == "id" or config.models_of(None).is_own(model, adapter)
-    if not is_own or not (model or adapter) or Exclusion.INEXACT in config.training.takes:
+    if not is_own or not (model or adapter) or Exclusion.INEXACT in config.takes.train:
         return 0
     return int(metadata["prompt_tokens"])
 
@@ -272,4 +272,4 @@ class Patience:
 def patience(conn: Connection, config: Config, needed: int) -> Patience:
     """After each round without promotion, the next one needs `needed` more new samples."""
     ended = rounds.without_promotion(conn)
-    return Patience(ended, samples.count_new(conn, config.training.takes) if ended else 0, ended * needed)
+    return Patience(ended, samples.count_new(conn, config.takes.train) if ended else 0, ended * needed)

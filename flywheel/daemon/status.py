@@ -55,7 +55,7 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
     books = balance(conn)
     shown = rounds.newest(conn, ROUNDS_SHOWN)
     live = rounds.live(conn)
-    takes = config.training.takes
+    takes = config.takes
     supply, wrong_chain = _supply(conn, config)
     by_adapter, others = acceptance.by_adapter(conn, config.models_of(None))
     waits = patience(conn, config, config.trigger.min_samples)
@@ -80,7 +80,7 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
             "wait": waits.wait,
         },
         "min_samples": config.trigger.min_samples,
-        "held_out": samples.count_held_out(conn, takes),
+        "held_out": samples.count_held_out(conn, takes.gate),
         "gate": next_test(conn, config).as_json(config.gate),
         "prompts": samples.count_prompts(conn)._asdict(),
         "left_out": _left_out(samples.count_left_out(conn, takes), others),

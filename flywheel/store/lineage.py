@@ -6,9 +6,8 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, RowMapping, or_, select
 
-from flywheel import exclusion
-from flywheel.exclusion import WORDS, Exclusion
-from flywheel.states import Split
+from flywheel.exclusion import NONE_TAKEN, WORDS, Exclusion, Taken
+from flywheel.states import Split, TaskState
 from flywheel.store.schema import (
     adapters,
     deployments,
@@ -32,8 +31,11 @@ _REPLY: Final = (
 )  # fmt: skip
 
 
-def why(conn: Connection, subject: str) -> dict[str, Any] | None:
-    """The story of an adapter or round (`r0007`, `ALIAS@r0007`), a task, a span, a trace or a conversation."""
+def why(conn: Connection, subject: str, takes: Taken = NONE_TAKEN) -> dict[str, Any] | None:
+    """The story of an adapter or round (`r0007`, `ALIAS@r0007`), a task, a span, a trace or a conversation.
+
+    `takes` are the exclusions that do not keep tasks from rounds.
+    """
     name = subject.rpartition("@")[2]
     found = conn.execute(select(rounds).where(rounds.c.name == name)).mappings().one_or_none()
     if found is not None:
@@ -56,7 +58,9 @@ def why(conn: Connection, subject: str) -> dict[str, Any] | None:
         .mappings()
         .all()
     )
-    stories = [{**{key: row[key] for key in _REPLY}, "task": _task_story(conn, row["task_id"])} for row in rows]
+    stories = [
+        {**{key: row[key] for key in _REPLY}, "task": _task_story(conn, row["task_id"], takes)} for row in rows
+    ]
     return {"kind": "trace", "id": subject, "replies": stories} if rows else None
 
 
@@ -107,7 +111,7 @@ def _exclusion_reason(reason: Exclusion, task: RowMapping) -> str:
     return WORDS[reason].why
 
 
-def _task_story(conn: Connection, number: int | None) -> dict[str, Any] | None:
+def _task_story(conn: Connection, number: int | None, takes: Taken) -> dict[str, Any] | None:
     if number is None:
         return None
     task = conn.execute(select(tasks).where(tasks.c.id == number)).mappings().one()
@@ -137,7 +141,9 @@ def _task_story(conn: Connection, number: int | None) -> dict[str, Any] | None:
         "answer": task["payload"]["answer"],
         "left_out": [
             {"reason": each.value, "why": _exclusion_reason(each, task)}
-            for each in exclusion.parsed(task["excluded"])
+            for each in takes.leaving_out(
+                task["excluded"], Split(task["split"]), is_rejected=task["state"] == TaskState.REJECTED
+            )
         ],
         "repeats": repeats and {"task_id": repeats.key, "similarity": repeats.similarity, "method": repeats.method},
         "verdicts": [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final
@@ -10,9 +11,11 @@ from sqlalchemy import Connection, inspect, select, text, update
 from sqlalchemy.schema import CreateColumn
 
 from flywheel import exclusion
+from flywheel.exclusion import Exclusion
 from flywheel.similarity import beginning_of
 from flywheel.states import TaskState
 from flywheel.store import samples
+from flywheel.store.bulk import chunks
 from flywheel.store.schema import metadata, sources, tasks
 from flywheel.task import conversation_key
 
@@ -219,7 +222,23 @@ def _to_8(conn: Connection) -> None:
     )
 
 
+def _to_9(conn: Connection) -> None:
+    """Tasks with tools had one exclusion; now it says whether results of their calls are recorded."""
+    from flywheel.tool_exclusion import exclusion_of_tools
+
+    _add_columns(conn)
+    ids = conn.execute(select(tasks.c.id).where(tasks.c.excluded.contains(Exclusion.TOOLS.value))).scalars().all()
+    query = select(tasks.c.id, tasks.c.excluded, tasks.c.payload)
+    for some in chunks(ids):
+        for row in conn.execute(query.where(tasks.c.id.in_(some))).all():
+            metadata = row.payload.get("metadata", {})
+            tools, steps = (json.loads(metadata.get(name) or "[]") for name in ("tools_json", "trajectory_json"))
+            others = set(exclusion.parsed(row.excluded)) - {Exclusion.TOOLS}
+            now = exclusion.column(others | ({found} if (found := exclusion_of_tools(tools, steps)) else set()))
+            conn.execute(update(tasks).where(tasks.c.id == row.id).values(excluded=now))
+
+
 MIGRATIONS: Mapping[int, Callable[[Connection], None]] = MappingProxyType(
-    {2: _to_2, 3: _to_3, 4: _to_4, 5: _to_5, 6: _to_6, 7: _to_7, 8: _to_8}
+    {2: _to_2, 3: _to_3, 4: _to_4, 5: _to_5, 6: _to_6, 7: _to_7, 8: _to_8, 9: _to_9}
 )
 """The step to each version from the one before; a new database is created in the present version."""

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from sqlalchemy import ColumnElement, Connection, and_, exists, func, or_, select, update
 
 from flywheel import exclusion
-from flywheel.exclusion import INEXACT_PROMPT, Exclusion, TrainedModels
+from flywheel.exclusion import INEXACT_PROMPT, NONE_TAKEN, Exclusion, Taken, TrainedModels
 from flywheel.states import RoundState, Split, TaskState
 from flywheel.store.bulk import chunks, count_rows
 from flywheel.store.claims import DECIDED
@@ -55,15 +55,21 @@ def free() -> ColumnElement[bool]:
 
 
 def of_the_gate() -> ColumnElement[bool]:
-    """Held-out tasks that the judge has accepted or rejected.
+    """Held-out tasks that the judge has accepted or rejected; those without a call of their tools, if accepted.
 
     Those that a filter or a person has set aside since are left out.
     """
+    is_right = or_(tasks.c.state == TaskState.ACCEPTED.value, ~tasks.c.excluded.contains(Exclusion.UNCALLED.value))
+    return and_(judged(), tasks.c.split == Split.HELD_OUT.value, is_right)
+
+
+def judged() -> ColumnElement[bool]:
+    """Tasks in a decided state that the judge has accepted or rejected, and that nothing else has set aside since."""
     set_aside = exists().where(verdicts.c.task_id == tasks.c.id, NOT_OF_THE_JUDGE)
     # Most were never set aside, which an index shows; the times of verdicts are in no index.
     stands = or_(tasks.c.state == TaskState.ACCEPTED.value, ~set_aside, ~decided_by_others())
     decided = tasks.c.state.in_([state.value for state in DECIDED])
-    return and_(decided, tasks.c.split == Split.HELD_OUT.value, stands)
+    return and_(decided, stands)
 
 
 def allowed(takes: Collection[Exclusion] = ()) -> ColumnElement[bool]:
@@ -91,18 +97,18 @@ def count_held_out(conn: Connection, takes: Collection[Exclusion] = (), *, most:
     return count_rows(conn, some.subquery())
 
 
-def count_left_out(conn: Connection, takes: Collection[Exclusion] = ()) -> dict[Exclusion, int]:
+def count_left_out(conn: Connection, takes: Taken = NONE_TAKEN) -> dict[Exclusion, int]:
     """How many tasks that rounds or gates could take otherwise are left out, by reason; a task may have several."""
     of_either = tasks.c.state.in_([state.value for state in _TO_COME])
     of_gate = and_(tasks.c.state == TaskState.REJECTED.value, tasks.c.split == Split.HELD_OUT.value)
+    of_task = tasks.c.excluded, tasks.c.split, tasks.c.state
     rows = conn.execute(
-        select(tasks.c.excluded, func.count())
-        .where(or_(of_either, of_gate), tasks.c.excluded != "")
-        .group_by(tasks.c.excluded)
+        select(*of_task, func.count()).where(or_(of_either, of_gate), tasks.c.excluded != "").group_by(*of_task)
     )
     found: Counter[Exclusion] = Counter()
-    for text, number in rows:
-        found.update({each: number for each in exclusion.parsed(text) if each not in takes})
+    for text, split, state, number in rows:
+        reasons = takes.leaving_out(text, Split(split), is_rejected=state == TaskState.REJECTED)
+        found.update(dict.fromkeys(reasons, number))
     return {each: found[each] for each in Exclusion if found[each]}
 
 

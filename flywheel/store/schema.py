@@ -21,7 +21,7 @@ from sqlalchemy import (
     text,
 )
 
-SCHEMA_VERSION: Final = 8
+SCHEMA_VERSION: Final = 9
 
 metadata = MetaData()
 

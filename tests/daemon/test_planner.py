@@ -38,6 +38,7 @@ from flywheel.store.database import Store
 from flywheel.store.transitions import move_all
 from flywheel.verdict import Outcome, Verdict
 from tests.samples import accepted, batch, rejected, replies_on, settle
+from tests.training.agent.recordings import ADD, call, steps
 
 RUBRIC = files.shipped_folder() / "rubrics" / "math-boxed.yaml"
 
@@ -253,21 +254,30 @@ LEFT_OUT: dict[Exclusion, dict[str, Any]] = {
     Exclusion.IMAGE: {"images": ("https://example.org/cat.png",)},
     Exclusion.HIDDEN: {"prompt_reason": exclusion.HIDDEN_MESSAGE},
     Exclusion.INEXACT: {"prompt_reason": exclusion.NOT_RECORDED},
-    Exclusion.TOOLS: {"tools": ({"type": "function", "function": {"name": "add"}},)},
+    Exclusion.UNRECORDED: {"tools": (ADD,), "trajectory": steps((call(), None))},
     Exclusion.MODEL: {"model": "helper-model"},
+}
+WITH_TOOLS: dict[Exclusion, dict[str, Any]] = {
+    Exclusion.TOOLS: {"tools": (ADD,), "trajectory": steps((call(arguments={"a": 1, "b": 2}), "3"))},
+    Exclusion.UNCALLED: {"tools": (ADD,)},
+    Exclusion.UNRECORDED: LEFT_OUT[Exclusion.UNRECORDED],
 }
 ALIAS = TrainedModels("agent", "/models/a")
 
 
-def judged_with_some_left_out(conn: Connection, train: int, held_out: int, values: dict[str, Any]) -> None:
-    """Tasks of which two on each side have `values`: the first ones of all."""
+def judged_with_some_left_out(
+    conn: Connection, train: int, held_out: int, values: dict[str, Any], *, right: bool = True
+) -> None:
+    """Tasks of which two on each side have `values`: the first ones of all. Only these may be not `right`."""
     plain = replies_on(Split.TRAIN, train + 2)[2:] + replies_on(Split.HELD_OUT, held_out + 2)[2:]
     special = replies_on(Split.TRAIN, 2, **values) + replies_on(Split.HELD_OUT, 2, **values)
     source = ledger.source_id(conn, "/a")
     told = batch(*special, *plain, models=ALIAS)
     ledger.record_batch(conn, source, told, train_ratio=0.7, split_seed=42)
+    special_spans = {each.span_id for each in special}
     for task in claims.claim(conn, 1000, "r", "j"):
-        settle(conn, task.id, accepted(), "r", "j", 0.0)
+        is_right = right or task.line["metadata"]["span_id"] not in special_spans
+        settle(conn, task.id, accepted() if is_right else rejected(), "r", "j", 0.0)
 
 
 @pytest.mark.parametrize("reason", LEFT_OUT)
@@ -326,6 +336,43 @@ async def test_settings_take_what_is_left_out_otherwise(
         wanted = (5, 4) if reason in taken else (3, 2)
         assert (told["free_samples"], told["held_out"]) == wanted == (len(spec.train), len(spec.held_out))
         assert bool(told["left_out"]) == (reason not in taken)
+
+
+@pytest.mark.parametrize(
+    ("reason", "rollout", "train", "gate"),
+    [
+        (Exclusion.TOOLS, {}, True, True),
+        (Exclusion.TOOLS, {"agent": "recorded"}, True, True),
+        (Exclusion.TOOLS, {"agent": "reply"}, False, False),
+        (Exclusion.UNCALLED, {}, False, True),
+        (Exclusion.UNCALLED, {"tools": {"uncalled": "use"}}, True, True),
+        (Exclusion.UNCALLED, {"agent": "reply", "tools": {"uncalled": "use"}}, False, False),
+        (Exclusion.UNRECORDED, {}, False, False),
+        (Exclusion.UNRECORDED, {"tools": {"uncalled": "use"}}, False, False),
+        (Exclusion.UNRECORDED, {"agent": "reply"}, False, False),
+    ],
+)
+@pytest.mark.parametrize("right", [True, False])
+async def test_tasks_with_tools_are_taken_where_recordings_can_answer(
+    tmp_path: Path, store: Store, reason: Exclusion, rollout: dict[str, Any], *, train: bool, gate: bool, right: bool
+) -> None:
+    """What was rejected is not trained on. The gate asks it, unless no tool was called: then it could not be known
+    whether calling one would have been better."""
+    await store.write(judged_with_some_left_out, 3, 2, WITH_TOOLS[reason], right=right)
+    config = made(tmp_path, rollout=rollout)
+    gate = gate and (right or reason is not Exclusion.UNCALLED)
+    told = await store.read(snapshot, config)
+    expected = (5 if train and right else 3, 4 if gate else 2)
+    assert (told["free_samples"], told["held_out"]) == expected
+    spec = await planned(store, config)
+    assert (len(spec.train), len(spec.held_out)) == expected
+    left_out = {each["reason"]: each["tasks"] for each in told["left_out"]}
+    # A rejected task of the training split is no sample that an exclusion could keep from rounds.
+    missing = 2 * (right and not train) + 2 * (not gate)
+    assert left_out == ({reason: missing} if missing else {})
+    for task in (*spec.train, *spec.held_out):
+        story = await store.read(lineage.why, task.task_id, config.takes)
+        assert story is not None and story["replies"][0]["task"]["left_out"] == []
 
 
 async def test_a_task_with_two_reasons_is_taken_when_both_are(tmp_path: Path, store: Store) -> None:

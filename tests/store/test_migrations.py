@@ -7,6 +7,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection, insert, inspect, select
 
+from flywheel import exclusion
 from flywheel.config import parse
 from flywheel.exclusion import Exclusion
 from flywheel.judge_usage import Purpose
@@ -35,6 +36,7 @@ from flywheel.store.task_file import TaskFile
 from flywheel.trace import Reply
 from tests.samples import batch, reply
 from tests.sources.studio.writer import DATA
+from tests.training.agent.recordings import ADD, call, steps, tool
 
 BEFORE_8 = "DROP TABLE reply_calls; UPDATE tasks SET payload = json_remove(payload, '$.metadata.parameters_json');"
 """Makes a present state one of before version 8, but for its number."""
@@ -185,7 +187,7 @@ async def test_a_state_that_was_migrated_goes_on(tmp_path: Path) -> None:
     for new in (97, 0):
         (report,) = await ingestion.run(final=True)
         assert (report.error, report.counts.replies, report.new) == (None, 106, new)
-    assert SCHEMA_VERSION == 8
+    assert SCHEMA_VERSION == 9
     await ingestion.close()
     await store.close()
 
@@ -210,7 +212,7 @@ async def test_tasks_of_version_6_say_what_is_exact_and_what_excludes_them(tmp_p
     try:
         query = select(tasks.c.payload, tasks.c.excluded, tasks.c.model, tasks.c.crashes).order_by(tasks.c.id)
         rows = await store.read(lambda conn: conn.execute(query).all())
-        assert [row.excluded for row in rows] == ["", "image", "tools", "tools"]
+        assert [row.excluded for row in rows] == ["", "image", "uncalled", "unrecorded"]
         assert [row.model for row in rows] == ["m", "", "", ""]
         assert [row.crashes for row in rows] == [0] * 4
         tokens = [7, 0, 9, 0]
@@ -321,6 +323,40 @@ async def test_tasks_of_version_7_get_their_parameters_and_change_no_more(tmp_pa
         found = await store.read(lambda conn: conn.execute(query).scalars().all())
         assert found == lines
         assert [list(line["metadata"])[-2:] for line in found] == [["parameters_json", "split"]] * 2
+        await store.write(put, *told)
+        changed = select(events.c.id).where(events.c.new == "changed")
+        assert (await store.read(lambda conn: conn.execute(changed).all())) == []
+    finally:
+        await store.close()
+
+
+async def test_tasks_of_version_8_say_what_of_their_tools_is_recorded(tmp_path: Path) -> None:
+    made = steps((call(arguments={"a": 1}), "1"))
+    told = [
+        reply(1),
+        reply(2, tools=(ADD,), trajectory=made, images=("https://example.org/cat.png",)),
+        reply(3, tools=(ADD,)),
+        reply(4, tools=(ADD,), trajectory=steps((call(), None)), prompt_reason=exclusion.HIDDEN_MESSAGE),
+        reply(5, tools=(tool("other"),), trajectory=made),
+    ]
+    store = await Store.open(tmp_path / "state")
+    await store.write(put, *told)
+    query = select(tasks.c.excluded, tasks.c.payload).order_by(tasks.c.id)
+    now = [tuple(row) for row in await store.read(lambda conn: conn.execute(query).all())]
+    await store.close()
+    assert [excluded for excluded, _ in now] == ["", "image tools", "uncalled", "hidden unrecorded", "unrecorded"]
+    database = sqlite3.connect(tmp_path / "state" / "state.db")
+    database.executescript(
+        "UPDATE tasks SET excluded = replace(replace(excluded, 'uncalled', 'tools'), 'unrecorded', 'tools');"
+        "UPDATE tasks SET excluded = excluded || ' repeated' WHERE id = 4;"
+        "UPDATE meta SET value = 8 WHERE key = 'schema_version'"
+    )
+    database.close()
+    store = await Store.open(tmp_path / "state")
+    try:
+        found = [tuple(row) for row in await store.read(lambda conn: conn.execute(query).all())]
+        assert found[3] == ("hidden unrecorded repeated", now[3][1])
+        assert [*found[:3], found[4]] == [*now[:3], now[4]]
         await store.write(put, *told)
         changed = select(events.c.id).where(events.c.new == "changed")
         assert (await store.read(lambda conn: conn.execute(changed).all())) == []

@@ -164,7 +164,7 @@ def _utc(seconds: float) -> str:
 async def check_left_out(config: Config) -> Finding:
     """Whether rounds exclude tasks, above all because agents are sent a message that their traces do not show."""
     try:
-        counts = await read_once(config.state_dir, count_left_out, config.training.takes)
+        counts = await read_once(config.state_dir, count_left_out, config.takes)
         prompts = await read_once(config.state_dir, count_prompts)
     except FlywheelError as error:
         # Another check reports a state that cannot be read.
@@ -194,7 +194,7 @@ async def check_samples(config: Config) -> Finding:
 def _samples(conn: Connection, config: Config) -> Finding:
     supply = Supplies(config).now(conn)
     wanted = config.trigger.min_held_out or config.gate.min_tasks
-    held_out = count_held_out(conn, config.training.takes)
+    held_out = count_held_out(conn, config.takes.gate)
     shortfall = next_test(conn, config).shortfall(config.gate)
     text = "; ".join(filter(None, (supply.told, f"{held_out} of {wanted} held-out tasks are judged", shortfall)))
     figures = {

@@ -1,0 +1,38 @@
+"""Whether the tools of a reply could answer in a rollout: what of its calls is recorded. Plain data, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flywheel.exclusion import Exclusion
+from flywheel.finish_functions import FINISH_FUNCTIONS
+from flywheel.rubric.checks.tool_calls import Call, calls_of
+from flywheel.trace import ChatMessage, get_path
+from flywheel.verdict import Exchange
+
+
+def exclusion_of_tools(tools: Sequence[Mapping[str, Any]], steps: Sequence[ChatMessage]) -> Exclusion | None:
+    """The exclusion of a reply that was offered these tools and made these steps; None without tools.
+
+    Calls of finish functions are answers, not calls. Functions that only `rollout.finish_tools` names are not known
+    here: planning leaves out what has no other call.
+    """
+    if not tools and not any(step.get("tool_calls") or step.get("role") == "tool" for step in steps):
+        return None
+    names = (get_path(tool, "function", "name") or tool.get("name") for tool in tools)
+    offered = {name for name in names if isinstance(name, str)} - FINISH_FUNCTIONS
+    calls = calls_of(Exchange("", "", trajectory=tuple(steps)))
+    calls = [call for call in calls if call.name not in FINISH_FUNCTIONS]
+    if any(call.name in offered and call.result is not None and _is_well_formed(call) for call in calls):
+        return Exclusion.TOOLS
+    # A result without a call shows that one was made.
+    has_results = any(step.get("role") == "tool" and str(step.get("name")) not in FINISH_FUNCTIONS for step in steps)
+    return Exclusion.UNRECORDED if calls or has_results or not tools else Exclusion.UNCALLED
+
+
+def _is_well_formed(call: Call) -> bool:
+    try:
+        return isinstance(call.parsed, dict)
+    except ValueError:
+        return False
