@@ -6,6 +6,7 @@ They are structs because a long history creates millions of them, and a frozen d
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from datetime import datetime
 from enum import StrEnum
 from typing import Any, Final
@@ -17,7 +18,7 @@ from flywheel.states import SkipReason
 
 ChatMessage = dict[str, Any]
 """One message in the OpenAI chat form: `role`, `content` (text) and, where they apply, `name`, `tool_calls`,
-`tool_call_id`."""
+`tool_call_id`, `reasoning_content`."""
 
 TOOL_ERROR: Final = re.compile(r"\A(?:Error|[A-Z]\w*(?:Error|Exception)): ")
 """How agents begin the result of a tool that raised or does not exist."""
@@ -130,6 +131,18 @@ class Selection(Struct, frozen=True):
     include: frozenset[str] = frozenset()
     exclude: frozenset[str] = frozenset()
     models: TrainedModels = ANY_MODEL
+
+
+def reasoning_of(message: ChatMessage) -> str:
+    """The reasoning in a message of the model; empty if it has none."""
+    texts = (message.get(key) for key in ("reasoning", "reasoning_content"))
+    return next((text for text in texts if isinstance(text, str) and text.strip()), "")
+
+
+def sends_reasoning(messages: Iterable[ChatMessage]) -> bool:
+    """Whether an agent sends the model's reasoning again with later calls, as far as these messages show: a task's
+    prompt and steps. Steps have the reasoning of recorded calls only where a later call has it, too."""
+    return any(message.get("role") == "assistant" and reasoning_of(message) for message in messages)
 
 
 def get_path(value: Any, *keys: str) -> Any:

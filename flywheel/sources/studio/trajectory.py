@@ -20,7 +20,7 @@ from flywheel.sources.studio.messages import Message, chat_of, without_finish
 from flywheel.sources.studio.recorded_calls import exact_prompt
 from flywheel.sources.studio.reprs import ReprError, is_result, parse_call
 from flywheel.sources.studio.span import NOTHING, Span, SpanKind, in_order
-from flywheel.trace import TOOL_ERROR, ChatMessage, SpanStatus, get_path
+from flywheel.trace import TOOL_ERROR, ChatMessage, SpanStatus, get_path, reasoning_of
 
 _STATE: Final = "state=<ToolResultState."
 _FAILED: Final = f"{_STATE}ERROR"
@@ -138,6 +138,8 @@ class Trajectory:
             for message in chat_of(said) if said else ():
                 wanted = message.get("tool_calls", ())
                 content = message["content"]
+                if wanted and (reasoning := self._reasoning_sent_after(place)):
+                    message["reasoning_content"] = reasoning
                 if wanted or (content and not (place == last and content.strip() == answer)):
                     steps.append(message)
                 for call in wanted:
@@ -155,6 +157,15 @@ class Trajectory:
                 if (result := tool.result) is not None:
                     steps.append(_tool_step(tool.id or tool.span.span_id, tool.name, result))
         return tuple(without_finish(steps)) if steps else ()
+
+    def _reasoning_sent_after(self, place: int) -> str:
+        """The reasoning of a model call's answer, if the recorded call after it was sent it again; else empty."""
+        later = (span for at, span in enumerate(self.models) if at > place and at not in self._aside)
+        call = span.call if (span := next(later, None)) is not None else None
+        sent = (
+            [message for message in call.messages if message.get("role") == "assistant"] if call is not None else []
+        )
+        return reasoning_of(sent[-1]) if sent else ""
 
     def _result_after(self, place: int, call_id: str) -> str | None:
         """The result that the first model call behind `place` with any result of that call was given."""

@@ -24,7 +24,7 @@ from flywheel.sources.studio.reader import StudioReader
 from flywheel.sources.studio.replies import extract
 from flywheel.sources.studio.schema import SCHEMAS, packed
 from flywheel.states import SkipReason
-from flywheel.trace import Cursor, Selection
+from flywheel.trace import Cursor, Selection, sends_reasoning
 from tests.sources.studio.reading import NOW, Ledger
 from tests.sources.studio.writer import Studio, agent, chat, message, part, tool
 
@@ -136,6 +136,23 @@ def test_steps_and_tools_are_those_of_the_calls(tmp_path: Path) -> None:
     assert entry.calls == (MARK, SECOND)
     assert (about["adapter"], about["input_tokens"], about["prompt_tokens"]) == ("my-agent@r0008", 84, 42)
     assert entry.excluded == Exclusion.TOOLS
+
+
+@pytest.mark.parametrize("key", ["reasoning", "reasoning_content", None])
+def test_a_step_has_the_reasoning_that_the_next_call_was_sent_again(tmp_path: Path, key: str | None) -> None:
+    """Reasoning that was answered and not sent again is in no step."""
+    asked = recorded(answers=(ModelAnswer(reasoning="1 and 1.", tool_calls=(CALL,)),), tools=(TOOL,))
+    said = {"role": "assistant", "content": None, "tool_calls": [CALL], **({key: "1 and 1."} if key else {})}
+    after = recorded(SECOND, messages=(*SENT, said, {"role": "tool", "tool_call_id": "c1", "content": "2"}))
+    spans = (
+        marked(chat("c0", [], parent="a", ended=1)),
+        marked(chat("c1", [], "2", parent="a", began=2, ended=3), SECOND),
+        agent("a", ended=4),
+    )
+    task = line(entries(tmp_path, *spans, calls=[asked, after])["a"])
+    steps = json.loads(task["metadata"]["trajectory_json"])
+    assert [step.get("reasoning_content") for step in steps] == ["1 and 1." if key else None, None]
+    assert sends_reasoning([*task["prompt"], *steps]) is (key is not None)
 
 
 def test_only_the_first_call_that_was_answered_has_the_prompt(tmp_path: Path) -> None:
