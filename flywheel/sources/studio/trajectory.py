@@ -160,11 +160,10 @@ class Trajectory:
 
     def _reasoning_sent_after(self, place: int) -> str:
         """The reasoning of a model call's answer, if the recorded call after it was sent it again; else empty."""
-        later = (span for at, span in enumerate(self.models) if at > place and at not in self._aside)
-        call = span.call if (span := next(later, None)) is not None else None
-        sent = (
-            [message for message in call.messages if message.get("role") == "assistant"] if call is not None else []
-        )
+        later = (self.models[after] for after in range(place + 1, len(self.models)) if after not in self._aside)
+        if (span := next(later, None)) is None or span.call is None:
+            return ""
+        sent = [message for message in span.call.messages if message.get("role") == "assistant"]
         return reasoning_of(sent[-1]) if sent else ""
 
     def _result_after(self, place: int, call_id: str) -> str | None:
