@@ -104,7 +104,8 @@ def turns(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f"[{message.get('role')} calls {function.get('name')}] {function.get('arguments')}"
         if message.get("content"):
             name = f" {message['name']}" if message.get("name") else ""
-            yield f"[{message.get('role')}{name}] {message['content']}"
+            mark = ", simulated" if message.get("simulated") else ""
+            yield f"[{message.get('role')}{name}{mark}] {message['content']}"
 
 
 def _verdict(verdict: dict[str, Any] | None) -> Iterator[str]:

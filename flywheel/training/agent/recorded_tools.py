@@ -93,9 +93,16 @@ class ToolTurn:
 
     @property
     def steps(self) -> list[ChatMessage]:
-        """The answers as steps of the trajectory, which say what failed."""
-        failed = [call.result.failed for call in self.calls if call.result is not None]
-        return [{**m, "status": "error"} if bad else m for m, bad in zip(self.messages, failed, strict=True)]
+        """The answers as steps of the trajectory, which say what failed and what was simulated."""
+        answered = [call for call in self.calls if call.result is not None]
+        return [
+            {
+                **message,
+                **({"status": "error"} if call.result is not None and call.result.failed else {}),
+                **({"simulated": True} if call.outcome is Outcome.SIMULATED else {}),
+            }
+            for message, call in zip(self.messages, answered, strict=True)
+        ]
 
 
 class RecordedTools:

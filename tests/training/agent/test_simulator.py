@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import pytest
 
+from flywheel.cli.show import turns
 from flywheel.config import SimulatorSettings
 from flywheel.errors import TrainError
 from flywheel.training.agent.call_key import tools_by_name
@@ -231,5 +232,8 @@ def test_misses_of_a_rollout_are_answered_and_marked(model: ToolModel) -> None:
     turn = tools.answer([call("add", {"a": 1, "b": 2}), call("add", {"a": 7, "b": 1})])
     assert [each.outcome for each in turn.calls] == [Outcome.TRACE, Outcome.SIMULATED]
     assert [message["content"] for message in turn.messages] == ["3", "8"]
+    assert [step.get("simulated") for step in turn.steps] == [None, True]
+    assert all("simulated" not in message for message in turn.messages), "the policy is not told"
+    assert list(turns(turn.steps)) == ["[tool add] 3", "[tool add, simulated] 8"]
     assert turn.ended_by == ""
     assert len(model.requests) == 1, "what is recorded is not simulated"
