@@ -36,7 +36,7 @@ def _rollout(line: bytes, path: Path, number: int) -> dict[str, Any]:
     try:
         found = orjson.loads(line)
         if "samples" in found:
-            return found  # type: ignore[no-any-return]
+            return {"dropped": None, **found}
         return _of_early_version(found)
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
         raise StoreError(
@@ -53,6 +53,7 @@ def _of_early_version(found: dict[str, Any]) -> dict[str, Any]:
         **found,
         "steps": [],
         "advantage": None,
+        "dropped": None,
         "criteria": [
             {"criterion": name, "choice": "", "value": None, "passed": False, "reason": ""} for name in failed
         ],

@@ -23,6 +23,13 @@ if TYPE_CHECKING:
 
     from flywheel.config import Config
 
+DROPPED: Final = {
+    "misses": "too many of its rollouts ended at a call without a recorded result",
+    "rewards": "fewer than 4 rollouts have a reward",
+    "spread": "its rewards are equal",
+    "surplus": "the step had enough groups without it",
+}
+"""Why a group is not trained on, by `flywheel.training.groups.Drop`."""
 LIKELY: Final = ((0.9, "green"), (0.5, "cyan"), (0.1, "yellow"), (0.0, "red"))
 """The colour of a trained token, by the least probability that it was sampled with."""
 NO_LOGPROB: Final = "reverse magenta"
@@ -137,15 +144,16 @@ def _groups(directory: Path, task: str | None, step: int | None) -> Iterator[dic
         if task in (None, rollout["task_id"]) and step in (None, rollout["step"])
     )
     for (number, _, task_id), members in groupby(wanted, lambda each: (each["step"], each["group"], each["task_id"])):
-        prompt = prompts.get(task_id, {})
+        prompt, rollouts = prompts.get(task_id, {}), list(members)
         yield {
             "step": number,
             "task_id": task_id,
             "history": list(prompt.get("prompt", ()))[:-1],
             "question": prompt.get("query", ""),
+            "dropped": rollouts[0]["dropped"],
             "rollouts": [
-                {key: value for key, value in each.items() if key not in ("step", "task_id", "group")}
-                for each in members
+                {key: value for key, value in each.items() if key not in ("step", "task_id", "group", "dropped")}
+                for each in rollouts
             ],
         }
 
@@ -163,6 +171,10 @@ def _print_group(console: Console, group: Mapping[str, Any], *, with_tokens: boo
     mean = f", mean reward {math.fsum(rewards) / len(rewards):.2f}" if rewards else ", no reward"
     title = f"step {group['step']}, {group['task_id']}: {quantity(len(members), 'rollout')}{mean}"
     console.print(Text(title, style="bold"))
+    if group["dropped"]:
+        _print_indented(
+            console, Text(f"not trained on: {DROPPED.get(group['dropped'], group['dropped'])}", style="yellow"), 2
+        )
     _print_section(console, "History", "\n".join(turns(group["history"])), 2)
     _print_section(console, "Question", group["question"], 2)
     for number, rollout in enumerate(members, 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -126,7 +127,8 @@ class TrainingSettings(Section):
     """Maximum tokens, with padding, per forward and backward pass; a longer sample has a pass of its own. Default:
     `micro_batch_size` × `rollout.max_model_len`."""
     max_undecided_share: Share = 0.5
-    """A step with a larger share of undecided rewards fails the round."""
+    """A step with a larger share of undecided rewards fails the round. Rollouts that ended because a call has no
+    recorded result are not undecided."""
     judge_wait_seconds: float = Field(default=3600.0, ge=0)
     """Seconds that a round waits for an unreachable judge. After that, the waiting rollouts are undecided."""
     min_spread_share: Share = 0.0
@@ -207,6 +209,10 @@ class RolloutSettings(Section):
     (an engine and the trainer, or two engines), and so on."""
     cpu_kv_cache_gib: int = Field(default=1, gt=0)
     """Size of the key-value cache of a rollout engine without a GPU, in GiB."""
+
+    def prompts_asked(self, prompts_per_step: int) -> int:
+        """Number of prompts that a step asks to train on so many. 1.1 times 10 are 11, also in floating point."""
+        return math.ceil(round(prompts_per_step * self.oversample, 6))
 
 
 ANSWERS: Final = 600

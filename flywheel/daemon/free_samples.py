@@ -85,4 +85,5 @@ class Supplies:
 
 def most_samples(config: Config) -> int:
     """The most samples that a round takes: those that its steps use."""
-    return min(config.trigger.max_samples, config.training.steps * config.training.prompts_per_step)
+    training = config.training
+    return min(config.trigger.max_samples, training.steps * config.rollout.prompts_asked(training.prompts_per_step))

@@ -168,7 +168,8 @@ def debug_spec(conn: Connection, config: Config, rubric: Rubric) -> RoundSpec:
     Raises TrainError.
     """
     _check(conn, config, "try a round")
-    free = samples.free_samples(conn, config.training.prompts_per_step, config.takes.train)
+    asked = config.rollout.prompts_asked(config.training.prompts_per_step)
+    free = samples.free_samples(conn, asked, config.takes.train)
     if not free:
         raise TrainError("try a round", "no accepted sample is free", "Collect and judge more traces first.")
     return _spec(

@@ -15,6 +15,15 @@ MIN_DEVIATION: Final = 0.1
 """Smallest divisor of advantages. Without it, differences of 0.01 would have advantages around 1."""
 
 Scale = Literal["group", "batch", "none"]
+NoSignal = Literal["rewards", "spread"]
+
+
+def no_signal(rewards: Sequence[float]) -> NoSignal | None:
+    """What a group with these rewards lacks: enough of them, or a difference; None if it can be trained on."""
+    if len(rewards) < MIN_REWARDS:
+        return "rewards"
+    # Rounding: 0.52 - 0.5 is a little more than 0.02, and 0.62 - 0.6 a little less.
+    return None if max(rewards) - min(rewards) >= MIN_RANGE - 1e-9 else "spread"
 
 
 def group_advantages(
@@ -34,8 +43,7 @@ def group_advantages(
     baselines = {
         group: (statistics.fmean(values), {"group": _deviation(values), "batch": whole, "none": 1.0}[scale])
         for group, values in of_group.items()
-        # Rounding: 0.52 - 0.5 is a little more than 0.02, and 0.62 - 0.6 a little less.
-        if len(values) >= MIN_REWARDS and max(values) - min(values) >= MIN_RANGE - 1e-9
+        if no_signal(values) is None
     }
     return [
         None if reward is None or group not in baselines else (reward - baselines[group][0]) / baselines[group][1]

@@ -57,7 +57,7 @@ class Collector:
         error when it can never answer (a wrong key, for example)."""
         started = time.monotonic()
         if self._meter is not None:
-            self._meter.begin()
+            self._meter.begin(len(requests))
         completions: list[Completion] = [Completion(error="not generated")] * len(requests)
         grades: dict[int, Future[Verdict]] = {}
         # A group stays on one engine, which then computes the prompt once.

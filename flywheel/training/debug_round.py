@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from flywheel.config import Config
 from flywheel.round import RoundSpec
+from flywheel.terminal import quantity
 from flywheel.training.collector import Collector
 from flywheel.training.metrics import Metrics
 from flywheel.training.progress_meter import Meter
-from flywheel.training.prompts import Prompt, schedule
-from flywheel.training.rollout import LoadedAdapter, add_usage
+from flywheel.training.prompts import Prompt
+from flywheel.training.refusal import FIRST_LOOK
+from flywheel.training.rollout import Batch, LoadedAdapter, add_usage
 from flywheel.training.rollout_lines import append_rollouts
-from flywheel.training.trainer import FIRST_LOOK, step_requests
+from flywheel.training.round_steps import RoundSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +40,15 @@ def roll_out_only(
     """The first steps of a round, as many as it needs to see whether anything can be learned."""
     training = settings.training
     steps = min(FIRST_LOOK, training.steps)
-    plan = schedule(len(prompts), per_step=training.prompts_per_step, steps=steps, seed=spec.seed)
+    round_steps = RoundSteps(spec, settings, prompts, collector)
     metrics = Metrics(directory)
-    meter.enter("training", training.prompts_per_step * training.group_size, steps=steps)
+    meter.enter("training", round_steps.asked * training.group_size, steps=steps)
     usage: dict[str, int] = {}
     means: list[float | None] = []
-    groups = spread = undecided = 0
-    for step, indices in enumerate(plan):
-        requests = step_requests([prompts[index] for index in indices], step, spec, settings, adapter)
-        batch = collector.collect(requests)
+    batches: list[Batch] = []
+    for step in range(steps):
+        batch = round_steps.collect(step, adapter)
+        batches.append(batch)
         append_rollouts(directory, step + 1, batch, training.scale_rewards)
         figures = batch.summary()
         meter.stepped(step + 1, figures["reward_mean"], collecting_seconds=sum(batch.seconds.values()))
@@ -54,12 +56,22 @@ def roll_out_only(
         metrics.step(step + 1, steps, {**figures, "temperature": temperature, "seconds": batch.seconds})
         usage = add_usage(usage, batch.usage())
         means.append(figures["reward_mean"])
-        groups, spread = groups + batch.groups, spread + batch.groups_with_spread
-        undecided += batch.undecided
-    return DebugRun(
-        steps,
-        means[0],
-        means[-1],
-        f"{spread} of {groups} groups have rewards that differ; {undecided} rollouts are undecided",
-        usage,
-    )
+    return DebugRun(steps, means[0], means[-1], _summary(batches), usage)
+
+
+def _summary(batches: Sequence[Batch]) -> str:
+    """How many groups a round would train on, and what happened to the others."""
+
+    def total(figure: Callable[[Batch], int]) -> int:
+        return sum(map(figure, batches))
+
+    spread, groups = total(lambda batch: batch.groups_with_spread), total(lambda batch: batch.groups)
+    undecided, missed = total(lambda batch: batch.undecided), total(lambda batch: batch.missed)
+    dropped = total(lambda batch: list(batch.dropped.values()).count("misses"))
+    parts = [f"{spread} of {groups} groups have rewards that differ", f"{undecided} rollouts are undecided"]
+    if missed:
+        parts.append(
+            f"{missed} of {total(lambda batch: len(batch.rollouts))} ended at a call without a recorded result,"
+            f" which drops {quantity(dropped, 'group')}"
+        )
+    return "; ".join(parts)

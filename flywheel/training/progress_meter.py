@@ -37,6 +37,7 @@ class Meter:
         self._written = float("-inf")
         self._began = self._batch_began = clock()
         self._tokens = 0
+        self._planned = 0
         self._pause_began: float | None = None
         self._step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         self._rollout_seconds: float | None = None
@@ -44,13 +45,15 @@ class Meter:
     def enter(self, phase: Phase, rollouts: int = 0, **known: Any) -> None:
         """Start a phase. `rollouts` is the number per step, or of the whole phase; `known` is the state before."""
         with self._lock:
-            self._began = self._clock()
+            self._began, self._planned = self._clock(), rollouts
             self._set(phase=phase, rollouts=0, rollouts_planned=rollouts, **known)
 
-    def begin(self) -> None:
-        """A batch of rollouts was requested from the engines."""
+    def begin(self, rollouts: int = 0) -> None:
+        """A batch of rollouts was requested from the engines, perhaps more than were planned."""
         with self._lock:
             self._batch_began, self._tokens = self._clock(), 0
+            planned = max(self._now.rollouts_planned, self._now.rollouts + rollouts)
+            self._now = self._now.model_copy(update={"rollouts_planned": planned})
 
     def completed(self, tokens: int) -> None:
         """One rollout is complete."""
@@ -75,7 +78,8 @@ class Meter:
             self._began = now
             self._rollout_seconds = collecting_seconds / max(1, self._now.rollouts_planned)
             first = self._now.reward_first if step > 1 else reward
-            self._set(step=step, rollouts=0, reward_first=first, reward=reward)
+            planned = self._planned
+            self._set(step=step, rollouts=0, rollouts_planned=planned, reward_first=first, reward=reward)
 
     def pause(self, why: str) -> None:
         """The round is paused for this reason; "" when it resumes."""

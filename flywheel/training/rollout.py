@@ -9,12 +9,14 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from flywheel.errors import TrainError
 from flywheel.trace import ChatMessage
-from flywheel.training.advantage import Scale, group_advantages
+from flywheel.training.advantage import MIN_REWARDS, Scale, group_advantages
 from flywheel.training.agent.recorded_tools import AnsweredCall
+from flywheel.training.agent.tool_metrics import tool_metrics
+from flywheel.training.groups import Drop, dropped_groups
 from flywheel.training.prompts import Prompt
 from flywheel.training.samples import Row, Sample
 from flywheel.verdict import Exchange, Verdict
@@ -127,6 +129,13 @@ class Rollout:
         return None if self.verdict is None else self.verdict.score
 
     @property
+    def missed(self) -> bool | None:
+        """Whether it ended by a miss; None if it failed for another reason."""
+        if self.completion.missed:
+            return True
+        return None if self.completion.error else False
+
+    @property
     def values(self) -> dict[str, float]:
         """The value of each evaluated criterion."""
         if self.verdict is None or self.reward is None:
@@ -157,27 +166,50 @@ def exchange(prompt: Prompt, completion: Completion) -> Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The rollouts of one step in the order of their requests; `seconds` has the duration of each part."""
+    """The rollouts of one step in the order of their requests.
+
+    Attributes:
+        seconds: The duration of each part.
+        most_groups: How many groups are trained on at most; None for all that have a signal.
+        replaced: Number of groups that replace others, which were dropped for their misses. They are the last.
+    """
 
     rollouts: tuple[Rollout, ...]
     seconds: dict[str, float] = field(default_factory=dict)
+    most_groups: int | None = None
+    replaced: int = 0
 
     @property
     def rewards(self) -> list[float]:
         return [reward for rollout in self.rollouts if (reward := rollout.reward) is not None]
 
     @property
+    def missed(self) -> int:
+        """Number of rollouts that ended by a miss."""
+        return sum(rollout.completion.missed for rollout in self.rollouts)
+
+    @property
     def undecided(self) -> int:
-        return len(self.rollouts) - len(self.rewards)
+        """Number of rollouts that should have a reward and have none."""
+        return len(self.rollouts) - len(self.rewards) - self.missed
 
     @property
     def groups(self) -> int:
         return len({rollout.request.group for rollout in self.rollouts})
 
+    @property
+    def dropped(self) -> dict[int, Drop]:
+        """The groups that are not trained on, and why."""
+        rollouts = self.rollouts
+        groups, rewards = [each.request.group for each in rollouts], [each.reward for each in rollouts]
+        return dropped_groups(groups, rewards, [each.missed for each in rollouts], self.most_groups)
+
     def advantages(self, scale: Scale = "group") -> list[float | None]:
         """One for each rollout; None for those that are not trained on (`group_advantages`)."""
         groups = [rollout.request.group for rollout in self.rollouts]
-        return group_advantages(groups, [rollout.reward for rollout in self.rollouts], scale)
+        left_out = {group for group, why in self.dropped.items() if why in ("misses", "surplus")}
+        rewards = [None if each.request.group in left_out else each.reward for each in self.rollouts]
+        return group_advantages(groups, rewards, scale)
 
     def rows(self, scale: Scale = "group", *, mask_truncated: bool = False) -> list[Row]:
         """The samples to train on, without those that have no trained token. `mask_truncated` leaves out truncated
@@ -192,37 +224,53 @@ class Batch:
 
     @property
     def groups_with_spread(self) -> int:
-        """Number of groups that are trained on: with enough rewards, which differ."""
-        pairs = zip(self.rollouts, self.advantages(), strict=True)
-        return len({rollout.request.group for rollout, advantage in pairs if advantage is not None})
+        """Number of groups that can be trained on: with few misses, and enough rewards, which differ."""
+        return self.groups - sum(why != "surplus" for why in self.dropped.values())
 
     def refuse_undecided(self, max_share: float) -> None:
-        """Raise TrainError when too many rewards are missing for a meaningful step."""
-        if not self.rollouts or self.undecided <= max_share * len(self.rollouts):
+        """Raise TrainError when too many rewards are missing for a meaningful step.
+
+        Rollouts that ended by a miss need no reward, and a few others prove no failure of the judge.
+        """
+        graded = len(self.rollouts) - self.missed
+        if self.undecided <= max_share * graded or (self.missed and graded < MIN_REWARDS):
             return
-        reasons = Counter(rollout.failure for rollout in self.rollouts if rollout.reward is None)
+        lacking = (each for each in self.rollouts if each.reward is None and not each.completion.missed)
+        reasons = Counter(rollout.failure for rollout in lacking)
         reason, times = reasons.most_common(1)[0]
         raise TrainError(
             "reward the rollouts of a step",
-            f"{self.undecided} of {len(self.rollouts)} are undecided, more than the share {max_share:g} allowed by"
+            f"{self.undecided} of {graded} are undecided, more than the share {max_share:g} allowed by"
             f" training.max_undecided_share; {times} times: {reason}",
             "Check the judge's endpoint and the worker's log; the round can be started again.",
             retryable=True,
         )
 
     def summary(self) -> dict[str, Any]:
-        """The step's figures for its metrics line. Means are over existing values; None if there are none."""
+        """The step's figures for its metrics line. Means are over existing values; None if there are none.
+
+        `tools` has the figures of rollouts that can call recorded tools (`tool_metrics`).
+        """
         done = [rollout.completion for rollout in self.rollouts if not rollout.completion.error]
+        ended = [rollout for rollout in self.rollouts if rollout.missed is not None]
+        recorded = [each.completion for each in ended if each.request.prompt.task.agent == "recorded"]
+        dropped = Counter(self.dropped.values())
         rewards = self.rewards
         return {
             "reward_mean": mean(rewards),
             "reward_std": deviation(rewards),
             "undecided": self.undecided,
+            "missed": self.missed,
             "groups": self.groups,
             "groups_with_spread": self.groups_with_spread,
+            "groups_dropped": {why: dropped[why] for why in get_args(Drop)},
+            "groups_replaced": self.replaced,
             "rollouts": len(self.rollouts),
             "completion_tokens_mean": mean([len(completion.token_ids) for completion in done]),
             "truncated_share": mean([float(completion.truncated) for completion in done]),
+            "turns_mean": mean([each.completion.turns for each in ended]),
+            "forks": sum(each.completion.forks for each in ended),
+            **({"tools": tool_metrics([completion.calls for completion in recorded])} if recorded else {}),
         }
 
     def usage(self) -> dict[str, int]:

@@ -12,14 +12,17 @@ from typing import Any
 from flywheel.files import append_jsonl
 from flywheel.round import EVALUATION_FILE, ROLLOUTS_FILE
 from flywheel.training.advantage import Scale
+from flywheel.training.groups import Drop
 from flywheel.training.rollout import Batch, LoadedAdapter, Rollout
 from flywheel.training.samples import Sample
 
 
 def append_rollouts(directory: Path, step: int, batch: Batch, scale_rewards: Scale) -> None:
     """Append the rollouts of a step, which counts from 1."""
-    pairs = zip(batch.rollouts, batch.advantages(scale_rewards), strict=True)
-    lines = [rollout_line(rollout, step, advantage) for rollout, advantage in pairs]
+    pairs, dropped = zip(batch.rollouts, batch.advantages(scale_rewards), strict=True), batch.dropped
+    lines = [
+        rollout_line(rollout, step, advantage, dropped.get(rollout.request.group)) for rollout, advantage in pairs
+    ]
     append_jsonl(directory / ROLLOUTS_FILE, lines)
 
 
@@ -37,7 +40,8 @@ def append_answers(directory: Path, batch: Batch, candidate: LoadedAdapter | Non
     append_jsonl(directory / EVALUATION_FILE, lines)
 
 
-def rollout_line(rollout: Rollout, step: int, advantage: float | None) -> dict[str, Any]:
+def rollout_line(rollout: Rollout, step: int, advantage: float | None, dropped: Drop | None = None) -> dict[str, Any]:
+    """The line of a rollout, whose group was perhaps `dropped`."""
     return {
         "step": step,
         "task_id": rollout.request.prompt.task.task_id,
@@ -45,6 +49,7 @@ def rollout_line(rollout: Rollout, step: int, advantage: float | None) -> dict[s
         "seed": rollout.request.seed,
         **_graded(rollout),
         "advantage": _rounded(advantage),
+        "dropped": dropped,
         "samples": [
             _sample(sample, texts)
             for sample, texts in zip(rollout.completion.samples, rollout.completion.texts, strict=True)

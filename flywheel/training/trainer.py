@@ -17,21 +17,19 @@ from typing import Any
 import ray
 
 from flywheel.config import Config
-from flywheel.errors import TrainError
 from flywheel.round import ADAPTER_DIR, RoundSpec
 from flywheel.training.actor import RoundActor
 from flywheel.training.collector import Collector, Grade
 from flywheel.training.metrics import Metrics
 from flywheel.training.policy import load_policy, save_adapter
 from flywheel.training.progress_meter import Meter
-from flywheel.training.prompts import Prompt, schedule, seed_of
-from flywheel.training.rollout import Batch, LoadedAdapter, RolloutRequest, add_usage
+from flywheel.training.prompts import Prompt
+from flywheel.training.refusal import FIRST_LOOK, RefusedError, refuse_growing_misses, refuse_without_spread
+from flywheel.training.rollout import Batch, LoadedAdapter, add_usage
 from flywheel.training.rollout_lines import append_rollouts
 from flywheel.training.round_directory import SYNC_DIR, TRL_DIR
+from flywheel.training.round_steps import RoundSteps
 from flywheel.training.samples import Row
-
-FIRST_LOOK = 2
-"""Number of first steps without different rewards after which a round is refused; one could be chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +43,6 @@ class Trained:
     usage: dict[str, int] = field(default_factory=dict)
     with_gradient: frozenset[str] = frozenset()
     """Ids of the tasks that gave a gradient."""
-
-
-class RefusedError(Exception):
-    """This round's tasks have no training signal; the message says why."""
 
 
 class Trainer(RoundActor):
@@ -92,7 +86,8 @@ class Trainer(RoundActor):
 
         training = self._settings.training
         meter = Meter(self._directory, steps=training.steps, gate_rollouts=gate_rollouts)
-        meter.enter("training", training.prompts_per_step * training.group_size)
+        asked = self._settings.rollout.prompts_asked(training.prompts_per_step)
+        meter.enter("training", asked * training.group_size)
         with Collector(
             engines,
             make_grade(meter.pause),
@@ -143,13 +138,14 @@ class Run:
         meter: Meter,
     ) -> None:
         self._spec, self._settings, self._directory = spec, settings, directory
-        self._engines, self._collector, self._meter = engines, collector, meter
+        self._engines, self._meter = engines, meter
         self._metrics = Metrics(directory)
         self.adapter: LoadedAdapter | None = None
         """The adapter that the engines have of the current step."""
         self._sync_seconds = 0.0
         self._batch = Batch(())
         self._first: list[Batch] = []
+        self._miss_shares: list[list[float]] = []
         self._step_started = time.monotonic()
         self.steps_done = 0
         self.reward_first: float | None = None
@@ -157,13 +153,7 @@ class Run:
         self.usage: dict[str, int] = {}
         self.with_gradient: set[str] = set()
         """Ids of the tasks that were trained on so far."""
-        training = settings.training
-        self._plan = [
-            [prompts[index] for index in step]
-            for step in schedule(
-                len(prompts), per_step=training.prompts_per_step, steps=training.steps, seed=spec.seed
-            )
-        ]
+        self._steps = RoundSteps(spec, settings, prompts, collector)
 
     def sync(self, model: Any) -> None:
         """Load the current weights into the engines under a new name and number."""
@@ -185,23 +175,40 @@ class Run:
 
     def roll_out(self, step: int) -> list[Row]:
         """What to train on of one step's rollouts, counted from 0. Raises RefusedError and TrainError."""
-        requests = step_requests(self._plan[step], step, self._spec, self._settings, self.adapter)
-        batch = self._collector.collect(requests)
-        self._batch = batch
+        batch = self._batch = self._steps.collect(step, self.adapter)
         self.usage = add_usage(self.usage, batch.usage())
         training = self._settings.training
         append_rollouts(self._directory, step + 1, batch, training.scale_rewards)
         batch.refuse_undecided(training.max_undecided_share)
-        if step < FIRST_LOOK:
-            self._first.append(batch)
-            if len(self._first) == min(FIRST_LOOK, training.steps):
-                refuse_without_spread(self._first, training.min_spread_share)
+        try:
+            self._refuse(step, batch)
+        except RefusedError:
+            self._write_metrics(step + 1, {})
+            raise
         rows = batch.rows(training.scale_rewards, mask_truncated=training.mask_truncated)
         self.with_gradient |= {batch.rollouts[row.rollout].request.prompt.task.task_id for row in rows}
         return rows
 
+    def _refuse(self, step: int, batch: Batch) -> None:
+        """Raise RefusedError when the round must end after these rollouts."""
+        training = self._settings.training
+        if step < FIRST_LOOK:
+            self._first.append(batch)
+            if len(self._first) == min(FIRST_LOOK, training.steps):
+                refuse_without_spread(self._first, training.min_spread_share)
+        self._miss_shares.append(self._steps.miss_shares(batch))
+        refuse_growing_misses(self._miss_shares)
+
     def report(self, step: int, logs: dict[str, Any]) -> None:
-        """Write the metrics line of a completed step."""
+        """Write the metrics line of a completed step, which counts from 1."""
+        reward = self._write_metrics(step, logs)
+        self._meter.stepped(step, reward, collecting_seconds=sum(self._batch.seconds.values()))
+        self.steps_done = step
+        self.reward_last = reward
+        self.reward_first = reward if step == 1 else self.reward_first
+
+    def _write_metrics(self, step: int, logs: dict[str, Any]) -> float | None:
+        """Write the metrics line of a step and return its mean reward. Without `logs`, it was not trained on."""
         batch = self._batch
         now = time.monotonic()
         whole = now - self._step_started
@@ -214,9 +221,7 @@ class Run:
             self._settings.training.steps,
             {
                 **summary,
-                "loss": logs["loss"],
-                "grad_norm": logs["grad_norm"],
-                "learning_rate": logs["learning_rate"],
+                **{name: logs.get(name) for name in ("loss", "grad_norm", "learning_rate")},
                 **{
                     name: logs.get(f"rows/{name}")
                     for name in ("entropy", "logprob_gap", "ratio_mean", "ratio_capped_share")
@@ -229,10 +234,8 @@ class Run:
                 "seconds": {**parts, "train": max(0.0, whole - sum(parts.values()))},
             },
         )
-        self._meter.stepped(step, summary["reward_mean"], collecting_seconds=sum(batch.seconds.values()))
-        self.steps_done = step
-        self.reward_last = summary["reward_mean"]
-        self.reward_first = self.reward_last if step == 1 else self.reward_first
+        reward: float | None = summary["reward_mean"]
+        return reward
 
     def clean_up(self) -> None:
         """Remove step adapters, the last one after all engines have unloaded it."""
@@ -240,45 +243,3 @@ class Run:
             ray.get([engine.unload.remote(self.adapter) for engine in self._engines])
         shutil.rmtree(self._directory / SYNC_DIR, ignore_errors=True)
         shutil.rmtree(self._directory / TRL_DIR, ignore_errors=True)
-
-
-def step_requests(
-    prompts: Sequence[Prompt], step: int, spec: RoundSpec, settings: Config, adapter: LoadedAdapter | None
-) -> list[RolloutRequest]:
-    """The requests of one step, group by group. Each has its own seed, reproducible for the round."""
-    return [
-        RolloutRequest(
-            prompt=prompt,
-            group=group,
-            seed=seed_of(spec.seed, "rollout", step, group, sample),
-            temperature=settings.rollout.temperature,
-            max_tokens=prompt.max_tokens,
-            adapter=adapter,
-        )
-        for group, prompt in enumerate(prompts)
-        for sample in range(settings.training.group_size)
-    ]
-
-
-def refuse_without_spread(batches: Sequence[Batch], min_share: float) -> None:
-    """Raise RefusedError when too few groups have rewards that differ: the advantages of the others are 0.
-
-    Raises TrainError when there is no reward at all, in which case the tasks can be used by another round.
-    """
-    groups = sum(batch.groups for batch in batches)
-    spread = sum(batch.groups_with_spread for batch in batches)
-    if spread > min_share * groups:
-        return
-    rewards = [reward for batch in batches for reward in batch.rewards]
-    if not rewards:
-        raise TrainError(
-            "learn from the first steps of the round",
-            "no rollout has a reward",
-            "Check the judge's endpoint and the worker's log; the round can be started again.",
-            retryable=True,
-        )
-    seen = f"rewards from {min(rewards):g} to {max(rewards):g}"
-    raise RefusedError(
-        f"nothing can be learned: {spread} of {groups} groups in the first steps have rewards that differ ({seen});"
-        " the rubric may be too easy or too hard for these tasks"
-    )

@@ -130,6 +130,18 @@ step 1, t-2: 1 rollout, mean reward 0.25
     )
 
 
+def test_a_dropped_group_says_why(flywheel: Run, folder: Path) -> None:
+    miss = rollout(reward=None, advantage=None, criteria=[], dropped="misses", error="no recorded result for add({})")
+    write(folder / "state", miss, rollout(task_id="t-2", group=1, advantage=None, dropped="spread"))
+    shown = flywheel("rollouts", "r0007").out
+    assert (
+        "t-1: 1 rollout, no reward\n"
+        "  not trained on: too many of its rollouts ended at a call without a recorded result\n" in shown
+    )
+    assert "    no reward: no recorded result for add({})\n" in shown
+    assert "t-2: 1 rollout, mean reward 0.25\n  not trained on: its rewards are equal\n" in shown
+
+
 def test_tokens_in_a_pipe_are_marked_by_mask_and_logprob(flywheel: Run, folder: Path) -> None:
     write(folder / "state", rollout(samples=[sample(), sample(text=[None] * 6)]))
     shown = flywheel("rollouts", "r0007", "--tokens").out

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flywheel.round import RoundTask
+from flywheel.training.agent.recorded_tools import AnsweredCall, Outcome
 from flywheel.training.prompts import Prompt
 from flywheel.training.rollout import Batch, Completion, LoadedAdapter, Rollout, RolloutRequest, reply
-from flywheel.verdict import Outcome, Verdict
+from flywheel.verdict import Outcome as Judged
+from flywheel.verdict import Verdict
 
 
 def task(name: str = "t-1", query: str = "What is 3 plus 4?") -> RoundTask:
@@ -31,8 +33,8 @@ def request(
 
 def verdict(score: float | None) -> Verdict:
     if score is None:
-        return Verdict(Outcome.UNDECIDED, None, error="the judge was away", calls=1)
-    return Verdict(Outcome.ACCEPTED if score > 0.5 else Outcome.REJECTED, score, calls=1, prompt_tokens=10)
+        return Verdict(Judged.UNDECIDED, None, error="the judge was away", calls=1)
+    return Verdict(Judged.ACCEPTED if score > 0.5 else Judged.REJECTED, score, calls=1, prompt_tokens=10)
 
 
 def rollout(group: int, score: float | None, token_ids: Sequence[int] = (8, 9)) -> Rollout:
@@ -43,6 +45,18 @@ def rollout(group: int, score: float | None, token_ids: Sequence[int] = (8, 9)) 
 
 def failed(group: int, error: str = "the engine failed") -> Rollout:
     return Rollout(request(group), Completion(error=error), None)
+
+
+def missed(group: int, *, of: Prompt | None = None) -> Rollout:
+    """A rollout that ended by a miss."""
+    error = 'no recorded result for add({"a": 1})'
+    calls = (AnsweredCall("c-1", "add", Outcome.MISS),)
+    return Rollout(request(group, of=of), Completion(calls=calls, missed=True, error=error), None)
+
+
+def recorded(name: str = "t-1") -> Prompt:
+    """A prompt whose rollouts call recorded tools."""
+    return Prompt(task(name).model_copy(update={"agent": "recorded"}), (5, 6, 7))
 
 
 def batch(*groups: Sequence[float | None]) -> Batch:

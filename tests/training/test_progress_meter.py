@@ -75,6 +75,19 @@ def test_the_time_left_is_that_of_the_steps_and_of_the_comparison(tmp_path: Path
     assert (read(tmp_path).step, read(tmp_path).reward, read(tmp_path).seconds_left) == (5, 0.5, 6 * 3)
 
 
+def test_rollouts_that_replace_others_are_planned_for_their_step_alone(tmp_path: Path, clock: Clock) -> None:
+    meter = Meter(tmp_path, steps=3, clock=clock)
+    meter.enter("training", 2)
+    for rollouts in (2, 1):
+        meter.begin(rollouts)
+        for _ in range(rollouts):
+            clock.now += 2
+            meter.completed(40)
+    assert (read(tmp_path).rollouts, read(tmp_path).rollouts_planned) == (3, 3)
+    meter.stepped(1, 0.5, collecting_seconds=6)
+    assert (read(tmp_path).rollouts, read(tmp_path).rollouts_planned) == (0, 2)
+
+
 def test_a_pause_is_told_and_is_no_part_of_how_long_a_step_takes(tmp_path: Path, clock: Clock) -> None:
     meter = Meter(tmp_path, steps=3, clock=clock)
     meter.enter("training", 4)

@@ -9,8 +9,9 @@ import pytest
 from flywheel.config import Config
 from flywheel.errors import TrainError
 from flywheel.round import RoundSpec
+from flywheel.training.refusal import RefusedError, refuse_without_spread
 from flywheel.training.rollout import Batch, Completion, deviation, exchange, mean
-from flywheel.training.trainer import RefusedError, refuse_without_spread, step_requests
+from flywheel.training.round_steps import step_requests
 from tests.training.rollouts import batch, failed, prompt, rollout
 
 

@@ -11,7 +11,7 @@ from flywheel.training.prompts import Prompt
 from flywheel.training.rollout import Batch, LoadedAdapter, Rollout, reply
 from flywheel.training.rollout_lines import append_answers, append_rollouts, rollout_line
 from flywheel.verdict import CriterionResult
-from tests.training.rollouts import batch, failed, prompt, request, rollout, task, verdict
+from tests.training.rollouts import batch, failed, missed, prompt, request, rollout, task, verdict
 
 RESULTS = (CriterionResult("boxed", "yes", 1.0, True), CriterionResult("right", "no", 0.0, False, "3 + 4 is 7", "h"))
 
@@ -59,6 +59,17 @@ def test_the_rollouts_of_a_step_are_appended_with_their_groups_advantages(tmp_pa
     written = lines(tmp_path / "rollouts.jsonl")
     assert [line["step"] for line in written] == [1] * 7 + [2] * 7
     assert [line["advantage"] for line in written[:7]] == [0.5, -0.5, None, -0.5, 0.5, None, None]
+    assert [line["dropped"] for line in written[:7]] == [None] * 5 + ["rewards"] * 2
+
+
+def test_all_rollouts_of_a_dropped_group_are_written_with_the_reason_and_without_advantage(tmp_path: Path) -> None:
+    group = *(rollout(0, score) for score in (0, 1, 0, 1)), *(missed(0) for _ in range(2))
+    append_rollouts(tmp_path, 1, Batch(group), "group")
+    written = lines(tmp_path / "rollouts.jsonl")
+    assert [(line["reward"], line["advantage"], line["dropped"]) for line in written] == [
+        *((score, None, "misses") for score in (0, 1, 0, 1, None, None))
+    ]
+    assert written[-1]["error"] == 'no recorded result for add({"a": 1})'
 
 
 def test_the_gates_answers_name_their_side(tmp_path: Path) -> None:

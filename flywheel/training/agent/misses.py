@@ -45,10 +45,14 @@ class Reserve:
         self._asked = Counter(index for step in plan for index in step)
         self._dropped: Counter[int] = Counter()
 
+    def drop(self, index: int) -> None:
+        """Count a dropped group that is not replaced."""
+        self._dropped[index] += 1
+
     def replace(self, step: int, dropped: int, taken: Collection[int]) -> int | None:
         """The prompt that replaces `dropped` in a step: of those that the step has not `taken`, the one that was
         dropped least often, then the one that was asked least often. None if there is none."""
-        self._dropped[dropped] += 1
+        self.drop(dropped)
         free = [index for index in range(self._count) if index not in taken and index != dropped]
         if not free:
             return None

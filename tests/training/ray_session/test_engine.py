@@ -23,7 +23,8 @@ from flywheel.training.engine import Engine, EngineSettings
 from flywheel.training.prompts import Prompt, schedule
 from flywheel.training.rollout import Completion, LoadedAdapter, RolloutRequest
 from flywheel.training.round_directory import settings_of
-from flywheel.training.trainer import Run, step_requests
+from flywheel.training.round_steps import step_requests
+from flywheel.training.trainer import Run
 from flywheel.worker.rollout_grading import build_grade
 from flywheel.worker.training_round import Round
 from tests.training.rollouts import task
