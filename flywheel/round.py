@@ -148,6 +148,12 @@ class Comparison(Frozen):
     scores: list[Score]
     criteria: list[CriterionComparison] = []
     """In the order of the rubric."""
+    candidate_missed: int = 0
+    """Answers of the candidate that ended by a miss: a call without a recorded result. They score 0."""
+    deployed_missed: int = 0
+    """Those of the deployed adapter. They score the mean of its other answers."""
+    lower_at_bound: float | None = None
+    """The lower bound if these scored 1; None if there are none."""
 
 
 class Probe(Frozen):

@@ -216,7 +216,8 @@ def _print(report: dict[str, Any]) -> None:
     for step in report.get("metrics", []):
         mean, deviation = step["reward_mean"], step["reward_std"]
         reward = "no reward" if mean is None else f"reward {mean:.3f} ± {deviation:.3f}"
-        typer.echo(f"{reward}, {step['undecided']} undecided")
+        missed = f", {step['missed']:,} ended at a call without a recorded result" if step.get("missed") else ""
+        typer.echo(f"{reward}, {step['undecided']} undecided{missed}")
     typer.echo(f"files: {report['dir']}")
     if rollouts := report.get("rollouts"):
         from flywheel.cli.rollouts import print_table

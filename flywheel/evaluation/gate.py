@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from flywheel.config import GateSettings
 from flywheel.round import Comparison, CriterionComparison
+from flywheel.terminal import quantity
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,8 @@ def decide(comparison: Comparison, gate: GateSettings) -> Decision:
     )
     if comparison.undecided:
         figures += f", {comparison.undecided} more undecided"
+    if missed := misses_of(comparison):
+        figures += f"; {missed}"
     if comparison.tasks < gate.min_tasks:
         return Decision(False, f"not enough evidence: fewer than {_count(gate.min_tasks)} decided ({figures})")
     if worse := [each for each in comparison.criteria if each.upper < 0]:
@@ -37,6 +40,21 @@ def decide(comparison: Comparison, gate: GateSettings) -> Decision:
         if objection := _objection(comparison, criterion, margin, gate.min_tasks):
             return Decision(False, f"{objection} ({figures})")
     return Decision(True, f"better: {figures}")
+
+
+def misses_of(comparison: Comparison) -> str:
+    """How many answers ended at a call without a recorded result, and what that means; empty if there are none."""
+    if not comparison.candidate_missed and not comparison.deployed_missed:
+        return ""
+    found = (
+        f"calls without a recorded result ended {quantity(comparison.candidate_missed, 'answer')} of the candidate"
+        f" (scored 0) and {comparison.deployed_missed:,} of the deployed"
+    )
+    if comparison.lower_at_bound is None:
+        return found
+    return (
+        f"{found} (scored as its others' mean; the lower bound is {comparison.lower_at_bound:+.3f} if they score 1)"
+    )
 
 
 def _objection(comparison: Comparison, criterion: str, margin: float, min_tasks: int) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from flywheel.config import Config
 from flywheel.errors import TrainError
 from flywheel.round import RoundSpec
+from flywheel.training.agent.misses import Side, gate_rewards
 from flywheel.training.collector import Collector
 from flywheel.training.prompts import Prompt, seed_of
 from flywheel.training.rollout import Batch, LoadedAdapter, Rollout, RolloutRequest
@@ -23,10 +25,19 @@ Pairs = list[tuple[Rewards, Rewards]]
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """For each prompt the rewards of both adapters, one per seed; None without a verdict. `values` are those of each
-    criterion, None where it was not evaluated."""
+    """The answers of candidate and deployed adapter.
+
+    Attributes:
+        rewards: For each prompt the rewards of both, one per seed; None without a verdict. Answers that ended by a
+            miss have a score (`gate_rewards`).
+        at_bound: The same with the deployed adapter's misses at 1.
+        missed: How many answers of each ended by a miss.
+        values: Those of each criterion; None where it was not evaluated, as after a miss.
+    """
 
     rewards: Pairs
+    at_bound: Pairs
+    missed: tuple[int, int]
     values: dict[str, Pairs]
     usage: dict[str, int]
 
@@ -66,7 +77,7 @@ def answer(
         rollouts += batch.rollouts
     whole = Batch(tuple(rollouts))
     whole.refuse_undecided(settings.training.max_undecided_share)
-    pairs = _paired([rollout.reward for rollout in rollouts], samples)
+    pairs = _paired(_scores(rollouts, samples), samples)
     decided = sum(None not in (*candidate, *deployed) for candidate, deployed in pairs)
     if decided < gate.min_tasks <= len(prompts):
         raise TrainError(
@@ -81,7 +92,25 @@ def answer(
         criterion: _paired([values.get(criterion) for values in looked_at], samples)
         for criterion in {criterion for values in looked_at for criterion in values}
     }
-    return Answers(pairs, values, whole.usage())
+    at_bound = _paired(_scores(rollouts, samples, at_bound=True), samples)
+    missed = [sum(rollouts[place].completion.missed for place in own) for own in _places(len(rollouts), samples)]
+    return Answers(pairs, at_bound, (missed[0], missed[1]), values, whole.usage())
+
+
+def _scores(rollouts: Sequence[Rollout], samples: int, *, at_bound: bool = False) -> list[float | None]:
+    """The reward of each answer, or the score of its miss."""
+    found: list[float | None] = [None] * len(rollouts)
+    for side, places in zip(get_args(Side), _places(len(rollouts), samples), strict=True):
+        own = [rollouts[place] for place in places]
+        rewards, missed = [each.reward for each in own], [each.completion.missed for each in own]
+        for place, score in zip(places, gate_rewards(rewards, missed, side, at_bound=at_bound), strict=True):
+            found[place] = score
+    return found
+
+
+def _places(count: int, samples: int) -> list[list[int]]:
+    """The numbers of the candidate's answers, and of those of the deployed adapter."""
+    return [[place for place in range(count) if place // samples % 2 == side] for side in range(2)]
 
 
 def _paired(values: Sequence[float | None], samples: int) -> Pairs:

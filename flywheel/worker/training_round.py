@@ -257,13 +257,15 @@ class Round:
                 for prompt, sides in zip(prompts, pairs, strict=True)
             ]
 
-        whole = compare(
-            paired(answers.rewards),
+        compared = partial(
+            compare,
             samples=gate.samples_for(len(prompts)),
             alpha=self.spec.test.alpha,
             needed=gate.min_gain,
             seed=self.spec.seed,
         )
+        whole, (candidate_missed, deployed_missed) = compared(paired(answers.rewards)), answers.missed
+        at_bound = compared(paired(answers.at_bound)) if deployed_missed else None
         criteria = [
             compare_criterion(
                 criterion.id,
@@ -275,7 +277,14 @@ class Round:
             for criterion in rubric_of(self.spec).every
             if criterion.id in answers.values
         ]
-        return whole.model_copy(update={"criteria": criteria})
+        return whole.model_copy(
+            update={
+                "criteria": criteria,
+                "candidate_missed": candidate_missed,
+                "deployed_missed": deployed_missed,
+                "lower_at_bound": at_bound and at_bound.lower,
+            }
+        )
 
     def _collector(self) -> Collector:
         return Collector(

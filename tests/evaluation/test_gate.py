@@ -39,6 +39,18 @@ def test_a_gain_whose_interval_is_above_zero_is_promoted() -> None:
     )
 
 
+def test_misses_and_the_bound_with_the_deployed_adapters_at_one_are_reported_and_decide_nothing() -> None:
+    missed = {"candidate_missed": 1, "deployed_missed": 12, "lower_at_bound": -0.034}
+    decision = decide(comparison().model_copy(update=missed), GATE)
+    assert decision.promote
+    assert decision.reason.endswith(
+        "on 50 held-out tasks; calls without a recorded result ended 1 answer of the candidate (scored 0) and 12 of the"
+        " deployed (scored as its others' mean; the lower bound is -0.034 if they score 1)"
+    )
+    candidates = decide(comparison().model_copy(update={"candidate_missed": 2}), GATE).reason
+    assert candidates.endswith("ended 2 answers of the candidate (scored 0) and 0 of the deployed")
+
+
 def test_too_few_tasks_are_not_enough_evidence_however_large_the_gain() -> None:
     assert decide(comparison(tasks=8, gain=0.9, lower=0.9), GATE).promote
     decision = decide(comparison(tasks=7, gain=0.9, lower=0.9, undecided=5), GATE)

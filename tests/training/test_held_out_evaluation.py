@@ -2,14 +2,45 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from flywheel.config import Config
+from flywheel.errors import TrainError
 from flywheel.round import RoundSpec
-from flywheel.training.held_out_evaluation import answer
+from flywheel.training.held_out_evaluation import Answers, answer
+from flywheel.training.prompts import seed_of
 from flywheel.training.rollout import Batch, LoadedAdapter, Rollout, RolloutRequest
-from tests.training.rollouts import prompt, rollout
+from flywheel.verdict import CriterionResult
+from tests.training.rollouts import missed, prompt, rollout
+
+CANDIDATE = LoadedAdapter("r0001", 1, "/r0001")
+SEEDS = [seed_of(7, "held-out", "t-1", sample) for sample in range(2)]
+
+
+class Missing:
+    """Takes the place of engines and judge. The candidate's first answer of t-1 ends by a miss, and so does the
+    deployed adapter's second one; the other answers score 1 and 0.5."""
+
+    def __init__(self, undecided: bool = False) -> None:
+        self.other = None if undecided else 1.0
+
+    def collect(self, requests: Sequence[RolloutRequest]) -> Batch:
+        return Batch(tuple(map(self._answer, requests)))
+
+    def _answer(self, request: RolloutRequest) -> Rollout:
+        of_candidate = request.adapter == CANDIDATE
+        if request.seed == SEEDS[0 if of_candidate else 1]:
+            return Rollout(request, missed(0).completion, None)
+        done = rollout(0, self.other if of_candidate else 0.5)
+        assert done.verdict is not None
+        results = (CriterionResult("right", "yes", 1.0, True),)
+        return Rollout(request, done.completion, replace(done.verdict, results=results))
 
 
 class Noted:
@@ -24,16 +55,43 @@ class Noted:
         return Batch(tuple(Rollout(request, done.completion, done.verdict) for request in requests))
 
 
-def asked(directory: Path, **sections: object) -> list[RolloutRequest]:
-    settings = Config.model_validate({"gate": {"min_tasks": 1, "samples": 2, **sections.pop("gate", {})}, **sections})  # type: ignore[dict-item]
-    spec = RoundSpec(
+def spec_of(settings: Config) -> RoundSpec:
+    return RoundSpec(
         round_id="r0001", attempt=1, seed=7, debug=False, base_model="base", parent=None, train=[], held_out=[],
         rubric={}, settings=settings.model_dump(mode="json"),
     )  # fmt: skip
+
+
+def asked(directory: Path, **sections: object) -> list[RolloutRequest]:
+    settings = Config.model_validate({"gate": {"min_tasks": 1, "samples": 2, **sections.pop("gate", {})}, **sections})  # type: ignore[dict-item]
     noted = Noted()
-    candidate = LoadedAdapter("r0001", 1, "/r0001")
-    answer([prompt("t-1", (1,)), prompt("t-2", (2,))], (candidate, None), spec, settings, noted, directory)  # type: ignore[arg-type]
+    answered(noted, settings, directory)
     return noted.requests
+
+
+def answered(collector: Any, settings: Config, directory: Path) -> Answers:
+    prompts = [prompt("t-1", (1,)), prompt("t-2", (2,))]
+    return answer(prompts, (CANDIDATE, None), spec_of(settings), settings, collector, directory)
+
+
+def test_misses_score_against_the_candidate_and_are_not_undecided(tmp_path: Path) -> None:
+    settings = Config.model_validate(
+        {"gate": {"min_tasks": 2, "samples": 2}, "training": {"max_undecided_share": 0.0}}
+    )
+    found = answered(Missing(), settings, tmp_path)
+    assert found.rewards == [((0.0, 1.0), (0.5, 0.5)), ((1.0, 1.0), (0.5, 0.5))]
+    assert found.at_bound == [((0.0, 1.0), (0.5, 1.0)), ((1.0, 1.0), (0.5, 0.5))]
+    assert found.missed == (1, 1)
+    assert found.values == {"right": [((None, 1.0), (1.0, None)), ((1.0, 1.0), (1.0, 1.0))]}
+    lines = [json.loads(line) for line in (tmp_path / "evaluation.jsonl").read_text().splitlines()]
+    assert [line["reward"] for line in lines] == [None, 1.0, 0.5, None, 1.0, 1.0, 0.5, 0.5]
+    assert lines[0]["error"] == 'no recorded result for add({"a": 1})'
+
+
+def test_undecided_answers_beside_misses_stay_undecided(tmp_path: Path) -> None:
+    settings = Config.model_validate({"gate": {"min_tasks": 1, "samples": 2}})
+    with pytest.raises(TrainError, match=r"of 2 held-out tasks only 0 have all their verdicts.*3 of 8 answers are"):
+        answered(Missing(undecided=True), settings, tmp_path)
 
 
 def test_the_gates_answers_have_the_servers_limits_and_not_the_rounds(tmp_path: Path) -> None:
