@@ -44,8 +44,8 @@ def test_misses_and_the_bound_with_the_deployed_adapters_at_one_are_reported_and
     decision = decide(comparison().model_copy(update=missed), GATE)
     assert decision.promote
     assert decision.reason.endswith(
-        "on 50 held-out tasks; calls without a recorded result ended 1 answer of the candidate (scored 0) and 12 of the"
-        " deployed (scored as its others' mean; the lower bound is -0.034 if they score 1)"
+        "on 50 held-out tasks; calls without a recorded result ended 1 answer of the candidate (scored 0) and 12 of"
+        " the deployed (scored as its others' mean; the lower bound is -0.034 if they score 1)"
     )
     candidates = decide(comparison().model_copy(update={"candidate_missed": 2}), GATE).reason
     assert candidates.endswith("ended 2 answers of the candidate (scored 0) and 0 of the deployed")
