@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,18 +12,25 @@ from typing import Any
 
 import pytest
 
+from flywheel.config import JudgeSettings
+from flywheel.judge.grader import Grader
 from flywheel.judge.prompt import messages, parse_sections
-from flywheel.rubric import Criterion
+from flywheel.rubric import Criterion, Rubric
 from flywheel.rubric.checks import check
 from flywheel.rubric.checks.python_function import task_line
 from flywheel.rubric.file import load_rubric, parse_rubric
+from flywheel.trace import ChatMessage
 from flywheel.training.agent.recorded_loop import Budgets, RecordedLoop
+from flywheel.training.agent.recorded_rollout import ToolSetup, roll_out
 from flywheel.training.agent.recorded_tools import RecordedTools
 from flywheel.training.agent.recordings import Recording, results_of
 from flywheel.training.rollout import Completion, exchange
 from flywheel.verdict import Exchange
 from tests.cases import for_each
+from tests.judge_server import JudgeServer, nonce_of
+from tests.rubric.test_shipped_rubrics import COMPLETION, INVENTED, SHIPPED
 from tests.training.agent.recordings import ADD, FINISH, call, recording, said, tool
+from tests.training.agent.scripted_session import ScriptedSession, recorded_task, rollout_request
 from tests.training.rollouts import prompt
 
 SEARCH = tool("search", "Search.", q={"type": "string"})
@@ -120,17 +129,57 @@ def test_a_function_of_the_user_gets_the_steps_and_errors_of_the_rollout() -> No
     assert json.loads(task_line(rolled_out())["metadata"]["errors_json"]) == []
 
 
-@pytest.mark.parametrize("name", ["agent-reward", "tool-use"])
-def test_a_shipped_rubric_of_agents_rewards_what_the_rollout_did(name: str) -> None:
-    rubric = load_rubric(Path(__file__).parents[3] / "rubrics" / f"{name}.yaml")
+class StepJudge(JudgeServer):
+    """Believes an answer if a tool returned its number, and takes no promise for completion. It reads no more than
+    what the grader sends."""
 
-    def checks(shown: Exchange) -> dict[str, float]:
-        return {each.id: check(each, shown, rubric).value for each in rubric.every if not each.asks_the_judge}
+    def __init__(self, rubric: Rubric, completion: str, grounded: str) -> None:
+        super().__init__()
+        self.rubric, self.completion, self.grounded = rubric, completion, grounded
 
-    def score(shown: Exchange) -> float:
-        judged = {each.id: float(each.weight > 0) for each in rubric.asked}
-        return rubric.score(checks(shown) | judged)
+    def content(self, request: dict[str, Any]) -> dict[str, Any]:
+        shown = parse_sections(request["messages"][-1]["content"])
+        numbers = re.findall(r"\d+", shown["ANSWER"])
+        results = re.findall(r"^\[tool .*\] (.*)$", shown.get("STEPS", ""), re.MULTILINE)
+        failed = {self.completion} if "Not done" in shown["ANSWER"] else set()
+        if not set(numbers) & set(results):
+            failed.add(self.grounded)
+        choices = {
+            each.id: list(each.scale)[0 if each.weight < 0 or each.id in failed else -1] for each in self.rubric.asked
+        }
+        criteria = {name: {"reason": "so it is", "choice": choice} for name, choice in choices.items()}
+        return {"criteria": criteria, "check": nonce_of(request)}
 
-    assert score(rolled_out([RIGHT])) == 1
-    assert score(rolled_out([RIGHT], [LOST])) < 1
-    assert score(rolled_out([RIGHT], answer="")) == 0
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_under_every_shipped_rubric_a_rollout_is_rewarded_for_its_own_steps(path: Path) -> None:
+    rubric = load_rubric(path)
+    task = recorded_task(TRACE.steps, TRACE.tools, errors=list(TRACE.errors), query="What is 1 and 2?", answer="")
+
+    def done(*messages: ChatMessage) -> Exchange:
+        asked = rollout_request(task)
+        completion = asyncio.run(roll_out(asked, ScriptedSession(messages), ToolSetup(2000)))
+        assert not completion.error
+        return exchange(asked.prompt, completion)
+
+    def says(text: str) -> ChatMessage:
+        return {"role": "assistant", "content": text}
+
+    with StepJudge(rubric, COMPLETION[path.stem], INVENTED[path.stem]) as judge:
+        grader = Grader(rubric, JudgeSettings(base_url=judge.base_url, model="judge"))
+
+        def reward(*messages: ChatMessage) -> float:
+            verdict = grader.grade(done(*messages))
+            assert verdict.score is not None, verdict.error
+            return verdict.score
+
+        correct = reward(said(RIGHT), says(r"The sum is \boxed{3}, as the tool says."))
+        assert correct == 1
+        assert reward(says(r"The sum is \boxed{3}, I would guess.")) < correct, "right by chance"
+        assert reward(says(r"The sum is \boxed{21}, as the tool says.")) < correct
+        assert reward(said(RIGHT), says(r"Not done yet: \boxed{3} is what I have.")) < 0.2
+        asked_before = judge.calls
+        for text in ("", "…"):
+            assert reward(says(text)) == reward(said(RIGHT), says(text)) == 0
+        assert judge.calls == asked_before
+        grader.close()
