@@ -360,7 +360,8 @@ class Endpoint:
 
     def _error(self, why: str, hint: str, *, retryable: bool = False) -> JudgeError:
         hint = hint.format(key=self.config.api_key_env, section=self.config.section)
-        return JudgeError(f"ask the judge {self.config}", why, hint, retryable=retryable)
+        who = "the judge" if self.config.section.startswith("judge") else "the model"
+        return JudgeError(f"ask {who} {self.config}", why, hint, retryable=retryable)
 
     def close(self) -> None:
         if self._connection is not None:

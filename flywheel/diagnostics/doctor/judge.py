@@ -1,4 +1,5 @@
-"""Checks of filter chain, rubric and judge: files load, the judge is independent, its endpoints answer.
+"""Checks of filter chain, rubric and judge: files load, the judge is independent, its endpoints answer. So must the
+endpoint of the model that plays tools.
 
 Listing an endpoint's models costs nothing. A question to the model costs tokens and is asked on request only.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from typing import Any, Final
 
@@ -78,6 +79,10 @@ class JudgeChecks:
         for endpoint in endpoints_of(settings):
             listed = self._listed(endpoint, settings)
             yield _asked(endpoint, settings, listed) if self.ask else listed
+        if (simulator := self.config.rollout.tools.simulator) is not None:
+            alone = simulator.model_dump(include={"model", "base_url", "api_key_env"})
+            [endpoint] = endpoints_of(JudgeSettings.model_validate(alone))
+            yield self._listed(replace(endpoint, section="rollout.tools.simulator"), settings)
 
     def _rubric(self, rubric: Rubric, chain: Chain | None) -> Finding:
         asked = sum(criterion.asks_the_judge for criterion in rubric.every)

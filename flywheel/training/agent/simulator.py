@@ -47,7 +47,9 @@ class Simulator:
         """Raises TrainError for an endpoint, a key or a proxy that cannot be used."""
         self._settings = settings
         self._url = (settings.base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI_URL).rstrip("/")
-        self._key = os.environ.get(settings.api_key_env, "").strip() or ("none" if self._url != OPENAI_URL else "")
+        # The judge's variable may have several keys.
+        key, *_ = os.environ.get(settings.api_key_env, "").split("|")
+        self._key = key.strip() or ("none" if self._url != OPENAI_URL else "")
         self._attempted = f"simulate tools by {settings.model} at {self._url}"
         if not is_http_url(self._url):
             hint = "Set rollout.tools.simulator.base_url to a URL such as http://127.0.0.1:8000/v1."

@@ -102,7 +102,7 @@ def asked(a: Any = 7) -> Simulation:
 def test_the_model_is_told_the_tool_its_recorded_calls_and_the_new_call(
     model: ToolModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MY_KEY", "secret-of-tools")
+    monkeypatch.setenv("MY_KEY", "secret-of-tools|another")
     model.play = lambda _: said(" 8\n")
     simulator = model.simulator(api_key_env="MY_KEY", temperature=0.5, max_tokens=99)
     assert simulator(asked()) == "8"
