@@ -92,6 +92,8 @@ class RoundSpec(Frozen):
     parent: AdapterRef | None
     train: list[RoundTask]
     held_out: list[RoundTask]
+    left_out: dict[str, str] = {}
+    """Tasks of the round that are not trained on, by id, with the reason."""
     rubric: dict[str, Any]
     settings: dict[str, Any]
     """The whole configuration, without secrets."""

@@ -6,28 +6,24 @@ import hashlib
 import itertools
 import os
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
 
-import orjson
 from sqlalchemy import Connection, Row
 
 from flywheel.config import Config
 from flywheel.daemon.free_samples import Supplies, most_samples
 from flywheel.daemon.judge_setup import chain_of, judge_settings
 from flywheel.daemon.next_gate_test import next_test
+from flywheel.daemon.round_tasks import RoundTasks, round_tasks
 from flywheel.errors import TrainError
-from flywheel.exclusion import Exclusion
-from flywheel.filtering.chain import redactor_of
 from flywheel.model_parsers import folder_of
-from flywheel.round import RoundSpec, RoundTask
+from flywheel.round import RoundSpec
 from flywheel.rubric import Rubric
 from flywheel.states import RoundState, Split
 from flywheel.store import deployments, gate_tests, rounds, samples
-from flywheel.task import conversation_key
 from flywheel.terminal import quantity
 
 MOST_DOUBLINGS: Final = 4
@@ -146,18 +142,18 @@ def begin(conn: Connection, row: Row[Any], config: Config, rubric: Rubric) -> Ro
 
 
 def spec_of(conn: Connection, row: Row[Any], config: Config, rubric: Rubric) -> RoundSpec:
-    """The specification of a planned round for its worker."""
+    """The specification of a planned round for its worker. Raises TrainError when no task is left to train on."""
+    train, held_out = (rounds.samples_of(conn, row.id, split) for split in (Split.TRAIN, Split.HELD_OUT))
     return _spec(
         conn,
         config,
         rubric,
         row.parent,
+        round_tasks(conn, train, held_out, config),
         round_id=row.name,
         attempt=row.attempt,
         seed=row.seed,
         debug=False,
-        train=_tasks(conn, rounds.samples_of(conn, row.id, Split.TRAIN), config),
-        held_out=_tasks(conn, rounds.samples_of(conn, row.id, Split.HELD_OUT), config),
         test=gate_tests.of_round(conn, row.id),
     )
 
@@ -177,16 +173,24 @@ def debug_spec(conn: Connection, config: Config, rubric: Rubric) -> RoundSpec:
         config,
         rubric,
         _of_now(conn, config, rubric)["parent"],
+        round_tasks(conn, free, [], config),
         round_id="debug",
         attempt=1,
         seed=config.training.seed,
         debug=True,
-        train=_tasks(conn, free, config),
-        held_out=[],
     )
 
 
-def _spec(conn: Connection, config: Config, rubric: Rubric, parent: str | None, **values: Any) -> RoundSpec:
+def _spec(
+    conn: Connection, config: Config, rubric: Rubric, parent: str | None, tasks: RoundTasks, **values: Any
+) -> RoundSpec:
+    if not tasks.train:
+        why = next(iter(tasks.left_out.values()))
+        raise TrainError(
+            f"start {values['round_id']}",
+            f"none of its {quantity(len(tasks.left_out), 'task')} can be asked: {why}",
+            "Check rollout.agent, rollout.tools.uncalled and rollout.finish_tools.",
+        )
     # Rollouts are graded as tasks are: with the chain's judge settings.
     judge = judge_settings(config, chain_of(config))
     return RoundSpec(
@@ -194,40 +198,13 @@ def _spec(conn: Connection, config: Config, rubric: Rubric, parent: str | None, 
         parent=rounds.adapter_ref(conn, parent),
         rubric=rubric.model_dump(mode="json"),
         settings=config.model_copy(update={"judge": judge}).model_dump(mode="json"),
+        train=tasks.train,
+        held_out=tasks.held_out,
+        left_out=tasks.left_out,
+        shared=tasks.shared,
+        shared_gate=tasks.shared_gate,
         **values,
     )
-
-
-def _tasks(conn: Connection, ids: list[int], config: Config) -> list[RoundTask]:
-    rejected = rounds.rejected(conn, ids)
-    lines: Iterable[dict[str, Any]] = rounds.payloads(conn, ids)
-    if (redact := redactor_of(config.filter.chain)) is not None:
-        # Tasks may have been stored before the chain had the filter.
-        lines = map(redact, lines)
-    return [
-        RoundTask(
-            task_id=line["task_id"],
-            query=line["main_query"],
-            # The judge takes a reference for an accepted answer: a rejected one is left out.
-            answer="" if line["task_id"] in rejected else line["answer"],
-            prompt=line["prompt"],
-            tools=orjson.loads(line["metadata"]["tools_json"]),
-            reference=line["metadata"].get("reference", ""),
-            output_tokens=line["metadata"].get("output_tokens", 0),
-            conversation=conversation_key(line["metadata"]["conversation_id"], line["metadata"]["trace_id"]),
-            prompt_tokens=_tokens_sent(line["metadata"], config),
-        )
-        for line in lines
-    ]
-
-
-def _tokens_sent(metadata: dict[str, Any], config: Config) -> int:
-    """The tokens of a prompt as this round's model counts them; 0 where they cannot be compared."""
-    model, adapter = metadata["model"], metadata["adapter"]
-    is_own = metadata["adapter_source"] == "id" or config.models_of(None).is_own(model, adapter)
-    if not is_own or not (model or adapter) or Exclusion.INEXACT in config.takes.train:
-        return 0
-    return int(metadata["prompt_tokens"])
 
 
 def config_hash(config: Config) -> str:

@@ -60,16 +60,15 @@ def of_the_gate() -> ColumnElement[bool]:
     Those that a filter or a person has set aside since are left out.
     """
     is_right = or_(tasks.c.state == TaskState.ACCEPTED.value, ~tasks.c.excluded.contains(Exclusion.UNCALLED.value))
-    return and_(judged(), tasks.c.split == Split.HELD_OUT.value, is_right)
+    decided = tasks.c.state.in_([state.value for state in DECIDED])
+    return and_(decided, tasks.c.split == Split.HELD_OUT.value, is_right, stands())
 
 
-def judged() -> ColumnElement[bool]:
-    """Tasks in a decided state that the judge has accepted or rejected, and that nothing else has set aside since."""
+def stands() -> ColumnElement[bool]:
+    """Accepted tasks, and those that no filter or person has set aside since the judge decided."""
     set_aside = exists().where(verdicts.c.task_id == tasks.c.id, NOT_OF_THE_JUDGE)
     # Most were never set aside, which an index shows; the times of verdicts are in no index.
-    stands = or_(tasks.c.state == TaskState.ACCEPTED.value, ~set_aside, ~decided_by_others())
-    decided = tasks.c.state.in_([state.value for state in DECIDED])
-    return and_(decided, stands)
+    return or_(tasks.c.state == TaskState.ACCEPTED.value, ~set_aside, ~decided_by_others())
 
 
 def allowed(takes: Collection[Exclusion] = ()) -> ColumnElement[bool]:

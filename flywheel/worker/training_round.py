@@ -147,9 +147,9 @@ class Round:
             self.start()
             train = self.asked(self.spec.train)
             gate = Asked([], {}) if self.spec.debug else self.asked_as_served(self.spec.held_out)
-        prompts, self.left_out = train.prompts, train.left_out
+        prompts, self.left_out = train.prompts, self.spec.left_out | train.left_out
         held_out = gate.prompts[-self.settings.gate.max_tasks :]
-        for task, why in {**gate.left_out, **train.left_out}.items():
+        for task, why in {**gate.left_out, **self.left_out}.items():
             log.warning("%s is left out: %s", task, why)
         self.inexact = train.inexact | gate.inexact
         if (train.inexact and not prompts) or (gate.inexact and len(held_out) < self.settings.gate.min_tasks):
@@ -175,7 +175,8 @@ class Round:
             )
             ray.kill(self.trainer)
         self.usage = trained.usage
-        without_gradient = [task.task_id for task in self.spec.train if task.task_id not in trained.with_gradient]
+        asked = [task.task_id for task in self.spec.train if task.task_id not in trained.with_gradient]
+        without_gradient = [*asked, *self.spec.left_out]
         figures: dict[str, Any] = {
             "steps": trained.steps,
             "without_gradient": without_gradient,

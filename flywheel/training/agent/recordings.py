@@ -1,4 +1,4 @@
-"""The recorded results of tools: those of one trace by call, and those that rollouts of other tasks may use."""
+"""The recorded results of one trace, by call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 from flywheel.rubric.checks.tool_calls import calls_of
 from flywheel.states import Split
 from flywheel.task import conversation_key
-from flywheel.tool_results import Example, Result, SharedRecordings
+from flywheel.tool_results import Example, Result
 from flywheel.trace import ChatMessage
 from flywheel.training.agent.call_key import call_key, tools_by_name
 from flywheel.verdict import Exchange
@@ -122,45 +122,3 @@ def trace_results(
             by_key[key] = (*results, result)
             examples.append(Example(key, tool, arguments, result))
     return TraceResults(len(calls), by_key, tuple(examples))
-
-
-def shared_recordings(
-    recordings: Iterable[Recording],
-    reader: Split,
-    *,
-    share: Share = "agreeing",
-    offered: Collection[str] | None = None,
-) -> SharedRecordings:
-    """What rollouts of tasks in the split `reader` may use; training never reads held-out traces.
-
-    A result is shared if at least two conversations have it and none has another one for the same key. `share` can
-    turn this off; examples are not affected. `offered` limits both to tools with these digests. The recordings are
-    read once, and one result of each key is kept in memory.
-    """
-    agreements: dict[str, _Agreement] = {}
-    examples: dict[str, tuple[Example, ...]] = {}
-    for recording in recordings:
-        if reader is Split.TRAIN and recording.split is not Split.TRAIN:
-            continue
-        conversation = recording.conversation or recording.task_id
-        for example in results_of(recording).examples:
-            if offered is not None and example.tool.digest not in offered:
-                continue
-            agreement = agreements.setdefault(example.key, _Agreement(example.result, conversation))
-            agreement.add(example.result, conversation)
-            if len(same := examples.get(example.tool.digest, ())) < MAX_EXAMPLES:
-                examples[example.tool.digest] = (*same, example)
-    agreeing = {key: each.result for key, each in agreements.items() if each.is_confirmed and not each.has_conflict}
-    return SharedRecordings(agreeing if share == "agreeing" else {}, examples)
-
-
-@dataclass(slots=True)
-class _Agreement:
-    result: Result
-    conversation: str
-    is_confirmed: bool = False
-    has_conflict: bool = False
-
-    def add(self, result: Result, conversation: str) -> None:
-        self.has_conflict |= result != self.result
-        self.is_confirmed |= conversation != self.conversation

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Collection, Sequence
+from contextlib import closing
 from typing import Any
 
 from flywheel.states import Split
+from flywheel.tool_results import SharedRecordings
 from flywheel.trace import ChatMessage
-from flywheel.training.agent.recordings import Recording
+from flywheel.training.agent.call_key import tools_by_name
+from flywheel.training.agent.recording_pool import RecordingPool
+from flywheel.training.agent.recordings import Recording, results_of
 
 _numbers = itertools.count()
 
@@ -57,6 +62,18 @@ def recording(
     question: str = "",
 ) -> Recording:
     return Recording(f"t-{next(_numbers)}", conversation, split, tools, steps(*pairs), errors, question)
+
+
+def shared_recordings(
+    recordings: Sequence[Recording], reader: Split, *, share: str = "agreeing", offered: Collection[str] | None = None
+) -> SharedRecordings:
+    """What rollouts of tasks in a split may use of these traces; by default they are offered all tools of all."""
+    tools = {tool.digest for each in recordings for tool in tools_by_name(each.tools).values()}
+    wanted = tools if offered is None else offered
+    with closing(RecordingPool(reader, wanted, agreeing=share == "agreeing", examples=True)) as pool:
+        for each in recordings:
+            pool.add(each, results_of(each))
+        return pool.shared()
 
 
 def identity(value: Any) -> Any:

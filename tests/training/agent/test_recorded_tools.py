@@ -23,11 +23,10 @@ from flywheel.training.agent.recordings import (
     MAX_EXAMPLES,
     Recording,
     results_of,
-    shared_recordings,
 )
 from flywheel.training.agent.tool_metrics import tool_metrics
 from tests.cases import for_each
-from tests.training.agent.recordings import ADD, FINISH, call, identity, recording, said, tool
+from tests.training.agent.recordings import ADD, FINISH, call, identity, recording, said, shared_recordings, tool
 
 ARGUMENTS = st.sampled_from([{"a": 1, "b": 2}, {"a": 2, "b": 2}, {"a": "1", "b": 2}])
 TRACES = st.lists(st.tuples(ARGUMENTS, st.sampled_from(["3", "4"])), max_size=6)

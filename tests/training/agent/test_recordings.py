@@ -17,10 +17,9 @@ from flywheel.training.agent.recordings import (
     Recording,
     recording_of,
     results_of,
-    shared_recordings,
 )
 from tests.sources.studio.reading import read_all
-from tests.training.agent.recordings import ADD, call, recording, tool
+from tests.training.agent.recordings import ADD, call, recording, shared_recordings, tool
 
 STUDIO = Path(__file__).parents[2] / "data" / "studio"
 

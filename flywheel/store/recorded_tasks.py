@@ -1,0 +1,39 @@
+"""Tasks whose traces have results of tool calls: recordings for the rollouts of other tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import orjson
+from sqlalchemy import Connection, LargeBinary, cast, exists, or_, select
+
+from flywheel.exclusion import Exclusion
+from flywheel.states import Split, TaskState
+from flywheel.store.samples import stands
+from flywheel.store.schema import duplicates, tasks
+
+_PAGE: Final = 100
+"""Lines in memory at a time: each may have megabytes."""
+_DECIDED: Final = (TaskState.ACCEPTED, TaskState.REJECTED, TaskState.RESERVED, TaskState.CONSUMED)
+
+
+def recorded_lines(conn: Connection, *, newest: int | None = None) -> Iterator[tuple[Split, dict[str, Any]]]:
+    """The lines of decided tasks with recorded results, each with its split in the ledger; the newest first.
+
+    A rejected answer says nothing against the results of its tools. What a filter or a person has set aside is left
+    out, except repeated questions, of which nothing is wrong.
+    """
+    repeats = exists().where(duplicates.c.task_id == tasks.c.id)
+    rows = conn.execute(
+        select(tasks.c.split, cast(tasks.c.payload, LargeBinary))
+        .where(
+            tasks.c.state.in_([state.value for state in _DECIDED]),
+            tasks.c.excluded.contains(Exclusion.TOOLS.value),
+            or_(tasks.c.state != TaskState.REJECTED.value, stands(), repeats),
+        )
+        .order_by(tasks.c.id.desc())
+        .limit(newest)
+    )
+    for some in rows.partitions(_PAGE):
+        yield from ((Split(split), orjson.loads(line)) for split, line in some)
