@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ import pytest
 
 from flywheel.config import Config
 from flywheel.errors import TrainError
-from flywheel.round import RoundSpec
+from flywheel.round import Comparison, GateTest, RoundSpec
 from flywheel.training.held_out_evaluation import Answers, answer
 from flywheel.training.prompts import seed_of
 from flywheel.training.rollout import Batch, LoadedAdapter, Rollout, RolloutRequest
 from flywheel.verdict import CriterionResult
-from tests.training.rollouts import missed, prompt, rollout
+from flywheel.worker.training_round import Round
+from tests.training.rollouts import missed, prompt, rollout, verdict
 
 CANDIDATE = LoadedAdapter("r0001", 1, "/r0001")
 SEEDS = [seed_of(7, "held-out", "t-1", sample) for sample in range(2)]
@@ -86,6 +88,31 @@ def test_misses_score_against_the_candidate_and_are_not_undecided(tmp_path: Path
     lines = [json.loads(line) for line in (tmp_path / "evaluation.jsonl").read_text().splitlines()]
     assert [line["reward"] for line in lines] == [None, 1.0, 0.5, None, 1.0, 1.0, 0.5, 0.5]
     assert lines[0]["error"] == 'no recorded result for add({"a": 1})'
+
+
+def test_the_comparison_has_the_misses_of_both_sides_and_the_bound_with_the_deployed_at_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def comparison(collector: object) -> Comparison:
+        settings = Config.model_validate({"gate": {"samples": 2, "min_tasks": 1}})
+        rubric = {"version": 1, "id": "right", "criteria": [{"id": "right", "type": "contains", "value": "seven"}]}
+        spec = spec_of(settings).model_copy(
+            update={"test": GateTest(epoch=1, number=1, alpha=0.25), "rubric": rubric}
+        )
+        found = Round(spec, tmp_path, settings, lambda *_: lambda work: verdict(1.0))
+        monkeypatch.setattr(found, "_collector", lambda: nullcontext(collector))
+        prompts = [prompt(f"t-{place}", (place,)) for place in range(1, 9)]
+        return found._compare(prompts, CANDIDATE, None)
+
+    missing = comparison(Missing())
+    assert (missing.tasks, missing.undecided, missing.candidate_missed, missing.deployed_missed) == (8, 0, 1, 1)
+    assert (missing.scores[0].candidate, missing.scores[0].deployed) == (0.5, 0.5)
+    assert missing.gain == pytest.approx(3.5 / 8)
+    assert missing.lower_at_bound is not None
+    assert missing.lower_at_bound < missing.lower
+    assert [(each.criterion, each.tasks) for each in missing.criteria] == [("right", 8)]
+    alone = comparison(Noted())
+    assert (alone.candidate_missed, alone.deployed_missed, alone.lower_at_bound) == (0, 0, None)
 
 
 def test_undecided_answers_beside_misses_stay_undecided(tmp_path: Path) -> None:
