@@ -22,6 +22,10 @@ from typing import Any
 from flywheel.errors import TrainError
 from flywheel.round import RoundTask
 from flywheel.training.actor import RoundActor
+from flywheel.training.agent.endpoint import Endpoint
+from flywheel.training.agent.served_application import ServedApplication
+from flywheel.training.agent.session import Session
+from flywheel.training.agent.timelines import CallTokens
 from flywheel.training.chat_rendering import ChatFormat, ServedChat
 from flywheel.training.policy import base_dtype
 from flywheel.training.prompts import Prompt
@@ -59,6 +63,9 @@ class Engine(RoundActor):
         self._numbers = itertools.count()
         self._llm: Any = None
         self._chat: Any = None
+        self._application: Any = None
+        self._endpoint = Endpoint()
+        self._context = settings.max_model_len
 
     async def start(self) -> dict[str, Any]:
         """Start vLLM. Returns its device, its context (the server's, if memory allows), and the library versions.
@@ -131,8 +138,10 @@ class Engine(RoundActor):
             log.warning(
                 "memory holds a context of %d tokens, and the server's is %d: answers end there", context, served
             )
-        context = min(context, served)
+        context = self._context = min(context, served)
         self._chat = ServedChat(settings.chat, self._llm.model_config, self._llm.renderer, context)
+        self._application = await ServedApplication.build(self._llm, settings.chat)
+        await self._endpoint.start()
         return {
             "device": torch.cuda.get_device_name() if gpu else "cpu",
             "context": context,
@@ -156,9 +165,12 @@ class Engine(RoundActor):
         return prompts, refused
 
     async def load(self, adapter: LoadedAdapter) -> None:
-        await self._llm.add_lora(self._request(adapter))
+        lora = self._request(adapter)
+        await self._llm.add_lora(lora)
+        self._application.add(lora)
 
     async def unload(self, adapter: LoadedAdapter) -> None:
+        self._application.remove(adapter.name)
         await self._llm.remove_lora(adapter.number)
 
     async def generate(self, request: RolloutRequest) -> Completion:
@@ -222,10 +234,34 @@ class Engine(RoundActor):
         at = output.prompt_logprobs[len(token_ids) :]
         return [float(here[token].logprob) for here, token in zip(at, continuation, strict=True)]
 
+    def open_session(self, request: RolloutRequest, *, turns: int | None = None) -> str:
+        """Let an agent be the client of a rollout: the base URL of an OpenAI API for it alone."""
+        return self._endpoint.open(self._session(request, tokens=request.max_tokens, turns=turns))
+
+    def close_session(self, url: str) -> tuple[CallTokens, ...]:
+        """End such a rollout. Returns its calls."""
+        return self._endpoint.close(url).calls
+
     async def stop(self) -> None:
-        """End vLLM's own processes."""
+        """End the endpoint and vLLM's own processes."""
+        await self._endpoint.stop()
         if self._llm is not None:
             await asyncio.to_thread(self._llm.shutdown, 5.0)
+
+    def _session(self, request: RolloutRequest, *, tokens: int | None = None, turns: int | None = None) -> Session:
+        # Rollouts to learn from have the context of the round, others that of the server.
+        context = self._context if request.as_served else self._settings.max_model_len
+        return Session(
+            self._application,
+            request.adapter,
+            as_served=request.as_served,
+            temperature=request.temperature,
+            seed=request.seed,
+            context=context,
+            texts=self._chat.texts,
+            tokens=tokens,
+            turns=turns,
+        )
 
     async def _run(
         self,
