@@ -97,12 +97,15 @@ def test_a_debug_round_whose_rollouts_are_all_undecided_is_shown(flywheel: Run, 
     worker.write_text(
         "#!/bin/sh\n"
         'echo \'{"event": "step", "reward_mean": null, "reward_std": null, "undecided": 8}\' > "$3/metrics.jsonl"\n'
-        'echo \'{"event": "step", "reward_mean": 0.5, "reward_std": 0.25, "undecided": 1}\' >> "$3/metrics.jsonl"\n'
+        'echo \'{"event": "step", "reward_mean": 0.5, "reward_std": 0.25, "undecided": 1, "missed": 5}\' >> '
+        '"$3/metrics.jsonl"\n'
         'echo \'{"round_id": "debug", "outcome": "refused", "reason": "no spread"}\' > "$3/result.json"\n'
     )
     ran = flywheel("round", "--debug", "-c", config)
     assert ran.code == 0, ran.err
-    assert "no reward, 8 undecided\nreward 0.500 ± 0.250, 1 undecided\n" in ran.out
+    assert (
+        "no reward, 8 undecided\nreward 0.500 ± 0.250, 1 undecided, 5 ended at a call without a recorded" in ran.out
+    )
 
 
 DEBUG = (

@@ -14,6 +14,7 @@ from flywheel.rollout_file import read_rollouts
 from flywheel.round import RoundSpec
 from flywheel.training import trainer
 from flywheel.training.agent.misses import WINDOW
+from flywheel.training.debug_round import DebugRun, roll_out_only
 from flywheel.training.progress_meter import Meter
 from flywheel.training.refusal import RefusedError, refuse_without_spread
 from flywheel.training.rollout import Batch, Rollout, RolloutRequest
@@ -194,6 +195,25 @@ def test_tasks_whose_groups_were_dropped_gave_no_gradient(tmp_path: Path) -> Non
     written = {each["task_id"]: each["dropped"] for each in read_rollouts(tmp_path / "rollouts.jsonl")}
     assert {task for task, why in written.items() if why} == {"t-1", "t-2", "t-3"} & set(written)
     assert run.with_gradient == {task for task, why in written.items() if not why}
+
+
+def test_a_debug_round_has_the_same_groups_and_says_what_misses_cost(tmp_path: Path) -> None:
+    def debug(act: Act) -> tuple[DebugRun, Scripted]:
+        collector: Any = Scripted(act)
+        some = [recorded(f"t-{n}") for n in range(12)]
+        meter = Meter(tmp_path, steps=3)
+        return roll_out_only(spec(), settings(), tmp_path, some, collector, None, meter), collector
+
+    calm, planned = debug(differing)
+    assert calm.summary == "8 of 8 groups have rewards that differ; 0 rollouts are undecided"
+    missed, replaced = debug(missing(planned.asked[0][1]))
+    assert missed.summary == (
+        "8 of 9 groups have rewards that differ; 0 rollouts are undecided;"
+        " 4 of 36 ended at a call without a recorded result, which drops 1 group"
+    )
+    trained = Scripted(missing(planned.asked[0][1]))
+    steps_of(trained, 12).collect(0, None)
+    assert replaced.asked[:2] == trained.asked
 
 
 def test_a_round_of_misses_is_refused_with_that_reason_and_not_as_if_the_judge_were_down(tmp_path: Path) -> None:
