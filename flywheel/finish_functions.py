@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 FINISH_FUNCTIONS: Final = frozenset({"generate_response", "GenerateStructuredOutput"})
-"""Those of AgentScope. `rollout.finish_tools` names others."""
+"""Those of AgentScope, which always end a rollout. `rollout.finish_tools` names others."""
 
 
 def finish_answer(name: str, arguments: Mapping[str, Any]) -> str:

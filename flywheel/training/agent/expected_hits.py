@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from flywheel.finish_functions import FINISH_FUNCTIONS
 from flywheel.training.agent.recorded_tools import RecordedTools
 from flywheel.training.agent.recordings import Recording, results_of
 
@@ -49,7 +50,8 @@ def expected_hits(recordings: Iterable[Recording], finish_tools: Collection[str]
                 continue
             tools = RecordedTools(one.tools, results_of(one, finish_tools), on_miss="error")
             for step in other.steps:
-                own_calls = [call for call in step.get("tool_calls") or () if _name(call) not in finish_tools]
+                ends = FINISH_FUNCTIONS.union(finish_tools)
+                own_calls = [call for call in step.get("tool_calls") or () if _name(call) not in ends]
                 for call in tools.answer(own_calls).calls:
                     hits[call.name] += call.is_hit
                     lookups[call.name] += call.is_hit or call.is_miss

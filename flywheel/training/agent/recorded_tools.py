@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Final, Literal
 
-from flywheel.finish_functions import finish_answer
+from flywheel.finish_functions import FINISH_FUNCTIONS, finish_answer
 from flywheel.rubric.checks.tool_calls import Call
 from flywheel.tool_results import Example, Result, SharedRecordings, Tool
 from flywheel.trace import ChatMessage, get_path
@@ -118,14 +118,14 @@ class RecordedTools:
         simulate: Simulate | None = None,
         finish_tools: Collection[str] = (),
     ) -> None:
-        """`tools` are offered, `own` has the results of the task's trace. `simulate` answers misses if `on_miss` says
-        so; what it raises reaches the caller of `answer`."""
+        """`tools` are offered, `own` has the results of the task's trace. `finish_tools` are added to AgentScope's.
+        `simulate` answers misses if `on_miss` says so; what it raises reaches the caller of `answer`."""
         if (on_miss == "simulate") != (simulate is not None):
             raise ValueError("on_miss and simulate contradict each other")
         self._tools = tools_by_name(tools)
         self._own, self._shared = own, shared
         self._on_miss, self._simulate = on_miss, simulate
-        self._finish_tools = frozenset(finish_tools)
+        self._finish_tools = FINISH_FUNCTIONS.union(finish_tools)
         self._times: Counter[str] = Counter()
         self._simulated: dict[str, Result] = {}
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from flywheel.finish_functions import FINISH_FUNCTIONS
 from flywheel.rubric.checks.tool_calls import calls_of
 from flywheel.states import Split
 from flywheel.task import conversation_key
@@ -105,7 +106,7 @@ def trace_results(
     tools = tools_by_name(offered)
     errors = {"metadata": {"errors_json": json.dumps(list(failures))}}
     called = calls_of(Exchange("", "", trajectory=tuple(steps), line=errors))
-    calls = [call for call in called if call.name not in finish_tools]
+    calls = [call for call in called if call.name not in FINISH_FUNCTIONS.union(finish_tools)]
     by_key: dict[str, tuple[Result, ...]] = {}
     examples: list[Example] = []
     for call in calls:

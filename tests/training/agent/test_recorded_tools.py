@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.finish_functions import finish_answer
+from flywheel.finish_functions import FINISH_FUNCTIONS, finish_answer
 from flywheel.states import Split
 from flywheel.tool_results import Result, SharedRecordings
 from flywheel.training.agent.call_key import tools_by_name
@@ -352,6 +352,14 @@ def test_a_finish_tool_ends_the_rollout_with_its_argument() -> None:
 )
 def test_the_answer_of_a_finish_tool(name: str, arguments: dict[str, Any], answer: str) -> None:
     assert finish_answer(name, arguments) == answer
+
+
+@pytest.mark.parametrize("name", sorted(FINISH_FUNCTIONS))
+def test_agentscopes_finish_functions_end_the_rollout_without_being_configured(name: str) -> None:
+    own = recording((call(name, {"response": "x"}), "done"), tools=(tool(name),))
+    assert not results_of(own).calls
+    turn = RecordedTools(own.tools, results_of(own)).answer([call(name, {"response": "x"})])
+    assert (turn.ended_by, turn.answer) == ("finish", "x")
 
 
 def test_a_finish_tool_that_is_not_offered_is_unknown() -> None:
