@@ -72,8 +72,8 @@ def test_secrets_and_environment_reach_every_process(address: str, monkeypatch: 
         monkeypatch.setenv(name, f"value of {name}")
     monkeypatch.setenv("MY_DIARY", "private")
     judge = {"api_key_env": "MY_JUDGE_KEY", "backup": {"api_key_env": "MY_BACKUP_KEY"}}
-    simulator = {"model": "tools", "api_key_env": "MY_SIMULATOR_KEY"}
-    with connected(address, judge=judge, rollout={"tools": {"simulator": simulator}}) as config:
+    tools = {"on_miss": "simulate", "simulator": {"model": "tools", "api_key_env": "MY_SIMULATOR_KEY"}}
+    with connected(address, judge=judge, rollout={"tools": tools}) as config:
         placement = place_on_gpus(8, ray_cluster.gpus(), with_trainer=True)
         places = ray_cluster.Places(placement, 60)
         members = [
