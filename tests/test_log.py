@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -53,3 +54,41 @@ def test_without_a_stderr_nothing_breaks() -> None:
         timeout=120,
         stderr=subprocess.PIPE,
     )
+
+
+AS_JSON = """
+import logging
+from flywheel import log
+log.setup(as_json=True)
+log = logging.getLogger("flywheel.test")
+log.warning("one line\\nand %s \u202e", "\x1b[2J")
+try:
+    1 / 0
+except ZeroDivisionError:
+    log.exception("a defect")
+"""
+
+
+@pytest.mark.parametrize("is_journal", [True, False])
+def test_a_line_of_json_is_one_event_and_exact(tmp_path: Path, is_journal: bool) -> None:
+    with (tmp_path / "log").open("wb") as stderr:
+        found = os.fstat(stderr.fileno())
+        stream = f"{found.st_dev}:{found.st_ino}" if is_journal else ""
+        subprocess.run(
+            [sys.executable, "-c", AS_JSON],
+            env={**os.environ, "JOURNAL_STREAM": stream},
+            stderr=stderr,
+            check=True,
+            timeout=120,
+        )
+    text = (tmp_path / "log").read_text()
+    assert text.isascii() and text.replace("\n", "").isprintable()
+    lines = text.splitlines()
+    if is_journal:
+        assert [line[:3] for line in lines] == ["<4>", "<3>"]
+        lines = [line[3:] for line in lines]
+    warning, defect = map(json.loads, lines)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", warning.pop("time"))
+    told = "one line\nand \x1b[2J \u202e"
+    assert warning == {"level": "WARNING", "logger": "flywheel.test", "message": told}
+    assert defect["exception"].endswith("ZeroDivisionError: division by zero")

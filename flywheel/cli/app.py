@@ -7,7 +7,8 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextvars import ContextVar
 from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, Literal, TypeVar
@@ -34,6 +35,19 @@ T = TypeVar("T")
 EXIT_UNREAD: Final = 141
 _STDOUT: Final = 1
 _STDERR: Final = 2
+ALIASES: Final[Mapping[str, str]] = {"judge": "filter", "train": "round", "explain": "why"}
+"""Other names of commands, which people try first."""
+HINTS: Final[Mapping[str, str]] = {
+    "start": "run", "daemon": "run", "watch": "status --watch", "metrics": "status --metrics", "server": "serve",
+    "vllm": "serve", "list": "tasks", "ls": "tasks", "samples": "tasks", "view": "show TASK",
+    "release": "tasks release TASK", "reject": "tasks reject TASK", "retry": "dead-letters retry ID",
+    "drop": "dead-letters drop ID", "eval": "filter", "evaluate": "filter", "grade": "filter", "score": "filter",
+    "calibrate": "rubric calibrate", "lint": "rubric check", "validate": "rubric check", "learn": "round",
+    "finetune": "round", "gate": "why ROUND", "lineage": "why ROUND", "swap": "deploy", "promote": "deploy",
+    "undo": "rollback", "revert": "rollback", "check": "doctor", "setup": "init", "new": "init", "clean": "prune",
+    "settings": "config show", "completion": "--install-completion", "help": "--help", "version": "--version",
+}  # fmt: skip
+"""What to type instead of a word that is no command."""
 _UNCUT: Final = 1_000
 """More characters than the first sentence of any help text has."""
 
@@ -68,13 +82,29 @@ class Group(TyperGroup):
             formatter.write_dl([(name, each.get_short_help_str(_UNCUT)) for name, each in commands if each])
 
 
+class Commands(Group):
+    """All commands: those with another name have it too, and words that are none lead to one."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return super().get_command(ctx, ALIASES.get(cmd_name, cmd_name))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] in HINTS and self.get_command(ctx, args[0]) is None:
+            ctx.fail(f"No such command {args[0]!r}. Use `flywheel {HINTS[args[0]]}`.")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        super().format_commands(ctx, formatter)
+        with formatter.section("Other names"):
+            formatter.write_dl([(alias, f"The same as `{name}`.") for alias, name in ALIASES.items()])
+
+
 app = typer.Typer(
     name="flywheel",
-    cls=Group,
+    cls=Commands,
     help="A closed loop for AgentScope agents: traces, judged samples, GRPO rounds, tested adapters.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -100,6 +130,10 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
+_given_first: ContextVar[Path | None] = ContextVar("_given_first", default=None)
+"""The configuration that was named before the command."""
+
+
 @app.callback()
 def _options(
     version: Annotated[
@@ -108,16 +142,22 @@ def _options(
     log_level: Annotated[
         str, typer.Option(metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR.", envvar="FLYWHEEL_LOG")
     ] = "INFO",
+    log_format: Annotated[
+        Literal["text", "json"],
+        typer.Option(help="Log lines for people, or one JSON object each.", envvar="FLYWHEEL_LOG_FORMAT"),
+    ] = "text",
+    config: ConfigOption = None,
 ) -> None:
     levels = ("DEBUG", "INFO", "WARNING", "ERROR")
     if log_level.upper() not in levels:
         raise typer.BadParameter(f"{log_level!r} is none of {', '.join(levels)}", param_hint="--log-level")
-    log.setup(log_level.upper())
+    log.setup(log_level.upper(), as_json=log_format == "json")
+    _given_first.set(config)
 
 
 def find_config(path: Path | None) -> Path | None:
-    """The configuration file: the given one, `$FLYWHEEL_CONFIG`, `./flywheel.yaml`, or None for the defaults."""
-    if path is not None:
+    """The configuration file: the one after or before the command, `$FLYWHEEL_CONFIG`, `./flywheel.yaml`, or None."""
+    if (path := path or _given_first.get()) is not None:
         return path
     if named := os.environ.get("FLYWHEEL_CONFIG"):
         return Path(named)
@@ -241,7 +281,7 @@ def print_error(text: str) -> None:
 
 MODULES: Final = (
     "run", "ingest", "filter", "rounds", "rollouts", "prune", "status", "audit", "why", "dead_letters", "tasks",
-    "show", "rubric", "export", "setup", "doctor",
+    "show", "rubric", "export", "settings", "setup", "doctor",
 )  # fmt: skip
 """Each adds its commands to `app` when it is imported, in the order of `--help`."""
 

@@ -61,6 +61,7 @@ def _files_to_write(*, systemd: bool) -> Iterator[tuple[Path, str]]:
     shipped = files.shipped_folder()
     # The shipped configuration is one folder deeper; its paths are relative to its own folder.
     yield Path("flywheel.yaml"), (shipped / "configs" / "flywheel.yaml").read_text().replace("../", "")
+    yield Path("flywheel.schema.json"), (shipped / "configs" / "flywheel.schema.json").read_text()
     for name in ("filters", "rubrics", *(("systemd",) if systemd else ())):
         for source in sorted((shipped / name).iterdir()):
             if source.is_file() and not source.name.startswith("__"):

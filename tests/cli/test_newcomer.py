@@ -36,7 +36,12 @@ def test_the_readme_leads_from_nothing_to_verdicts(
     said = flywheel("init", home / line).out.splitlines()[-1]
     assert said == f"export FLYWHEEL_CONFIG={shlex.quote(str(home / line / 'flywheel.yaml'))}"
     monkeypatch.chdir(home / line)
-    assert sorted(path.name for path in Path().iterdir()) == ["filters", "flywheel.yaml", "rubrics"]
+    assert sorted(path.name for path in Path().iterdir()) == [
+        "filters",
+        "flywheel.schema.json",
+        "flywheel.yaml",
+        "rubrics",
+    ]
     with JudgeServer() as judge:
         config = Path("flywheel.yaml")
         config.write_text(config.read_text().replace("https://api.openai.com/v1", judge.base_url))

@@ -1,0 +1,160 @@
+"""`flywheel config`: the settings in effect and where each comes from, and the JSON Schemas of files."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
+
+import typer
+
+from flywheel.cli.app import ConfigOption, Group, JsonOption, app, find_config, load_config, print_json
+from flywheel.cli.tables import Row, print_rows, short_path, stdout
+from flywheel.known_secrets import REDACTED, redact_secrets
+from flywheel.terminal import escape_terminal
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from flywheel.config import Config
+    from flywheel.yaml_file import YamlDocument
+
+config_app = typer.Typer(cls=Group, help="Show the settings.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(config_app, name="config")
+
+SCHEMAS: Final[Mapping[str, str]] = {
+    "config": "configs/flywheel.schema.json",
+    "rubric": "rubrics/rubric.schema.json",
+    "filters": "filters/filters.schema.json",
+}
+"""The shipped schema of each kind of file."""
+WIDE: Final = 100
+DEFAULT: Final = "default"
+_USER_INFO: Final = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_SECRET_ARGUMENT: Final = re.compile(r"(--[\w-]*(?:key|token|secret|password))(?:=(.*))?", re.IGNORECASE)
+
+
+class Setting(NamedTuple):
+    """The value of one key in effect, and where it comes from: `default`, a file with its line, or a variable."""
+
+    key: str
+    value: Any
+    origin: str
+
+
+@config_app.command()
+def show(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    """Print every setting in effect, and where it comes from; secrets are masked."""
+    path = find_config(config)
+    found = [*settings_of(load_config(config), path)]
+    if as_json:
+        file = None if path is None else str(path.absolute())
+        print_json({"file": file, "settings": [each._asdict() for each in found]})
+        return
+    rows = [
+        Row((each.key, escape_terminal(_text(each.value), one_line=True), escape_terminal(each.origin)))
+        for each in found
+    ]
+    print_rows(stdout(), ("setting", "value", "from"), rows, wide=WIDE, fold=("value",))
+
+
+@config_app.command()
+def schema(
+    of: Annotated[
+        Literal["config", "rubric", "filters"],
+        typer.Argument(metavar="config|rubric|filters", help="Of which files."),
+    ] = "config",
+) -> None:
+    """Print the JSON Schema of configuration, rubric or filter files, for editors that complete and validate."""
+    print_json(schema_of(of))
+
+
+def schema_of(name: str) -> dict[str, Any]:
+    """The JSON Schema of one kind of file, by a key of `SCHEMAS`."""
+    from flywheel.config.schema import json_schema as of_config
+    from flywheel.filtering.schema import json_schema as of_filters
+    from flywheel.rubric import json_schema as of_rubric
+
+    return {"config": of_config, "rubric": of_rubric, "filters": of_filters}[name]()
+
+
+def settings_of(config: Config, path: Path | None) -> Iterator[Setting]:
+    """All settings in effect, of a configuration that was read from `path`."""
+    from flywheel.config.agentjet import MARKERS
+    from flywheel.yaml_file import YamlDocument
+
+    document = None if path is None else YamlDocument(path.read_text(encoding="utf-8"))
+    if document is not None and isinstance(document.value, Mapping) and not MARKERS.isdisjoint(document.value):
+        document = None  # its keys have other names in the file
+    file = "" if path is None else short_path(str(path.absolute()))
+    effective = _effective(config)
+    for each in _walked(config, (), file, document):
+        value, origin = each.value, each.origin
+        if value is None and each.key in effective:
+            value, origin = effective[each.key]
+        if each.key.endswith("_env") and value is not None:
+            names = [name.strip() for name in value.split("|")]
+            unset = [f"${name}" for name in names if not os.environ.get(name)]
+            origin += f"; not set: {', '.join(unset)}" if unset else "; set"
+        yield Setting(each.key, _masked(value), origin)
+
+
+def _effective(config: Config) -> dict[str, tuple[Any, str]]:
+    """What settings without a value stand for, and where that comes from."""
+    home, url = os.environ.get("FLYWHEEL_HOME"), os.environ.get("OPENAI_BASE_URL")
+    state = "$FLYWHEEL_HOME" if home else "$XDG_STATE_HOME" if os.environ.get("XDG_STATE_HOME") else DEFAULT
+    found: dict[str, tuple[Any, str]] = {
+        "state.dir": (str(config.state_dir), state),
+        "ingest.output": (str(config.task_file), DEFAULT),
+        "trigger.min_held_out": (config.gate.min_tasks, DEFAULT),
+    }
+    if url:
+        found |= dict.fromkeys(("judge.base_url", "rollout.tools.simulator.base_url"), (url, "$OPENAI_BASE_URL"))
+    return found
+
+
+def _walked(
+    section: BaseModel, above: tuple[str | int, ...], file: str, document: YamlDocument | None
+) -> Iterator[Setting]:
+    from pydantic import BaseModel
+
+    for name in type(section).model_fields:
+        path, value = (*above, name), getattr(section, name)
+        if isinstance(value, BaseModel):
+            yield from _walked(value, path, file, document)
+            continue
+        if isinstance(value, list) and value and all(isinstance(item, BaseModel) for item in value):
+            for index, item in enumerate(value):
+                yield from _walked(item, (*path, index), file, document)
+            continue
+        origin = DEFAULT
+        if name in section.model_fields_set:
+            origin = file if document is None else f"{file}:{document.position(path, key=True).line}"
+        yield Setting(".".join(map(str, path)), value, origin)
+
+
+def _masked(value: Any) -> Any:
+    """A value for JSON without keys: known secrets, credentials in URLs, and arguments that name a key or token."""
+    if isinstance(value, str | Path):
+        return redact_secrets(_USER_INFO.sub(REDACTED, str(value)))
+    if isinstance(value, Mapping):
+        return {key: _masked(item) for key, item in value.items()}
+    if not isinstance(value, list | tuple):
+        return value
+    masked, is_secret = [], False
+    for item in value:
+        found = _SECRET_ARGUMENT.fullmatch(item) if isinstance(item, str) else None
+        if found is not None and found[2] is not None:
+            masked.append(f"{found[1]}={REDACTED}")
+        else:
+            masked.append(REDACTED if is_secret else _masked(item))
+        is_secret = found is not None and found[2] is None
+    return masked
+
+
+def _text(value: Any) -> str:
+    from json import dumps
+
+    return value if isinstance(value, str) else dumps(value, ensure_ascii=False)

@@ -1,0 +1,189 @@
+"""`flywheel config`: settings with their origin, without secrets; and the schemas of the files that users edit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jsonschema import Draft202012Validator
+
+from flywheel.cli.settings import SCHEMAS, schema_of
+from flywheel.config import Config, parse
+from flywheel.errors import ConfigError
+from flywheel.filtering.chain import FILTERS, load_chain
+from tests.cli.conftest import Run
+from tests.test_config import MISTAKES
+
+ROOT = Path(__file__).parent.parent.parent
+KEY = "sk-0123456789abcdef"
+
+
+def settings(ran: Any) -> dict[str, tuple[Any, str]]:
+    return {each["key"]: (each["value"], each["origin"]) for each in ran.json["settings"]}
+
+
+def test_each_setting_has_its_value_in_effect_and_its_origin(
+    flywheel: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+    (tmp_path / "flywheel.yaml").write_text(
+        "judge:\n  model: grader\n  max_thread: 3\nsources:\n  - path: a.sqlite\n  - {type: jsonl, path: b.jsonl}\n"
+    )
+    ran = flywheel("config", "show", "--json")
+    assert ran.json["file"] == str(tmp_path / "flywheel.yaml")
+    found = settings(ran)
+    file = tmp_path / "flywheel.yaml"
+    assert found["judge.model"] == ("grader", f"{file}:2")
+    assert found["judge.max_thread"] == (3, f"{file}:3")
+    assert found["sources.0.path"] == (str(tmp_path / "a.sqlite"), f"{file}:5")
+    assert found["sources.1.type"] == ("jsonl", f"{file}:6")
+    assert found["judge.max_attempts"] == (4, "default")
+    assert found["judge.base_url"] == ("http://127.0.0.1:9/v1", "$OPENAI_BASE_URL")
+    assert found["state.dir"] == (str(tmp_path / "home"), "$FLYWHEEL_HOME")
+    assert found["ingest.output"] == (str(tmp_path / "home" / "tasks.jsonl"), "default")
+    assert found["judge.api_key_env"] == ("OPENAI_API_KEY", "default; not set: $OPENAI_API_KEY")
+    lines = flywheel("config", "show").out.splitlines()
+    assert any(line.split() == ["judge.max_thread", "3", f"{file}:3"] for line in lines)
+
+
+def test_every_key_is_shown(flywheel: Run) -> None:
+    def keys(model: Any, above: str = "") -> set[str]:
+        inner = {name: getattr(model, name) for name in type(model).model_fields}
+        nested = {name: value for name, value in inner.items() if hasattr(value, "model_fields_set")}
+        found = {f"{above}{name}" for name in inner if name not in nested}
+        return found.union(*(keys(value, f"{above}{name}.") for name, value in nested.items()))
+
+    shown = settings(flywheel("config", "show", "--json"))
+    assert set(shown) - {key for key in shown if key.startswith("sources.")} == keys(Config()) - {"sources"}
+    assert {key for key in shown if key.startswith("sources.")} > {"sources.0.type", "sources.0.path"}
+
+
+def test_a_file_of_agentjet_has_origins_without_lines(flywheel: Run, tmp_path: Path) -> None:
+    text = "feedback_tracing: {alien_llm_model: grader}\nmodel: {base: some/model}\n"
+    (tmp_path / "flywheel.yaml").write_text(text)
+    assert settings(flywheel("config", "show", "--json"))["judge.model"] == (
+        "grader",
+        str(tmp_path / "flywheel.yaml"),
+    )
+
+
+def test_no_secret_is_shown(flywheel: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OF_THE_JUDGE", KEY)
+    raw = {
+        "judge": {"api_key_env": "OF_THE_JUDGE", "base_url": "http://me:hidden-one@host/v1", "model": f"m-{KEY}"},
+        "serving": {"extra_args": ["--api-key", "hidden-two", "--hf-token=hidden-three", "--seed", "7"]},
+    }
+    (tmp_path / "flywheel.yaml").write_text(yaml.safe_dump(raw))
+    ran = flywheel("config", "show", "--json")
+    found = settings(ran)
+    assert found["judge.api_key_env"][1].endswith("; set")
+    assert found["judge.base_url"][0] == "http://[secret]@host/v1"
+    assert found["serving.extra_args"][0] == ["--api-key", "[secret]", "--hf-token=[secret]", "--seed", "7"]
+    for text in (ran.out, flywheel("config", "show").out):
+        assert KEY not in text
+        assert "hidden" not in text
+
+
+def test_a_wrong_file_is_an_error_and_not_shown(flywheel: Run, tmp_path: Path) -> None:
+    (tmp_path / "flywheel.yaml").write_text("judge: {max_threads: 3}\n")
+    ran = flywheel("config", "show")
+    assert (ran.code, ran.out) == (78, "")
+    assert "did you mean `max_thread`?" in ran.err
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_the_shipped_schemas_are_the_generated_ones(flywheel: Run, name: str) -> None:
+    shipped = json.loads((ROOT / SCHEMAS[name]).read_text())
+    assert shipped == schema_of(name), "run python -m scripts.json_schemas"
+    assert flywheel("config", "schema", name).json == shipped
+    assert shipped["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    Draft202012Validator.check_schema(shipped)
+
+
+def test_the_default_schema_is_that_of_configurations(flywheel: Run) -> None:
+    assert flywheel("config", "schema").json["title"] == "A Flywheel configuration"
+
+
+def accepts(name: str, raw: Any) -> bool:
+    return Draft202012Validator(schema_of(name)).is_valid(raw)
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [(name, file) for name in ("config", "filters") for file in sorted((ROOT / SCHEMAS[name]).parent.glob("*.yaml"))],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_every_shipped_file_validates_and_names_its_schema(name: str, file: Path) -> None:
+    text = file.read_text()
+    assert accepts(name, yaml.safe_load(text))
+    if file.name != "demo.yaml":  # a template, which nobody edits
+        assert text.startswith(f"# yaml-language-server: $schema={Path(SCHEMAS[name]).name}\n")
+
+
+def test_init_lays_the_schemas_beside_the_files(flywheel: Run, tmp_path: Path) -> None:
+    assert flywheel("init").code == 0
+    files = [
+        tmp_path / "flywheel.yaml",
+        *(tmp_path / "filters").glob("*.yaml"),
+        *(tmp_path / "rubrics").glob("*.yaml"),
+    ]
+    for file in files:
+        named = file.read_text().splitlines()[0].removeprefix("# yaml-language-server: $schema=")
+        assert json.loads((file.parent / named).read_text())["$schema"]
+
+
+RIGHT: list[dict[str, Any]] = [
+    {},
+    {"sources": [{"path": "a"}, {"type": "otlp"}, {"type": "calls"}, {"type": "jsonl", "path": "x"}]},
+    {"serving": {"call_log": False}},
+    {"serving": {"call_log": True}},
+    {"serving": {"call_log": {"keep_days": 1}, "tool_call_parser": None}},
+    {"retention": {"keep_days": None}},
+    {"training": {"lora": {"target_modules": ["q_proj"]}}},
+    {"rollout": {"tools": {"on_miss": "simulate", "simulator": {"model": "m"}}}},
+    {"gate": {"non_inferiority_margins": {"a": 0.1}}},
+]
+
+
+@pytest.mark.parametrize("raw", RIGHT, ids=str)
+def test_what_the_program_takes_the_schema_accepts(raw: dict[str, Any], tmp_path: Path) -> None:
+    parse(raw, "c.yaml", tmp_path)
+    assert accepts("config", raw)
+
+
+def test_wrong_keys_and_values_are_marked() -> None:
+    for raw in ({"judge": {"max_threads": 3}}, {"judgement": {}}, {"trigger": {"min_samples": "many"}}, *MISTAKES):
+        with pytest.raises(ConfigError):
+            parse(raw, "c.yaml", Path())
+    # What checks across characters or keys find, a schema cannot say.
+    unsaid = [raw for raw in MISTAKES if accepts("config", json.loads(json.dumps(raw)))]
+    assert len(unsaid) <= len(MISTAKES) // 3, unsaid
+    assert not accepts("config", {"judge": {"max_threads": 3}})
+    assert not accepts("config", {"trigger": {"min_samples": "many"}})
+    assert not accepts("config", {"sources": [{"type": "csv"}]})
+    assert not accepts("config", {"sources": [{"type": "jsonl"}]})
+
+
+def test_every_setting_is_described() -> None:
+    schema = schema_of("config")
+    for section in (schema, *schema["$defs"].values()):
+        for key, part in section["properties"].items():
+            assert "$ref" in part or "anyOf" in part or part.get("description"), key
+            assert "title" not in part
+
+
+@pytest.mark.parametrize("kind", FILTERS)
+def test_parameters_of_a_filter_are_checked_by_its_type(kind: str, tmp_path: Path) -> None:
+    right = {"type": kind, **({"params": {"path": "f.py"}} if kind == "python" else {})}
+    chain = {"id": "c", "filters": [right]}
+    (tmp_path / "f.py").write_text("def keep(task):\n    return True\n")
+    (tmp_path / "c.yaml").write_text(json.dumps(chain))
+    load_chain(tmp_path / "c.yaml")
+    assert accepts("filters", chain)
+    wrong = {"type": kind, "params": {**right.get("params", {}), "nothing": 1}}  # type: ignore[dict-item]
+    assert not accepts("filters", {"id": "c", "filters": [wrong]})
+    assert accepts("filters", {"id": "c", "filters": [{**wrong, "enabled": False}]})
+    assert not accepts("filters", {"id": "c", "filters": [{"type": f"{kind}s"}]})
