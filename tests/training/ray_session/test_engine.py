@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import ray
 
@@ -19,6 +20,7 @@ from flywheel.errors import TrainError
 from flywheel.gpu_placement import place_on_gpus
 from flywheel.round import RoundTask
 from flywheel.training import ray_cluster
+from flywheel.training.agent.timelines import CallTokens
 from flywheel.training.engine import Engine, EngineSettings
 from flywheel.training.prompts import Prompt, schedule
 from flywheel.training.rollout import Completion, LoadedAdapter, RolloutRequest
@@ -115,6 +117,17 @@ def generate(engine: Any, wanted: list[RolloutRequest]) -> list[Completion]:
     return found
 
 
+def asked(engine: Any, request: RolloutRequest) -> tuple[CallTokens, ...]:
+    """The calls of an agent that asks the question of a request once."""
+    [url] = ray_cluster.wait([engine.open_session.remote(request)])
+    body = {"model": "policy", "messages": request.prompt.task.prompt}
+    response = httpx.post(f"{url}/chat/completions", json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    [calls] = ray_cluster.wait([engine.close_session.remote(url)])
+    found: tuple[CallTokens, ...] = calls
+    return found
+
+
 def agreeing(left: list[Completion], right: list[Completion]) -> float:
     """Share of completions with the same tokens. Another batch may turn a tie; other weights turn almost all."""
     return sum(a.token_ids == b.token_ids for a, b in zip(left, right, strict=True)) / len(left)
@@ -137,29 +150,32 @@ def test_a_completion_is_whole(engine: Any, prompts: list[Prompt]) -> None:
 def test_after_each_sync_the_engine_answers_with_the_new_weights_and_not_with_the_old(
     engine: Any, prompts: list[Prompt], tmp_path: Path
 ) -> None:
-    """As in a round: the weights change, and are synced under a new name."""
+    """As in a round: the weights change, and are synced under a new name. Replies and rollouts through the chat
+    endpoint are both sampled from the new weights."""
     import torch
 
     from flywheel.training.policy import load_policy
 
-    def measured(completions: list[Completion]) -> list[list[float]]:
-        """The logprobs of their tokens under the trainer's weights."""
-        found = []
-        for prompt, completion in zip(prompts, completions, strict=True):
+    def gap(generated: list[CallTokens]) -> float:
+        """The mean difference of the engine's logprobs to those of the trainer's weights, in nats per token."""
+        differences: list[float] = []
+        for call in generated:
             with torch.no_grad():
-                logits = model(torch.tensor([[*prompt.token_ids, *completion.token_ids]])).logits[0]
-            rows = logits.log_softmax(-1)[len(prompt.token_ids) - 1 : -1]
-            found.append(rows.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0].tolist())
-        return found
-
-    def gap(completions: list[Completion], under: list[list[float]]) -> float:
-        """The mean difference to the engine's own, in nats per token."""
-        differences = [
-            abs(float(told or 0) - own)
-            for completion, rows in zip(completions, under, strict=True)
-            for told, own in zip(completion.logprobs, rows, strict=True)
-        ]
+                logits = model(torch.tensor([[*call.prompt_ids, *call.token_ids]])).logits[0]
+            rows = logits.log_softmax(-1)[len(call.prompt_ids) - 1 : -1]
+            own = rows.gather(1, torch.tensor(call.token_ids)[:, None])[:, 0].tolist()
+            differences += [abs(float(told or 0) - at) for told, at in zip(call.logprobs, own, strict=True)]
         return sum(differences) / len(differences)
+
+    def replies() -> list[CallTokens]:
+        done = generate(engine, requests(prompts, run.adapter))
+        return [
+            CallTokens(prompt.token_ids, each.token_ids, each.logprobs, (), identity=(), reply="")
+            for prompt, each in zip(prompts, done, strict=True)
+        ]
+
+    def through_the_endpoint() -> list[CallTokens]:
+        return [call for request in requests(prompts, run.adapter) for call in asked(engine, request)]
 
     spec = round_spec("http://127.0.0.1:9/v1")
     run = Run(spec, settings_of(spec), tmp_path, prompts, [engine], None, None)
@@ -171,13 +187,16 @@ def test_after_each_sync_the_engine_answers_with_the_new_weights_and_not_with_th
             for weight in weights:
                 weight.add_(torch.randn_like(weight) * 0.3)
         run.sync(model)
-        drawn = generate(engine, requests(prompts, run.adapter))
-        assert gap(drawn, measured(drawn)) < 1e-3
+        both = replies(), through_the_endpoint()
+        assert len(both[1]) == len(prompts)
+        for drawn in both:
+            assert gap(drawn) < 1e-3
         new = [weight.detach().clone() for weight in weights]
         with torch.no_grad():
             for weight, before in zip(weights, old, strict=True):
                 weight.copy_(before)
-        assert gap(drawn, measured(drawn)) > 0.05
+        for drawn in both:
+            assert gap(drawn) > 0.05
         with torch.no_grad():
             for weight, after in zip(weights, new, strict=True):
                 weight.copy_(after)
