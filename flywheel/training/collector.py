@@ -7,11 +7,13 @@ Generation and judging overlap. A failed rollout has no reward; a dead engine, o
 from __future__ import annotations
 
 import logging
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Final
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -25,6 +27,10 @@ from flywheel.verdict import Exchange, Outcome, Verdict
 log = logging.getLogger(__name__)
 
 Grade = Callable[[Exchange], Verdict]
+
+MAX_OPEN: Final = 256
+"""Rollouts that an engine has at a time: more than vLLM generates at once by default. The others wait for the engine
+that is done first."""
 
 
 class Collector:
@@ -60,20 +66,15 @@ class Collector:
             self._meter.begin(len(requests))
         completions: list[Completion] = [Completion(error="not generated")] * len(requests)
         grades: dict[int, Future[Verdict]] = {}
-        # A group stays on one engine, which then computes the prompt once.
-        pending = {
-            self._engines[request.group % len(self._engines)].generate.remote(request): place
-            for place, request in enumerate(requests)
-        }
-        while pending:
+        engines = _Dispatch(self._engines, requests)
+        while engines.submit():
             check_stopped()
             late = time.monotonic() > started + self._timeout
             # After the timeout, take all completed rollouts without waiting.
-            ready, _ = ray.wait(
-                list(pending), num_returns=len(pending) if late else 1, timeout=0 if late else POLL_SECONDS
-            )
+            running = list(engines.running)
+            ready, _ = ray.wait(running, num_returns=len(running) if late else 1, timeout=0 if late else POLL_SECONDS)
             for reference in ready:
-                place = pending.pop(reference)
+                place = engines.ended(reference)
                 completion = completions[place] = _fetch(reference)
                 if self._meter is not None:
                     self._meter.completed(len(completion.token_ids))
@@ -81,7 +82,7 @@ class Collector:
                     work = exchange(requests[place].prompt, completion)
                     grades[place] = self._threads.submit(self._verdict, work)
             if late:
-                self._give_up(pending, completions)
+                self._give_up(engines, completions)
                 break
         generated = time.monotonic()
         if self._meter is not None:
@@ -99,13 +100,12 @@ class Collector:
         )
         return Batch(rollouts, {"generate": generated - started, "grade": graded - generated})
 
-    def _give_up(self, pending: dict[Any, int], completions: list[Completion]) -> None:
-        if not pending:
-            return
-        for reference, place in pending.items():
-            ray.cancel(reference)
+    def _give_up(self, engines: _Dispatch, completions: list[Completion]) -> None:
+        places = engines.cancel()
+        for place in places:
             completions[place] = Completion(error=f"no completion within {self._timeout:g} s")
-        log.warning("%d rollouts had no completion within %g s", len(pending), self._timeout)
+        if places:
+            log.warning("%d rollouts had no completion within %g s", len(places), self._timeout)
 
     def _verdict(self, work: Exchange) -> Verdict:
         try:
@@ -117,6 +117,51 @@ class Collector:
         except Exception as error:
             log.exception("the grader failed on one rollout")
             return _undecided(f"the grader failed: {type(error).__name__}: {error}")
+
+
+class _Dispatch:
+    """Gives each request to the engine with the fewest open rollouts. A group, whose prompt an engine computes once,
+    stays on one engine while that has no more than its share of the rollouts to do."""
+
+    def __init__(self, engines: Sequence[Any], requests: Sequence[RolloutRequest]) -> None:
+        self._engines, self._requests = engines, requests
+        self._waiting = deque(range(len(requests)))
+        self._open = [0] * len(engines)
+        self._of_group: dict[int, int] = {}
+        self.running: dict[Any, tuple[int, int]] = {}
+        """The place of each request that an engine has, and the engine's number."""
+
+    def submit(self) -> bool:
+        """Submit requests as far as engines take them. False when all have ended."""
+        while self._waiting and min(self._open) < MAX_OPEN:
+            place = self._waiting.popleft()
+            number = self._engine(self._requests[place].group)
+            self._open[number] += 1
+            reference = self._engines[number].generate.remote(self._requests[place])
+            self.running[reference] = place, number
+        return bool(self.running)
+
+    def ended(self, reference: Any) -> int:
+        """The place of a request whose rollout has ended."""
+        place, number = self.running.pop(reference)
+        self._open[number] -= 1
+        return place
+
+    def cancel(self) -> list[int]:
+        """Give up all requests that have not ended. Returns their places."""
+        for reference in self.running:
+            ray.cancel(reference)
+        places = [*(place for place, _ in self.running.values()), *self._waiting]
+        self.running.clear()
+        self._waiting.clear()
+        return places
+
+    def _engine(self, group: int) -> int:
+        share = math.ceil((len(self.running) + len(self._waiting) + 1) / len(self._engines))
+        known = self._of_group.get(group)
+        if known is None or self._open[known] >= min(share, MAX_OPEN):
+            known = self._of_group[group] = self._open.index(min(self._open))
+        return known
 
 
 def _fetch(reference: Any) -> Completion:

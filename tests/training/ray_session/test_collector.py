@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ import ray
 
 from flywheel.config import Config
 from flywheel.errors import FlywheelError, JudgeError, TrainError
+from flywheel.training import collector as collector_module
 from flywheel.training import ray_cluster
 from flywheel.training.collector import Collector, Grade
 from flywheel.training.held_out_evaluation import answer
@@ -97,6 +100,31 @@ def test_rollouts_that_drip_are_given_up_like_those_that_hang(engine: Any) -> No
     batch = collect(engine, list(range(2000, 2150)), lambda _: verdict(1.0), timeout=3)
     assert 0 < len(batch.rewards) < 150
     assert batch.rollouts[-1].failure == "no completion within 3 s"
+
+
+def test_the_engine_with_the_fewest_open_rollouts_is_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No Ray: engines write down what they are given, and each reference is the number of a call."""
+    monkeypatch.setattr(collector_module, "MAX_OPEN", 8)
+    given: dict[str, list[int]] = {"a": [], "b": []}
+    numbers = itertools.count()
+
+    def engine_named(name: str) -> Any:
+        def generate(wanted: RolloutRequest) -> int:
+            given[name].append(wanted.group)
+            return next(numbers)
+
+        return SimpleNamespace(generate=SimpleNamespace(remote=generate))
+
+    requests = [request(group, seed) for group in range(6) for seed in range(4)]
+    engines = collector_module._Dispatch([engine_named("a"), engine_named("b")], requests)
+    assert engines.submit()
+    # Groups stay together where each engine then has no more than its share.
+    assert given == {"a": [0] * 4 + [2] * 4, "b": [1] * 4 + [3] * 4}
+    # The second engine is fast: it has the fewest open, and takes what waits.
+    for reference in (*range(4, 8), *range(12, 16)):
+        assert engines.ended(reference) == reference
+        assert engines.submit()
+    assert given == {"a": [0] * 4 + [2] * 4, "b": [1] * 4 + [3] * 4 + [4] * 4 + [5] * 4}
 
 
 def test_a_dead_engine_ends_the_round_which_can_be_tried_again() -> None:
