@@ -23,8 +23,10 @@ from flywheel.errors import TrainError
 from flywheel.round import RoundTask
 from flywheel.training.actor import RoundActor
 from flywheel.training.agent.endpoint import Endpoint
+from flywheel.training.agent.recorded_rollout import ToolSetup, roll_out
 from flywheel.training.agent.served_application import ServedApplication
 from flywheel.training.agent.session import Session
+from flywheel.training.agent.simulator import Simulator
 from flywheel.training.agent.timelines import CallTokens
 from flywheel.training.chat_rendering import ChatFormat, ServedChat
 from flywheel.training.policy import base_dtype
@@ -66,6 +68,8 @@ class Engine(RoundActor):
         self._application: Any = None
         self._endpoint = Endpoint()
         self._context = settings.max_model_len
+        self._tools = self._gate_tools = ToolSetup(settings.max_model_len)
+        self._simulator: Simulator | None = None
 
     async def start(self) -> dict[str, Any]:
         """Start vLLM. Returns its device, its context (the server's, if memory allows), and the library versions.
@@ -148,6 +152,15 @@ class Engine(RoundActor):
             "versions": versions(),
         }
 
+    def use_tools(self, training: ToolSetup, gate: ToolSetup) -> None:
+        """Set how tools answer in rollouts to learn from, and in those `as_served`, which are never simulated. Raises
+        TrainError for a simulator that cannot be used."""
+        if gate.on_miss == "simulate":
+            raise ValueError("the gate's results cannot be simulated")
+        self._tools, self._gate_tools = training, gate
+        if training.on_miss == "simulate" and training.simulator is not None:
+            self._simulator = Simulator(training.simulator)
+
     async def encode(self, tasks: Sequence[RoundTask]) -> tuple[list[Prompt], dict[str, str]]:
         """Prompts as the server renders them, and the reason for each task (by id) that cannot be rendered."""
         prompts: list[Prompt] = []
@@ -174,7 +187,9 @@ class Engine(RoundActor):
         await self._llm.remove_lora(adapter.number)
 
     async def generate(self, request: RolloutRequest) -> Completion:
-        """One sampled completion."""
+        """One rollout: a message, or a trajectory if the task has recorded tools."""
+        if request.prompt.task.agent == "recorded":
+            return await self._with_recorded_tools(request)
         from vllm import SamplingParams
 
         task, prompt = request.prompt.task, request.prompt.token_ids
@@ -213,6 +228,15 @@ class Engine(RoundActor):
             error=f"it calls {' and '.join(answer.tools)}, and no tool runs in a rollout" if answer.tools else "",
         )
 
+    async def _with_recorded_tools(self, request: RolloutRequest) -> Completion:
+        session = self._session(request)
+        try:
+            if request.as_served:
+                return await roll_out(request, session, self._gate_tools)
+            return await roll_out(request, session, self._tools, self._simulator)
+        finally:
+            session.close()
+
     async def continue_greedily(
         self, token_ids: Sequence[int], adapter: LoadedAdapter | None, *, tokens: int
     ) -> list[int]:
@@ -245,6 +269,8 @@ class Engine(RoundActor):
     async def stop(self) -> None:
         """End the endpoint and vLLM's own processes."""
         await self._endpoint.stop()
+        if self._simulator is not None:
+            self._simulator.close()
         if self._llm is not None:
             await asyncio.to_thread(self._llm.shutdown, 5.0)
 

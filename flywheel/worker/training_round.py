@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, overload
@@ -23,6 +24,7 @@ from flywheel.model_parsers import parsers_of
 from flywheel.round import ADAPTER_DIR, AdapterRef, Comparison, RoundResult, RoundSpec, RoundTask
 from flywheel.serving.vllm_arguments import parser_arguments
 from flywheel.training import ray_cluster
+from flywheel.training.agent.recorded_rollout import ToolSetup
 from flywheel.training.chat_rendering import ChatFormat, served_format
 from flywheel.training.collector import Collector, Grade
 from flywheel.training.debug_round import roll_out_only
@@ -102,6 +104,24 @@ class Round:
             ray_cluster.gather(members, self.settings, [mark, *self._needed()])
         told = ray_cluster.wait([member.start.remote() for member in members])[: rollout.engines]
         self.about = {**told[0], "context": min(each["context"] for each in told)}
+        for_training, for_gate = self._tools()
+        ray_cluster.wait([engine.use_tools.remote(for_training, for_gate) for engine in self.engines])
+
+    def _tools(self) -> tuple[ToolSetup, ToolSetup]:
+        """How tools answer in training, and in the gate, which always ends a rollout with a miss."""
+        rollout, spec = self.settings.rollout, self.spec
+        finish_tools, tools = tuple(rollout.finish_tools), rollout.tools
+        training = ToolSetup(
+            context=rollout.max_model_len,
+            shared=spec.shared,
+            on_miss=tools.on_miss,
+            finish_tools=finish_tools,
+            max_turns=rollout.max_turns,
+            simulator=tools.simulator,
+        )
+        return training, replace(
+            training, context=self.about["context"], shared=spec.shared_gate, on_miss="end", simulator=None
+        )
 
     @contextlib.contextmanager
     def _mark(self) -> Iterator[Path]:

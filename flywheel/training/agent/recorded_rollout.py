@@ -29,7 +29,7 @@ class ToolSetup:
     """How tools answer, and the limits of rollouts.
 
     Attributes:
-        context: Tokens of prompt and message of a turn together.
+        context: Tokens of prompt and message of a turn together, which the session keeps to.
         shared: Results of other traces.
         max_turns: Messages of the policy.
         simulator: The model that plays tools if `on_miss` is `simulate`.

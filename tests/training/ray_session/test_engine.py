@@ -78,23 +78,25 @@ def engine(model: Path) -> Iterator[Any]:
     ray.kill(actor)
 
 
-@pytest.fixture(scope="module")
-def adapters(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> list[LoadedAdapter]:
-    """Two adapters that change what the policy says beyond recognition, loaded as candidate and deployed would be."""
+def strange_adapter(number: int, path: Path) -> LoadedAdapter:
+    """An adapter that changes what the policy says beyond recognition."""
     import torch
 
     from flywheel.training.policy import load_policy, save_adapter
 
-    loaded = []
-    for number in (21, 22):
-        model = load_policy(str(POLICY), None, LoraSettings(r=8, alpha=16), seed=number)
-        with torch.no_grad():
-            for name, weight in model.named_parameters():
-                if "lora_B" in name:
-                    weight.normal_(std=0.3)
-        path = tmp_path_factory.mktemp("adapters") / f"a{number}"
-        save_adapter(model, path)
-        loaded.append(LoadedAdapter(f"test-{number}", number, str(path)))
+    model = load_policy(str(POLICY), None, LoraSettings(r=8, alpha=16), seed=number)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=0.3)
+    save_adapter(model, path)
+    return LoadedAdapter(f"test-{number}", number, str(path))
+
+
+@pytest.fixture(scope="module")
+def adapters(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> list[LoadedAdapter]:
+    """Two adapters, loaded as candidate and deployed would be."""
+    loaded = [strange_adapter(number, tmp_path_factory.mktemp("adapters") / f"a{number}") for number in (21, 22)]
     ray_cluster.wait([engine.load.remote(adapter) for adapter in loaded])
     return loaded
 

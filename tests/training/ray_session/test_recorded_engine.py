@@ -1,0 +1,154 @@
+"""Rollouts with recorded tools on a real engine: vLLM renders and parses each turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from demo.questions import questions
+from flywheel.training import ray_cluster
+from flywheel.training.agent.recorded_rollout import ToolSetup
+from flywheel.training.agent.recorded_tools import Outcome
+from flywheel.training.engine import Engine
+from flywheel.training.prompts import Prompt
+from flywheel.training.rollout import Completion, LoadedAdapter, RolloutRequest
+from tests.training import calling_policy
+from tests.training.ray_session.test_engine import settings, share_of_an_engine, strange_adapter
+from tests.training.test_round_directory import POLICY
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+CONTEXT, TOKENS = 128, 40
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    chat = calling_policy.write(tmp_path_factory.mktemp("chat"))
+    actor = ray_cluster.start(Engine, replace(settings(str(POLICY)), chat=chat), gpus=share_of_an_engine())
+    ray_cluster.wait([actor.start.remote()])
+    yield actor
+    ray_cluster.stop([actor])
+    ray.kill(actor)
+
+
+@pytest.fixture(scope="module")
+def prompts(engine: Any) -> list[Prompt]:
+    some = [calling_policy.task(f"t-{at}", question) for at, question in enumerate(questions()[::150])]
+    [(made, refused)] = ray_cluster.wait([engine.encode.remote(some)])
+    assert (len(made), refused) == (len(some), {})
+    prompts: list[Prompt] = made
+    return prompts
+
+
+def use(engine: Any, training: ToolSetup | None = None, **gate: Any) -> None:
+    setup = training or ToolSetup(CONTEXT)
+    ray_cluster.wait([engine.use_tools.remote(setup, ToolSetup(CONTEXT, **gate))])
+
+
+def generate(engine: Any, prompts: list[Prompt], side: LoadedAdapter | None = None, **changes: Any) -> list[Any]:
+    wanted = [RolloutRequest(prompt, 0, place, 1.0, TOKENS, side) for place, prompt in enumerate(prompts)]
+    wanted = [replace(request, **changes) for request in wanted]
+    found: list[Completion] = ray_cluster.wait([engine.generate.remote(request) for request in wanted])
+    return found
+
+
+def test_two_turns_and_the_tools_answer_between_them_are_one_sample(engine: Any, prompts: list[Prompt]) -> None:
+    use(engine)
+    made = [each for each in generate(engine, prompts) if not each.truncated]
+    assert len(made) > len(prompts) / 2
+    assert {each.error for each in made} == {""}
+    for each in made:
+        assert [call.outcome for call in each.calls] == [Outcome.TRACE]
+        assert [step["role"] for step in each.steps] == ["assistant", "tool"]
+        assert (each.turns, len(each.samples)) == (2, 1 + each.forks)
+        assert all(logprob is not None and logprob <= 0 for logprob in each.logprobs)
+    linear = [each for each in made if not each.forks]
+    # The text of a turn may be encoded in other tokens than were generated: that forks.
+    assert len(linear) > len(made) / 2
+    for each in linear:
+        [sample], [texts] = each.samples, each.texts
+        prompt = next(one.token_ids for one in prompts if sample.token_ids[: len(one.token_ids)] == one.token_ids)
+        assert not any(sample.loss_mask[: len(prompt)])
+        assert 0 < sum(sample.loss_mask) == len(each.token_ids) <= TOKENS
+        assert calling_policy.RESULT in "".join(str(text) for text in texts)
+        own = "".join(str(text) for text, mine in zip(texts, sample.loss_mask, strict=True) if mine)
+        assert own == f"{each.steps[0]['content']}<|im_end|>{each.text}<|im_end|>"
+
+
+def test_the_engines_logprobs_are_those_of_the_merged_sample(
+    engine: Any, prompts: list[Prompt], tmp_path: Path
+) -> None:
+    """As a trainer computes them, in one pass over both turns; with an adapter, those of the adapter alone."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    side = strange_adapter(31, tmp_path / "a31")
+    ray_cluster.wait([engine.load.remote(side)])
+    use(engine)
+    base = AutoModelForCausalLM.from_pretrained(POLICY)
+    made = generate(engine, prompts, side)
+    ray_cluster.wait([engine.unload.remote(side)])
+
+    def gap(model: Any) -> float:
+        differences = []
+        for sample in (sample for each in made for sample in each.samples):
+            with torch.no_grad():
+                rows = model(torch.tensor([sample.token_ids])).logits[0].log_softmax(-1)
+            differences += [
+                abs(rows[place - 1, sample.token_ids[place]].item() - float(sample.logprobs[place] or 0))
+                for place in sample.trained
+            ]
+        return sum(differences) / len(differences)
+
+    assert gap(base) > 0.05
+    assert gap(PeftModel.from_pretrained(base, side.path)) < 1e-3
+
+
+def test_rollouts_of_a_seed_are_the_same_again(engine: Any, prompts: list[Prompt]) -> None:
+    use(engine)
+    first, again, other = (generate(engine, prompts, seed=seed) for seed in (7, 7, 8))
+    assert sum(a.token_ids == b.token_ids for a, b in zip(first, again, strict=True)) >= 0.9 * len(first)
+    assert sum(a.token_ids == b.token_ids for a, b in zip(first, other, strict=True)) < 0.5 * len(first)
+
+
+def test_a_call_without_a_recorded_result_is_a_miss(engine: Any, prompts: list[Prompt]) -> None:
+    only_boxed = [
+        replace(each, task=calling_policy.task(each.task.task_id, questions()[0], recorded=(True,)))
+        for each in prompts
+    ]
+    use(engine)
+    made = generate(engine, only_boxed)
+    missed = [each for each in made if each.missed]
+    assert {each.error for each in missed} == {'no recorded result for look({"boxed": false})'}
+    assert all(each.samples and not each.text for each in missed)
+    use(engine, ToolSetup(CONTEXT, on_miss="error"))
+    told = generate(engine, only_boxed)
+    assert not any(each.missed for each in told)
+    assert [any(call.is_miss for call in each.calls) for each in told] == [each.missed for each in made]
+    # The gate ends a rollout in any case.
+    assert any(each.missed for each in generate(engine, only_boxed, as_served=True, max_tokens=None))
+
+
+def test_limits_truncate(engine: Any, prompts: list[Prompt]) -> None:
+    use(engine, ToolSetup(CONTEXT, max_turns=1))
+    assert {(each.turns, each.truncated, each.error) for each in generate(engine, prompts)} == {(1, True, "")}
+    use(engine)
+    short = generate(engine, prompts, max_tokens=3)
+    assert {(each.truncated, len(each.token_ids) <= 3) for each in short} == {(True, True)}
+
+
+def test_a_rollout_of_the_gate_is_cut_when_its_time_is_up(engine: Any, prompts: list[Prompt]) -> None:
+    use(engine)
+    [cut] = generate(engine, prompts[:1], as_served=True, max_tokens=None, seconds=1e-6)
+    assert cut.error == "no message within 1e-06 s"
+
+
+def test_the_gate_never_simulates(engine: Any) -> None:
+    with pytest.raises(Exception, match="the gate's results cannot be simulated"):
+        use(engine, on_miss="simulate")
