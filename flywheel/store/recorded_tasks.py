@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import orjson
-from sqlalchemy import Connection, LargeBinary, cast, exists, or_, select
+from sqlalchemy import Connection, LargeBinary, cast, exists, func, or_, select
 
-from flywheel.exclusion import Exclusion
+from flywheel.exclusion import Exclusion, parsed
 from flywheel.states import Split, TaskState
 from flywheel.store.samples import stands
 from flywheel.store.schema import duplicates, tasks
 
+_OF_TOOLS: Final = frozenset({Exclusion.TOOLS, Exclusion.UNCALLED, Exclusion.UNRECORDED})
 _PAGE: Final = 100
 """Lines in memory at a time: each may have megabytes."""
 _DECIDED: Final = (TaskState.ACCEPTED, TaskState.REJECTED, TaskState.RESERVED, TaskState.CONSUMED)
 
 
-def recorded_lines(conn: Connection, *, newest: int | None = None) -> Iterator[tuple[Split, dict[str, Any]]]:
-    """The lines of decided tasks with recorded results, each with its split in the ledger; the newest first.
+def count_with_tools(conn: Connection) -> dict[Exclusion, int]:
+    """How many tasks with tools there are, by what of their calls is recorded."""
+    counts: Counter[Exclusion] = Counter()
+    query = select(tasks.c.excluded, func.count()).where(tasks.c.state != TaskState.WITHDRAWN.value)
+    for text, number in conn.execute(query.group_by(tasks.c.excluded)):
+        counts.update(dict.fromkeys(_OF_TOOLS.intersection(parsed(text)), number))
+    return {each: counts[each] for each in Exclusion if counts[each]}
+
+
+def recorded_lines(
+    conn: Connection, which: Iterable[Exclusion] = (Exclusion.TOOLS,), *, newest: int | None = None
+) -> Iterator[tuple[Split, dict[str, Any]]]:
+    """The lines of decided tasks with recorded results, each with its split in the ledger; the newest first. `which`
+    may name other tasks with tools, too.
 
     A rejected answer says nothing against the results of its tools. What a filter or a person has set aside is left
     out, except repeated questions, of which nothing is wrong.
@@ -29,7 +43,7 @@ def recorded_lines(conn: Connection, *, newest: int | None = None) -> Iterator[t
         select(tasks.c.split, cast(tasks.c.payload, LargeBinary))
         .where(
             tasks.c.state.in_([state.value for state in _DECIDED]),
-            tasks.c.excluded.contains(Exclusion.TOOLS.value),
+            or_(*(tasks.c.excluded.contains(each.value) for each in which)),
             or_(tasks.c.state != TaskState.REJECTED.value, stands(), repeats),
         )
         .order_by(tasks.c.id.desc())

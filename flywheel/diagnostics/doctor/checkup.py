@@ -13,6 +13,7 @@ from flywheel.config import defaults, load
 from flywheel.diagnostics.doctor import model, packages
 from flywheel.diagnostics.doctor.finding import Finding, Result
 from flywheel.diagnostics.doctor.judge import JudgeChecks
+from flywheel.diagnostics.doctor.recordings import check_recordings
 from flywheel.diagnostics.doctor.resources import Machine, check_resources
 from flywheel.diagnostics.doctor.servers import check_serve, check_servers
 from flywheel.diagnostics.doctor.sources import check_sources
@@ -21,8 +22,8 @@ from flywheel.diagnostics.doctor.systemd_unit import check_unit
 from flywheel.errors import ConfigError
 
 NEED_SETTINGS: Final = (
-    "state", "disk", "schema", "daemon", "source", "prompts", "filters", "rubric", "judge", "samples", "serve",
-    "server", "tools", "calls", "model", "rank", "gpu", "memory", "shared memory", "limits", "clock",
+    "state", "disk", "schema", "daemon", "source", "prompts", "recordings", "filters", "rubric", "judge", "samples",
+    "serve", "server", "tools", "calls", "model", "rank", "gpu", "memory", "shared memory", "limits", "clock",
 )  # fmt: skip
 """The checks that are skipped when the configuration is wrong."""
 
@@ -43,6 +44,7 @@ async def checkup(path: Path | None, *, ask_judge: bool = False) -> AsyncIterato
     for finding in (*check_state(config), *check_sources(config)):
         yield finding
     yield await check_left_out(config)
+    yield await check_recordings(config)
     judge = JudgeChecks(config, ask=ask_judge)
     for finding in judge.findings():
         yield finding

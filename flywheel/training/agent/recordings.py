@@ -31,7 +31,7 @@ class Recording:
         tools: The tools that the agent was offered, in the OpenAI chat form.
         steps: The messages between question and answer.
         errors: The steps that failed, as the task's `metadata.errors_json` lists them.
-        question: The conversation so far and what the agent was asked, as a key.
+        messages: The conversation so far and what the agent was asked.
     """
 
     task_id: str
@@ -40,7 +40,13 @@ class Recording:
     tools: tuple[dict[str, Any], ...] = ()
     steps: tuple[ChatMessage, ...] = ()
     errors: tuple[str, ...] = ()
-    question: str = ""
+    messages: tuple[ChatMessage, ...] = ()
+
+    @property
+    def question(self) -> str:
+        """A key of the messages without system prompts, which may have the time."""
+        told = [(message.get("role"), message.get("content")) for message in self.messages]
+        return json.dumps([each for each in told if each[0] != "system"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +92,7 @@ def recording_of(line: Mapping[str, Any], split: Split) -> Recording:
         tuple(json.loads(metadata["tools_json"])),
         tuple(json.loads(metadata["trajectory_json"])),
         tuple(json.loads(metadata["errors_json"])),
-        json.dumps([*line["init_messages"], line["main_query"]]),
+        (*line["init_messages"], {"role": "user", "content": line["main_query"]}),
     )
 
 

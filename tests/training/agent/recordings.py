@@ -61,7 +61,8 @@ def recording(
     errors: tuple[str, ...] = (),
     question: str = "",
 ) -> Recording:
-    return Recording(f"t-{next(_numbers)}", conversation, split, tools, steps(*pairs), errors, question)
+    asked: tuple[ChatMessage, ...] = ({"role": "user", "content": question},)
+    return Recording(f"t-{next(_numbers)}", conversation, split, tools, steps(*pairs), errors, asked)
 
 
 def shared_recordings(

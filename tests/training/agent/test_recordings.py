@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
@@ -10,7 +12,7 @@ from pydantic import TypeAdapter
 from flywheel.states import Split
 from flywheel.task import task_line
 from flywheel.tool_results import SharedRecordings
-from flywheel.training.agent.expected_hits import expected_hits
+from flywheel.training.agent.expected_hits import HitRate, expected_hits
 from flywheel.training.agent.recorded_loop import Budgets, RecordedLoop
 from flywheel.training.agent.recorded_tools import Outcome, RecordedTools
 from flywheel.training.agent.recordings import (
@@ -76,10 +78,62 @@ def test_the_expected_hit_rate_is_that_between_traces_of_one_question() -> None:
     found = expected_hits(traces)
     # The first is asked add(1) and search, which it was not offered; the second add(1) and add(2).
     assert (found.offered, found.usable) == (4, 3)
-    assert (found.hits["add"], found.lookups) == (2, {"add": 3})
-    assert found.rate == 2 / 3
+    assert found.best == found.repeated == HitRate({"add": 2}, {"add": 3}, rollouts=2, complete=1)
+    assert (found.repeated.rate, found.repeated.complete_share) == (2 / 3, 1 / 2)
 
 
-def test_without_a_repeated_question_no_hit_rate_is_expected() -> None:
-    assert expected_hits([recording((call("add", {"a": 1}), "1"))]).rate is None
-    assert expected_hits([]).rate is None
+def test_system_prompts_do_not_make_questions_different() -> None:
+    one, other = (recording((call("add", {"a": 1}), "1"), question="x") for _ in range(2))
+    timed = replace(other, messages=({"role": "system", "content": "It is noon."}, *other.messages))
+    assert expected_hits([one, timed]).repeated.rate == 1.0
+
+
+def test_a_finish_tool_is_no_call_of_the_estimate() -> None:
+    one, other = (call("generate_response", {"response": answer}) for answer in ("one", "uno"))
+    traces = [recording((call("add", {"a": 1}), "1"), (done, "ok"), question="x 1") for done in (one, other)]
+    found = expected_hits(traces, {"generate_response"})
+    assert (found.repeated.calls, found.copied.calls) == ({"add": 2}, {"add": 2})
+    assert found.repeated.rate == found.copied.rate == 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_copied"),
+    [
+        ({"a": 12, "b": 7}, True),
+        ({"a": 12, "b": 8}, False),
+        ({"a": 1}, False),
+        ({"a": 12.5}, False),
+        ({"a": 2.5}, True),
+        ({"city": "NEW york"}, True),
+        ({"city": "Paris"}, False),
+        ({"cities": ["New York", {"n": 12}]}, True),
+        ({"cities": ["New York", {"n": 13}]}, False),
+        ({"deep": True, "limit": None, "text": ""}, True),
+        ({"unit": "metric"}, True),
+        ({"unit": "imperial"}, False),
+        ("{1", False),
+    ],
+)
+def test_without_a_repeated_question_arguments_count_that_the_conversation_shows(
+    arguments: Any, is_copied: bool
+) -> None:
+    """Other replies to the question will have the same ones. Defaults need not be shown."""
+    about = tool("about", unit={"type": "string", "default": "metric"})
+    asked = "Add 12 and 7, and 2.5 for New York."
+    shown = recording((call("about", {}), "x"), (call("about", arguments), "x"), question=asked, tools=(about,))
+    found = expected_hits([shown])
+    assert found.repeated == HitRate()
+    assert found.best == found.copied == HitRate({"about": 1 + is_copied}, {"about": 2}, 1, int(is_copied))
+
+
+def test_arguments_may_come_from_earlier_results_but_not_from_own_words() -> None:
+    steps_of = (call("add", {"a": 1}), "42"), (call("add", {"a": 42}), "99")
+    found = expected_hits([recording(*steps_of, question="1?")])
+    assert found.copied.rate == 1.0
+    found = expected_hits([recording(*reversed(steps_of), question="1?")])
+    assert found.copied.rate == 0.5
+
+
+def test_without_recordings_nothing_is_expected() -> None:
+    assert (expected_hits([]).best.rate, expected_hits([]).best.complete_share) == (None, None)
+    assert expected_hits([recording()]).best.rate is None

@@ -1,0 +1,147 @@
+"""What `flywheel doctor` expects of rollouts with tools, from the state alone."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flywheel.config import Config
+from flywheel.diagnostics.doctor import recordings
+from flywheel.diagnostics.doctor.finding import Finding, Result
+from flywheel.diagnostics.doctor.recordings import check_recordings
+from flywheel.states import Split
+from flywheel.store.database import Store
+from flywheel.trace import Reply
+from tests.daemon.test_planner import RUBRIC, made
+from tests.daemon.test_round_tasks import asked, changed, judged
+from tests.samples import replies_on, reply
+from tests.training.agent.recordings import ADD, call, steps, tool
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[Store]:
+    opened = await Store.open(tmp_path / "state")
+    yield opened
+    await opened.close()
+
+
+def parsing(tmp_path: Path, **sections: Any) -> Config:
+    return made(tmp_path, **{"serving": {"tool_call_parser": "hermes"}, **sections})
+
+
+def called(number: int, name: str = "add", tools: tuple[Any, ...] = (ADD,), **arguments: Any) -> Reply:
+    """`What is NUMBER plus 1?`, with one call."""
+    return reply(number, tools=tools, trajectory=steps((call(name, arguments), "x")))
+
+
+async def found(store: Store, config: Config, *replies: Reply) -> Finding:
+    if replies:
+        await judged(store, *replies)
+    return await check_recordings(config)
+
+
+async def test_without_tools_there_is_nothing_to_check(tmp_path: Path, store: Store) -> None:
+    finding = await found(store, made(tmp_path), *replies_on(Split.TRAIN, 2))
+    assert (finding.result, finding.found) == (Result.SKIPPED, "no task was offered tools")
+    nowhere = made(tmp_path, state={"dir": str(tmp_path / "none")})
+    assert (await check_recordings(nowhere)).result is Result.SKIPPED
+
+
+async def test_the_expected_hit_rate_is_told_by_tool(tmp_path: Path, store: Store) -> None:
+    """Sums are copied from the question; what is looked up is not."""
+    both = (ADD, tool("look_up"), tool("never"))
+    sums = [called(number, tools=both, a=number, b=1) for number in range(12)]
+    finding = await found(store, parsing(tmp_path), *sums, called(20, "look_up", both, about="the weather"))
+    assert finding.result is Result.OK
+    assert finding.found == (
+        "13 tasks with tools: 13 with recorded results; expected hit rate 92% (add 100%, look_up 0%), estimated from"
+        " 13 calls by whether the conversation shows their arguments, as no question was asked twice; no recorded"
+        " result of never"
+    )
+    assert finding.figures == {"tools_tasks": 13, "expected_hits_percent": 92, "expected_complete_percent": 92}
+
+
+async def test_repeated_questions_are_the_better_estimate(tmp_path: Path, store: Store) -> None:
+    one, same = (changed(each, query="What is 1 plus 2?") for each in asked(Split.TRAIN, "3", "3"))
+    finding = await found(store, parsing(tmp_path), one, same)
+    assert "expected hit rate 100% (add 100%), estimated from 2 calls that other replies to the same" in finding.found
+
+
+async def test_tasks_without_recordings_are_counted(tmp_path: Path, store: Store) -> None:
+    uncalled, unrecorded = reply(1, tools=(ADD,)), reply(2, tools=(ADD,), trajectory=steps((call(), None)))
+    finding = await found(store, parsing(tmp_path), uncalled, unrecorded)
+    assert finding.found == (
+        "2 tasks with tools: 1 without a call, 1 whose calls have no recorded result; no recorded call to estimate"
+        " the hit rate from; no recorded result of add"
+    )
+    assert finding.figures == {"uncalled_tasks": 1, "unrecorded_tasks": 1}
+
+
+@pytest.mark.parametrize(
+    ("on_miss", "count", "result"),
+    [("end", 12, Result.WARNING), ("error", 12, Result.OK), ("end", 5, Result.OK)],
+)
+async def test_a_rate_that_would_drop_groups_is_a_warning(
+    tmp_path: Path, store: Store, on_miss: str, count: int, result: Result
+) -> None:
+    """A rollout with two calls needs both."""
+    replies = [
+        reply(
+            n, tools=(ADD,), trajectory=steps((call(arguments={"a": n}), "x"), (call(arguments={"a": 10_000}), "x"))
+        )
+        for n in range(count)
+    ]
+    finding = await found(store, parsing(tmp_path, rollout={"tools": {"on_miss": on_miss}}), *replies)
+    assert finding.result is result
+    assert finding.figures["expected_hits_percent"] == 50
+    why = "0% of rollouts are expected to have no miss, and groups with fewer than 75% are dropped"
+    assert (why in finding.found) == (result is Result.WARNING)
+    assert ("rollout.tools.on_miss" in finding.remedy) == (result is Result.WARNING)
+
+
+@pytest.mark.parametrize(
+    ("serving", "is_parsed"),
+    [
+        ({}, False),
+        ({"tool_call_parser": "none"}, False),
+        ({"tool_call_parser": "hermes"}, True),
+        ({"extra_args": ["--tool-call-parser", "hermes"]}, False),
+        ({"extra_args": ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]}, True),
+    ],
+)
+async def test_calls_that_no_parser_reads_are_a_warning(
+    tmp_path: Path, store: Store, serving: dict[str, Any], *, is_parsed: bool
+) -> None:
+    finding = await found(store, made(tmp_path, serving=serving), called(1, a=1))
+    assert (finding.result is Result.OK) == is_parsed
+    if not is_parsed:
+        assert "no parser is known for the tool calls of" in finding.found
+        assert "serving.tool_call_parser" in finding.remedy
+
+
+async def test_rounds_of_single_messages_need_no_recordings(tmp_path: Path, store: Store) -> None:
+    finding = await found(store, made(tmp_path, rollout={"agent": "reply"}), called(1, a=1))
+    assert (finding.result, finding.figures) == (Result.OK, {"tools_tasks": 1})
+    assert "rounds leave them out (`rollout.agent: reply`)" in finding.found
+
+
+async def test_the_sample_is_of_the_newest_and_bounded(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recordings, "SAMPLED", 3)
+    replies = [called(number, a=number) for number in range(5, 10)] + [called(number, a=0) for number in range(3)]
+    finding = await found(store, parsing(tmp_path), *replies)
+    assert "8 tasks with tools" in finding.found
+    assert finding.figures["expected_hits_percent"] == 33
+    monkeypatch.setattr(recordings, "SAMPLED_CHARACTERS", 1)
+    assert "no recorded call to estimate" in (await check_recordings(parsing(tmp_path))).found
+
+
+async def test_a_wrong_chain_fails_the_check(tmp_path: Path, store: Store) -> None:
+    (tmp_path / "chain.yaml").write_text("no chain")
+    wrong = parsing(tmp_path, filter={"rubric": str(RUBRIC), "chain": str(tmp_path / "chain.yaml")})
+    finding = await found(store, wrong, called(1, a=1))
+    assert (finding.result, finding.is_file) == (Result.FAILED, True)
