@@ -39,7 +39,7 @@ GROUPS = {
             "training/test_two_nodes.py"),
     "demo": ("demo/test_demo.py",),
     "torch": ("formats/test_agentscope.py", "formats/test_fixtures.py", "formats/test_trl.py", "formats/test_verl.py",
-              "training/test_grpo.py", "training/test_recorded_tokens.py"),
+              "training/test_grpo.py", "training/test_trajectory_gradient.py", "training/test_recorded_tokens.py"),
 }  # fmt: skip
 """Modules that share a server, a cluster or a costly import, in the order in which they begin."""
 GROUP_OF = {f"tests/{module}": group for group, modules in GROUPS.items() for module in modules}

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from flywheel.training.agent.recorded_rollout import ToolSetup, roll_out
 from flywheel.training.prompts import Prompt
 from flywheel.training.rollout import Batch, LoadedAdapter, Rollout, reply
 from flywheel.training.rollout_lines import append_answers, append_rollouts, rollout_line
 from flywheel.verdict import CriterionResult
+from tests.training.agent.recordings import ADD, call, said, steps
+from tests.training.agent.scripted_session import ScriptedSession, recorded_task, rollout_request
 from tests.training.rollouts import batch, failed, missed, prompt, request, rollout, task, verdict
 
 RESULTS = (CriterionResult("boxed", "yes", 1.0, True), CriterionResult("right", "no", 0.0, False, "3 + 4 is 7", "h"))
@@ -94,6 +98,29 @@ def test_the_gates_answers_name_their_side(tmp_path: Path) -> None:
         "criteria": [],
         "error": "",
     }
+
+
+def test_a_trajectory_has_its_steps_and_a_line_of_lists_for_each_sample(tmp_path: Path) -> None:
+    """Of a real loop whose second turn does not continue the first; the gate's answers have the same steps."""
+    trace = steps((call("add", {"a": 1}), "1"))
+    asked = rollout_request(recorded_task(trace, (ADD,)))
+    thinking = {**said(call("add", {"a": 1}, "r-1")), "reasoning": "Hm."}
+    session = ScriptedSession([thinking, {"role": "assistant", "content": "It is 1."}])
+    done = asyncio.run(roll_out(asked, session, ToolSetup(2000)))
+    made = Rollout(asked, done, verdict(1))
+    line = json.loads(json.dumps(rollout_line(made, 1, 0.5)))
+    assert [len(line["samples"]), done.forks] == [2, 1]
+    for sample, turn in zip(line["samples"], session.calls, strict=True):
+        assert sample["token_ids"] == [*turn.prompt_ids, *turn.token_ids]
+        assert {len(values) for values in sample.values()} == {len(sample["token_ids"])}
+        assert sum(sample["loss_mask"]) == len(turn.token_ids)
+        assert [value for value in sample["logprobs"] if value is not None] == list(turn.logprobs)
+        assert sample["text"][-len(turn.texts) :] == list(turn.texts)
+    assert [step["role"] for step in line["steps"]] == ["assistant", "tool"]
+    assert line["steps"][1] == {"role": "tool", "tool_call_id": "r-1", "name": "add", "content": "1"}
+    append_answers(tmp_path, Batch((made,)), None)
+    [answer] = lines(tmp_path / "evaluation.jsonl")
+    assert (answer["steps"], answer["answer"]) == (line["steps"], "It is 1.")
 
 
 def test_token_text_does_not_double_the_file() -> None:
