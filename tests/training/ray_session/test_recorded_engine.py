@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +12,24 @@ import pytest
 import ray
 
 from demo.questions import questions
+from flywheel.config import Config
+from flywheel.daemon.status import metrics_of
+from flywheel.rollout_file import read_rollouts
 from flywheel.training import ray_cluster
 from flywheel.training.agent.recorded_rollout import ToolSetup
 from flywheel.training.agent.recorded_tools import Outcome
+from flywheel.training.collector import Collector
 from flywheel.training.engine import Engine
-from flywheel.training.prompts import Prompt
+from flywheel.training.held_out_evaluation import answer
+from flywheel.training.progress_meter import Meter
+from flywheel.training.prompts import Prompt, schedule
 from flywheel.training.rollout import Completion, LoadedAdapter, RolloutRequest
+from flywheel.training.trainer import Run
+from flywheel.verdict import Exchange, Verdict
 from tests.training import calling_policy
 from tests.training.ray_session.test_engine import settings, share_of_an_engine, strange_adapter
+from tests.training.rollouts import verdict
+from tests.training.test_round import spec as round_spec
 from tests.training.test_round_directory import POLICY
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -152,3 +163,63 @@ def test_a_rollout_of_the_gate_is_cut_when_its_time_is_up(engine: Any, prompts: 
 def test_the_gate_never_simulates(engine: Any) -> None:
     with pytest.raises(Exception, match="the gate's results cannot be simulated"):
         use(engine, on_miss="simulate")
+
+
+def graded(shown: Exchange) -> Verdict:
+    """Some answers are right and some are wrong."""
+    return verdict(float(len(shown.answer) % 2))
+
+
+def unrecorded(prompt: Prompt) -> Prompt:
+    """The same without any recorded result: each call is a miss."""
+    return replace(prompt, task=prompt.task.model_copy(update={"steps": []}))
+
+
+def test_a_step_replaces_groups_of_misses_and_trains_on_the_others(
+    engine: Any, prompts: list[Prompt], tmp_path: Path
+) -> None:
+    use(engine)
+    config = Config.model_validate({"training": {"steps": 2, "prompts_per_step": 3, "group_size": 4}})
+    spec = round_spec("http://127.0.0.1:9/v1")
+    [first, _] = schedule(len(prompts), per_step=3, steps=2, seed=spec.seed)
+    missing = set(first[:2])
+    some = [
+        replace(unrecorded(each) if place in missing else each, max_tokens=TOKENS)
+        for place, each in enumerate(prompts)
+    ]
+    with Collector([engine], graded, max_thread=4, timeout_seconds=120) as collector:
+        run = Run(spec, config, tmp_path, some, [engine], collector, Meter(tmp_path, steps=2))
+        rows = run.roll_out(0)
+        run.report(1, {"loss": 0.0, "grad_norm": 0.0, "learning_rate": 0.0})
+    written = list(read_rollouts(tmp_path / "rollouts.jsonl"))
+    assert len(written) == (3 + 2) * 4
+    assert [line["dropped"] for line in written[:8]] == ["misses"] * 8
+    assert all(line["advantage"] is None and "no recorded result" in line["error"] for line in written[:8])
+    replacements = {line["task_id"] for line in written[12:]}
+    assert len(replacements) == 2
+    assert not replacements & {some[place].task.task_id for place in first}
+    trained = {line["task_id"] for line in written if line["advantage"] is not None}
+    assert trained == run.with_gradient
+    assert {some[place].task.task_id for place in missing}.isdisjoint(trained)
+    assert bool(rows) == bool(trained)
+    [figures] = [line for line in metrics_of(tmp_path) if line["event"] == "step"]
+    assert (figures["groups_dropped"]["misses"], figures["groups_replaced"]) == (2, 2)
+    assert (figures["missed"], figures["undecided"], figures["tools"]["miss_share"]) == (8, 0, 8 / 20)
+    assert figures["tools"]["hit_rate_by_tool"] == {"look": figures["tools"]["hit_rate"]}
+
+
+def test_the_gate_scores_misses_of_both_sides(engine: Any, prompts: list[Prompt], tmp_path: Path) -> None:
+    use(engine)
+    config = Config.model_validate({"gate": {"samples": 2, "min_tasks": 3}})
+    held_out = [unrecorded(prompts[0]), *prompts[1:3]]
+    candidate = strange_adapter(32, tmp_path / "a32")
+    ray_cluster.wait([engine.load.remote(candidate)])
+    with Collector([engine], graded, max_thread=4, timeout_seconds=120) as collector:
+        sides = candidate, None
+        found = answer(held_out, sides, round_spec("http://127.0.0.1:9/v1"), config, collector, tmp_path)
+    ray_cluster.wait([engine.unload.remote(candidate)])
+    others = [reward for _, deployed in found.rewards[1:] for reward in deployed]
+    mean = statistics.fmean(reward for reward in others if reward is not None)
+    assert found.missed == (2, 2)
+    assert found.rewards[0] == ((0.0, 0.0), (mean, mean))
+    assert found.at_bound == [((0.0, 0.0), (1.0, 1.0)), *found.rewards[1:]]
