@@ -149,7 +149,11 @@ class TrainingSettings(Section):
 
 
 class SimulatorSettings(Section):
-    """The model that plays tools without a recorded result (`rollout.tools.on_miss: simulate`)."""
+    """The model that plays tools without a recorded result (`rollout.tools.on_miss: simulate`).
+
+    Any model can. It invents results, and the policy learns to trust them: with the judge's own model, the judge may
+    also believe what it invented itself.
+    """
 
     model: str
     """Name of the model."""
@@ -170,24 +174,29 @@ class ToolSettings(Section):
 
     share: Literal["agreeing", "off"] = "agreeing"
     """Results of other traces: `agreeing` uses a result that at least two conversations have for the same call and
-    none differs from. Training never uses held-out traces."""
+    none differs from, up to 8 MiB of results in a round; `off` uses those of the task's own trace alone. Training
+    never uses held-out traces."""
     on_miss: Literal["end", "error", "simulate"] = "end"
     """What happens on a call without a recorded result: `end` ends the rollout without a reward, `error` lets the
-    tool answer with an error, `simulate` lets a model play the tool (`simulator`). The gate always ends."""
+    tool answer with an error, `simulate` lets a model play the tool (`simulator`). The gate always ends them."""
     uncalled: Literal["leave-out", "use"] = "leave-out"
-    """Training tasks that were offered tools and made no call: there is nothing that could answer one."""
+    """Training tasks that were offered tools and made no call: no recording could answer one, so that rollouts
+    without a call are the only ones that get a reward. `use` trains on them. The gate asks them if their answers were
+    accepted."""
     simulator: SimulatorSettings | None = None
-    """The model for `on_miss: simulate`."""
+    """The model for `on_miss: simulate`, which needs one; it may be the judge's or any other."""
 
 
 class RolloutSettings(Section):
     agent: Literal["reply", "recorded"] | None = None
     """Who acts in a rollout: `reply` is one message of the policy, `recorded` a loop of the policy and tools that
-    answer from recordings. Default: `recorded` for tasks that were offered tools, `reply` for the others."""
+    answer from recordings. Default: `recorded` for tasks that were offered tools, `reply` for the others. With
+    `reply`, tasks with tools are excluded from training and gate."""
     max_turns: int = Field(default=16, gt=0)
     """Maximum messages of the policy in a rollout of `recorded`; it then ends as truncated."""
     finish_tools: list[str] = ["generate_response"]
-    """Tools whose call ends a rollout, with its argument as the answer."""
+    """Tools whose call ends a rollout, with its argument as the answer, beside those of AgentScope
+    (`generate_response`, `GenerateStructuredOutput`)."""
     tools: ToolSettings = ToolSettings()
     oversample: float = Field(default=1.0, ge=1, le=8)
     """Prompts that a step asks, as a multiple of `training.prompts_per_step`. Groups that cannot be trained on are

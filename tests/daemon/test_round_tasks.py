@@ -17,6 +17,7 @@ from flywheel.round import RoundSpec
 from flywheel.states import Split
 from flywheel.store import claims, ledger, schema, verdicts
 from flywheel.store.database import Store
+from flywheel.task import task_id
 from flywheel.tool_results import Result
 from flywheel.trace import Reply
 from flywheel.training.agent import recording_pool
@@ -338,3 +339,29 @@ async def test_the_specification_stays_small_however_many_tasks_there_are(tmp_pa
     assert len(spec.train) == 400
     assert len(spec.shared.results) == recording_pool.MAX_BYTES // 2010
     assert len(spec.model_dump_json()) < 2.5 * recording_pool.MAX_BYTES
+
+
+async def test_the_tasks_of_the_gate_are_chosen_when_the_round_is_planned(tmp_path: Path, store: Store) -> None:
+    """By their traces and verdicts, before any adapter has answered: those with recordings, right or wrong, and those
+    without a call whose answers were accepted."""
+    recorded, wrong, uncalled, wrong_uncalled, late = asked(Split.HELD_OUT, "3", "3", None, None, "3")
+    (plain,) = replies_on(Split.HELD_OUT, 6)[5:]
+    spans = {wrong.span_id, wrong_uncalled.span_id}
+
+    def verdict(line: dict[str, Any]) -> Verdict:
+        return rejected() if line["metadata"]["span_id"] in spans else accepted()
+
+    train = asked(Split.TRAIN, "3")
+    await judged(store, *train, recorded, wrong, uncalled, wrong_uncalled, plain, verdict=verdict)
+    config = made(tmp_path)
+    first = await planned(store, config)
+    keys = {each.span_id: task_id(each.trace_id, each.span_id) for each in (recorded, wrong, uncalled, plain)}
+    assert {task.task_id for task in first.held_out} == set(keys.values())
+    answers = {task.task_id: task.answer for task in first.held_out}
+    assert answers[keys[wrong.span_id]] == "" and answers[keys[uncalled.span_id]]
+    agents = {task.task_id: task.agent for task in first.held_out}
+    assert agents == {**dict.fromkeys(keys.values(), "recorded"), keys[plain.span_id]: "reply"}
+    await judged(store, late)
+    row = await store.read(lambda conn: conn.execute(select(schema.rounds)).one())
+    again = await store.read(planner.spec_of, row, config, rubric_of(config))
+    assert again.held_out == first.held_out
