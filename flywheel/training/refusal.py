@@ -50,7 +50,11 @@ def refuse_without_spread(batches: Sequence[Batch], min_share: float) -> None:
     )
 
 
-def refuse_growing_misses(shares: Sequence[Sequence[float]]) -> None:
-    """Raise RefusedError when the share of misses grew over the steps, given that of each group of each step."""
-    if reason := growing_misses(shares):
+def refuse_growing_misses(shares: Sequence[Sequence[float]], of_calling: Sequence[Sequence[float]]) -> None:
+    """Raise RefusedError when the share of misses grew over the steps, given that of each group of each step.
+
+    It must have grown among rollouts that called a tool, too: a policy that learns to call has more misses, although
+    its arguments are no worse.
+    """
+    if (reason := growing_misses(shares)) and growing_misses(of_calling):
         raise RefusedError(reason)

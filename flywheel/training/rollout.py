@@ -14,7 +14,7 @@ from typing import Any, get_args
 from flywheel.errors import TrainError
 from flywheel.trace import ChatMessage
 from flywheel.training.advantage import MIN_REWARDS, Scale, group_advantages
-from flywheel.training.agent.recorded_tools import AnsweredCall
+from flywheel.training.agent.recorded_tools import AnsweredCall, Outcome
 from flywheel.training.agent.tool_metrics import tool_metrics
 from flywheel.training.groups import Drop, dropped_groups
 from flywheel.training.prompts import Prompt
@@ -78,6 +78,11 @@ class Completion:
     forks: int = 0
     truncated: bool = False
     error: str = ""
+
+    @property
+    def has_called(self) -> bool:
+        """Whether it called a tool other than those that end it."""
+        return any(call.outcome is not Outcome.FINISH for call in self.calls)
 
     @property
     def token_ids(self) -> tuple[int, ...]:

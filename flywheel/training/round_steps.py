@@ -49,13 +49,13 @@ class RoundSteps:
         seconds = {part: batch.seconds.get(part, 0.0) + further for part, further in more.seconds.items()}
         return Batch((*batch.rollouts, *more.rollouts), seconds, most, replaced=len(replacements))
 
-    def miss_shares(self, batch: Batch) -> list[float]:
-        """The share of rollouts that ended by a miss in each group that was planned. The reserve prefers prompts
-        with few misses, so replacements say nothing of how the share develops."""
+    def miss_shares(self, batch: Batch, *, of_calling: bool = False) -> list[float]:
+        """The share of rollouts, or of those that called a tool, that ended by a miss, in each planned group that has
+        any. The reserve prefers prompts with few misses, so replacements say nothing of how the share develops."""
         of_group: dict[int, list[bool]] = {}
         for rollout in batch.rollouts:
             is_asked = rollout.request.group < self.asked and rollout.request.prompt.task.agent == "recorded"
-            if is_asked and rollout.missed is not None:
+            if is_asked and rollout.missed is not None and (rollout.completion.has_called or not of_calling):
                 of_group.setdefault(rollout.request.group, []).append(rollout.missed)
         return [sum(missed) / len(missed) for missed in of_group.values()]
 

@@ -146,6 +146,7 @@ class Run:
         self._batch = Batch(())
         self._first: list[Batch] = []
         self._miss_shares: list[list[float]] = []
+        self._miss_shares_of_calling: list[list[float]] = []
         self._step_started = time.monotonic()
         self.steps_done = 0
         self.reward_first: float | None = None
@@ -197,7 +198,8 @@ class Run:
             if len(self._first) == min(FIRST_LOOK, training.steps):
                 refuse_without_spread(self._first, training.min_spread_share)
         self._miss_shares.append(self._steps.miss_shares(batch))
-        refuse_growing_misses(self._miss_shares)
+        self._miss_shares_of_calling.append(self._steps.miss_shares(batch, of_calling=True))
+        refuse_growing_misses(self._miss_shares, self._miss_shares_of_calling)
 
     def report(self, step: int, logs: dict[str, Any]) -> None:
         """Write the metrics line of a completed step, which counts from 1."""

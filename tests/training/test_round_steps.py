@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flywheel.config import Config
+from flywheel.daemon.status import metrics_of
 from flywheel.errors import TrainError
 from flywheel.rollout_file import read_rollouts
 from flywheel.round import RoundSpec
 from flywheel.training import trainer
-from flywheel.training.agent.misses import WINDOW
+from flywheel.training.agent.misses import WINDOW, growing_misses
+from flywheel.training.agent.recorded_tools import AnsweredCall, Outcome
 from flywheel.training.debug_round import DebugRun, roll_out_only
 from flywheel.training.progress_meter import Meter
 from flywheel.training.refusal import RefusedError, refuse_without_spread
@@ -22,16 +25,17 @@ from flywheel.training.round_steps import RoundSteps
 from tests.training.rollouts import batch, missed, recorded, rollout, verdict
 
 PROMPTS, GROUP = 4, 4
+LOGS = {"loss": 0.1, "grad_norm": 0.1, "learning_rate": 1e-5}
 
 Act = Callable[[RolloutRequest, int], float | None]
 """The reward of a rollout, given its request and its number in its group; None if it ends by a miss."""
 
 
 class Scripted:
-    """Takes the place of engines and judge."""
+    """Takes the place of engines and judge. Rollouts call a tool, except those that are `silent`."""
 
-    def __init__(self, act: Act) -> None:
-        self.act = act
+    def __init__(self, act: Act, silent: Callable[[RolloutRequest, int], bool] = lambda *_: False) -> None:
+        self.act, self.silent = act, silent
         self.asked: list[list[str]] = []
 
     def collect(self, requests: Sequence[RolloutRequest]) -> Batch:
@@ -45,7 +49,8 @@ class Scripted:
         reward = self.act(request, number)
         if reward is None:
             return Rollout(request, missed(0).completion, None)
-        return Rollout(request, rollout(0, reward).completion, verdict(reward))
+        calls = () if self.silent(request, number) else (AnsweredCall("c-1", "add", Outcome.TRACE),)
+        return Rollout(request, replace(rollout(0, reward).completion, calls=calls), verdict(reward))
 
 
 def settings(*, steps: int = 3, oversample: float = 1.0) -> Config:
@@ -146,18 +151,28 @@ def test_the_share_of_misses_is_that_of_planned_groups() -> None:
     assert steps.miss_shares(batch([1] * 4)) == [], "a reply cannot miss"
 
 
-def run_of(directory: Path, act: Act, *, steps: int, prompts: int = 48) -> trainer.Run:
-    collector: Any = Scripted(act)
+def test_the_share_among_rollouts_that_called_leaves_out_the_others() -> None:
+    def act(request: RolloutRequest, number: int) -> float | None:
+        return None if number < request.group else 1.0
+
+    collector = Scripted(act, silent=lambda _, number: number > 1)
+    steps = steps_of(collector, 12)
+    assert steps.miss_shares(steps.collect(0, None), of_calling=True) == [0.0, 0.5, 1.0, 1.0]
+    silent = steps_of(Scripted(differing, lambda *_: True), 12)
+    assert silent.miss_shares(silent.collect(0, None), of_calling=True) == []
+
+
+def run_of(directory: Path, act: Act, *, steps: int, prompts: int = 48, **silent: Any) -> trainer.Run:
+    collector: Any = Scripted(act, **silent)
     meter = Meter(directory, steps=steps)
     some = [recorded(f"t-{n}") for n in range(prompts)]
     return trainer.Run(spec(), settings(steps=steps), directory, some, [], collector, meter)
 
 
 def train(run: trainer.Run, steps: int) -> None:
-    logs = {"loss": 0.1, "grad_norm": 0.1, "learning_rate": 1e-5}
     for step in range(steps):
         run.roll_out(step)
-        run.report(step + 1, logs)
+        run.report(step + 1, LOGS)
 
 
 def test_misses_that_grow_end_the_round_with_the_reason_and_the_figures_of_the_step(tmp_path: Path) -> None:
@@ -171,18 +186,37 @@ def test_misses_that_grow_end_the_round_with_the_reason_and_the_figures_of_the_s
         for step in range(24):
             done = step
             run.roll_out(step)
-            run.report(step + 1, {"loss": 0.1, "grad_norm": 0.1, "learning_rate": 1e-5})
+            run.report(step + 1, LOGS)
     assert run.steps_done == 2 * WINDOW - 1
-    last = Metrics(tmp_path)[-1]
+    last = metrics_of(tmp_path)[-1]
     assert (last["step"], last["loss"], last["tools"]["miss_share"]) == (2 * WINDOW, None, 0.5)
     assert last["groups_dropped"]["misses"] == last["groups"]
     assert {each["step"] for each in read_rollouts(tmp_path / "rollouts.jsonl")} == set(range(1, 2 * WINDOW + 1))
 
 
-def Metrics(directory: Path) -> list[dict[str, Any]]:  # noqa: N802
-    from flywheel.daemon.status import metrics_of
+def test_misses_that_grow_because_the_policy_learns_to_call_do_not_end_the_round(tmp_path: Path) -> None:
+    """One call in four is wrong throughout; at first one rollout in four calls, later all do."""
+    done = 0
 
-    return metrics_of(directory)
+    def act(request: RolloutRequest, number: int) -> float | None:
+        calls = number == request.group % GROUP if done < WINDOW else True
+        wrong = number == 0 if done >= WINDOW else request.group == 0
+        return None if calls and wrong else float(number % 2)
+
+    def silent(request: RolloutRequest, number: int) -> bool:
+        return done < WINDOW and number != request.group % GROUP
+
+    run = run_of(tmp_path, act, steps=12, silent=silent)
+    for step in range(12):
+        done = step
+        run.roll_out(step)
+        run.report(step + 1, LOGS)
+    shares = [line["tools"]["miss_share"] for line in metrics_of(tmp_path)]
+    assert shares[0] < 0.1
+    assert shares[-1] == 0.25
+    assert growing_misses([[0.25, 0.0, 0.0, 0.0]] * 4 + [[0.25] * 4] * 4), (
+        "it is the share of all rollouts that grows"
+    )
 
 
 def test_tasks_whose_groups_were_dropped_gave_no_gradient(tmp_path: Path) -> None:
