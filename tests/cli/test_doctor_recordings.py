@@ -84,22 +84,30 @@ async def test_tasks_without_recordings_are_counted(tmp_path: Path, store: Store
     ("on_miss", "count", "result"),
     [("end", 12, Result.WARNING), ("error", 12, Result.OK), ("end", 5, Result.OK)],
 )
+@pytest.mark.parametrize("repeated", [True, False])
 async def test_a_rate_that_would_drop_groups_is_a_warning(
-    tmp_path: Path, store: Store, on_miss: str, count: int, result: Result
+    tmp_path: Path, store: Store, on_miss: str, count: int, result: Result, *, repeated: bool
 ) -> None:
     """A rollout with two calls needs both."""
     replies = [
         reply(
-            n, tools=(ADD,), trajectory=steps((call(arguments={"a": n}), "x"), (call(arguments={"a": 10_000}), "x"))
+            n,
+            query="What is 1 plus 2?" if repeated else f"What is {n} plus 2?",
+            tools=(ADD,),
+            trajectory=steps(
+                (call(arguments={"a": 1 if repeated else n}), "x"), (call(arguments={"b": 99 + n}), "x")
+            ),
         )
         for n in range(count)
     ]
     finding = await found(store, parsing(tmp_path, rollout={"tools": {"on_miss": on_miss}}), *replies)
     assert finding.result is result
     assert finding.figures["expected_hits_percent"] == 50
-    why = "0% of rollouts are expected to have no miss, and groups with fewer than 75% are dropped"
-    assert (why in finding.found) == (result is Result.WARNING)
+    shares = "rollouts are expected to have no miss, and" if repeated else "traces have only such calls; "
+    is_told = f"0% of {shares}" in finding.found and "fewer than 75% have none are dropped" in finding.found
+    assert is_told == (result is Result.WARNING)
     assert ("rollout.tools.on_miss" in finding.remedy) == (result is Result.WARNING)
+    assert ("round --debug" in finding.remedy) == (result is Result.WARNING and not repeated)
 
 
 @pytest.mark.parametrize(

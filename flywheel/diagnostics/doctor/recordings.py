@@ -36,6 +36,10 @@ _COUNTED: Final = {
     Exclusion.UNRECORDED: "whose calls have no recorded result",
 }
 _NO_PARSER: Final = "Set serving.tool_call_parser to the format of the model's calls."
+_UNSURE: Final = (
+    "`flywheel round --debug` shows how many rollouts miss. If many do, let them go on:"
+    " `rollout.tools.on_miss: error` or `simulate`."
+)
 _LOW: Final = (
     "Collect more traces of the same questions, or let rollouts go on after a miss: `rollout.tools.on_miss: error` or"
     " `simulate`."
@@ -77,11 +81,14 @@ def _recordings(conn: Connection, config: Config) -> Finding:
     share = expected.best.complete_share or 0.0
     is_known = expected.best.rollouts >= MIN_ROLLOUTS
     if config.rollout.tools.on_miss == "end" and is_known and share < MIN_COMPLETE_SHARE:
-        parts.append(
-            f"{share:.0%} of rollouts are expected to have no miss, and groups with fewer than"
-            f" {MIN_COMPLETE_SHARE:.0%} are dropped"
-        )
-        problems.append(_LOW)
+        dropped = f"groups in which fewer than {MIN_COMPLETE_SHARE:.0%} have none are dropped"
+        if expected.best is expected.repeated:
+            parts.append(f"{share:.0%} of rollouts are expected to have no miss, and {dropped}")
+            problems.append(_LOW)
+        else:
+            only = f"{share:.0%} of traces have only such calls"
+            parts.append(f"{only}; rollouts with other words in theirs miss, and {dropped}")
+            problems.append(_UNSURE)
     result = Result.WARNING if problems else Result.OK
     return Finding("recordings", result, "; ".join(parts), " ".join(problems[:1]), figures=figures)
 
