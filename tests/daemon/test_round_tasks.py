@@ -365,3 +365,19 @@ async def test_the_tasks_of_the_gate_are_chosen_when_the_round_is_planned(tmp_pa
     row = await store.read(lambda conn: conn.execute(select(schema.rounds)).one())
     again = await store.read(planner.spec_of, row, config, rubric_of(config))
     assert again.held_out == first.held_out
+
+
+async def test_examples_that_no_specification_can_have_are_left_out(tmp_path: Path, store: Store) -> None:
+    """A model may write any arguments."""
+    deep = '{"a": ' + "[" * 300 + "]" * 300 + "}"
+    odd = (deep, '{"a": "\\ud800"}', f'{{"a": {10**30}}}', '{"a": 1}')
+    told = [
+        changed(each, trajectory=steps((call(arguments=arguments), "x")))
+        for each, arguments in zip(asked(Split.TRAIN, "", "", "", ""), odd, strict=True)
+    ]
+    await judged(store, *told, *asked(Split.HELD_OUT, "3"))
+    simulated = {"on_miss": "simulate", "simulator": {"model": "m"}}
+    spec = await planned(store, made(tmp_path, **tools_section(**simulated)))
+    assert len(spec.train) == 4
+    assert [each.arguments for some in spec.shared.examples.values() for each in some] == [{"a": 1}]
+    assert RoundSpec.model_validate_json(spec.model_dump_json()) == spec

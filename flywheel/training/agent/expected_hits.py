@@ -125,13 +125,12 @@ def _copied(recording: Recording, finish_tools: Collection[str]) -> Iterator[tup
 
 
 def _is_in(call: Call, tool: Tool, text: str) -> bool:
-    try:
-        arguments = call.parsed
-    except ValueError:
-        return False
     defaults = with_defaults({}, tool.definition.get("parameters"))
-    own = {name: value for name, value in arguments.items() if defaults.get(name, _NONE) != value}
-    return all(_shows(text, value) for value in _values(own))
+    try:
+        own = {name: value for name, value in call.parsed.items() if defaults.get(name, _NONE) != value}
+        return all(_shows(text, value) for value in _values(own))
+    except (ValueError, RecursionError):
+        return False
 
 
 _NONE: Any = object()

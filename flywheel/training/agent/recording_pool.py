@@ -7,6 +7,8 @@ import sqlite3
 from collections.abc import Collection
 from typing import Final
 
+import orjson
+
 from flywheel.states import Split
 from flywheel.tool_results import Example, Result, SharedRecordings
 from flywheel.training.agent.recordings import MAX_EXAMPLES, Recording, TraceResults
@@ -60,7 +62,11 @@ class RecordingPool:
 
     def _add_example(self, example: Example) -> None:
         same = self._examples.setdefault(example.tool.digest, [])
-        size = len(_bytes(example.result.content)) + len(_bytes(str(example.arguments)))
+        try:
+            size = len(_bytes(example.result.content)) + len(orjson.dumps(example.arguments))
+        except orjson.JSONEncodeError:
+            # Numbers beyond 64 bits, lone surrogates, or nested too deeply for the specification.
+            return
         if len(same) < MAX_EXAMPLES and size <= self._room:
             same.append(example)
             self._room -= size

@@ -126,6 +126,13 @@ def test_without_a_repeated_question_arguments_count_that_the_conversation_shows
     assert found.best == found.copied == HitRate({"about": 1 + is_copied}, {"about": 2}, 1, int(is_copied))
 
 
+def test_arguments_of_any_depth_can_be_looked_for() -> None:
+    for depth in range(700, 1010):
+        nested = call("add", '{"a": ' + "[" * depth + "12" + "]" * depth + "}")
+        found = expected_hits([recording((call("add", {}), "x"), (nested, "x"), question="12")])
+        assert found.copied.calls == {"add": 2}
+
+
 def test_arguments_may_come_from_earlier_results_but_not_from_own_words() -> None:
     steps_of = (call("add", {"a": 1}), "42"), (call("add", {"a": 42}), "99")
     found = expected_hits([recording(*steps_of, question="1?")])
