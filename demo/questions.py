@@ -53,6 +53,12 @@ def sample(rng: random.Random) -> Question:
     return rng.choice(_ALL)
 
 
+def large_sum(rng: random.Random) -> tuple[int, int, Question]:
+    """Two numbers of three digits, and the question for their sum: too large to be learnt by heart."""
+    a, b = rng.randint(100, 999), rng.randint(100, 999)
+    return a, b, _question(rng.choice(PHRASES).format(f"{a} plus {b}"))
+
+
 def solve(text: str) -> int | None:
     """The true answer of the last arithmetic expression in `text`; None when there is none."""
     found = _EXPRESSION.findall(text)
