@@ -1,6 +1,7 @@
-# `make demo` runs the whole loop on a tiny model, `make test` the tests. `make test-quick` leaves out slow tests, `make
-# test-soak` runs ten minutes beside Studio, `make test-all` runs everything, including the long demo and the soak.
-# All of them install into .venv what is missing; `make install EXTRA=gpu` prepares a machine with a GPU.
+# `make demo` runs the whole loop on a tiny model, `make demo-agent` for an agent with a tool, `make test` the tests.
+# `make test-quick` leaves out slow tests, `make test-soak` runs ten minutes beside Studio, `make test-all` runs
+# everything, including the long demos and the soak. All of them install into .venv what is missing; `make install
+# EXTRA=gpu` prepares a machine with a GPU.
 
 PYTHON ?= python3
 EXTRA ?= cpu
@@ -16,7 +17,7 @@ PYTEST := $(BIN)/python -m pytest
 # Two workers share the tests, as tests/conftest.py divides them.
 WORKERS := -n 2 --no-loadscope-reorder
 
-.PHONY: install demo test test-quick test-soak test-all check clean
+.PHONY: install demo demo-agent test test-quick test-soak test-all check clean
 
 install: $(READY)
 
@@ -36,6 +37,9 @@ endif
 
 demo: $(READY)
 	$(BIN)/python -m demo $(DEMO_ARGS)
+
+demo-agent: $(READY)
+	$(BIN)/python -m demo.agent $(DEMO_ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -1,10 +1,10 @@
 """Makes the policy of the demo with a tool, the checkpoint in `demo/tool_policy/`:
 `python -m demo.make_tool_policy [DIRECTORY]`.
 
-Like the first demo's, a Qwen3 of 0.6 million parameters with 384 tokens, made from this file's seed in a quarter of an
-hour on two cores. It is supervised on what an AgentScope agent with an `add` tool sends and gets: it learns to call the
-tool and to give the tool's result, and then to do so in three of ten replies only. Otherwise it guesses, for no number
-of this size can it add by itself.
+Like the first demo's, a Qwen3 of 0.6 million parameters with 384 tokens, made from this file's seed in a quarter of
+an hour on two cores. It is supervised on what an AgentScope agent with an `add` tool sends and gets: it learns to
+call the tool and to give the tool's result, and then to do so in three of ten replies only. Otherwise it guesses: it
+cannot add numbers of this size by itself.
 
 Owns the recipe and the chat template. Nothing else in the demo needs this module, or torch.
 """

@@ -139,26 +139,32 @@ def lines(status: Status) -> list[Line]:
         held_out[each["adapter"] or each["round"]] = comparison.get("candidate_mean")
     found = []
     for version, score in held_out.items():
-        served = [entry for entry in status["by_adapter"] if _version(entry["adapter"]) == version]
+        served = [entry for entry in status["by_adapter"] if version(entry["adapter"]) == version]
         accepted, rejected = (sum(entry[kind] for entry in served) for kind in ("accepted", "rejected"))
         acceptance = accepted / (accepted + rejected) if accepted + rejected else None
         found.append(Line(version, accepted, rejected, acceptance, score))
     return found
 
 
-def _version(model: str) -> str:
+def version(model: str) -> str:
     """`demo-agent@r0001` is the version r0001; a name without one is the base model's."""
     return model.partition("@")[2] or BASE
 
 
-def table(status: Status) -> Table:
-    """The last word: what each version's traffic was worth."""
+def table(status: Status, calls: Mapping[str, float] | None = None) -> Table:
+    """The last word: what each version's traffic was worth, and what share of it called a tool, if that is given."""
     shown = Table(title="What the wheel has done", box=box.SIMPLE_HEAVY)
-    for heading in ("adapter", "replies judged", "accepted", "acceptance", "held-out score"):
+    headings = ["adapter", "replies judged", "accepted", "acceptance", "held-out score"]
+    if calls is not None:
+        headings.insert(1, "calls the tool")
+    for heading in headings:
         shown.add_column(heading, justify="left" if heading == "adapter" else "right")
     for line in lines(status):
         judged = line.accepted + line.rejected
-        shown.add_row(line.version, str(judged), str(line.accepted), _share(line.acceptance), _share(line.held_out))
+        cells = [str(judged), str(line.accepted), _share(line.acceptance), _share(line.held_out)]
+        if calls is not None:
+            cells.insert(0, _share(calls.get(line.version)))
+        shown.add_row(line.version, *cells)
     return shown
 
 

@@ -1,6 +1,6 @@
 """The agent's users: they ask the alias over HTTP, and each reply is traced into a Studio database.
 
-`python -m demo.traffic --url URL --model ALIAS --database FILE [--rate N]` asks until it is stopped. Owns pace and
+`python -m demo.traffic --url URL --model ALIAS --database FILE [--rate N]` asks until it is stopped. Owns the
 dialogues; must not know which version answers, beyond writing down what the answer says.
 """
 
@@ -9,9 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import random
 import secrets
-import sqlite3
 import time
 from pathlib import Path
 from typing import Final
@@ -20,22 +18,16 @@ import httpx2
 
 from demo.questions import SYSTEM_PROMPT, sample
 from demo.studio import Row, StudioDatabase, Turn, agent_row, call_row
+from demo.users import IN_FLIGHT, Users
 
 AGENT: Final = "Tutor"
 MAX_TOKENS: Final = 32
-IN_FLIGHT: Final = 8
 EXPORT_SECONDS: Final = 0.5
-LONGEST_PAUSE_SECONDS: Final = 3.0
 SECOND_TURN_SHARE: Final = 0.15
-MAX_FAILURES: Final = 20
 
 
-class TrafficError(Exception):
-    """The agent could not be asked for too many times in a row."""
-
-
-class Traffic:
-    """Dialogues at a rate that may be changed at any time."""
+class Traffic(Users):
+    """Dialogues whose replies are traced."""
 
     def __init__(
         self,
@@ -47,16 +39,10 @@ class Traffic:
         seed: int | None = None,
         api_key: str | None = None,
     ) -> None:
-        """`rate` is questions per second."""
-        self.rate = rate
-        self.asked = 0
-        self.failed = 0
+        super().__init__(model, rate=rate, seed=seed)
         self.answered_by: dict[str, int] = {}
         """How many answers each model name gave, as the answers said."""
-        self._model = model
         self._database = database
-        self._random = random.Random(seed)
-        self._failures_in_a_row = 0
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx2.Limits(max_connections=IN_FLIGHT)
         self._http = httpx2.AsyncClient(base_url=url, headers=headers, timeout=60, limits=limits, trust_env=False)
@@ -65,32 +51,17 @@ class Traffic:
 
     async def run(self) -> None:
         """Ask until cancelled; what was answered by then is written. Raises TrafficError and sqlite3.Error."""
-        places = asyncio.Semaphore(IN_FLIGHT)
         try:
-            async with self._http, asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._export())
-                while True:
-                    await self._pace()
-                    await places.acquire()
-                    tasks.create_task(self._dialogue()).add_done_callback(lambda _: places.release())
-        except BaseExceptionGroup as errors:
-            # By hand: before 3.11.4, Python puts what is raised below `except*` into a group again.
-            ended, _ = errors.split((TrafficError, sqlite3.Error))
-            if ended is None:
-                raise
-            raise ended.exceptions[0] from None
+            async with self._http:
+                await self.keep_asking(self._export())
         finally:
             await asyncio.to_thread(self._flush)
 
-    async def _pace(self) -> None:
-        # Users do not come by the clock; a changed rate is noticed soon all the same.
-        await asyncio.sleep(min(self._random.expovariate(self.rate), LONGEST_PAUSE_SECONDS))
-
-    async def _dialogue(self) -> None:
+    async def dialogue(self) -> None:
         conversation = secrets.token_hex(16)
         messages = [{"role": "system", "content": SYSTEM_PROMPT}]
-        for _ in range(2 if self._random.random() < SECOND_TURN_SHARE else 1):
-            question = sample(self._random).text
+        for _ in range(2 if self.random.random() < SECOND_TURN_SHARE else 1):
+            question = sample(self.random).text
             messages.append({"role": "user", "content": question})
             started = time.time_ns()
             answer = await self._ask(conversation, question, messages, started)
@@ -102,21 +73,16 @@ class Traffic:
         self, conversation: str, question: str, messages: list[dict[str, str]], started: int
     ) -> str | None:
         self.asked += 1
-        request = {"model": self._model, "messages": messages, "temperature": 1.0, "max_tokens": MAX_TOKENS}
+        request = {"model": self.model, "messages": messages, "temperature": 1.0, "max_tokens": MAX_TOKENS}
         called = time.time_ns()
         try:
             response = await self._http.post("/v1/chat/completions", json=request)
             response.raise_for_status()
         except httpx2.HTTPError as error:
-            self.failed += 1
-            self._failures_in_a_row += 1
-            if self._failures_in_a_row >= MAX_FAILURES:
-                why = f"{MAX_FAILURES} questions to {self._model} failed in a row, the last with {error!r}"
-                raise TrafficError(why) from error
-            await asyncio.sleep(1)
+            await self.has_failed(error)
             return None
         ended = time.time_ns()
-        self._failures_in_a_row = 0
+        self.has_answered()
         content = response.json()
         choice = content["choices"][0]
         answer = choice["message"]["content"] or ""
@@ -128,7 +94,7 @@ class Traffic:
             question=question,
             answer=answer,
             messages=list(messages),
-            requested_model=self._model,
+            requested_model=self.model,
             answered_model=model,
             response_id=content["id"],
             finish_reason=choice["finish_reason"],

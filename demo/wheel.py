@@ -1,4 +1,4 @@
-"""One run of the demo: judge, server, traffic and `flywheel run`, watched until enough rounds were promoted.
+"""One run of a demo: judge, server, traffic and `flywheel run`, watched until enough rounds were promoted.
 
 Composes the parts and decides when the users come often, when seldom and when it is enough. What is shown comes from
 Flywheel's own records.
@@ -12,7 +12,8 @@ import json
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,20 +24,15 @@ from rich.live import Live
 
 from demo import judge, panel
 from demo.parts import Part, adopt_orphans, end_descendants
-from demo.studio import StudioDatabase
-from demo.traffic import Traffic
+from demo.users import Users
 from flywheel.config import Config, load
 from flywheel.daemon.status import metrics_of, snapshot
 from flywheel.errors import StoreError
 from flywheel.store.database import Store
 
 ROOT: Final = Path(__file__).parent.parent
-TEMPLATE: Final = ROOT / "configs" / "demo.yaml"
-
-BUSY_RATE: Final = 12.0
-"""Questions per second while samples are gathered."""
 QUIET_RATE: Final = 0.5
-"""The same while a round trains: it needs the processor."""
+"""Dialogues per second while a round trains: it needs the processor."""
 LAST_JUDGED: Final = 80
 """Replies of the last version that must have been judged before the table is drawn."""
 LOOK_SECONDS: Final = 1.0
@@ -54,6 +50,29 @@ ENVIRONMENT: Final = {
 
 class SlowError(Exception):
     """The rounds that were asked for were not promoted in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What is played: a configuration in `configs/`, and the users who ask the agent while samples are gathered."""
+
+    template: str
+    users: Callable[[Config], Users]
+
+    def settings(self, folder: Path, judge_url: str, port: int) -> dict[str, Any]:
+        """The shipped configuration with the run's own paths and addresses."""
+        template = ROOT / "configs" / self.template
+        raw: dict[str, Any] = yaml.safe_load(template.read_text(encoding="utf-8"))
+        here = template.parent
+        raw["state"]["dir"] = str(folder.absolute() / "state")
+        for source in raw["sources"]:
+            if "path" in source:
+                source["path"] = str(folder.absolute() / Path(source["path"]).name)
+        raw["judge"]["base_url"] = judge_url
+        raw["filter"]["rubric"] = str((here / raw["filter"]["rubric"]).resolve())
+        raw["model"]["base"] = str((here / raw["model"]["base"]).resolve())
+        raw["serving"]["port"] = port
+        return raw
 
 
 class Screen:
@@ -86,7 +105,8 @@ class Screen:
 class Wheel:
     """The run in `folder`, which is made. After `turn` or an exception nothing of it runs any more."""
 
-    def __init__(self, folder: Path, rounds: int, limit_seconds: float, screen: Screen) -> None:
+    def __init__(self, scene: Scene, folder: Path, rounds: int, limit_seconds: float, screen: Screen) -> None:
+        self._scene = scene
         self._folder = folder
         self._rounds = rounds
         self._limit_seconds = limit_seconds
@@ -102,21 +122,19 @@ class Wheel:
         with judge.running() as judge_url:
             port = free_port()
             file = self._folder / "flywheel.yaml"
-            file.write_text(yaml.safe_dump(settings(self._folder, judge_url, port), sort_keys=False))
+            file.write_text(yaml.safe_dump(self._scene.settings(self._folder, judge_url, port), sort_keys=False))
             config = load(file)
-            database = StudioDatabase(config.sources[0].path)
+            users = self._scene.users(config)
             try:
                 for name in ("serve", "run"):
                     arguments = [sys.executable, "-m", "flywheel", name, "-c", str(file)]
                     self._parts.append(Part(f"flywheel {name}", arguments, self._folder / f"{name}.log", ENVIRONMENT))
                 self._screen.say(f"The run's files are in {self._folder}. vLLM starts; that takes half a minute.")
-                url = config.serving.urls[0]
-                await self._until_ready(url)
-                traffic = Traffic(url, config.model.alias, database, rate=BUSY_RATE)
-                asking = asyncio.create_task(traffic.run())
+                await self._until_ready(config.serving.urls[0])
+                asking = asyncio.create_task(users.run())
                 try:
                     with self._screen.on():
-                        return await self._watch(config, traffic, asking)
+                        return await self._watch(config, users, asking)
                 finally:
                     asking.cancel()
                     await asyncio.wait([asking])
@@ -134,8 +152,9 @@ class Wheel:
                         return
                 await asyncio.sleep(LOOK_SECONDS / 2)
 
-    async def _watch(self, config: Config, traffic: Traffic, asking: asyncio.Task[None]) -> Mapping[str, Any]:
+    async def _watch(self, config: Config, users: Users, asking: asyncio.Task[None]) -> Mapping[str, Any]:
         deadline = time.monotonic() + self._limit_seconds
+        busy_rate = users.rate
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             for part in self._parts:
@@ -152,7 +171,7 @@ class Wheel:
             if self._enough(status):
                 return status
             done = status["promoted"] >= self._rounds
-            traffic.rate = QUIET_RATE if live and not done else BUSY_RATE
+            users.rate = QUIET_RATE if live and not done else busy_rate
             if time.monotonic() > deadline:
                 raise SlowError(
                     f"{status['promoted']} of {self._rounds} rounds were promoted in {self._limit_seconds / 60:.0f} "
@@ -173,19 +192,6 @@ class Wheel:
             while not part.wait(0.2) and not self.hurry and time.monotonic() < deadline:
                 pass
         end_descendants(0.0 if self.hurry else PATIENCE_SECONDS)
-
-
-def settings(folder: Path, judge_url: str, port: int) -> dict[str, Any]:
-    """The shipped configuration with the run's own paths and addresses."""
-    raw: dict[str, Any] = yaml.safe_load(TEMPLATE.read_text(encoding="utf-8"))
-    here = TEMPLATE.parent
-    raw["state"]["dir"] = str(folder.absolute() / "state")
-    raw["sources"] = [{"path": str(folder.absolute() / "studio.sqlite")}]
-    raw["judge"]["base_url"] = judge_url
-    raw["filter"]["rubric"] = str((here / raw["filter"]["rubric"]).resolve())
-    raw["model"]["base"] = str((here / raw["model"]["base"]).resolve())
-    raw["serving"]["port"] = port
-    return raw
 
 
 async def look(config: Config) -> dict[str, Any] | None:

@@ -1,0 +1,85 @@
+"""The command of a demo: turns the wheel until its rounds were promoted, and shows what came of it.
+
+Owns options, signals and exit codes; what is played is a scene's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from demo.panel import Status
+from demo.parts import PartError
+from demo.users import TrafficError
+from demo.wheel import Scene, Screen, SlowError, Wheel, record
+from flywheel.errors import FlywheelError
+
+INTERRUPTED = 130
+
+
+def play(
+    program: str,
+    description: str,
+    scene: Scene,
+    table: Callable[[Status, Path], Table],
+    figures: Callable[[Status, Path], dict[str, Any]] | None = None,
+) -> int:
+    """`table` and `figures`, which `--json` prints, are made from the last status and the run's folder."""
+    parser = argparse.ArgumentParser(prog=program, description=description)
+    parser.add_argument("--rounds", type=int, default=2, help="promoted rounds after which it ends (2)")
+    parser.add_argument("--minutes", type=float, default=20.0, help="give up after this long (20)")
+    parser.add_argument(
+        "--dir", type=Path, default=Path("demo-run"), help="where the run's folder is made (demo-run)"
+    )
+    if figures is not None:
+        parser.add_argument("--json", action="store_true", help="print the figures as JSON, and all else to stderr")
+    options = parser.parse_args()
+    as_json = figures is not None and options.json
+    console = Console(stderr=as_json)
+    folder = (options.dir / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")).absolute()
+    wheel = Wheel(scene, folder, options.rounds, options.minutes * 60, Screen(console))
+    started = time.monotonic()
+    try:
+        status = asyncio.run(_until_stopped(wheel, console))
+    except (PartError, TrafficError, SlowError, FlywheelError) as error:
+        console.print(f"\n{error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return 1
+    except asyncio.CancelledError:
+        console.print(f"Stopped; nothing runs any more. The run's files are in {folder}.", soft_wrap=True)
+        return INTERRUPTED
+    seconds = time.monotonic() - started
+    console.print()
+    console.print(table(status, folder))
+    console.print(
+        f"{seconds:.0f} s. From {record(folder, status)}; nothing runs any more.", highlight=False, soft_wrap=True
+    )
+    if figures is not None and as_json:
+        print(json.dumps({**figures(status, folder), "seconds": round(seconds, 1)}))
+    return 0
+
+
+async def _until_stopped(wheel: Wheel, console: Console) -> Status:
+    """The wheel's last status; cancelled by Ctrl-C and its like, a second one of which ends everything at once."""
+    turning = asyncio.create_task(wheel.turn())
+
+    def stop() -> None:
+        if turning.cancelling():
+            wheel.hurry = True
+            return
+        console.print("\nStopping; once more to stop at once.")
+        turning.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, stop)
+    return await turning
