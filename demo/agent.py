@@ -35,7 +35,7 @@ def call_shares(tasks: Iterable[str]) -> dict[str, float]:
     calls: dict[str, int] = {}
     for line in tasks:
         metadata = json.loads(line)["metadata"]
-        version = panel.version(metadata["adapter"])
+        version = panel.version_of(metadata["adapter"])
         replies[version] = replies.get(version, 0) + 1
         called = any(step.get("tool_calls") for step in json.loads(metadata["trajectory_json"]))
         calls[version] = calls.get(version, 0) + called

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 from demo.questions import SYSTEM_PROMPT, large_sum
 from demo.tiny_model import END, START, Row, batch, make_model, make_tokenizer, row, supervise
+from demo.tool_prompt import ADD, REMINDER
 
 SEED: Final = 20
 CALL_SHARE: Final = 0.3
@@ -32,27 +33,6 @@ COPYING_STEPS: Final = 750
 """All replies call the tool: copying numbers appears abruptly, and only after some hundred steps."""
 RARE_STEPS: Final = 250
 LAST_STEPS: Final = 500
-
-ADD: Final[dict[str, Any]] = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Add two numbers.",
-        "parameters": {
-            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-            "required": ["a", "b"],
-            "type": "object",
-        },
-    },
-}
-"""The tool as AgentScope offers `demo.tool_agent.add`."""
-
-REMINDER: Final = (
-    "<system-reminder>Treat the following as the ground truth at this point of the conversation. Anything stated"
-    " earlier is outdated, and a later reminder, if any, supersedes this one:\n<current-time>{time}</current-time>\n"
-    "<timezone>{zone}</timezone>\n</system-reminder>"
-)
-"""What AgentScope adds behind the question, as a user's message."""
 
 CHAT_TEMPLATE: Final = """\
 {%- for message in messages -%}

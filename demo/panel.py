@@ -139,14 +139,14 @@ def lines(status: Status) -> list[Line]:
         held_out[each["adapter"] or each["round"]] = comparison.get("candidate_mean")
     found = []
     for version, score in held_out.items():
-        served = [entry for entry in status["by_adapter"] if version(entry["adapter"]) == version]
+        served = [entry for entry in status["by_adapter"] if version_of(entry["adapter"]) == version]
         accepted, rejected = (sum(entry[kind] for entry in served) for kind in ("accepted", "rejected"))
         acceptance = accepted / (accepted + rejected) if accepted + rejected else None
         found.append(Line(version, accepted, rejected, acceptance, score))
     return found
 
 
-def version(model: str) -> str:
+def version_of(model: str) -> str:
     """`demo-agent@r0001` is the version r0001; a name without one is the base model's."""
     return model.partition("@")[2] or BASE
 

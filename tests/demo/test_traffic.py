@@ -160,7 +160,7 @@ async def test_every_answer_is_written_once(tmp_path: Path) -> None:
 
 
 async def test_a_server_that_is_gone_ends_the_traffic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("demo.traffic.MAX_FAILURES", 3)
+    monkeypatch.setattr("demo.users.MAX_FAILURES", 3)
     app = FakeVllm()
     app.faults["/v1/chat/completions"] = (500, "broken")
     with running(app) as url:
