@@ -15,15 +15,16 @@ import psutil
 import pytest
 import yaml
 
-from demo import panel, wheel
+from demo import panel
+from demo.__main__ import SCENE
 from flywheel.config import load
 
 ROOT = Path(__file__).parent.parent.parent
 
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+def start(folder: Path, *arguments: str, program: str = "demo") -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "demo", "--dir", str(folder), *arguments],
+        [sys.executable, "-m", program, "--dir", str(folder), *arguments],
         cwd=ROOT,
         env={**os.environ, "COLUMNS": "200"},
         stdout=subprocess.PIPE,
@@ -65,7 +66,7 @@ def end(process: subprocess.Popen[str], folder: Path) -> None:
 
 
 def test_the_shipped_configuration_is_taken(tmp_path: Path) -> None:
-    raw = wheel.settings(tmp_path, "http://127.0.0.1:1/v1", 2)
+    raw = SCENE.settings(tmp_path, "http://127.0.0.1:1/v1", 2)
     file = tmp_path / "flywheel.yaml"
     file.write_text(yaml.safe_dump(raw))
     config = load(file)
@@ -74,7 +75,7 @@ def test_the_shipped_configuration_is_taken(tmp_path: Path) -> None:
     assert config.serving.urls == ["http://127.0.0.1:2"]
     assert (Path(config.model.base) / "config.json").is_file()
     assert config.filter.rubric.is_file()
-    assert load(wheel.TEMPLATE).model.alias == config.model.alias == "demo-agent"
+    assert load(ROOT / "configs" / "demo.yaml").model.alias == config.model.alias == "demo-agent"
 
 
 @pytest.mark.slow
@@ -142,5 +143,32 @@ def test_one_turn_of_the_wheel(tmp_path: Path) -> None:
         assert base.held_out is not None and first.held_out is not None
         assert first.held_out > base.held_out
         assert first.version in said and "held-out score" in said
+    finally:
+        end(process, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_an_agent_learns_to_call_its_tool(tmp_path: Path) -> None:
+    process = start(tmp_path, "--rounds", "2", "--minutes", "18", "--json", program="demo.agent")
+    try:
+        said, _ = process.communicate(timeout=1150)
+        logs = "\n".join(f"{log}:\n{log.read_text()[-2000:]}" for log in tmp_path.glob("*/run.log"))
+        assert process.returncode == 0, f"{said}\n{logs}"
+        assert belongings(tmp_path) == []
+        figures = json.loads(said.splitlines()[-1])
+        assert 0.2 < figures["calls_before"] < 0.4
+        assert figures["calls_after"] >= 0.7
+        assert figures["acceptance_before"] < 0.4
+        assert figures["acceptance_after"] >= 0.6
+        assert figures["promoted"] == 2
+        [folder] = tmp_path.iterdir()
+        status = json.loads((folder / "status.json").read_text())
+        assert status["balanced"] is True
+        tasks = [json.loads(line) for line in (folder / "state" / "tasks.jsonl").read_text().splitlines()]
+        assert all(task["metadata"]["prompt_source"] == "calls" for task in tasks)
+        assert all(task["metadata"]["prompt_exact"] for task in tasks)
     finally:
         end(process, tmp_path)
