@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import httpx2
 import pytest
@@ -104,11 +104,16 @@ def served_with_thoughts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     yield from rendering(model)
 
 
+SETTINGS = EngineSettings(
+    model="none", max_model_len=64, max_lora_rank=8, seed=1, gpu_memory_utilization=0.3, kv_cache_gib=1, cpu_threads=1
+)
+
+
 def encoded(
     served: Served, tasks: list[RoundTask], chat: ChatFormat | None = None
 ) -> tuple[list[str], dict[str, str]]:
     """Prompts as text, and what was refused; only vLLM's engine is left out."""
-    engine = Engine(cast(EngineSettings, None))
+    engine = Engine(SETTINGS)
     engine._chat = served.chat(chat)
     prompts, refused = asyncio.run(engine.encode(tasks))
     return [served.decoded(prompt.token_ids) for prompt in prompts], refused
@@ -233,7 +238,7 @@ class Written:
 
 
 def completed(served: Served, some: RoundTask, text: str, **values: Any) -> Completion:
-    engine = Engine(cast(EngineSettings, None))
+    engine = Engine(SETTINGS)
     engine._chat = served.chat(served_format(PARSERS))
     ids = served.renderer.get_tokenizer().encode(text, add_special_tokens=False)
     engine._llm = Written(text, ids, ends=values.get("seconds") is None)
