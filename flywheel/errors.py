@@ -57,7 +57,7 @@ class StudioError(SourceError):
 
 
 class ReceiverError(SourceError):
-    """Spans could not be received or kept."""
+    """Spans could not be received or kept, or an address cannot be listened at."""
 
 
 class CallLogError(FlywheelError):

@@ -1,16 +1,22 @@
-"""Writes docs/configuration.md from the settings' own docstrings: `python -m scripts.configuration_page`."""
+"""Writes docs/configuration.md from the settings' own docstrings: `python -m scripts.configuration_page`.
+
+Also writes the JSON Schemas of files that users edit.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
+from flywheel.cli.settings import SCHEMAS, schema_of
 from flywheel.config import Config
 from flywheel.yaml_file import sections_in
 
-PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "configuration.md"
 
 HEAD = """# Configuration
 
@@ -69,3 +75,5 @@ def _default(info: Any) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page())
+    for name, path in SCHEMAS.items():
+        (ROOT / path).write_text(json.dumps(schema_of(name), indent=2, ensure_ascii=False) + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import yaml
 from pydantic import BaseModel
 
 from flywheel.cli.app import MODULES, app
+from flywheel.cli.settings import SCHEMAS, schema_of
 from flywheel.config import parse
 from flywheel.filtering.chain import FILTERS, load_chain
 from flywheel.filtering.fingerprint import Deduplication
@@ -32,6 +34,12 @@ ROOT = Path(__file__).parent.parent
 
 def test_the_configuration_page_is_the_settings() -> None:
     assert PAGE.read_text() == page(), "run: python -m scripts.configuration_page"
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_the_shipped_schemas_are_the_generated_ones(name: str) -> None:
+    shipped = json.loads((ROOT / SCHEMAS[name]).read_text())
+    assert shipped == schema_of(name), "run: python -m scripts.configuration_page"
 
 
 def test_every_link_between_pages_leads_somewhere() -> None:

@@ -52,6 +52,7 @@ def test_the_wheel_carries_what_users_edit(tmp_path: Path) -> None:
     }
     assert len(shipped) >= 8
     assert shipped <= inside
+    assert {f"flywheel/shipped/docs/operate/{path.name}" for path in (ROOT / "docs" / "operate").iterdir()} <= inside
     assert {"flywheel/py.typed", "flywheel/rubric/language_names.json"} <= inside
     assert not [name for name in inside if name.startswith(("tests/", "demo/", "benchmarks/"))]
 

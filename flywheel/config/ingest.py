@@ -37,6 +37,10 @@ def _address(listen: str) -> str:
     return listen
 
 
+Address = Annotated[str, AfterValidator(_address)]
+"""HOST:PORT."""
+
+
 class ModelFilter(Section):
     include: list[str] = []
     """Models whose replies are trained on, besides the alias, its versions and its base model: names or patterns, `*`
@@ -64,7 +68,7 @@ class JsonlSource(Section):
 class OtlpSource(Section):
     type: Literal["otlp"]
     """`otlp`: spans that agents send by OTLP/HTTP (protobuf or JSON)."""
-    listen: Annotated[str, AfterValidator(_address)] = "127.0.0.1:4318"
+    listen: Address = "127.0.0.1:4318"
     """The HOST:PORT to listen on. The path is `/v1/traces`. An address that other machines can reach needs a
     token."""
     token_env: str | None = None

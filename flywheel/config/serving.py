@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from flywheel.config.ingest import Address, host_and_port, is_loopback
 from flywheel.config.section import Section
 
 _HOST_NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?")
@@ -156,3 +157,19 @@ class DaemonSettings(Section):
     reconcile_seconds: float = Field(default=15.0, gt=0)
     """Interval in seconds at which servers are compared with the deployed adapter (a restarted server loses its
     adapters)."""
+    metrics: Address | None = "127.0.0.1:9464"
+    """The HOST:PORT at which `flywheel run` serves `/metrics`, `/healthz` and `/readyz`; `null` serves nothing. An
+    address that other machines can reach needs a token."""
+    metrics_token_env: str | None = None
+    """Name of the environment variable with the token that `/metrics` then requires (`Authorization: Bearer TOKEN`).
+    `/healthz` and `/readyz` need none."""
+
+    @model_validator(mode="after")
+    def _shows_nothing_to_all(self) -> Self:
+        is_open = self.metrics is not None and not is_loopback(host_and_port(self.metrics)[0])
+        if is_open and self.metrics_token_env is None:
+            raise ValueError(
+                f"other machines reach metrics {self.metrics}, which show names and paths: name the environment"
+                " variable with a token in metrics_token_env, or serve them at 127.0.0.1"
+            )
+        return self

@@ -147,7 +147,7 @@ class Deployer:
             row = await self._checked(target, attempted)
             hint = f"`flywheel deploy {target}` proves first whether it can be served; `--to base` needs no proof."
             self._check_base(row, attempted, hint)
-            number = await self._request(target, "rollback")
+            number = await self._request(target, deployments.ROLLBACK)
             try:
                 report = await rollback(servers, self._alias, _ref(row), self._config.serving)
             except RollbackError as error:

@@ -1,19 +1,25 @@
-"""The status in Prometheus' text format, for node_exporter's textfile collector."""
+"""The status in Prometheus' text format: for a scrape of the daemon, or for node_exporter's textfile collector."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from flywheel.judge.call_times import CALL_TIMES
+
 
 def exposition(state: dict[str, Any]) -> bytes:
-    """The metrics of `status.snapshot`, in UTF-8. Samples have no timestamps: the collector refuses them."""
+    """The metrics of `status.snapshot` and of this process, in UTF-8.
+
+    Samples have no timestamps: the textfile collector refuses them.
+    """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Snapshot(state))
     return generate_latest(registry)
@@ -99,10 +105,23 @@ def _of_judge(judge: dict[str, Any]) -> Iterator[Metric]:
     yield _gauge("judge_cost", "What those tokens cost by today's judge.prices.", costs, "purpose", "currency")
     yield _gauge("judge_tokens_today", "Tokens, sent and received, since midnight UTC.", judge["tokens_today"])
     yield _gauge("judge_failing", "Whether judging is stopped by an error.", bool(judge["error"]))
+    text = "Duration of the judge's calls by this process, by endpoint and outcome."
+    times = HistogramMetricFamily("flywheel_judge_call_seconds", text, labels=["endpoint", "outcome"])
+    for endpoint, outcome, counts, seconds in CALL_TIMES.histograms():
+        buckets = [("+Inf" if math.isinf(bound) else str(bound), count) for bound, count in counts]
+        times.add_metric([endpoint, outcome], buckets, seconds)
+    yield times
 
 
 def _of_rounds(state: dict[str, Any]) -> Iterator[Metric]:
     yield _gauge("rounds", "Training rounds by state.", state["rounds_by_state"], "state")
+    text = "Comparisons of a candidate with the deployed adapter, by the decision."
+    yield _counter("gate_decisions", text, state["gate_decisions"], "decision")
+    compared: dict[str, float] = next((each["comparison"] for each in state["rounds"] if each["comparison"]), {})
+    bounds = {name: compared[name] for name in ("gain", "lower", "upper") if name in compared}
+    text = "The gain that the newest comparison found, and the bounds of its interval."
+    yield _gauge("gate_gain", text, bounds, "bound")
+    yield _counter("swaps", "Swaps of the alias, by outcome.", state["swaps"], "outcome")
     deployed = state["deployment"]
     text = "What an alias points at (empty: the base model); 1."
     yield _gauge("active_adapter", text, {(deployed["alias"], deployed["adapter"] or ""): 1}, "alias", "adapter")
@@ -127,6 +146,9 @@ def _of_live_round(live: dict[str, Any] | None) -> Iterator[Metric]:
     yield number("rollouts_planned", "Rollouts of the step under way, or of the comparison.", "rollouts_planned")
     yield number("tokens_per_second", "Tokens that the rollout engines generate in a second.", "tokens_per_second")
     yield number("left_seconds", "About how long the running round still takes.", "seconds_left")
+    measured = (live["measured"] if live is not None else None) or {}
+    for name, text in MEASURED.items():
+        yield _gauge(f"live_round_{name}", f"{text}, of the last step.", measured.get(name))
     paused = bool(progress["paused"]) if progress else None
     yield _gauge("live_round_paused", "Whether the running round waits for something.", paused)
 
@@ -151,6 +173,26 @@ def _of_replicas(replicas: list[dict[str, Any]]) -> Iterator[Metric]:
         for url, each in calls.items():
             metric.add_metric([url], each[key])
         yield metric
+
+
+MEASURED: Final = {
+    "reward_std": "Standard deviation of the rewards",
+    "loss": "Loss",
+    "grad_norm": "Norm of the gradient",
+    "entropy": "Mean entropy of the trained tokens, in nats",
+    "kl": "Divergence from the policy that the round starts from, in nats a token (training.beta above 0)",
+    "logprob_gap": "Mean difference of trainer and engine log-probabilities",
+    "completion_tokens_mean": "Mean length of the rollouts in tokens",
+    "truncated_share": "Share of rollouts that reached their maximum length",
+}
+"""Figures of a step (`metrics.jsonl`) that are metrics."""
+
+
+def _counter(name: str, text: str, values: Mapping[str, int], label: str) -> Metric:
+    metric = CounterMetricFamily(f"flywheel_{name}", text, labels=[label])
+    for where, value in values.items():
+        metric.add_metric([where], value)
+    return metric
 
 
 def _gauge(name: str, text: str, values: Mapping[Any, float] | float | None, *labels: str) -> Metric:

@@ -20,10 +20,12 @@ from flywheel.config import Config
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.judging import TaskJudging, recover
 from flywheel.daemon.memory_release import MemoryRelease
+from flywheel.daemon.metrics_server import MetricsServer
 from flywheel.daemon.retention import Retention
 from flywheel.daemon.rounds import Rounds
 from flywheel.daemon.source_supervisor import SourceSupervisor
 from flywheel.daemon.stage import Stage
+from flywheel.daemon.status import snapshot
 from flywheel.daemon.systemd import beat, notify
 from flywheel.daemon.worker_process import STOP_SECONDS
 from flywheel.errors import FlywheelError, LockedError, ServeError, TrainError
@@ -72,7 +74,15 @@ class Service:
         self._remove = Stage("retention", self._retention.prune)
         self._memory_release = MemoryRelease(store)
         self._memory = Stage("memory", self._memory_release.check)
-        self._stages = (self._judge, self._round, self._reconcile, self._prune, self._remove, self._memory)
+        self.metrics = MetricsServer(
+            config.daemon, lambda: store.read(snapshot, config), self._ended_stages, self._unready
+        )
+        self._metrics = Stage("metrics", self.metrics.listen)
+        self._stages = (
+            self._judge, self._round, self._reconcile, self._prune, self._remove, self._memory, self._metrics,
+        )  # fmt: skip
+        self._running: list[asyncio.Task[None]] = []
+        self._has_started = False
 
     async def recover(self) -> None:
         """Clean up after a process that died. The instance lock excludes others."""
@@ -132,10 +142,12 @@ class Service:
         await self.recover()
         scheduler = self._schedule()
         beating = asyncio.create_task(beat(), name="watchdog")
-        running = [asyncio.create_task(stage.run(self._stopping), name=stage.name) for stage in self._stages]
+        self._running = [asyncio.create_task(stage.run(self._stopping), name=stage.name) for stage in self._stages]
+        self._metrics.wake.set()
         try:
             await self._sources.start()
             scheduler.start()
+            self._has_started = True
             for stage in (self._judge, self._round, self._reconcile, self._remove):
                 stage.wake.set()
             notify(f"READY=1\nSTATUS=watching {len(self._config.sources)} sources")
@@ -146,8 +158,17 @@ class Service:
             notify(f"STOPPING=1\nSTATUS=stopping\nEXTEND_TIMEOUT_USEC={microseconds}")
             if scheduler.running:  # False when a source could not start
                 scheduler.shutdown(wait=False)
-            await self._end(running)
+            await self._end(self._running)
             beating.cancel()
+            await self.metrics.stop()
+
+    def _ended_stages(self) -> str:
+        """Stages that have ended although they never should; empty without one."""
+        ended = [task.get_name() for task in self._running if task.done() and not self._stopping.is_set()]
+        return f"ended: {', '.join(ended)}; restart the daemon" if ended else ""
+
+    def _unready(self) -> str:
+        return "stopping" if self._stopping.is_set() else "" if self._has_started else "starting"
 
     def _longest_end_seconds(self) -> float:
         """The longest stop: judge calls in flight, a worker that is killed, a swap that is rolled back."""
@@ -204,6 +225,7 @@ class Service:
         every(RETRY_SECONDS, "rounds", self._round.wake.set)
         every(RETRY_SECONDS, "sources", self._sources.refresh)
         every(RETRY_SECONDS, "memory", self._memory.wake.set)
+        every(RETRY_SECONDS, "metrics", self._metrics.wake.set)
         every(PRUNE_SECONDS, "prune", self._prune.wake.set)
         every(PRUNE_SECONDS, "retention", self._remove.wake.set)
         every(self._config.daemon.reconcile_seconds, "reconcile", self._reconcile.wake.set)

@@ -32,6 +32,7 @@ from flywheel.store import (
     database,
     dead_letters,
     deployments,
+    gate_tests,
     ledger,
     rounds,
     samples,
@@ -92,7 +93,9 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
         "rounds": [_round(row) for row in shown],
         "rounds_by_state": {state.value: rounds.count(conn, state) for state in RoundState},
         "promoted": rounds.count(conn, RoundState.PROMOTED),
-        "live_round": _round(live) | {"progress": _progress(live)} if live is not None else None,
+        "live_round": _live(live) if live is not None else None,
+        "gate_decisions": gate_tests.decisions(conn),
+        "swaps": deployments.outcomes(conn, config.model.alias),
         "deployment": {
             "alias": config.model.alias,
             "adapter": active.adapter if active else None,
@@ -207,6 +210,13 @@ def _round(row: Row[Any]) -> dict[str, Any]:
         "created_at": row.created_at,
         "finished_at": row.finished_at,
     }
+
+
+def _live(row: Row[Any]) -> dict[str, Any]:
+    steps = [line for line in metrics_of(Path(row.dir)) if line.get("event") == "step"]
+    figures = steps[-1] if steps else {}
+    measured = {key: value for key, value in figures.items() if isinstance(value, float)} or None
+    return _round(row) | {"progress": _progress(row), "measured": measured}
 
 
 def _progress(row: Row[Any]) -> dict[str, Any] | None:

@@ -20,6 +20,7 @@ from tenacity import RetryCallState
 
 from flywheel.config import JudgeSettings
 from flywheel.errors import JudgeError
+from flywheel.judge.call_times import CALL_TIMES
 from flywheel.judge.chat_completions import (
     LABELS,
     PARAMETERS,
@@ -304,8 +305,10 @@ class Endpoint:
             wait = max(self._requests.reserve(), self._tokens.reserve(expected))
             if wait and stop.wait(wait):
                 raise CallError("judging stops", final=True)
+            sent, outcome = time.monotonic(), "failed"
             try:
                 reply = parse_response(client.post("/chat/completions", body, key.secret).body)
+                outcome = "answered"
             except ResponseTooLargeError as error:
                 reply = Reply("", str(error))
             except CallError as error:
@@ -316,6 +319,8 @@ class Endpoint:
                 if error.status == 400 and INVALID_KEY.search(str(error)):
                     error.status = 401
                 raise
+            finally:
+                CALL_TIMES.add(self.config.section, outcome, time.monotonic() - sent)
             throttled = False
         finally:
             self.concurrency.release(began, throttled=throttled)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NamedTuple
 
-from sqlalchemy import Connection, Row, select
+from sqlalchemy import Connection, Row, case, func, or_, select
 
 from flywheel.errors import StoreError
 from flywheel.states import DeploymentState
@@ -29,6 +29,20 @@ def history(conn: Connection, alias: str, limit: int) -> Sequence[Row[Any]]:
     return conn.execute(
         select(deployments).where(deployments.c.alias == alias).order_by(deployments.c.id.desc()).limit(limit)
     ).all()
+
+
+ROLLBACK: Final = "rollback"
+"""The reason of a deployment that is one."""
+
+
+def outcomes(conn: Connection, alias: str) -> dict[str, int]:
+    """How many swaps of an alias were done, were rollbacks, and failed."""
+    is_failed = deployments.c.state == DeploymentState.FAILED.value
+    rolled_back = deployments.c.reason == ROLLBACK
+    outcome = case((is_failed, "failed"), (rolled_back, "rolled_back"), else_="done")
+    ended = or_(is_failed, deployments.c.activated_at.is_not(None))
+    query = select(outcome, func.count()).where(deployments.c.alias == alias, ended).group_by(outcome)
+    return {"done": 0, "rolled_back": 0, "failed": 0} | dict(list(conn.execute(query)))
 
 
 def in_use(conn: Connection, alias: str, drain_seconds: float) -> set[str]:

@@ -9,9 +9,10 @@ from sqlalchemy.dialects.sqlite import insert as insert_or_ignore
 
 from flywheel.exclusion import Exclusion
 from flywheel.round import Comparison, GateTest, SpentTest
+from flywheel.states import RoundState
 from flywheel.store.bulk import rows_in
 from flywheel.store.samples import allowed, of_the_gate
-from flywheel.store.schema import gate_conversations, gate_tests, tasks
+from flywheel.store.schema import gate_conversations, gate_tests, rounds, tasks
 from flywheel.task import NO_CONVERSATION
 
 
@@ -45,6 +46,14 @@ def spend(conn: Connection, round_id: int, comparison: Comparison) -> None:
             insert_or_ignore(gate_conversations).on_conflict_do_nothing(),
             [{"conversation": each, "round_id": round_id} for each in sorted(used)],
         )
+
+
+def decisions(conn: Connection) -> dict[str, int]:
+    """How many comparisons ended in each decision."""
+    decided = (RoundState.PROMOTED.value, RoundState.REJECTED.value)
+    compared = select(rounds.c.state, func.count()).join(gate_tests, gate_tests.c.round_id == rounds.c.id)
+    rows = conn.execute(compared.where(gate_tests.c.conversations.is_not(None)).group_by(rounds.c.state))
+    return dict.fromkeys(decided, 0) | {state: count for state, count in rows if state in decided}
 
 
 def spent(conn: Connection, limit: int) -> list[SpentTest]:

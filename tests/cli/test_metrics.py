@@ -12,6 +12,7 @@ from prometheus_client.samples import Sample
 
 from flywheel.sources.otlp import inbox_path
 from tests.cli.conftest import Run
+from tests.daemon.test_operate_files import needs_promtool, promtool
 from tests.sources.studio.writer import DATA
 
 ROOT = Path(__file__).parents[2]
@@ -110,6 +111,14 @@ def test_files_of_a_directory_and_inboxes_are_in_the_configuration(flywheel: Run
     assert flywheel("ingest").code == 0
     found = flywheel("status", "--json").json["sources"]
     assert {each["path"]: each["configured"] for each in found} == {str(lines / "a.jsonl"): True, str(at): True}
+
+
+@needs_promtool
+def test_prometheus_finds_nothing_wrong_with_the_metrics(flywheel: Run, tmp_path: Path) -> None:
+    database = str(shutil.copy(DATA / "new_v2.sqlite", tmp_path))
+    (tmp_path / "flywheel.yaml").write_text(json.dumps({"state": {"dir": "home"}, "sources": [{"path": database}]}))
+    assert flywheel("ingest").code == 0
+    promtool("check", "metrics", text=flywheel("status", "--metrics").out)
 
 
 def test_every_metric_is_on_the_page_and_no_other(flywheel: Run) -> None:

@@ -219,12 +219,19 @@ def test_a_rubric_that_looks_at_tool_calls_starts_no_round(
     assert not (tmp_path / "state" / "rounds").exists()
 
 
+MEASURED = {
+    "event": "step", "step": 2, "reward_mean": 0.5, "reward_std": 0.25, "loss": -0.125, "grad_norm": 1.5, "kl": 0.01,
+    "entropy": 0.75, "logprob_gap": 0.002, "completion_tokens_mean": 120.5, "truncated_share": None, "seconds": {},
+}  # fmt: skip
+
+
 @pytest.fixture
 def halfway(config: Path, worker: Path, tmp_path: Path) -> Iterator[Callable[[], None]]:
     """`flywheel round` in a process of its own, whose worker is in the middle until this is called."""
     go_on = tmp_path / "go-on"
     worker.write_text(
-        f"#!/bin/sh\necho '{HALFWAY}' > \"$3/progress.json\"\n"
+        f"#!/bin/sh\necho '{json.dumps(MEASURED)}' >> \"$3/metrics.jsonl\"\n"
+        f"echo '{HALFWAY}' > \"$3/progress.json\"\n"
         f"while [ ! -e {go_on} ]; do sleep 0.1; done\n"
         'echo \'{"round_id": "r0001", "outcome": "refused", "reason": "no spread"}\' > "$3/result.json"\n'
     )
@@ -268,7 +275,7 @@ def test_a_running_round_is_told_in_the_log_the_status_the_json_and_the_metrics(
         found = {
             name.removeprefix("flywheel_live_round_"): samples[0].value
             for name, samples in metrics.items()
-            if name.startswith("flywheel_live_round_") and not name.endswith("phase")
+            if name.startswith("flywheel_live_round_") and not name.endswith("phase") and samples
         }
         assert found == {
             "step": 2,
@@ -279,7 +286,10 @@ def test_a_running_round_is_told_in_the_log_the_status_the_json_and_the_metrics(
             "tokens_per_second": 812,
             "left_seconds": 125,
             "paused": 0,
+            **{name: MEASURED[name] for name in ("reward_std", "loss", "grad_norm", "kl", "entropy", "logprob_gap")},
+            "completion_tokens_mean": 120.5,
         }
+        assert live["measured"] == {name: value for name, value in MEASURED.items() if isinstance(value, float)}
 
         # A pipe is told of each step, and not of each rollout.
         def moved(rollouts: int, step: int) -> dict[str, object]:

@@ -77,6 +77,7 @@ async def test_every_periodic_job_runs_in_the_event_loop_and_late_rather_than_ne
         "prune": daemon._prune,
         "reconcile": daemon._reconcile,
         "retention": daemon._remove,
+        "metrics": daemon._metrics,
     }
     assert set(jobs) == {"poll", "sources", "cron", "memory", *stages}
     for name, job in jobs.items():

@@ -13,7 +13,7 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from flywheel.config.ingest import host_and_port
 from flywheel.errors import ConfigError, ReceiverError
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import uvicorn
+    from starlette.applications import Starlette
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +63,8 @@ class Receiver:
     async def start(self) -> None:
         """Open the inbox and listen. Raises ReceiverError (retryable if waiting may help) and ConfigError."""
         host, port = host_and_port(self._listen)
-        token = _token(self._listen, self._token_env)
-        bound = _bound(host, port)
+        token = bearer_token(f"receive spans at {self._listen}", self._token_env, "token_env")
+        bound = bound_socket(f"receive spans at {host}:{port}", host, port, "listen")
         try:
             await self._inbox.open()
         except BaseException:
@@ -71,15 +72,17 @@ class Receiver:
             raise
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="otlp")
         self._address = (host, bound.getsockname()[1])
-        self._server = _server(self._inbox, self._thread, token)
+        # Imported here: a daemon without a receiver does not load protobuf.
+        from flywheel.sources.otlp.server import Protocol, TracesEndpoint, limit_accept_error_logs
+
+        app = TracesEndpoint(self._inbox.store, self._thread, token=token).app
+        self._server = web_server(app, http=Protocol, backlog=_BACKLOG, timeout_graceful_shutdown=STOP_SECONDS)
         self._serving = asyncio.create_task(self._server.serve(sockets=[bound]), name=f"otlp {self._listen}")
         while not self._server.started and not self._serving.done():  # noqa: ASYNC110 - a flag is all that it sets
             await asyncio.sleep(0.01)
         if self._serving.done():
             await self.stop()
             raise ReceiverError(f"receive spans at {self._listen}", "the web server ended at once", "See the log.")
-        from flywheel.sources.otlp.server import limit_accept_error_logs
-
         limit_accept_error_logs(asyncio.get_running_loop(), self.url, bound.fileno())
         log.info("receiving spans at %s", self.url)
 
@@ -96,24 +99,21 @@ class Receiver:
         self._server = self._serving = self._thread = None
 
 
-def _token(listen: str, variable: str | None) -> str | None:
-    """The token that senders must send; None without `token_env`. Raises ConfigError."""
+def bearer_token(attempted: str, variable: str | None, setting: str) -> str | None:
+    """The token that clients must send; None without a variable. `setting` names the variable. Raises ConfigError."""
     if variable is None:
         return None
     token = os.environ.get(variable, "")
     if not token or token != token.strip() or not (token.isascii() and token.isprintable()):
-        why = f"the variable {variable}, which token_env names, {'holds no token' if token else 'is not set'}"
-        raise ConfigError(
-            f"receive spans at {listen}", why, "Put a long random text of printable ASCII characters into it."
-        )
+        why = f"the variable {variable}, which {setting} names, {'holds no token' if token else 'is not set'}"
+        raise ConfigError(attempted, why, "Put a long random text of printable ASCII characters into it.")
     return token
 
 
-def _server(inbox: Inbox, thread: ThreadPoolExecutor, token: str | None) -> uvicorn.Server:
-    # Imported here: a daemon without a receiver does not load a web server and protobuf.
+def web_server(app: Starlette, **options: Any) -> uvicorn.Server:
+    """A server of `app` for the daemon's event loop, with these options of uvicorn."""
+    # Imported here: a daemon that listens nowhere does not load it.
     import uvicorn
-
-    from flywheel.sources.otlp.server import Protocol, TracesEndpoint
 
     class Server(uvicorn.Server):
         @contextmanager
@@ -123,9 +123,7 @@ def _server(inbox: Inbox, thread: ThreadPoolExecutor, token: str | None) -> uvic
 
     return Server(
         uvicorn.Config(
-            TracesEndpoint(inbox.store, thread, token=token).app,
-            http=Protocol,
-            backlog=_BACKLOG,
+            app,
             log_config=None,
             log_level="warning",
             access_log=False,
@@ -133,19 +131,18 @@ def _server(inbox: Inbox, thread: ThreadPoolExecutor, token: str | None) -> uvic
             ws="none",
             server_header=False,
             proxy_headers=False,
-            timeout_graceful_shutdown=STOP_SECONDS,
+            **options,
         )
     )
 
 
-def _bound(host: str, port: int) -> socket.socket:
-    attempt = f"receive spans at {host}:{port}"
+def bound_socket(attempt: str, host: str, port: int, setting: str) -> socket.socket:
+    """A socket that listens there. `setting` names the address. Raises ReceiverError."""
+    hint = f"Correct `{setting}`."
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise ReceiverError(
-            attempt, f"the host is not known ({error})", "Correct `listen`.", retryable=True
-        ) from error
+        raise ReceiverError(attempt, f"the host is not known ({error})", hint, retryable=True) from error
     # Clients try both families of a name; IPv4 is always available.
     family, kind, protocol, _, address = sorted(found, key=lambda one: one[0] != socket.AF_INET)[0]
     bound = socket.socket(family, kind, protocol)
@@ -156,7 +153,7 @@ def _bound(host: str, port: int) -> socket.socket:
     except OSError as error:
         bound.close()
         retryable = error.errno == errno.EADDRINUSE
-        hint = _HINTS.get(error.errno or 0, "Correct `listen`.")
+        hint = _HINTS.get(error.errno or 0, hint)
         raise ReceiverError(attempt, error.strerror or str(error), hint, retryable=retryable) from error
     bound.setblocking(False)
     return bound

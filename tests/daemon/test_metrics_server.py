@@ -1,0 +1,262 @@
+"""What a running daemon serves: metrics that Prometheus reads, and whether it is alive and ready."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from flywheel.config import Config, parse
+from flywheel.daemon import metrics_server
+from flywheel.daemon.lock import instance_lock
+from flywheel.daemon.metrics_server import MetricsServer
+from flywheel.daemon.service import Service
+from flywheel.daemon.status import snapshot
+from flywheel.errors import ConfigError, ReceiverError, StoreError
+from flywheel.store.database import Store
+from tests.cli.test_metrics import by, parsed
+from tests.judge_server import JudgeServer
+
+SECONDS = 60.0
+
+
+def configured(folder: Path, judge: str = "http://127.0.0.1:9/v1", **daemon: Any) -> Config:
+    lines = folder / "lines.jsonl"
+    lines.write_text("".join(f'{{"question": "{n}+1?", "answer": "\\\\boxed{{{n + 1}}}"}}\n' for n in range(3)))
+    raw = {
+        "sources": [{"type": "jsonl", "path": "lines.jsonl"}],
+        "state": {"dir": "state"},
+        "judge": {"base_url": judge, "model": "j", "max_attempts": 1},
+        "serving": {"urls": ["http://127.0.0.1:9"]},
+        "ingest": {"settle_seconds": 0},
+        "daemon": {"metrics": "127.0.0.1:0", "drain_seconds": 1, **daemon},
+    }
+    return parse(raw, "test", folder)
+
+
+async def until(condition: Callable[[], Any], what: str) -> Any:
+    async with asyncio.timeout(SECONDS):
+        while not (found := condition()):
+            await asyncio.sleep(0.02)
+    return found
+
+
+@asynccontextmanager
+async def running(config: Config) -> AsyncIterator[tuple[Service, httpx2.AsyncClient]]:
+    """A daemon in this process, and a client of its metrics."""
+    with instance_lock(config.state_dir):
+        store = await Store.open(config.state_dir)
+        service = Service(config, store)
+        task = asyncio.create_task(service.run())
+        try:
+            host, port = await until(lambda: service.metrics.address, "the metrics server")
+            async with httpx2.AsyncClient(base_url=f"http://{host}:{port}", timeout=SECONDS) as client:
+                yield service, client
+        finally:
+            service.stop()
+            await asyncio.wait([task])
+            await store.close()
+        task.result()
+
+
+async def test_a_daemon_serves_its_metrics_while_it_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_server, "FRESH_SECONDS", 0.0)
+    with JudgeServer() as judge:
+        async with running(configured(tmp_path, judge.base_url)) as (service, client):
+            async with asyncio.timeout(SECONDS):
+                while True:
+                    answer = await client.get("/metrics")
+                    found = parsed(answer.text)
+                    if by(found["flywheel_tasks"], "state")["accepted"] == 3:
+                        break
+                    await asyncio.sleep(0.05)
+            assert answer.headers["content-type"].startswith("text/plain; version=")
+            assert found["flywheel_daemon_up"][0].value == 1
+            assert by(found["flywheel_swaps"], "outcome") == {"done": 0, "rolled_back": 0, "failed": 0}
+            assert by(found["flywheel_gate_decisions"], "decision") == {"promoted": 0, "rejected": 0}
+            times = [
+                each for each in found["flywheel_judge_call_seconds"]
+                if (each.labels["endpoint"], each.labels["outcome"]) == ("judge", "answered")
+            ]  # fmt: skip
+            buckets = {each.labels["le"]: each.value for each in times if each.name.endswith("_bucket")}
+            [count] = [each.value for each in times if each.name.endswith("_count")]
+            assert judge.calls <= count == buckets["+Inf"]
+            assert list(buckets.values()) == sorted(buckets.values())
+            assert (await client.get("/healthz")).text == (await client.get("/readyz")).text == "ok\n"
+            assert (await client.get("/other")).status_code == 404
+            # A part of the daemon that ends although it never should.
+            [stage] = [task for task in service._running if task.get_name() == "memory"]
+            stage.cancel()
+            await asyncio.wait([stage])
+            for path in ("/healthz", "/readyz"):
+                answer = await client.get(path)
+                assert (answer.status_code, answer.text) == (503, "ended: memory; restart the daemon\n")
+            assert (await client.get("/metrics")).status_code == 200
+    with pytest.raises(httpx2.ConnectError):
+        httpx2.get(str(answer.url))
+
+
+async def test_failed_calls_of_the_judge_are_counted_apart(tmp_path: Path) -> None:
+    from flywheel.judge.call_times import CALL_TIMES
+
+    def failed() -> int:
+        counts = {(endpoint, outcome): counts[-1][1] for endpoint, outcome, counts, _ in CALL_TIMES.histograms()}
+        return counts.get(("judge", "failed"), 0)
+
+    before = failed()
+    with JudgeServer(behaviour="500") as judge:
+        async with running(configured(tmp_path, judge.base_url)):
+            await until(lambda: failed() > before, "a failed call")
+
+
+Serve = Callable[..., AbstractAsyncContextManager[tuple[MetricsServer, str]]]
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Serve:
+    """A server of metrics alone, with its texts."""
+
+    @asynccontextmanager
+    async def serve(
+        take: Any = None, ill: str = "", unready: str = "", **daemon: Any
+    ) -> AsyncIterator[tuple[MetricsServer, str]]:
+        config = configured(tmp_path, **daemon)
+        store = await Store.open(config.state_dir)
+        server = MetricsServer(
+            config.daemon, take or (lambda: store.read(snapshot, config)), lambda: ill, lambda: unready
+        )
+        try:
+            await server.listen()
+            assert server.address is not None
+            yield server, f"http://127.0.0.1:{server.address[1]}"
+        finally:
+            await server.stop()
+            await store.close()
+
+    return serve
+
+
+async def get(url: str, **headers: str) -> httpx2.Response:
+    async with httpx2.AsyncClient(timeout=SECONDS) as client:
+        return await client.get(url, headers=headers)
+
+
+@pytest.mark.parametrize("why", ["starting", "stopping"])
+async def test_a_daemon_that_is_not_ready_says_so_and_is_alive(serve: Serve, why: str) -> None:
+    async with serve(unready=why) as (_, url):
+        answer = await get(f"{url}/readyz")
+        assert (answer.status_code, answer.text) == (503, f"{why}\n")
+        assert (await get(f"{url}/healthz")).status_code == 200
+
+
+async def test_readiness_follows_the_service(tmp_path: Path) -> None:
+    config = configured(tmp_path, metrics=None)
+    store = await Store.open(config.state_dir)
+    service = Service(config, store)
+    assert service._unready() == "starting"
+    task = asyncio.create_task(service.run())
+    await until(lambda: service._unready() == "", "the start")
+    assert service.metrics.address is None, "null serves nothing"
+    service.stop()
+    assert service._unready() == "stopping"
+    await task
+    await store.close()
+
+
+async def test_a_token_is_needed_for_metrics_alone(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OF_METRICS", "a-long-random-text")
+    async with serve(metrics="0.0.0.0:0", metrics_token_env="OF_METRICS") as (_, url):
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "a-long-random-text"}):
+            refused = await get(f"{url}/metrics", **headers)
+            assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
+            assert "flywheel_" not in refused.text
+        answer = await get(f"{url}/metrics", authorization="Bearer a-long-random-text", host="flywheel.example")
+        assert "flywheel_info" in answer.text
+        assert (await get(f"{url}/healthz")).status_code == (await get(f"{url}/readyz")).status_code == 200
+
+
+async def test_an_address_that_others_reach_needs_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"other machines reach metrics 0\.0\.0\.0:9464.*metrics_token_env"):
+        configured(tmp_path, metrics="0.0.0.0:9464")
+    monkeypatch.delenv("OF_METRICS", raising=False)
+    config = configured(tmp_path, metrics="0.0.0.0:0", metrics_token_env="OF_METRICS")
+    server = MetricsServer(config.daemon, None, str, str)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"OF_METRICS, which daemon\.metrics_token_env names, is not set"):
+        await server.listen()
+    assert server.address is None
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:80", "[", ""])
+async def test_a_web_page_of_another_host_reads_nothing(serve: Serve, host: str) -> None:
+    async with serve() as (_, url):
+        refused = await get(f"{url}/metrics", host=host)
+        assert refused.status_code in (400, 403)
+        assert "flywheel_" not in refused.text
+        for right in ("localhost:1", "127.0.0.1", "[::1]:9464"):
+            assert (await get(f"{url}/metrics", host=right)).status_code == 200
+
+
+async def test_requests_at_once_read_the_state_once(serve: Serve, tmp_path: Path) -> None:
+    config = configured(tmp_path)
+    async with serve() as (server, _):
+        state = await server._snapshot()
+    reads = 0
+
+    async def slow() -> dict[str, Any]:
+        nonlocal reads
+        reads += 1
+        await asyncio.sleep(0.05)
+        return state
+
+    async with serve(take=slow) as (_, url):
+        answers = await asyncio.gather(*(get(f"{url}/metrics") for _ in range(8)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert len({answer.text for answer in answers}) == reads == 1
+    assert config.daemon.metrics == "127.0.0.1:0"
+
+
+async def test_a_state_that_cannot_be_read_is_an_answer(serve: Serve) -> None:
+    async def broken() -> dict[str, Any]:
+        raise StoreError("read the state", "the disk is gone", "Look.")
+
+    async with serve(take=broken) as (_, url):
+        answer = await get(f"{url}/metrics")
+        assert (answer.status_code, "the disk is gone" in answer.text) == (503, True)
+        assert (await get(f"{url}/healthz")).status_code == 200
+
+
+async def test_a_taken_port_does_not_stop_the_daemon(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "flywheel")
+    taken = socket.create_server(("127.0.0.1", 0))
+    port = taken.getsockname()[1]
+    config = configured(tmp_path, metrics=f"127.0.0.1:{port}")
+    store = await Store.open(config.state_dir)
+    service = Service(config, store)
+    task = asyncio.create_task(service.run())
+    try:
+        await until(lambda: service._unready() == "", "the start")
+        attempted = f"serve metrics at 127.0.0.1:{port}"
+        await until(lambda: [line for line in caplog.messages if attempted in line], "the error")
+        with pytest.raises(ReceiverError):
+            await service.metrics.listen()
+        assert not task.done()
+        service._metrics.wake.set()
+        await asyncio.sleep(0.1)
+        assert len([line for line in caplog.messages if attempted in line]) == 1, "it is logged once"
+        taken.close()
+        assert "metrics" in {job.id for job in service._schedule().get_jobs()}, "the clock wakes it"
+        service._metrics.wake.set()
+        await until(lambda: service.metrics.address, "the metrics server")
+        assert (await get(f"http://127.0.0.1:{port}/readyz")).status_code == 200
+    finally:
+        taken.close()
+        service.stop()
+        await task
+        await store.close()
