@@ -35,6 +35,7 @@ GROUPS = {
     "rounds": ("training/test_round.py", "sources/studio/test_manners.py"),
     "vllm": ("serving/test_vllm.py", "judge/test_vllm.py", "training/test_chat_rendering.py"),
     "ray": ("training/ray_session/test_collector.py", "training/ray_session/test_engine.py",
+            "training/ray_session/test_endpoint.py",
             "training/ray_session/test_recorded_engine.py", "training/ray_session/test_engine_memory.py",
             "training/test_two_nodes.py"),
     "demo": ("demo/test_demo.py",),

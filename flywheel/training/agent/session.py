@@ -21,8 +21,8 @@ from flywheel.training.rollout import LoadedAdapter
 
 PASSED: Final = (
     "messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "structured_outputs",
-    "max_tokens", "max_completion_tokens", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output",
-    "reasoning_effort", "thinking_token_budget", "chat_template_kwargs", "documents", "add_generation_prompt",
+    "max_tokens", "max_completion_tokens", "stop", "stop_token_ids", "include_stop_str_in_output",
+    "reasoning_effort", "chat_template_kwargs", "documents", "add_generation_prompt",
     "continue_final_message", "echo", "skip_special_tokens", "spaces_between_special_tokens", "top_logprobs",
 )  # fmt: skip
 """What a client decides about its requests. The rest, with all sampling, is the rollout's."""
