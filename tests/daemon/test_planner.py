@@ -14,6 +14,7 @@ from sqlalchemy import Connection, insert, select, update
 
 from flywheel import exclusion, files
 from flywheel.config import Config, parse
+from flywheel.config.training import RolloutSettings
 from flywheel.daemon import planner
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.judge_setup import rubric_of
@@ -37,6 +38,7 @@ from flywheel.store import (
 from flywheel.store.database import Store
 from flywheel.store.transitions import move_all
 from flywheel.verdict import Outcome, Verdict
+from tests.cases import for_each
 from tests.samples import accepted, batch, rejected, replies_on, settle
 from tests.training.agent.recordings import ADD, call, steps
 
@@ -158,6 +160,22 @@ async def test_a_round_takes_no_more_samples_than_its_steps_look_at(tmp_path: Pa
     assert len(spec.train) == 6
     books = await store.read(balance.balance)
     assert (books.task_states["reserved"], books.task_states["accepted"]) == (6, 3 + 1)
+
+
+async def test_a_round_whose_steps_ask_more_prompts_takes_more_samples(tmp_path: Path, store: Store) -> None:
+    await store.write(judged, 9, 1)
+    training = {"steps": 2, "prompts_per_step": 2, "group_size": 4}
+    config = made(tmp_path, training=training, rollout={"oversample": 1.5})
+    assert len((await planned(store, config)).train) == 2 * 3
+    assert len((await store.read(planner.debug_spec, config, rubric_of(config))).train) == 3
+
+
+@for_each(
+    ("oversample", "prompts", "expected"),
+    [(1.0, 8, 8), (1.1, 10, 11), (1.1, 8, 9), (1.5, 3, 5), (8.0, 2, 16)],
+)
+def test_a_step_asks_its_prompts_times_oversample_rounded_up(oversample: float, prompts: int, expected: int) -> None:
+    assert RolloutSettings(oversample=oversample).prompts_asked(prompts) == expected
 
 
 async def test_a_round_goes_on_from_what_serves(tmp_path: Path, store: Store) -> None:
