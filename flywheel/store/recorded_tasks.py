@@ -39,15 +39,22 @@ def recorded_lines(
     out, except repeated questions, of which nothing is wrong.
     """
     repeats = exists().where(duplicates.c.task_id == tasks.c.id)
-    rows = conn.execute(
-        select(tasks.c.split, cast(tasks.c.payload, LargeBinary))
-        .where(
-            tasks.c.state.in_([state.value for state in _DECIDED]),
-            or_(*(tasks.c.excluded.contains(each.value) for each in which)),
-            or_(tasks.c.state != TaskState.REJECTED.value, stands(), repeats),
+    # Numbers first: sorting lines would copy them all.
+    ids = (
+        conn.execute(
+            select(tasks.c.id)
+            .where(
+                tasks.c.state.in_([state.value for state in _DECIDED]),
+                or_(*(tasks.c.excluded.contains(each.value) for each in which)),
+                or_(tasks.c.state != TaskState.REJECTED.value, stands(), repeats),
+            )
+            .order_by(tasks.c.id.desc())
+            .limit(newest)
         )
-        .order_by(tasks.c.id.desc())
-        .limit(newest)
+        .scalars()
+        .all()
     )
-    for some in rows.partitions(_PAGE):
+    lines = select(tasks.c.split, cast(tasks.c.payload, LargeBinary)).order_by(tasks.c.id.desc())
+    for start in range(0, len(ids), _PAGE):
+        some = conn.execute(lines.where(tasks.c.id.in_(ids[start : start + _PAGE]))).all()
         yield from ((Split(split), orjson.loads(line)) for split, line in some)

@@ -18,6 +18,7 @@ from flywheel.store import (
     balance,
     claims,
     ledger,
+    recorded_tasks,
     rounds,
     samples,
     schema,
@@ -226,12 +227,13 @@ async def test_tasks_that_rounds_take_are_counted_without_a_look_at_the_others(s
         event.listen(conn, "before_cursor_execute", lambda *call: asked.append((call[2], call[3])))
         takes = (Exclusion.IMAGE,)
         assert samples.count_free(conn, takes) == samples.count_held_out(conn, takes) == 0
-        assert samples.count_left_out(conn) == {}
+        assert samples.count_left_out(conn) == recorded_tasks.count_with_tools(conn) == {}
+        assert list(recorded_tasks.recorded_lines(conn)) == []
         explained = [conn.exec_driver_sql(f"EXPLAIN QUERY PLAN {text}", values) for text, values in list(asked)]
         return [str(row[3]) for rows in explained for row in rows if " tasks " in row[3]]
 
     found = await store.read(plans)
-    assert len(found) == 4
+    assert len(found) == 6
     for plan in found:
         assert "COVERING INDEX" in plan
 
