@@ -104,11 +104,9 @@ class Round:
             ray_cluster.gather(members, self.settings, [mark, *self._needed()])
         told = ray_cluster.wait([member.start.remote() for member in members])[: rollout.engines]
         self.about = {**told[0], "context": min(each["context"] for each in told)}
-        for_training, for_gate = self._tools()
-        ray_cluster.wait([engine.use_tools.remote(for_training, for_gate) for engine in self.engines])
 
-    def _tools(self) -> tuple[ToolSetup, ToolSetup]:
-        """How tools answer in training, and in the gate, which always ends a rollout with a miss."""
+    def _use_tools(self) -> None:
+        """Tell the engines how tools answer in training, and in the gate, where a miss always ends the rollout."""
         rollout, spec = self.settings.rollout, self.spec
         finish_tools, tools = tuple(rollout.finish_tools), rollout.tools
         training = ToolSetup(
@@ -119,9 +117,10 @@ class Round:
             max_turns=rollout.max_turns,
             simulator=tools.simulator,
         )
-        return training, replace(
+        gate = replace(
             training, context=self.about["context"], shared=spec.shared_gate, on_miss="end", simulator=None
         )
+        ray_cluster.wait([engine.use_tools.remote(training, gate) for engine in self.engines])
 
     @contextlib.contextmanager
     def _mark(self) -> Iterator[Path]:
@@ -165,6 +164,7 @@ class Round:
     def run(self) -> RoundResult:
         with self._timed("start"):
             self.start()
+            self._use_tools()
             train = self.asked(self.spec.train)
             gate = Asked([], {}) if self.spec.debug else self.asked_as_served(self.spec.held_out)
         prompts, self.left_out = train.prompts, self.spec.left_out | train.left_out

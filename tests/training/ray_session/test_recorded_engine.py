@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import ray
+from safetensors.numpy import load_file
 
+from demo import judge
 from demo.questions import questions
 from flywheel.config import Config
 from flywheel.daemon.status import metrics_of
@@ -24,11 +26,15 @@ from flywheel.training.held_out_evaluation import answer
 from flywheel.training.progress_meter import Meter
 from flywheel.training.prompts import Prompt, schedule
 from flywheel.training.rollout import Completion, LoadedAdapter, RolloutRequest
-from flywheel.training.trainer import Run
+from flywheel.training.round_directory import settings_of
+from flywheel.training.trainer import Run, Trainer
 from flywheel.verdict import Exchange, Verdict
+from flywheel.worker.rollout_grading import build_grade
+from flywheel.worker.training_round import Round
 from tests.training import calling_policy
 from tests.training.ray_session.test_engine import settings, share_of_an_engine, strange_adapter
 from tests.training.rollouts import verdict
+from tests.training.test_round import lines
 from tests.training.test_round import spec as round_spec
 from tests.training.test_round_directory import POLICY
 
@@ -223,3 +229,64 @@ def test_the_gate_scores_misses_of_both_sides(engine: Any, prompts: list[Prompt]
     assert found.missed == (2, 2)
     assert found.rewards[0] == ((0.0, 0.0), (mean, mean))
     assert found.at_bound == [((0.0, 0.0), (1.0, 1.0)), *found.rewards[1:]]
+
+
+def test_a_round_trains_on_trajectories(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole round with a trainer of its own, on the engine that is there. A part of the tasks has no result for
+    messages without a box."""
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    some = questions()[::40]
+    every, boxed = (True, False), (True,)
+    train = [calling_policy.task(f"t-{at}", some[at], every if at % 4 else boxed) for at in range(12)]
+    held_out = [calling_policy.task(f"h-{at}", some[12 + at], every if at % 5 else boxed) for at in range(10)]
+    with judge.running() as url:
+        given = round_spec(url).settings
+        given["training"] |= {"steps": 2, "prompts_per_step": 4, "group_size": 6}
+        given["rollout"] |= {"max_completion_tokens": TOKENS, "max_model_len": CONTEXT}
+        given["gate"] |= {"max_tasks": 10, "samples": 1}
+        spec = round_spec(url, train=train, held_out=held_out, settings=given)
+        whole = Round(spec, tmp_path, settings_of(spec), build_grade)
+
+        def start() -> None:
+            whole.engines, whole.about = [engine], {"context": 192, "versions": {}, "device": "cpu"}
+            whole.trainer = ray_cluster.start(Trainer, spec, str(tmp_path), ray_cluster.cpu_threads(), gpus=0)
+            ray_cluster.wait([whole.trainer.start.remote()])
+
+        monkeypatch.setattr(whole, "start", start)
+        result = whole.run()
+    assert (result.outcome, result.steps) == ("trained", 2), result.reason
+    weights = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert all((weight != 0).any() for name, weight in weights.items() if "lora_B" in name)
+
+    steps = [line for line in lines(tmp_path / "metrics.jsonl") if line["event"] == "step"]
+    rollouts = lines(tmp_path / "rollouts.jsonl")
+    assert [step["step"] for step in steps] == [1, 2]
+    for step in steps:
+        assert 1 < step["turns_mean"] <= 2
+        assert 0 < step["tools"]["hit_rate"] <= 1
+        assert step["tools"]["call_share"] > 0.5
+        of_step = [line for line in rollouts if line["step"] == step["step"]]
+        assert step["missed"] == sum("no recorded result" in line["error"] for line in of_step)
+        # Both turns are trained on, in the groups that are.
+        trained = [line for line in of_step if line["advantage"] is not None]
+        masks = [mask for line in trained for sample in line["samples"] for mask in sample["loss_mask"]]
+        assert step["trained_tokens"] == sum(masks) > 0
+        assert step["logprob_gap"] < 1e-2
+    answered = [line for line in rollouts if not line["error"] and not line["truncated"]]
+    assert all([each["role"] for each in line["steps"]] == ["assistant", "tool"] for line in answered)
+    assert max(line["reward"] for line in answered) > 0
+    missed = [line for line in rollouts if "no recorded result" in line["error"]]
+    assert {(line["reward"], line["advantage"], line["answer"]) for line in missed} <= {(None, None, "")}
+    # Results are those of the own task's trace alone.
+    without = {task.task_id for task in train if len(task.steps) == 2}
+    assert {line["task_id"] for line in missed} <= without
+
+    answers = lines(tmp_path / "evaluation.jsonl")
+    assert len(answers) == 2 * 10
+    assert any(answer["steps"] for answer in answers)
+    comparison = result.comparison
+    assert comparison is not None
+    assert (comparison.tasks, comparison.undecided) == (10, 0)
+    ended = [answer["side"] for answer in answers if "no recorded result" in answer["error"]]
+    assert ended.count("candidate") == comparison.candidate_missed
+    assert ended.count("deployed") == comparison.deployed_missed
