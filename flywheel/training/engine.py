@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import importlib.metadata
 import itertools
+import json
 import logging
 import math
 import os
@@ -21,6 +22,7 @@ from typing import Any
 
 from flywheel.errors import TrainError
 from flywheel.round import RoundTask
+from flywheel.trace import ChatMessage
 from flywheel.training.actor import RoundActor
 from flywheel.training.agent.endpoint import Endpoint
 from flywheel.training.agent.recorded_rollout import ToolSetup, roll_out
@@ -173,7 +175,8 @@ class Engine(RoundActor):
                 # task is excluded.
                 refused[task.task_id] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 continue
-            needs = max(task.output_tokens, self._chat.length(task.answer))
+            written = [task.answer, *(_written(step) for step in task.steps if step.get("role") == "assistant")]
+            needs = max(task.output_tokens, sum(map(self._chat.length, written)))
             prompts.append(Prompt(task, ids, needs, texts=self._chat.texts(ids)))
         return prompts, refused
 
@@ -326,6 +329,12 @@ def _served_context(settings: EngineSettings, arguments: dict[str, Any]) -> int:
 
     served = AsyncEngineArgs(**arguments, max_model_len=settings.chat.max_model_len)
     return int(served.create_model_config().max_model_len)
+
+
+def _written(message: ChatMessage) -> str:
+    """About what the policy wrote of a message, with its calls."""
+    calls = [call.get("function") for call in message.get("tool_calls") or ()]
+    return f"{message.get('content') or ''}{json.dumps(calls) if calls else ''}"
 
 
 def _finite(value: float) -> float | None:

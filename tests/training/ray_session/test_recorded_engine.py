@@ -97,6 +97,15 @@ def test_two_turns_and_the_tools_answer_between_them_are_one_sample(engine: Any,
         assert own == f"{each.steps[0]['content']}<|im_end|>{each.text}<|im_end|>"
 
 
+def test_a_traced_trajectory_needs_the_tokens_of_all_its_messages(engine: Any, prompts: list[Prompt]) -> None:
+    """Where the trace has no counts of tokens."""
+    told = prompts[0].task
+    tasks = [told, told.model_copy(update={"steps": []}), told.model_copy(update={"output_tokens": 500})]
+    [(made, _)] = ray_cluster.wait([engine.encode.remote(tasks)])
+    whole, answer_alone, counted = (each.needs for each in made)
+    assert answer_alone + 10 < whole < counted == 500
+
+
 def test_the_engines_logprobs_are_those_of_the_merged_sample(
     engine: Any, prompts: list[Prompt], tmp_path: Path
 ) -> None:
