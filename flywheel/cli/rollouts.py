@@ -135,7 +135,7 @@ def _directory(config: Config, name: str) -> Path:
 def _groups(directory: Path, task: str | None, step: int | None) -> Iterator[dict[str, Any]]:
     """The rollouts of each prompt, with its conversation as far as the round's specification still has it."""
     from flywheel.rollout_file import prompts_of, read_rollouts
-    from flywheel.round import ROLLOUTS_FILE
+    from flywheel.round import ROLLOUTS_FILE, history_of
 
     prompts = prompts_of(directory)
     wanted = (
@@ -148,7 +148,7 @@ def _groups(directory: Path, task: str | None, step: int | None) -> Iterator[dic
         yield {
             "step": number,
             "task_id": task_id,
-            "history": list(prompt.get("prompt", ()))[:-1],
+            "history": history_of(prompt.get("prompt", ()), prompt.get("query", "")),
             "question": prompt.get("query", ""),
             "dropped": rollouts[0]["dropped"],
             "rollouts": [

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from flywheel.errors import TrainError
+from flywheel.round import history_of
 from flywheel.trace import ChatMessage
 from flywheel.training.advantage import MIN_REWARDS, Scale, group_advantages
 from flywheel.training.agent.recorded_tools import AnsweredCall, Outcome
@@ -161,7 +162,7 @@ def exchange(prompt: Prompt, completion: Completion) -> Exchange:
     return Exchange(
         query=task.query,
         answer=completion.text,
-        history=tuple(task.prompt[:-1]),
+        history=tuple(history_of(task.prompt, task.query)),
         trajectory=completion.steps,
         tools=tuple(task.tools),
         reference=task.answer,
