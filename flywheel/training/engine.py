@@ -31,6 +31,7 @@ from flywheel.training.agent.session import Session
 from flywheel.training.agent.simulator import Simulator
 from flywheel.training.agent.timelines import CallTokens
 from flywheel.training.chat_rendering import ChatFormat, ServedChat
+from flywheel.training.engine_death import unless_dead
 from flywheel.training.policy import base_dtype
 from flywheel.training.prompts import Prompt
 from flywheel.training.rollout import Completion, LoadedAdapter, RolloutRequest, reply
@@ -82,6 +83,8 @@ class Engine(RoundActor):
         dtype = base_dtype(settings.model)
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gib)
         os.environ["VLLM_NO_USAGE_STATS"] = "1"
+        # The application in this process would ask its own callers for this key.
+        os.environ.pop("VLLM_API_KEY", None)
         os.environ["OMP_NUM_THREADS"] = str(settings.cpu_threads)
         # On a CPU this keeps vLLM's worker inside its engine process, which saves a process and ten seconds.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -305,17 +308,21 @@ class Engine(RoundActor):
 
         # Partial outputs are needed only for completions that may be cut.
         sampling.output_kind = RequestOutputKind.CUMULATIVE if seconds else RequestOutputKind.FINAL_ONLY
-        final = None
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                async for output in self._llm.generate(
-                    {"prompt_token_ids": list(token_ids)},
-                    sampling,
-                    str(next(self._numbers)),
-                    lora_request=self._request(adapter) if adapter else None,
-                ):
-                    final = output
-        return final
+
+        async def last_output() -> Any:
+            final = None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    async for output in self._llm.generate(
+                        {"prompt_token_ids": list(token_ids)},
+                        sampling,
+                        str(next(self._numbers)),
+                        lora_request=self._request(adapter) if adapter else None,
+                    ):
+                        final = output
+            return final
+
+        return await unless_dead(self._llm, last_output())
 
     def _request(self, adapter: LoadedAdapter) -> Any:
         from vllm.lora.request import LoRARequest

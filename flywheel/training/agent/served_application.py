@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 from flywheel.training.chat_rendering import ChatFormat
+from flywheel.training.engine_death import unless_dead
 
 BASE_MODEL: Final = "flywheel-base-model"
 """The name of the base model in requests to the application. No adapter has it."""
@@ -70,7 +71,7 @@ class ServedApplication:
     async def chat(self, body: Mapping[str, Any], limits: Limits) -> tuple[int, dict[str, Any]]:
         """Status and body of the response to a chat request. Cancelling this aborts the generation. Raises vLLM's
         EngineDeadError if the engine is dead."""
-        status, answer = await self._ask(json.dumps(body).encode(), limits)
+        status, answer = await unless_dead(self._llm, self._ask(json.dumps(body).encode(), limits))
         if status >= 500 and self._llm.errored:
             raise self._llm.dead_error
         return status, json.loads(answer)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import openai
+import psutil
 import pytest
 import ray
 
@@ -20,6 +23,7 @@ from flywheel.training.rollout import Completion, LoadedAdapter, RolloutRequest
 from tests.training.ray_session.test_engine import adapters, generate, settings, share_of_an_engine
 from tests.training.rollouts import task
 from tests.training.test_round_directory import POLICY
+from tests.waiting import wait_for
 
 __all__ = ["adapters"]
 
@@ -189,3 +193,51 @@ def test_the_gates_rollouts_have_the_servers_context(engine: Any, prompts: list[
         )
     [call] = closed(engine, url)
     assert len(call.prompt_ids) > 128
+
+
+def test_an_engine_that_is_killed_in_the_middle_fails_its_calls(prompts: list[Prompt]) -> None:
+    """vLLM's own process first: its client is told, and so is the round. Then the actor: the connection ends."""
+    actor = start()
+    url = opened(actor, rollout(prompts[0], max_tokens=None, as_served=True))
+    port = int(url.split(":")[2].split("/")[0])
+    core = wait_for(lambda: core_behind(port), "vLLM's process", seconds=10)
+    failures: list[BaseException] = []
+
+    def ask() -> None:
+        with client(url, max_retries=0) as agent:
+            try:
+                agent.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
+            except openai.OpenAIError as error:
+                failures.append(error)
+
+    # It generates nothing more: the call is in flight until the process ends.
+    core.suspend()
+    asking = threading.Thread(target=ask)
+    asking.start()
+    direct = actor.generate.remote(rollout(prompts[0]))
+    time.sleep(1)
+    assert asking.is_alive()
+    core.kill()
+    asking.join(60)
+    [failure] = failures
+    assert isinstance(failure, openai.InternalServerError)
+    assert "the engine failed" in str(failure)
+    with pytest.raises(ray.exceptions.RayTaskError, match="EngineDead"):
+        ray.get(direct)
+    assert closed(actor, url) == ()
+    ray.kill(actor)
+    asking = threading.Thread(target=ask)
+    asking.start()
+    asking.join(60)
+    assert isinstance(failures[1], openai.APIConnectionError)
+
+
+def core_behind(port: int) -> psutil.Process | None:
+    """vLLM's engine process below the actor that listens on this port."""
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if any(each.laddr.port == port and each.status == "LISTEN" for each in process.net_connections("tcp")):
+                return max(process.children(recursive=True), key=lambda child: child.memory_info().rss)
+        except psutil.Error:
+            continue
+    return None
