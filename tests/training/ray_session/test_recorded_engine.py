@@ -17,6 +17,7 @@ from demo.questions import questions
 from flywheel.config import Config
 from flywheel.daemon.status import metrics_of
 from flywheel.rollout_file import read_rollouts
+from flywheel.round import RoundResult, RoundTask
 from flywheel.training import ray_cluster
 from flywheel.training.agent.recorded_rollout import ToolSetup
 from flywheel.training.agent.recorded_tools import Outcome
@@ -240,29 +241,35 @@ def test_the_gate_scores_misses_of_both_sides(engine: Any, prompts: list[Prompt]
     assert found.at_bound == [((0.0, 0.0), (1.0, 1.0)), *found.rewards[1:]]
 
 
-def test_a_round_trains_on_trajectories(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A whole round with a trainer of its own, on the engine that is there. A part of the tasks has no result for
-    messages without a box."""
+def run_round(
+    engine: Any, directory: Path, monkeypatch: pytest.MonkeyPatch, train: list[RoundTask], held_out: list[RoundTask]
+) -> RoundResult:
+    """A whole round with a trainer of its own, on the engine that is there."""
     monkeypatch.setenv("OPENAI_API_KEY", "none")
-    some = questions()[::40]
-    every, boxed = (True, False), (True,)
-    train = [calling_policy.task(f"t-{at}", some[at], every if at % 4 else boxed) for at in range(12)]
-    held_out = [calling_policy.task(f"h-{at}", some[12 + at], every if at % 5 else boxed) for at in range(10)]
     with judge.running() as url:
         given = round_spec(url).settings
         given["training"] |= {"steps": 2, "prompts_per_step": 4, "group_size": 6}
         given["rollout"] |= {"max_completion_tokens": TOKENS, "max_model_len": CONTEXT}
         given["gate"] |= {"max_tasks": 10, "samples": 1}
         spec = round_spec(url, train=train, held_out=held_out, settings=given)
-        whole = Round(spec, tmp_path, settings_of(spec), build_grade)
+        whole = Round(spec, directory, settings_of(spec), build_grade)
 
         def start() -> None:
             whole.engines, whole.about = [engine], {"context": 192, "versions": {}, "device": "cpu"}
-            whole.trainer = ray_cluster.start(Trainer, spec, str(tmp_path), ray_cluster.cpu_threads(), gpus=0)
+            whole.trainer = ray_cluster.start(Trainer, spec, str(directory), ray_cluster.cpu_threads(), gpus=0)
             ray_cluster.wait([whole.trainer.start.remote()])
 
         monkeypatch.setattr(whole, "start", start)
-        result = whole.run()
+        return whole.run()
+
+
+def test_a_round_trains_on_trajectories(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of the tasks has no result for messages without a box."""
+    some = questions()[::40]
+    every, boxed = (True, False), (True,)
+    train = [calling_policy.task(f"t-{at}", some[at], every if at % 4 else boxed) for at in range(12)]
+    held_out = [calling_policy.task(f"h-{at}", some[12 + at], every if at % 5 else boxed) for at in range(10)]
+    result = run_round(engine, tmp_path, monkeypatch, train, held_out)
     assert (result.outcome, result.steps) == ("trained", 2), result.reason
     weights = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert all((weight != 0).any() for name, weight in weights.items() if "lora_B" in name)
@@ -299,3 +306,18 @@ def test_a_round_trains_on_trajectories(engine: Any, tmp_path: Path, monkeypatch
     ended = [answer["side"] for answer in answers if "no recorded result" in answer["error"]]
     assert ended.count("candidate") == comparison.candidate_missed
     assert ended.count("deployed") == comparison.deployed_missed
+
+
+def test_a_round_of_misses_is_refused_and_leaves_no_adapter(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some = questions()[::40]
+    train = [calling_policy.task(f"t-{at}", some[at], ()) for at in range(12)]
+    held_out = [calling_policy.task(f"h-{at}", some[12 + at]) for at in range(10)]
+    result = run_round(engine, tmp_path, monkeypatch, train, held_out)
+    assert (result.outcome, result.adapter, result.comparison) == ("refused", None, None)
+    assert "96 of 96 rollouts ended at a call without a recorded result" in result.reason
+    assert result.without_gradient == [task.task_id for task in train]
+    assert not (tmp_path / "adapter").exists()
+    written = lines(tmp_path / "rollouts.jsonl")
+    assert {(line["step"], line["dropped"]) for line in written} == {(1, "misses"), (2, "misses")}
