@@ -228,7 +228,8 @@ def judge_url() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def trained(judge_url: str, tmp_path_factory: pytest.TempPathFactory) -> Done:
-    return run(tmp_path_factory.mktemp("first") / "r0001", spec(judge_url))
+    planned = spec(judge_url, left_out={"t-planned": "no result of its calls is recorded"})
+    return run(tmp_path_factory.mktemp("first") / "r0001", planned)
 
 
 @pytest.fixture(scope="module")
@@ -409,8 +410,9 @@ def test_metrics_tell_phases_and_steps_while_it_runs(trained: Done) -> None:
     phases = [line["phase"] for line in trained.metrics if line["event"] == "phase"]
     assert phases == ["starting", "training", "evaluating"]
     training = next(line for line in trained.metrics if line.get("phase") == "training")
-    assert (training["prompts"], training["left_out"]) == (30, 2)
-    assert sorted(trained.result.left_out) == ["t-hidden-0", "t-long"]
+    assert (training["prompts"], training["left_out"]) == (30, 3)
+    assert sorted(trained.result.left_out) == ["t-hidden-0", "t-long", "t-planned"]
+    assert trained.result.left_out["t-planned"] == "no result of its calls is recorded"
     assert list(trained.result.inexact) == ["t-hidden-0"]
     assert "and the model was sent 120" in trained.result.inexact["t-hidden-0"]
     assert "leaves room for 112" in trained.result.left_out["t-long"]
@@ -458,7 +460,8 @@ def test_only_groups_with_different_rewards_are_trained_on(trained: Done) -> Non
         assert step["masked_share"] == pytest.approx(1 - own / every, abs=1e-4)
         tasks |= {line["task_id"] for line in rows}
     assert tasks
-    assert set(trained.result.without_gradient) == {task.task_id for task in trained.spec.train} - tasks
+    asked = {task.task_id for task in trained.spec.train}
+    assert set(trained.result.without_gradient) == asked - tasks | {"t-planned"}
 
 
 def test_both_sides_are_compared_on_the_newest_held_out_tasks(trained: Done) -> None:
