@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -33,6 +32,8 @@ class RoundTask(Frozen):
     """The traced answer if it was accepted, else empty."""
     prompt: list[ChatMessage]
     """In the OpenAI chat format."""
+    history: list[ChatMessage] = []
+    """The conversation before the question, for the judge. The prompt may also have messages behind the question."""
     tools: list[dict[str, Any]] = []
     reference: str = ""
     """The right answer, if the task has one."""
@@ -206,22 +207,3 @@ class RoundResult(Frozen):
     usage: dict[str, int] = {}
     versions: dict[str, str] = {}
     device: str = ""
-
-
-def history_of(prompt: Sequence[ChatMessage], question: str) -> list[ChatMessage]:
-    """The messages of a prompt before its question. Some agents add messages after it, with the time, for example. A
-    question that is in none of the last messages was sent in another form, in the last one."""
-    for place in range(len(prompt) - 1, -1, -1):
-        message = prompt[place]
-        if message.get("role") != "user":
-            break
-        if _content_text(message) == question:
-            return list(prompt[:place])
-    return list(prompt[:-1])
-
-
-def _content_text(message: ChatMessage) -> str:
-    content = message.get("content")
-    if isinstance(content, list):
-        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    return str(content)

@@ -135,7 +135,7 @@ def _directory(config: Config, name: str) -> Path:
 def _groups(directory: Path, task: str | None, step: int | None) -> Iterator[dict[str, Any]]:
     """The rollouts of each prompt, with its conversation as far as the round's specification still has it."""
     from flywheel.rollout_file import prompts_of, read_rollouts
-    from flywheel.round import ROLLOUTS_FILE, history_of
+    from flywheel.round import ROLLOUTS_FILE
 
     prompts = prompts_of(directory)
     wanted = (
@@ -148,7 +148,7 @@ def _groups(directory: Path, task: str | None, step: int | None) -> Iterator[dic
         yield {
             "step": number,
             "task_id": task_id,
-            "history": history_of(prompt.get("prompt", ()), prompt.get("query", "")),
+            "prompt": prompt.get("prompt", []),
             "question": prompt.get("query", ""),
             "dropped": rollouts[0]["dropped"],
             "rollouts": [
@@ -175,8 +175,7 @@ def _print_group(console: Console, group: Mapping[str, Any], *, with_tokens: boo
         _print_indented(
             console, Text(f"not trained on: {DROPPED.get(group['dropped'], group['dropped'])}", style="yellow"), 2
         )
-    _print_section(console, "History", "\n".join(turns(group["history"])), 2)
-    _print_section(console, "Question", group["question"], 2)
+    _print_section(console, "Prompt", "\n".join(turns(group["prompt"])), 2)
     for number, rollout in enumerate(members, 1):
         console.print(_headline(number, rollout))
         _print_section(console, "Steps", "\n".join(turns(rollout["steps"])), 4)

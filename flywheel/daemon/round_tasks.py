@@ -90,6 +90,7 @@ def _task(line: dict[str, Any], config: Config, *, is_accepted: bool) -> RoundTa
         query=line["main_query"],
         answer=line["answer"] if is_accepted else "",
         prompt=line["prompt"],
+        history=line["init_messages"],
         tools=tools,
         reference=metadata.get("reference", ""),
         output_tokens=metadata.get("output_tokens", 0),

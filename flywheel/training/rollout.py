@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from flywheel.errors import TrainError
-from flywheel.round import history_of
 from flywheel.trace import ChatMessage
 from flywheel.training.advantage import MIN_REWARDS, Scale, group_advantages
 from flywheel.training.agent.recorded_tools import AnsweredCall, Outcome
@@ -162,7 +161,7 @@ def exchange(prompt: Prompt, completion: Completion) -> Exchange:
     return Exchange(
         query=task.query,
         answer=completion.text,
-        history=tuple(history_of(task.prompt, task.query)),
+        history=tuple(task.history),
         trajectory=completion.steps,
         tools=tuple(task.tools),
         reference=task.answer,

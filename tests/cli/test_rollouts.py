@@ -76,7 +76,11 @@ EARLY = {
 
 
 def task(name: str, query: str = QUESTION) -> dict[str, Any]:
-    return {"task_id": name, "query": query, "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user"}]}
+    return {
+        "task_id": name,
+        "query": query,
+        "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": query}],
+    }
 
 
 def write(state: Path, *rollouts: Any, name: str = "r0007") -> Path:
@@ -101,10 +105,9 @@ def test_conversations_are_shown_with_rewards_and_failed_criteria(flywheel: Run,
     assert flywheel("rollouts", "r0007").out == (
         f"""
 step 1, t-1: 2 rollouts, mean reward 0.25
-  History
+  Prompt
     [system] Be brief.
-  Question
-    {QUESTION}
+    [user] {QUESTION}
   1. reward 0.25, advantage -0.87, seed 7
     Answer
       \\boxed{{8}}
@@ -115,10 +118,9 @@ step 1, t-1: 2 rollouts, mean reward 0.25
     no reward: the judge was away
 
 step 1, t-2: 1 rollout, mean reward 0.25
-  History
+  Prompt
     [system] Be brief.
-  Question
-    {QUESTION}
+    [user] {QUESTION}
   1. reward 0.25, advantage -0.87, truncated, seed 7
     Steps
       [assistant calls add] {{"a": 3, "b": 4}}
@@ -250,7 +252,7 @@ def test_rollouts_without_the_tasks_of_the_round_are_shown_without_questions(fly
     (path.parent / "spec.json").unlink()
     shown = flywheel("rollouts", "r0007").out
     assert "\\boxed{8}" in shown
-    assert "Question" not in shown
+    assert "Prompt" not in shown
 
 
 @pytest.mark.parametrize("name", ["r0008", "../rounds/r0007", ".", "rounds"])

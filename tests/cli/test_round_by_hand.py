@@ -204,21 +204,6 @@ def test_a_base_model_that_is_not_there_fails_before_a_worker_starts(
     assert not (tmp_path / "started").exists()
 
 
-@pytest.mark.parametrize("arguments", [("--force",), ("--debug",), ()])
-def test_a_rubric_that_looks_at_tool_calls_starts_no_round(
-    flywheel: Run, config: Path, tmp_path: Path, arguments: tuple[str, ...]
-) -> None:
-    (tmp_path / "rubric.yaml").write_text(
-        "version: 1\nid: mine\ncriteria:\n  - {id: order, type: tool-sequence, value: [search, read]}\n"
-    )
-    config.write_text(config.read_text() + "filter: {rubric: rubric.yaml}\n")
-    ran = flywheel("round", *arguments, "-c", config)
-    assert ran.code == 1
-    assert "order (tool-sequence) of the rubric mine looks at tool calls" in ran.err
-    assert "Take those criteria out of the rubric" in ran.err
-    assert not (tmp_path / "state" / "rounds").exists()
-
-
 MEASURED = {
     "event": "step", "step": 2, "reward_mean": 0.5, "reward_std": 0.25, "loss": -0.125, "grad_norm": 1.5, "kl": 0.01,
     "entropy": 0.75, "logprob_gap": 0.002, "completion_tokens_mean": 120.5, "truncated_share": None, "seconds": {},

@@ -22,6 +22,8 @@ from flywheel.tool_results import Result
 from flywheel.trace import Reply
 from flywheel.training.agent import recording_pool
 from flywheel.training.agent.call_key import call_key, tools_by_name
+from flywheel.training.prompts import Prompt
+from flywheel.training.rollout import Completion, exchange
 from flywheel.verdict import Outcome, Verdict
 from tests.daemon.test_planner import RUBRIC, made
 from tests.samples import accepted, batch, rejected, replies_on, settle
@@ -381,3 +383,17 @@ async def test_examples_that_no_specification_can_have_are_left_out(tmp_path: Pa
     assert len(spec.train) == 4
     assert [each.arguments for some in spec.shared.examples.values() for each in some] == [{"a": 1}]
     assert RoundSpec.model_validate_json(spec.model_dump_json()) == spec
+
+
+async def test_the_judge_of_rollouts_is_given_the_history_that_the_judge_of_traces_had(
+    tmp_path: Path, store: Store
+) -> None:
+    """Behind the question, the model may have been sent more, like AgentScope's reminder."""
+    [one] = replies_on(Split.TRAIN, 1)
+    history = ({"role": "system", "content": "Add."},)
+    reminder = {"role": "user", "content": "<system-reminder>It is noon.</system-reminder>"}
+    prompt = (*history, {"role": "user", "content": one.query}, reminder)
+    await judged(store, changed(one, history=history, prompt=prompt), *replies_on(Split.HELD_OUT, 1))
+    spec = await planned(store, made(tmp_path))
+    assert spec.train[0].prompt == list(prompt)
+    assert exchange(Prompt(spec.train[0], ()), Completion("3")).history == history

@@ -18,6 +18,7 @@ def task(name: str = "t-1", query: str = "What is 3 plus 4?") -> RoundTask:
         query=query,
         answer="\\boxed{7}",
         prompt=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": query}],
+        history=[{"role": "system", "content": "Be brief."}],
     )
 
 

@@ -8,16 +8,11 @@ import pytest
 
 from flywheel.config import Config
 from flywheel.errors import TrainError
-from flywheel.round import RoundSpec, history_of
-from flywheel.trace import ChatMessage
+from flywheel.round import RoundSpec
 from flywheel.training.refusal import RefusedError, refuse_without_spread
 from flywheel.training.rollout import Batch, Completion, deviation, exchange, mean
 from flywheel.training.round_steps import step_requests
 from tests.training.rollouts import batch, failed, prompt, rollout
-
-SYSTEM = {"role": "system", "content": "Be brief."}
-ASKED = {"role": "user", "content": "What is 1 and 0?"}
-REMINDER = {"role": "user", "content": "<system-reminder>It is 12:00.</system-reminder>"}
 
 
 def test_an_undecided_rollout_has_no_reward_rather_than_zero() -> None:
@@ -98,21 +93,3 @@ def test_each_rollout_of_a_step_has_its_prompts_own_limit() -> None:
     assert [(each.max_tokens, each.as_served, each.seconds) for each in asked] == [
         *[(700, False, None)] * 4, *[(40, False, None)] * 4
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("prompt", "length"),
-    [
-        ([SYSTEM, ASKED], 1),
-        ([SYSTEM, ASKED, REMINDER], 1),
-        ([SYSTEM, {"role": "user", "content": [{"type": "text", "text": "What is 1 and 0?"}]}, REMINDER], 1),
-        ([ASKED, {"role": "assistant", "content": "1"}, ASKED, REMINDER], 2),
-        # The question was sent in another form.
-        ([ASKED, {"role": "assistant", "content": "1"}, REMINDER], 2),
-        ([ASKED], 0),
-        ([], 0),
-    ],
-)
-def test_the_judge_sees_the_question_once(prompt: list[ChatMessage], length: int) -> None:
-    """As for traffic: some agents add a message after the question."""
-    assert history_of(prompt, "What is 1 and 0?") == prompt[:length]
