@@ -64,6 +64,10 @@ class CallLogError(FlywheelError):
     """A call log could not be read or written."""
 
 
+class NotifyError(FlywheelError):
+    """A notice did not reach its webhook or command."""
+
+
 class CheckError(FlywheelError):
     """A criterion that needs no judge could not be decided."""
 

@@ -63,6 +63,8 @@ def test_every_function_in_the_pages_can_be_defined() -> None:
     found = 0
     for document in sorted((ROOT / "docs").rglob("*.md")):
         for block in re.findall(r"```python\n(.*?)```", document.read_text(), re.S):
+            if "def is_from_flywheel" in block:
+                continue  # tests/daemon/test_notifier.py calls it
             defined: dict[str, Any] = {}
             exec(block, defined)
             [function] = [value for name, value in defined.items() if not name.startswith("__")]

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
+from urllib.parse import urlsplit
 
 import typer
 
@@ -32,6 +33,8 @@ SCHEMAS: Final[Mapping[str, str]] = {
 """The shipped schema of each kind of file."""
 WIDE: Final = 100
 DEFAULT: Final = "default"
+_WEBHOOK: Final = re.compile(r"notify\.\d+\.url")
+"""A setting whose value is a secret: whoever knows the address can send to it."""
 _USER_INFO: Final = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _SECRET_ARGUMENT: Final = re.compile(r"(--[\w-]*(?:key|token|secret|password))(?:=(.*))?", re.IGNORECASE)
 
@@ -98,6 +101,8 @@ def settings_of(config: Config, path: Path | None) -> Iterator[Setting]:
             names = [name.strip() for name in value.split("|")]
             unset = [f"${name}" for name in names if not os.environ.get(name)]
             origin += f"; not set: {', '.join(unset)}" if unset else "; set"
+        if _WEBHOOK.fullmatch(each.key) and value is not None:
+            value = f"{urlsplit(value).scheme}://{urlsplit(value).hostname}/{REDACTED}"
         yield Setting(each.key, _masked(value), origin)
 
 

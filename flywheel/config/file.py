@@ -23,6 +23,7 @@ from flywheel.config.ingest import (
     StudioSource,
 )
 from flywheel.config.judge import FilterSettings, JudgeSettings
+from flywheel.config.notify import NotifyList
 from flywheel.config.section import Section, UserPath
 from flywheel.config.serving import DaemonSettings, ServingSettings
 from flywheel.config.training import (
@@ -62,6 +63,8 @@ class Config(Section):
     ray: RaySettings = RaySettings()
     retention: RetentionSettings = RetentionSettings()
     daemon: DaemonSettings = DaemonSettings()
+    notify: NotifyList = []
+    """Webhooks and commands that the daemon tells of events."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -27,7 +27,7 @@ def described(model: type[BaseModel], title: str) -> dict[str, Any]:
     schema = model.model_json_schema()
     for definition in (schema, *schema.get("$defs", {}).values()):
         definition.pop("title", None)
-        for part in definition["properties"].values():
+        for part in definition.get("properties", {}).values():
             part.pop("title", None)
             if part.get("default", ...) is None or "$ref" in part:
                 part.pop("default", None)

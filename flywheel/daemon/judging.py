@@ -20,13 +20,13 @@ from flywheel.daemon.judging_report import JudgingEstimate, JudgingReport, TaskR
 from flywheel.daemon.pre_filter import Ask, FilterResult, PreFilter, without_embeddings
 from flywheel.daemon.signals import in_daemon_thread
 from flywheel.errors import FilterError, FlywheelError, JudgeError
-from flywheel.judge.budget import Budget
+from flywheel.judge.budget import Budget, BudgetSpentError
 from flywheel.judge.grader import CallEstimate, Grader
 from flywheel.judge.thread_pool import grade_batches
 from flywheel.judge_usage import CallsInFlight
 from flywheel.rubric import Rubric
 from flywheel.states import TaskState
-from flywheel.store import claims, database, deduplication, verdicts
+from flywheel.store import claims, database, deduplication, notices, verdicts
 from flywheel.store.claims import Claimed
 from flywheel.store.database import Store
 from flywheel.verdict import Exchange, Outcome, Verdict
@@ -133,7 +133,8 @@ class TaskJudging:
             run.has_ended = True
             if run.claimed:
                 await asyncio.shield(self._store.write(claims.release, list(run.claimed), "not judged"))
-        await self._store.write(database.note, database.JUDGE_NOTE, str(report.error or ""))
+        spent = isinstance(report.error, BudgetSpentError)
+        await self._store.write(notices.note_judge, str(report.error or ""), spent=spent)
         if capabilities.snapshot() != known:
             await self._store.write(database.note, CAPABILITIES_NOTE, capabilities.snapshot())
         return report

@@ -21,6 +21,7 @@ from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.judging import TaskJudging, recover
 from flywheel.daemon.memory_release import MemoryRelease
 from flywheel.daemon.metrics_server import MetricsServer
+from flywheel.daemon.notifier import Target
 from flywheel.daemon.retention import Retention
 from flywheel.daemon.rounds import Rounds
 from flywheel.daemon.source_supervisor import SourceSupervisor
@@ -28,7 +29,7 @@ from flywheel.daemon.stage import Stage
 from flywheel.daemon.status import snapshot
 from flywheel.daemon.systemd import beat, notify
 from flywheel.daemon.worker_process import STOP_SECONDS
-from flywheel.errors import FlywheelError, LockedError, ServeError, TrainError
+from flywheel.errors import FlywheelError, LockedError, NotifyError, ServeError, TrainError
 from flywheel.judge_usage import CallsInFlight
 from flywheel.serving.replica_client import QUICK_SECONDS
 from flywheel.sources.ingestion import Ingestion
@@ -40,6 +41,8 @@ log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 15.0
 """How often stages retry what nothing wakes them for: undecided tasks, an unreachable judge or server."""
+NOTICE_SECONDS = 2.0
+"""How often new events are looked for."""
 PRUNE_SECONDS = 6 * 3600.0
 FIGURE: Final = re.compile(r"-?\d+\.\d+\b")
 SPARE_SECONDS = 15.0
@@ -81,11 +84,15 @@ class Service:
         self._stages = (
             self._judge, self._round, self._reconcile, self._prune, self._remove, self._memory, self._metrics,
         )  # fmt: skip
+        self._targets = [Target(store, config, each) for each in config.notify]
+        self._notices = [Stage(f"notice {n}", target.deliver) for n, target in enumerate(self._targets, 1)]
         self._running: list[asyncio.Task[None]] = []
         self._has_started = False
 
     async def recover(self) -> None:
         """Clean up after a process that died. The instance lock excludes others."""
+        for target in self._targets:
+            await target.begin()
         released, dead = await recover(self._store, self._config.state_dir)
         failed = await self._deployer.recover()
         for task in dead:
@@ -130,7 +137,16 @@ class Service:
             error = failure
         finally:
             await self._ingestion.close()
+        await self._tell()
         return error
+
+    async def _tell(self) -> None:
+        """Send the notices of this run; what does not arrive is sent by the next one."""
+        for target in self._targets:
+            try:
+                await target.deliver()
+            except NotifyError as failure:
+                log.warning("%s", failure)
 
     async def run(self, max_rounds: int | None = None) -> None:
         """Run until SIGTERM, SIGINT or `max_rounds` finished rounds. A second signal skips the drain."""
@@ -143,6 +159,7 @@ class Service:
         scheduler = self._schedule()
         beating = asyncio.create_task(beat(), name="watchdog")
         self._running = [asyncio.create_task(stage.run(self._stopping), name=stage.name) for stage in self._stages]
+        telling = [asyncio.create_task(stage.run(self._stopping), name=stage.name) for stage in self._notices]
         self._metrics.wake.set()
         try:
             await self._sources.start()
@@ -159,6 +176,10 @@ class Service:
             if scheduler.running:  # False when a source could not start
                 scheduler.shutdown(wait=False)
             await self._end(self._running)
+            # A notice under way is sent again by the next process: no stop waits for its target.
+            for task in telling:
+                task.cancel()
+            await asyncio.gather(*telling, return_exceptions=True)
             beating.cancel()
             await self.metrics.stop()
 
@@ -226,6 +247,8 @@ class Service:
         every(RETRY_SECONDS, "sources", self._sources.refresh)
         every(RETRY_SECONDS, "memory", self._memory.wake.set)
         every(RETRY_SECONDS, "metrics", self._metrics.wake.set)
+        for stage in self._notices:
+            every(NOTICE_SECONDS, stage.name, stage.wake.set)
         every(PRUNE_SECONDS, "prune", self._prune.wake.set)
         every(PRUNE_SECONDS, "retention", self._remove.wake.set)
         every(self._config.daemon.reconcile_seconds, "reconcile", self._reconcile.wake.set)

@@ -113,7 +113,11 @@ def swept_at(conn: Connection, source: int) -> str | None:
 
 
 def note_source(conn: Connection, /, source: int, **values: Any) -> None:
-    """Set columns of a source: schema, condition, error, longest read, cursor."""
+    """Set columns of a source: schema, condition, error, longest read, cursor. A changed condition is an event."""
+    if (condition := values.get("condition")) is not None:
+        before = conn.execute(select(sources.c.condition).where(sources.c.id == source)).scalar_one()
+        if before != condition:
+            record(conn, sources.name, [str(source)], before or None, condition, values.get("error", ""))
     conn.execute(update(sources).where(sources.c.id == source).values(**values))
 
 

@@ -118,7 +118,7 @@ def accepts(name: str, raw: Any) -> bool:
 def test_every_shipped_file_validates_and_names_its_schema(name: str, file: Path) -> None:
     text = file.read_text()
     assert accepts(name, yaml.safe_load(text))
-    if file.name != "demo.yaml":  # a template, which nobody edits
+    if not file.name.startswith("demo"):  # templates, which nobody edits
         assert text.startswith(f"# yaml-language-server: $schema={Path(SCHEMAS[name]).name}\n")
 
 
@@ -169,7 +169,7 @@ def test_wrong_keys_and_values_are_marked() -> None:
 def test_every_setting_is_described() -> None:
     schema = schema_of("config")
     for section in (schema, *schema["$defs"].values()):
-        for key, part in section["properties"].items():
+        for key, part in section.get("properties", {}).items():
             assert "$ref" in part or "anyOf" in part or part.get("description"), key
             assert "title" not in part
 

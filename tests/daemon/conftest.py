@@ -11,10 +11,13 @@ import yaml
 
 from flywheel.config import Config, parse
 from flywheel.store.database import Store
+from tests.cli.conftest import flywheel
 from tests.daemon.filter_bench import RUBRIC, Make
 from tests.embedding_server import EmbeddingServer
 from tests.judge_server import JudgeServer
 from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, replica
+
+__all__ = ["flywheel"]
 
 
 @pytest.fixture

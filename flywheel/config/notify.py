@@ -1,0 +1,93 @@
+"""Settings of notices: who is told of what."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from enum import StrEnum
+from typing import Annotated, Self
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from flywheel.config.section import Section
+
+
+class NoticeType(StrEnum):
+    """What notices are about."""
+
+    PROMOTED = "promoted"
+    REJECTED = "rejected"
+    ROLLED_BACK = "rolled_back"
+    JUDGE_FAILING = "judge_failing"
+    BUDGET_SPENT = "budget_spent"
+    DEAD_LETTERS = "dead_letters"
+    SOURCE_ERROR = "source_error"
+
+
+def check_url(url: str) -> str:
+    """Raises ValueError for what is no address of a web server. The address itself is not in the message."""
+    try:
+        parts = urlsplit(url)
+        is_right = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        is_right = False
+    if not is_right:
+        raise ValueError("it must begin with http:// or https:// and name a host")
+    return url
+
+
+def _words(command: object) -> object:
+    return shlex.split(command) if isinstance(command, str) else command
+
+
+class NotifySettings(Section):
+    url: Annotated[str, AfterValidator(check_url)] | None = None
+    """A webhook: notices are sent to it by POST."""
+    url_env: str | None = None
+    """Name of the environment variable with the webhook's URL, if the URL is a secret."""
+    secret_env: str | None = None
+    """Name of the environment variable with the key that signs what is sent to the webhook (Standard Webhooks:
+    `webhook-signature`)."""
+    command: Annotated[list[str], Field(min_length=1), BeforeValidator(_words)] | None = None
+    """A program with its arguments, which gets a notice as JSON on its standard input. It is started without a shell
+    and without the variables of keys. Exit code 0: the notice has arrived."""
+    on: list[NoticeType] = Field(min_length=1)
+    """What to notify of: `promoted`, `rejected`, `rolled_back`, `judge_failing`, `budget_spent`, `dead_letters`,
+    `source_error`."""
+    timeout_seconds: float = Field(default=10.0, gt=0)
+    """Timeout in seconds of one attempt."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _key_on(cls, raw: object) -> object:
+        """YAML 1.1 takes the key `on` for true."""
+        return {"on" if key is True else key: value for key, value in raw.items()} if isinstance(raw, dict) else raw
+
+    @model_validator(mode="after")
+    def _has_one_way(self) -> Self:
+        if sum(way is not None for way in (self.url, self.url_env, self.command)) != 1:
+            raise ValueError("it needs one of url, url_env and command")
+        if self.command is not None and self.secret_env is not None:
+            raise ValueError("secret_env signs what is sent to a webhook, and this is a command")
+        return self
+
+    @property
+    def way(self) -> str:
+        """Identifies where notices go."""
+        return json.dumps([self.url, self.url_env, self.command])
+
+    @property
+    def target(self) -> str | None:
+        """The URL; None for a command, and while the variable is not set."""
+        return self.url or (os.environ.get(self.url_env) if self.url_env else None)
+
+
+def _each_once(entries: list[NotifySettings]) -> list[NotifySettings]:
+    if len({entry.way for entry in entries}) < len(entries):
+        raise ValueError("two entries have the same url, url_env or command: name all that it is told of in one `on`")
+    return entries
+
+
+NotifyList = Annotated[list[NotifySettings], AfterValidator(_each_once)]

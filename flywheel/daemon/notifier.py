@@ -1,0 +1,206 @@
+"""Sends notices (`notify`) to webhooks and commands, from the events of the state: at least once, in their order.
+
+Each target has a position of its own among the events, stored when a notice has arrived. A target that does not
+answer delays neither the others nor the daemon; it is tried again after a growing time, and after a restart.
+
+What is sent follows Standard Webhooks: https://github.com/standard-webhooks/standard-webhooks
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import contextlib
+import hashlib
+import hmac
+import json
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from flywheel.config import Config, NotifySettings
+from flywheel.config.notify import check_url
+from flywheel.errors import NotifyError
+from flywheel.known_secrets import environment_without_secrets, redact_secrets, register_secret
+from flywheel.store import database, notices
+from flywheel.store.database import Store
+from flywheel.store.notices import Notice
+
+log = logging.getLogger(__name__)
+
+EVENTS_AT_ONCE: Final = 2_000
+"""Events that are read in one transaction."""
+NOTICES_AT_ONCE: Final = 100
+"""Notices of the same type that are sent together."""
+STORED_AFTER: Final = 20_000
+"""A position that no notice moved is stored after this many events."""
+FIRST_WAIT_SECONDS: Final = 5.0
+LONGEST_WAIT_SECONDS: Final = 3600.0
+SECRET_PREFIX: Final = "whsec_"
+"""Marks a key in base64; other keys are used as they are."""
+
+
+class Target:
+    """One entry of `notify`."""
+
+    def __init__(self, store: Store, config: Config, settings: NotifySettings) -> None:
+        self._store = store
+        self._alias = config.model.alias
+        self._settings = settings
+        self._key = f"notices of {hashlib.sha256(settings.way.encode()).hexdigest()[:16]}"
+        self._position = self._stored = 0
+        self._waiting: list[Notice] = []
+        self._failures = 0
+        self._not_before = float("-inf")
+
+    def __str__(self) -> str:
+        """For messages: of a URL, which may be a secret, the host."""
+        if self._settings.command is not None:
+            return self._settings.command[0]
+        return urlsplit(self._settings.target or "").hostname or f"${self._settings.url_env}"
+
+    async def begin(self) -> None:
+        """Find the position. A new target is not told of what happened before."""
+        if known := await self._store.read(database.noted, self._key):
+            self._position = self._stored = int(known)
+        else:
+            self._position = await self._store.read(notices.newest_event)
+            await self._keep(self._position)
+
+    async def deliver(self) -> None:
+        """Send what is new, unless the target failed a short time ago. Raises NotifyError."""
+        if time.monotonic() < self._not_before:
+            return
+        wanted = frozenset(self._settings.on)
+        while True:
+            found, end = await self._store.read(notices.after, self._position, wanted, EVENTS_AT_ONCE)
+            for _, alike in groupby(found, key=lambda notice: notice.type):
+                together = list(alike)
+                while together:
+                    # What was sent in vain is sent again as it was: its id is the same.
+                    sent = self._waiting or together[:NOTICES_AT_ONCE]
+                    await self._send(sent)
+                    await self._keep(sent[-1].id)
+                    together = [notice for notice in together if notice.id > self._position]
+            if end == self._position and not found:
+                return
+            self._position = max(self._position, end)
+            if self._position - self._stored > STORED_AFTER:
+                await self._keep(self._position)
+
+    async def _keep(self, position: int) -> None:
+        await self._store.write(database.note, self._key, str(position))
+        self._position = self._stored = position
+
+    async def _send(self, sent: list[Notice]) -> None:
+        body = redact_secrets(json.dumps(self._content(sent)).encode())
+        try:
+            if self._settings.command is not None:
+                await self._run(self._settings.command, sent[0].type, body)
+            else:
+                await self._post(f"{self._alias}-{sent[0].id}-{sent[-1].id}", body)
+        except NotifyError:
+            self._waiting = sent
+            self._failures += 1
+            # As an exponent, many failures would be too large a number.
+            wait = FIRST_WAIT_SECONDS * 2 ** min(self._failures - 1, 20)
+            self._not_before = time.monotonic() + min(wait, LONGEST_WAIT_SECONDS)
+            raise
+        self._waiting, self._failures = [], 0
+
+    def _content(self, sent: Sequence[Notice]) -> dict[str, Any]:
+        text = sent[0].text if len(sent) == 1 else f"{len(sent)} times {sent[0].type.value}, first: {sent[0].text}"
+        return {
+            "type": sent[0].type.value,
+            "timestamp": sent[-1].at,
+            "text": f"{self._alias} on {socket.gethostname()}: {text}",
+            "data": {
+                "alias": self._alias,
+                "host": socket.gethostname(),
+                "notices": [
+                    {"id": each.id, "at": each.at, "subject": each.subject, "text": each.text} for each in sent
+                ],
+            },
+        }
+
+    async def _post(self, number: str, body: bytes) -> None:
+        import httpx2
+
+        attempted, hint = f"notify {self}", "It is tried again; correct the entry of `notify`, or the receiver."
+        url = self._settings.target
+        try:
+            check_url(url or "")
+        except ValueError as error:
+            why = f"of the URL in ${self._settings.url_env}: {error}" if url else "the variable is not set"
+            raise NotifyError(attempted, why, hint) from None
+        assert url is not None
+        timeout = self._settings.timeout_seconds
+        try:
+            async with (
+                asyncio.timeout(timeout),
+                httpx2.AsyncClient(timeout=timeout, follow_redirects=False) as client,
+            ):
+                answer = await client.post(url, content=body, headers=self._headers(number, body))
+        except TimeoutError:
+            raise NotifyError(attempted, f"no answer within {timeout:g} s", hint) from None
+        except (httpx2.HTTPError, OSError, ValueError) as error:
+            why = " ".join(str(error).split()) or type(error).__name__
+            raise NotifyError(attempted, why.replace(url, "the URL"), hint) from None
+        if not answer.is_success:
+            raise NotifyError(attempted, f"it answered {answer.status_code}", hint)
+
+    def _headers(self, number: str, body: bytes) -> dict[str, str]:
+        stamp = str(int(time.time()))
+        headers = {"content-type": "application/json", "webhook-id": number, "webhook-timestamp": stamp}
+        if (variable := self._settings.secret_env) is not None:
+            secret = os.environ.get(variable, "")
+            if not secret:
+                hint = "Put the key into it, or remove secret_env. Nothing is sent unsigned."
+                raise NotifyError(f"notify {self}", f"the variable {variable} with the key is not set", hint)
+            headers["webhook-signature"] = signature(secret, number, stamp, body)
+        return {**headers, "user-agent": "flywheel"}
+
+    async def _run(self, command: Sequence[str], kind: str, body: bytes) -> None:
+        attempted, hint = f"notify {self}", "It is tried again; correct the entry of `notify`, or the program."
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.DEVNULL,
+                env={**environment_without_secrets(), "FLYWHEEL_NOTICE": kind},
+                start_new_session=True,
+            )
+        except (OSError, ValueError) as error:
+            raise NotifyError(attempted, getattr(error, "strerror", None) or str(error), hint) from None
+        try:
+            async with asyncio.timeout(self._settings.timeout_seconds):
+                await process.communicate(body)
+        except TimeoutError:
+            why = f"it did not end within {self._settings.timeout_seconds:g} s and was killed"
+            raise NotifyError(attempted, why, hint) from None
+        finally:
+            # With what it has started, also where the daemon stops.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        if process.returncode:
+            raise NotifyError(attempted, f"it ended with exit code {process.returncode}", hint)
+
+
+def signature(secret: str, number: str, stamp: str, body: bytes) -> str:
+    """The header `webhook-signature` of Standard Webhooks."""
+    register_secret(secret)
+    key = secret.encode()
+    if secret.startswith(SECRET_PREFIX):
+        with contextlib.suppress(binascii.Error):
+            key = base64.b64decode(secret.removeprefix(SECRET_PREFIX), validate=True)
+    digest = hmac.new(key, f"{number}.{stamp}.".encode() + body, hashlib.sha256).digest()
+    return f"v1,{base64.b64encode(digest).decode()}"

@@ -1,0 +1,101 @@
+"""Notices: what `notify` tells of, found in the events of the state, in their order.
+
+An event that happens twice, as a source that fails again after it had recovered, is two notices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sqlalchemy import Connection, Row, func, select
+
+from flywheel.config import NoticeType
+from flywheel.states import DeadLetterState, DeploymentState, RoundState
+from flywheel.store import database
+from flywheel.store.deployments import ROLLBACK
+from flywheel.store.schema import dead_letters, deployments, events, rounds, sources
+from flywheel.store.transitions import record
+
+JUDGE: Final = "judge"
+"""The kind of events about judging."""
+WORKS: Final = "ok"
+QUIET_CONDITIONS: Final = frozenset({"ok", "busy", ""})
+"""Conditions of sources that nobody has to do something about."""
+_TYPES: Final = {
+    (rounds.name, RoundState.PROMOTED.value): NoticeType.PROMOTED,
+    (rounds.name, RoundState.REJECTED.value): NoticeType.REJECTED,
+    (deployments.name, DeploymentState.ACTIVE.value): NoticeType.ROLLED_BACK,
+    (dead_letters.name, DeadLetterState.OPEN.value): NoticeType.DEAD_LETTERS,
+    (JUDGE, NoticeType.JUDGE_FAILING.value): NoticeType.JUDGE_FAILING,
+    (JUDGE, NoticeType.BUDGET_SPENT.value): NoticeType.BUDGET_SPENT,
+}
+"""Types by kind and new state of an event. Events of sources are another case."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """`id` is the number of its event, `subject` names what it is about."""
+
+    id: int
+    at: str
+    type: NoticeType
+    subject: str
+    text: str
+
+
+def newest_event(conn: Connection) -> int:
+    """The number of the newest event; 0 without any."""
+    return int(conn.execute(select(func.max(events.c.id))).scalar_one() or 0)
+
+
+def after(conn: Connection, number: int, wanted: Collection[NoticeType], limit: int) -> tuple[list[Notice], int]:
+    """The notices among the next `limit` events after this one, and the number of the last of these events."""
+    rows = conn.execute(select(events).where(events.c.id > number).order_by(events.c.id).limit(limit)).all()
+    found = [(row, kind) for row in rows if (kind := _type_of(row)) in wanted]
+    notices = [notice for row, kind in found if kind is not None and (notice := _notice(conn, row, kind)) is not None]
+    return notices, rows[-1].id if rows else number
+
+
+def note_judge(conn: Connection, error: str, *, spent: bool = False) -> None:
+    """Note why judging does not go on, if it does not. A change is an event."""
+    state = NoticeType.BUDGET_SPENT if spent else NoticeType.JUDGE_FAILING if error else WORKS
+    last = select(events.c.new).where(events.c.kind == JUDGE, events.c.subject == JUDGE)
+    before = conn.execute(last.order_by(events.c.id.desc()).limit(1)).scalar_one_or_none() or WORKS
+    if before != state:
+        record(conn, JUDGE, [JUDGE], before, state, error)
+    database.note(conn, database.JUDGE_NOTE, error)
+
+
+def _type_of(event: Row[Any]) -> NoticeType | None:
+    if event.kind == sources.name:
+        return None if event.new in QUIET_CONDITIONS else NoticeType.SOURCE_ERROR
+    return _TYPES.get((event.kind, event.new))
+
+
+def _notice(conn: Connection, event: Row[Any], kind: NoticeType) -> Notice | None:
+    """None for what is none: a swap that was no rollback."""
+
+    def row_of(*columns: Any) -> Sequence[Any]:
+        table = columns[0].table
+        return conn.execute(select(*columns).where(table.c.id == int(event.subject))).one()
+
+    told = f": {event.detail}" if event.detail else ""
+    if event.kind == JUDGE:
+        subject, text = JUDGE, f"judging is stopped{told}"
+    elif event.kind == rounds.name:
+        subject, reason = row_of(rounds.c.name, rounds.c.reason)
+        text = f"{subject} is {kind}{f': {reason}' if reason else ''}"
+    elif event.kind == deployments.name:
+        alias, adapter, reason = row_of(deployments.c.alias, deployments.c.adapter, deployments.c.reason)
+        if reason != ROLLBACK:
+            return None
+        subject, text = alias, f"{alias} was rolled back to {adapter or 'the base model'}"
+    elif event.kind == dead_letters.name:
+        unit, subject, error = row_of(dead_letters.c.kind, dead_letters.c.subject, dead_letters.c.error)
+        text = f"the {unit} {subject} could not be processed: {error}"
+    else:
+        [subject] = row_of(sources.c.path)
+        text = f"the source {subject} is {event.new}{told}"
+    return Notice(event.id, event.at, kind, subject, text)
