@@ -165,7 +165,7 @@ class Wheel:
             if status is None:
                 continue
             live = status["live_round"]
-            shown = live or (status["rounds"][0] if status["rounds"] else None)
+            shown = live or (status["rounds"][-1] if status["rounds"] else None)
             metrics = metrics_of(Path(shown["dir"])) if shown and shown["dir"] else []
             self._screen.show(status, metrics)
             if self._enough(status):
