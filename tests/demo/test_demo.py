@@ -79,9 +79,16 @@ def test_the_shipped_configuration_is_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("started", ["run", pytest.param("vllm", marks=pytest.mark.long)])
-def test_ctrl_c_leaves_no_process(tmp_path: Path, started: str) -> None:
-    process = start(tmp_path)
+@pytest.mark.parametrize(
+    ("program", "started"),
+    [
+        ("demo", "run"),
+        pytest.param("demo", "vllm", marks=pytest.mark.long),
+        pytest.param("demo.agent", "vllm", marks=pytest.mark.long),
+    ],
+)
+def test_ctrl_c_leaves_no_process(tmp_path: Path, program: str, started: str) -> None:
+    process = start(tmp_path, program=program)
     try:
         deadline = time.monotonic() + 300
 
