@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 Grade = Callable[[Exchange], Verdict]
 
 MAX_OPEN: Final = 256
-"""Rollouts that an engine has at a time: more than vLLM generates at once by default. The others wait for the engine
-that is done first."""
+"""Rollouts that one of several engines has at a time: more than vLLM generates at once by default. The others wait
+for the engine that is done first."""
 
 
 class Collector:
@@ -127,13 +127,14 @@ class _Dispatch:
         self._engines, self._requests = engines, requests
         self._waiting = deque(range(len(requests)))
         self._open = [0] * len(engines)
+        self._most = MAX_OPEN if len(engines) > 1 else len(requests)
         self._of_group: dict[int, int] = {}
         self.running: dict[Any, tuple[int, int]] = {}
         """The place of each request that an engine has, and the engine's number."""
 
     def submit(self) -> bool:
         """Submit requests as far as engines take them. False when all have ended."""
-        while self._waiting and min(self._open) < MAX_OPEN:
+        while self._waiting and min(self._open) < self._most:
             place = self._waiting.popleft()
             number = self._engine(self._requests[place].group)
             self._open[number] += 1
@@ -159,7 +160,7 @@ class _Dispatch:
     def _engine(self, group: int) -> int:
         share = math.ceil((len(self.running) + len(self._waiting) + 1) / len(self._engines))
         known = self._of_group.get(group)
-        if known is None or self._open[known] >= min(share, MAX_OPEN):
+        if known is None or self._open[known] >= min(share, self._most):
             known = self._of_group[group] = self._open.index(min(self._open))
         return known
 

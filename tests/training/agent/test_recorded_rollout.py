@@ -217,3 +217,16 @@ def test_what_the_engine_refuses_costs_this_rollout() -> None:
     completion, _ = run(said(call("add", {"a": 1})), 400)
     assert completion.error == "the engine refused a message: it is wrong (HTTP status 400)"
     assert (completion.truncated, completion.missed, completion.turns) == (False, False, 1)
+
+
+def test_a_rollout_that_is_given_up_ends_at_once() -> None:
+    async def give_up() -> None:
+        session = ScriptedSession([said(call("add", {"a": 1})), None])
+        rollout = asyncio.create_task(roll_out(rollout_request(TASK), session, SETUP))
+        while len(session.bodies) < 2:
+            await asyncio.sleep(0.01)
+        rollout.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await rollout
+
+    asyncio.run(give_up())

@@ -176,6 +176,17 @@ def test_a_rollout_of_the_gate_is_cut_when_its_time_is_up(engine: Any, prompts: 
     assert cut.error == "no message within 1e-06 s"
 
 
+def test_rollouts_that_take_too_long_are_given_up_and_the_engine_goes_on(engine: Any, prompts: list[Prompt]) -> None:
+    use(engine)
+    first = generate(engine, prompts)
+    wanted = [RolloutRequest(prompt, 0, 1000 + place, 1.0, TOKENS, None) for place, prompt in enumerate(prompts * 8)]
+    with Collector([engine], graded, max_thread=4, timeout_seconds=0.05) as collector:
+        batch = collector.collect(wanted)
+    assert any(rollout.failure == "no completion within 0.05 s" for rollout in batch.rollouts)
+    again = generate(engine, prompts)
+    assert sum(a.token_ids == b.token_ids for a, b in zip(first, again, strict=True)) >= 0.9 * len(first)
+
+
 def test_the_gate_never_simulates(engine: Any) -> None:
     with pytest.raises(Exception, match="the gate's results cannot be simulated"):
         use(engine, on_miss="simulate")
