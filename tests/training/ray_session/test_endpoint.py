@@ -34,6 +34,8 @@ TOKENS = 24
 
 def start() -> Any:
     actor = ray_cluster.start(Engine, settings(str(POLICY)), gpus=share_of_an_engine())
+    # A key in the environment of the round is for its own servers.
+    ray_cluster.wait([actor.join.remote({"VLLM_API_KEY": "secret"}, [])])
     ray_cluster.wait([actor.start.remote()])
     return actor
 
