@@ -103,7 +103,8 @@ def turns(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             function = call.get("function") or call
             yield f"[{message.get('role')} calls {function.get('name')}] {function.get('arguments')}"
         if message.get("content"):
-            name = f" {message['name']}" if message.get("name") else ""
+            # Some agents give each message a name, their users' and systems' that of the role.
+            name = f" {message['name']}" if message.get("name") not in (None, "", message.get("role")) else ""
             mark = ", simulated" if message.get("simulated") else ""
             yield f"[{message.get('role')}{name}{mark}] {message['content']}"
 
