@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from flywheel.files import append_jsonl
 from flywheel.round import METRICS_FILE
 from flywheel.round_progress import Phase
+
+UPDATE_FIGURES: Final = ("loss", "grad_norm", "learning_rate", "kl")
+"""TRL's figures of an update that `metrics.jsonl` has; `kl` only with `training.beta`."""
 
 
 class Metrics:

@@ -20,7 +20,7 @@ from flywheel.config import Config
 from flywheel.round import ADAPTER_DIR, RoundSpec
 from flywheel.training.actor import RoundActor
 from flywheel.training.collector import Collector, Grade
-from flywheel.training.metrics import Metrics
+from flywheel.training.metrics import UPDATE_FIGURES, Metrics
 from flywheel.training.policy import load_policy, save_adapter
 from flywheel.training.progress_meter import Meter
 from flywheel.training.prompts import Prompt
@@ -223,7 +223,7 @@ class Run:
             self._settings.training.steps,
             {
                 **summary,
-                **{name: logs.get(name) for name in ("loss", "grad_norm", "learning_rate")},
+                **{name: logs.get(name) for name in UPDATE_FIGURES},
                 **{
                     name: logs.get(f"rows/{name}")
                     for name in ("entropy", "logprob_gap", "ratio_mean", "ratio_capped_share")

@@ -497,10 +497,12 @@ def test_a_loss_that_is_not_a_number_ends_the_round(tmp_path: Path) -> None:
 
 
 def test_a_kl_term_leaves_only_the_trained_adapter_in_what_is_saved(tmp_path: Path) -> None:
+    from flywheel.training.metrics import UPDATE_FIGURES
     from flywheel.training.policy import save_adapter
 
     done = Trained(tmp_path / "trl", rows(), beta=0.1, micro_batch_tokens=30)
     assert done.logs[0][1]["kl"] == pytest.approx(0, abs=1e-5)
+    assert set(UPDATE_FIGURES) <= set(done.logs[0][1]), "they are in metrics.jsonl"
     save_adapter(done.model, tmp_path / "adapter")
     assert sorted(p.name for p in (tmp_path / "adapter").iterdir()) == [
         "adapter_config.json",
