@@ -37,6 +37,7 @@ from tests.sources.calls.recorded import assistant, chat, completion, recorded, 
 SYSTEM = {"role": "system", "content": "You do sums."}
 ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
 REMINDER = user("<system-reminder>\nIt is Monday.\n</system-reminder>")
+ROOTS = 40
 
 
 def config_of(folder: Path, *servers: LogServer, **more: Any) -> Config:
@@ -135,8 +136,9 @@ async def test_replies_become_tasks_with_exact_prompts_and_certain_adapters(tmp_
 async def test_forks_are_in_the_split_of_their_root_and_turns_are_counted(tmp_path: Path) -> None:
     calls: list[RecordedCall] = []
     forks: dict[str, list[str]] = {}
-    for number in range(8):
-        topic = f"{number}: {' '.join(f'w{number}{n}' for n in range(30))}"
+    # Ids are random: with this many, both splits have some.
+    for number in range(ROOTS):
+        topic = f"{number}: {' '.join(f'w{number}x{n}' for n in range(30))}"
         opening = [SYSTEM, user(f"Tell me about {topic}.")]
         root = recorded(chat(opening), completion(assistant(f"About {topic}.")), began=100 * number)
         calls.append(root)
@@ -154,7 +156,7 @@ async def test_forks_are_in_the_split_of_their_root_and_turns_are_counted(tmp_pa
     assert set(split.values()) == {"train", "held-out"}
     for root_id, others in forks.items():
         assert {split[each] for each in others} == {split[root_id]}
-    assert Counter(each["turn"] for each in found) == {0: 8, 1: 32}
+    assert Counter(each["turn"] for each in found) == {0: ROOTS, 1: 4 * ROOTS}
 
 
 async def test_what_becomes_no_task_is_counted_with_its_reason(tmp_path: Path) -> None:
