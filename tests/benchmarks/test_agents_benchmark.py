@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_quick_run_prints_one_object() -> None:
     command = [sys.executable, "-m", "benchmarks.agents", "--quick", "--json"]
