@@ -71,7 +71,7 @@ class Engine(RoundActor):
         self._application: Any = None
         self._endpoint = Endpoint()
         self._context = settings.max_model_len
-        self._tools = self._gate_tools = ToolSetup(settings.max_model_len)
+        self._tools = self._gate_tools = ToolSetup()
         self._simulator: Simulator | None = None
 
     async def start(self) -> dict[str, Any]:

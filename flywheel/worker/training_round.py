@@ -110,16 +110,13 @@ class Round:
         rollout, spec = self.settings.rollout, self.spec
         finish_tools, tools = tuple(rollout.finish_tools), rollout.tools
         training = ToolSetup(
-            context=rollout.max_model_len,
             shared=spec.shared,
             on_miss=tools.on_miss,
             finish_tools=finish_tools,
             max_turns=rollout.max_turns,
             simulator=tools.simulator,
         )
-        gate = replace(
-            training, context=self.about["context"], shared=spec.shared_gate, on_miss="end", simulator=None
-        )
+        gate = replace(training, shared=spec.shared_gate, on_miss="end", simulator=None)
         ray_cluster.wait([engine.use_tools.remote(training, gate) for engine in self.engines])
 
     @contextlib.contextmanager

@@ -26,7 +26,7 @@ def made(directory: Path, monkeypatch: pytest.MonkeyPatch, train: Asked, gate: A
     whole = Round(spec, directory, settings, lambda *_: Any)  # type: ignore[arg-type, return-value]
 
     def start() -> None:
-        whole.about = {"versions": {}, "device": "none", "context": 4096}
+        whole.about = {"versions": {}, "device": "none"}
 
     monkeypatch.setattr(whole, "start", start)
     monkeypatch.setattr(whole, "asked", lambda _: train)

@@ -106,7 +106,7 @@ def test_a_trajectory_has_its_steps_and_a_line_of_lists_for_each_sample(tmp_path
     asked = rollout_request(recorded_task(trace, (ADD,)))
     thinking = {**said(call("add", {"a": 1}, "r-1")), "reasoning": "Hm."}
     session = ScriptedSession([thinking, {"role": "assistant", "content": "It is 1."}])
-    done = asyncio.run(roll_out(asked, session, ToolSetup(2000)))
+    done = asyncio.run(roll_out(asked, session, ToolSetup()))
     made = Rollout(asked, done, verdict(1))
     line = json.loads(json.dumps(rollout_line(made, 1, 0.5)))
     assert [len(line["samples"]), done.forks] == [2, 1]

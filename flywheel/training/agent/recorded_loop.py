@@ -25,17 +25,16 @@ class End(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """Limits of a rollout: `turns` are messages of the policy, `tokens` are generated in all of them together,
-    `context` is the most that prompt and completion of a turn have together."""
+    """Limits of a rollout: `turns` are messages of the policy, `tokens` are generated in all of them together (None:
+    as many as the server allows)."""
 
     turns: int
-    tokens: int
-    context: int
+    tokens: int | None
 
 
 class RecordedLoop:
-    """One rollout. The caller asks for `room`, generates a message for `messages`, and gives it to `advance`, until
-    there is an `end`.
+    """One rollout. While it `goes_on`, the caller generates a message for `messages` with at most `room` tokens, and
+    gives it to `advance`.
 
     Attributes:
         messages: What the model is sent next.
@@ -53,13 +52,16 @@ class RecordedLoop:
         self._tools, self._budgets = tools, budgets
         self._turns = self._generated = 0
 
-    def room(self, prompt_tokens: int) -> int:
-        """Number of tokens that the next message may have; 0 ends the rollout as truncated."""
-        budgets = self._budgets
-        room = min(budgets.tokens - self._generated, budgets.context - prompt_tokens)
-        if self.end is None and (room <= 0 or self._turns >= budgets.turns):
-            self.end = End.TRUNCATED
-        return room if self.end is None else 0
+    @property
+    def room(self) -> int | None:
+        """Number of tokens that the next message may have; None without a limit."""
+        return None if self._budgets.tokens is None else self._budgets.tokens - self._generated
+
+    def goes_on(self) -> bool:
+        """Whether there is a next message. A budget that is used up ends the rollout as truncated."""
+        if self._turns >= self._budgets.turns or self.room == 0:
+            self.cut()
+        return self.end is None
 
     def cut(self) -> None:
         """End the rollout as truncated, if it has not ended."""

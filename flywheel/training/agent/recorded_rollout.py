@@ -29,13 +29,11 @@ class ToolSetup:
     """How tools answer, and the limits of rollouts.
 
     Attributes:
-        context: Tokens of prompt and message of a turn together, which the session keeps to.
         shared: Results of other traces.
         max_turns: Messages of the policy.
         simulator: The model that plays tools if `on_miss` is `simulate`.
     """
 
-    context: int
     shared: SharedRecordings = field(default_factory=SharedRecordings)
     on_miss: OnMiss = "end"
     finish_tools: tuple[str, ...] = ()
@@ -90,8 +88,7 @@ async def roll_out(
         simulate=simulate,
         finish_tools=setup.finish_tools,
     )
-    most = None if request.as_served else request.max_tokens
-    budgets = Budgets(setup.max_turns, most or setup.context * setup.max_turns, setup.context)
+    budgets = Budgets(setup.max_turns, None if request.as_served else request.max_tokens)
     loop = RecordedLoop(task.prompt, tools, budgets)
     limit = asyncio.timeout(request.seconds)
     try:
@@ -123,13 +120,13 @@ async def roll_out(
 async def _take_turns(loop: RecordedLoop, request: RolloutRequest, session: ChatSession, *, in_thread: bool) -> str:
     """Take turns until the loop ends. Returns why the rollout has nothing to grade; empty if it has."""
     task = request.prompt.task
-    # The prompts of later turns are rendered by the endpoint, which keeps to the context.
-    while room := loop.room(0):
+    # The endpoint renders the prompts, and keeps to the context.
+    while loop.goes_on():
         body: dict[str, Any] = {"messages": list(loop.messages)}
         if task.tools:
             body["tools"] = list(task.tools)
         before, answered = session.generated, len(loop.calls)
-        reply = await session.complete(body, max_tokens=None if request.as_served else room)
+        reply = await session.complete(body, max_tokens=loop.room)
         if reply.is_too_long:
             loop.cut()
             break

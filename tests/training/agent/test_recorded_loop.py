@@ -17,7 +17,7 @@ from flywheel.verdict import Exchange
 from tests.training.agent.recordings import call, recording, said
 
 PROMPT: list[ChatMessage] = [{"role": "user", "content": "What is 1 and 0?"}]
-AMPLE = Budgets(turns=10, tokens=1000, context=1000)
+AMPLE = Budgets(turns=10, tokens=1000)
 
 
 def loop(budgets: Budgets = AMPLE, **values: Any) -> RecordedLoop:
@@ -37,7 +37,7 @@ def test_turns_follow_each_other_until_an_answer() -> None:
     rollout.advance({"role": "assistant", "content": "It is 1."}, tokens=5)
     assert (rollout.end, rollout.answer) == (End.ANSWERED, "It is 1.")
     assert rollout.steps == [asking, one, {**two, "status": "error"}]
-    assert rollout.room(10) == 0
+    assert not rollout.goes_on()
     with pytest.raises(ValueError, match="has ended: answered"):
         rollout.advance(asking, tokens=1)
 
@@ -89,30 +89,25 @@ def test_a_truncated_message_ends_it_and_its_calls_are_not_answered() -> None:
     assert (rollout.end, rollout.answer, rollout.calls, rollout.steps) == (End.TRUNCATED, "It is", [], [])
 
 
-def test_room_is_what_all_budgets_leave() -> None:
-    rollout = loop(Budgets(turns=2, tokens=30, context=100))
-    assert [rollout.room(prompt) for prompt in (20, 90)] == [30, 10]
+def test_room_is_what_the_budget_leaves() -> None:
+    rollout = loop(Budgets(turns=2, tokens=30))
+    assert (rollout.goes_on(), rollout.room) == (True, 30)
     rollout.advance(said(call("add", {"a": 1})), tokens=25)
-    assert rollout.room(50) == 5
+    assert (rollout.goes_on(), rollout.room) == (True, 5)
     rollout.advance(said(call("add", {"a": 1})), tokens=1)
-    assert (rollout.room(50), rollout.end, rollout.answer) == (0, End.TRUNCATED, "")
+    assert (rollout.goes_on(), rollout.end, rollout.answer) == (False, End.TRUNCATED, "")
+    assert loop(Budgets(turns=2, tokens=None)).room is None
 
 
-def test_a_prompt_that_fills_the_context_ends_it() -> None:
-    rollout = loop()
-    assert (rollout.room(1000), rollout.end) == (0, End.TRUNCATED)
-
-
-@given(st.integers(1, 6), st.integers(1, 60), st.integers(1, 80), st.lists(st.integers(1, 20), max_size=10))
-def test_no_budget_is_ever_exceeded(turns: int, tokens: int, context: int, wanted: list[int]) -> None:
-    rollout = loop(Budgets(turns, tokens, context))
+@given(st.integers(1, 6), st.integers(1, 60), st.lists(st.integers(1, 20), max_size=10))
+def test_no_budget_is_ever_exceeded(turns: int, tokens: int, wanted: list[int]) -> None:
+    rollout = loop(Budgets(turns, tokens))
     generated = done = 0
     for each in wanted:
-        prompt = 10 + generated
-        if not (room := rollout.room(prompt)):
+        if not rollout.goes_on():
             break
-        assert prompt + room <= context
-        length = min(room, each)
+        assert rollout.room is not None
+        length = min(rollout.room, each)
         generated, done = generated + length, done + 1
         rollout.advance(said(call("add", {"a": 1})), tokens=length, truncated=length < each)
         if rollout.end is not None:

@@ -26,7 +26,7 @@ from tests.training.agent.scripted_session import (
 
 ONE, TWO = call("add", {"a": 1}), call("add", {"a": 2})
 TRACE = steps((ONE, "1"), (TWO, "ValueError: no"), (ONE, "another 1"))
-SETUP = ToolSetup(context=2000, finish_tools=("generate_response",), max_turns=5)
+SETUP = ToolSetup(finish_tools=("generate_response",), max_turns=5)
 TASK = recorded_task(TRACE, (ADD, FINISH))
 
 
@@ -37,12 +37,13 @@ def answered(text: str = "It is 1.") -> ChatMessage:
 def run(
     *messages: ChatMessage | int | None,
     setup: ToolSetup = SETUP,
+    context: int = 2000,
     task: Any = TASK,
     max_tokens: int | None = 1000,
     simulate: Any = None,
     **request: Any,
 ) -> tuple[Completion, ScriptedSession]:
-    session = ScriptedSession(messages, setup.context)
+    session = ScriptedSession(messages, context)
     asked = rollout_request(task, max_tokens, **request)
     return asyncio.run(roll_out(asked, session, setup, simulate)), session
 
@@ -89,7 +90,7 @@ def test_a_miss_has_a_reason_and_no_answer_but_its_tokens() -> None:
 
 
 def test_a_miss_can_be_an_error_of_the_tool() -> None:
-    setup = ToolSetup(2000, on_miss="error", max_turns=5)
+    setup = ToolSetup(on_miss="error", max_turns=5)
     completion, session = run(said(call("add", {"a": 9})), answered("No."), setup=setup)
     assert "ToolUnavailableError" in session.bodies[1]["messages"][-1]["content"]
     assert (completion.text, completion.missed, outcomes(completion)) == ("No.", False, [Outcome.MISS])
@@ -103,7 +104,7 @@ def test_a_miss_can_be_simulated_without_holding_up_other_rollouts() -> None:
             asyncio.get_running_loop()
         return f"it is {asked.arguments['a']}"
 
-    setup = ToolSetup(2000, on_miss="simulate", max_turns=5)
+    setup = ToolSetup(on_miss="simulate", max_turns=5)
     completion, session = run(said(call("add", {"a": 9})), answered("9"), setup=setup, simulate=simulate)
     assert session.bodies[1]["messages"][-1]["content"] == "it is 9"
     assert (completion.text, completion.missed, outcomes(completion)) == ("9", False, [Outcome.SIMULATED])
@@ -113,14 +114,14 @@ def test_a_simulator_that_fails_costs_this_rollout() -> None:
     def simulate(_: Simulation) -> str:
         raise TrainError("simulate add", "the key is wrong")
 
-    setup = ToolSetup(2000, on_miss="simulate")
+    setup = ToolSetup(on_miss="simulate")
     completion, _ = run(said(call("add", {"a": 9})), setup=setup, simulate=simulate)
     assert completion.error == "the simulator failed: cannot simulate add: the key is wrong."
 
 
 def test_results_of_other_traces_answer() -> None:
     key = call_key(tools_by_name([ADD])["add"], {"a": 9})
-    setup = ToolSetup(2000, shared=SharedRecordings({key: Result("nine")}))
+    setup = ToolSetup(shared=SharedRecordings({key: Result("nine")}))
     completion, session = run(said(call("add", {"a": 9})), answered(), setup=setup)
     assert session.bodies[1]["messages"][-1]["content"] == "nine"
     assert outcomes(completion) == [Outcome.SHARED]
@@ -187,16 +188,16 @@ def test_a_prompt_that_fills_the_context_ends_it() -> None:
     first = said(call("add", {"a": 1}))
     after = len(rollout_request(TASK).prompt.token_ids) + len(written(first)) + 1 + len("1") + 3
     for room in (7, 0):
-        completion, session = run(first, answered("a" * 100), setup=ToolSetup(after + room, max_turns=5))
+        completion, session = run(first, answered("a" * 100), context=after + room, setup=ToolSetup(max_turns=5))
         assert (completion.truncated, completion.error, completion.text) == (True, "", "a" * room)
         assert (len(session.bodies), completion.turns) == (2, 2 if room else 1)
-    completion, _ = run(first, setup=ToolSetup(5))
+    completion, _ = run(first, context=5)
     assert (completion.truncated, completion.error) == (False, "its prompt fills the context")
 
 
 def test_turns_end() -> None:
     calls = [said(call("add", {"a": 2})) for _ in range(3)]
-    completion, _ = run(*calls, setup=ToolSetup(2000, max_turns=3))
+    completion, _ = run(*calls, setup=ToolSetup(max_turns=3))
     assert (completion.truncated, completion.turns, completion.error) == (True, 3, "")
 
 

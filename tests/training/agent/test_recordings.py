@@ -37,7 +37,7 @@ def traces() -> list[Recording]:
 def test_rollouts_that_repeat_real_traces_have_their_steps(traces: list[Recording]) -> None:
     outcomes: list[tuple[str, Outcome]] = []
     for trace in traces:
-        loop = RecordedLoop([], RecordedTools(trace.tools, results_of(trace)), Budgets(99, 10_000, 10_000))
+        loop = RecordedLoop([], RecordedTools(trace.tools, results_of(trace)), Budgets(99, 10_000))
         for step in trace.steps:
             if step.get("tool_calls"):
                 loop.advance(step, tokens=1)

@@ -51,7 +51,7 @@ def rolled_out(*turns: Sequence[dict[str, Any]], answer: str = "It is 3.", trace
     """What the judge is given of a rollout with these calls, one list for each message, and this answer."""
     finish = {"generate_response"}
     tools = RecordedTools(trace.tools, results_of(trace, finish), finish_tools=finish)
-    loop = RecordedLoop(prompt().task.prompt, tools, Budgets(turns=9, tokens=99, context=99))
+    loop = RecordedLoop(prompt().task.prompt, tools, Budgets(turns=9, tokens=99))
     for calls in turns:
         loop.advance(said(*calls), tokens=1)
     if loop.end is None:
@@ -158,7 +158,7 @@ def test_under_every_shipped_rubric_a_rollout_is_rewarded_for_its_own_steps(path
 
     def done(*messages: ChatMessage) -> Exchange:
         asked = rollout_request(task)
-        completion = asyncio.run(roll_out(asked, ScriptedSession(messages), ToolSetup(2000)))
+        completion = asyncio.run(roll_out(asked, ScriptedSession(messages), ToolSetup()))
         assert not completion.error
         return exchange(asked.prompt, completion)
 

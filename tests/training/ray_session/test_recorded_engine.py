@@ -64,8 +64,8 @@ def prompts(engine: Any) -> list[Prompt]:
 
 
 def use(engine: Any, training: ToolSetup | None = None, **gate: Any) -> None:
-    setup = training or ToolSetup(CONTEXT)
-    ray_cluster.wait([engine.use_tools.remote(setup, ToolSetup(CONTEXT, **gate))])
+    setup = training or ToolSetup()
+    ray_cluster.wait([engine.use_tools.remote(setup, ToolSetup(**gate))])
 
 
 def generate(engine: Any, prompts: list[Prompt], side: LoadedAdapter | None = None, **changes: Any) -> list[Any]:
@@ -154,7 +154,7 @@ def test_a_call_without_a_recorded_result_is_a_miss(engine: Any, prompts: list[P
     missed = [each for each in made if each.missed]
     assert {each.error for each in missed} == {'no recorded result for look({"boxed": false})'}
     assert all(each.samples and not each.text for each in missed)
-    use(engine, ToolSetup(CONTEXT, on_miss="error"))
+    use(engine, ToolSetup(on_miss="error"))
     told = generate(engine, only_boxed)
     assert not any(each.missed for each in told)
     assert [any(call.is_miss for call in each.calls) for each in told] == [each.missed for each in made]
@@ -163,7 +163,7 @@ def test_a_call_without_a_recorded_result_is_a_miss(engine: Any, prompts: list[P
 
 
 def test_limits_truncate(engine: Any, prompts: list[Prompt]) -> None:
-    use(engine, ToolSetup(CONTEXT, max_turns=1))
+    use(engine, ToolSetup(max_turns=1))
     assert {(each.turns, each.truncated, each.error) for each in generate(engine, prompts)} == {(1, True, "")}
     use(engine)
     short = generate(engine, prompts, max_tokens=3)
