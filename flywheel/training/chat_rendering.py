@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
 from flywheel.errors import TrainError
@@ -20,6 +21,18 @@ PART: Final = "\N{REPLACEMENT CHARACTER}"
 """What a tokenizer makes of a token that is only a part of a character."""
 MOST_PARTS: Final = 8
 """More tokens than one character has."""
+
+POLICY_SAMPLING: Final[Mapping[str, float]] = MappingProxyType(
+    {
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    }
+)
+"""Parameters of rollouts to learn from, whatever the server's defaults are: the logprobs are then the policy's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from flywheel.training.agent.served_application import ServedApplication
 from flywheel.training.agent.session import Session
 from flywheel.training.agent.simulator import Simulator
 from flywheel.training.agent.timelines import CallTokens
-from flywheel.training.chat_rendering import ChatFormat, ServedChat
+from flywheel.training.chat_rendering import POLICY_SAMPLING, ChatFormat, ServedChat
 from flywheel.training.engine_death import unless_dead
 from flywheel.training.policy import base_dtype
 from flywheel.training.prompts import Prompt
@@ -203,15 +203,9 @@ class Engine(RoundActor):
             sampling = self._chat.sampling(task, len(prompt), temperature=request.temperature, seed=request.seed)
             sampling.logprobs = 0
         else:
-            # Every sampling parameter is explicit: the logprobs are those of the policy itself.
             sampling = SamplingParams(
+                **POLICY_SAMPLING,
                 temperature=request.temperature,
-                top_p=1.0,
-                top_k=0,
-                min_p=0.0,
-                repetition_penalty=1.0,
-                presence_penalty=0.0,
-                frequency_penalty=0.0,
                 max_tokens=request.max_tokens,
                 seed=request.seed,
                 logprobs=0,

@@ -16,6 +16,7 @@ from typing import Any, Final
 from flywheel.errors import TrainError
 from flywheel.training.agent.served_application import BASE_MODEL, Limits, ServedApplication
 from flywheel.training.agent.timelines import CallTokens, identity_of, message_identity
+from flywheel.training.chat_rendering import POLICY_SAMPLING
 from flywheel.training.prompts import seed_of
 from flywheel.training.rollout import LoadedAdapter
 
@@ -26,15 +27,6 @@ PASSED: Final = (
     "continue_final_message", "echo", "skip_special_tokens", "spaces_between_special_tokens", "top_logprobs",
 )  # fmt: skip
 """What a client decides about its requests. The rest, with all sampling, is the rollout's."""
-TRAINING: Final = {
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
-"""Samples from the policy itself, so that the logprobs are the policy's."""
 NO_LOGPROB: Final = -9999.0
 """vLLM's chat endpoint returns this for a logprob of minus infinity."""
 
@@ -104,7 +96,7 @@ class Session:
         self._tokens, self._turns = tokens, turns
         self._seed, self._numbers = seed, itertools.count()
         self._as_served = as_served
-        self._forced: dict[str, Any] = {} if as_served else dict(TRAINING)
+        self._forced: dict[str, Any] = {} if as_served else dict(POLICY_SAMPLING)
         if temperature is not None:
             self._forced["temperature"] = temperature
         self._forced["model"] = BASE_MODEL if adapter is None else adapter.name
