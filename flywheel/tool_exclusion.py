@@ -7,9 +7,9 @@ from typing import Any
 
 from flywheel.exclusion import Exclusion
 from flywheel.finish_functions import FINISH_FUNCTIONS
-from flywheel.rubric.checks.tool_calls import Call, calls_of
-from flywheel.trace import ChatMessage, get_path
-from flywheel.verdict import Exchange
+from flywheel.rubric.checks.tool_calls import Call, calls_in
+from flywheel.tool_results import functions_by_name
+from flywheel.trace import ChatMessage
 
 
 def exclusion_of_tools(tools: Sequence[Mapping[str, Any]], steps: Sequence[ChatMessage]) -> Exclusion | None:
@@ -20,9 +20,8 @@ def exclusion_of_tools(tools: Sequence[Mapping[str, Any]], steps: Sequence[ChatM
     """
     if not tools and not any(step.get("tool_calls") or step.get("role") == "tool" for step in steps):
         return None
-    names = (get_path(tool, "function", "name") or tool.get("name") for tool in tools)
-    offered = {name for name in names if isinstance(name, str)} - FINISH_FUNCTIONS
-    calls = calls_of(Exchange("", "", trajectory=tuple(steps)))
+    offered = functions_by_name(tools).keys() - FINISH_FUNCTIONS
+    calls = calls_in(steps)
     calls = [call for call in calls if call.name not in FINISH_FUNCTIONS]
     if any(call.name in offered and call.result is not None and _is_well_formed(call) for call in calls):
         return Exclusion.TOOLS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Final
 
 from sqlalchemy import Connection
 
@@ -19,6 +19,7 @@ from flywheel.store.database import found_version, read_once
 from flywheel.store.recorded_tasks import count_with_tools, recorded_lines
 from flywheel.store.schema import SCHEMA_VERSION
 from flywheel.terminal import quantity
+from flywheel.tool_results import functions_by_name
 from flywheel.training.agent.expected_hits import ExpectedHits, HitRate, expected_hits
 from flywheel.training.agent.misses import MIN_COMPLETE_SHARE
 from flywheel.training.agent.recordings import Recording, recording_of, results_of
@@ -138,12 +139,6 @@ def _percentages(best: HitRate) -> dict[str, int]:
 def _without_results(sample: list[Recording], config: Config) -> list[str]:
     """Offered tools of which the sample has no result."""
     finish = config.rollout.finish_tools
-    offered = {_name(tool) for each in sample for tool in each.tools} - {"", *FINISH_FUNCTIONS, *finish}
+    offered = {name for each in sample for name in functions_by_name(each.tools)} - {*FINISH_FUNCTIONS, *finish}
     answered = {example.tool.name for each in sample for example in results_of(each, finish).examples}
     return sorted(offered - answered)
-
-
-def _name(tool: Mapping[str, Any]) -> str:
-    function = tool.get("function", tool)
-    name = function.get("name") if isinstance(function, Mapping) else None
-    return name if isinstance(name, str) else ""

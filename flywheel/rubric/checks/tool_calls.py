@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
@@ -17,7 +17,7 @@ import orjson
 from flywheel.rubric.checks.json_schema import parse_json
 from flywheel.rubric.criterion import Criterion
 from flywheel.rubric.rubric import Rubric
-from flywheel.trace import TOOL_ERROR, get_path
+from flywheel.trace import TOOL_ERROR, ChatMessage, get_path
 from flywheel.verdict import Exchange
 
 UNKNOWN_EFFICIENCY: Final = 0.5
@@ -63,11 +63,17 @@ class Call:
 
 
 def calls_of(exchange: Exchange) -> list[Call]:
-    """The tool calls of the steps with their results, in order."""
+    """The tool calls of an exchange with their results, in order."""
+    return calls_in(exchange.trajectory, _errors(exchange.line.get("metadata")))
+
+
+def calls_in(steps: Iterable[ChatMessage], failures: Iterable[object] = ()) -> list[Call]:
+    """The tool calls of steps with their results, in order. `failures` are the
+    errors that their task lists."""
     calls: list[Call] = []
     latest: list[Call] = []
-    errors = {str(error) for error in _errors(exchange.line.get("metadata"))}
-    for turn in exchange.trajectory:
+    errors = {str(failure) for failure in failures}
+    for turn in steps:
         if isinstance(made := turn.get("tool_calls"), list) and made:
             latest = [_call(each) for each in made]
             calls += latest

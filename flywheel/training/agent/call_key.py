@@ -12,21 +12,13 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from flywheel.tool_results import Tool
+from flywheel.tool_results import Tool, functions_by_name
 from flywheel.trace import get_path
 
 
 def tools_by_name(tools: Iterable[Mapping[str, Any]]) -> dict[str, Tool]:
-    """The offered tools, in the OpenAI chat form or flat, as the GenAI convention writes them. If two have the same
-    name, the last counts. Definitions without a name are left out."""
-    found = {}
-    for tool in tools:
-        function = tool.get("function")
-        if not isinstance(function, Mapping):
-            function = {key: value for key, value in tool.items() if key != "type"}
-        if isinstance(name := function.get("name"), str) and name:
-            found[name] = Tool(name, function, _digest(function))
-    return found
+    """The offered tools (`functions_by_name`) with the digests of their definitions."""
+    return {name: Tool(name, function, _digest(function)) for name, function in functions_by_name(tools).items()}
 
 
 def call_key(tool: Tool, arguments: Mapping[str, Any]) -> str:

@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flywheel.finish_functions import FINISH_FUNCTIONS
-from flywheel.rubric.checks.tool_calls import Call, calls_of
+from flywheel.rubric.checks.tool_calls import Call, calls_in
 from flywheel.tool_results import Tool
-from flywheel.trace import ChatMessage
+from flywheel.trace import ChatMessage, get_path
 from flywheel.training.agent.call_key import tools_by_name, with_defaults
 from flywheel.training.agent.recorded_tools import RecordedTools
 from flywheel.training.agent.recordings import Recording, TraceResults, results_of
-from flywheel.verdict import Exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +106,8 @@ def _answered(
     """The calls of another trace, looked up in this one."""
     tools = RecordedTools(one.tools, results, on_miss="error")
     for step in other.steps:
-        own_calls = [call for call in step.get("tool_calls") or () if _name(call) not in finish_tools]
+        made = step.get("tool_calls") or ()
+        own_calls = [call for call in made if get_path(call, "function", "name") not in finish_tools]
         for call in tools.answer(own_calls).calls:
             if call.is_hit or call.is_miss:
                 yield call.name, call.is_hit
@@ -118,7 +118,7 @@ def _copied(recording: Recording, finish_tools: Collection[str]) -> Iterator[tup
     tools = tools_by_name(recording.tools)
     text = "\n".join(map(_text, recording.messages))
     for step in recording.steps:
-        for call in calls_of(Exchange("", "", trajectory=(step,))):
+        for call in calls_in([step]):
             if call.name in tools and call.name not in finish_tools:
                 yield call.name, _is_in(call, tools[call.name], text)
         text += f"\n{_text(step)}" if step.get("role") == "tool" else ""
@@ -159,8 +159,3 @@ def _values(value: Any) -> Iterator[Any]:
 def _text(message: ChatMessage) -> str:
     content = message.get("content")
     return (content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)).casefold()
-
-
-def _name(call: Mapping[str, object]) -> object:
-    function = call.get("function")
-    return function.get("name") if isinstance(function, Mapping) else None

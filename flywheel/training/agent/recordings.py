@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from flywheel.finish_functions import FINISH_FUNCTIONS
-from flywheel.rubric.checks.tool_calls import calls_of
+from flywheel.rubric.checks.tool_calls import calls_in
 from flywheel.states import Split
 from flywheel.task import conversation_key
 from flywheel.tool_results import Example, Result
 from flywheel.trace import ChatMessage
 from flywheel.training.agent.call_key import call_key, tools_by_name
-from flywheel.verdict import Exchange
 
 Share = Literal["agreeing", "off"]
 
@@ -110,9 +109,8 @@ def trace_results(
     """The results of a trace, given its steps and which of them failed. Calls of tools that it was not offered, and
     calls whose arguments are no JSON object, have no key. Calls of finish tools are answers, not calls."""
     tools = tools_by_name(offered)
-    errors = {"metadata": {"errors_json": json.dumps(list(failures))}}
-    called = calls_of(Exchange("", "", trajectory=tuple(steps), line=errors))
-    calls = [call for call in called if call.name not in FINISH_FUNCTIONS.union(finish_tools)]
+    not_called = FINISH_FUNCTIONS.union(finish_tools)
+    calls = [call for call in calls_in(steps, failures) if call.name not in not_called]
     by_key: dict[str, tuple[Result, ...]] = {}
     examples: list[Example] = []
     for call in calls:
