@@ -58,6 +58,7 @@ LAYERS: dict[str, int] = {
     "worker": 4,
     "daemon": 5,
     "diagnostics": 6,
+    "web": 6,
     "cli": 7,
     "__main__": 7,
 }

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -12,9 +11,6 @@ from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_j
 from flywheel.cli.tables import moment
 from flywheel.errors import StoreError
 from flywheel.terminal import escape_terminal
-
-if TYPE_CHECKING:
-    from sqlalchemy import Row
 
 
 @app.command()
@@ -24,7 +20,7 @@ def show(
     as_json: JsonOption = False,
 ) -> None:
     """Show a task in full, and its verdict with the reasons."""
-    from flywheel.store.task_list import of_subject
+    from flywheel.store.task_list import detail, of_subject
 
     found = run_async(read_state(load_config(config), lambda conn: of_subject(conn, subject)))
     if not found:
@@ -33,47 +29,11 @@ def show(
             "no task, span, trace or conversation with a task has this id",
             "`flywheel tasks` lists tasks; `flywheel why ID` says why a reply is none.",
         )
-    tasks = [_task(row) for row in found]
+    tasks = [detail(row) for row in found]
     if as_json:
         print_json({"tasks": tasks})
         return
     typer.echo("\n\n".join(_text(task) for task in escape_terminal(tasks)))
-
-
-def _task(row: Row[Any]) -> dict[str, Any]:
-    line = row.payload
-    facts = line["metadata"]
-    verdict = None
-    if row.outcome is not None:
-        verdict = {
-            "outcome": row.outcome,
-            "score": row.score,
-            "reason": row.reason or row.error,
-            "at": row.judged_at,
-            "criteria": [
-                {key: each[key] for key in ("criterion", "choice", "value", "passed", "reason")}
-                for each in row.results
-            ],
-        }
-    return {
-        "task_id": row.key,
-        "state": row.state,
-        "split": row.split,
-        "agent": row.agent,
-        "adapter": row.adapter,
-        "model": facts["model"],
-        "source": facts["source"],
-        "trace_id": facts["trace_id"],
-        "span_id": facts["span_id"],
-        "conversation_id": facts["conversation_id"],
-        "started_at": facts["started_at"],
-        "history": line["init_messages"],
-        "question": line["main_query"],
-        "steps": json.loads(facts["trajectory_json"]),
-        "answer": line["answer"],
-        "reference": facts["reference"],
-        "verdict": verdict,
-    }
 
 
 def _text(task: dict[str, Any]) -> str:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    import sqlalchemy
     from rich.console import Console
     from sqlalchemy import Connection
 
@@ -79,7 +78,7 @@ def show(
             lambda conn: (task_list.listed(conn, wanted, most), task_list.count(conn, wanted)),
         )
     )
-    shown = [_task(row) for row in found]
+    shown = [task_list.summary(row) for row in found]
     if as_json:
         print_json({"total": total, "tasks": shown})
         return
@@ -88,25 +87,6 @@ def show(
     kind = f" {state.value}" if state is not None else ""
     shortened = f"{len(shown):,} of {total:,}{kind}; --limit N shows more"
     typer.echo(f"{total:,}{kind}" if len(shown) == total else shortened)
-
-
-def _task(row: sqlalchemy.Row[Any]) -> dict[str, Any]:
-    return {
-        "task_id": row.key,
-        "state": row.state,
-        "split": row.split,
-        "score": row.score,
-        "failed": [result["criterion"] for result in row.results or () if not result["passed"]],
-        "reason": row.reason or row.error or "",
-        "agent": row.agent,
-        "adapter": row.adapter,
-        "query": row.payload["main_query"],
-        "answer": row.payload["answer"],
-        "conversation_id": row.payload["metadata"]["conversation_id"],
-        "started_at": row.payload["metadata"]["started_at"],
-        "origin": row.origin,
-        "like": row.like,
-    }
 
 
 def _print(console: Console, shown: list[dict[str, Any]]) -> None:

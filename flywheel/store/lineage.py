@@ -58,9 +58,7 @@ def why(conn: Connection, subject: str, takes: Taken = NONE_TAKEN) -> dict[str, 
         .mappings()
         .all()
     )
-    stories = [
-        {**{key: row[key] for key in _REPLY}, "task": _task_story(conn, row["task_id"], takes)} for row in rows
-    ]
+    stories = [{**{key: row[key] for key in _REPLY}, "task": task_story(conn, row["task_id"], takes)} for row in rows]
     return {"kind": "trace", "id": subject, "replies": stories} if rows else None
 
 
@@ -111,7 +109,8 @@ def _exclusion_reason(reason: Exclusion, task: RowMapping) -> str:
     return WORDS[reason].why
 
 
-def _task_story(conn: Connection, number: int | None, takes: Taken) -> dict[str, Any] | None:
+def task_story(conn: Connection, number: int | None, takes: Taken) -> dict[str, Any] | None:
+    """The verdicts, rounds and history of a task, and why rounds leave it out; None without a number."""
     if number is None:
         return None
     task = conn.execute(select(tasks).where(tasks.c.id == number)).mappings().one()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Connection, Row, Select, exists, func, or_, select
 
 from flywheel.request_id import BASE_VERSION
-from flywheel.states import TaskState
+from flywheel.states import Split, TaskState
 from flywheel.store.schema import fingerprints, influences, replies, tasks, verdicts
 
 _leader = tasks.alias("leader")
@@ -27,14 +28,34 @@ Conditions = Sequence[ColumnElement[bool]]
 
 
 def conditions(
-    state: TaskState | None = None, adapter: str | None = None, criterion: str | None = None, text: str | None = None
+    state: TaskState | None = None,
+    adapter: str | None = None,
+    criterion: str | None = None,
+    text: str | None = None,
+    *,
+    agent: str | None = None,
+    split: Split | None = None,
+    lowest: float | None = None,
+    highest: float | None = None,
+    before: int | None = None,
 ) -> Conditions:
     """The conditions of a selection; None selects all.
 
     `adapter` is a version with or without its alias, or "base" for the base model; `criterion` is one that the newest
-    verdict did not find met; `text` is part of the question or the answer, in any case of ASCII letters.
+    verdict did not find met; `text` is part of the question or the answer, in any case of ASCII letters. `lowest` and
+    `highest` bound the newest verdict's score. `before` is the id of a task: only older ones.
     """
     found: list[ColumnElement[bool]] = []
+    if before is not None:
+        found.append(tasks.c.id < before)
+    if agent is not None:
+        found.append(tasks.c.agent == agent)
+    if split is not None:
+        found.append(tasks.c.split == split.value)
+    if lowest is not None:
+        found.append(verdicts.c.score >= lowest)
+    if highest is not None:
+        found.append(verdicts.c.score <= highest)
     if state is not None:
         found.append(tasks.c.state == state.value)
     if adapter is not None:
@@ -70,7 +91,13 @@ def listed(conn: Connection, wanted: Conditions, limit: int | None = None) -> Se
         .outerjoin(fingerprints, fingerprints.c.task_id == tasks.c.id)
         .outerjoin(_leader, _leader.c.id == fingerprints.c.like)
     )
-    return conn.execute(_of(query, wanted).order_by(tasks.c.id.desc()).limit(limit)).all()
+    if limit is None:
+        found = _of(query, wanted)
+    else:
+        # The ids first, from an index where there is one: a sort would carry the payload of every task.
+        chosen = _of(select(tasks.c.id), wanted).order_by(tasks.c.id.desc()).limit(limit)
+        found = _of(query, [tasks.c.id.in_(chosen.scalar_subquery())])
+    return conn.execute(found.order_by(tasks.c.id.desc())).all()
 
 
 def count(conn: Connection, wanted: Conditions) -> int:
@@ -87,3 +114,60 @@ def of_subject(conn: Connection, subject: str) -> Sequence[Row[Any]]:
     ids = (replies.c.span_id, replies.c.trace_id, replies.c.conversation_id)
     told = select(replies.c.task_id).where(or_(*(column == subject for column in ids)))
     return listed(conn, [or_(tasks.c.key == subject, tasks.c.id.in_(told))])
+
+
+def summary(row: Row[Any]) -> dict[str, Any]:
+    """A task in short, as `flywheel tasks --json` prints it."""
+    return {
+        "task_id": row.key,
+        "state": row.state,
+        "split": row.split,
+        "score": row.score,
+        "failed": [result["criterion"] for result in row.results or () if not result["passed"]],
+        "reason": row.reason or row.error or "",
+        "agent": row.agent,
+        "adapter": row.adapter,
+        "query": row.payload["main_query"],
+        "answer": row.payload["answer"],
+        "conversation_id": row.payload["metadata"]["conversation_id"],
+        "started_at": row.payload["metadata"]["started_at"],
+        "origin": row.origin,
+        "like": row.like,
+    }
+
+
+def detail(row: Row[Any]) -> dict[str, Any]:
+    """A task in full, as `flywheel show --json` prints it."""
+    line = row.payload
+    facts = line["metadata"]
+    verdict = None
+    if row.outcome is not None:
+        verdict = {
+            "outcome": row.outcome,
+            "score": row.score,
+            "reason": row.reason or row.error,
+            "at": row.judged_at,
+            "criteria": [
+                {key: each[key] for key in ("criterion", "choice", "value", "passed", "reason")}
+                for each in row.results
+            ],
+        }
+    return {
+        "task_id": row.key,
+        "state": row.state,
+        "split": row.split,
+        "agent": row.agent,
+        "adapter": row.adapter,
+        "model": facts["model"],
+        "source": facts["source"],
+        "trace_id": facts["trace_id"],
+        "span_id": facts["span_id"],
+        "conversation_id": facts["conversation_id"],
+        "started_at": facts["started_at"],
+        "history": line["init_messages"],
+        "question": line["main_query"],
+        "steps": json.loads(facts["trajectory_json"]),
+        "answer": line["answer"],
+        "reference": facts["reference"],
+        "verdict": verdict,
+    }

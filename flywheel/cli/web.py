@@ -1,0 +1,61 @@
+"""`flywheel web`: the state in a browser."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from flywheel.cli.app import ConfigOption, app, load_config, require_state, run_async
+from flywheel.errors import ConfigError
+from flywheel.known_secrets import register_secret_variable
+from flywheel.process_tuning import tune_process
+
+TOKEN = "FLYWHEEL_WEB_TOKEN"
+SHORTEST_TOKEN = 16
+
+
+@app.command()
+def web(
+    config: ConfigOption = None,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")] = 4400,
+    name: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HOST", help="Host name by which browsers reach it, for example behind a proxy."),
+    ] = None,
+) -> None:
+    """Show the state in a browser, beside the daemon or without it."""
+    from flywheel.config.ingest import is_loopback
+
+    token = _token(must=not is_loopback(host) and host != "localhost", host=host)
+    settings = load_config(config)
+    require_state(settings, "show the state in a browser")
+    tune_process()
+    from flywheel.web import server
+
+    listening = server.bound(host, port)
+    shown = f"[{host}]" if ":" in host else host
+    address = f"http://{shown}:{listening.getsockname()[1]}/"
+    names = server.LOCAL_NAMES | {each.lower() for each in (host, *(name or ()))}
+    pages = server.application(settings, names=names, token=token)
+    run_async(
+        server.serve(pages, listening, lambda: typer.echo(f"The state is shown at {address} (Ctrl-C stops it)"))
+    )
+
+
+def _token(*, must: bool, host: str) -> str | None:
+    """The token that browsers must give; None where none is set. Raises ConfigError."""
+    token = os.environ.get(TOKEN, "").strip()
+    attempted = f"listen at {host}"
+    if not token:
+        if must:
+            why = "whoever reaches it could read the texts of your users"
+            raise ConfigError(attempted, why, f"Set ${TOKEN} to a token, or listen at 127.0.0.1.")
+        return None
+    if len(token) < SHORTEST_TOKEN:
+        why = f"${TOKEN} has fewer than {SHORTEST_TOKEN} characters"
+        raise ConfigError(attempted, why, "Set it to the output of `openssl rand -hex 16`.")
+    register_secret_variable(TOKEN)
+    return token

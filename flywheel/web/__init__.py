@@ -1,0 +1,1 @@
+"""The page: `flywheel web` shows the state in a browser. It reads and changes nothing."""

@@ -1,0 +1,81 @@
+"""The web server: routes, errors, and the socket."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from http import HTTPStatus
+from importlib.resources import files
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
+
+from flywheel.config import Config
+from flywheel.errors import ConfigError, FlywheelError
+from flywheel.web import tasks
+from flywheel.web.guard import Guard
+from flywheel.web.site import Site, site_of
+
+LOCAL_NAMES = frozenset({"localhost"})
+GRACE_SECONDS = 2
+
+
+def application(config: Config, *, names: frozenset[str] = LOCAL_NAMES, token: str | None = None) -> ASGIApp:
+    """The pages. `names` are the host names by which browsers reach them, besides IP addresses."""
+    site = Site(config)
+    app = Starlette(
+        routes=[
+            Route("/", home),
+            Route("/tasks", tasks.show_list),
+            Route("/tasks/{key}", tasks.show),
+            Mount("/static", StaticFiles(directory=str(files("flywheel.web") / "static"))),
+        ],
+        exception_handlers={HTTPException: refuse, FlywheelError: explain},
+    )
+    app.state.site = site
+    return Guard(app, site, names, token)
+
+
+async def home(request: Request) -> Response:
+    return RedirectResponse("/tasks")
+
+
+async def refuse(request: Request, error: Exception) -> Response:
+    """A page for what cannot be shown."""
+    assert isinstance(error, HTTPException)
+    detail = "There is no such page." if error.detail == HTTPStatus(error.status_code).phrase else error.detail
+    return site_of(request).page("error.html", error.status_code, message=detail)
+
+
+async def explain(request: Request, error: Exception) -> Response:
+    """A page for a state that cannot be read."""
+    return site_of(request).page("error.html", HTTPStatus.SERVICE_UNAVAILABLE, message=str(error))
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket that listens at the address. Raises ConfigError."""
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"listen at {host}:{port}", why, "Name another with --host and --port.") from error
+
+
+async def serve(app: ASGIApp, listening: socket.socket, announce: Callable[[], None]) -> None:
+    """Serve the pages until the process is told to stop."""
+    settings = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        timeout_graceful_shutdown=GRACE_SECONDS,
+    )
+    announce()
+    await uvicorn.Server(settings).serve([listening])

@@ -1,0 +1,55 @@
+"""What all pages share: the configuration, reading the state, and templates with every text escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+
+import jinja2
+from sqlalchemy import Connection
+from starlette.requests import Request
+from starlette.responses import HTMLResponse
+
+from flywheel import __version__
+from flywheel.config import Config
+from flywheel.store.database import read_once
+from flywheel.web import text
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+PAGES: Final = (("/tasks", "Tasks"),)
+"""What the navigation links to."""
+
+
+class Site:
+    """The pages of one state."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._environment = jinja2.Environment(
+            loader=jinja2.PackageLoader("flywheel.web"),
+            autoescape=True,
+            undefined=jinja2.StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            auto_reload=False,
+        )
+        self._environment.filters |= {
+            "visible": text.visible, "excerpt": text.excerpt, "moment": text.moment, "score": text.score,
+            "percent": text.percent, "plain": text.plain, "as_json": text.as_json, "arguments": text.arguments,
+        }  # fmt: skip
+        self._environment.globals |= {"version": __version__, "shown": text.SHOWN, "pages": PAGES}
+
+    async def read(self, function: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The result of a function on the state as it is now. Raises StoreError."""
+        return await read_once(self.config.state_dir, function, *args, **kwargs)
+
+    def page(self, template: str, status: int = HTTPStatus.OK, **values: Any) -> HTMLResponse:
+        return HTMLResponse(self._environment.get_template(template).render(values), status)
+
+
+def site_of(request: Request) -> Site:
+    found: Site = request.app.state.site
+    return found
