@@ -1,4 +1,4 @@
-"""The states of replies, tasks, rounds, adapters, deployments and dead letters, and the legal transitions.
+"""The states of replies, tasks, rounds, adapters, deployments, dead letters and requests, and the legal transitions.
 
 Transitions are data: `TRANSITIONS` is their only definition, and the store refuses all others.
 """
@@ -102,6 +102,22 @@ class DeadLetterState(StrEnum):
     """closed for good"""
 
 
+class RequestState(StrEnum):
+    """The states of a request, an action that a person asks for."""
+
+    OPEN = "open"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class Label(StrEnum):
+    """What a person says of a reply."""
+
+    ACCEPT = "accept"
+    REJECT = "reject"
+    UNSURE = "unsure"
+
+
 _R, _T, _RO, _A, _D = ReplyState, TaskState, RoundState, AdapterState, DeploymentState
 _L = DeadLetterState
 _Table = Mapping[StrEnum, frozenset[StrEnum]]
@@ -159,6 +175,11 @@ TRANSITIONS: Final[Mapping[type[StrEnum], _Table]] = {
         _L.OPEN: frozenset({_L.RETRIED, _L.DROPPED}),
         _L.RETRIED: frozenset({_L.OPEN}),
         _L.DROPPED: frozenset(),
+    },
+    RequestState: {
+        RequestState.OPEN: frozenset({RequestState.DONE, RequestState.FAILED}),
+        RequestState.DONE: frozenset(),
+        RequestState.FAILED: frozenset(),
     },
 }
 

@@ -42,6 +42,7 @@ LAYERS: dict[str, int] = {
     "yaml_file": 1,
     "model_http_client": 1,
     "user_code": 1,
+    "web_server": 1,
     "process_tuning": 1,
     "config": 2,
     "sources.studio": 3,

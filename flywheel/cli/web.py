@@ -34,8 +34,9 @@ def web(
     require_state(settings, "show the state in a browser")
     tune_process()
     from flywheel.web import server
+    from flywheel.web_server import bound_socket
 
-    listening = server.bound(host, port)
+    listening = bound_socket(f"serve the pages at {host}:{port}", host, port, "--host and --port")
     shown = f"[{host}]" if ":" in host else host
     address = f"http://{shown}:{listening.getsockname()[1]}/"
     names = server.LOCAL_NAMES | {each.lower() for each in (host, *(name or ()))}

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from flywheel.config import DaemonSettings
 from flywheel.config.ingest import host_and_port, is_loopback
 from flywheel.errors import FlywheelError
-from flywheel.sources.otlp.receiver import bearer_token, bound_socket, web_server
+from flywheel.web_server import bearer_token, bound_socket, web_server
 
 if TYPE_CHECKING:
     import uvicorn

@@ -238,7 +238,12 @@ def _to_9(conn: Connection) -> None:
             conn.execute(update(tasks).where(tasks.c.id == row.id).values(excluded=now))
 
 
+def _to_10(conn: Connection) -> None:
+    """New tables only: labels, requests, texts by hash, costs, errors and supplies."""
+    metadata.create_all(conn)
+
+
 MIGRATIONS: Mapping[int, Callable[[Connection], None]] = MappingProxyType(
-    {2: _to_2, 3: _to_3, 4: _to_4, 5: _to_5, 6: _to_6, 7: _to_7, 8: _to_8, 9: _to_9}
+    {2: _to_2, 3: _to_3, 4: _to_4, 5: _to_5, 6: _to_6, 7: _to_7, 8: _to_8, 9: _to_9, 10: _to_10}
 )
 """The step to each version from the one before; a new database is created in the present version."""

@@ -21,7 +21,7 @@ from sqlalchemy import (
     text,
 )
 
-SCHEMA_VERSION: Final = 9
+SCHEMA_VERSION: Final = 10
 
 metadata = MetaData()
 
@@ -209,6 +209,88 @@ judge_days = Table(
     Column("completion_tokens", BigInteger, nullable=False),
 )
 """Usage of judges by day (UTC) and purpose, see `flywheel.judge_usage.Purpose`."""
+
+judge_costs = Table(
+    "judge_costs",
+    metadata,
+    Column("day", Text, primary_key=True),
+    Column("purpose", Text, primary_key=True),
+    Column("currency", Text, primary_key=True),
+    Column("amount", Float, nullable=False),
+)
+"""What the tokens of `judge_days` cost by the prices at the time of the calls; no row where no prices were set."""
+
+judge_errors = Table(
+    "judge_errors",
+    metadata,
+    Column("hour", Text, primary_key=True),
+    Column("error", Text, primary_key=True),
+    Column("count", Integer, nullable=False),
+)
+"""Undecided verdicts by hour (UTC, `2026-01-31T13`) and error. Errors that differ only in numbers are one."""
+
+rubric_texts = Table(
+    "rubric_texts",
+    metadata,
+    Column("hash", Text, primary_key=True),
+    Column("rubric_id", Text, nullable=False),
+    Column("version", Text, nullable=False),
+    Column("text", Text, nullable=False),
+    Column("first_used_at", Text, nullable=False),
+)
+"""Each rubric that verdicts were made by, as its file was; `hash` is `rubric_hash` of other tables."""
+
+judge_models = Table(
+    "judge_models",
+    metadata,
+    Column("hash", Text, primary_key=True),
+    Column("model", Text, nullable=False),
+    Column("endpoint", Text, nullable=False),
+    Column("first_used_at", Text, nullable=False),
+)
+"""Each judge that verdicts were made by; `hash` is `judge_hash` of other tables."""
+
+labels = Table(
+    "labels",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("task_id", ForeignKey("tasks.id"), nullable=False, index=True),
+    Column("verdict_id", ForeignKey("verdicts.id")),
+    Column("label", Text, nullable=False),
+    Column("criterion", Text, nullable=False),
+    Column("comment", Text, nullable=False),
+    Column("is_blind", Boolean, nullable=False),
+    Column("labelled_by", Text, nullable=False),
+    Column("created_at", Text, nullable=False),
+)
+"""What people say of replies, append-only: the last of a person on a task and criterion counts. `criterion` is empty
+for the whole reply. `verdict_id` is the verdict at that time; `is_blind` whether the person did not see it."""
+
+requests = Table(
+    "requests",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("kind", Text, nullable=False),
+    Column("arguments", JSON, nullable=False),
+    Column("requested_by", Text, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("result", JSON),
+    Column("error", Text, nullable=False, server_default=""),
+    Column("created_at", Text, nullable=False),
+    Column("finished_at", Text),
+    Index("requests_open", "id", sqlite_where=text("state = 'open'"), postgresql_where=text("state = 'open'")),
+)
+"""Actions that people ask for, see `flywheel.store.requests`. The process that holds the instance lock does them."""
+
+supplies = Table(
+    "supplies",
+    metadata,
+    Column("at", Text, primary_key=True),
+    Column("usable", Integer, nullable=False),
+    Column("needed", Integer, nullable=False),
+    Column("waits_for", Text, nullable=False),
+)
+"""Usable samples each time that their number or what the next round waits for changed."""
 
 fingerprints = Table(
     "fingerprints",

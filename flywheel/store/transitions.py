@@ -17,6 +17,7 @@ from flywheel.states import (
     DeadLetterState,
     DeploymentState,
     ReplyState,
+    RequestState,
     RoundState,
     TaskState,
 )
@@ -30,6 +31,7 @@ _TABLES: dict[type[StrEnum], Table] = {
     AdapterState: schema.adapters,
     DeploymentState: schema.deployments,
     DeadLetterState: schema.dead_letters,
+    RequestState: schema.requests,
 }
 
 

@@ -17,7 +17,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from flywheel.config import Config
-from flywheel.errors import ConfigError, FlywheelError
+from flywheel.errors import FlywheelError
 from flywheel.web import tasks
 from flywheel.web.guard import Guard
 from flywheel.web.site import Site, site_of
@@ -56,15 +56,6 @@ async def refuse(request: Request, error: Exception) -> Response:
 async def explain(request: Request, error: Exception) -> Response:
     """A page for a state that cannot be read."""
     return site_of(request).page("error.html", HTTPStatus.SERVICE_UNAVAILABLE, message=str(error))
-
-
-def bound(host: str, port: int) -> socket.socket:
-    """A socket that listens at the address. Raises ConfigError."""
-    try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except (OSError, OverflowError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"listen at {host}:{port}", why, "Name another with --host and --port.") from error
 
 
 async def serve(app: ASGIApp, listening: socket.socket, announce: Callable[[], None]) -> None:

@@ -38,7 +38,15 @@ from tests.samples import batch, reply
 from tests.sources.studio.writer import DATA
 from tests.training.agent.recordings import ADD, call, steps, tool
 
-BEFORE_8 = "DROP TABLE reply_calls; UPDATE tasks SET payload = json_remove(payload, '$.metadata.parameters_json');"
+BEFORE_10 = (
+    "DROP TABLE judge_costs; DROP TABLE judge_errors; DROP TABLE rubric_texts; DROP TABLE judge_models;"
+    "DROP TABLE labels; DROP TABLE requests; DROP TABLE supplies;"
+)
+"""Makes a present state one of before version 10, but for its number."""
+BEFORE_8 = (
+    f"{BEFORE_10} DROP TABLE reply_calls;"
+    "UPDATE tasks SET payload = json_remove(payload, '$.metadata.parameters_json');"
+)
 """Makes a present state one of before version 8, but for its number."""
 BEFORE_7 = (
     f"{BEFORE_8}"
@@ -187,7 +195,7 @@ async def test_a_state_that_was_migrated_goes_on(tmp_path: Path) -> None:
     for new in (97, 0):
         (report,) = await ingestion.run(final=True)
         assert (report.error, report.counts.replies, report.new) == (None, 106, new)
-    assert SCHEMA_VERSION == 9
+    assert SCHEMA_VERSION == 10
     await ingestion.close()
     await store.close()
 

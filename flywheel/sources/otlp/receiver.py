@@ -6,34 +6,22 @@ Owns the socket, the web server and the thread that decodes requests. Installs n
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
-import os
-import socket
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from flywheel.config.ingest import host_and_port
-from flywheel.errors import ConfigError, ReceiverError
+from flywheel.errors import ReceiverError
 from flywheel.sources.otlp.inbox import BUSY_SECONDS, Inbox
+from flywheel.web_server import BACKLOG, bearer_token, bound_socket, web_server
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import uvicorn
-    from starlette.applications import Starlette
 
 log = logging.getLogger(__name__)
 
 STOP_SECONDS: Final = 3
-_BACKLOG: Final = 128
-_HINTS: Final = {
-    errno.EADDRINUSE: "Stop the program that listens there, often a collector, or choose another port.",
-    errno.EADDRNOTAVAIL: "Name an address of this machine, usually 127.0.0.1.",
-    errno.EACCES: "Choose a port above 1023.",
-}
 
 
 class Receiver:
@@ -76,7 +64,7 @@ class Receiver:
         from flywheel.sources.otlp.server import Protocol, TracesEndpoint, limit_accept_error_logs
 
         app = TracesEndpoint(self._inbox.store, self._thread, token=token).app
-        self._server = web_server(app, http=Protocol, backlog=_BACKLOG, timeout_graceful_shutdown=STOP_SECONDS)
+        self._server = web_server(app, http=Protocol, backlog=BACKLOG, timeout_graceful_shutdown=STOP_SECONDS)
         self._serving = asyncio.create_task(self._server.serve(sockets=[bound]), name=f"otlp {self._listen}")
         while not self._server.started and not self._serving.done():  # noqa: ASYNC110 - a flag is all that it sets
             await asyncio.sleep(0.01)
@@ -97,63 +85,3 @@ class Receiver:
             await asyncio.to_thread(self._thread.shutdown)
         await self._inbox.close()
         self._server = self._serving = self._thread = None
-
-
-def bearer_token(attempted: str, variable: str | None, setting: str) -> str | None:
-    """The token that clients must send; None without a variable. `setting` names the variable. Raises ConfigError."""
-    if variable is None:
-        return None
-    token = os.environ.get(variable, "")
-    if not token or token != token.strip() or not (token.isascii() and token.isprintable()):
-        why = f"the variable {variable}, which {setting} names, {'holds no token' if token else 'is not set'}"
-        raise ConfigError(attempted, why, "Put a long random text of printable ASCII characters into it.")
-    return token
-
-
-def web_server(app: Starlette, **options: Any) -> uvicorn.Server:
-    """A server of `app` for the daemon's event loop, with these options of uvicorn."""
-    # Imported here: a daemon that listens nowhere does not load it.
-    import uvicorn
-
-    class Server(uvicorn.Server):
-        @contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            """The daemon handles signals."""
-            yield
-
-    return Server(
-        uvicorn.Config(
-            app,
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            server_header=False,
-            proxy_headers=False,
-            **options,
-        )
-    )
-
-
-def bound_socket(attempt: str, host: str, port: int, setting: str) -> socket.socket:
-    """A socket that listens there. `setting` names the address. Raises ReceiverError."""
-    hint = f"Correct `{setting}`."
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError) as error:
-        raise ReceiverError(attempt, f"the host is not known ({error})", hint, retryable=True) from error
-    # Clients try both families of a name; IPv4 is always available.
-    family, kind, protocol, _, address = sorted(found, key=lambda one: one[0] != socket.AF_INET)[0]
-    bound = socket.socket(family, kind, protocol)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-        bound.listen(_BACKLOG)
-    except OSError as error:
-        bound.close()
-        retryable = error.errno == errno.EADDRINUSE
-        hint = _HINTS.get(error.errno or 0, hint)
-        raise ReceiverError(attempt, error.strerror or str(error), hint, retryable=retryable) from error
-    bound.setblocking(False)
-    return bound

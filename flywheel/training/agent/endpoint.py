@@ -7,11 +7,9 @@ asks for a stream gets the complete response as one.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import secrets
-import socket
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -21,6 +19,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from flywheel.training.agent.session import ModelReply, Session
+from flywheel.web_server import bound_socket, web_server
 
 HOST: Final = "127.0.0.1"
 BACKLOG: Final = 128
@@ -39,25 +38,14 @@ class Endpoint:
 
     async def start(self) -> None:
         """Listen on a port that the system chooses."""
-        import uvicorn
-
-        class Server(uvicorn.Server):
-            def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
-                """The actor decides about its own end."""
-                return contextlib.nullcontext()
-
         routes = [
             Route("/s/{secret}/v1/chat/completions", self._complete, methods=["POST"]),
             Route("/s/{secret}/v1/models", self._models),
         ]
         app = Starlette(routes=routes, exception_handlers={404: _not_found, 405: _not_found})
-        config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1)
-        # With the protocol, which asyncio needs to know to send small packets at once (TCP_NODELAY).
-        listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        listening.bind((HOST, 0))
-        listening.listen(BACKLOG)
+        listening = bound_socket("serve the agents of rollouts", HOST, 0, "rollout.agent")
         self._port = listening.getsockname()[1]
-        self._server = Server(config)
+        self._server = web_server(app, timeout_graceful_shutdown=1)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
 
     async def stop(self) -> None:
