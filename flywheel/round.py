@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -158,6 +159,37 @@ class Comparison(Frozen):
     """Those of the deployed adapter. They score the mean of its other answers."""
     lower_at_bound: float | None = None
     """The lower bound if these scored 1; None if there are none."""
+
+
+class Ground(StrEnum):
+    """What a decision of the gate rests on."""
+
+    BETTER = "better"
+    """the gain is shown: promoted"""
+    FEW_TASKS = "few_tasks"
+    """fewer tasks than `gate.min_tasks` are decided"""
+    NOT_BETTER = "not_better"
+    """the lower bound of the gain is not above `gate.min_gain`"""
+    FEW_ON_CRITERION = "few_on_criterion"
+    """a criterion with a margin was evaluated on fewer tasks than `gate.min_tasks`"""
+    WORSE_ON_CRITERION = "worse_on_criterion"
+    """a criterion is not shown to lose less than its margin"""
+
+
+class GateDecision(Frozen):
+    """The gate's decision about a comparison, with the limits that it applied."""
+
+    promote: bool
+    reason: str
+    ground: Ground
+    criterion: str = ""
+    """The criterion that prevented a promotion."""
+    min_tasks: int
+    min_gain: float
+    confidence: float
+    """That of the intervals of single criteria."""
+    margins: dict[str, float] = {}
+    """The largest acceptable loss of each criterion that has a margin."""
 
 
 class Probe(Frozen):

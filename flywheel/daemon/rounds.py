@@ -35,7 +35,7 @@ from flywheel.round_progress import RoundProgress, progress_of
 from flywheel.rubric import Rubric
 from flywheel.serving.replica_condition import Condition
 from flywheel.states import RoundState
-from flywheel.store import calibrations, database, deployments, rounds
+from flywheel.store import calibrations, database, deployments, gate_tests, rounds
 from flywheel.store.database import Store
 from flywheel.store.transitions import move
 
@@ -205,6 +205,7 @@ class Rounds:
             return
         await self._store.write(rounds.add_adapter, row, result, self._config.model.base)
         decision = decide(result.comparison, self._config.gate)
+        await self._store.write(gate_tests.record_decision, row.id, decision)
         if not decision.promote:
             log.info("%s is rejected: %s", row.name, decision.reason)
             await self._reject(row, decision.reason)

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from flywheel.config import GateSettings
-from flywheel.round import Comparison, CriterionComparison
+from flywheel.round import Comparison, CriterionComparison, GateDecision, Ground
 from flywheel.terminal import quantity
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    promote: bool
-    reason: str
-
-
-def decide(comparison: Comparison, gate: GateSettings) -> Decision:
+def decide(comparison: Comparison, gate: GateSettings) -> GateDecision:
     """Promote only if the lower bound of the gain's interval is above `min_gain`.
 
     A criterion with a margin must also be shown to be worse by less than the margin.
@@ -29,17 +21,33 @@ def decide(comparison: Comparison, gate: GateSettings) -> Decision:
         figures += f", {comparison.undecided} more undecided"
     if missed := misses_of(comparison):
         figures += f"; {missed}"
+
+    def decision(ground: Ground, reason: str, criterion: str = "") -> GateDecision:
+        return GateDecision(
+            promote=ground is Ground.BETTER,
+            reason=reason,
+            ground=ground,
+            criterion=criterion,
+            min_tasks=gate.min_tasks,
+            min_gain=gate.min_gain,
+            confidence=gate.confidence,
+            margins=gate.non_inferiority_margins,
+        )
+
     if comparison.tasks < gate.min_tasks:
-        return Decision(False, f"not enough evidence: fewer than {_count(gate.min_tasks)} decided ({figures})")
+        why = f"not enough evidence: fewer than {_count(gate.min_tasks)} decided ({figures})"
+        return decision(Ground.FEW_TASKS, why)
     if worse := [each for each in comparison.criteria if each.upper < 0]:
         figures += f"; worse in {', '.join(_of_criterion(each) for each in worse)}"
     if comparison.lower <= gate.min_gain:
         needed = "0" if gate.min_gain == 0 else f"{gate.min_gain:g}"
-        return Decision(False, f"not shown to be better: the lower bound is not above {needed} ({figures})")
+        why = f"not shown to be better: the lower bound is not above {needed} ({figures})"
+        return decision(Ground.NOT_BETTER, why)
     for criterion, margin in gate.non_inferiority_margins.items():
         if objection := _objection(comparison, criterion, margin, gate.min_tasks):
-            return Decision(False, f"{objection} ({figures})")
-    return Decision(True, f"better: {figures}")
+            ground, why = objection
+            return decision(ground, f"{why} ({figures})", criterion)
+    return decision(Ground.BETTER, f"better: {figures}")
 
 
 def misses_of(comparison: Comparison) -> str:
@@ -57,15 +65,17 @@ def misses_of(comparison: Comparison) -> str:
     )
 
 
-def _objection(comparison: Comparison, criterion: str, margin: float, min_tasks: int) -> str:
-    """The reason why non-inferiority of a criterion is not shown; empty if it is."""
+def _objection(comparison: Comparison, criterion: str, margin: float, min_tasks: int) -> tuple[Ground, str] | None:
+    """Why non-inferiority of a criterion is not shown; None if it is."""
     found = next((each for each in comparison.criteria if each.criterion == criterion), None)
     tasks = found.tasks if found is not None else 0
     if found is None or tasks < min_tasks:
-        return f"not enough evidence on {criterion}: it was looked at on {_count(tasks)}, fewer than {min_tasks}"
+        why = f"not enough evidence on {criterion}: it was looked at on {_count(tasks)}, fewer than {min_tasks}"
+        return Ground.FEW_ON_CRITERION, why
     if found.lower > -margin:
-        return ""
-    return f"not shown to be no worse in {_of_criterion(found)}: the lower bound is not above {-margin:g}"
+        return None
+    why = f"not shown to be no worse in {_of_criterion(found)}: the lower bound is not above {-margin:g}"
+    return Ground.WORSE_ON_CRITERION, why
 
 
 def _of_criterion(found: CriterionComparison) -> str:

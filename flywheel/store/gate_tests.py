@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from sqlalchemy import ColumnElement, Connection, case, exists, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, case, delete, exists, func, insert, select, update
 from sqlalchemy.dialects.sqlite import insert as insert_or_ignore
 
 from flywheel.exclusion import Exclusion
-from flywheel.round import Comparison, GateTest, SpentTest
+from flywheel.round import Comparison, GateDecision, GateTest, SpentTest
 from flywheel.states import RoundState
 from flywheel.store.bulk import rows_in
 from flywheel.store.samples import allowed, of_the_gate
-from flywheel.store.schema import gate_conversations, gate_tests, rounds, tasks
+from flywheel.store.schema import gate_conversations, gate_decisions, gate_tests, rounds, tasks
+from flywheel.store.transitions import utcnow
 from flywheel.task import NO_CONVERSATION
 
 
@@ -46,6 +47,22 @@ def spend(conn: Connection, round_id: int, comparison: Comparison) -> None:
             insert_or_ignore(gate_conversations).on_conflict_do_nothing(),
             [{"conversation": each, "round_id": round_id} for each in sorted(used)],
         )
+
+
+def record_decision(conn: Connection, round_id: int, decision: GateDecision) -> None:
+    """Record the gate's decision about a round. The same one is not recorded twice, another one replaces it."""
+    values = decision.model_dump(mode="json")
+    own = gate_decisions.c.round_id == round_id
+    if conn.execute(select(gate_decisions.c.decision).where(own)).scalar_one_or_none() != values:
+        conn.execute(delete(gate_decisions).where(own))
+        conn.execute(insert(gate_decisions).values(round_id=round_id, decided_at=utcnow(), decision=values))
+
+
+def decision_of(conn: Connection, round_id: int) -> GateDecision | None:
+    """The recorded decision about a round; None without one, and for rounds of early versions."""
+    query = select(gate_decisions.c.decision).where(gate_decisions.c.round_id == round_id)
+    found = conn.execute(query).scalar_one_or_none()
+    return GateDecision.model_validate(found) if found is not None else None
 
 
 def decisions(conn: Connection) -> dict[str, int]:

@@ -239,7 +239,7 @@ def _to_9(conn: Connection) -> None:
 
 
 def _to_10(conn: Connection) -> None:
-    """New tables only: labels, requests, texts by hash, costs, errors and supplies."""
+    """New tables only: labels, requests, texts by hash, costs, errors, supplies and decisions of the gate."""
     metadata.create_all(conn)
 
 

@@ -430,6 +430,16 @@ gate_conversations = Table(
 )
 """Which held-out conversations each test that was spent has used."""
 
+gate_decisions = Table(
+    "gate_decisions",
+    metadata,
+    Column("round_id", ForeignKey("gate_tests.round_id"), primary_key=True),
+    Column("decided_at", Text, nullable=False),
+    Column("decision", JSON, nullable=False),
+)
+"""What the gate decided about each comparison, see `flywheel.round.GateDecision`. A decision is repeated, with the
+settings of then, if the round could not be ended."""
+
 adapters = Table(
     "adapters",
     metadata,

@@ -22,7 +22,7 @@ from flywheel.daemon.planner import due, spec_of
 from flywheel.daemon.rounds import Rounds
 from flywheel.errors import ServeError, StoreError, TrainError
 from flywheel.files import tree_sha256, write_json
-from flywheel.round import AdapterRef, Comparison, RoundResult, Score
+from flywheel.round import AdapterRef, Comparison, Ground, RoundResult, Score
 from flywheel.rubric.file import load_rubric
 from flywheel.states import RoundState, Split
 from flywheel.store import (
@@ -30,6 +30,7 @@ from flywheel.store import (
     claims,
     database,
     deployments,
+    gate_tests,
     ledger,
     lineage,
     rounds,
@@ -145,6 +146,11 @@ async def test_a_better_candidate_is_swapped_in_and_its_samples_are_consumed(whe
     assert (active.adapter, active.previous) == ("r0001", None)
     assert active.report["replicas"][0]["probe"] is not None
     assert wheel.server.loaded == {"agent@r0001": str(wheel.config.state_dir / "rounds/r0001/adapter")}
+    row = await wheel.store.read(rounds.by_name, "r0001")
+    decision = await wheel.store.read(gate_tests.decision_of, 1)
+    assert row is not None
+    assert decision is not None
+    assert (decision.ground, decision.reason, decision.min_tasks) == (Ground.BETTER, row.reason, 2)
 
 
 async def test_a_candidate_that_is_not_shown_to_be_better_changes_nothing_on_the_server(wheel: Wheel) -> None:

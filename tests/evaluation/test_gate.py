@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flywheel.config import GateSettings
 from flywheel.evaluation.gate import decide
-from flywheel.round import Comparison, CriterionComparison
+from flywheel.round import Comparison, CriterionComparison, Ground
 
 GATE = GateSettings(min_tasks=8, min_gain=0.0)
 
@@ -131,3 +131,19 @@ def test_what_got_worse_is_told_whatever_is_decided() -> None:
 def test_no_margin_makes_up_for_a_total_that_is_not_better() -> None:
     seen = with_criteria(criterion(lower=-0.01), lower=-0.1)
     assert decide(seen, GUARDED).reason.startswith("not shown to be better")
+
+
+def test_a_decision_names_its_ground_and_the_limits_that_it_applied() -> None:
+    grounds = {
+        Ground.BETTER: (comparison(), GATE),
+        Ground.FEW_TASKS: (comparison(tasks=7), GATE),
+        Ground.NOT_BETTER: (comparison(lower=0.0), GATE),
+        Ground.FEW_ON_CRITERION: (comparison(), GUARDED),
+        Ground.WORSE_ON_CRITERION: (with_criteria(criterion(lower=-0.05)), GUARDED),
+    }
+    for ground, (seen, gate) in grounds.items():
+        decision = decide(seen, gate)
+        assert decision.ground is ground
+        assert decision.criterion == ("safe" if "criterion" in ground else "")
+        limits = (decision.min_tasks, decision.min_gain, decision.confidence, decision.margins)
+        assert limits == (gate.min_tasks, gate.min_gain, gate.confidence, gate.non_inferiority_margins)

@@ -40,7 +40,7 @@ from tests.training.agent.recordings import ADD, call, steps, tool
 
 BEFORE_10 = (
     "DROP TABLE judge_costs; DROP TABLE judge_errors; DROP TABLE rubric_texts; DROP TABLE judge_models;"
-    "DROP TABLE labels; DROP TABLE requests; DROP TABLE supplies;"
+    "DROP TABLE labels; DROP TABLE requests; DROP TABLE supplies; DROP TABLE gate_decisions;"
 )
 """Makes a present state one of before version 10, but for its number."""
 BEFORE_8 = (
