@@ -10,7 +10,7 @@ from sqlalchemy import Connection
 from flywheel.config import JudgeBudget
 from flywheel.judge.budget import Budget
 from flywheel.judge_usage import Allowance, UsageFile
-from flywheel.store import verdicts
+from flywheel.store import notices, verdicts
 from flywheel.store.database import Store
 
 
@@ -57,6 +57,11 @@ class RoundUsage:
         if allowance != self._allowance:
             await asyncio.to_thread(allowance.write, self._dir)
         self._allowance = allowance
+
+    async def note_pause(self, name: str, why: str) -> None:
+        """Note why the round of this name waits for its judge, empty while it does not."""
+        spent = self._allowance is not None and self._booked is not None and self._booked >= self._allowance.tokens
+        await self._store.write(notices.note_pause, name, why, spent=spent)
 
     @property
     def used_up(self) -> str:

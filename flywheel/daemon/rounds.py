@@ -275,6 +275,7 @@ class WorkerWatch:
 
     def __init__(self, name: str, worker: WorkerProcess, usage: RoundUsage | None = None) -> None:
         self._name, self._worker, self._usage = name, worker, usage
+        self._paused: str | None = None
         self._logged: RoundProgress | None = None
         self._logged_at = float("-inf")
         self._read_at = time.monotonic()
@@ -293,6 +294,10 @@ class WorkerWatch:
                 progress = await self._progress()
                 if self._usage is not None:
                     await self._usage.settle()
+                    paused = progress.paused if progress is not None else ""
+                    if paused != self._paused:
+                        await self._usage.note_pause(self._name, paused)
+                        self._paused = paused
                     if progress is not None and progress.paused and (why := self._usage.used_up):
                         raise TrainError(f"finish {self._name}", why, "Raise the budget; the samples are free again.")
                 if self._worked_seconds > most_seconds and not waiting.done():

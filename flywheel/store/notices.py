@@ -60,12 +60,21 @@ def after(conn: Connection, number: int, wanted: Collection[NoticeType], limit: 
 
 def note_judge(conn: Connection, error: str, *, spent: bool = False) -> None:
     """Note why judging does not go on, if it does not. A change is an event."""
-    state = NoticeType.BUDGET_SPENT if spent else NoticeType.JUDGE_FAILING if error else WORKS
-    last = select(events.c.new).where(events.c.kind == JUDGE, events.c.subject == JUDGE)
+    _note_change(conn, JUDGE, error, spent=spent)
+    database.note(conn, database.JUDGE_NOTE, error)
+
+
+def note_pause(conn: Connection, name: str, why: str, *, spent: bool) -> None:
+    """Note why the round of this name waits for its judge, if it does. A change is an event."""
+    _note_change(conn, name, why, spent=spent)
+
+
+def _note_change(conn: Connection, subject: str, error: str, *, spent: bool) -> None:
+    state = WORKS if not error else NoticeType.BUDGET_SPENT if spent else NoticeType.JUDGE_FAILING
+    last = select(events.c.new).where(events.c.kind == JUDGE, events.c.subject == subject)
     before = conn.execute(last.order_by(events.c.id.desc()).limit(1)).scalar_one_or_none() or WORKS
     if before != state:
-        record(conn, JUDGE, [JUDGE], before, state, error)
-    database.note(conn, database.JUDGE_NOTE, error)
+        record(conn, JUDGE, [subject], before, state, error)
 
 
 def _type_of(event: Row[Any]) -> NoticeType | None:
@@ -83,7 +92,8 @@ def _notice(conn: Connection, event: Row[Any], kind: NoticeType) -> Notice | Non
 
     told = f": {event.detail}" if event.detail else ""
     if event.kind == JUDGE:
-        subject, text = JUDGE, f"judging is stopped{told}"
+        subject = event.subject
+        text = f"judging is stopped{told}" if subject == JUDGE else f"{subject} is paused{told}"
     elif event.kind == rounds.name:
         subject, reason = row_of(rounds.c.name, rounds.c.reason)
         text = f"{subject} is {kind}{f': {reason}' if reason else ''}"

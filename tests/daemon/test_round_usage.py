@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flywheel import files
-from flywheel.config import Config
+from flywheel.config import Config, NoticeType
 from flywheel.daemon.prometheus import exposition
 from flywheel.daemon.round_usage import RoundUsage
 from flywheel.daemon.rounds import Rounds
@@ -22,7 +22,7 @@ from flywheel.judge.budget import Budget
 from flywheel.judge_usage import Allowance, Purpose, UsageFile, Used, today
 from flywheel.rubric.file import load_rubric
 from flywheel.states import RoundState
-from flywheel.store import rounds, schema, verdicts
+from flywheel.store import notices, rounds, schema, verdicts
 from flywheel.verdict import Outcome, Verdict
 from tests.cli.test_metrics import by, parsed
 from tests.daemon.test_rounds import Wheel, put_more_tasks
@@ -256,5 +256,9 @@ async def test_a_round_that_waits_for_midnight_is_left_to_wait(
     assert Allowance.read(tmp_path) == Allowance(
         100, "judge.budget.tokens_per_day (100) is spent; it goes on at midnight UTC"
     )
+    told, _ = await wheel.store.read(notices.after, 0, frozenset({NoticeType.BUDGET_SPENT}), 1000)
+    assert [(each.subject, each.text) for each in told] == [
+        ("r0001", "r0001 is paused: judge.budget.tokens_per_day is spent")
+    ]
     await wheel.store.write(put_more_tasks, 6)
     assert not await going.start_due()
