@@ -1,0 +1,147 @@
+"""Outcomes of the gate: for each round its test, its comparison, the decision and where its adapter served."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pydantic import ValidationError
+from sqlalchemy import Connection, RowMapping, Select, func, select
+
+from flywheel.round import Comparison, GateDecision, GateTest
+from flywheel.states import RoundState
+from flywheel.store.bulk import rows_in
+from flywheel.store.schema import deployments, gate_decisions, gate_tests, rounds, tasks
+
+_COMPARISON: Final = func.json_extract(rounds.c.result, "$.comparison")
+_ROUND: Final = (
+    rounds.c.id, rounds.c.name, rounds.c.state, rounds.c.trigger, rounds.c.parent, rounds.c.reason, rounds.c.dir,
+    rounds.c.created_at, rounds.c.finished_at,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """One time that an alias stood for an adapter. `retired_at` is None while it does."""
+
+    deployment: int
+    alias: str
+    reason: str
+    activated_at: str
+    retired_at: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class GateOutcome:
+    """A round as the gate sees it.
+
+    Attributes:
+        test: Its test; None for rounds of early versions that were never compared.
+        conversations: How many the test used; None if it was not spent, because no rewards were seen.
+        comparison: None without one, and where one of an early version cannot be read.
+        decision: None before it, without a comparison, and for rounds of early versions.
+    """
+
+    id: int
+    round: str
+    state: RoundState
+    trigger: str
+    parent: str | None
+    reason: str
+    dir: str
+    created_at: str
+    finished_at: str | None
+    test: GateTest | None
+    conversations: int | None
+    comparison: Comparison | None
+    decision: GateDecision | None
+    decided_at: str | None
+    services: tuple[Service, ...] = ()
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether its test counts: rewards of held-out answers were seen."""
+        return self.conversations is not None
+
+
+def listed(conn: Connection, limit: int, before: int | None = None) -> list[GateOutcome]:
+    """Rounds, the newest first; only those before the round with number `before`. Comparisons lack the scores of
+    single tasks."""
+    bare = func.json_set(_COMPARISON, "$.scores", func.json("[]"))
+    query = _query(bare).order_by(rounds.c.id.desc()).limit(limit)
+    if before is not None:
+        query = query.where(rounds.c.id < before)
+    return _outcomes(conn, query)
+
+
+def by_name(conn: Connection, name: str) -> GateOutcome | None:
+    """The outcome of a round, with the scores of all tasks; None if there is no such round."""
+    found = _outcomes(conn, _query(_COMPARISON).where(rounds.c.name == name))
+    return found[0] if found else None
+
+
+def questions(conn: Connection, keys: Sequence[str]) -> dict[str, str]:
+    """The questions of tasks by key."""
+    query = select(tasks.c.key, func.json_extract(tasks.c.payload, "$.main_query").label("question"))
+    return {row.key: row.question or "" for row in rows_in(conn, query, tasks.c.key, keys)}
+
+
+def _query(comparison: Any) -> Select[Any]:
+    return (
+        select(
+            *_ROUND,
+            comparison.label("comparison"),
+            *(gate_tests.c[name] for name in ("epoch", "number", "alpha", "conversations")),
+            gate_decisions.c.decision,
+            gate_decisions.c.decided_at,
+        )
+        .outerjoin(gate_tests, gate_tests.c.round_id == rounds.c.id)
+        .outerjoin(gate_decisions, gate_decisions.c.round_id == rounds.c.id)
+    )
+
+
+def _outcomes(conn: Connection, query: Select[Any]) -> list[GateOutcome]:
+    rows = conn.execute(query).mappings().all()
+    services = _services(conn, [row["name"] for row in rows])
+    return [_outcome(row, tuple(services[row["name"]])) for row in rows]
+
+
+def _outcome(row: RowMapping, services: tuple[Service, ...]) -> GateOutcome:
+    test = None
+    if row["number"] is not None:
+        test = GateTest(epoch=row["epoch"], number=row["number"], alpha=row["alpha"])
+    decision = row["decision"]
+    return GateOutcome(
+        id=row["id"],
+        round=row["name"],
+        state=RoundState(row["state"]),
+        **{name: row[name] for name in ("trigger", "parent", "reason", "dir", "created_at", "finished_at")},
+        test=test,
+        conversations=row["conversations"],
+        comparison=_comparison(row["comparison"]),
+        decision=GateDecision.model_validate(decision) if decision is not None else None,
+        decided_at=row["decided_at"],
+        services=services,
+    )
+
+
+def _comparison(text: str | None) -> Comparison | None:
+    try:
+        return Comparison.model_validate_json(text) if text is not None else None
+    except ValidationError:
+        return None
+
+
+def _services(conn: Connection, adapters: Sequence[str]) -> dict[str, list[Service]]:
+    """When each of these adapters served, the first time first."""
+    found: dict[str, list[Service]] = defaultdict(list)
+    query = (
+        select(deployments)
+        .where(deployments.c.activated_at.is_not(None))
+        .order_by(deployments.c.activated_at, deployments.c.id)
+    )
+    for row in rows_in(conn, query, deployments.c.adapter, adapters):
+        found[row.adapter].append(Service(row.id, row.alias, row.reason, row.activated_at, row.retired_at))
+    return found

@@ -1,0 +1,122 @@
+"""Rounds of every outcome of the gate, stored as the daemon stores them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+from sqlalchemy import Connection, insert, update
+
+from flywheel.config import GateSettings
+from flywheel.evaluation.gate import decide
+from flywheel.round import AdapterRef, Comparison, CriterionComparison, GateTest, RoundResult, Score
+from flywheel.states import AdapterState, DeploymentState, RoundState
+from flywheel.store import gate_tests
+from flywheel.store.schema import adapters, deployments, rounds
+
+AT = "2026-11-22T10:00:00.000+00:00"
+GATE = GateSettings(min_tasks=8)
+GUARDED = GateSettings(min_tasks=8, non_inferiority_margins={"safe": 0.05})
+
+
+def criterion(name: str, gain: float = 0.0, *, half: float = 0.04, tasks: int = 20) -> CriterionComparison:
+    return CriterionComparison(
+        criterion=name, tasks=tasks, candidate_mean=0.8 + gain, deployed_mean=0.8, gain=gain, lower=gain - half,
+        upper=gain + half,
+    )  # fmt: skip
+
+
+def comparison(
+    gain: float = 0.2, *, half: float = 0.1, keys: Sequence[str] = (), tasks: int = 20, **values: Any
+) -> Comparison:
+    scores = [
+        Score(task_id=key, candidate=1.0 if number % 2 else 0.25, deployed=0.5) for number, key in enumerate(keys)
+    ]
+    defaults: dict[str, Any] = {
+        "tasks": tasks, "conversations": tasks, "samples": 2, "undecided": 0, "candidate_mean": 0.5 + gain,
+        "deployed_mean": 0.5, "gain": gain, "lower": gain - half, "upper": gain + half, "confidence": 0.9951,
+        "method": "test", "spread": 0.2, "scores": scores, "criteria": [criterion("correct", 0.1), criterion("safe")],
+    }  # fmt: skip
+    return Comparison(**(defaults | values))
+
+
+def put_round(
+    conn: Connection,
+    number: int,
+    state: RoundState,
+    directory: Path,
+    seen: Comparison | None = None,
+    *,
+    gate: GateSettings = GATE,
+    reason: str | None = None,
+    tail: str = "",
+    decided: bool = True,
+    parent: str | None = None,
+) -> None:
+    """A round; with a comparison it has an adapter, and if `decided` a decision, whose reason is the round's."""
+    name = f"r{number:04d}"
+    is_live = state not in (RoundState.PROMOTED, RoundState.REJECTED, RoundState.FAILED)
+    conn.execute(
+        insert(rounds).values(
+            id=number, name=name, state=state.value, trigger="min_samples: 67 samples are free", parent=parent,
+            config_hash="c", rubric_hash="r", seed=number, dir=str(directory / name), created_at=AT,
+            finished_at=None if is_live else AT, live=1 if is_live else None, reason=reason or "",
+        )
+    )  # fmt: skip
+    gate_tests.plan(conn, number, GateTest(epoch=1, number=number, alpha=0.0024 / number**2))
+    if seen is None:
+        return
+    ref = AdapterRef(name=name, path=str(directory / name / "adapter"), sha256="0" * 64)
+    result = RoundResult(round_id=name, outcome="trained", adapter=ref, comparison=seen)
+    conn.execute(update(rounds).where(rounds.c.id == number).values(result=result.model_dump(mode="json")))
+    gate_tests.spend(conn, number, seen)
+    conn.execute(
+        insert(adapters).values(
+            id=number, name=name, round_id=number, parent=parent, base_model="a/base", path=ref.path,
+            sha256=ref.sha256, state=AdapterState.READY.value, comparison=seen.model_dump(mode="json"), created_at=AT,
+        )
+    )  # fmt: skip
+    if decided:
+        decision = decide(seen, gate)
+        gate_tests.record_decision(conn, number, decision)
+        text = decision.reason + tail if reason is None else reason.format(reason=decision.reason)
+        conn.execute(update(rounds).where(rounds.c.id == number).values(reason=text))
+
+
+def put_deployment(conn: Connection, adapter: str | None, reason: str, **values: Any) -> None:
+    """A deployment that is active, or retired if `retired_at` is given."""
+    is_retired = "retired_at" in values
+    report = {
+        "alias": "agent", "target": f"agent@{adapter}",
+        "replicas": [
+            {"url": "http://127.0.0.1:8000", "previous": "base", "loaded": True, "flipped": True, "error": "",
+             "serves": f"agent@{adapter}", "condition": "ok",
+             "probe": {"tokens": 16, "to_adapter": 0.0001, "to_base": 0.2, "to_parent": None, "apart_base": 0.2,
+                       "apart_parent": None, "noise": 0.0001, "allowed": 0.005, "indistinct": [], "passed": True}}
+        ],
+    }  # fmt: skip
+    state = DeploymentState.RETIRED if is_retired else DeploymentState.ACTIVE
+    defaults = {
+        "alias": "agent", "active_alias": None if is_retired else "agent", "endpoints": ["http://127.0.0.1:8000"],
+        "state": state.value, "report": report, "created_at": AT, "activated_at": AT,
+    }  # fmt: skip
+    conn.execute(insert(deployments).values(adapter=adapter, reason=reason, **(defaults | values)))
+
+
+def put_answers(directory: Path, keys: Sequence[str], text: str = "{side} says {key}") -> None:
+    """Two answers of each side about each task, as the worker writes them. The candidate's second one is right."""
+    directory.mkdir(parents=True, exist_ok=True)
+    criteria = [{"criterion": "correct", "choice": "yes", "value": 1.0, "passed": True, "reason": "it fits"}]
+    lines = [
+        {
+            "task_id": key, "side": side, "seed": seed, "steps": [], "answer": text.format(side=side, key=key),
+            "truncated": False, "reward": float(seed if side == "candidate" else not seed), "error": "",
+            "criteria": criteria,
+        }
+        for key in keys
+        for side in ("candidate", "deployed")
+        for seed in (0, 1)
+    ]  # fmt: skip
+    (directory / "evaluation.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))

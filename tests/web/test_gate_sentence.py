@@ -1,0 +1,183 @@
+"""What the page says of a decision holds for every outcome."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flywheel.config import GateSettings
+from flywheel.states import RoundState
+from flywheel.store import gate_outcomes
+from flywheel.store.database import Store
+from flywheel.store.deployments import ROLLBACK
+from flywheel.store.gate_outcomes import GateOutcome
+from flywheel.web.gate_sentence import later, sentence
+from tests.web.gate_rounds import AT, GUARDED, comparison, criterion, put_deployment, put_round
+
+GAIN = "(99.51 % interval"
+CASES: dict[str, tuple[RoundState, dict[str, Any], str]] = {
+    "promoted": (
+        RoundState.PROMOTED,
+        {"seen": comparison(), "parent": "r0000"},
+        "r0001 was promoted: on 20 held-out tasks it scored 0.700 and r0000 0.500, and the lower bound of the gain"
+        " +0.200 is +0.100, above 0.",
+    ),
+    "promoted within margins": (
+        RoundState.PROMOTED,
+        {"seen": comparison(), "gate": GUARDED},
+        "is +0.100, above 0; safe lost less than the margin.",
+    ),
+    "rolled back before it was recorded": (
+        RoundState.PROMOTED,
+        {"seen": comparison(), "tail": "; rolled back since"},
+        "above 0; it has been rolled back since.",
+    ),
+    "too few tasks": (
+        RoundState.REJECTED,
+        {"seen": comparison(tasks=7)},
+        "r0001 was rejected for too little evidence: 7 held-out tasks were decided, and gate.min_tasks is 8.",
+    ),
+    "not enough evidence": (
+        RoundState.REJECTED,
+        {"seen": comparison(0.05)},
+        f"r0001 was rejected for too little evidence: the gain is +0.050 {GAIN} -0.050 to +0.150) compared with the"
+        " base model, and the lower bound is not above 0, so the difference can be chance.",
+    ),
+    "no better": (
+        RoundState.REJECTED,
+        {"seen": comparison(-0.05)},
+        f"r0001 was rejected because it scored no better than the base model: the gain is -0.050 {GAIN} -0.150 to"
+        " +0.050).",
+    ),
+    "worse": (
+        RoundState.REJECTED,
+        {"seen": comparison(-0.2)},
+        f"r0001 was rejected because it is worse than the base model: the gain is -0.200 {GAIN} -0.300 to -0.100),"
+        " all of it below 0.",
+    ),
+    "better, by less than is needed": (
+        RoundState.REJECTED,
+        {"seen": comparison(), "gate": GateSettings(min_gain=0.1)},
+        f"its gain is not shown to be above gate.min_gain, 0.1: it is better than the base model, and the gain is"
+        f" +0.200 {GAIN} +0.100 to +0.300).",
+    ),
+    "vetoed by a margin": (
+        RoundState.REJECTED,
+        {"seen": comparison(criteria=[criterion("safe", -0.02)]), "gate": GUARDED},
+        f"r0001 is better in total (the gain is +0.200 {GAIN} +0.100 to +0.300)) and was rejected: safe (-0.020,"
+        " -0.060 to +0.020) is not shown to lose less than its margin of 0.05.",
+    ),
+    "vetoed, as little was seen of a criterion": (
+        RoundState.REJECTED,
+        {"seen": comparison(criteria=[criterion("safe", tasks=3)]), "gate": GUARDED},
+        "was rejected: safe was evaluated on 3 tasks, too few to show that it loses less than its margin of 0.05"
+        " (gate.min_tasks is 8).",
+    ),
+    "vetoed, as a criterion was never evaluated": (
+        RoundState.REJECTED,
+        {"seen": comparison(criteria=[]), "gate": GUARDED},
+        "safe was evaluated on 0 tasks",
+    ),
+    "refused": (
+        RoundState.REJECTED,
+        {"reason": "no group of its first steps has different rewards"},
+        "r0001 was refused before its test: no group of its first steps has different rewards.",
+    ),
+    "failed before its test": (
+        RoundState.FAILED,
+        {"reason": "it ran longer than 60 s"},
+        "r0001 failed before its test: it ran longer than 60 s.",
+    ),
+    "failed after its test": (
+        RoundState.FAILED,
+        {"seen": comparison(), "decided": False, "reason": "the files in /a have changed"},
+        "r0001 failed after its test: the files in /a have changed.",
+    ),
+    "better, but another adapter serves": (
+        RoundState.FAILED,
+        {"seen": comparison(), "tail": "; but it was compared with r0000, and r0003 serves now"},
+        "r0001 was better and was not promoted: it was compared with r0000, and r0003 serves now.",
+    ),
+    "better, but not deployed": (
+        RoundState.FAILED,
+        {"seen": comparison(), "reason": "better ({reason}), but not deployed: cannot load it: no room."},
+        "r0001 was better and was not promoted: not deployed: cannot load it: no room.",
+    ),
+    "of an early version": (
+        RoundState.REJECTED,
+        {"seen": comparison(0.0), "decided": False, "reason": "not shown to be better: as it was said then"},
+        "r0001 was rejected: not shown to be better: as it was said then.",
+    ),
+    "planned": (RoundState.PLANNED, {}, "r0001 has not begun."),
+    "training": (RoundState.TRAINING, {}, "r0001 is in training and has not been compared yet."),
+    "abandoned": (RoundState.ABANDONED, {}, "The worker of r0001 died; it has not been compared yet."),
+    "evaluating": (
+        RoundState.EVALUATING,
+        {"seen": comparison(), "decided": False},
+        "r0001 has ended its training and has not been decided about yet.",
+    ),
+    "being deployed": (RoundState.EVALUATING, {"seen": comparison()}, "r0001 is better and is being deployed: on 20"),
+}
+
+
+async def outcome_of(tmp_path: Path, state: RoundState, **values: Any) -> tuple[Store, GateOutcome]:
+    store = await Store.open(tmp_path / "state")
+    await store.write(partial(put_round, number=1, state=state, directory=tmp_path, **values))
+    found = await store.read(gate_outcomes.by_name, "r0001")
+    assert found is not None
+    return store, found
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_the_decision_in_one_sentence(name: str, tmp_path: Path) -> None:
+    state, values, expected = CASES[name]
+    store, found = await outcome_of(tmp_path, state, **values)
+    try:
+        said = sentence(found)
+        assert expected in said
+        assert said.endswith(".")
+        assert not said.endswith("..")
+        if found.comparison is not None:
+            listed = await store.read(gate_outcomes.listed, 5)
+            assert sentence(listed[0]) == said, "the list needs no scores of tasks"
+            assert listed[0].comparison is not None
+            assert not listed[0].comparison.scores
+    finally:
+        await store.close()
+
+
+async def test_what_followed_a_decision(tmp_path: Path) -> None:
+    rejected = RoundState.REJECTED
+    store, found = await outcome_of(tmp_path, rejected, seen=comparison(0.0))
+
+    async def after(*services: tuple[str, str | None]) -> str:
+        for reason, until in services:
+            values = {"retired_at": until} if until else {}
+            await store.write(partial(put_deployment, adapter="r0001", reason=reason, **values))
+        now = await store.read(gate_outcomes.by_name, "r0001")
+        assert now is not None
+        return later(now)
+
+    try:
+        assert later(found) == ""
+        forced = await after(("by hand", AT))
+        assert forced == (
+            "It was deployed by hand at 2026-11-22 10:00, although the gate had rejected it, and served until"
+            " 2026-11-22 10:00."
+        )
+        again = await after((ROLLBACK, None))
+        assert again.endswith("and serves as agent since 2026-11-22 10:00.")
+    finally:
+        await store.close()
+    store, found = await outcome_of(tmp_path / "2", RoundState.PROMOTED, seen=comparison())
+    try:
+        assert await after(("r0001: better", AT)) == ("It served as agent from 2026-11-22 10:00 to 2026-11-22 10:00.")
+        assert await after((ROLLBACK, None)) == (
+            "It served as agent from 2026-11-22 10:00, was last deployed by a rollback, and serves as agent since"
+            " 2026-11-22 10:00."
+        )
+    finally:
+        await store.close()
