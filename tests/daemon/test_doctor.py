@@ -15,6 +15,7 @@ from flywheel.config import Config, parse
 from flywheel.diagnostics.doctor import resources
 from flywheel.diagnostics.doctor.finding import Finding, Result
 from flywheel.diagnostics.doctor.model import Base
+from flywheel.diagnostics.doctor.notify import check_notify
 from flywheel.diagnostics.doctor.packages import check_packages
 from flywheel.diagnostics.doctor.resources import Gpu, Machine, check_resources
 from flywheel.diagnostics.doctor.sources import file_system, is_network
@@ -270,6 +271,27 @@ def test_a_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_clock(config, None).result is Result.FAILED
     monkeypatch.setattr(time, "time", lambda: 10.0)
     assert "before this program was released" in check_clock(config, None).found
+
+
+def test_targets_of_notices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(*entries: dict[str, object]) -> list[tuple[Result, str, str]]:
+        config = parse({"notify": [{"on": ["promoted"], **entry} for entry in entries]}, "a test", tmp_path)
+        return [(each.result, each.subject, each.found) for each in check_notify(config)]
+
+    assert found() == [(Result.SKIPPED, "", "nobody is notified: `notify` is not set")]
+    by_secret = {"url": "https://example.org/s3cret", "secret_env": "KEY_OF_TEST"}
+    unset = "the variable {} is not set"
+    monkeypatch.delenv("KEY_OF_TEST", raising=False)
+    assert found({"command": "true"}, {"command": "no-such-program -x"}, {"url_env": "URL_OF_TEST"}, by_secret) == [
+        (Result.OK, "true", "promoted"),
+        (Result.FAILED, "no-such-program", "no-such-program is no program that can be run"),
+        (Result.FAILED, "$URL_OF_TEST", unset.format("URL_OF_TEST")),
+        (Result.FAILED, "webhook", f"{unset.format('KEY_OF_TEST')}, so nothing is sent"),
+    ]
+    monkeypatch.setenv("KEY_OF_TEST", "k")
+    monkeypatch.setenv("URL_OF_TEST", "ftp://example.org")
+    (_, _, why), right = found({"url_env": "URL_OF_TEST"}, by_secret)
+    assert "must begin with http" in why and right[0] is Result.OK
 
 
 def test_sizes() -> None:

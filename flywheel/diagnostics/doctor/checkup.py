@@ -13,6 +13,7 @@ from flywheel.config import defaults, load
 from flywheel.diagnostics.doctor import model, packages
 from flywheel.diagnostics.doctor.finding import Finding, Result
 from flywheel.diagnostics.doctor.judge import JudgeChecks
+from flywheel.diagnostics.doctor.notify import check_notify
 from flywheel.diagnostics.doctor.recordings import check_recordings
 from flywheel.diagnostics.doctor.resources import Machine, check_resources
 from flywheel.diagnostics.doctor.servers import check_serve, check_servers
@@ -24,6 +25,7 @@ from flywheel.errors import ConfigError
 NEED_SETTINGS: Final = (
     "state", "disk", "schema", "daemon", "source", "prompts", "recordings", "filters", "rubric", "judge", "samples",
     "serve", "server", "tools", "calls", "model", "rank", "gpu", "memory", "shared memory", "limits", "clock",
+    "notify",
 )  # fmt: skip
 """The checks that are skipped when the configuration is wrong."""
 
@@ -59,6 +61,8 @@ async def checkup(path: Path | None, *, ask_judge: bool = False) -> AsyncIterato
     for finding in check_resources(config, Machine.here(has_gpu_build=build == "gpu"), base, build=build):
         yield finding
     yield check_clock(config, judge.server_time)
+    for finding in check_notify(config):
+        yield finding
     yield check_unit(config, path)
 
 
