@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from typing import Final
 
 from flywheel.round import Comparison, CriterionComparison, GateDecision, Ground
@@ -13,6 +14,7 @@ from flywheel.terminal import quantity
 BY_HAND: Final = "by hand"
 """The reason of deployments that people asked for."""
 _ROLLED_BACK: Final = "; rolled back since"
+_NOT_DEPLOYED: Final = "not deployed: "
 
 
 def sentence(outcome: GateOutcome) -> str:
@@ -73,6 +75,11 @@ def compared_with(outcome: GateOutcome) -> str:
     return outcome.parent or "the base model"
 
 
+def level(alpha: float) -> str:
+    """The level of a test, without an exponent: 0.000024."""
+    return format(Decimal(f"{alpha:.2g}"), "f")
+
+
 def interval(comparison: Comparison) -> str:
     return f"{100 * comparison.confidence:.4g} % interval {comparison.lower:+.3f} to {comparison.upper:+.3f}"
 
@@ -96,6 +103,7 @@ def _rejected(outcome: GateOutcome, reason: str) -> str:
     if seen is None or decision is None:
         return f"{name} was rejected: {reason}."
     gain = f"the gain is {seen.gain:+.3f} ({interval(seen)})"
+    total = f"{name} is better in total, with a gain of {seen.gain:+.3f} ({interval(seen)}), but was rejected"
     match decision.ground:
         case Ground.FEW_TASKS:
             decided = f"{quantity(seen.tasks, 'held-out task')} {'was' if seen.tasks == 1 else 'were'} decided"
@@ -107,7 +115,7 @@ def _rejected(outcome: GateOutcome, reason: str) -> str:
             tasks = quantity(found.tasks if found is not None else 0, "task")
             margin = decision.margins.get(decision.criterion, 0.0)
             return (
-                f"{name} is better in total ({gain}) and was rejected: {decision.criterion} was evaluated on {tasks},"
+                f"{total}: {decision.criterion} was evaluated on {tasks},"
                 f" too few to show that it loses less than its margin of {margin:g} (gate.min_tasks is"
                 f" {decision.min_tasks})."
             )
@@ -115,10 +123,7 @@ def _rejected(outcome: GateOutcome, reason: str) -> str:
             found = _criterion(seen, decision)
             margin = decision.margins.get(decision.criterion, 0.0)
             bounds = f" ({found.gain:+.3f}, {found.lower:+.3f} to {found.upper:+.3f})" if found is not None else ""
-            return (
-                f"{name} is better in total ({gain}) and was rejected: {decision.criterion}{bounds} is not shown to"
-                f" lose less than its margin of {margin:g}."
-            )
+            return f"{total}: {decision.criterion}{bounds} is not shown to lose less than its margin of {margin:g}."
     if seen.upper < 0:
         return f"{name} was rejected because it is worse than {other}: {gain}, all of it below 0."
     if seen.gain <= 0:
@@ -140,7 +145,10 @@ def _criterion(comparison: Comparison, decision: GateDecision) -> CriterionCompa
 
 def _obstacle(reason: str, decision: GateDecision) -> str:
     """Why a better candidate was not promoted: what the recorded reason has beyond the decision's."""
-    return reason.replace(decision.reason, "", 1).partition("but ")[2] or reason
+    found = reason.replace(decision.reason, "", 1).partition("but ")[2] or reason
+    if not found.startswith(_NOT_DEPLOYED):
+        return found
+    return f"it could not be deployed: {found.removeprefix(_NOT_DEPLOYED)}"
 
 
 def _until(last: Service) -> str:

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from flywheel.config import Config
 from flywheel.errors import FlywheelError
-from flywheel.web import tasks
+from flywheel.web import gate, tasks
 from flywheel.web.guard import Guard
 from flywheel.web.site import Site, site_of
 
@@ -34,6 +34,9 @@ def application(config: Config, *, names: frozenset[str] = LOCAL_NAMES, token: s
             Route("/", home),
             Route("/tasks", tasks.show_list),
             Route("/tasks/{key}", tasks.show),
+            Route("/gate", gate.show_list),
+            Route("/gate/{round}", gate.show),
+            Route("/gate/{round}/{task}", gate.show_pair),
             Mount("/static", StaticFiles(directory=str(files("flywheel.web") / "static"))),
         ],
         exception_handlers={HTTPException: refuse, FlywheelError: explain},

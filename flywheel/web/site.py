@@ -19,7 +19,7 @@ from flywheel.web import text
 P = ParamSpec("P")
 T = TypeVar("T")
 
-PAGES: Final = (("/tasks", "Tasks"),)
+PAGES: Final = (("/tasks", "Tasks"), ("/gate", "Gate"))
 """What the navigation links to."""
 
 

@@ -67,13 +67,13 @@ CASES: dict[str, tuple[RoundState, dict[str, Any], str]] = {
     "vetoed by a margin": (
         RoundState.REJECTED,
         {"seen": comparison(criteria=[criterion("safe", -0.02)]), "gate": GUARDED},
-        f"r0001 is better in total (the gain is +0.200 {GAIN} +0.100 to +0.300)) and was rejected: safe (-0.020,"
+        f"r0001 is better in total, with a gain of +0.200 {GAIN} +0.100 to +0.300), but was rejected: safe (-0.020,"
         " -0.060 to +0.020) is not shown to lose less than its margin of 0.05.",
     ),
     "vetoed, as little was seen of a criterion": (
         RoundState.REJECTED,
         {"seen": comparison(criteria=[criterion("safe", tasks=3)]), "gate": GUARDED},
-        "was rejected: safe was evaluated on 3 tasks, too few to show that it loses less than its margin of 0.05"
+        "but was rejected: safe was evaluated on 3 tasks, too few to show that it loses less than its margin of 0.05"
         " (gate.min_tasks is 8).",
     ),
     "vetoed, as a criterion was never evaluated": (
@@ -104,7 +104,7 @@ CASES: dict[str, tuple[RoundState, dict[str, Any], str]] = {
     "better, but not deployed": (
         RoundState.FAILED,
         {"seen": comparison(), "reason": "better ({reason}), but not deployed: cannot load it: no room."},
-        "r0001 was better and was not promoted: not deployed: cannot load it: no room.",
+        "r0001 was better and was not promoted: it could not be deployed: cannot load it: no room.",
     ),
     "of an early version": (
         RoundState.REJECTED,

@@ -1,0 +1,257 @@
+"""The gate: the list of its decisions, one decision with its evidence, and the answers of both sides about a task."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, Final
+
+from sqlalchemy import Connection
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from flywheel.config import Config, GateSettings
+from flywheel.daemon.next_gate_test import next_test
+from flywheel.errors import StoreError
+from flywheel.evaluation.gate import decide, misses_of
+from flywheel.evaluation_file import read_answers
+from flywheel.round import EVALUATION_FILE, Comparison, CriterionComparison, GateDecision, Score
+from flywheel.states import LIVE_ROUND, RoundState
+from flywheel.store import gate_outcomes
+from flywheel.store.gate_outcomes import GateOutcome
+from flywheel.web import forest_plot
+from flywheel.web.gate_sentence import compared_with, later, level, sentence
+from flywheel.web.site import site_of
+
+PER_PAGE: Final = 30
+PAIRS: Final = 3
+"""Tasks with the largest gains, and with the largest losses, that a decision shows."""
+SIDES: Final = ("deployed", "candidate")
+
+
+async def show_list(request: Request) -> Response:
+    """The decisions, the newest first, a page of them; and the next test."""
+    site = site_of(request)
+    given = request.query_params.get("before", "")
+    if given and not (given.isascii() and given.isdigit()):
+        raise HTTPException(HTTPStatus.BAD_REQUEST, f"There is no such part of the list: {given}.")
+    found = await site.read(partial(_page, site.config, int(given) if given else None))
+    return site.page("gate_list.html", level=level, **found)
+
+
+def _page(config: Config, before: int | None, conn: Connection) -> dict[str, Any]:
+    found = gate_outcomes.listed(conn, PER_PAGE + 1, before)
+    shown = [known(each, config.gate) for each in found[:PER_PAGE]]
+    seen = [each.comparison for each in shown if each.comparison is not None]
+    coming = None
+    if before is None:
+        live = next((each for each in shown if each.state in LIVE_ROUND), None)
+        coming = of_live(live) if live is not None else of_next(next_test(conn, config).as_json(config.gate))
+    return {
+        "rows": [(each, sentence(each), later(each)) for each in shown],
+        "axis": forest_plot.axis_of(bound for each in seen for bound in (each.lower, each.upper)),
+        "older": shown[-1].id if len(found) > PER_PAGE else None,
+        "before": before,
+        "coming": coming,
+    }
+
+
+def of_live(outcome: GateOutcome) -> str:
+    """What test an unfinished round takes."""
+    test = outcome.test
+    if test is None:
+        return f"{outcome.round} is unfinished."
+    taken = "has taken" if outcome.is_spent else "takes"
+    at = f"whose one-sided level is {level(test.alpha)}"
+    return f"{outcome.round} {taken} test {test.number} of epoch {test.epoch}, {at}."
+
+
+def of_next(test: Mapping[str, Any]) -> str:
+    """Whether a round could be tested now, from the `gate` of `flywheel status --json`."""
+    if test["shortfall"]:
+        return f"No round starts now, because its test would show too little: {test['shortfall']}."
+    return (
+        f"The next round takes test {test['test']} of epoch {test['epoch']}, whose one-sided level is"
+        f" {level(test['alpha'])}. On {test['conversations']:,} held-out conversations it would show a gain of ten"
+        f" points with probability {test['power']:.2f}."
+    )
+
+
+def known(outcome: GateOutcome, gate: GateSettings) -> GateOutcome:
+    """The outcome with its decision if an early version did not record it and today's settings repeat it exactly.
+
+    A promotion's reason does not name its limits, so that it stays as it is.
+    """
+    if outcome.decision is not None or outcome.comparison is None or outcome.state is not RoundState.REJECTED:
+        return outcome
+    decision = decide(outcome.comparison, gate)
+    if decision.promote or decision.reason != outcome.reason:
+        return outcome
+    margins = {name: margin for name, margin in decision.margins.items() if name == decision.criterion}
+    return replace(outcome, decision=decision.model_copy(update={"margins": margins}))
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A row of the forest plot. `limit` is what the lower bound must be above; None without a requirement."""
+
+    name: str
+    tasks: int
+    deployed: float
+    candidate: float
+    gain: float
+    lower: float
+    upper: float
+    limit: float | None
+    needed: int
+    is_total: bool = False
+
+    @property
+    def result(self) -> str:
+        """What the interval shows: `better`, `worse` or `open`; of a row with a limit, `few` where fewer tasks than
+        `needed` were compared, and `missed` where the lower bound is not above the limit."""
+        if self.limit is not None and self.tasks < self.needed:
+            return "few"
+        if self.limit is not None and self.lower <= self.limit:
+            return "missed"
+        return "better" if self.lower > 0 else "worse" if self.upper < 0 else "open"
+
+
+def bars(comparison: Comparison, decision: GateDecision | None) -> list[Bar]:
+    """The total and each criterion, with the limits of the decision."""
+    margins = decision.margins if decision is not None else {}
+    needed = decision.min_tasks if decision is not None else 0
+
+    def bar(name: str, each: Comparison | CriterionComparison, limit: float | None, *, total: bool = False) -> Bar:
+        means = each.deployed_mean, each.candidate_mean
+        return Bar(name, each.tasks, *means, each.gain, each.lower, each.upper, limit, needed, total)
+
+    return [
+        bar("Total score", comparison, decision.min_gain if decision is not None else None, total=True),
+        *(
+            bar(each.criterion, each, -margins[each.criterion] if each.criterion in margins else None)
+            for each in comparison.criteria
+        ),
+    ]
+
+
+async def show(request: Request) -> Response:
+    """One decision with its evidence."""
+    site, name = site_of(request), request.path_params["round"]
+    found = await site.read(partial(_decision, name, site.config.gate))
+    if found is None:
+        raise HTTPException(HTTPStatus.NOT_FOUND, f"There is no round {name}.")
+    outcome, questions = found
+    values: dict[str, Any] = {
+        "outcome": outcome,
+        "sentence": sentence(outcome),
+        "later": later(outcome),
+        "compared_with": compared_with(outcome),
+        "level": level,
+    }
+    comparison = outcome.comparison
+    if comparison is None:
+        return site.page("gate.html", **values, comparison=None)
+    rows = bars(comparison, outcome.decision)
+    best, worst = extremes(comparison.scores)
+    answers, why = await _answers(outcome, [score.task_id for score in (*best, *worst)])
+    return site.page(
+        "gate.html",
+        **values,
+        comparison=comparison,
+        bars=rows,
+        axis=forest_plot.axis_of(
+            value for row in rows for value in (row.lower, row.upper, *([row.limit] if row.limit is not None else []))
+        ),
+        dots=forest_plot.paired_dots(comparison.scores),
+        plot_width=forest_plot.plot_width(len(comparison.scores)),
+        scores=forest_plot.ranked(comparison.scores),
+        questions=questions,
+        misses=misses_of(comparison),
+        best=[(score, pair_of(answers.get(score.task_id, ()), 1)) for score in best],
+        worst=[(score, pair_of(answers.get(score.task_id, ()), -1)) for score in worst],
+        without_answers=why,
+    )
+
+
+def _decision(name: str, gate: GateSettings, conn: Connection) -> tuple[GateOutcome, dict[str, str]] | None:
+    outcome = gate_outcomes.by_name(conn, name)
+    if outcome is None:
+        return None
+    scores = outcome.comparison.scores if outcome.comparison is not None else []
+    return known(outcome, gate), gate_outcomes.questions(conn, [score.task_id for score in scores])
+
+
+def extremes(scores: Sequence[Score]) -> tuple[list[Score], list[Score]]:
+    """The tasks with the largest gains, and those with the largest losses; only such that differ."""
+    found = forest_plot.ranked(scores)
+    gains = [score for score in found if forest_plot.difference_of(score) > 0]
+    losses = [score for score in reversed(found) if forest_plot.difference_of(score) < 0]
+    return gains[:PAIRS], losses[:PAIRS]
+
+
+Answer = Mapping[str, Any]
+
+
+async def _answers(outcome: GateOutcome, keys: Sequence[str]) -> tuple[dict[str, list[Answer]], str]:
+    """The answers about these tasks, and why there are none."""
+    path = Path(outcome.dir) / EVALUATION_FILE
+    try:
+        found = await asyncio.to_thread(read_answers, path, set(keys))
+    except StoreError as error:
+        return {}, str(error)
+    if not found:
+        return {}, f"There are no answers in {path}: retention has removed them, or an early version stored none."
+    by_task: dict[str, list[Answer]] = {}
+    for answer in found:
+        by_task.setdefault(answer["task_id"], []).append(answer)
+    return by_task, ""
+
+
+def pairs_of(answers: Sequence[Answer]) -> list[tuple[Answer | None, Answer | None]]:
+    """The answers of both sides (deployed, candidate), one pair for each seed."""
+    by_seed: dict[Any, dict[str, Answer]] = {}
+    for answer in answers:
+        by_seed.setdefault(answer["seed"], {})[answer["side"]] = answer
+    return [(sides.get(SIDES[0]), sides.get(SIDES[1])) for sides in by_seed.values()]
+
+
+def pair_of(answers: Sequence[Answer], sign: int) -> tuple[Answer, Answer] | None:
+    """The pair that differs most in one direction: with `sign` 1, where the candidate is better."""
+    whole = [(old, new) for old, new in pairs_of(answers) if old is not None and new is not None]
+    return max(whole, key=lambda pair: sign * (_reward(pair[1]) - _reward(pair[0])), default=None)
+
+
+def _reward(answer: Answer) -> float:
+    return answer["reward"] if answer["reward"] is not None else 0.0
+
+
+async def show_pair(request: Request) -> Response:
+    """All answers of both sides about one task."""
+    site, name, key = site_of(request), request.path_params["round"], request.path_params["task"]
+    found = await site.read(partial(_decision, name, site.config.gate))
+    if found is None:
+        raise HTTPException(HTTPStatus.NOT_FOUND, f"There is no round {name}.")
+    outcome, questions = found
+    scores = forest_plot.ranked(outcome.comparison.scores) if outcome.comparison is not None else []
+    place = next((place for place, score in enumerate(scores) if score.task_id == key), None)
+    answers, why = await _answers(outcome, [key])
+    if place is None and key not in answers:
+        raise HTTPException(HTTPStatus.NOT_FOUND, f"The gate of {name} has no task {key}.")
+    return site.page(
+        "gate_pair.html",
+        outcome=outcome,
+        compared_with=compared_with(outcome),
+        key=key,
+        question=questions.get(key, ""),
+        score=scores[place] if place is not None else None,
+        better=scores[place - 1].task_id if place else None,
+        worse=scores[place + 1].task_id if place is not None and place + 1 < len(scores) else None,
+        pairs=pairs_of(answers.get(key, ())),
+        without_answers=why,
+    )

@@ -1,0 +1,132 @@
+"""The Gate page: the list of decisions, one decision with its evidence, and the answers about one task."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Connection, select
+from starlette.testclient import TestClient
+
+from flywheel.config import Config, parse
+from flywheel.round import Comparison
+from flywheel.states import RoundState, Split
+from flywheel.store import ledger
+from flywheel.store.database import Store
+from flywheel.store.schema import tasks
+from flywheel.web.server import application
+from tests.samples import batch, replies_on
+from tests.web.gate_rounds import GUARDED, comparison, criterion, put_answers, put_deployment, put_round
+
+HOSTILE = "<script>alert(1)</script>\u202e![x](http://evil.example/x.png)"
+
+
+def config_of(tmp_path: Path) -> Config:
+    return parse({"state": {"dir": str(tmp_path / "state")}, "model": {"alias": "agent"}}, "test", tmp_path)
+
+
+def client(config: Config) -> TestClient:
+    return TestClient(application(config, names=frozenset({"testserver"})), raise_server_exceptions=True)
+
+
+def put_held_out(conn: Connection) -> list[str]:
+    """Held-out tasks; the keys."""
+    replies = replies_on(Split.HELD_OUT, 8, query=f"What is it? {HOSTILE}")
+    ledger.record_batch(conn, ledger.source_id(conn, "/a"), batch(*replies), train_ratio=0.7, split_seed=42)
+    return list(conn.execute(select(tasks.c.key).order_by(tasks.c.id)).scalars())
+
+
+@pytest.fixture
+async def filled(tmp_path: Path) -> tuple[Config, list[str]]:
+    """Three rounds: promoted, vetoed and then deployed by hand, refused."""
+    config = config_of(tmp_path)
+    store = await Store.open(config.state_dir)
+    keys = await store.write(put_held_out)
+    directory = tmp_path / "rounds"
+
+    async def put(number: int, state: RoundState, seen: Comparison | None, **values: object) -> None:
+        await store.write(partial(put_round, number=number, state=state, directory=directory, seen=seen, **values))  # type: ignore[arg-type]
+
+    await put(1, RoundState.PROMOTED, comparison(keys=keys))
+    vetoed = comparison(keys=keys, criteria=[criterion("safe", -0.02), criterion("correct", 0.1)])
+    await put(2, RoundState.REJECTED, vetoed, gate=GUARDED, parent="r0001")
+    await put(3, RoundState.REJECTED, None, reason="no group of its first steps has different rewards")
+    await store.write(partial(put_deployment, adapter="r0002", reason="by hand"))
+    await store.close()
+    put_answers(directory / "r0002", keys, text="{side} says " + HOSTILE)
+    return config, keys
+
+
+def test_the_list_says_of_each_round_what_was_decided(filled: tuple[Config, list[str]]) -> None:
+    page = client(filled[0]).get("/gate").text
+    assert page.index("r0003 was refused before its test") < page.index("r0002 is better in total")
+    assert page.index("although the gate had rejected it") < page.index("r0001 was promoted")
+    assert "level 0.0006, spent on 8 conversations" in page
+    assert "level 0.00027, not spent" in page
+    assert "No round starts now, because its test would show too little" in page
+
+
+def test_a_part_of_the_list(filled: tuple[Config, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flywheel.web.gate.PER_PAGE", 2)
+    http = client(filled[0])
+    first = http.get("/gate").text
+    assert 'href="/gate?before=2"' in first
+    assert "r0001 was" not in first
+    assert "r0001 was promoted" in http.get("/gate?before=2").text
+    assert "There is no older round" in http.get("/gate?before=1").text
+    assert http.get("/gate?before=x").status_code == 400
+
+
+def test_a_decision_with_its_evidence(filled: tuple[Config, list[str]]) -> None:
+    page = client(filled[0]).get("/gate/r0002").text
+    assert "safe (-0.020, -0.060 to +0.020) is not shown to lose less than its margin of 0.05" in page
+    assert "not above -0.05" in page
+    assert "safe loses less than 0.05" in page
+    assert page.count('<circle class="candidate"') == 8
+    assert page.count('class="pair-of"') == 6
+    gains, losses = page.split("Largest losses")
+    assert "0.50 → 1.00" in gains.partition("Largest gains")[2]
+    assert "0.50 → 0.25" in losses
+    assert "deployed · score 0.00" in gains, "the pair of the seed at which the candidate was better"
+    assert "deployed · score 1.00" in losses
+
+
+def test_the_answers_of_both_sides_about_a_task(filled: tuple[Config, list[str]]) -> None:
+    config, keys = filled
+    http = client(config)
+    page = http.get(f"/gate/r0002/{keys[0]}").text
+    assert page.count("candidate says") == 2
+    assert page.count("deployed says") == 2
+    assert "Score 0.50 → 0.25" in page
+    assert http.get("/gate/r0002/t-none").status_code == 404
+    assert http.get("/gate/r0009/t-none").status_code == 404
+
+
+def test_hostile_texts_are_text(filled: tuple[Config, list[str]]) -> None:
+    config, keys = filled
+    http = client(config)
+    for address in ("/gate", "/gate/r0002", f"/gate/r0002/{keys[0]}"):
+        page = http.get(address).text
+        assert "<script>alert" not in page
+        assert "\u202e" not in page
+    assert "U+202E" in page
+
+
+def test_a_round_whose_answers_were_removed_keeps_its_evidence(filled: tuple[Config, list[str]]) -> None:
+    page = client(filled[0]).get("/gate/r0001").text
+    assert "retention has removed them" in page
+    assert page.count('<circle class="candidate"') == 8
+
+
+def test_a_round_without_a_comparison(filled: tuple[Config, list[str]]) -> None:
+    http = client(filled[0])
+    page = http.get("/gate/r0003").text
+    assert "no group of its first steps has different rewards" in page
+    assert "Evidence" not in page
+    assert http.get("/gate/r0009").status_code == 404
+
+
+def test_without_a_round_the_page_says_how_to_get_one(tmp_path: Path) -> None:
+    page = client(config_of(tmp_path)).get("/gate").text
+    assert "flywheel round" in page
