@@ -1,0 +1,187 @@
+"""Pages in a real browser: Chromium of the system, driven by Playwright, on a server in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+
+from flywheel.config import Config
+from flywheel.web.server import application
+from flywheel.web_server import bound_socket, web_server
+from tests.web.recorded_state import unpack
+
+PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+NO_BROWSER = "no Chromium is installed here: apt-get install chromium"
+WAIT_MILLISECONDS = 60_000
+NOTE_VIOLATIONS = """
+window.violations = [];
+document.addEventListener("securitypolicyviolation", event => {
+  window.violations.push(`${event.violatedDirective}: ${event.blockedURI}`);
+});
+"""
+
+
+@pytest.fixture(scope="session")
+def shared_state(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A state with everything. Tests that change it take `own_state`."""
+    return unpack(tmp_path_factory.mktemp("web"))
+
+
+@pytest.fixture
+def own_state(shared_state: Config, tmp_path: Path) -> Config:
+    """A copy for one test."""
+    return unpack(tmp_path)
+
+
+@contextlib.contextmanager
+def serving(config: Config, **options: Any) -> Iterator[str]:
+    """The pages of a state on a port of their own; the address without a slash at its end."""
+    listening = bound_socket("serve pages to a test", "127.0.0.1", 0, "the port")
+    server = web_server(application(config, **options), timeout_graceful_shutdown=1)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Modules that use it have no asynchronous tests: Playwright's loop runs in their thread."""
+    program = next(filter(None, map(shutil.which, PROGRAMS)), None)
+    if program is None:
+        pytest.skip(NO_BROWSER)
+    # The sandbox needs another user than root.
+    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=arguments)
+        yield browser
+        browser.close()
+
+
+@dataclass
+class Visitor:
+    """Opens pages, and keeps what went wrong in them. Every test with a visitor ends with `assert not problems`."""
+
+    browser: Browser
+    problems: list[str] = field(default_factory=list)
+    _contexts: list[BrowserContext] = field(default_factory=list)
+
+    def open(
+        self,
+        address: str,
+        *,
+        dark: bool = False,
+        width: int = 1280,
+        height: int = 900,
+        scripts: bool = True,
+        **more: Any,
+    ) -> Page:
+        """A page in a context of its own. `more` are options of the context, as `http_credentials`."""
+        context = self.browser.new_context(
+            color_scheme="dark" if dark else "light",
+            viewport={"width": width, "height": 900},
+            java_script_enabled=scripts,
+            reduced_motion="reduce",
+            **more,
+        )
+        self._contexts.append(context)
+        context.set_default_timeout(WAIT_MILLISECONDS)
+        context.set_default_navigation_timeout(WAIT_MILLISECONDS)
+        context.add_init_script(NOTE_VIOLATIONS)
+        page = context.new_page()
+        origin = "/".join(address.split("/")[:3])
+        page.on("console", lambda message: self._note("console", message.text, message.type in ("error", "warning")))
+        page.on("pageerror", lambda error: self._note("script", error.message))
+        page.on("request", lambda request: self._note("request", request.url, not request.url.startswith(origin)))
+        page.on(
+            "response",
+            lambda answer: self._note("response", f"{answer.status} {answer.url}", answer.status >= 400),
+        )
+        page.goto(address)
+        return page
+
+    def _note(self, kind: str, text: str, is_problem: bool = True) -> None:
+        if is_problem and not text.startswith("data:"):
+            self.problems.append(f"{kind}: {text}")
+
+    def check(self, page: Page) -> None:
+        """Nothing is wrong with what the page shows now: scripts, policy, requests, width, accessibility."""
+        self.problems += [f"policy: {each}" for each in page.evaluate("window.violations")]
+        assert not self.problems
+        assert "broken" not in page.title()
+        wide = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        assert wide <= 0, f"{page.url} is {wide} pixels too wide"
+        found = Axe().run(page, options={"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]})
+        serious = [
+            f"{each['id']}: {each['help']}: {[node['html'][:200] for node in each['nodes'][:3]]}"
+            for each in found.response["violations"]
+            if each["impact"] in ("serious", "critical")
+        ]
+        assert not serious, "\n".join(serious)
+
+    def close(self) -> None:
+        for context in self._contexts:
+            context.close()
+
+
+@pytest.fixture
+def visitor(browser: Browser) -> Iterator[Visitor]:
+    visitor = Visitor(browser)
+    yield visitor
+    visitor.close()
+    assert not visitor.problems
+
+
+@pytest.fixture(scope="module")
+def address(shared_state: Config) -> Iterator[str]:
+    """The pages of the state that tests share."""
+    with serving(shared_state) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def empty_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The pages of a state without anything."""
+    from tests.web.recorded_state import config_of, in_thread
+
+    config = config_of(tmp_path_factory.mktemp("empty"))
+
+    async def make() -> None:
+        from flywheel.store.database import Store
+
+        await (await Store.open(config.state_dir)).close()
+
+    in_thread(make())
+    with serving(config) as found:
+        yield found
+
+
+Check = Callable[..., Page]
+
+
+@pytest.fixture
+def check(visitor: Visitor) -> Check:
+    """Open an address in light, dark and on a narrow screen, and check each; the first page is returned."""
+
+    def opened(address: str, **options: Any) -> Page:
+        first = visitor.open(address, **options)
+        visitor.check(first)
+        for page in (visitor.open(address, dark=True, **options), visitor.open(address, width=360, **options)):
+            visitor.check(page)
+        return first
+
+    return opened

@@ -1,0 +1,128 @@
+"""A state for the pages: of a real run of `make demo-agent`, with what that run lacked.
+
+`recorded_state.tar.xz` is the run: 802 tasks of an agent with a tool, judged, two rounds that were promoted with all
+their files, and a planned one. `put_what_lacks` adds hostile, undecided and held tasks, and dead letters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tarfile
+import threading
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sqlalchemy import Connection, func, select, update
+
+from flywheel.config import Config, parse
+from flywheel.states import TaskState
+from flywheel.store import dead_letters, ledger, schema
+from flywheel.store.database import Store
+from flywheel.store.transitions import move
+from flywheel.verdict import CriterionResult, Outcome, Verdict
+from tests.samples import batch, reply, settle, undecided
+
+T = TypeVar("T")
+
+DATA = Path(__file__).parent.parent / "data"
+ALIAS = "demo-agent"
+HOSTILE = (
+    "<script>document.title = 'broken'</script><img src=x onerror=\"document.title = 'broken'\">"
+    "![remote](http://192.0.2.1/pixel.png) [link](javascript:alert(1)) \u202etxet desrever\u202c \u200bhidden\x1b[31m"
+    " </textarea></title></svg>{{ 7 * 7 }}{% raw %}"
+)
+"""Markup, remote images, scripts, bidirectional and control characters, and template syntax."""
+
+
+def in_thread(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine on a loop of its own: Playwright's loop runs in the thread of the tests."""
+    found: list[T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(asyncio.run(coroutine))
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return found[0]
+
+
+def config_of(folder: Path, **settings: Any) -> Config:
+    """The configuration of the state in `folder`."""
+    return parse({"state": {"dir": str(folder / "state")}, "model": {"alias": ALIAS}, **settings}, "test", folder)
+
+
+def unpack(folder: Path) -> Config:
+    """Make the state in `folder`; its configuration."""
+    with tarfile.open(DATA / "recorded_state.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    config = config_of(folder)
+    in_thread(_complete(config))
+    return config
+
+
+async def _complete(config: Config) -> None:
+    store = await Store.open(config.state_dir)
+    try:
+        await store.write(_move_rounds, config.state_dir / "rounds")
+        await store.write(put_what_lacks)
+    finally:
+        await store.close()
+
+
+def _move_rounds(conn: Connection, directory: Path) -> None:
+    for table, column in ((schema.rounds, schema.rounds.c.dir), (schema.adapters, schema.adapters.c.path)):
+        moved = func.replace(column, "/recorded/state/rounds", str(directory))
+        conn.execute(update(table).values({column.name: moved}))
+
+
+def injections() -> list[str]:
+    """The texts by which replies try to sway a judge."""
+    return [json.loads(line)["text"] for line in (DATA / "injections.jsonl").read_text().splitlines()]
+
+
+def put_what_lacks(conn: Connection) -> None:
+    """Hostile texts wherever a page shows any, an undecided and a held task, open and closed dead letters."""
+    source = ledger.source_id(conn, f"/traces/{HOSTILE[:40]}.sqlite")
+    call = {"id": "c1", "type": "function", "function": {"name": f"add{HOSTILE}", "arguments": HOSTILE}}
+    steps = (
+        {"role": "assistant", "content": HOSTILE, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "name": f"add{HOSTILE}", "content": HOSTILE},
+    )
+    hostile = [
+        reply(9000, agent=f"Eve {HOSTILE}", query=HOSTILE, answer=HOSTILE, trajectory=steps),
+        reply(9001, query="A reply about which the judge could not decide", answer="Perhaps."),
+        reply(9002, query="A question that was asked often", answer="An answer"),
+        *(reply(9100 + number, query=f"Injection {number}", answer=text) for number, text in enumerate(injections())),
+    ]
+    ledger.record_batch(conn, source, batch(*hostile), train_ratio=0.7, split_seed=42)
+    numbers = list(
+        conn.execute(
+            select(schema.tasks.c.id)
+            .where(schema.tasks.c.state == TaskState.PENDING.value)
+            .order_by(schema.tasks.c.id)
+        ).scalars()
+    )
+    results = (
+        CriterionResult("correct", "no", 0.0, False, HOSTILE),
+        CriterionResult(f"tone {HOSTILE}", HOSTILE, 0.4, False, HOSTILE),
+    )
+    verdicts = [Verdict(Outcome.REJECTED, 0.31, results, HOSTILE, calls=1), undecided(), None]
+    verdicts += [Verdict(Outcome.REJECTED, 0.1, results[:1], "it is wrong", calls=1)] * (len(numbers) - 3)
+    for number, verdict in zip(numbers, verdicts, strict=True):
+        if verdict is None:
+            move(conn, number, TaskState.PENDING, TaskState.HELD, "a burst of similar questions")
+            continue
+        move(conn, number, TaskState.PENDING, TaskState.JUDGING)
+        settle(conn, number, verdict, "a-rubric", "a-judge", 60.0)
+    for number in range(3):
+        dead_letters.dead_letter(conn, dead_letters.ROW, f"span-{number}", f"no JSON {HOSTILE}", HOSTILE, source)
+    dead_letters.drop(conn, [1])
