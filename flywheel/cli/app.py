@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from flywheel.config import Config
     from flywheel.store.database import Store
+    from flywheel.store.requests import Kind
 
 T = TypeVar("T")
 
@@ -251,10 +252,14 @@ async def open_state(
     """The state, a read-only view of it, or a copy, with the instance lock or beside a daemon. Raises StoreError."""
     from flywheel.daemon.lock import instance_lock
     from flywheel.store.database import Store
+    from flywheel.store.requests import carry_out
 
     with instance_lock(config.state_dir) if lock else contextlib.nullcontext():
         store: Store = await getattr(Store, how)(config.state_dir)
         try:
+            if lock:
+                # What was asked for while no daemon was running.
+                await store.write(carry_out)
             yield store
         finally:
             await store.close()
@@ -264,6 +269,27 @@ async def change_state(config: Config, change: Callable[[Connection], T], *, loc
     """Change the state in one transaction. Raises StoreError."""
     async with open_state(config, lock=lock) as store:
         return await store.write(change)
+
+
+def this_person() -> str:
+    """The name of the user who runs the command."""
+    import getpass
+
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a user without an entry, as in containers
+        return f"user {os.getuid()}"
+
+
+def ask(config: Config, kind: Kind, arguments: Mapping[str, Any], by: str = "") -> dict[str, Any] | None:
+    """Have an action done, beside a running daemon too; its result, None if it waits. Raises StoreError."""
+    from flywheel.daemon.requests import perform
+
+    request = run_async(perform(config, kind, arguments, by or this_person()))
+    if request.error is not None:
+        raise request.error
+    result: dict[str, Any] | None = request.result
+    return result
 
 
 def complain(error: FlywheelError | str) -> None:

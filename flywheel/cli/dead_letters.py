@@ -12,7 +12,7 @@ from flywheel.cli.app import (
     ConfigOption,
     JsonOption,
     app,
-    change_state,
+    ask,
     load_config,
     missing_state,
     print_json,
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from flywheel.config import Config
-    from flywheel.store.dead_letters import DeadLetter
 
 NEXT: Final = {
     "judged": "the task is pending again: the daemon or `flywheel filter` judges it",
@@ -90,24 +89,22 @@ def _show(config: Config, ids: list[int], every: bool, as_json: bool) -> None:
 
 def _close(config: Config, ids: list[int] | None, as_json: bool, *, retries: bool) -> None:
     """Retry or drop these dead letters, all open ones without `ids`."""
-    from flywheel.store import dead_letters
+    from flywheel.store.requests import Kind
 
-    def named(letter: DeadLetter) -> dict[str, Any]:
-        return {"id": letter.id, "kind": letter.kind, "subject": letter.subject}
-
-    if retries:
-        retried = run_async(change_state(config, lambda conn: dead_letters.retry(conn, ids), lock=True))
-        report = {"retried": [{**named(letter), "next": then.value} for letter, then in retried]}
-        lines = [f"{letter.id}: {escape_terminal(letter.subject)}: {NEXT[then]}" for letter, then in retried]
-        lines.append(f"{len(retried)} retried; what fails again is opened again")
-    else:
-        dropped = run_async(change_state(config, lambda conn: dead_letters.drop(conn, ids), lock=True))
-        report = {"dropped": [named(letter) for letter in dropped]}
-        lines = [f"{len(dropped)} dropped; their rows and tasks stay dead, and `--all` lists them"]
+    done = ask(config, Kind.RETRY if retries else Kind.DROP, {"ids": ids})
+    report: dict[str, Any] = done if done is not None else {"retried": [], "queued": True}
     if as_json:
         print_json(report)
+    elif done is None:
+        typer.echo("queued: the process that works on the state retries them, or the next `flywheel run` or `ingest`")
+    elif not any(report.values()):
+        typer.echo("no dead letter is open")
+    elif retries:
+        for letter in report["retried"]:
+            typer.echo(f"{letter['id']}: {escape_terminal(letter['subject'])}: {NEXT[letter['next']]}")
+        typer.echo(f"{len(report['retried'])} retried; what fails again is opened again")
     else:
-        typer.echo("\n".join(lines if any(report.values()) else ["no dead letter is open"]))
+        typer.echo(f"{len(report['dropped'])} dropped; their rows and tasks stay dead, and `--all` lists them")
 
 
 def _print_table(letters: list[dict[str, Any]], counts: dict[str, int], every: bool) -> None:

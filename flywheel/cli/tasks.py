@@ -11,23 +11,21 @@ from flywheel.cli.app import (
     Group,
     JsonOption,
     app,
-    change_state,
+    ask,
     load_config,
     print_json,
     read_state,
     run_async,
 )
 from flywheel.cli.tables import Row, excerpt, moment, print_rows, score_text, stdout
-from flywheel.errors import EXIT_USAGE, StoreError
+from flywheel.errors import EXIT_USAGE
 from flywheel.states import TaskState
 from flywheel.terminal import escape_terminal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from rich.console import Console
-    from sqlalchemy import Connection
 
 tasks_app = typer.Typer(
     cls=Group,
@@ -111,9 +109,7 @@ def release(
     as_json: JsonOption = False,
 ) -> None:
     """Pass held tasks on to the filters and the judge; they are not held again."""
-    from flywheel.store.claims import release_held
-
-    _decide(context, release_held, ids or [], everything, config or context.obj[0], as_json or context.obj[1])
+    _decide(context, ids or [], everything, config or context.obj[0], as_json or context.obj[1])
 
 
 @tasks_app.command()
@@ -125,40 +121,20 @@ def reject(
     as_json: JsonOption = False,
 ) -> None:
     """Reject held tasks by hand."""
-    from flywheel.store.claims import reject_held
-
-    _decide(context, reject_held, ids or [], everything, config or context.obj[0], as_json or context.obj[1])
+    _decide(context, ids or [], everything, config or context.obj[0], as_json or context.obj[1])
 
 
-def _decide(
-    context: typer.Context,
-    decide: Callable[[Connection, list[int]], list[int]],
-    keys: list[str],
-    everything: bool,
-    config: Path | None,
-    as_json: bool,
-) -> None:
-    verb, settings = context.info_name, load_config(config)
+def _decide(context: typer.Context, keys: list[str], everything: bool, config: Path | None, as_json: bool) -> None:
+    verb, settings = str(context.info_name), load_config(config)
     if bool(keys) == everything:
         typer.echo(f"flywheel: name the tasks to {verb}, or --all", err=True)
         raise typer.Exit(EXIT_USAGE)
-    from flywheel.store import task_list
+    from flywheel.store.requests import Kind
 
-    # Without the instance lock: each change is one compare-and-set, beside which the daemon may run.
-    def settle(conn: Connection) -> list[str]:
-        held = {row.key: row.id for row in reversed(task_list.listed(conn, task_list.conditions(TaskState.HELD)))}
-        if unknown := [key for key in keys if key not in held]:
-            raise StoreError(
-                f"{verb} {', '.join(unknown[:5])}",
-                "no held task has this id" if len(unknown) == 1 else "no held tasks have these ids",
-                "`flywheel tasks --state held` lists them.",
-            )
-        done = set(decide(conn, [held[key] for key in (keys or held)]))
-        return [key for key, number in held.items() if number in done]
-
-    done = run_async(change_state(settings, settle, lock=False))
-    past = "released" if verb == "release" else "rejected"
+    report = ask(settings, Kind(verb), {"tasks": keys or None})
+    assert report is not None  # these need no instance lock
     if as_json:
-        print_json({past: done})
+        print_json(report)
     else:
+        [(past, done)] = report.items()
         typer.echo(f"{len(done)} {past}")

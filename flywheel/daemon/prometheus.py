@@ -80,7 +80,11 @@ def _of_sources(sources: list[dict[str, Any]]) -> Iterator[Metric]:
     text = "The longest read transaction on a source, in seconds."
     yield _gauge("source_longest_read_seconds", text, longest, "source")
     yield each("open_traces", "Traces that are waited for.", "open_traces")
-    yield each("restarts", "How often reading started over: the file was replaced, restored or migrated.", "restarts")
+    yield each(
+        "restarts",
+        "How often reading started over: the file was replaced, restored or migrated, or a line of it retried.",
+        "restarts",
+    )
     yield each("replies", "Replies of a source in the ledger.", "replies")
     yield each("tasks", "Replies of a source that became tasks.", "tasks")
     yield each("dead", "Rows of a source that could not be understood.", "dead")

@@ -22,6 +22,7 @@ from flywheel.daemon.judging import TaskJudging, recover
 from flywheel.daemon.memory_release import MemoryRelease
 from flywheel.daemon.metrics_server import MetricsServer
 from flywheel.daemon.notifier import Target
+from flywheel.daemon.requests import RequestWatch
 from flywheel.daemon.retention import Retention
 from flywheel.daemon.rounds import Rounds
 from flywheel.daemon.source_supervisor import SourceSupervisor
@@ -36,11 +37,14 @@ from flywheel.sources.ingestion import Ingestion
 from flywheel.states import RoundState
 from flywheel.store import claims, verdicts
 from flywheel.store.database import Store
+from flywheel.store.requests import Kind
 
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 15.0
 """How often stages retry what nothing wakes them for: undecided tasks, an unreachable judge or server."""
+REQUEST_SECONDS = 1.0
+"""How often requests of people are looked for."""
 NOTICE_SECONDS = 2.0
 """How often new events are looked for."""
 PRUNE_SECONDS = 6 * 3600.0
@@ -75,6 +79,8 @@ class Service:
         self._prune = Stage("prune", self._sources.prune)
         self._retention = Retention(store, config)
         self._remove = Stage("retention", self._retention.prune)
+        self._request_watch = RequestWatch(store)
+        self._requests = Stage("requests", self._do_requests)
         self._memory_release = MemoryRelease(store)
         self._memory = Stage("memory", self._memory_release.check)
         self.metrics = MetricsServer(
@@ -83,6 +89,7 @@ class Service:
         self._metrics = Stage("metrics", self.metrics.listen)
         self._stages = (
             self._judge, self._round, self._reconcile, self._prune, self._remove, self._memory, self._metrics,
+            self._requests,
         )  # fmt: skip
         self._targets = [Target(store, config, each) for each in config.notify]
         self._notices = [Stage(f"notice {n}", target.deliver) for n, target in enumerate(self._targets, 1)]
@@ -245,6 +252,7 @@ class Service:
         every(RETRY_SECONDS, "judge", self._judge.wake.set)
         every(RETRY_SECONDS, "rounds", self._round.wake.set)
         every(RETRY_SECONDS, "sources", self._sources.refresh)
+        every(REQUEST_SECONDS, "requests", self._requests.wake.set)
         every(RETRY_SECONDS, "memory", self._memory.wake.set)
         every(RETRY_SECONDS, "metrics", self._metrics.wake.set)
         for stage in self._notices:
@@ -278,6 +286,13 @@ class Service:
             await self._warn_of_rejections()
         if report.error is not None:
             raise report.error
+
+    async def _do_requests(self) -> None:
+        kinds = await self._request_watch.look()
+        if Kind.RETRY in kinds:
+            self._sources.read_again()
+        if kinds & {Kind.RETRY, Kind.RELEASE}:
+            self._judge.wake.set()
 
     async def _warn_of_rejections(self) -> None:
         warning = await self._store.read(verdicts.none_accepted, self._config.filter.warn_window)

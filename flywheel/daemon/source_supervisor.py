@@ -92,6 +92,12 @@ class SourceSupervisor:
         for stage in (*self._stages.values(), self._export, self._pull):
             stage.wake.set()
 
+    def read_again(self) -> None:
+        """Read every source after what the ledger says of them was changed from outside."""
+        for source in self._ingestion.sources():
+            source.read_again()
+        self.poll()
+
     async def stop(self) -> None:
         """End passes at their next batch and finish requests in flight. Everything stored is complete."""
         if self._watcher is not None:

@@ -112,6 +112,7 @@ class SourceIngestion:
         self._noted: dict[str, Any] = {}
         self._warnings: tuple[str, ...] = ()
         self._scanned_at: datetime | None = None
+        self._is_scan_asked_for = False
         self._counts: SourceCounts | None = None
         self._was_read = False
 
@@ -162,6 +163,8 @@ class SourceIngestion:
         done = Recorded()
         if not isinstance(self.connector, StudioConnector):
             return done
+        if whole:
+            self._is_scan_asked_for = False
         scan = self.connector.rescan(self._source, whole=whole)
         while True:
             began = time.monotonic()
@@ -177,9 +180,16 @@ class SourceIngestion:
                     raise
             if whole and throttled:
                 await asyncio.sleep((time.monotonic() - began) * (1 / FULL_SCAN_SHARE - 1))
-        if whole:
+        if whole and not self._is_scan_asked_for:
             await self._note_full_scan()
         return done
+
+    def read_again(self) -> None:
+        """Have the next pass look in the ledger for traces and full scans that were asked for since this process
+        began."""
+        self.is_reopened = True
+        self._scanned_at = None
+        self._is_scan_asked_for = True
 
     async def _look_for_missing_calls(self) -> None:
         """Have traces read again whose calls were pulled while they were extracted without them."""

@@ -36,6 +36,9 @@ def record(conn: Connection, source: int, batch: Batch, *, train_ratio: float, s
     if None in assigned:
         warnings += ("some lines without a task have the task_id of a task: they are ignored",)
     batch = replace(batch, entries=tuple(entry for entry in assigned if entry), warnings=warnings)
+    if batch.cursor is not None and ledger.cursor_of(conn, source).generation > batch.cursor.generation:
+        # A line was retried since this pass began: the next one reads from the beginning.
+        batch = replace(batch, cursor=None)
     return ledger.record_batch(conn, source, batch, train_ratio=train_ratio, split_seed=split_seed)
 
 

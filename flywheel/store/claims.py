@@ -180,17 +180,17 @@ def apply_again(conn: Connection, task: int, was: TaskState, verdict: Verdict) -
     return True
 
 
-def release_held(conn: Connection, ids: Sequence[int]) -> list[int]:
+def release_held(conn: Connection, ids: Sequence[int], by: str = "a person") -> list[int]:
     """Let held tasks go on, and never hold them again. Returns those that were held."""
-    released = move_all(conn, ids, TaskState.HELD, TaskState.PENDING, "released by a person")
+    released = move_all(conn, ids, TaskState.HELD, TaskState.PENDING, f"released by {by}")
     for task in released:
         conn.execute(update(influences).where(influences.c.task_id == task).values(released=True))
     return released
 
 
-def reject_held(conn: Connection, ids: Sequence[int]) -> list[int]:
+def reject_held(conn: Connection, ids: Sequence[int], by: str = "a person") -> list[int]:
     """Reject held tasks by a verdict of a person. Returns those that were held."""
-    rejected = move_all(conn, ids, TaskState.HELD, TaskState.REJECTED, "rejected by a person")
+    rejected = move_all(conn, ids, TaskState.HELD, TaskState.REJECTED, f"rejected by {by}")
     for task in rejected:
         store_verdict(conn, task, Verdict(Outcome.REJECTED, 0.0, reason="rejected by a person"), PERSON, "")
     return rejected

@@ -133,7 +133,7 @@ def retry(conn: Connection, ids: Sequence[int] | None = None) -> list[tuple[Dead
     return done
 
 
-def drop(conn: Connection, ids: Sequence[int] | None = None) -> list[DeadLetter]:
+def drop(conn: Connection, ids: Sequence[int] | None = None, by: str = "") -> list[DeadLetter]:
     """Close these dead letters for good, all open ones if none are given; their units stay dead.
 
     Raises StoreError, and changes nothing, if one does not exist or is being retried.
@@ -142,7 +142,7 @@ def drop(conn: Connection, ids: Sequence[int] | None = None) -> list[DeadLetter]
     chosen = _chosen(conn, ids, "drop", DeadLetterState.RETRIED, why)
     for each in chosen:
         if each.state is DeadLetterState.OPEN:
-            move(conn, each.id, DeadLetterState.OPEN, DeadLetterState.DROPPED, "by hand")
+            move(conn, each.id, DeadLetterState.OPEN, DeadLetterState.DROPPED, f"by {by or 'hand'}")
     return chosen
 
 
@@ -183,8 +183,9 @@ def _read_again(conn: Connection, letter: DeadLetter) -> Next:
         return Next.ALIVE
     source = update(sources).where(sources.c.id == reply.source_id)
     if reply.type == "jsonl":
-        # Lines have no trace. The file is read from its beginning; the ledger's keys prevent duplicates.
-        conn.execute(source.values(rowid_done=0))
+        # Lines have no trace. The file is read from its beginning; the ledger's keys prevent duplicates. A pass that
+        # is running has the old generation, and stores no cursor any more.
+        conn.execute(source.values(rowid_done=0, generation=sources.c.generation + 1))
         return Next.REREAD
     if reopen(conn, reply.source_id, [reply.trace_id]):
         return Next.READ

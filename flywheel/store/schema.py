@@ -280,7 +280,7 @@ requests = Table(
     Column("finished_at", Text),
     Index("requests_open", "id", sqlite_where=text("state = 'open'"), postgresql_where=text("state = 'open'")),
 )
-"""Actions that people ask for, see `flywheel.store.requests`. The process that holds the instance lock does them."""
+"""Actions that people ask for, see `flywheel.store.requests`. `result` is what was done, or the error."""
 
 supplies = Table(
     "supplies",

@@ -16,14 +16,13 @@ NEED_IT_STOPPED = (
     "filter",
     "round",
     "round --force",
-    "dead-letters retry --all",
-    "dead-letters drop --all",
 )
 BESIDE_IT = (
     "status",
     "audit",
     "audit --deep",
     "dead-letters",
+    "dead-letters drop --all",
     "tasks",
     "tasks release --all",
     "tasks reject --all",

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from flywheel.cli.app import this_person
 from flywheel.daemon.lock import instance_lock
 from tests.cli.conftest import Ran, Run
 from tests.judge_server import JudgeServer
@@ -180,12 +181,27 @@ def test_a_task_that_a_filter_broke_on_is_judged_after_a_retry(
     assert balanced(flywheel) == {"pending": 0, "dead": 0}
 
 
-@pytest.mark.parametrize("action", ["retry", "drop"])
-def test_writing_waits_for_whoever_holds_the_state(flywheel: Run, studio: Studio, action: str) -> None:
+def test_a_retry_waits_for_whoever_holds_the_state(
+    flywheel: Run, studio: Studio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flywheel.daemon.requests.WAIT_SECONDS", 0.3)
+    flywheel("ingest")
+    correct(studio)
+    with instance_lock(studio.path.parent / "state"):
+        assert letters(flywheel, "retry", "1") == {"retried": [], "queued": True}
+        assert succeeded(flywheel("dead-letters", "retry", "1")).out.startswith("queued: ")
+        assert letters(flywheel)["open"] == 1
+    # The next command that has the state to itself does it first.
+    assert flywheel("ingest", "--json").json["new"] == 1
+    assert letters(flywheel) == {"letters": [], "open": 0, "retried": 1, "dropped": 0}
+
+
+def test_a_drop_waits_for_nobody(flywheel: Run, studio: Studio) -> None:
     flywheel("ingest")
     with instance_lock(studio.path.parent / "state"):
-        assert flywheel("dead-letters", action, "1").code == 75
-        assert letters(flywheel)["open"] == 1
+        assert letters(flywheel, "drop", "1") == {"dropped": [{"id": 1, "kind": "row", "subject": "bad"}]}
+    [entry] = letters(flywheel, "show", "1")["letters"]
+    assert entry["history"][-1]["detail"] == f"by {this_person()}"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, select
 
+from flywheel.cli.app import this_person
 from flywheel.filtering.fingerprint import fingerprint
 from flywheel.filtering.influence import weigh
 from flywheel.states import TaskState
@@ -73,7 +74,7 @@ def test_one_is_released_and_the_others_are_rejected(flywheel: Run, held: list[s
     assert list(states.values()) == [held[2], held[0]]
     story = flywheel("why", held[0], "--json").json["replies"][0]["task"]
     assert story["verdicts"][0]["reason"] == "rejected by a person"
-    assert story["history"][-1]["detail"] == "rejected by a person"
+    assert story["history"][-1]["detail"] == f"rejected by {this_person()}"
     assert flywheel("audit").code == 0
 
 

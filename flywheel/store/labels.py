@@ -1,0 +1,264 @@
+"""Labels: what people say of replies, beside the verdicts of the judge.
+
+Labels are append-only. Of each person, the last label on a task and criterion counts. Labels change no task: they
+show how far judge and people agree, and a file of them calibrates a rubric.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sqlalchemy import ColumnElement, Connection, Select, and_, exists, func, insert, literal, or_, select
+
+from flywheel.batch import storable
+from flywheel.errors import StoreError
+from flywheel.states import Label
+from flywheel.store.bulk import rows_in
+from flywheel.store.schema import labels, tasks, verdicts
+from flywheel.store.transitions import utcnow
+from flywheel.store.verdicts import NOT_OF_THE_JUDGE
+from flywheel.verdict import Outcome
+
+LONGEST_COMMENT: Final = 2_000
+RANDOM_SHARE: Final = 10
+"""One of so many tasks is in the random part of the queue."""
+WINDOW: Final = 2_000
+"""The queue is filled from the newest tasks, so many."""
+QUEUE: Final = 60
+"""Tasks of each part of the queue, at most."""
+_SPREAD: Final = 2_654_435_761
+"""Spreads consecutive numbers evenly (Knuth's multiplicative hash)."""
+_DECIDED: Final = (Outcome.ACCEPTED.value, Outcome.REJECTED.value)
+_later = labels.alias("later_label")
+
+
+@dataclass(frozen=True, slots=True)
+class Opinion:
+    """A label that counts. `criterion` is empty for the whole reply; `accepted` is what the judge's newest verdict
+    says of the same, None without one."""
+
+    id: int
+    task_id: str
+    label: Label
+    criterion: str
+    comment: str
+    is_blind: bool
+    labelled_by: str
+    created_at: str
+    accepted: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Decisions on the same replies, in the same order."""
+
+    first: list[bool]
+    second: list[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Agreements:
+    """What agreement is computed of: people's labels and the judge's verdicts on whole replies, of all labels and of
+    those that were given without seeing the verdict; the same for each criterion; and those of two people."""
+
+    judge: Pairs
+    judge_blind: Pairs
+    criteria: Mapping[str, Pairs]
+    people: Pairs
+
+
+def add(
+    conn: Connection,
+    key: str,
+    label: Label,
+    by: str,
+    *,
+    criterion: str = "",
+    comment: str = "",
+    is_blind: bool = False,
+) -> int:
+    """Store a label on a task; its number. The same label again is not stored twice. Raises StoreError."""
+    attempted = f"label {key}"
+    task = conn.execute(select(tasks.c.id).where(tasks.c.key == key)).scalar_one_or_none()
+    if task is None:
+        raise StoreError(attempted, "there is no task with this id", "`flywheel tasks` lists them.")
+    if len(comment) > LONGEST_COMMENT:
+        raise StoreError(attempted, f"the comment has more than {LONGEST_COMMENT:,} characters", "Shorten it.")
+    verdict = conn.execute(
+        select(verdicts.c.id, verdicts.c.results)
+        .where(verdicts.c.task_id == task)
+        .order_by(verdicts.c.created_at.desc(), verdicts.c.id.desc())
+        .limit(1)
+    ).one_or_none()
+    known = [str(each["criterion"]) for each in verdict.results] if verdict is not None else []
+    if criterion and criterion not in known:
+        why = f"its verdict has no criterion {criterion!r}" + (f", but {', '.join(known)}" if known else "")
+        raise StoreError(attempted, why, "Name another criterion, or none for the whole reply.")
+    person = {"task_id": task, "criterion": criterion, "labelled_by": storable(by)}
+    said = {
+        "verdict_id": verdict.id if verdict is not None else None,
+        "label": label.value,
+        "comment": storable(comment.strip()),
+        "is_blind": is_blind,
+    }
+    last = conn.execute(
+        select(labels)
+        .where(*(labels.c[name] == value for name, value in person.items()))
+        .order_by(labels.c.id.desc())
+        .limit(1)
+    ).one_or_none()
+    if last is not None and all(getattr(last, name) == value for name, value in said.items()):
+        return int(last.id)
+    added = insert(labels).values(**person, **said, created_at=utcnow()).returning(labels.c.id)
+    return int(conn.execute(added).scalar_one())
+
+
+def of_task(conn: Connection, task: int) -> list[dict[str, Any]]:
+    """All labels of a task, the newest first; `counts` says whether it is its person's last one."""
+    rows = conn.execute(select(labels, _counts().label("counts")).where(labels.c.task_id == task)).mappings()
+    return [dict(row) for row in sorted(rows, key=lambda row: -int(row["id"]))]
+
+
+def listed(conn: Connection, *, by: str | None = None, criterion: str | None = None) -> list[Opinion]:
+    """The labels that count, the newest first."""
+    query = select(labels, tasks.c.key).join(tasks, tasks.c.id == labels.c.task_id).where(_counts())
+    if by is not None:
+        query = query.where(labels.c.labelled_by == by)
+    if criterion is not None:
+        query = query.where(labels.c.criterion == criterion)
+    rows = conn.execute(query.order_by(labels.c.id.desc())).all()
+    judged = _judged(conn, sorted({row.task_id for row in rows}))
+    return [
+        Opinion(
+            row.id, row.key, Label(row.label), row.criterion, row.comment, bool(row.is_blind), row.labelled_by,
+            row.created_at, judged.get((row.task_id, row.criterion)),
+        )
+        for row in rows
+    ]  # fmt: skip
+
+
+def _counts() -> ColumnElement[bool]:
+    """Labels that no later one of the same person on the same task and criterion replaces."""
+    same = [_later.c[name] == labels.c[name] for name in ("task_id", "criterion", "labelled_by")]
+    return ~exists(select(_later.c.id).where(*same, _later.c.id > labels.c.id))
+
+
+def _judged(conn: Connection, ids: Sequence[int]) -> dict[tuple[int, str], bool]:
+    """What the newest decided verdict of a judge says of each task, in all (criterion "") and by criterion."""
+    decided = select(verdicts.c.task_id, verdicts.c.outcome, verdicts.c.results).where(
+        verdicts.c.outcome.in_(_DECIDED), ~NOT_OF_THE_JUDGE
+    )
+    found: dict[tuple[int, str], bool] = {}
+    for row in rows_in(conn, decided.order_by(verdicts.c.id), verdicts.c.task_id, ids):
+        found[row.task_id, ""] = row.outcome == Outcome.ACCEPTED.value
+        for each in row.results:
+            found[row.task_id, str(each["criterion"])] = bool(each["passed"])
+    return found
+
+
+def agreements(opinions: Iterable[Opinion]) -> Agreements:
+    """What people and judge have both decided. Labels `unsure` decide nothing."""
+    judge, blind, people = Pairs([], []), Pairs([], []), Pairs([], [])
+    criteria: dict[str, Pairs] = {}
+    by_task: dict[str, dict[str, bool]] = {}
+    for each in opinions:
+        if each.label is Label.UNSURE:
+            continue
+        accepts = each.label is Label.ACCEPT
+        if not each.criterion:
+            by_task.setdefault(each.task_id, {})[each.labelled_by] = accepts
+        if each.accepted is None:
+            continue
+        for pairs in (
+            (criteria.setdefault(each.criterion, Pairs([], [])),)
+            if each.criterion
+            else (judge, blind) if each.is_blind else (judge,)
+        ):  # fmt: skip
+            pairs.first.append(accepts)
+            pairs.second.append(each.accepted)
+    for said in by_task.values():
+        if len(said) > 1:
+            # The two whose names come first: each reply counts once.
+            one, other = sorted(said)[:2]
+            people.first.append(said[one])
+            people.second.append(said[other])
+    return Agreements(judge, blind, dict(sorted(criteria.items())), people)
+
+
+def label_file(conn: Connection) -> list[dict[str, Any]]:
+    """The lines of a file for `rubric calibrate` and `suggest`: one for each labelled task, oldest label first.
+
+    The verdict is that of most people, null if they are unsure or as many accept as reject.
+    """
+    by_task: dict[str, list[Opinion]] = {}
+    for each in reversed(listed(conn, criterion="")):
+        by_task.setdefault(each.task_id, []).append(each)
+    rows = rows_in(conn, select(tasks.c.key, tasks.c.payload), tasks.c.key, list(by_task))
+    lines = {row.key: row.payload for row in rows}
+    found = []
+    for key, said in by_task.items():
+        votes = Counter(each.label for each in said)
+        more = votes[Label.ACCEPT] - votes[Label.REJECT]
+        verdict = None if not more else Label.ACCEPT.value if more > 0 else Label.REJECT.value
+        reason = "; ".join(each.comment for each in said if each.comment)
+        people = [
+            {"by": each.labelled_by, "label": each.label.value, "at": each.created_at, "blind": each.is_blind}
+            for each in said
+        ]
+        found.append({**lines[key], "verdict": verdict, "reason": reason, "labels": people})
+    return found
+
+
+def queue(conn: Connection, by: str, threshold: float) -> list[tuple[int, str]]:
+    """The tasks that a person should label next, each with why: `disputed`, `threshold` or `random`.
+
+    Disputed are tasks whose judge gave different answers, or where people contradict each other or the verdict. Near
+    the threshold are those whose scores are closest to it. The random tenth is a sample without such a choice, for
+    figures that hold for all tasks. Each task is there once; those that the person has labelled are left out.
+    """
+    newest = select(func.max(tasks.c.id)).scalar_subquery()
+    recent = verdicts.c.task_id > newest - WINDOW
+    mine = select(labels.c.id).where(
+        labels.c.task_id == verdicts.c.task_id, labels.c.labelled_by == by, labels.c.criterion == ""
+    )
+    base = (
+        select(verdicts.c.task_id)
+        .where(recent, verdicts.c.outcome.in_(_DECIDED), ~NOT_OF_THE_JUDGE, ~exists(mine))
+        .group_by(verdicts.c.task_id)
+        .limit(QUEUE)
+    )
+    distance = func.min(func.abs(verdicts.c.score - threshold))
+    spread = (verdicts.c.task_id * _SPREAD).op("%")(1 << 32) / (1 << 16)
+    parts: dict[str, Select[Any]] = {
+        "disputed": base.where(_is_disputed()).order_by(verdicts.c.task_id.desc()),
+        "threshold": base.order_by(distance, verdicts.c.task_id.desc()),
+        "random": base.where(spread.op("%")(RANDOM_SHARE) == 0).order_by(verdicts.c.task_id.desc()),
+    }
+    found: dict[int, str] = {}
+    for why, query in parts.items():
+        for task in conn.execute(query).scalars():
+            found.setdefault(int(task), why)
+    return list(found.items())
+
+
+def _is_disputed() -> ColumnElement[bool]:
+    """Verdicts of which the judge's answers differ, or that a label contradicts."""
+    # Parsing JSON takes most of the time: only that of verdicts with several answers is parsed.
+    text, stage = func.coalesce(verdicts.c.judgements, "[]"), literal('"stage"')
+    after_first = func.substr(text, func.instr(text, stage) + 7)
+    each = func.json_each(verdicts.c.judgements).table_valued("value")
+    outcomes = select(func.count(func.distinct(func.json_extract(each.c.value, "$.outcome")))).select_from(each)
+    differ = and_(func.instr(after_first, stage) > 0, outcomes.correlate(verdicts).scalar_subquery() > 1)
+    opposite = or_(
+        and_(labels.c.label == Label.ACCEPT.value, verdicts.c.outcome == Outcome.REJECTED.value),
+        and_(labels.c.label == Label.REJECT.value, verdicts.c.outcome == Outcome.ACCEPTED.value),
+    )
+    contradicted = exists(
+        select(labels.c.id)
+        .where(labels.c.task_id == verdicts.c.task_id, labels.c.criterion == "", opposite, _counts())
+        .correlate(verdicts)
+    )
+    return or_(differ, contradicted)

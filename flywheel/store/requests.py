@@ -1,0 +1,176 @@
+"""Requests: actions that people ask for, with who asked and when, and what became of them.
+
+A request is stored before it is carried out, and carried out in one transaction with its change of state: kill -9
+neither loses one nor does it twice. Most are carried out in the transaction that stores them, beside a running
+daemon. Those that change where sources are read next wait for the process that holds the instance lock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+from sqlalchemy import Connection, Row, func, select
+
+from flywheel.batch import storable
+from flywheel.errors import FlywheelError, StoreError
+from flywheel.states import Label, RequestState, TaskState
+from flywheel.store import claims, dead_letters, labels, task_list
+from flywheel.store.dead_letters import DeadLetter
+from flywheel.store.schema import requests
+from flywheel.store.transitions import create, move, utcnow
+
+log = logging.getLogger(__name__)
+
+LONGEST_NAME: Final = 200
+
+
+class Kind(StrEnum):
+    """What can be asked for."""
+
+    LABEL = "label"
+    """say whether a reply is good"""
+    RELEASE = "release"
+    """pass held tasks on to the filters and the judge"""
+    REJECT = "reject"
+    """reject held tasks"""
+    RETRY = "retry"
+    """process the units of dead letters again"""
+    DROP = "drop"
+    """close dead letters for good"""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request. `result` is what was done, or of a failed one the parts of the error."""
+
+    id: int
+    kind: Kind
+    state: RequestState
+    requested_by: str
+    created_at: str
+    result: Any
+
+    @property
+    def error(self) -> StoreError | None:
+        """Why it failed."""
+        return StoreError(**self.result) if self.state is RequestState.FAILED else None
+
+
+def submit(conn: Connection, kind: Kind, arguments: Mapping[str, Any], by: str) -> int:
+    """Store a request, and carry it out at once unless it needs the instance lock; its number."""
+    who = storable(by)[:LONGEST_NAME] or "unknown"
+    number = create(
+        conn, RequestState.OPEN, f"{kind} by {who}", kind=kind.value, arguments=arguments, requested_by=who
+    )
+    if kind is not Kind.RETRY:
+        _carry_out(conn, number, kind, arguments, who)
+    return number
+
+
+def carry_out(conn: Connection) -> int:
+    """Carry out all open requests in their order; how many. The caller holds the instance lock."""
+    is_open = requests.c.state == RequestState.OPEN.value
+    rows = conn.execute(select(requests).where(is_open).order_by(requests.c.id)).all()
+    for row in rows:
+        _carry_out(conn, row.id, row.kind, row.arguments, row.requested_by)
+    return len(rows)
+
+
+def with_id(conn: Connection, number: int) -> Request:
+    """The request of this number."""
+    return _request(conn.execute(select(requests).where(requests.c.id == number)).one())
+
+
+def since(conn: Connection, number: int) -> tuple[int, frozenset[Kind]]:
+    """The number of the newest request, and the kinds of those after `number`."""
+    rows = conn.execute(
+        select(requests.c.kind, func.max(requests.c.id).label("newest"))
+        .where(requests.c.id > number)
+        .group_by(requests.c.kind)
+    ).all()
+    known = frozenset(Kind(row.kind) for row in rows if row.kind in list(Kind))
+    return max((row.newest for row in rows), default=number), known
+
+
+def _request(row: Row[Any]) -> Request:
+    state = RequestState(row.state)
+    return Request(row.id, Kind(row.kind), state, row.requested_by, row.created_at, row.result)
+
+
+def _carry_out(conn: Connection, number: int, kind: str, arguments: Mapping[str, Any], by: str) -> None:
+    """Carry out one request. One that fails changes nothing, and its error is stored."""
+    savepoint = conn.begin_nested()
+    try:
+        result = _ACTIONS[Kind(kind)](conn, arguments, by)
+    except FlywheelError as error:
+        savepoint.rollback()
+        failure = error
+    except (LookupError, TypeError, ValueError) as error:
+        # A row of another version, or of another program.
+        savepoint.rollback()
+        log.exception("request %d", number)
+        failure = StoreError(f"carry out request {number}", f"it is not understood ({type(error).__name__})")
+    else:
+        savepoint.commit()
+        move(conn, number, RequestState.OPEN, RequestState.DONE, result=result, finished_at=utcnow())
+        return
+    parts = {"attempted": failure.attempted, "why": failure.why, "hint": failure.hint}
+    move(
+        conn, number, RequestState.OPEN, RequestState.FAILED, failure.why[:500],
+        result=parts, error=str(failure), finished_at=utcnow(),
+    )  # fmt: skip
+
+
+def _label(conn: Connection, arguments: Mapping[str, Any], by: str) -> dict[str, Any]:
+    number = labels.add(
+        conn,
+        str(arguments["task_id"]),
+        Label(arguments["label"]),
+        by,
+        criterion=str(arguments.get("criterion", "")),
+        comment=str(arguments.get("comment", "")),
+        is_blind=bool(arguments.get("is_blind", False)),
+    )
+    return {"label": number}
+
+
+def _decide(conn: Connection, arguments: Mapping[str, Any], by: str, verb: str) -> dict[str, Any]:
+    """Release or reject held tasks: these, or all without `tasks`."""
+    keys: Sequence[str] | None = arguments["tasks"]
+    held = {row.key: row.id for row in reversed(task_list.listed(conn, task_list.conditions(TaskState.HELD)))}
+    if unknown := [key for key in keys or () if key not in held]:
+        raise StoreError(
+            f"{verb} {', '.join(unknown[:5])}",
+            "no held task has this id" if len(unknown) == 1 else "no held tasks have these ids",
+            "`flywheel tasks --state held` lists them.",
+        )
+    decide = claims.release_held if verb == "release" else claims.reject_held
+    done = set(decide(conn, [held[key] for key in (held if keys is None else keys)], by))
+    past = "released" if verb == "release" else "rejected"
+    return {past: [key for key, number in held.items() if number in done]}
+
+
+def _named(letter: DeadLetter) -> dict[str, Any]:
+    return {"id": letter.id, "kind": letter.kind, "subject": letter.subject}
+
+
+def _retry(conn: Connection, arguments: Mapping[str, Any], by: str) -> dict[str, Any]:
+    done = dead_letters.retry(conn, arguments["ids"])
+    return {"retried": [{**_named(letter), "next": then.value} for letter, then in done]}
+
+
+def _drop(conn: Connection, arguments: Mapping[str, Any], by: str) -> dict[str, Any]:
+    return {"dropped": [_named(letter) for letter in dead_letters.drop(conn, arguments["ids"], by)]}
+
+
+_ACTIONS: Final[Mapping[Kind, Callable[[Connection, Mapping[str, Any], str], dict[str, Any]]]] = {
+    Kind.LABEL: _label,
+    Kind.RELEASE: lambda conn, arguments, by: _decide(conn, arguments, by, "release"),
+    Kind.REJECT: lambda conn, arguments, by: _decide(conn, arguments, by, "reject"),
+    Kind.RETRY: _retry,
+    Kind.DROP: _drop,
+}

@@ -1,0 +1,136 @@
+"""Requests beside a running daemon, which may be killed before it carries them out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sqlite3
+import subprocess
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flywheel.config import load
+from flywheel.daemon import requests
+from flywheel.store.requests import Kind, Request
+from tests.daemon.test_service import Daemon, wait_for
+from tests.judge_server import JudgeServer
+from tests.sources.studio.writer import Studio, agent
+
+BAD = {**agent("bad", trace="bad-trace", began=5, ended=6), "attributes": "{broken"}
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    """A daemon that reads a database with a bad row and a file with a bad line."""
+    studio = Studio(tmp_path / "studio.sqlite")
+    studio.write(agent("good", trace="good-trace"), BAD)
+    (tmp_path / "lines.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n{"question": broken}\n')
+    with JudgeServer() as judge:
+        made = Daemon(tmp_path, judge, [studio.path])
+        settings = json.loads(made.config.read_text())
+        settings["sources"].append({"type": "jsonl", "path": str(tmp_path / "lines.jsonl")})
+        made.config.write_text(json.dumps(settings))
+        yield made
+        made.stop()
+
+
+def correct(folder: Path) -> None:
+    with closing(sqlite3.connect(folder / "studio.sqlite")) as conn, conn:
+        conn.execute("UPDATE span_table SET attributes = ? WHERE spanId = 'bad'", (agent("bad")["attributes"],))
+    # In place: the length stays.
+    path = folder / "lines.jsonl"
+    path.write_text(path.read_text().replace('{"question": broken}', '{"question":"b?", "answer":"b"}'))
+
+
+def ask(daemon: Daemon, kind: Kind, arguments: dict[str, Any]) -> Request:
+    return asyncio.run(requests.perform(load(daemon.config), kind, arguments, "alice"))
+
+
+def counts(daemon: Daemon) -> dict[str, int]:
+    with closing(sqlite3.connect(f"file:{daemon.state / 'state.db'}?mode=ro", uri=True)) as conn:
+        return dict(conn.execute("SELECT state, count(*) FROM dead_letters GROUP BY state").fetchall())
+
+
+def attempts(daemon: Daemon) -> list[int]:
+    with closing(sqlite3.connect(f"file:{daemon.state / 'state.db'}?mode=ro", uri=True)) as conn:
+        return [count for (count,) in conn.execute("SELECT attempts FROM dead_letters WHERE state = 'open'")]
+
+
+def hang(daemon: Daemon) -> subprocess.Popen[str]:
+    """Stop the daemon's process at a moment at which it does not write."""
+    assert daemon.process is not None
+
+    def is_stopped() -> bool:
+        daemon.process.send_signal(signal.SIGSTOP)  # type: ignore[union-attr]
+        with closing(sqlite3.connect(daemon.state / "state.db", timeout=0.2, isolation_level=None)) as conn:
+            try:
+                conn.execute("BEGIN IMMEDIATE")
+            except sqlite3.OperationalError:
+                daemon.process.send_signal(signal.SIGCONT)  # type: ignore[union-attr]
+                return False
+        return True
+
+    wait_for(is_stopped, "a daemon that does not write")
+    return daemon.process
+
+
+def is_there(daemon: Daemon) -> bool:
+    return (daemon.state / "state.db").exists()
+
+
+@pytest.mark.slow
+def test_a_running_daemon_retries_rows_and_lines(daemon: Daemon) -> None:
+    daemon.start()
+    wait_for(lambda: is_there(daemon) and counts(daemon).get("open") == 2, "two dead letters")
+    done = ask(daemon, Kind.RETRY, {"ids": None})
+    assert sorted(each["next"] for each in done.result["retried"]) == ["read", "reread"]
+    wait_for(lambda: attempts(daemon) == [2, 2], "both being read again, in vain")
+    correct(daemon.folder)
+    assert ask(daemon, Kind.RETRY, {"ids": None}).error is None
+    wait_for(lambda: daemon.judged() == 4, "the verdicts on all four replies")
+    assert counts(daemon) == {"retried": 2}
+    assert daemon.ask("audit")["balanced"]
+
+
+@pytest.mark.slow
+def test_a_kill_before_it_is_carried_out_neither_loses_nor_repeats_it(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "WAIT_SECONDS", 1.0)
+    daemon.start()
+    wait_for(lambda: is_there(daemon) and counts(daemon).get("open") == 2, "two dead letters")
+    process = hang(daemon)
+    correct(daemon.folder)
+    waiting = ask(daemon, Kind.RETRY, {"ids": [1]})
+    assert waiting.state == "open"
+    assert counts(daemon) == {"open": 2}
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    daemon.start()
+    wait_for(lambda: counts(daemon) == {"open": 1, "retried": 1}, "the retry")
+    wait_for(lambda: daemon.judged() == 3, "the verdicts")
+    with closing(sqlite3.connect(f"file:{daemon.state / 'state.db'}?mode=ro", uri=True)) as conn:
+        assert conn.execute("SELECT state, requested_by FROM requests").fetchall() == [("done", "alice")]
+        retries = "SELECT count(*) FROM events WHERE kind = 'dead_letters' AND new = 'retried'"
+        assert conn.execute(retries).fetchone() == (1,)
+    assert daemon.ask("audit")["balanced"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Kind.RELEASE, Kind.REJECT, Kind.LABEL, Kind.DROP])
+def test_the_others_do_not_wait_for_a_daemon_that_hangs(daemon: Daemon, kind: Kind) -> None:
+    daemon.start()
+    wait_for(lambda: is_there(daemon) and daemon.judged() == 2, "two verdicts")
+    wait_for(lambda: counts(daemon).get("open") == 2, "two dead letters")
+    hang(daemon)
+    key = daemon.lines()[0]["task_id"]
+    arguments = {
+        Kind.RELEASE: {"tasks": None}, Kind.REJECT: {"tasks": None}, Kind.DROP: {"ids": None},
+        Kind.LABEL: {"task_id": key, "label": "reject"},
+    }  # fmt: skip
+    assert ask(daemon, kind, arguments[kind]).state == "done"
