@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from flywheel.config import Config
 from flywheel.errors import FlywheelError
-from flywheel.web import gate, tasks
+from flywheel.web import gate, live, tasks
 from flywheel.web.guard import Guard
 from flywheel.web.site import Site, site_of
 
@@ -37,6 +37,7 @@ def application(config: Config, *, names: frozenset[str] = LOCAL_NAMES, token: s
             Route("/gate", gate.show_list),
             Route("/gate/{round}", gate.show),
             Route("/gate/{round}/{task}", gate.show_pair),
+            Route("/live", live.show),
             Mount("/static", StaticFiles(directory=str(files("flywheel.web") / "static"))),
         ],
         exception_handlers={HTTPException: refuse, FlywheelError: explain},
@@ -72,4 +73,12 @@ async def serve(app: ASGIApp, listening: socket.socket, announce: Callable[[], N
         timeout_graceful_shutdown=GRACE_SECONDS,
     )
     announce()
-    await uvicorn.Server(settings).serve([listening])
+    await Server(settings).serve([listening])
+
+
+class Server(uvicorn.Server):
+    """Ends the streams of open pages first: they would keep it from stopping."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        live.stop()
+        await super().shutdown(sockets)
