@@ -25,6 +25,7 @@ def web(
         list[str] | None,
         typer.Option(metavar="HOST", help="Host name by which browsers reach it, for example behind a proxy."),
     ] = None,
+    read_only: Annotated[bool, typer.Option("--read-only", help="Nobody can change anything by the pages.")] = False,
 ) -> None:
     """Show the state in a browser, beside the daemon or without it."""
     from flywheel.config.ingest import is_loopback
@@ -40,7 +41,7 @@ def web(
     shown = f"[{host}]" if ":" in host else host
     address = f"http://{shown}:{listening.getsockname()[1]}/"
     names = server.LOCAL_NAMES | {each.lower() for each in (host, *(name or ()))}
-    pages = server.application(settings, names=names, token=token)
+    pages = server.application(settings, names=names, token=token, is_read_only=read_only)
     run_async(
         server.serve(pages, listening, lambda: typer.echo(f"The state is shown at {address} (Ctrl-C stops it)"))
     )

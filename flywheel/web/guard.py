@@ -1,7 +1,8 @@
-"""Who may ask, and what a browser may do with an answer.
+"""Who may ask for what, and what a browser may do with an answer.
 
 Requests by a name that is not this server's are refused: a web site could have its own name resolve to a loopback
-address and read the page (DNS rebinding). An IP address as name cannot be abused so.
+address and read the page (DNS rebinding). An IP address as name cannot be abused so. Every form carries a token that
+only pages of this server contain, so another site cannot send one (cross-site request forgery).
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ HEADERS: Final = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
-LONGEST_FORM: Final = 4_096
+LONGEST_FORM: Final = 65_536
+"""Bytes."""
+SAFE_METHODS: Final = frozenset({"GET", "HEAD"})
 REFUSAL_SECONDS: Final = 1.0
 """How long a wrong token waits for its answer."""
 
@@ -42,12 +45,15 @@ REFUSAL_SECONDS: Final = 1.0
 class Guard:
     """Checks the name of the server and the token, and sets the security headers."""
 
-    def __init__(self, app: ASGIApp, site: Site, names: frozenset[str], token: str | None) -> None:
+    def __init__(
+        self, app: ASGIApp, site: Site, names: frozenset[str], token: str | None, *, is_read_only: bool = False
+    ) -> None:
         """`names` are the host names of this server, besides IP addresses."""
         self._app = app
         self._site = site
         self._names = names
         self._token = token
+        self._is_read_only = is_read_only
         self._session = secrets.token_urlsafe(32)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -71,15 +77,33 @@ class Guard:
         if not is_known(host, self._names):
             why = f"This server does not answer by the name {host!r}. Start it with --name to allow that."
             return PlainTextResponse(why, HTTPStatus.MISDIRECTED_REQUEST)
-        if self._token is None or request.url.path.startswith("/static/"):
-            return None
-        if request.url.path == SIGN_IN:
+        is_sign_in = self._token is not None and request.url.path == SIGN_IN
+        if request.method not in SAFE_METHODS and (refused := await self._take_form(request, is_sign_in)):
+            return refused
+        if is_sign_in:
             return await self._sign_in(request)
-        if self._may_see(request):
+        if self._token is None or request.url.path.startswith("/static/") or self._may_see(request):
             return None
         if request.method == "GET" and "text/html" in request.headers.get("accept", ""):
             return RedirectResponse(SIGN_IN, HTTPStatus.SEE_OTHER)
         return PlainTextResponse("Give the token of this server.", HTTPStatus.UNAUTHORIZED)
+
+    async def _take_form(self, request: Request, is_sign_in: bool) -> Response | None:
+        """Read the fields of a form into `request.state.form`; the refusal of what did not come from a page."""
+        if self._is_read_only and not is_sign_in:
+            return PlainTextResponse("This server is read-only.", HTTPStatus.FORBIDDEN)
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > LONGEST_FORM:
+                return PlainTextResponse("The form is too long.", HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+        fields = parse_qs(body.decode(errors="replace"), keep_blank_values=True)
+        given = fields.pop("csrf", [""])[0]
+        if not is_same_origin(request.headers) or not hmac.compare_digest(given.encode(), self._site.csrf.encode()):
+            why = "This form is not of a page of this server, or the server was restarted: load the page again."
+            return PlainTextResponse(why, HTTPStatus.FORBIDDEN)
+        request.state.form = fields
+        return None
 
     def _may_see(self, request: Request) -> bool:
         kind, _, given = request.headers.get("authorization", "").partition(" ")
@@ -93,14 +117,7 @@ class Guard:
     async def _sign_in(self, request: Request) -> Response:
         if request.method != "POST":
             return self._site.page("sign_in.html", wrong=False)
-        if not is_same_origin(request.headers):
-            return PlainTextResponse("This form was sent by another site.", HTTPStatus.FORBIDDEN)
-        body = b""
-        async for part in request.stream():
-            body += part
-            if len(body) > LONGEST_FORM:
-                return PlainTextResponse("The form is too long.", HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
-        if not self._is_token(parse_qs(body.decode(errors="replace")).get("token", [""])[0]):
+        if not self._is_token(request.state.form.get("token", [""])[0]):
             await asyncio.sleep(REFUSAL_SECONDS)
             return self._site.page("sign_in.html", HTTPStatus.UNAUTHORIZED, wrong=True)
         response = RedirectResponse("/", HTTPStatus.SEE_OTHER)

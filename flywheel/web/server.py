@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from importlib.resources import files
+from typing import Final
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
-from starlette.routing import Mount, Route
+from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
@@ -26,24 +27,18 @@ LOCAL_NAMES = frozenset({"localhost"})
 GRACE_SECONDS = 2
 
 
-def application(config: Config, *, names: frozenset[str] = LOCAL_NAMES, token: str | None = None) -> ASGIApp:
+def application(
+    config: Config,
+    *,
+    names: frozenset[str] = LOCAL_NAMES,
+    token: str | None = None,
+    is_read_only: bool = False,
+) -> ASGIApp:
     """The pages. `names` are the host names by which browsers reach them, besides IP addresses."""
-    site = Site(config)
-    app = Starlette(
-        routes=[
-            Route("/", home),
-            Route("/tasks", tasks.show_list),
-            Route("/tasks/{key}", tasks.show),
-            Route("/gate", gate.show_list),
-            Route("/gate/{round}", gate.show),
-            Route("/gate/{round}/{task}", gate.show_pair),
-            Route("/live", live.show),
-            Mount("/static", StaticFiles(directory=str(files("flywheel.web") / "static"))),
-        ],
-        exception_handlers={HTTPException: refuse, FlywheelError: explain},
-    )
+    site = Site(config, is_read_only=is_read_only)
+    app = Starlette(routes=ROUTES, exception_handlers={HTTPException: refuse, FlywheelError: explain})
     app.state.site = site
-    return Guard(app, site, names, token)
+    return Guard(app, site, names, token, is_read_only=is_read_only)
 
 
 async def home(request: Request) -> Response:
@@ -60,6 +55,18 @@ async def refuse(request: Request, error: Exception) -> Response:
 async def explain(request: Request, error: Exception) -> Response:
     """A page for a state that cannot be read."""
     return site_of(request).page("error.html", HTTPStatus.SERVICE_UNAVAILABLE, message=str(error))
+
+
+ROUTES: Final[Sequence[BaseRoute]] = (
+    Route("/", home),
+    Route("/tasks", tasks.show_list),
+    Route("/tasks/{key}", tasks.show),
+    Route("/gate", gate.show_list),
+    Route("/gate/{round}", gate.show),
+    Route("/gate/{round}/{task}", gate.show_pair),
+    Route("/live", live.show),
+    Mount("/static", StaticFiles(directory=str(files("flywheel.web") / "static"))),
+)
 
 
 async def serve(app: ASGIApp, listening: socket.socket, announce: Callable[[], None]) -> None:

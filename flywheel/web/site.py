@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
@@ -24,10 +25,11 @@ PAGES: Final = (("/tasks", "Tasks"), ("/gate", "Gate"))
 
 
 class Site:
-    """The pages of one state."""
+    """The pages of one state. `csrf` is the token that every form carries."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, is_read_only: bool = False) -> None:
         self.config = config
+        self.csrf = secrets.token_urlsafe(32)
         self._environment = jinja2.Environment(
             loader=jinja2.PackageLoader("flywheel.web"),
             autoescape=True,
@@ -40,7 +42,10 @@ class Site:
             "visible": text.visible, "excerpt": text.excerpt, "moment": text.moment, "score": text.score,
             "percent": text.percent, "plain": text.plain, "as_json": text.as_json, "arguments": text.arguments,
         }  # fmt: skip
-        self._environment.globals |= {"version": __version__, "shown": text.SHOWN, "pages": PAGES}
+        self._environment.globals |= {
+            "version": __version__, "shown": text.SHOWN, "pages": PAGES, "csrf_token": self.csrf,
+            "is_read_only": is_read_only,
+        }  # fmt: skip
 
     async def read(self, function: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The result of a function on the state as it is now. Raises StoreError."""
