@@ -214,6 +214,9 @@ def tree_sha256(directory: Path) -> str:
 SHIPPED_FOLDERS: Final = ("configs", "filters", "rubrics", "systemd")
 """Folders that users edit; `flywheel init` copies them."""
 
+DOCUMENTATION_KINDS: Final = ("tutorials", "how-to", "reference", "explanation", ".")
+"""Folders of pages below `docs/`, in the order in which `flywheel docs` lists them."""
+
 
 def shipped_folder() -> Path:
     """The folder of the files that come with Flywheel: inside an installed package, or beside it in a checkout."""
@@ -224,4 +227,6 @@ def shipped_folder() -> Path:
 
 def documentation_pages() -> dict[str, Path]:
     """The pages of the documentation by name, as `flywheel docs` takes them."""
-    return {path.stem: path for path in sorted((shipped_folder() / "docs").glob("*.md"))}
+    docs = shipped_folder() / "docs"
+    found = [path for kind in DOCUMENTATION_KINDS for path in sorted((docs / kind).glob("*.md"))]
+    return {path.stem: path for path in found}

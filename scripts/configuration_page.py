@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the settings' own docstrings: `python -m scripts.configuration_page`.
+"""Writes docs/reference/configuration.md from the settings' own docstrings: `python -m scripts.configuration_page`.
 
 Also writes the JSON Schemas of files that users edit.
 """
@@ -16,7 +16,7 @@ from flywheel.config import Config
 from flywheel.yaml_file import sections_in
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "configuration.md"
+PAGE = ROOT / "docs" / "reference" / "configuration.md"
 
 HEAD = """# Configuration
 

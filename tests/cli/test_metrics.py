@@ -122,13 +122,13 @@ def test_prometheus_finds_nothing_wrong_with_the_metrics(flywheel: Run, tmp_path
 
 
 def test_every_metric_is_on_the_page_and_no_other(flywheel: Run) -> None:
-    page = (ROOT / "docs" / "operations.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "operations.md").read_text()
     exposed = set(re.findall(r"^# TYPE (\S+)", flywheel("status", "--metrics").out, re.M))
     assert exposed == set(re.findall(r"^\| `(flywheel_\w+)", page, re.M))
 
 
 def test_every_condition_is_on_the_page(flywheel: Run) -> None:
-    page = (ROOT / "docs" / "operations.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "operations.md").read_text()
     named = set(re.findall(r"^\| `([\w' ]+)` \|", page.split("## Conditions")[1].split("\n## ")[0], re.M))
     code = "\n".join(
         (ROOT / "flywheel" / "sources" / "studio" / name).read_text() for name in ("database.py", "schema.py")

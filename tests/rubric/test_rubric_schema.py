@@ -133,7 +133,7 @@ def test_every_type_is_taken_by_both(kind: str, tmp_path: Path) -> None:
 
 
 def test_the_page_names_every_key_and_every_type() -> None:
-    page = (Path(__file__).parent.parent.parent / "docs" / "rubrics.md").read_text()
+    page = (Path(__file__).parent.parent.parent / "docs" / "reference" / "rubrics.md").read_text()
     schema = json_schema()
     keys = {key for part in (schema, *schema["$defs"].values()) for key in part["properties"]}
     assert [name for name in (*keys, *KINDS) if f"`{name}`" not in page and f"`{name}:" not in page] == []

@@ -1,4 +1,4 @@
-"""The worked example of `docs/training.md` is what happens."""
+"""The worked example of `docs/explanation/training.md` is what happens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flywheel.training.agent.recorded_tools import Outcome, RecordedTools
 from flywheel.training.agent.recordings import results_of
 from tests.training.agent.recordings import ADD, call, recording, shared_recordings, tool
 
-PAGE = (Path(__file__).parents[3] / "docs" / "training.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "explanation" / "training.md").read_text()
 ROW = re.compile(r"^\| `(?P<name>\w+)\((?P<arguments>\{[^`]*?)\)?`(?: again)? \| (?P<answer>.*?) \| .* \|$", re.M)
 PRICE = tool("stock_price", "The price.", symbol={"type": "string"}, currency={"type": "string", "default": "USD"})
 TRACE = recording(
