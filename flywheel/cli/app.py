@@ -46,7 +46,8 @@ HINTS: Final[Mapping[str, str]] = {
     "calibrate": "rubric calibrate", "lint": "rubric check", "validate": "rubric check", "learn": "round",
     "finetune": "round", "gate": "why ROUND", "lineage": "why ROUND", "swap": "deploy", "promote": "deploy",
     "undo": "rollback", "revert": "rollback", "check": "doctor", "setup": "init", "new": "init", "clean": "prune",
-    "settings": "config show", "completion": "--install-completion", "help": "--help", "version": "--version",
+    "annotate": "label TASK accept", "settings": "config show",
+    "completion": "--install-completion", "help": "--help", "version": "--version",
 }  # fmt: skip
 """What to type instead of a word that is no command."""
 _UNCUT: Final = 1_000
@@ -307,7 +308,7 @@ def print_error(text: str) -> None:
 
 MODULES: Final = (
     "run", "ingest", "filter", "rounds", "rollouts", "prune", "status", "audit", "why", "dead_letters", "tasks",
-    "show", "web", "rubric", "export", "settings", "setup", "doctor",
+    "show", "labels", "web", "rubric", "export", "settings", "setup", "doctor",
 )  # fmt: skip
 """Each adds its commands to `app` when it is imported, in the order of `--help`."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import bootstrap
 
+from flywheel.judge.agreement import Confusion, Kappa, confusion
 from flywheel.judge.budget import Budget
 from flywheel.judge.grader import Grader
 from flywheel.judge.labels import Label
@@ -25,44 +25,6 @@ RESAMPLES: Final = 9999
 SEED: Final = 0
 _CELLS: Final = 5_000_000
 """Entries of one batch of resamples: it bounds the memory for any number of labels."""
-
-
-@dataclass(frozen=True, slots=True)
-class Confusion:
-    """Counts of pairs of decisions: first the person's, then the judge's."""
-
-    accept_accept: int
-    accept_reject: int
-    reject_accept: int
-    reject_reject: int
-
-    @property
-    def n(self) -> int:
-        return self.accept_accept + self.accept_reject + self.reject_accept + self.reject_reject
-
-    @property
-    def agreement(self) -> float:
-        """The share of equal decisions."""
-        return (self.accept_accept + self.reject_reject) / self.n
-
-    @property
-    def base_rate(self) -> float:
-        """The share that people accept."""
-        return (self.accept_accept + self.accept_reject) / self.n
-
-    @property
-    def judge_rate(self) -> float:
-        """The share that the judge accepts."""
-        return (self.accept_accept + self.reject_accept) / self.n
-
-
-@dataclass(frozen=True, slots=True)
-class Kappa:
-    """The estimate with its 95 % interval; None where it is not defined."""
-
-    value: float | None
-    low: float | None
-    high: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +126,6 @@ def _summary(
         prompt_tokens=sum(verdict.prompt_tokens for verdict in everything),
         completion_tokens=sum(verdict.completion_tokens for verdict in everything),
     )
-
-
-def confusion(people: Sequence[bool], judge: Sequence[bool]) -> Confusion:
-    counts = Counter(zip(people, judge, strict=True))
-    return Confusion(*(counts[pair] for pair in ((True, True), (True, False), (False, True), (False, False))))
 
 
 def kappa_of(people: Sequence[bool], judge: Sequence[bool]) -> Kappa:

@@ -231,17 +231,22 @@ def queue(conn: Connection, by: str, threshold: float) -> list[tuple[int, str]]:
         .limit(QUEUE)
     )
     distance = func.min(func.abs(verdicts.c.score - threshold))
-    spread = (verdicts.c.task_id * _SPREAD).op("%")(1 << 32) / (1 << 16)
     parts: dict[str, Select[Any]] = {
         "disputed": base.where(_is_disputed()).order_by(verdicts.c.task_id.desc()),
         "threshold": base.order_by(distance, verdicts.c.task_id.desc()),
-        "random": base.where(spread.op("%")(RANDOM_SHARE) == 0).order_by(verdicts.c.task_id.desc()),
+        "random": base.where(is_random(verdicts.c.task_id)).order_by(verdicts.c.task_id.desc()),
     }
     found: dict[int, str] = {}
     for why, query in parts.items():
         for task in conn.execute(query).scalars():
             found.setdefault(int(task), why)
     return list(found.items())
+
+
+def is_random(task: ColumnElement[int]) -> ColumnElement[bool]:
+    """Whether a task is in the random tenth, which is the same for everybody and at any time."""
+    spread = (task * _SPREAD).op("%")(1 << 32)
+    return spread.op(">>")(16).op("%")(RANDOM_SHARE) == 0
 
 
 def _is_disputed() -> ColumnElement[bool]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flywheel.judge.calibration import confusion, consistency, kappa_of
+from flywheel.judge.agreement import confusion, large_sample_kappa
+from flywheel.judge.calibration import consistency, kappa_of
 
 
 def pairs(both: int, only_people: int, only_judge: int, neither: int) -> tuple[list[bool], list[bool]]:
@@ -66,3 +67,25 @@ def test_a_large_calibration_stays_in_memory() -> None:
     people = list(rng.random(5_000) < 0.5)
     found = kappa_of(people, [not each if n % 10 == 0 else each for n, each in enumerate(people)])
     assert found.value == pytest.approx(0.8, abs=0.03)
+
+
+@pytest.mark.parametrize("counts", [(20, 5, 10, 15), (200, 30, 50, 90), (40, 2, 1, 37)])
+def test_the_quick_interval_is_near_the_resampled_one(counts: tuple[int, int, int, int]) -> None:
+    people, judge = pairs(*counts)
+    quick, slow = large_sample_kappa(confusion(people, judge)), kappa_of(people, judge)
+    assert quick.value == pytest.approx(slow.value)
+    assert quick.low == pytest.approx(slow.low, abs=0.03)
+    assert quick.high == pytest.approx(slow.high, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    "counts", [(0, 0, 0, 0), (7, 0, 0, 0), (0, 0, 0, 7), (10, 0, 0, 10), (0, 10, 10, 0), (1, 0, 0, 0)]
+)
+def test_the_quick_kappa_at_its_edges(counts: tuple[int, int, int, int]) -> None:
+    people, judge = pairs(*counts)
+    quick, slow = large_sample_kappa(confusion(people, judge)), kappa_of(people, judge)
+    if slow.value is None:
+        assert quick == slow
+    else:
+        assert quick.value == pytest.approx(slow.value)
+    assert quick.low is None or -1 <= quick.low <= (quick.value or 0) <= (quick.high or 0) <= 1

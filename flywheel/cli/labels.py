@@ -1,0 +1,181 @@
+"""`flywheel label` and `flywheel labels`: what people say of replies, and how far the judge agrees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import orjson
+import typer
+
+from flywheel.cli.app import (
+    ConfigOption,
+    JsonOption,
+    app,
+    ask,
+    binary_stdout,
+    load_config,
+    print_json,
+    read_state,
+    require_state,
+    run_async,
+    this_person,
+)
+from flywheel.cli.tables import Row, moment, print_rows, stdout
+from flywheel.errors import ExportError
+from flywheel.files import write_atomic
+from flywheel.terminal import escape_terminal, quantity
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+    from flywheel.config import Config
+    from flywheel.store.labels import Opinion
+
+SHOWN = 50
+COLUMNS = ("task", "label", "criterion", "judge", "by", "at", "comment")
+WIDE = 120
+"""Terminals of this width have room for a label in one row."""
+
+
+@app.command()
+def label(
+    task: Annotated[str, typer.Argument(metavar="TASK", help="Id of a task.")],
+    verdict: Annotated[
+        Literal["accept", "reject", "unsure"],
+        typer.Argument(metavar="accept|reject|unsure", help="What you say of the reply."),
+    ],
+    criterion: Annotated[str, typer.Option(metavar="ID", help="Only this criterion. Default: the whole reply.")] = "",
+    comment: Annotated[str, typer.Option(metavar="TEXT", help="Why.")] = "",
+    by: Annotated[str, typer.Option(metavar="NAME", help="Who says so. Default: you, by your user name.")] = "",
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say whether a reply is good, beside the judge's verdict. Your last label on a task counts."""
+    from flywheel.store.requests import Kind
+
+    settings = load_config(config)
+    require_state(settings, f"label {task}")
+    by = by or this_person()
+    arguments = {"task_id": task, "label": verdict, "criterion": criterion, "comment": comment}
+    report = ask(settings, Kind.LABEL, arguments, by)
+    assert report is not None  # it needs no instance lock
+    if as_json:
+        print_json({"id": report["label"], "task_id": task, "label": verdict, "criterion": criterion, "by": by})
+    else:
+        of = f", {criterion}" if criterion else ""
+        typer.echo(escape_terminal(f"{task}{of}: {verdict}, by {by}"))
+
+
+@app.command()
+def labels(
+    config: ConfigOption = None,
+    by: Annotated[str | None, typer.Option(metavar="NAME", help="Only those of this person.")] = None,
+    criterion: Annotated[
+        str | None, typer.Option(metavar="ID", help="Only those on this criterion; an empty ID: on whole replies.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help=f"At most this many. Default: {SHOWN}; with --json all.")
+    ] = None,
+    out: Annotated[
+        str, typer.Option(metavar="FILE", help="Write labelled replies for `rubric calibrate`; `-` is stdout.")
+    ] = "",
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if there is one.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """List labels, newest first, and how far the judge agrees; or write them for `rubric calibrate`."""
+    settings = load_config(config)
+    if out:
+        if as_json and out == "-":
+            raise typer.BadParameter("stdout cannot hold the labels and the report; name a file", param_hint="--out")
+        _write(settings, out, force, as_json)
+        return
+    from flywheel.judge.agreement import agreement_json
+    from flywheel.store import labels
+
+    def look(conn: Connection) -> tuple[list[Opinion], dict[str, Any]]:
+        found = labels.listed(conn, by=by, criterion=criterion)
+        pairs = labels.agreements(found)
+        named = {name: getattr(pairs, name) for name in ("judge", "judge_blind", "people")}
+        agreement: dict[str, Any] = {name: agreement_json(each.first, each.second) for name, each in named.items()}
+        agreement["criteria"] = {
+            name: agreement_json(each.first, each.second) for name, each in pairs.criteria.items()
+        }
+        return found, agreement
+
+    found, agreement = run_async(read_state(settings, look))
+    most = limit if as_json else limit or SHOWN
+    shown = [_as_json(each) for each in found[:most]]
+    if as_json:
+        print_json({"total": len(found), "labels": shown, "agreement": agreement})
+        return
+    if shown:
+        rows = [Row(_cells(each), (each["comment"],)) for each in escape_terminal(shown, one_line=True)]
+        print_rows(stdout(), COLUMNS, rows, wide=WIDE, fold=("criterion", "by", "comment"))
+    shortened = f"{len(shown):,} of {quantity(len(found), 'label')}; --limit N shows more"
+    typer.echo(quantity(len(found), "label") if len(shown) == len(found) else shortened)
+    for name, each in (
+        ("the judge", "judge"),
+        ("the judge, labelled blind", "judge_blind"),
+        ("each other", "people"),
+    ):
+        if agreement[each]["n"]:
+            typer.echo(f"people and {name}: {_agreement_text(agreement[each])}")
+    for name, of_criterion in agreement["criteria"].items():
+        typer.echo(escape_terminal(f"{name}: {_agreement_text(of_criterion)}"))
+
+
+def _as_json(each: Opinion) -> dict[str, Any]:
+    return {
+        "id": each.id,
+        "task_id": each.task_id,
+        "label": each.label.value,
+        "criterion": each.criterion,
+        "judge": None if each.accepted is None else "accept" if each.accepted else "reject",
+        "comment": each.comment,
+        "by": each.labelled_by,
+        "at": each.created_at,
+        "blind": each.is_blind,
+    }
+
+
+def _cells(each: dict[str, Any]) -> tuple[str, ...]:
+    judge = each["judge"] or "–"
+    return each["task_id"], each["label"], each["criterion"] or "–", judge, each["by"], moment(each["at"])
+
+
+def _agreement_text(found: dict[str, Any]) -> str:
+    kappa = found["kappa"]
+    interval = "" if kappa["low"] is None else f" ({kappa['low']:.2f} to {kappa['high']:.2f})"
+    text = (
+        "not defined: one side always decides alike" if kappa["value"] is None else f"{kappa['value']:.2f}{interval}"
+    )
+    return f"{found['agreement']:.0%} agreement on {quantity(found['n'], 'reply', 'replies')}, kappa {text}"
+
+
+def _write(config: Config, out: str, force: bool, as_json: bool) -> None:
+    from flywheel.store import labels
+
+    path = Path(out)
+    attempted = f"write labels to {path}"
+    if out != "-" and path.exists() and not force:
+        raise ExportError(attempted, "it exists", "Name another file, or replace it with --force.")
+    lines = run_async(read_state(config, labels.label_file))
+    if not lines:
+        raise ExportError(
+            attempted, "nobody has labelled a reply", "Label some with `flywheel label`, or in `flywheel web`."
+        )
+    data = b"".join(orjson.dumps(line) + b"\n" for line in lines)
+    if out == "-":
+        binary_stdout().write(data)
+        return
+    try:
+        write_atomic(path, data)
+    except OSError as error:
+        raise ExportError(attempted, error.strerror or str(error), "Check the path and its permissions.") from error
+    decided = sum(line["verdict"] is not None for line in lines)
+    if as_json:
+        print_json({"out": out, "lines": len(lines), "decided": decided})
+    else:
+        said = f"{quantity(len(lines), 'labelled reply', 'labelled replies')} in {out}, {decided} of them decided"
+        typer.echo(escape_terminal(said))

@@ -1,0 +1,92 @@
+"""`flywheel label` and `labels`, by hand: what people say, how far the judge agrees, and the file for `calibrate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flywheel.cli.app import this_person
+from flywheel.daemon.lock import instance_lock
+from flywheel.judge.labels import read_labels
+from tests.cli.conftest import Run
+
+
+@pytest.fixture
+def tasks(flywheel: Run, round_due: None, tmp_path: Path) -> list[str]:
+    """Ten judged tasks, the oldest first."""
+    (tmp_path / "flywheel.yaml").write_text("state: {dir: state}\nsources: []\n")
+    return [task["task_id"] for task in reversed(flywheel("tasks", "--json").json["tasks"])]
+
+
+def test_a_label_is_stored_beside_whoever_holds_the_state(flywheel: Run, tasks: list[str], tmp_path: Path) -> None:
+    with instance_lock(tmp_path / "state"):
+        ran = flywheel("label", tasks[0], "reject", "--comment", "too long", "--json")
+    assert ran.code == 0
+    assert ran.json == {"id": 1, "task_id": tasks[0], "label": "reject", "criterion": "", "by": this_person()}
+    [found] = flywheel("labels", "--json").json["labels"]
+    assert (found["label"], found["comment"], found["by"], found["blind"]) == (
+        "reject",
+        "too long",
+        this_person(),
+        False,
+    )
+    assert flywheel("audit").code == 0
+
+
+def test_labels_are_listed_with_the_agreement(
+    flywheel: Run, tasks: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged = {task["task_id"]: task["state"] for task in flywheel("tasks", "--json").json["tasks"]}
+    for key in tasks:
+        flywheel("label", key, "accept" if judged[key] != "rejected" else "reject", "--by", "alice")
+    flywheel("label", tasks[0], "reject", "--by", "alice")
+    report = flywheel("labels", "--json").json
+    assert report["total"] == 10
+    assert (report["agreement"]["judge"]["n"], report["agreement"]["judge"]["agreement"]) == (10, 0.9)
+    assert report["agreement"]["judge_blind"]["n"] == 0
+    monkeypatch.setenv("COLUMNS", "160")
+    text = flywheel("labels", "--limit", "3").out
+    assert "3 of 10 labels" in text
+    assert "people and the judge: 90% agreement on 10 replies, kappa 0." in text
+
+
+def test_the_file_is_read_by_calibrate(flywheel: Run, tasks: list[str], tmp_path: Path) -> None:
+    assert flywheel("labels", "--out", "l.jsonl").code == 1
+    flywheel("label", tasks[0], "accept", "--comment", "good")
+    flywheel("label", tasks[1], "reject")
+    flywheel("label", tasks[2], "unsure")
+    assert flywheel("labels", "--out", "l.jsonl", "--json").json == {"out": "l.jsonl", "lines": 3, "decided": 2}
+    given = read_labels(tmp_path / "l.jsonl")
+    assert [(label.name, label.accept, label.reason) for label in given.labels] == [
+        (tasks[0], True, "good"),
+        (tasks[1], False, ""),
+    ]
+    assert given.left_out == 1
+    refused = flywheel("labels", "--out", "l.jsonl")
+    assert refused.code == 1
+    assert "it exists" in refused.err
+    assert flywheel("labels", "--out", "l.jsonl", "--force").code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "why"),
+    [
+        (["t-nobody", "accept"], 1, "cannot label t-nobody: there is no task with this id"),
+        (["t-nobody", "maybe"], 2, "maybe"),
+        (["t-nobody"], 2, "accept|reject|unsure"),
+    ],
+)
+def test_what_is_labelled_wrongly_is_explained(
+    flywheel: Run, tasks: list[str], arguments: list[str], code: int, why: str
+) -> None:
+    ran = flywheel("label", *arguments)
+    assert ran.code == code
+    assert why in ran.err
+    assert flywheel("labels", "--json").json["total"] == 0
+
+
+def test_without_a_state_nothing_is_made(flywheel: Run, tmp_path: Path) -> None:
+    assert flywheel("label", "t-1", "accept").code == 1
+    assert not (tmp_path / "home" / "state.db").exists()
+    assert flywheel("labels").out.endswith("0 labels\n")
