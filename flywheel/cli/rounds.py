@@ -235,13 +235,15 @@ def deploy(
     as_json: JsonOption = False,
 ) -> None:
     """Point the alias at an adapter: load it on every server, test it, then switch."""
+    from flywheel.store.deployments import BY_HAND
+
     settings = load_config(config)
     attempted = f"deploy adapter {adapter}"
     name = _adapter(adapter, settings, attempted)
 
     async def swap(deployer: Deployer) -> tuple[str | None, SwapReport]:
         target = None if name == "base" else name
-        return target, await deployer.deploy(target, "by hand")
+        return target, await deployer.deploy(target, BY_HAND)
 
     _swap(settings, swap, attempted, as_json)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NamedTuple
 
@@ -13,10 +14,17 @@ from sqlalchemy import Connection, Row, case, func, or_, select
 from flywheel.errors import StoreError
 from flywheel.states import DeploymentState
 from flywheel.store import database
+from flywheel.store.bulk import rows_in
 from flywheel.store.schema import deployments
 from flywheel.store.transitions import create, move, record, utcnow
 
 UNFINISHED: Final = (DeploymentState.REQUESTED, DeploymentState.LOADING, DeploymentState.PROBING)
+
+
+def all_active(conn: Connection) -> Sequence[Row[Any]]:
+    """The active deployment of each alias."""
+    query = select(deployments).where(deployments.c.active_alias.is_not(None))
+    return conn.execute(query.order_by(deployments.c.alias)).all()
 
 
 def active(conn: Connection, alias: str) -> Row[Any] | None:
@@ -31,8 +39,19 @@ def history(conn: Connection, alias: str, limit: int) -> Sequence[Row[Any]]:
     ).all()
 
 
+def listed(conn: Connection, limit: int, before: int | None = None) -> Sequence[Row[Any]]:
+    """Deployments of all aliases, the newest first; only those before the one with number `before`."""
+    query = select(deployments).order_by(deployments.c.id.desc()).limit(limit)
+    return conn.execute(query if before is None else query.where(deployments.c.id < before)).all()
+
+
+def by_number(conn: Connection, number: int) -> Row[Any] | None:
+    return conn.execute(select(deployments).where(deployments.c.id == number)).one_or_none()
+
+
 ROLLBACK: Final = "rollback"
-"""The reason of a deployment that is one."""
+BY_HAND: Final = "by hand"
+"""The reasons of deployments that are a rollback, and that a person asked for."""
 
 
 def outcomes(conn: Connection, alias: str) -> dict[str, int]:
@@ -53,6 +72,30 @@ def in_use(conn: Connection, alias: str, drain_seconds: float) -> set[str]:
         select(deployments.c.adapter).where(deployments.c.alias == alias, deployments.c.retired_at > since)
     ).scalars()
     return {name for name in (*names, *((now.adapter, now.previous) if now else ())) if name}
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """One time that an alias stood for an adapter. `retired_at` is None while it does."""
+
+    deployment: int
+    alias: str
+    reason: str
+    activated_at: str
+    retired_at: str | None
+
+
+def services(conn: Connection, adapters: Sequence[str]) -> dict[str, list[Service]]:
+    """When each of these adapters served, the first time first."""
+    found: dict[str, list[Service]] = {name: [] for name in adapters}
+    query = (
+        select(deployments)
+        .where(deployments.c.activated_at.is_not(None))
+        .order_by(deployments.c.activated_at, deployments.c.id)
+    )
+    for row in rows_in(conn, query, deployments.c.adapter, adapters):
+        found[row.adapter].append(Service(row.id, row.alias, row.reason, row.activated_at, row.retired_at))
+    return found
 
 
 class Period(NamedTuple):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,25 +10,15 @@ from sqlalchemy import Connection, RowMapping, Select, func, select
 
 from flywheel.round import Comparison, GateDecision, GateTest
 from flywheel.states import RoundState
-from flywheel.store.bulk import rows_in
-from flywheel.store.schema import deployments, gate_decisions, gate_tests, rounds, tasks
+from flywheel.store import deployments
+from flywheel.store.deployments import Service
+from flywheel.store.schema import gate_decisions, gate_tests, rounds
 
 _COMPARISON: Final = func.json_extract(rounds.c.result, "$.comparison")
 _ROUND: Final = (
     rounds.c.id, rounds.c.name, rounds.c.state, rounds.c.trigger, rounds.c.parent, rounds.c.reason, rounds.c.dir,
     rounds.c.created_at, rounds.c.finished_at,
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Service:
-    """One time that an alias stood for an adapter. `retired_at` is None while it does."""
-
-    deployment: int
-    alias: str
-    reason: str
-    activated_at: str
-    retired_at: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +70,6 @@ def by_name(conn: Connection, name: str) -> GateOutcome | None:
     return found[0] if found else None
 
 
-def questions(conn: Connection, keys: Sequence[str]) -> dict[str, str]:
-    """The questions of tasks by key."""
-    query = select(tasks.c.key, func.json_extract(tasks.c.payload, "$.main_query").label("question"))
-    return {row.key: row.question or "" for row in rows_in(conn, query, tasks.c.key, keys)}
-
-
 def _query(comparison: Any) -> Select[Any]:
     return (
         select(
@@ -104,7 +86,7 @@ def _query(comparison: Any) -> Select[Any]:
 
 def _outcomes(conn: Connection, query: Select[Any]) -> list[GateOutcome]:
     rows = conn.execute(query).mappings().all()
-    services = _services(conn, [row["name"] for row in rows])
+    services = deployments.services(conn, [row["name"] for row in rows])
     return [_outcome(row, tuple(services[row["name"]])) for row in rows]
 
 
@@ -132,16 +114,3 @@ def _comparison(text: str | None) -> Comparison | None:
         return Comparison.model_validate_json(text) if text is not None else None
     except ValidationError:
         return None
-
-
-def _services(conn: Connection, adapters: Sequence[str]) -> dict[str, list[Service]]:
-    """When each of these adapters served, the first time first."""
-    found: dict[str, list[Service]] = defaultdict(list)
-    query = (
-        select(deployments)
-        .where(deployments.c.activated_at.is_not(None))
-        .order_by(deployments.c.activated_at, deployments.c.id)
-    )
-    for row in rows_in(conn, query, deployments.c.adapter, adapters):
-        found[row.adapter].append(Service(row.id, row.alias, row.reason, row.activated_at, row.retired_at))
-    return found

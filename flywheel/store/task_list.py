@@ -10,6 +10,7 @@ from sqlalchemy import ColumnElement, Connection, Row, Select, exists, func, or_
 
 from flywheel.request_id import BASE_VERSION
 from flywheel.states import Split, TaskState
+from flywheel.store.bulk import rows_in
 from flywheel.store.schema import fingerprints, influences, replies, tasks, verdicts
 
 _leader = tasks.alias("leader")
@@ -114,6 +115,12 @@ def of_subject(conn: Connection, subject: str) -> Sequence[Row[Any]]:
     ids = (replies.c.span_id, replies.c.trace_id, replies.c.conversation_id)
     told = select(replies.c.task_id).where(or_(*(column == subject for column in ids)))
     return listed(conn, [or_(tasks.c.key == subject, tasks.c.id.in_(told))])
+
+
+def questions(conn: Connection, keys: Sequence[str]) -> dict[str, str]:
+    """The questions of tasks by key."""
+    query = select(tasks.c.key, func.json_extract(tasks.c.payload, "$.main_query").label("question"))
+    return {row.key: row.question or "" for row in rows_in(conn, query, tasks.c.key, keys)}
 
 
 def summary(row: Row[Any]) -> dict[str, Any]:

@@ -22,10 +22,11 @@ from flywheel.evaluation.gate import decide, misses_of
 from flywheel.evaluation_file import read_answers
 from flywheel.round import EVALUATION_FILE, Comparison, CriterionComparison, GateDecision, Score
 from flywheel.states import LIVE_ROUND, RoundState
-from flywheel.store import gate_outcomes
+from flywheel.store import gate_outcomes, task_list
 from flywheel.store.gate_outcomes import GateOutcome
 from flywheel.web import forest_plot
 from flywheel.web.gate_sentence import compared_with, later, level, sentence
+from flywheel.web.paging import position
 from flywheel.web.site import site_of
 
 PER_PAGE: Final = 30
@@ -37,10 +38,7 @@ SIDES: Final = ("deployed", "candidate")
 async def show_list(request: Request) -> Response:
     """The decisions, the newest first, a page of them; and the next test."""
     site = site_of(request)
-    given = request.query_params.get("before", "")
-    if given and not (given.isascii() and given.isdigit()):
-        raise HTTPException(HTTPStatus.BAD_REQUEST, f"There is no such part of the list: {given}.")
-    found = await site.read(partial(_page, site.config, int(given) if given else None))
+    found = await site.read(partial(_page, site.config, position(request.query_params, "before")))
     return site.page("gate_list.html", level=level, **found)
 
 
@@ -184,7 +182,7 @@ def _decision(name: str, gate: GateSettings, conn: Connection) -> tuple[GateOutc
     if outcome is None:
         return None
     scores = outcome.comparison.scores if outcome.comparison is not None else []
-    return known(outcome, gate), gate_outcomes.questions(conn, [score.task_id for score in scores])
+    return known(outcome, gate), task_list.questions(conn, [score.task_id for score in scores])
 
 
 def extremes(scores: Sequence[Score]) -> tuple[list[Score], list[Score]]:

@@ -7,12 +7,10 @@ from typing import Final
 
 from flywheel.round import Comparison, CriterionComparison, GateDecision, Ground
 from flywheel.states import RoundState
-from flywheel.store.deployments import ROLLBACK
-from flywheel.store.gate_outcomes import GateOutcome, Service
+from flywheel.store.deployments import BY_HAND, ROLLBACK, Service
+from flywheel.store.gate_outcomes import GateOutcome
 from flywheel.terminal import quantity
 
-BY_HAND: Final = "by hand"
-"""The reason of deployments that people asked for."""
 _ROLLED_BACK: Final = "; rolled back since"
 _NOT_DEPLOYED: Final = "not deployed: "
 

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from flywheel.config import Config
 from flywheel.errors import FlywheelError
-from flywheel.web import gate, live, tasks
+from flywheel.web import gate, lineage, live, tasks
 from flywheel.web.guard import Guard
 from flywheel.web.site import Site, site_of
 
@@ -64,6 +64,8 @@ ROUTES: Final[Sequence[BaseRoute]] = (
     Route("/gate", gate.show_list),
     Route("/gate/{round}", gate.show),
     Route("/gate/{round}/{task}", gate.show_pair),
+    Route("/lineage", lineage.show),
+    Route("/deployments/{number}", lineage.show_deployment),
     Route("/live", live.show),
     Mount("/static", StaticFiles(directory=str(files("flywheel.web") / "static"))),
 )

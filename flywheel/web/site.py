@@ -20,7 +20,7 @@ from flywheel.web import text
 P = ParamSpec("P")
 T = TypeVar("T")
 
-PAGES: Final = (("/tasks", "Tasks"), ("/gate", "Gate"))
+PAGES: Final = (("/tasks", "Tasks"), ("/gate", "Gate"), ("/lineage", "Lineage"))
 """What the navigation links to."""
 
 

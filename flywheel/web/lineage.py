@@ -1,0 +1,154 @@
+"""Lineage in both directions: from an alias back to conversations, and from a conversation to what it became."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from http import HTTPStatus
+from typing import Any, Final
+from urllib.parse import urlencode
+
+from sqlalchemy import Connection, Row
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+from flywheel.states import Split
+from flywheel.store import ancestry, deployments, rounds, task_list
+from flywheel.store.ancestry import Subject
+from flywheel.web.paging import is_number, position
+from flywheel.web.site import site_of
+
+ADAPTERS: Final = 15
+DEPLOYMENTS: Final = 15
+PER_PAGE: Final = 50
+"""How many adapters, deployments, and conversations or replies one page lists."""
+SHOWN: Final = 100
+"""The most ancestors and descendants that are listed."""
+
+
+async def show(request: Request) -> Response:
+    """All adapters and deployments, or the lineage of what `id` names."""
+    site, query = site_of(request), request.query_params
+    wanted = query.get("id", "").strip()
+    if not wanted:
+        found = await site.read(partial(_index, position(query, "adapters"), position(query, "deployments")))
+        return site.page("lineage.html", address=address, **found)
+    template, found = await site.read(partial(_lineage, wanted, query.get("after", "")))
+    if not template:
+        raise HTTPException(
+            HTTPStatus.NOT_FOUND, f"No adapter, round, task, conversation, trace or span has the id {wanted}."
+        )
+    if template == ALIAS:
+        return RedirectResponse("/lineage#deployments", HTTPStatus.SEE_OTHER)
+    return site.page(template, address=address, **found)
+
+
+ALIAS: Final = "alias"
+REPORTED: Final = ("url", "previous", "loaded", "flipped", "probe", "error", "serves", "condition")
+FIGURES: Final = (
+    "tokens", "to_adapter", "to_base", "to_parent", "apart_base", "apart_parent", "noise", "allowed", "indistinct",
+    "passed",
+)  # fmt: skip
+"""The fields of `ReplicaReport` and `ProbeFigures`, whose modules would bring an HTTP client into this process."""
+
+
+def address(name: str = "", **parts: object) -> str:
+    """The address of a lineage, and of a part of its list."""
+    query = urlencode({key: value for key, value in {"id": name, **parts}.items() if value})
+    return f"/lineage?{query}" if query else "/lineage"
+
+
+def _index(adapters_before: int | None, deployments_before: int | None, conn: Connection) -> dict[str, Any]:
+    adapters = ancestry.listed(conn, ADAPTERS + 1, adapters_before)
+    deployed = deployments.listed(conn, DEPLOYMENTS + 1, deployments_before)
+    shown = adapters[:ADAPTERS]
+    active = deployments.all_active(conn)
+    return {
+        "active": [(row, _line(conn, row.adapter) if row.adapter else []) for row in active],
+        "adapters": shown,
+        "supplies": ancestry.supplies(conn, [row.round_id for row in shown]),
+        "services": deployments.services(conn, [row.name for row in shown]),
+        "older_adapters": shown[-1].id if len(adapters) > ADAPTERS else None,
+        "deployments": deployed[:DEPLOYMENTS],
+        "older_deployments": deployed[DEPLOYMENTS - 1].id if len(deployed) > DEPLOYMENTS else None,
+        "adapters_before": adapters_before,
+        "deployments_before": deployments_before,
+    }
+
+
+def _line(conn: Connection, adapter: str) -> list[str]:
+    """An adapter and what it goes back to."""
+    return [adapter, *ancestry.ancestors(conn, adapter)]
+
+
+def _lineage(wanted: str, after: str, conn: Connection) -> tuple[str, dict[str, Any]]:
+    """The template for what an id names, and its values; an empty template if it names nothing."""
+    row = rounds.by_name(conn, wanted.rpartition("@")[2])
+    if row is not None:
+        return "lineage_round.html", _of_round(conn, row, after)
+    found = ancestry.subject(conn, wanted)
+    if found is not None:
+        return "lineage_subject.html", _of_subject(conn, found, int(after) if is_number(after) else 0)
+    return ALIAS if deployments.history(conn, wanted, 1) else "", {}
+
+
+def _of_round(conn: Connection, row: Row[Any], after: str) -> dict[str, Any]:
+    adapter = rounds.adapter(conn, row.name)
+    line = [row.name, *(_line(conn, row.parent) if row.parent else [])]
+    ids = {each.name: each.round_id for name in line[:SHOWN] if (each := rounds.adapter(conn, name)) is not None}
+    ids[row.name] = row.id
+    supplies = ancestry.supplies(conn, list(ids.values()))
+    younger = ancestry.descendants(conn, [row.name])
+    conversations = ancestry.conversations_of(conn, row.id, PER_PAGE + 1, after)
+    return {
+        "round": row,
+        "adapter": adapter,
+        "line": [(name, supplies[ids[name]] if name in ids else None) for name in line[:SHOWN]],
+        "hidden": max(0, len(line) - SHOWN),
+        "supply": supplies[row.id],
+        "held_out": len(rounds.samples_of(conn, row.id, Split.HELD_OUT)),
+        "younger": list(younger.items())[:SHOWN],
+        "hidden_younger": max(0, len(younger) - SHOWN),
+        "services": deployments.services(conn, [row.name])[row.name],
+        "conversations": conversations[:PER_PAGE],
+        "questions": task_list.questions(conn, [each.task for each in conversations[:PER_PAGE]]),
+        "next": conversations[PER_PAGE - 1].key if len(conversations) > PER_PAGE else None,
+        "after": after,
+    }
+
+
+def _of_subject(conn: Connection, found: Subject, after: int) -> dict[str, Any]:
+    replies = ancestry.replies_of(conn, found, PER_PAGE + 1, after)
+    uses = ancestry.uses(conn, found)
+    trained = [use.adapter for use in uses if use.adapter and use.split == Split.TRAIN and use.tasks > use.left_out]
+    younger = {name: parent for name, parent in ancestry.descendants(conn, trained).items() if name not in trained}
+    adapters = [(name, None) for name in trained] + list(younger.items())
+    return {
+        "subject": found,
+        "replies": replies[:PER_PAGE],
+        "next": replies[PER_PAGE - 1].id if len(replies) > PER_PAGE else None,
+        "after": after,
+        "uses": uses,
+        "adapters": adapters[:SHOWN],
+        "hidden": max(0, len(adapters) - SHOWN),
+        "services": deployments.services(conn, [name for name, _ in adapters[:SHOWN]]),
+    }
+
+
+async def show_deployment(request: Request) -> Response:
+    """One deployment with the report of its swap."""
+    site, number = site_of(request), request.path_params["number"]
+    row = await site.read(partial(_deployment, int(number))) if is_number(number) else None
+    if row is None:
+        raise HTTPException(HTTPStatus.NOT_FOUND, f"There is no deployment {number[:100]}.")
+    return site.page("deployment.html", deployment=row, replicas=_replicas(row.report or {}), address=address)
+
+
+def _replicas(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What each server reported; what an early version did not report is None."""
+    unknown, no_figures = dict.fromkeys(REPORTED), dict.fromkeys(FIGURES)
+    return [
+        unknown | replica | {"probe": no_figures | replica["probe"] if replica.get("probe") else None}
+        for replica in report.get("replicas", ())
+    ]
