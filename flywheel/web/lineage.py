@@ -152,3 +152,7 @@ def _replicas(report: Mapping[str, Any]) -> list[dict[str, Any]]:
         unknown | replica | {"probe": no_figures | replica["probe"] if replica.get("probe") else None}
         for replica in report.get("replicas", ())
     ]
+
+
+def _deployment(number: int, conn: Connection) -> Row[Any] | None:
+    return deployments.by_number(conn, number)

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import Connection, select
 from starlette.testclient import TestClient
 
-from flywheel.config import Config, parse
+from flywheel.config import Config
 from flywheel.round import Comparison
 from flywheel.states import RoundState, Split
 from flywheel.store import ledger
@@ -18,12 +18,7 @@ from flywheel.store.schema import tasks
 from flywheel.web.server import application
 from tests.samples import batch, replies_on
 from tests.web.gate_rounds import GUARDED, comparison, criterion, put_answers, put_deployment, put_round
-
-HOSTILE = "<script>alert(1)</script>\u202e![x](http://evil.example/x.png)"
-
-
-def config_of(tmp_path: Path) -> Config:
-    return parse({"state": {"dir": str(tmp_path / "state")}, "model": {"alias": "agent"}}, "test", tmp_path)
+from tests.web.recorded_state import HOSTILE, config_of
 
 
 def client(config: Config) -> TestClient:
@@ -54,7 +49,7 @@ async def filled(tmp_path: Path) -> tuple[Config, list[str]]:
     await put(3, RoundState.REJECTED, None, reason="no group of its first steps has different rewards")
     await store.write(partial(put_deployment, adapter="r0002", reason="by hand"))
     await store.close()
-    put_answers(directory / "r0002", keys, text="{side} says " + HOSTILE)
+    put_answers(directory / "r0002", keys, text="{side} says {key} " + HOSTILE.replace("{", "{{").replace("}", "}}"))
     return config, keys
 
 
@@ -108,7 +103,7 @@ def test_hostile_texts_are_text(filled: tuple[Config, list[str]]) -> None:
     http = client(config)
     for address in ("/gate", "/gate/r0002", f"/gate/r0002/{keys[0]}"):
         page = http.get(address).text
-        assert "<script>alert" not in page
+        assert "<script>doc" not in page
         assert "\u202e" not in page
     assert "U+202E" in page
 

@@ -21,7 +21,8 @@ from flywheel.store.schema import round_samples, tasks
 from flywheel.web import lineage
 from tests.samples import batch, replies_on
 from tests.web.gate_rounds import AT, comparison, put_deployment, put_round
-from tests.web.test_gate import HOSTILE, client, config_of
+from tests.web.recorded_state import HOSTILE, config_of
+from tests.web.test_gate import client
 
 
 def put_samples(conn: Connection, directory: Path) -> None:
@@ -104,7 +105,7 @@ def test_a_round_that_has_made_no_adapter_yet(http: TestClient) -> None:
 def test_an_id_that_names_nothing_and_an_alias(http: TestClient) -> None:
     nothing = http.get("/lineage", params={"id": HOSTILE})
     assert nothing.status_code == 404
-    assert "<script>alert" not in nothing.text
+    assert "<script>doc" not in nothing.text
     alias = http.get("/lineage?id=agent", follow_redirects=False)
     assert (alias.status_code, alias.headers["location"]) == (303, "/lineage#deployments")
 
@@ -116,7 +117,7 @@ def test_a_deployment_with_the_report_of_its_swap(http: TestClient) -> None:
     failed = http.get("/deployments/3").text
     assert "the swap failed before it was recorded" in failed
     assert "cannot reach it" in failed
-    assert "<script>alert" not in failed
+    assert "<script>doc" not in failed
     for number in ("9", "x", "9" * 40):
         assert http.get(f"/deployments/{number}").status_code == 404
 

@@ -1,0 +1,103 @@
+"""The pages of the gate and of lineage, in a browser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Connection, insert, select
+
+from flywheel.states import RoundState, Split
+from flywheel.store.database import Store
+from flywheel.store.deployments import BY_HAND
+from flywheel.store.schema import round_samples, tasks
+from tests.web.conftest import Check, Visitor, serving
+from tests.web.gate_rounds import GUARDED, comparison, criterion, put_answers, put_deployment, put_round
+from tests.web.recorded_state import HOSTILE, config_of, in_thread
+from tests.web.test_gate import put_held_out
+
+
+def put_hostile(conn: Connection, directory: Path) -> list[str]:
+    """A round whose questions, answers, criteria, reasons and deployments are hostile; the keys of its tasks."""
+    keys = put_held_out(conn)
+    criteria = [criterion(HOSTILE, -0.2), criterion("safe", -0.02)]
+    seen = comparison(keys=keys, criteria=criteria, method=HOSTILE)
+    put_round(conn, 1, RoundState.REJECTED, directory, seen, gate=GUARDED)
+    put_round(conn, 2, RoundState.FAILED, directory, reason=HOSTILE, parent="r0001")
+    put_deployment(conn, "r0001", BY_HAND, error=HOSTILE, endpoints=[HOSTILE])
+    put_deployment(conn, None, HOSTILE, retired_at="2026-11-22T11:00:00", alias=HOSTILE)
+    ids = conn.execute(select(tasks.c.id)).scalars()
+    conn.execute(
+        insert(round_samples), [{"round_id": 2, "task_id": each, "split": Split.TRAIN.value} for each in ids]
+    )
+    return keys
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[str]]]:
+    """The address of pages of a hostile state, and its tasks."""
+    config = config_of(tmp_path_factory.mktemp("hostile"))
+    directory = config.state_dir / "rounds"
+
+    async def make() -> list[str]:
+        store = await Store.open(config.state_dir)
+        try:
+            return await store.write(partial(put_hostile, directory=directory))
+        finally:
+            await store.close()
+
+    keys = in_thread(make())
+    put_answers(directory / "r0001", keys, text="{side} says {key} " + HOSTILE.replace("{", "{{").replace("}", "}}"))
+    with serving(config) as address:
+        yield address, keys
+
+
+def test_the_decisions_of_a_real_run(check: Check, address: str) -> None:
+    page = check(f"{address}/gate")
+    assert page.locator("tbody tr").count() == 3
+    page.get_by_role("link", name="r0002", exact=True).click()
+    page = check(page.url)
+    assert "r0002 was promoted: on 26 held-out tasks it scored 0.894 and r0001 0.519" in page.inner_text("main")
+    assert page.locator(".dots a").count() == 26
+    assert page.locator(".pair-of").count() == 3
+    page.locator(".pair-of a").first.click()
+    page = check(page.url)
+    assert page.locator(".sides").count() == 4
+
+
+def test_the_lineage_of_a_real_run_leads_both_ways(check: Check, address: str) -> None:
+    page = check(f"{address}/lineage")
+    page.get_by_label("Adapter, round, task").fill("demo-agent@r0002")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/lineage?id=*")
+    page = check(page.url)
+    assert "67 samples of 67 conversations" in page.inner_text("main")
+    page.locator("#conversations tbody a").first.click()
+    page = check(page.url)
+    adapters = page.get_by_role("region", name="Adapters that were trained on it")
+    assert "r0002\ndemo-agent" in adapters.inner_text()
+    adapters.get_by_role("link", name="demo-agent").last.click()
+    page = check(page.url)
+    assert "✓ verified by the log-probabilities of 16 tokens" in page.inner_text("main")
+
+
+def test_an_empty_state(check: Check, empty_address: str) -> None:
+    assert "flywheel round" in check(f"{empty_address}/gate").inner_text("main")
+    assert "flywheel deploy" in check(f"{empty_address}/lineage").inner_text("main")
+
+
+def test_hostile_texts_are_inert(check: Check, hostile: tuple[str, list[str]]) -> None:
+    address, keys = hostile
+    paths = ["/gate", "/gate/r0001", f"/gate/r0001/{keys[0]}", "/gate/r0002", "/lineage", "/lineage?id=r0002"]
+    for path in (*paths, f"/lineage?id={keys[0]}", "/deployments/1", "/deployments/2"):
+        page = check(f"{address}{path}")
+        assert page.locator("main script, main img, main iframe").count() == 0
+        assert "\u202e" not in page.content()
+
+
+def test_the_pages_are_whole_without_scripts(visitor: Visitor, address: str) -> None:
+    page = visitor.open(f"{address}/gate/r0002", scripts=False)
+    page.locator("summary").first.click()
+    assert page.locator("details[open] tbody tr").count() == 26
