@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from apscheduler.triggers.cron import CronTrigger
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationInfo
 
 from flywheel.config.section import Section, Share
@@ -14,6 +13,9 @@ from flywheel.files import expanded
 
 
 def _crontab(text: str) -> str:
+    # Imported here: most configurations have no such setting.
+    from apscheduler.triggers.cron import CronTrigger
+
     try:
         CronTrigger.from_crontab(text, timezone="UTC")
     except ValueError:

@@ -17,7 +17,6 @@ from flywheel.config import Config, JudgeSettings
 from flywheel.errors import ConfigError
 from flywheel.filtering.chain import Chain, load_chain
 from flywheel.filtering.llm_evaluate import AGENTJET_CRITERIA, AGENTJET_TEMPERATURE
-from flywheel.judge.client import endpoints_of, settings_for
 from flywheel.rubric import Rubric
 from flywheel.rubric.file import load_rubric, parse_rubric
 from flywheel.verdict import Exchange
@@ -91,6 +90,9 @@ def check_independence(
     """
     if config.judge.allow_self:
         return
+    # Imported here: `status` and the pages ask no judge, and its client takes 16 MB.
+    from flywheel.judge.client import endpoints_of, settings_for
+
     servers = {server_address(url) for url in config.serving.urls}
     alias, base = config.model.alias, config.model.base.rstrip("/")
     for endpoint in endpoints_of(settings_for(rubric, config.judge) if rubric else config.judge):

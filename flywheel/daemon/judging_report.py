@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from flywheel.config import JudgePrices
 from flywheel.errors import FlywheelError
-from flywheel.judge.grader import CallEstimate
 from flywheel.store import verdicts
 from flywheel.store.claims import Claimed
 from flywheel.store.database import Store
 from flywheel.store.deduplication import Repeats
 from flywheel.verdict import Verdict
+
+if TYPE_CHECKING:
+    from flywheel.judge.grader import CallEstimate
 
 ANSWER_TOKENS: Final = 20
 CRITERION_TOKENS: Final = 45

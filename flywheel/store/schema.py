@@ -77,7 +77,7 @@ traces = Table(
     Column("digest", BigInteger, nullable=False),
     Column("generation", Integer, nullable=False),
     Column("is_open", Boolean, nullable=False),
-    Index("traces_open", "source_id", sqlite_where=text("is_open"), postgresql_where=text("is_open")),
+    Index("traces_open", "source_id", sqlite_where=text("is_open")),
     sqlite_with_rowid=False,
 )
 """The checkpoint of every trace, see `flywheel.trace.Checkpoint`; `rowids` are ranges such as `7-9,12`."""
@@ -278,7 +278,7 @@ requests = Table(
     Column("error", Text, nullable=False, server_default=""),
     Column("created_at", Text, nullable=False),
     Column("finished_at", Text),
-    Index("requests_open", "id", sqlite_where=text("state = 'open'"), postgresql_where=text("state = 'open'")),
+    Index("requests_open", "id", sqlite_where=text("state = 'open'")),
 )
 """Actions that people ask for, see `flywheel.store.requests`. `result` is what was done, or the error."""
 
