@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, Row, ScalarSelect, Select, and_, func, literal, or_, select
+from sqlalchemy import ColumnElement, Connection, Row, Select, and_, func, literal, or_, select
 
 from flywheel.states import Split
-from flywheel.store.bulk import rows_in
+from flywheel.store.bulk import count_rows, rows_in
 from flywheel.store.gate_tests import conversation
 from flywheel.store.schema import adapters, replies, round_samples, rounds, sources, tasks
 
@@ -23,19 +23,13 @@ DEEPEST: Final = 1_000
 _SAMPLES: Final = round_samples.join(tasks, tasks.c.id == round_samples.c.task_id)
 
 
-class Supply(NamedTuple):
-    """What a round was trained on."""
-
-    samples: int
-    conversations: int
-
-
 class UsedConversation(NamedTuple):
-    """A conversation that a round was trained on, with the key of its first task in the round."""
+    """A conversation that a round was trained on: one of its tasks, by number and key, with its question."""
 
-    key: str
-    samples: int
+    number: int
+    conversation: str
     task: str
+    question: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,24 +68,31 @@ def listed(conn: Connection, limit: int, before: int | None = None) -> Sequence[
     return conn.execute(query if before is None else query.where(adapters.c.id < before)).all()
 
 
-def supplies(conn: Connection, round_ids: Sequence[int]) -> dict[int, Supply]:
-    """How many samples of how many conversations each of these rounds was trained on."""
-    found = dict.fromkeys(round_ids, Supply(0, 0))
+def samples(conn: Connection, round_ids: Sequence[int]) -> dict[int, int]:
+    """How many samples each of these rounds was trained on."""
+    own = round_samples.c.round_id, round_samples.c.split == Split.TRAIN.value, round_samples.c.task_id
+    counted = select(own[0], func.count()).where(own[1]).group_by(own[0])
+    found = dict.fromkeys(round_ids, 0) | dict(rows_in(conn, counted, own[0], round_ids))
     for number in round_ids:
-        query = select(func.count(), func.count(conversation().distinct())).select_from(_SAMPLES)
-        found[number] = Supply(*conn.execute(query.where(*_trained_on(number))).one())
+        # Few are left out: their keys are looked up, and not those of all samples.
+        left_out = select(tasks.c.id).where(tasks.c.key.in_(_left_out(number)))
+        found[number] -= count_rows(conn, round_samples, own[0] == number, own[1], own[2].in_(left_out))
     return found
 
 
-def conversations_of(conn: Connection, round_id: int, limit: int, after: str = "") -> list[UsedConversation]:
-    """Conversations that a round was trained on, by key; only those `after` a key."""
-    key = conversation()
+def conversations_of(conn: Connection, round_id: int, limit: int, after: int = 0) -> list[UsedConversation]:
+    """The samples that a round was trained on with their conversations; only tasks `after` a number."""
+    question = func.coalesce(func.json_extract(tasks.c.payload, "$.main_query"), "")
     query = (
-        select(key.label("conversation"), func.count(), func.min(tasks.c.key))
+        select(tasks.c.id, conversation(), tasks.c.key, question)
         .select_from(_SAMPLES)
-        .where(*_trained_on(round_id), key > after)
-        .group_by(key)
-        .order_by(key)
+        .where(
+            round_samples.c.round_id == round_id,
+            round_samples.c.task_id > after,
+            round_samples.c.split == Split.TRAIN.value,
+            tasks.c.key.not_in(_left_out(round_id)),
+        )
+        .order_by(round_samples.c.task_id)
         .limit(limit)
     )
     return [UsedConversation(*row) for row in conn.execute(query)]
@@ -185,15 +186,7 @@ def _replies_of_conversation(name: str) -> Select[Any]:
     return select(replies.c.id).where(or_(replies.c.task_id.in_(by_task), without))
 
 
-def _trained_on(round_id: int) -> tuple[ColumnElement[bool], ...]:
-    """Samples of a round without those that its worker left out."""
-    each = func.json_each(_result(round_id), "$.left_out").table_valued("key")
-    return (
-        round_samples.c.round_id == round_id,
-        round_samples.c.split == Split.TRAIN.value,
-        tasks.c.key.not_in(select(each.c.key)),
-    )
-
-
-def _result(round_id: int) -> ScalarSelect[Any]:
-    return select(rounds.c.result).where(rounds.c.id == round_id).scalar_subquery()
+def _left_out(round_id: int) -> Select[Any]:
+    """The keys of the tasks of a round that were not trained on."""
+    result = select(rounds.c.result).where(rounds.c.id == round_id).scalar_subquery()
+    return select(func.json_each(result, "$.left_out").table_valued("key").c.key)

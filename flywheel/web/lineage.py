@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from flywheel.states import Split
-from flywheel.store import ancestry, deployments, rounds, task_list
+from flywheel.store import ancestry, deployments, rounds
 from flywheel.store.ancestry import Subject
 from flywheel.web.paging import is_number, position
 from flywheel.web.site import site_of
@@ -23,7 +23,7 @@ ADAPTERS: Final = 15
 DEPLOYMENTS: Final = 15
 PER_PAGE: Final = 50
 """How many adapters, deployments, and conversations or replies one page lists."""
-SHOWN: Final = 100
+SHOWN: Final = 30
 """The most ancestors and descendants that are listed."""
 
 
@@ -34,7 +34,7 @@ async def show(request: Request) -> Response:
     if not wanted:
         found = await site.read(partial(_index, position(query, "adapters"), position(query, "deployments")))
         return site.page("lineage.html", address=address, **found)
-    template, found = await site.read(partial(_lineage, wanted, query.get("after", "")))
+    template, found = await site.read(partial(_lineage, wanted, position(query, "after") or 0))
     if not template:
         raise HTTPException(
             HTTPStatus.NOT_FOUND, f"No adapter, round, task, conversation, trace or span has the id {wanted}."
@@ -67,7 +67,7 @@ def _index(adapters_before: int | None, deployments_before: int | None, conn: Co
     return {
         "active": [(row, _line(conn, row.adapter) if row.adapter else []) for row in active],
         "adapters": shown,
-        "supplies": ancestry.supplies(conn, [row.round_id for row in shown]),
+        "samples": ancestry.samples(conn, [row.round_id for row in shown]),
         "services": deployments.services(conn, [row.name for row in shown]),
         "older_adapters": shown[-1].id if len(adapters) > ADAPTERS else None,
         "deployments": deployed[:DEPLOYMENTS],
@@ -82,38 +82,37 @@ def _line(conn: Connection, adapter: str) -> list[str]:
     return [adapter, *ancestry.ancestors(conn, adapter)]
 
 
-def _lineage(wanted: str, after: str, conn: Connection) -> tuple[str, dict[str, Any]]:
+def _lineage(wanted: str, after: int, conn: Connection) -> tuple[str, dict[str, Any]]:
     """The template for what an id names, and its values; an empty template if it names nothing."""
     row = rounds.by_name(conn, wanted.rpartition("@")[2])
     if row is not None:
         return "lineage_round.html", _of_round(conn, row, after)
     found = ancestry.subject(conn, wanted)
     if found is not None:
-        return "lineage_subject.html", _of_subject(conn, found, int(after) if is_number(after) else 0)
+        return "lineage_subject.html", _of_subject(conn, found, after)
     return ALIAS if deployments.history(conn, wanted, 1) else "", {}
 
 
-def _of_round(conn: Connection, row: Row[Any], after: str) -> dict[str, Any]:
+def _of_round(conn: Connection, row: Row[Any], after: int) -> dict[str, Any]:
     adapter = rounds.adapter(conn, row.name)
     line = [row.name, *(_line(conn, row.parent) if row.parent else [])]
     ids = {each.name: each.round_id for name in line[:SHOWN] if (each := rounds.adapter(conn, name)) is not None}
     ids[row.name] = row.id
-    supplies = ancestry.supplies(conn, list(ids.values()))
+    samples = ancestry.samples(conn, list(ids.values()))
     younger = ancestry.descendants(conn, [row.name])
     conversations = ancestry.conversations_of(conn, row.id, PER_PAGE + 1, after)
     return {
         "round": row,
         "adapter": adapter,
-        "line": [(name, supplies[ids[name]] if name in ids else None) for name in line[:SHOWN]],
+        "line": [(name, samples[ids[name]] if name in ids else None) for name in line[:SHOWN]],
         "hidden": max(0, len(line) - SHOWN),
-        "supply": supplies[row.id],
+        "samples": samples[row.id],
         "held_out": len(rounds.samples_of(conn, row.id, Split.HELD_OUT)),
         "younger": list(younger.items())[:SHOWN],
         "hidden_younger": max(0, len(younger) - SHOWN),
         "services": deployments.services(conn, [row.name])[row.name],
         "conversations": conversations[:PER_PAGE],
-        "questions": task_list.questions(conn, [each.task for each in conversations[:PER_PAGE]]),
-        "next": conversations[PER_PAGE - 1].key if len(conversations) > PER_PAGE else None,
+        "next": conversations[PER_PAGE - 1].number if len(conversations) > PER_PAGE else None,
         "after": after,
     }
 

@@ -52,12 +52,14 @@ def put(conn: Connection, directory: Path) -> list[str]:
 
 async def test_what_an_adapter_was_trained_on(store: Store, tmp_path: Path) -> None:
     keys = await store.write(put, tmp_path)
-    assert await store.read(ancestry.supplies, [1, 2, 3]) == {1: (3, 2), 2: (1, 1), 3: (0, 0)}, "one was left out"
+    assert await store.read(ancestry.samples, [1, 2, 3]) == {1: 3, 2: 1, 3: 0}, "one was left out"
     anonymous = reply(4).trace_id
     used = await store.read(ancestry.conversations_of, 1, 10)
-    assert used == [("a", 2, min(keys[:2])), (anonymous, 1, keys[3])], "one without an id has that of its trace"
-    assert await store.read(ancestry.conversations_of, 1, 1, "a") == used[1:]
-    assert await store.read(ancestry.conversations_of, 1, 1, anonymous) == []
+    expected = [(1, "a", keys[0]), (2, "a", keys[1]), (4, anonymous, keys[3])]
+    assert [(each.number, each.conversation, each.task) for each in used] == expected
+    assert used[0].question == "What is 1 plus 1?"
+    assert await store.read(ancestry.conversations_of, 1, 1, 2) == used[2:]
+    assert await store.read(ancestry.conversations_of, 1, 1, 4) == []
 
 
 async def test_the_line_of_an_adapter(store: Store, tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_the_lineage_of_a_real_run_leads_both_ways(check: Check, address: str) -
     page.keyboard.press("Enter")
     page.wait_for_url("**/lineage?id=*")
     page = check(page.url)
-    assert "67 samples of 67 conversations" in page.inner_text("main")
+    assert "67 samples, the oldest first" in page.inner_text("main")
     page.locator("#conversations tbody a").first.click()
     page = check(page.url)
     adapters = page.get_by_role("region", name="Adapters that were trained on it")

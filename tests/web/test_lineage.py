@@ -60,8 +60,8 @@ def test_what_serves_and_all_adapters_and_deployments(http: TestClient) -> None:
     page = http.get("/lineage").text
     serving = page[page.index('id="serving"') : page.index('id="adapters"')]
     assert serving.index("agent") < serving.index("r0002") < serving.index("r0001") < serving.index("base model")
-    assert "60 conversations" in page
-    assert "2 conversations" in page
+    assert "60 samples" in page
+    assert "2 samples" in page
     assert page.count('href="/deployments/') == 6
 
 
@@ -72,7 +72,7 @@ def test_lists_come_in_parts(http: TestClient, monkeypatch: pytest.MonkeyPatch) 
     assert 'href="/lineage?adapters=2#adapters"' in page
     assert 'href="/lineage?deployments=2#deployments"' in page
     older = http.get("/lineage?adapters=2&deployments=2").text
-    assert "60 conversations" in older
+    assert "60 samples" in older
     assert 'href="/deployments/1"' in older
     for wrong in ("x", "9" * 30, "-1"):
         assert http.get(f"/lineage?adapters={wrong}").status_code == 400
@@ -80,11 +80,11 @@ def test_lists_come_in_parts(http: TestClient, monkeypatch: pytest.MonkeyPatch) 
 
 def test_from_an_adapter_to_its_conversations(http: TestClient) -> None:
     page = http.get("/lineage?id=agent@r0001").text
-    assert "60 samples of 60 conversations" in page
-    assert page.count('<td class="number">1</td>') == 50
+    assert "60 samples, the oldest first" in page
+    assert page.count('href="/lineage?id=conversation-') == 50
     assert "r0002" in page[page.index("Trained from it") :], "the younger adapter"
     rest = http.get(page.partition('rel="next"')[0].rpartition('href="')[2].partition("#")[0].replace("&amp;", "&"))
-    assert rest.text.count('<td class="number">1</td>') == 10
+    assert rest.text.count('href="/lineage?id=conversation-') == 10
 
 
 def test_from_a_conversation_to_adapters_and_the_alias(http: TestClient) -> None:
