@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -11,7 +12,7 @@ from sqlalchemy import ColumnElement, Connection, Row, Select, exists, func, or_
 from flywheel.request_id import BASE_VERSION
 from flywheel.states import Split, TaskState
 from flywheel.store.bulk import rows_in
-from flywheel.store.schema import fingerprints, influences, replies, tasks, verdicts
+from flywheel.store.schema import fingerprints, influences, judge_models, replies, sources, tasks, verdicts
 
 _leader = tasks.alias("leader")
 _later = verdicts.alias("later")
@@ -24,6 +25,10 @@ _NEWEST: Final = (
     .scalar_subquery()
 )
 
+
+_FIRST_STEP: Final = 500
+_LONGEST_STEP: Final = 4_000
+"""How many ids a search looks at in one statement, at first and at most: the time is checked between them."""
 
 Conditions = Sequence[ColumnElement[bool]]
 
@@ -38,17 +43,17 @@ def conditions(
     split: Split | None = None,
     lowest: float | None = None,
     highest: float | None = None,
-    before: int | None = None,
+    judge: str | None = None,
+    source: str | None = None,
 ) -> Conditions:
     """The conditions of a selection; None selects all.
 
     `adapter` is a version with or without its alias, or "base" for the base model; `criterion` is one that the newest
     verdict did not find met; `text` is part of the question or the answer, in any case of ASCII letters. `lowest` and
-    `highest` bound the newest verdict's score. `before` is the id of a task: only older ones.
+    `highest` bound the newest verdict's score. `judge` is the model or the hash of the newest verdict's judge,
+    `source` the path of a source.
     """
     found: list[ColumnElement[bool]] = []
-    if before is not None:
-        found.append(tasks.c.id < before)
     if agent is not None:
         found.append(tasks.c.agent == agent)
     if split is not None:
@@ -70,6 +75,12 @@ def conditions(
             func.json_extract(result.c.value, "$.passed") == 0,
         )
         found.append(exists(failed.correlate(verdicts)))
+    if judge is not None:
+        models = select(judge_models.c.hash).where(judge_models.c.model == judge)
+        found.append(or_(verdicts.c.judge_hash == judge, verdicts.c.judge_hash.in_(models)))
+    if source is not None:
+        path = select(sources.c.id).where(sources.c.path == source).scalar_subquery()
+        found.append(exists(select(replies.c.id).where(replies.c.task_id == tasks.c.id, replies.c.source_id == path)))
     if text is not None:
         texts = [func.json_extract(tasks.c.payload, path) for path in ("$.main_query", "$.answer")]
         found.append(or_(*(each.icontains(text, autoescape=True) for each in texts)))
@@ -96,9 +107,33 @@ def listed(conn: Connection, wanted: Conditions, limit: int | None = None) -> Se
         found = _of(query, wanted)
     else:
         # The ids first, from an index where there is one: a sort would carry the payload of every task.
-        chosen = _of(select(tasks.c.id), wanted).order_by(tasks.c.id.desc()).limit(limit)
+        chosen = _of(select(tasks.c.id).select_from(tasks), wanted).order_by(tasks.c.id.desc()).limit(limit)
         found = _of(query, [tasks.c.id.in_(chosen.scalar_subquery())])
     return conn.execute(found.order_by(tasks.c.id.desc())).all()
+
+
+def search(
+    conn: Connection, wanted: Conditions, limit: int, before: int | None = None, seconds: float = float("inf")
+) -> tuple[Sequence[Row[Any]], int | None]:
+    """The newest tasks (as `listed`) before this id that meet the conditions, and the id before which to go on.
+
+    None: there are no more. A search that has taken longer than `seconds` returns what it has found so far, possibly
+    nothing: rare words in 100,000 tasks take a second.
+    """
+    until = time.monotonic() + seconds
+    end = before if before is not None else (conn.execute(select(func.max(tasks.c.id))).scalar_one() or 0) + 1
+    found: list[int] = []
+    step = _FIRST_STEP
+    while end > 1 and len(found) <= limit and time.monotonic() < until:
+        begin = max(1, end - step)
+        chosen = _of(select(tasks.c.id).select_from(tasks), [*wanted, tasks.c.id >= begin, tasks.c.id < end])
+        newest = chosen.order_by(tasks.c.id.desc()).limit(limit + 1 - len(found))
+        found += conn.execute(newest).scalars()
+        end, step = begin, min(2 * step, _LONGEST_STEP)
+    rows = listed(conn, [tasks.c.id.in_(found[:limit])])
+    if len(found) > limit:
+        return rows, found[limit - 1]
+    return rows, end if end > 1 else None
 
 
 def count(conn: Connection, wanted: Conditions) -> int:

@@ -60,6 +60,7 @@ async def explain(request: Request, error: Exception) -> Response:
 ROUTES: Final[Sequence[BaseRoute]] = (
     Route("/", home),
     Route("/tasks", tasks.show_list),
+    Route("/tasks.jsonl", tasks.export),
     Route("/tasks/{key}", tasks.show),
     Route("/gate", gate.show_list),
     Route("/gate/{round}", gate.show),

@@ -14,7 +14,7 @@ from starlette.responses import HTMLResponse
 
 from flywheel import __version__
 from flywheel.config import Config
-from flywheel.store.database import read_once
+from flywheel.store.database import Reader
 from flywheel.web import text
 
 P = ParamSpec("P")
@@ -29,6 +29,7 @@ class Site:
 
     def __init__(self, config: Config, *, is_read_only: bool = False) -> None:
         self.config = config
+        self._reader = Reader(config.state_dir)
         self.csrf = secrets.token_urlsafe(32)
         self._environment = jinja2.Environment(
             loader=jinja2.PackageLoader("flywheel.web"),
@@ -49,7 +50,7 @@ class Site:
 
     async def read(self, function: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The result of a function on the state as it is now. Raises StoreError."""
-        return await read_once(self.config.state_dir, function, *args, **kwargs)
+        return await self._reader.read(function, *args, **kwargs)
 
     def page(self, template: str, status: int = HTTPStatus.OK, **values: Any) -> HTMLResponse:
         return HTMLResponse(self._environment.get_template(template).render(values), status)

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, fields
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Final, Self
 from urllib.parse import urlencode
 
-from sqlalchemy import Connection, select
+import orjson
+from sqlalchemy import Connection, func, select, true
 from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from flywheel.exclusion import Taken
 from flywheel.request_id import BASE_VERSION
 from flywheel.states import Split, TaskState
-from flywheel.store import lineage, task_list, verdicts
-from flywheel.store.schema import adapters, tasks
+from flywheel.store import lineage, task_list
+from flywheel.store.schema import adapters, judge_models, sources, tasks, verdicts
 from flywheel.web.site import site_of
 
 PER_PAGE: Final = 50
-SEEN: Final = 500
+SEARCH_SECONDS: Final = 0.05
+"""After this time, a list shows what it has found; a link continues the search."""
+EXPORTED_AT_ONCE: Final = 200
+SEEN: Final = 200
 """The newest tasks and verdicts, whose agents and criteria are offered as choices."""
 
 
@@ -37,6 +42,8 @@ class Selection:
     adapter: str = ""
     agent: str = ""
     split: str = ""
+    judge: str = ""
+    source: str = ""
     text: str = ""
     before: str = ""
 
@@ -44,11 +51,11 @@ class Selection:
     def of(cls, query: QueryParams) -> Self:
         return cls(**{field.name: query.get(field.name, "").strip() for field in fields(cls)})
 
-    def address(self, **changes: object) -> str:
-        """The address of the list with these tasks."""
+    def address(self, path: str = "/tasks", **changes: object) -> str:
+        """The address of the list, or of its export, with these tasks."""
         values = {field.name: getattr(self, field.name) for field in fields(self)} | changes
         found = urlencode({name: value for name, value in values.items() if value})
-        return f"/tasks?{found}" if found else "/tasks"
+        return f"{path}?{found}" if found else path
 
     def conditions(self) -> task_list.Conditions:
         """Raises ValueError for a value that cannot be."""
@@ -61,7 +68,8 @@ class Selection:
             split=Split(self.split) if self.split else None,
             lowest=float(self.lowest) if self.lowest else None,
             highest=float(self.highest) if self.highest else None,
-            before=int(self.before) if self.before else None,
+            judge=self.judge or None,
+            source=self.source or None,
         )
 
     @property
@@ -73,38 +81,70 @@ class Selection:
 
 async def show_list(request: Request) -> Response:
     """The tasks of a selection, the newest first, a page of them."""
-    site, wanted = site_of(request), Selection.of(request.query_params)
-    try:
-        conditions = wanted.conditions()
-    except ValueError as error:
-        raise HTTPException(HTTPStatus.BAD_REQUEST, f"There is no such selection of tasks: {error}.") from None
-    found = await site.read(partial(_page, wanted, conditions))
+    site = site_of(request)
+    wanted, conditions, before = _selected(request)
+    found = await site.read(partial(_page, wanted, conditions, before))
     return site.page("tasks.html", wanted=wanted, states=list(TaskState), splits=list(Split), **found)
 
 
-def _page(wanted: Selection, conditions: task_list.Conditions, conn: Connection) -> dict[str, Any]:
-    rows = task_list.listed(conn, conditions, PER_PAGE + 1)
-    shown = rows[:PER_PAGE]
+def _selected(request: Request) -> tuple[Selection, task_list.Conditions, int | None]:
+    """What is asked for, as conditions, and before which task."""
+    wanted = Selection.of(request.query_params)
+    try:
+        return wanted, wanted.conditions(), int(wanted.before) if wanted.before else None
+    except ValueError as error:
+        raise HTTPException(HTTPStatus.BAD_REQUEST, f"There is no such selection of tasks: {error}.") from None
+
+
+def _page(
+    wanted: Selection, conditions: task_list.Conditions, before: int | None, conn: Connection
+) -> dict[str, Any]:
+    rows, older = task_list.search(conn, conditions, PER_PAGE, before, SEARCH_SECONDS)
     total = None
     if not wanted.is_narrowed:
         # A count by anything but the state reads every task.
         total = task_list.count(conn, task_list.conditions(TaskState(wanted.state) if wanted.state else None))
     return {
-        "found": [task_list.summary(row) for row in shown],
+        "found": [task_list.summary(row) for row in rows],
         "total": total,
-        "older": shown[-1].id if len(rows) > PER_PAGE else None,
+        "older": older,
+        "is_whole": older is None or len(rows) == PER_PAGE,
         "choices": _choices(conn),
     }
+
+
+async def export(request: Request) -> Response:
+    """All tasks of a selection as JSON lines, each as `flywheel show --json` prints it, the newest first."""
+    site = site_of(request)
+    _, conditions, before = _selected(request)
+
+    async def lines() -> AsyncIterator[bytes]:
+        at = before
+        while True:
+            found, at = await site.read(task_list.search, conditions, EXPORTED_AT_ONCE, at)
+            yield b"".join(orjson.dumps(task_list.detail(row), option=orjson.OPT_APPEND_NEWLINE) for row in found)
+            if at is None:
+                return
+
+    headers = {"content-disposition": 'attachment; filename="tasks.jsonl"'}
+    return StreamingResponse(lines(), media_type="application/jsonl", headers=headers)
 
 
 def _choices(conn: Connection) -> dict[str, list[str]]:
     """What can be chosen from; other values can be typed."""
     newest = select(tasks.c.agent).order_by(tasks.c.id.desc()).limit(SEEN).subquery()
-    return {
-        "agent": sorted(filter(None, conn.execute(select(newest.c.agent).distinct()).scalars())),
-        "adapter": [BASE_VERSION, *conn.execute(select(adapters.c.name).order_by(adapters.c.id.desc())).scalars()],
-        "criterion": sorted(verdicts.recent(conn, SEEN)["rejected_by"]),
+    results = select(verdicts.c.results).order_by(verdicts.c.id.desc()).limit(SEEN).subquery()
+    result = func.json_each(results.c.results).table_valued("value")
+    criterion = func.json_extract(result.c.value, "$.criterion")
+    queries = {
+        "agent": select(newest.c.agent).where(newest.c.agent != "").distinct().order_by(newest.c.agent),
+        "adapter": select(adapters.c.name).order_by(adapters.c.id.desc()),
+        "criterion": select(criterion).select_from(results.join(result, true())).distinct().order_by(criterion),
+        "judge": select(judge_models.c.model).distinct().order_by(judge_models.c.model),
+        "source": select(sources.c.path).order_by(sources.c.path),
     }
+    found = {name: list(conn.execute(query).scalars()) for name, query in queries.items()}
+    return {**found, "adapter": [BASE_VERSION, *found["adapter"]]}
 
 
 async def show(request: Request) -> Response:

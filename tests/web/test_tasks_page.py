@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import html
+import json
 import re
 
+import pytest
+from starlette.datastructures import QueryParams
+from starlette.testclient import TestClient
+
+from flywheel.config import Config
+from flywheel.store import schema, task_list
+from flywheel.store.database import Reader
+from flywheel.web import tasks
+from flywheel.web.server import application
 from tests.web.conftest import Check, Visitor
+from tests.web.recorded_state import in_thread
+
+
+def client_of(config: Config) -> TestClient:
+    return TestClient(application(config, names=frozenset({"testserver"})))
 
 
 def test_the_list_of_tasks(check: Check, address: str) -> None:
@@ -25,3 +41,38 @@ def test_a_task_with_hostile_texts_is_inert(check: Check, visitor: Visitor, addr
     text = page.inner_text("main")
     assert "<script>" in text and "U+202E" in text and "{{ 7 * 7 }}" in text
     assert page.locator("main script, main img, main iframe").count() == 0
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["state=rejected", "criterion=correct", "lowest=0.9", "highest=0.1&adapter=base", "adapter=base", "adapter=r0001",
+     "split=held-out", "text=desrever", "judge=a-judge", "source=/no/such/file", "state=accepted&before=300"],
+)  # fmt: skip
+def test_the_list_by_each_filter_is_what_the_state_holds(shared_state: Config, query: str) -> None:
+    """Pages of the list together are the export, and both are what `listed` selects at once."""
+    wanted = tasks.Selection.of(QueryParams(query))
+    before = [schema.tasks.c.id < int(wanted.before)] if wanted.before else []
+    reader = Reader(shared_state.state_dir)
+    rows = in_thread(reader.read(task_list.listed, [*wanted.conditions(), *before]))
+    client = client_of(shared_state)
+    lines = client.get(f"/tasks.jsonl?{query}").text.split("\n")[:-1]
+    found, address = [], f"/tasks?{query}"
+    while address:
+        page = client.get(address).text
+        found += re.findall(r'<td class="about"><a href="/tasks/([^"]+)"', page)
+        following = re.search(r'<a href="([^"]+)" rel="next">', page)
+        address = html.unescape(following[1]) if following else ""
+    assert [json.loads(line)["task_id"] for line in lines] == found == [row.key for row in rows]
+    assert bool(rows) is ("no/such" not in query)
+
+
+def test_a_search_that_takes_long_can_be_continued(shared_state: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "SEARCH_SECONDS", 0.0)
+    page = client_of(shared_state).get("/tasks?text=desrever&before=700").text
+    assert "Search older tasks" in page and "No task is like that" not in page
+
+
+@pytest.mark.parametrize("query", ["state=no-such", "lowest=much", "before=x", "split=left"])
+def test_a_wrong_selection_is_explained(shared_state: Config, query: str) -> None:
+    answer = client_of(shared_state).get(f"/tasks?{query}")
+    assert answer.status_code == 400 and "There is no such selection of tasks" in answer.text
