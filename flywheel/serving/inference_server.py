@@ -39,7 +39,7 @@ from flywheel.serving.loopback import is_loopback
 from flywheel.serving.middleware import AliasMiddleware
 from flywheel.serving.server_keys import admin_key, admin_key_file, agents_key, make_admin_key
 from flywheel.serving.startup_adapters import alias_file, base_name, call_log_file, deployed
-from flywheel.serving.vllm_arguments import check_arguments, has_tls, parser_arguments
+from flywheel.serving.vllm_arguments import chat_arguments, check_arguments, has_tls
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,6 @@ def command(config: Config) -> tuple[list[str], dict[str, str]]:
         )
     check_arguments(serving.extra_args)
     keys = _keys(config)
-    parsers = parsers_of(base, serving.tool_call_parser, serving.reasoning_parser)
     adapters, lost = deployed(config)
     for trouble in lost:
         log.error("%s", trouble)
@@ -86,8 +85,7 @@ def command(config: Config) -> tuple[list[str], dict[str, str]]:
     if adapters:
         modules = [json.dumps({"name": adapter, "path": path}) for adapter, path in adapters.items()]
         arguments += ["--lora-modules", *modules]
-    arguments += parser_arguments(parsers, serving.extra_args)
-    arguments += serving.extra_args
+    arguments += chat_arguments(base, serving)
     environment = {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
         "VLLM_NO_USAGE_STATS": "1",

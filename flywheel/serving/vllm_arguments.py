@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from flywheel.config import ServingSettings
 from flywheel.errors import ServeError
-from flywheel.model_parsers import Parsers
+from flywheel.model_parsers import Parsers, parsers_of
 
 OWN_ARGUMENTS: Final = {
     "--api-key": "serving.api_key_env",
@@ -63,7 +64,13 @@ def has_tls(extra_args: Sequence[str]) -> bool:
     return any(_flag(argument) == "--ssl-certfile" for argument in extra_args)
 
 
-def parser_arguments(parsers: Parsers, extra_args: Sequence[str]) -> list[str]:
+def chat_arguments(base: str, serving: ServingSettings) -> list[str]:
+    """vLLM's arguments for chats: the parsers of a base model, and the user's own. Raises ServeError."""
+    parsers = parsers_of(base, serving.tool_call_parser, serving.reasoning_parser)
+    return [*_parser_arguments(parsers, serving.extra_args), *serving.extra_args]
+
+
+def _parser_arguments(parsers: Parsers, extra_args: Sequence[str]) -> list[str]:
     """vLLM's arguments for the parsers. Raises ServeError for a parser that the installed vLLM does not have."""
     for setting, name in zip(_REGISTRIES, parsers, strict=True):
         known = _known(setting, extra_args)

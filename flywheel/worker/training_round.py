@@ -20,9 +20,8 @@ from flywheel.evaluation.paired_comparison import Paired, compare, compare_crite
 from flywheel.files import tree_sha256
 from flywheel.gpu_placement import place_on_gpus
 from flywheel.judge_usage import Purpose
-from flywheel.model_parsers import parsers_of
 from flywheel.round import ADAPTER_DIR, AdapterRef, Comparison, RoundResult, RoundSpec, RoundTask
-from flywheel.serving.vllm_arguments import parser_arguments
+from flywheel.serving.vllm_arguments import chat_arguments
 from flywheel.training import ray_cluster
 from flywheel.training.agent.recorded_rollout import ToolSetup
 from flywheel.training.chat_rendering import ChatFormat, served_format
@@ -48,9 +47,7 @@ MakeGrade = Callable[[RoundSpec, Path, Purpose, Pause], Grade]
 def chat_of(spec: RoundSpec, settings: Config) -> ChatFormat:
     """The chat settings of this configuration's server. Raises FlywheelError for settings that it refuses."""
     serving = settings.serving
-    parsers = parsers_of(spec.base_model, serving.tool_call_parser, serving.reasoning_parser)
-    arguments = [*parser_arguments(parsers, serving.extra_args), *serving.extra_args]
-    return served_format(arguments, max_model_len=serving.max_model_len)
+    return served_format(chat_arguments(spec.base_model, serving), max_model_len=serving.max_model_len)
 
 
 class Round:

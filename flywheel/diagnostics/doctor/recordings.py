@@ -13,8 +13,7 @@ from flywheel.errors import FlywheelError
 from flywheel.exclusion import Exclusion
 from flywheel.filtering.chain import redactor_of
 from flywheel.finish_functions import FINISH_FUNCTIONS
-from flywheel.model_parsers import parsers_of
-from flywheel.serving.vllm_arguments import parser_arguments
+from flywheel.serving.vllm_arguments import chat_arguments
 from flywheel.store.database import found_version, read_once
 from flywheel.store.recorded_tasks import count_with_tools, recorded_lines
 from flywheel.store.schema import SCHEMA_VERSION
@@ -98,10 +97,7 @@ def _is_parsed(config: Config) -> bool:
     """Whether the server parses tool calls, by its parser or by one in its own arguments."""
     from flywheel.training.chat_rendering import served_format
 
-    serving = config.serving
-    parsers = parsers_of(config.model.base, serving.tool_call_parser, serving.reasoning_parser)
-    arguments = [*parser_arguments(parsers, serving.extra_args), *serving.extra_args]
-    return bool(served_format(arguments).tool_parser)
+    return bool(served_format(chat_arguments(config.model.base, config.serving)).tool_parser)
 
 
 def _sample(conn: Connection, config: Config) -> Iterator[Recording]:
