@@ -35,7 +35,7 @@ MAX_CONNECTIONS: Final = 64
 class MetricsServer:
     """The server. `snapshot` is the state as `status --json` shows it.
 
-    `illness` says why the daemon does not work any more, `unready` why it does not work yet, or no longer; both are
+    `unhealthy` says why the daemon does not work any more, `unready` why it does not work yet, or no longer; both are
     empty while it does.
     """
 
@@ -43,11 +43,11 @@ class MetricsServer:
         self,
         settings: DaemonSettings,
         snapshot: Callable[[], Awaitable[dict[str, Any]]],
-        illness: Callable[[], str],
+        unhealthy: Callable[[], str],
         unready: Callable[[], str],
     ) -> None:
         self._settings = settings
-        self._snapshot, self._illness, self._unready = snapshot, illness, unready
+        self._snapshot, self._unhealthy, self._unready = snapshot, unhealthy, unready
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._token: str | None = None
@@ -123,10 +123,10 @@ class MetricsServer:
         return None if is_loopback(host) else PlainTextResponse("this host name is not served here\n", 403)
 
     async def _healthz(self, _: Request) -> Response:
-        return _answer(self._illness())
+        return _answer(self._unhealthy())
 
     async def _readyz(self, _: Request) -> Response:
-        return _answer(self._illness() or self._unready())
+        return _answer(self._unhealthy() or self._unready())
 
 
 def _answer(why_not: str) -> Response:

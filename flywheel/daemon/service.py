@@ -144,10 +144,10 @@ class Service:
             error = failure
         finally:
             await self._ingestion.close()
-        await self._tell()
+        await self._deliver_notices()
         return error
 
-    async def _tell(self) -> None:
+    async def _deliver_notices(self) -> None:
         """Send the notices of this run; what does not arrive is sent by the next one."""
         for target in self._targets:
             try:
@@ -166,7 +166,7 @@ class Service:
         scheduler = self._schedule()
         beating = asyncio.create_task(beat(), name="watchdog")
         self._running = [asyncio.create_task(stage.run(self._stopping), name=stage.name) for stage in self._stages]
-        telling = [asyncio.create_task(stage.run(self._stopping), name=stage.name) for stage in self._notices]
+        notices = [asyncio.create_task(stage.run(self._stopping), name=stage.name) for stage in self._notices]
         self._metrics.wake.set()
         try:
             await self._sources.start()
@@ -184,9 +184,9 @@ class Service:
                 scheduler.shutdown(wait=False)
             await self._end(self._running)
             # A notice under way is sent again by the next process: no stop waits for its target.
-            for task in telling:
+            for task in notices:
                 task.cancel()
-            await asyncio.gather(*telling, return_exceptions=True)
+            await asyncio.gather(*notices, return_exceptions=True)
             beating.cancel()
             await self.metrics.stop()
 

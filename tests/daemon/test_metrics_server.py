@@ -125,12 +125,12 @@ def serve(tmp_path: Path) -> Serve:
 
     @asynccontextmanager
     async def serve(
-        take: Any = None, ill: str = "", unready: str = "", **daemon: Any
+        take: Any = None, unhealthy: str = "", unready: str = "", **daemon: Any
     ) -> AsyncIterator[tuple[MetricsServer, str]]:
         config = configured(tmp_path, **daemon)
         store = await Store.open(config.state_dir)
         server = MetricsServer(
-            config.daemon, take or (lambda: store.read(snapshot, config)), lambda: ill, lambda: unready
+            config.daemon, take or (lambda: store.read(snapshot, config)), lambda: unhealthy, lambda: unready
         )
         try:
             await server.listen()
