@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Connection, Select, and_, exists, func, insert, literal, or_, select
+from sqlalchemy import ColumnElement, Connection, Select, and_, case, exists, func, insert, literal, or_, select
 
 from flywheel.batch import storable
 from flywheel.errors import StoreError
@@ -241,6 +241,24 @@ def queue(conn: Connection, by: str, threshold: float) -> list[tuple[int, str]]:
         for task in conn.execute(query).scalars():
             found.setdefault(int(task), why)
     return list(found.items())
+
+
+def threshold(conn: Connection) -> float:
+    """About the score that divides accepted from rejected replies, by the newest verdicts.
+
+    A reply that lacks a required criterion has the score 0, whatever else it is.
+    """
+    newest = select(func.max(verdicts.c.id)).scalar_subquery()
+    bounds = conn.execute(
+        select(
+            func.min(case((verdicts.c.outcome == Outcome.ACCEPTED.value, verdicts.c.score))),
+            func.max(case((verdicts.c.outcome == Outcome.REJECTED.value, verdicts.c.score))),
+        ).where(verdicts.c.id > newest - WINDOW, ~NOT_OF_THE_JUDGE)
+    ).one()
+    accepted, rejected = bounds[0], bounds[1]
+    if accepted is None:
+        return float(rejected or 0.5)
+    return float(accepted if rejected is None or rejected >= accepted else (accepted + rejected) / 2)
 
 
 def is_random(task: ColumnElement[int]) -> ColumnElement[bool]:

@@ -8,7 +8,7 @@ daemon. Those that change where sources are read next wait for the process that 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
@@ -83,6 +83,19 @@ def carry_out(conn: Connection) -> int:
 def with_id(conn: Connection, number: int) -> Request:
     """The request of this number."""
     return _request(conn.execute(select(requests).where(requests.c.id == number)).one())
+
+
+def find(conn: Connection, number: int) -> Request | None:
+    """The request of this number, if there is one."""
+    row = conn.execute(select(requests).where(requests.c.id == number)).one_or_none()
+    return _request(row) if row is not None and row.kind in list(Kind) else None
+
+
+def recent(conn: Connection, kinds: Collection[Kind], limit: int) -> list[Request]:
+    """The newest requests of these kinds."""
+    wanted = requests.c.kind.in_([kind.value for kind in kinds])
+    rows = conn.execute(select(requests).where(wanted).order_by(requests.c.id.desc()).limit(limit))
+    return [_request(row) for row in rows]
 
 
 def since(conn: Connection, number: int) -> tuple[int, frozenset[Kind]]:

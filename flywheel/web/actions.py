@@ -1,0 +1,99 @@
+"""What people do on the pages: a form becomes a request, and the page says what became of it."""
+
+from __future__ import annotations
+
+import getpass
+import os
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any, Final
+from urllib.parse import quote, unquote, urlencode
+
+from sqlalchemy import Connection
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+from flywheel.daemon.requests import perform
+from flywheel.states import RequestState
+from flywheel.store import requests
+from flywheel.store.requests import Kind
+from flywheel.web.site import site_of
+
+NAME_COOKIE: Final = "flywheel_name"
+LONGEST_NAME: Final = 80
+
+
+def who(request: Request) -> str:
+    """The name that a person gave when signing in, else the user who runs the server."""
+    if given := unquote(request.cookies.get(NAME_COOKIE, "")).strip():
+        return given[:LONGEST_NAME]
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a user without an entry, as in containers
+        return f"user {os.getuid()}"
+
+
+def field(request: Request, name: str) -> str:
+    """A field of the form that was sent; empty without one."""
+    found: str = request.state.form.get(name, [""])[0]
+    return found
+
+
+async def decide(request: Request) -> Response:
+    """Release or reject a held task, and show it again."""
+    key, verb = request.path_params["key"], request.path_params["verb"]
+    if verb not in (Kind.RELEASE, Kind.REJECT):
+        raise HTTPException(HTTPStatus.NOT_FOUND)
+    return await ask(request, Kind(verb), {"tasks": [key]}, f"/tasks/{quote(key, safe='')}")
+
+
+async def ask(request: Request, kind: Kind, arguments: Mapping[str, Any], then: str, **query: str) -> Response:
+    """Have an action done, and lead to the page `then`, which says what became of it."""
+    done = await perform(site_of(request).config, kind, arguments, who(request))
+    return RedirectResponse(f"{then}?{urlencode({**query, 'asked': done.id})}", HTTPStatus.SEE_OTHER)
+
+
+def asked(conn: Connection, number: str) -> dict[str, Any] | None:
+    """What became of the request that led to this page, as the macro `outcome` shows it."""
+    found = requests.find(conn, int(number)) if number.isascii() and number.isdigit() and len(number) < 16 else None
+    return outcome(found) if found is not None else None
+
+
+def outcome(request: requests.Request) -> dict[str, Any]:
+    """A request for people."""
+    if request.error is not None:
+        text = str(request.error)
+    elif request.state is RequestState.OPEN:
+        text = "It waits for the process that works on the state, or for the next `flywheel run`."
+    else:
+        text = "; ".join(_done(name, value) for name, value in (request.result or {}).items())
+    return {
+        "id": request.id,
+        "kind": request.kind.value,
+        "state": request.state.value,
+        "by": request.requested_by,
+        "at": request.created_at,
+        "text": text,
+    }
+
+
+_NEXT: Final[Mapping[str, str]] = {
+    "judged": "judged again",
+    "read": "read again",
+    "swept": "looked for by a full scan",
+    "reread": "read again with its file",
+    "alive": "not dead any more",
+}
+
+
+def _done(name: str, value: Any) -> str:
+    if not isinstance(value, list):
+        return "stored"
+    if name != "retried":
+        return f"{len(value):,} {name}"
+    counts: dict[str, int] = {}
+    for each in value:
+        counts[each["next"]] = counts.get(each["next"], 0) + 1
+    more = ", ".join(f"{count:,} {_NEXT.get(then, then)}" for then, count in counts.items())
+    return f"{len(value):,} retried: {more}" if value else "none was open"

@@ -1,0 +1,108 @@
+"""Dead letters by error: retry or drop them, and what people asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, Final
+
+from sqlalchemy import Connection
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from flywheel.states import DeadLetterState
+from flywheel.store import dead_letters, requests
+from flywheel.store.dead_letters import DeadLetter
+from flywheel.store.requests import Kind
+from flywheel.web import actions
+from flywheel.web.actions import field
+from flywheel.web.site import site_of
+
+SHOWN: Final = 5
+"""Dead letters of an error that the list shows; the page of the error has more."""
+PER_PAGE: Final = 100
+REQUESTS: Final = 20
+_NUMBER: Final = re.compile(r"\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Dead letters whose errors differ only in numbers; `key` names the group in addresses."""
+
+    key: str
+    error: str
+    letters: Sequence[DeadLetter]
+
+    @property
+    def open_ones(self) -> list[DeadLetter]:
+        return [each for each in self.letters if each.state is DeadLetterState.OPEN]
+
+    @property
+    def sources(self) -> list[str]:
+        """The files that rows of it are of."""
+        return sorted({Path(each.source).name for each in self.letters if each.source})
+
+
+def groups_of(letters: Sequence[DeadLetter]) -> list[Group]:
+    """Dead letters by error, the largest group first, the newest letters of each first."""
+    found: dict[str, list[DeadLetter]] = {}
+    for each in reversed(letters):
+        found.setdefault(_NUMBER.sub("N", each.error), []).append(each)
+    groups = [
+        Group(hashlib.sha256(error.encode("utf-8", "replace")).hexdigest()[:16], some[0].error, some)
+        for error, some in found.items()
+    ]
+    return sorted(groups, key=lambda group: (-len(group.letters), group.key))
+
+
+async def show(request: Request) -> Response:
+    """The dead letters by error, or those of one error."""
+    site, query = site_of(request), request.query_params
+    every, key = query.get("state") == "all", query.get("group", "")
+    page = query.get("page", "1")
+    if not (page.isascii() and page.isdigit() and 0 < len(page) < 6 and int(page)):
+        raise HTTPException(HTTPStatus.BAD_REQUEST, f"There is no such part of the list: {page}.")
+    found = await site.read(partial(_page, every, key, int(page), query.get("asked", "")))
+    return site.page("dead_letters.html", every=every, chosen=key, page=int(page), **found)
+
+
+def _page(every: bool, key: str, page: int, asked: str, conn: Connection) -> dict[str, Any]:
+    states = list(DeadLetterState) if every else [DeadLetterState.OPEN]
+    groups = groups_of(dead_letters.in_states(conn, states))
+    if key:
+        groups = [group for group in groups if group.key == key]
+    first, last = ((page - 1) * PER_PAGE, page * PER_PAGE) if key else (0, SHOWN)
+    shown = [(group, group.letters[first:last]) for group in groups]
+    recent = requests.recent(conn, (Kind.RETRY, Kind.DROP), REQUESTS)
+    return {
+        "groups": shown,
+        "counts": dead_letters.count(conn),
+        "has_more": bool(key) and any(len(group.letters) > last for group in groups),
+        "asked": actions.asked(conn, asked),
+        "requests": [actions.outcome(each) for each in recent],
+    }
+
+
+async def act(request: Request) -> Response:
+    """Retry or drop one dead letter, or the open ones of an error."""
+    verb, number, key = (field(request, name) for name in ("verb", "id", "group"))
+    if verb not in (Kind.RETRY, Kind.DROP) or not (key or (number.isascii() and number.isdigit())):
+        raise HTTPException(HTTPStatus.BAD_REQUEST, "This form is not one of this page.")
+    if number:
+        ids = [int(number)]
+    else:
+        ids = await site_of(request).read(partial(_ids, key))
+        if not ids:
+            raise HTTPException(HTTPStatus.CONFLICT, "None of these dead letters is open any more.")
+    return await actions.ask(request, Kind(verb), {"ids": ids}, "/dead-letters")
+
+
+def _ids(key: str, conn: Connection) -> list[int]:
+    groups = groups_of(dead_letters.in_states(conn, [DeadLetterState.OPEN]))
+    return [each.id for group in groups if group.key == key for each in group.letters]
