@@ -69,7 +69,8 @@ def large_sample_kappa(table: Confusion) -> Kappa:
     if expected >= 1:
         return Kappa(None, None, None)
     value = (observed - expected) / (1 - expected)
-    if table.n < 2:
+    if table.n < 2 or first in (0, 1) or second in (0, 1):
+        # Where one side always decides alike, the formula gives no error at all.
         return Kappa(value, None, None)
     equal = ((table.accept_accept, first + second), (table.reject_reject, 2 - first - second))
     differ = (

@@ -29,6 +29,8 @@ WINDOW: Final = 2_000
 """The queue is filled from the newest tasks, so many."""
 QUEUE: Final = 60
 """Tasks of each part of the queue, at most."""
+NEAR: Final = 0.2
+"""Scores that are not further from the threshold are near it."""
 _SPREAD: Final = 2_654_435_761
 """Spreads consecutive numbers evenly (Knuth's multiplicative hash)."""
 _DECIDED: Final = (Outcome.ACCEPTED.value, Outcome.REJECTED.value)
@@ -230,10 +232,10 @@ def queue(conn: Connection, by: str, threshold: float) -> list[tuple[int, str]]:
         .group_by(verdicts.c.task_id)
         .limit(QUEUE)
     )
-    distance = func.min(func.abs(verdicts.c.score - threshold))
+    distance = func.abs(verdicts.c.score - threshold)
     parts: dict[str, Select[Any]] = {
         "disputed": base.where(_is_disputed()).order_by(verdicts.c.task_id.desc()),
-        "threshold": base.order_by(distance, verdicts.c.task_id.desc()),
+        "threshold": base.where(distance <= NEAR).order_by(func.min(distance), verdicts.c.task_id.desc()),
         "random": base.where(is_random(verdicts.c.task_id)).order_by(verdicts.c.task_id.desc()),
     }
     found: dict[int, str] = {}

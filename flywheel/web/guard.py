@@ -13,13 +13,14 @@ import ipaddress
 import secrets
 from http import HTTPStatus
 from typing import Final
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from flywheel.web.actions import LONGEST_NAME, NAME_COOKIE
 from flywheel.web.site import Site
 
 COOKIE: Final = "flywheel_web"
@@ -123,6 +124,8 @@ class Guard:
         response = RedirectResponse("/", HTTPStatus.SEE_OTHER)
         is_encrypted = request.url.scheme == "https"
         response.set_cookie(COOKIE, self._session, httponly=True, samesite="strict", secure=is_encrypted)
+        name = request.state.form.get("name", [""])[0].strip()[:LONGEST_NAME]
+        response.set_cookie(NAME_COOKIE, quote(name), httponly=True, samesite="strict", secure=is_encrypted)
         return response
 
 

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from flywheel.config import Config
 from flywheel.errors import FlywheelError
-from flywheel.web import gate, lineage, live, tasks
+from flywheel.web import actions, dead_letters, gate, labels, lineage, live, tasks
 from flywheel.web.guard import Guard
 from flywheel.web.site import Site, site_of
 
@@ -62,6 +62,13 @@ ROUTES: Final[Sequence[BaseRoute]] = (
     Route("/tasks", tasks.show_list),
     Route("/tasks.jsonl", tasks.export),
     Route("/tasks/{key}", tasks.show),
+    Route("/tasks/{key}/label", labels.put, methods=["POST"]),
+    Route("/tasks/{key}/{verb}", actions.decide, methods=["POST"]),
+    Route("/labels", labels.show),
+    Route("/labels/next", labels.go_on),
+    Route("/labels/export", labels.export),
+    Route("/dead-letters", dead_letters.show, methods=["GET"]),
+    Route("/dead-letters", dead_letters.act, methods=["POST"]),
     Route("/gate", gate.show_list),
     Route("/gate/{round}", gate.show),
     Route("/gate/{round}/{task}", gate.show_pair),

@@ -20,7 +20,13 @@ from flywheel.web import text
 P = ParamSpec("P")
 T = TypeVar("T")
 
-PAGES: Final = (("/tasks", "Tasks"), ("/gate", "Gate"), ("/lineage", "Lineage"))
+PAGES: Final = (
+    ("/tasks", "Tasks"),
+    ("/labels", "Labels"),
+    ("/gate", "Gate"),
+    ("/lineage", "Lineage"),
+    ("/dead-letters", "Dead letters"),
+)
 """What the navigation links to."""
 
 

@@ -21,6 +21,7 @@ from flywheel.request_id import BASE_VERSION
 from flywheel.states import Split, TaskState
 from flywheel.store import lineage, task_list
 from flywheel.store.schema import adapters, judge_models, sources, tasks, verdicts
+from flywheel.web import actions, labels
 from flywheel.web.site import site_of
 
 PER_PAGE: Final = 50
@@ -150,13 +151,17 @@ def _choices(conn: Connection) -> dict[str, list[str]]:
 async def show(request: Request) -> Response:
     """One task."""
     site, key = site_of(request), request.path_params["key"]
-    found = await site.read(partial(_task, key, site.config.takes))
+    asked = request.query_params.get("asked", "")
+    person = (labels.place_of(request), actions.who(request))
+    found = await site.read(partial(_task, key, site.config.takes, person, asked))
     if found is None:
         raise HTTPException(HTTPStatus.NOT_FOUND, f"There is no task {key}.")
     return site.page("task.html", **found)
 
 
-def _task(key: str, takes: Taken, conn: Connection) -> dict[str, Any] | None:
+def _task(
+    key: str, takes: Taken, person: tuple[labels.Place, str], asked: str, conn: Connection
+) -> dict[str, Any] | None:
     rows = task_list.listed(conn, [tasks.c.key == key], 1)
     if not rows:
         return None
@@ -171,6 +176,8 @@ def _task(key: str, takes: Taken, conn: Connection) -> dict[str, Any] | None:
     return {
         "task": task_list.detail(rows[0]),
         "story": lineage.task_story(conn, number, takes),
+        "panel": labels.panel(conn, number, *person),
+        "asked": actions.asked(conn, asked),
         "like": rows[0].like if rows[0].like != key else None,
         **beside,
     }

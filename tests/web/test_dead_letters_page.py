@@ -1,0 +1,58 @@
+"""Dead letters in a browser: by error, retried and dropped, with who asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import expect
+
+from flywheel.cli.app import this_person
+from flywheel.config import Config
+from flywheel.daemon import requests
+from flywheel.daemon.lock import instance_lock
+from tests.web.conftest import Check, Visitor, serving
+
+
+@pytest.fixture
+def own(own_state: Config) -> Iterator[str]:
+    """The pages of a state that a test may change."""
+    with serving(own_state) as found:
+        yield found
+
+
+def test_the_page_of_dead_letters(check: Check, address: str) -> None:
+    page = check(f"{address}/dead-letters")
+    assert page.get_by_role("heading", level=1).inner_text() == "Dead letters"
+    assert page.locator("#errors section").count() > 0
+    check(f"{address}/dead-letters?state=all")
+
+
+def test_without_any_it_says_so(check: Check, empty_address: str) -> None:
+    assert "None is open" in check(f"{empty_address}/dead-letters").inner_text("main")
+    assert "There has never been one" in check(f"{empty_address}/dead-letters?state=all").inner_text("main")
+
+
+def test_one_is_dropped_and_one_is_retried(own: str, visitor: Visitor, check: Check) -> None:
+    page = visitor.open(f"{own}/dead-letters")
+    before = page.locator("#errors tbody tr").count()
+    page.get_by_role("button", name="Drop dead letter").first.click()
+    assert "1 dropped" in page.get_by_role("status").inner_text()
+    page.get_by_role("button", name="Retry dead letter").first.click()
+    assert "1 retried" in page.get_by_role("status").inner_text()
+    assert page.locator("#errors tbody tr").count() == before - 2
+    assert this_person() in page.inner_text("#requests")
+    check(f"{own}/dead-letters?state=all")
+
+
+def test_a_retry_that_waits_is_carried_out_and_the_page_learns_of_it(
+    own: str, visitor: Visitor, own_state: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "WAIT_SECONDS", 0.3)
+    page = visitor.open(f"{own}/dead-letters")
+    with instance_lock(own_state.state_dir):
+        page.get_by_role("button", name="Retry dead letter").first.click()
+        assert "It waits" in page.get_by_role("status").inner_text()
+    other = visitor.open(f"{own}/dead-letters")
+    other.get_by_role("button", name="Retry dead letter").first.click()
+    expect(page.locator("#requests tbody tr").last).to_contain_text("done")
