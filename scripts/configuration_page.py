@@ -73,7 +73,11 @@ def _default(info: Any) -> str:
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
-if __name__ == "__main__":
+def write() -> None:
     PAGE.write_text(page())
     for name, path in SCHEMAS.items():
         (ROOT / path).write_text(json.dumps(schema_of(name), indent=2, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    write()

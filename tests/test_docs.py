@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ from pydantic import BaseModel
 from flywheel.cli.app import MODULES, app
 from flywheel.cli.settings import SCHEMAS, schema_of
 from flywheel.config import parse
+from flywheel.files import DOCUMENTATION_KINDS
 from flywheel.filtering.chain import FILTERS, load_chain
 from flywheel.filtering.fingerprint import Deduplication
 from flywheel.filtering.influence import Influence
@@ -28,12 +33,44 @@ from flywheel.serving.replica_condition import Condition
 from flywheel.states import SkipReason, TaskState
 from flywheel.store.schema import SCHEMA_VERSION, metadata
 from scripts.configuration_page import PAGE, page
+from scripts.reference_pages import CLI_PAGE, JSON_PAGE, cli_page, json_page
 
 ROOT = Path(__file__).parent.parent
 
 
 def test_the_configuration_page_is_the_settings() -> None:
     assert PAGE.read_text() == page(), "run: python -m scripts.configuration_page"
+
+
+def test_the_page_of_commands_is_the_commands_and_that_of_json_is_what_the_architecture_page_says() -> None:
+    assert CLI_PAGE.read_text() == cli_page(), "run: python -m scripts.reference_pages"
+    assert JSON_PAGE.read_text() == json_page(), "run: python -m scripts.reference_pages"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("material") is None, reason="mkdocs-material is not installed")
+def test_mkdocs_builds_the_site_without_a_warning(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    index = (tmp_path / "site" / "index.html").read_text()
+    assert not re.findall(r"<(?:script|link|img)[^>]* (?:src|href)=\"https?://[^\"]*\"", index)
+
+
+def test_every_page_is_on_the_site_and_found_by_name() -> None:
+    """`flywheel docs PAGE` finds pages by the last part of their path, so that must be different for each."""
+    kinds = [path for kind in DOCUMENTATION_KINDS for path in (ROOT / "docs" / kind).glob("*.md")]
+    assert len({path.stem for path in kinds}) == len(kinds)
+    navigation = (ROOT / "mkdocs.yml").read_text().split("nav:")[1]
+    for path in (ROOT / "docs").rglob("*.md"):
+        assert path.relative_to(ROOT / "docs").as_posix() in navigation
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

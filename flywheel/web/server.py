@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from flywheel.config import Config
 from flywheel.errors import FlywheelError
-from flywheel.web import actions, dead_letters, gate, labels, lineage, live, rounds, tasks
+from flywheel.web import actions, dead_letters, gate, labels, lineage, live, tasks
 from flywheel.web.guard import Guard
 from flywheel.web.site import Site, site_of
 
@@ -69,10 +69,6 @@ ROUTES: Final[Sequence[BaseRoute]] = (
     Route("/labels/export", labels.export),
     Route("/dead-letters", dead_letters.show, methods=["GET"]),
     Route("/dead-letters", dead_letters.act, methods=["POST"]),
-    Route("/rounds", rounds.show_list),
-    Route("/rounds/overlay", rounds.overlay),
-    Route("/rounds/{round}", rounds.show),
-    Route("/rounds/{round}/curves", rounds.show_curves),
     Route("/gate", gate.show_list),
     Route("/gate/{round}", gate.show),
     Route("/gate/{round}/{task}", gate.show_pair),

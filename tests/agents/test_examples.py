@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib.util
+import socket
+from pathlib import Path
+
+import pytest
+
 from tests.agents.running import EXAMPLES, run
 from tests.agents.scripted_model import Recorder, ScriptedModel
+from tests.agents.test_exact_prompts import Server, configuration, exported, server
+from tests.daemon.following import Following, until
 from tests.serving.fake_vllm import running, with_middleware
+
+__all__ = ["server"]
 
 
 def test_agentscope_calls_its_tool_and_sends_the_runtime_reminder() -> None:
@@ -22,3 +33,38 @@ def test_openai_client() -> None:
         said = run(EXAMPLES / "openai_client" / "chat.py", "Hello", "Who?", server=url)
     assert said == ["You asked: Hello", "You asked: Who?"]
     assert [len(request["messages"]) for request in sent.requests] == [2, 4]
+
+
+async def test_a_program_with_spans_of_its_own(server: Server, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    config = configuration(tmp_path, server, {"type": "otlp", "listen": f"127.0.0.1:{port}"})
+    async with Following(config):
+        traces = f"http://127.0.0.1:{port}/v1/traces"
+        program = EXAMPLES / "own_spans" / "chat.py"
+        said = await asyncio.to_thread(run, program, "Hello", "Who?", server=server.url, traces=traces)
+
+        async def is_read() -> bool:
+            return len(exported(config)) == 2
+
+        await until(is_read, "two tasks")
+    lines = exported(config)
+    assert [line["answer"] for line in lines] == said == ["You asked: Hello", "You asked: Who?"]
+    assert len({line["metadata"]["conversation_id"] for line in lines}) == 1
+    assert [line["metadata"]["prompt_source"] for line in lines] == ["calls", "calls"]
+
+
+@pytest.mark.parametrize(("folder", "package"), [("langgraph", "langgraph"), ("openai_agents", "agents")])
+async def test_agents_of_other_frameworks(server: Server, tmp_path: Path, folder: str, package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"the packages that examples/{folder}/agent.py names are not installed")
+    config = configuration(tmp_path, server, {"type": "calls"})
+    async with Following(config):
+        program = EXAMPLES / folder / "agent.py"
+        said = await asyncio.to_thread(run, program, "What is 12 times 34?", "And 5 by 6?", server=server.url)
+
+        async def is_read() -> bool:
+            return len(exported(config)) == 2
+
+        await until(is_read, "two tasks")
+    assert [line["answer"] for line in exported(config)] == said == ["The result is 408.", "The result is 30."]
