@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import orjson
 
 from flywheel.errors import StoreError
 from flywheel.round import SPEC_FILE
+
+DROPPED: Final = {
+    "misses": "too many of its rollouts ended at a call without a recorded result",
+    "rewards": "fewer than 4 rollouts have a reward",
+    "spread": "its rewards are equal",
+    "surplus": "the step had enough groups without it",
+}
+"""Why a group is not trained on, by `flywheel.training.groups.Drop`."""
+PROBABILITIES: Final = (0.9, 0.5, 0.1, 0.0)
+"""The classes in which trained tokens are shown: the least probability that they were sampled with."""
+_MISS: Final = "no recorded result for "
+"""How the error of a rollout that ended by a miss begins, in files that do not say otherwise."""
 
 
 def read_rollouts(path: Path) -> Iterator[dict[str, Any]]:
@@ -18,7 +31,7 @@ def read_rollouts(path: Path) -> Iterator[dict[str, Any]]:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line.endswith(b"\n"):
-                    yield _rollout(line, path, number)
+                    yield parse_rollout(line, path, f"line {number}")
     except OSError as error:
         raise StoreError(f"read {path}", error.strerror or str(error), "Run it as the user of the state.") from error
 
@@ -32,15 +45,21 @@ def prompts_of(directory: Path) -> dict[str, Mapping[str, Any]]:
         return {}
 
 
-def _rollout(line: bytes, path: Path, number: int) -> dict[str, Any]:
+def probability_class(logprob: float) -> int:
+    """The class of a trained token, an index of `PROBABILITIES`."""
+    return next(place for place, least in enumerate(PROBABILITIES) if math.exp(logprob) >= least)
+
+
+def parse_rollout(line: bytes, path: Path, place: str) -> dict[str, Any]:
+    """The rollout of a line; `place` says where it is in the file. Raises StoreError."""
     try:
         found = orjson.loads(line)
-        if "samples" in found:
-            return {"dropped": None, **found}
-        return _of_early_version(found)
+        if "samples" not in found:
+            return _of_early_version(found)
+        return {"dropped": None, "missed": found["error"].startswith(_MISS), **found}
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
         raise StoreError(
-            f"read {path}", f"line {number} is no rollout", "Something else has written to it; delete the line."
+            f"read {path}", f"{place} is no rollout", "Something else has written to it; delete the line."
         ) from None
 
 
@@ -52,6 +71,7 @@ def _of_early_version(found: dict[str, Any]) -> dict[str, Any]:
     return {
         **found,
         "steps": [],
+        "missed": False,
         "advantage": None,
         "dropped": None,
         "criteria": [

@@ -13,6 +13,7 @@ from flywheel.trace import ChatMessage
 SPEC_FILE = "spec.json"
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
+ROLLOUT_INDEX_FILE = "rollouts.index.jsonl"
 EVALUATION_FILE = "evaluation.jsonl"
 RESULT_FILE = "result.json"
 ERROR_FILE = "error.json"

@@ -32,6 +32,7 @@ LAYERS: dict[str, int] = {
     "round": 1,
     "round_progress": 1,
     "rollout_file": 1,
+    "rollout_index": 1,
     "evaluation_file": 1,
     "gpu_placement": 1,
     "judge_usage": 1,

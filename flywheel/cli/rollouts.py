@@ -23,15 +23,8 @@ if TYPE_CHECKING:
 
     from flywheel.config import Config
 
-DROPPED: Final = {
-    "misses": "too many of its rollouts ended at a call without a recorded result",
-    "rewards": "fewer than 4 rollouts have a reward",
-    "spread": "its rewards are equal",
-    "surplus": "the step had enough groups without it",
-}
-"""Why a group is not trained on, by `flywheel.training.groups.Drop`."""
-LIKELY: Final = ((0.9, "green"), (0.5, "cyan"), (0.1, "yellow"), (0.0, "red"))
-"""The colour of a trained token, by the least probability that it was sampled with."""
+LIKELY: Final = ("green", "cyan", "yellow", "red")
+"""The colours of trained tokens, by `rollout_file.PROBABILITIES`."""
 NO_LOGPROB: Final = "reverse magenta"
 CONTEXT: Final = "dim"
 QUESTION_EXCERPT: Final = 60
@@ -166,6 +159,8 @@ def _without_tokens(group: dict[str, Any]) -> dict[str, Any]:
 def _print_group(console: Console, group: Mapping[str, Any], *, with_tokens: bool) -> None:
     from rich.text import Text
 
+    from flywheel.rollout_file import DROPPED
+
     members = group["rollouts"]
     rewards = [each["reward"] for each in members if each["reward"] is not None]
     mean = f", mean reward {math.fsum(rewards) / len(rewards):.2f}" if rewards else ", no reward"
@@ -227,10 +222,13 @@ def _in_colour(console: Console) -> bool:
 def _legend(console: Console) -> Text:
     from rich.text import Text
 
+    from flywheel.rollout_file import PROBABILITIES
+
     if not _in_colour(console):
         return Text("⟦text|logprob⟧ is a trained token; all others are context")
     legend = Text.assemble(("context", CONTEXT), "; trained tokens by probability: ")
-    names = [Text(f"{least:g} or more" if least else "less", style=style) for least, style in LIKELY]
+    likely = zip(PROBABILITIES, LIKELY, strict=True)
+    names = [Text(f"{least:g} or more" if least else "less", style=style) for least, style in likely]
     return legend.append(Text(", ").join([*names, Text("unknown", style=NO_LOGPROB)]))
 
 
@@ -258,6 +256,6 @@ def _token_text(console: Console, sample: Mapping[str, Any]) -> Text:
 
 
 def _style(logprob: float | None) -> str:
-    if logprob is None:
-        return NO_LOGPROB
-    return next(style for least, style in LIKELY if math.exp(logprob) >= least)
+    from flywheel.rollout_file import probability_class
+
+    return NO_LOGPROB if logprob is None else LIKELY[probability_class(logprob)]

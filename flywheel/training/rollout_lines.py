@@ -1,6 +1,6 @@
-"""What a round stores of its rollouts: `rollouts.jsonl`, and `evaluation.jsonl` for the answers of the gate.
+"""What a round stores of its rollouts: `rollouts.jsonl` with an index, and `evaluation.jsonl` for the gate's answers.
 
-`flywheel.rollout_file` reads them.
+`flywheel.rollout_file`, `flywheel.rollout_index` and `flywheel.evaluation_file` read them.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from flywheel import rollout_index
 from flywheel.files import append_jsonl
-from flywheel.round import EVALUATION_FILE, ROLLOUTS_FILE
+from flywheel.round import EVALUATION_FILE
 from flywheel.training.advantage import Scale
 from flywheel.training.groups import Drop
 from flywheel.training.rollout import Batch, LoadedAdapter, Rollout
@@ -23,7 +24,7 @@ def append_rollouts(directory: Path, step: int, batch: Batch, scale_rewards: Sca
     lines = [
         rollout_line(rollout, step, advantage, dropped.get(rollout.request.group)) for rollout, advantage in pairs
     ]
-    append_jsonl(directory / ROLLOUTS_FILE, lines)
+    rollout_index.append(directory, lines)
 
 
 def append_answers(directory: Path, batch: Batch, candidate: LoadedAdapter | None) -> None:
@@ -48,6 +49,7 @@ def rollout_line(rollout: Rollout, step: int, advantage: float | None, dropped: 
         "group": rollout.request.group,
         "seed": rollout.request.seed,
         **_graded(rollout),
+        "missed": rollout.completion.missed,
         "advantage": _rounded(advantage),
         "dropped": dropped,
         "samples": [

@@ -301,6 +301,7 @@ def test_a_round_ends_well_and_leaves_no_process_and_no_session(trained: Done) -
             "metrics.jsonl",
             "progress.json",
             "result.json",
+            "rollouts.index.jsonl",
             "rollouts.jsonl",
             "spec.json",
             "usage.jsonl",
