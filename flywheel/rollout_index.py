@@ -106,25 +106,24 @@ def groups(directory: Path) -> Iterator[IndexedGroup]:
         yield from _scans.groups(path, end)
 
 
-def rollouts_of(directory: Path, group: IndexedGroup) -> Iterator[dict[str, Any]]:
-    """The rollouts of a group, one after the other, as `read_rollouts` gives them. Raises StoreError."""
+def rollout_of(directory: Path, group: IndexedGroup, place: int) -> dict[str, Any]:
+    """The rollout at a place of a group, counted from 0, as `read_rollouts` gives it. Raises StoreError."""
     path = directory / ROLLOUTS_FILE
-    at = group.at
+    at = group.at + sum(each.size for each in group.rollouts[:place])
     try:
         with path.open("rb") as file:
-            for each in group.rollouts:
-                file.seek(at)
-                found = parse_rollout(file.read(each.size), path, f"the line at byte {at}")
-                if (found["step"], found["group"], found["task_id"]) != (group.step, group.group, group.task_id):
-                    raise StoreError(
-                        f"read {path}",
-                        f"the line at byte {at} is of another group than its index says",
-                        f"Something else has written to it; delete {ROLLOUT_INDEX_FILE} beside it.",
-                    )
-                at += each.size
-                yield found
+            file.seek(at)
+            line = file.read(group.rollouts[place].size)
     except OSError as error:
         raise _unreadable(path, error) from error
+    found = parse_rollout(line, path, f"the line at byte {at}")
+    if (found["step"], found["group"], found["task_id"]) != (group.step, group.group, group.task_id):
+        raise StoreError(
+            f"read {path}",
+            f"the line at byte {at} is of another group than its index says",
+            f"Something else has written to it; delete {ROLLOUT_INDEX_FILE} beside it.",
+        )
+    return found
 
 
 def _indexed(path: Path, size: int) -> Iterator[IndexedGroup]:

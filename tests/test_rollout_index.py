@@ -11,7 +11,7 @@ import pytest
 
 from flywheel import rollout_index
 from flywheel.errors import StoreError
-from flywheel.rollout_index import IndexedGroup, append, groups, rollouts_of
+from flywheel.rollout_index import IndexedGroup, append, groups, rollout_of
 from tests.cli.test_rollouts import EARLY, rollout
 
 INDEX, ROLLOUTS = "rollouts.index.jsonl", "rollouts.jsonl"
@@ -30,7 +30,10 @@ def step(number: int, groups: int = 3, size: int = 4) -> list[dict[str, Any]]:
 
 
 def whole(directory: Path) -> list[tuple[IndexedGroup, list[dict[str, Any]]]]:
-    return [(group, list(rollouts_of(directory, group))) for group in groups(directory)]
+    return [
+        (group, [rollout_of(directory, group, place) for place in range(len(group.rollouts))])
+        for group in groups(directory)
+    ]
 
 
 @pytest.fixture
@@ -113,7 +116,7 @@ def test_an_index_of_other_rollouts_is_refused_when_they_are_read(tmp_path: Path
     path.write_text(path.read_text().replace('"t-1"', '"t-9"'))
     second = list(groups(tmp_path))[1]
     with pytest.raises(StoreError, match=r"of another group than its index says.*delete rollouts\.index\.jsonl"):
-        list(rollouts_of(tmp_path, second))
+        rollout_of(tmp_path, second, 0)
 
 
 def test_a_round_without_rollouts_has_no_groups(tmp_path: Path) -> None:

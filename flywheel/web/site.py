@@ -23,6 +23,7 @@ T = TypeVar("T")
 PAGES: Final = (
     ("/tasks", "Tasks"),
     ("/labels", "Labels"),
+    ("/rollouts", "Rollouts"),
     ("/gate", "Gate"),
     ("/lineage", "Lineage"),
     ("/dead-letters", "Dead letters"),

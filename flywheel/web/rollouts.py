@@ -1,0 +1,410 @@
+"""The rollouts of a round: groups by reward, and one group with the conversation and the tokens of a rollout.
+
+Lists read the index of the rollouts, and the questions of the groups that they show. Of a group, only the rollout
+that is shown is read. So memory does not grow with the files of a round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import partial
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, Final, Self
+from urllib.parse import urlencode
+
+from sqlalchemy import Connection, Row, select
+from starlette.datastructures import QueryParams
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+from flywheel import rollout_index
+from flywheel.rollout_file import DROPPED
+from flywheel.rollout_index import IndexedGroup, IndexedRollout
+from flywheel.round import ROLLOUTS_FILE
+from flywheel.store import task_list
+from flywheel.store.schema import rounds, tasks
+from flywheel.web import tokens
+from flywheel.web.paging import is_number
+from flywheel.web.site import Site, site_of
+
+PER_PAGE: Final = 25
+NEWEST_ROUNDS: Final = 50
+"""Rounds that are offered, and looked at for rollouts."""
+DEBUG: Final = "debug"
+"""The name of the last debug round, which the state does not record."""
+BINS: Final = 10
+"""Bars of the figure of rewards."""
+DIGITS: Final = 6
+"""Of rewards that are compared, so that one that is shown as 0.3 is 0.3."""
+ENDS: Final = {
+    "truncated": "reached a limit",
+    "missed": "a call without a result",
+    "ungraded": "no reward",
+    "untrained": "group not trained on",
+}
+ORDERS: Final[Mapping[str, tuple[str, Callable[[IndexedGroup], float]]]] = {
+    "newest": ("newest step", lambda group: -group.step),
+    "oldest": ("first step", lambda group: group.step),
+    "lowest": ("lowest mean reward", lambda group: math.inf if group.mean is None else group.mean),
+    "highest": ("highest mean reward", lambda group: math.inf if group.mean is None else -group.mean),
+    "spread": ("widest rewards", lambda group: math.inf if group.spread is None else -group.spread),
+}
+"""The orders of a list, with the number by which each sorts. Groups without it are last."""
+REMOVED: Final = "a round writes them at the end of each step, and retention removes those of old rounds"
+
+Key = tuple[float, int]
+"""The place of a group in an order, which ends with the byte at which it begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which groups a list shows, and in which order: the query string of its address. Empty texts select all."""
+
+    step: str = ""
+    lowest: str = ""
+    highest: str = ""
+    criterion: str = ""
+    end: str = ""
+    task: str = ""
+    order: str = ""
+    after: str = ""
+
+    @classmethod
+    def of(cls, query: QueryParams) -> Self:
+        return cls(**{each.name: query.get(each.name, "").strip() for each in fields(cls)})
+
+    def query(self, **changes: object) -> str:
+        """The query string of these groups; empty for all of them."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)} | changes
+        found = urlencode({name: value for name, value in values.items() if value != ""})
+        return f"?{found}" if found else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A selection with its values parsed."""
+
+    step: int | None
+    lowest: float
+    highest: float
+    criterion: str
+    end: str
+    task: str
+    order: Callable[[IndexedGroup], float]
+    after: Key | None
+
+    @classmethod
+    def of(cls, selection: Selection) -> Self:
+        """Raises ValueError for a value that cannot be."""
+        if selection.end and selection.end not in ENDS:
+            raise ValueError(f"rollouts do not end by {selection.end[:100]!r}")
+        if selection.order and selection.order not in ORDERS:
+            raise ValueError(f"there is no order {selection.order[:100]!r}")
+        if selection.step and not is_number(selection.step):
+            raise ValueError(f"{selection.step[:100]!r} is no step")
+        lowest, highest = (_bound(getattr(selection, name), other) for name, other in _BOUNDS)
+        after = None
+        if selection.after:
+            value, _, at = selection.after.partition(":")
+            after = float(value), int(at)
+        return cls(
+            int(selection.step) if selection.step else None, lowest, highest, selection.criterion, selection.end,
+            selection.task, ORDERS[selection.order or "newest"][1], after,
+        )  # fmt: skip
+
+    def key(self, group: IndexedGroup) -> Key:
+        return self.order(group), group.at
+
+    @property
+    def has_bounds(self) -> bool:
+        return self.lowest > -math.inf or self.highest < math.inf
+
+    def has_group(self, group: IndexedGroup) -> bool:
+        return (
+            self.step in (None, group.step)
+            and self.task in ("", group.task_id)
+            and (self.end != "untrained" or group.dropped is not None)
+            and any(self.has_rollout(each) for each in group.rollouts)
+        )
+
+    def has_rollout(self, rollout: IndexedRollout) -> bool:
+        if self.has_bounds and not self._is_within(rollout.reward):
+            return False
+        if self.criterion and self.criterion not in rollout.failed:
+            return False
+        if self.end == "ungraded":
+            return rollout.reward is None
+        return (self.end != "truncated" or rollout.truncated) and (self.end != "missed" or rollout.missed)
+
+    def _is_within(self, reward: float | None) -> bool:
+        return reward is not None and self.lowest <= round(reward, DIGITS) <= self.highest
+
+
+_BOUNDS: Final = (("lowest", -math.inf), ("highest", math.inf))
+
+
+def _bound(given: str, otherwise: float) -> float:
+    found = float(given) if given else otherwise
+    if math.isnan(found):
+        raise ValueError(f"{given[:100]!r} is no reward")
+    return found
+
+
+@dataclass(slots=True)
+class Listed:
+    """A page of groups, and figures of all groups of the selection.
+
+    Attributes:
+        bins: How many of its rollouts have a reward in each tenth of 0 to 1.
+        more: The `after` of the next page; empty on the last one.
+        steps: The first and the last step of the round.
+        criteria: The criteria that rollouts of the round did not meet.
+    """
+
+    groups: list[IndexedGroup] = field(default_factory=list)
+    count: int = 0
+    rollouts: int = 0
+    rewards: int = 0
+    total: float = 0.0
+    bins: list[int] = field(default_factory=lambda: [0] * BINS)
+    more: str = ""
+    steps: tuple[int, int] | None = None
+    criteria: list[str] = field(default_factory=list)
+
+    @property
+    def mean(self) -> float | None:
+        return self.total / self.rewards if self.rewards else None
+
+    def add(self, group: IndexedGroup, wanted: Wanted) -> None:
+        """Count a group of the selection."""
+        self.count += 1
+        for rollout in group.rollouts:
+            if not wanted.has_rollout(rollout):
+                continue
+            self.rollouts += 1
+            if rollout.reward is not None:
+                self.rewards += 1
+                self.total += rollout.reward
+                self.bins[min(max(int(round(rollout.reward, DIGITS) * BINS), 0), BINS - 1)] += 1
+
+
+def listed(directory: Path, wanted: Wanted) -> Listed:
+    """The groups of a selection, one page of them. The memory that it takes does not depend on how many there are."""
+    found = Listed()
+    criteria: Counter[str] = Counter()
+
+    def selected() -> Iterable[IndexedGroup]:
+        for group in rollout_index.groups(directory):
+            first, last = found.steps or (group.step, group.step)
+            found.steps = min(first, group.step), max(last, group.step)
+            for rollout in group.rollouts:
+                criteria.update(rollout.failed)
+            if wanted.has_group(group):
+                found.add(group, wanted)
+                if wanted.after is None or wanted.key(group) > wanted.after:
+                    yield group
+
+    page = heapq.nsmallest(PER_PAGE + 1, selected(), key=wanted.key)
+    found.groups = page[:PER_PAGE]
+    found.criteria = [name for name, _ in criteria.most_common()]
+    if len(page) > PER_PAGE:
+        value, at = wanted.key(found.groups[-1])
+        found.more = f"{value!r}:{at}"
+    return found
+
+
+async def show_newest(request: Request) -> Response:
+    """The rollouts of the newest round that has any."""
+    site = site_of(request)
+    found = await site.read(_rounds)
+    for row in found:
+        if (Path(row.dir) / ROLLOUTS_FILE).exists():
+            return RedirectResponse(f"/rollouts/{row.name}")
+    return site.page("rollouts.html", name="", rounds=found, without="there is no round with rollouts yet", **_EMPTY)
+
+
+_EMPTY: Final[Mapping[str, Any]] = {
+    "wanted": Selection(),
+    "found": Listed(),
+    "rows": (),
+    "orders": ORDERS,
+    "ends": ENDS,
+}
+
+
+def _rounds(conn: Connection) -> list[Row[Any]]:
+    """The newest rounds: `name`, `dir` and `state`."""
+    columns = rounds.c.name, rounds.c.dir, rounds.c.state
+    return list(conn.execute(select(*columns).order_by(rounds.c.id.desc()).limit(NEWEST_ROUNDS)))
+
+
+def _directory(name: str, site: Site, conn: Connection) -> Path | None:
+    """The directory of a round."""
+    if name == DEBUG:
+        return site.config.state_dir / "rounds" / DEBUG
+    found = conn.execute(select(rounds.c.dir).where(rounds.c.name == name)).scalar_one_or_none()
+    return Path(found) if found is not None else None
+
+
+async def show_list(request: Request) -> Response:
+    """The groups of a round, a page of them."""
+    site, name = site_of(request), request.path_params["round"]
+    wanted = Selection.of(request.query_params)
+    try:
+        parsed = Wanted.of(wanted)
+    except ValueError as error:
+        raise HTTPException(HTTPStatus.BAD_REQUEST, f"There is no such selection of rollouts: {error}.") from None
+    directory = await _directory_of(site, name)
+    others = await site.read(_rounds)
+    values: dict[str, Any] = {"name": name, "rounds": others, **_EMPTY, "wanted": wanted}
+    if not (directory / ROLLOUTS_FILE).exists():
+        return site.page("rollouts.html", without=f"there is no {ROLLOUTS_FILE} in {directory}: {REMOVED}", **values)
+    found = await asyncio.to_thread(listed, directory, parsed)
+    questions = await site.read(task_list.questions, [group.task_id for group in found.groups])
+    rows = [Shown(group, questions.get(group.task_id, ""), parsed) for group in found.groups]
+    return site.page("rollouts.html", without="", **{**values, "found": found, "rows": rows})
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A row of the list."""
+
+    group: IndexedGroup
+    question: str
+    wanted: Wanted
+
+    @property
+    def key(self) -> str:
+        return key_of(self.group)
+
+    @property
+    def rollouts(self) -> list[tuple[int, IndexedRollout, bool]]:
+        """Place, rollout, and whether it is selected; the highest reward first."""
+        return [(place, each, self.wanted.has_rollout(each)) for place, each in by_reward(self.group)]
+
+    @property
+    def failed(self) -> list[tuple[str, int]]:
+        """The criteria that were not met, and by how many rollouts; the most frequent first."""
+        return Counter(name for each in self.group.rollouts for name in each.failed).most_common()
+
+    @property
+    def truncated(self) -> int:
+        return sum(each.truncated for each in self.group.rollouts)
+
+    @property
+    def missed(self) -> int:
+        return sum(each.missed for each in self.group.rollouts)
+
+    @property
+    def why(self) -> str:
+        return dropped(self.group)
+
+
+def dropped(group: IndexedGroup) -> str:
+    """Why a group is not trained on; empty if it is."""
+    return DROPPED.get(group.dropped, group.dropped) if group.dropped else ""
+
+
+def key_of(group: IndexedGroup) -> str:
+    """The group in the address of its page."""
+    return f"{group.step}-{group.group}"
+
+
+def by_reward(group: IndexedGroup) -> list[tuple[int, IndexedRollout]]:
+    """The rollouts with their places from 1, the highest reward first and those without one last."""
+    places = list(enumerate(group.rollouts, 1))
+    return sorted(places, key=lambda pair: (pair[1].reward is None, -(pair[1].reward or 0), pair[0]))
+
+
+async def _directory_of(site: Site, name: str) -> Path:
+    directory = await site.read(partial(_directory, name, site))
+    if directory is None:
+        raise HTTPException(HTTPStatus.NOT_FOUND, f"There is no round {name}.")
+    return directory
+
+
+async def show(request: Request) -> Response:
+    """One group, with one of its rollouts in full."""
+    site, name, key = site_of(request), request.path_params["round"], request.path_params["group"]
+    given = {each: request.query_params.get(each, "") for each in ("rollout", "sample", "from")}
+    view = request.query_params.get("by", "logprob")
+    if view not in tokens.VIEWS or any(value and not is_number(value) for value in given.values()):
+        raise HTTPException(HTTPStatus.BAD_REQUEST, "There is no such part of the rollouts.")
+    directory = await _directory_of(site, name)
+    group, before, after = await asyncio.to_thread(_beside, directory, key)
+    if group is None:
+        raise HTTPException(HTTPStatus.NOT_FOUND, f"{name} has no rollouts {key}.")
+    place = int(given["rollout"]) if given["rollout"] else by_reward(group)[0][0]
+    rollout = await asyncio.to_thread(_rollout, directory, group, place)
+    if rollout is None:
+        raise HTTPException(HTTPStatus.NOT_FOUND, f"The group has no rollout {place}.")
+    samples = rollout["samples"]
+    number = int(given["sample"]) if given["sample"] else len(samples)
+    sample = samples[number - 1] if 0 < number <= len(samples) else None
+    start = _start(sample, given["from"]) if sample is not None else 0
+    task = await site.read(partial(_prompt, group.task_id))
+    return site.page(
+        "rollout_group.html",
+        name=name,
+        key=key,
+        group=group,
+        why=dropped(group),
+        ranked=by_reward(group),
+        before=key_of(before) if before is not None else None,
+        after=key_of(after) if after is not None else None,
+        place=place,
+        rollout=rollout,
+        task=task,
+        view=view,
+        views=tokens.VIEWS,
+        legend=tokens.LEGENDS[view],
+        number=number,
+        samples=len(samples),
+        length=len(sample["token_ids"]) if sample is not None else 0,
+        trained=sum(sample["loss_mask"]) if sample is not None else 0,
+        start=start,
+        page=tokens.PER_PAGE,
+        runs=tokens.runs(sample, rollout["advantage"], view, start) if sample is not None else (),
+    )
+
+
+def _start(sample: Mapping[str, Any], given: str) -> int:
+    """The first token that is shown: without a choice, one such that generated tokens are seen."""
+    if given:
+        return min(int(given), len(sample["token_ids"]))
+    first = next((place for place, mask in enumerate(sample["loss_mask"]) if mask), 0)
+    return first // tokens.PER_PAGE * tokens.PER_PAGE
+
+
+def _beside(directory: Path, key: str) -> tuple[IndexedGroup | None, IndexedGroup | None, IndexedGroup | None]:
+    """A group by its key, and those before and after it."""
+    before = found = None
+    for group in rollout_index.groups(directory):
+        if found is not None:
+            return found, before, group
+        if key_of(group) == key:
+            found = group
+        else:
+            before = group
+    return (found, before, None) if found is not None else (None, None, None)
+
+
+def _rollout(directory: Path, group: IndexedGroup, place: int) -> dict[str, Any] | None:
+    """A rollout of a group by its place from 1."""
+    return rollout_index.rollout_of(directory, group, place - 1) if 0 < place <= len(group.rollouts) else None
+
+
+def _prompt(key: str, conn: Connection) -> dict[str, Any] | None:
+    """What a task asks: `messages`, or only its question; None if the state does not have it."""
+    line = conn.execute(select(tasks.c.payload).where(tasks.c.key == key)).scalar_one_or_none()
+    if line is None:
+        return None
+    asked = {"role": "user", "content": line["main_query"]}
+    return {"question": line["main_query"], "messages": line.get("prompt") or [*line["init_messages"], asked]}

@@ -1,0 +1,191 @@
+"""The rollouts of a round, in a browser: groups by reward, filters, a conversation, and tokens by class."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page
+
+from flywheel.config import Config
+from flywheel.rollout_index import append
+from flywheel.web.rollouts import Selection, Wanted, listed
+from flywheel.web.tokens import PER_PAGE, runs
+from tests.cli.test_rollouts import rollout, sample
+from tests.web.conftest import Check, Visitor, serving
+from tests.web.recorded_state import HOSTILE
+
+
+def groups(page: Page) -> int:
+    return page.locator("table.groups tbody tr").count()
+
+
+def test_a_recorded_round(check: Check, address: str) -> None:
+    """Its files are of an earlier version and have no index."""
+    page = check(f"{address}/rollouts")
+    assert page.url.endswith("/rollouts/r0002")
+    assert groups(page) == 25
+    assert page.locator("table.groups .chip").count() > 100
+    page.get_by_label("First", exact=True).select_option("oldest")
+    page.wait_for_url("**order=oldest*")
+    page.locator("table.groups tbody tr td.number a", has_text="1").first.wait_for()
+    page.locator("td.about > a").first.click()
+    page.wait_for_url("**/rollouts/r0002/1-0")
+    assert page.get_by_role("heading", level=1).inner_text() == "Step 1, group 0 of r0002"
+    check(page.url)
+
+
+def test_a_bar_leads_to_its_rollouts_and_a_step_of_a_round_to_its_groups(visitor: Visitor, address: str) -> None:
+    page = visitor.open(f"{address}/rollouts/r0001?step=3", scripts=False)
+    assert set(page.locator("table.groups tbody tr td:first-child").all_inner_texts()) == {"3"}
+    bar = page.locator("svg.bins a").first
+    label = bar.get_attribute("aria-label") or ""
+    bar.click()
+    page.wait_for_url("**lowest=0*")
+    assert f"with {label.split()[0]} selected rollout" in page.inner_text(".summary")
+
+
+def test_empty_pages_say_what_to_do(check: Check, visitor: Visitor, empty_address: str) -> None:
+    assert "flywheel round" in check(f"{empty_address}/rollouts").inner_text("main")
+
+
+@pytest.fixture
+def hostile(own_state: Config) -> Config:
+    """A debug round with hostile texts wherever a rollout has any."""
+    directory = own_state.state_dir / "rounds" / "debug"
+    directory.mkdir()
+    criteria = [{"criterion": HOSTILE, "choice": HOSTILE, "value": 0.0, "passed": False, "reason": HOSTILE}]
+    call = {"function": {"name": HOSTILE, "arguments": HOSTILE}}
+    steps = [
+        {"role": "assistant", "content": HOSTILE, "tool_calls": [call]},
+        {"role": "tool", "name": HOSTILE, "content": HOSTILE},
+    ]
+    tokens = sample(text=[HOSTILE] * 6)
+    evil = rollout(answer=HOSTILE, criteria=criteria, steps=steps, samples=[tokens, tokens], truncated=True)
+    miss = rollout(reward=None, advantage=None, criteria=[], error=HOSTILE, samples=[])
+    for each, missed in ((evil, False), (miss, True)):
+        each |= {"missed": missed, "dropped": None, "task_id": HOSTILE}
+    append(directory, [evil, miss])
+    return own_state
+
+
+def test_hostile_rollouts_are_inert(check: Check, hostile: Config) -> None:
+    with serving(hostile) as address:
+        for path in ("", "/1-0?rollout=1", "/1-0?rollout=1&by=text&sample=1", "/1-0?rollout=2"):
+            page = check(f"{address}/rollouts/debug{path}")
+            text = page.inner_text("main")
+            assert "<script>" in text and "U+202E" in text
+            assert page.locator("main script, main img, main iframe").count() == 0
+
+
+def test_tokens_are_shown_by_class_and_as_text(check: Check, visitor: Visitor, own_state: Config) -> None:
+    directory = own_state.state_dir / "rounds" / "debug"
+    directory.mkdir()
+    append(directory, [rollout(missed=False, dropped=None, advantage=0.5)])
+    with serving(own_state) as address:
+        page = check(f"{address}/rollouts/debug/1-0")
+        shown = page.locator(".tokens .t")
+        assert [shown.nth(place).get_attribute("class") for place in range(shown.count())] == [
+            "t t-context", "t t-p0", "t t-p1", "t t-unknown", "t t-p3",
+        ]  # fmt: skip
+        assert shown.nth(1).get_attribute("title") == "95.1%, logprob -0.05"
+        colours = {
+            shown.nth(place).evaluate("each => getComputedStyle(each).backgroundColor") for place in range(1, 5)
+        }
+        assert len(colours) == 4
+        assert page.locator(".legend li").count() == 6
+        page.get_by_role("link", name="by advantage").click()
+        assert page.locator(".tokens .t-a3").inner_text() == "It is↵\n 7"
+        page.get_by_role("link", name="by mask").click()
+        assert page.locator(".tokens .t-trained").inner_text() == "It is↵\n 7"
+        page.get_by_role("navigation", name="Show tokens by").get_by_role("link", name="as text").click()
+        assert "⟦It|-0.05⟧⟦ is|-0.50⟧⟦↵|null⟧" in page.inner_text(".tokens")
+        visitor.check(page)
+
+
+@pytest.mark.parametrize(
+    "path", ["r9999", "r0001?lowest=x", "r0001?order=x", "r0001?end=x", "r0001?step=-1", "r0001?after=1:x",
+             "r0001/1-99", "r0001/1-0?rollout=99", "r0001/1-0?by=x", "r0001/1-0?from=-1"],
+)  # fmt: skip
+def test_what_is_not_there_is_a_page_that_says_so(visitor: Visitor, address: str, path: str) -> None:
+    page = visitor.open("about:blank")
+    answer = page.request.get(f"{address}/rollouts/{path}")
+    assert answer.status in (400, 404)
+    assert "There is no" in answer.text() or "has no" in answer.text()
+
+
+def test_rollouts_that_were_removed_say_so(check: Check, own_state: Config) -> None:
+    (own_state.state_dir / "rounds" / "r0001" / "rollouts.jsonl").unlink()
+    with serving(own_state) as address:
+        assert "retention removes" in check(f"{address}/rollouts/r0001").inner_text("main")
+
+
+def select(directory: Path, **given: str) -> list[tuple[int, int]]:
+    """The groups of a selection, over all its pages."""
+    wanted, found = Selection(**given), []
+    while True:
+        page = listed(directory, Wanted.of(wanted))
+        found += [(group.step, group.group) for group in page.groups]
+        if not page.more:
+            return found
+        wanted = Selection(**{**given, "after": page.more})
+
+
+def line(step: int, group: int, **values: Any) -> dict[str, Any]:
+    return rollout(step=step, group=group, task_id=f"t-{group}", **{"missed": False, "dropped": None, **values})
+
+
+@pytest.fixture
+def round_directory(tmp_path: Path) -> Path:
+    """40 steps of 2 groups of 2 rollouts: rewards step/40 and 1 - step/40 in group 0, none in group 1."""
+    for step in range(1, 41):
+        append(
+            tmp_path,
+            [
+                line(step, 0, reward=step / 40, criteria=[], truncated=step == 7),
+                line(step, 0, reward=1 - step / 40),
+                line(step, 1, reward=None, missed=True, dropped="misses", criteria=[]),
+                line(step, 1, reward=None, error="the judge was away", dropped="misses", criteria=[]),
+            ],
+        )
+    return tmp_path
+
+
+def test_every_order_has_each_group_once_over_its_pages(round_directory: Path) -> None:
+    everything = {(step, group) for step in range(1, 41) for group in (0, 1)}
+    for order in ("", "newest", "oldest", "lowest", "highest", "spread"):
+        found = select(round_directory, order=order)
+        assert len(found) == len(everything) and set(found) == everything
+    assert select(round_directory)[:3] == [(40, 0), (40, 1), (39, 0)]
+    assert select(round_directory, order="spread")[:1] == [(40, 0)]
+    assert select(round_directory, order="lowest")[40:] == [(step, 1) for step in range(1, 41)]
+
+
+def test_filters_select_groups_by_their_rollouts(round_directory: Path) -> None:
+    assert select(round_directory, step="3") == [(3, 0), (3, 1)]
+    assert select(round_directory, task="t-1", order="oldest")[:2] == [(1, 1), (2, 1)]
+    assert select(round_directory, end="truncated") == [(7, 0)]
+    assert len(select(round_directory, end="missed")) == 40
+    assert len(select(round_directory, end="untrained")) == 40
+    assert len(select(round_directory, end="ungraded")) == 40
+    assert len(select(round_directory, criterion="right")) == 40
+    assert select(round_directory, lowest="0.96") == [(40, 0), (39, 0), (1, 0)]
+    found = listed(round_directory, Wanted.of(Selection(lowest="0.96")))
+    assert (found.rollouts, found.steps, found.criteria) == (3, (1, 40), ["right"])
+    assert sum(found.bins) == found.rewards == 3
+
+
+def test_a_long_sample_is_shown_in_parts() -> None:
+    count = 2 * PER_PAGE + 5
+    long = sample(
+        token_ids=list(range(count)),
+        loss_mask=[0] * count,
+        logprobs=[None] * count,
+        text=["x"] * (count - 1) + [None],
+    )
+    found = [runs(long, None, "logprob", start) for start in (0, PER_PAGE, 2 * PER_PAGE)]
+    assert [[run.tokens for run in part] for part in found] == [[PER_PAGE], [PER_PAGE], [5]]
+    assert found[2][0].text == f"xxxx<{count - 1}>"
+    assert json.dumps(runs(long, None, "logprob", count)) == "[]"
