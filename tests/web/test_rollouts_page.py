@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,12 @@ def test_empty_pages_say_what_to_do(check: Check, visitor: Visitor, empty_addres
     assert "flywheel round" in check(f"{empty_address}/rollouts").inner_text("main")
 
 
+# Fixtures that serve a state stand before `check` and `visitor`, so that pages are closed before their server.
+
+
 @pytest.fixture
-def hostile(own_state: Config) -> Config:
-    """A debug round with hostile texts wherever a rollout has any."""
+def hostile_address(own_state: Config) -> Iterator[str]:
+    """The pages of a debug round with hostile texts wherever a rollout has any."""
     directory = own_state.state_dir / "rounds" / "debug"
     directory.mkdir()
     criteria = [{"criterion": HOSTILE, "choice": HOSTILE, "value": 0.0, "passed": False, "reason": HOSTILE}]
@@ -68,41 +72,50 @@ def hostile(own_state: Config) -> Config:
     for each, missed in ((evil, False), (miss, True)):
         each |= {"missed": missed, "dropped": None, "task_id": HOSTILE}
     append(directory, [evil, miss])
-    return own_state
+    with serving(own_state) as address:
+        yield address
 
 
-def test_hostile_rollouts_are_inert(check: Check, hostile: Config) -> None:
-    with serving(hostile) as address:
-        for path in ("", "/1-0?rollout=1", "/1-0?rollout=1&by=text&sample=1", "/1-0?rollout=2"):
-            page = check(f"{address}/rollouts/debug{path}")
-            text = page.inner_text("main")
-            assert "<script>" in text and "U+202E" in text
-            assert page.locator("main script, main img, main iframe").count() == 0
+def test_hostile_rollouts_are_inert(hostile_address: str, check: Check) -> None:
+    for path in ("", "/1-0?rollout=1", "/1-0?rollout=1&by=text&sample=1", "/1-0?rollout=2"):
+        page = check(f"{hostile_address}/rollouts/debug{path}")
+        text = page.inner_text("main")
+        assert "<script>" in text and "U+202E" in text
+        assert page.locator("main script, main img, main iframe").count() == 0
 
 
-def test_tokens_are_shown_by_class_and_as_text(check: Check, visitor: Visitor, own_state: Config) -> None:
+@pytest.fixture
+def debug_address(own_state: Config) -> Iterator[str]:
+    """The pages of a debug round with one rollout, and of a round whose rollouts were removed."""
     directory = own_state.state_dir / "rounds" / "debug"
     directory.mkdir()
     append(directory, [rollout(missed=False, dropped=None, advantage=0.5)])
+    (own_state.state_dir / "rounds" / "r0001" / "rollouts.jsonl").unlink()
     with serving(own_state) as address:
-        page = check(f"{address}/rollouts/debug/1-0")
-        shown = page.locator(".tokens .t")
-        assert [shown.nth(place).get_attribute("class") for place in range(shown.count())] == [
-            "t t-context", "t t-p0", "t t-p1", "t t-unknown", "t t-p3",
-        ]  # fmt: skip
-        assert shown.nth(1).get_attribute("title") == "95.1%, logprob -0.05"
-        colours = {
-            shown.nth(place).evaluate("each => getComputedStyle(each).backgroundColor") for place in range(1, 5)
-        }
-        assert len(colours) == 4
-        assert page.locator(".legend li").count() == 6
-        page.get_by_role("link", name="by advantage").click()
-        assert page.locator(".tokens .t-a3").inner_text() == "It is↵\n 7"
-        page.get_by_role("link", name="by mask").click()
-        assert page.locator(".tokens .t-trained").inner_text() == "It is↵\n 7"
-        page.get_by_role("navigation", name="Show tokens by").get_by_role("link", name="as text").click()
-        assert "⟦It|-0.05⟧⟦ is|-0.50⟧⟦↵|null⟧" in page.inner_text(".tokens")
-        visitor.check(page)
+        yield address
+
+
+def test_rollouts_that_were_removed_say_so(debug_address: str, check: Check) -> None:
+    assert "retention removes" in check(f"{debug_address}/rollouts/r0001").inner_text("main")
+
+
+def test_tokens_are_shown_by_class_and_as_text(debug_address: str, check: Check, visitor: Visitor) -> None:
+    page = check(f"{debug_address}/rollouts/debug/1-0")
+    shown = page.locator(".tokens .t")
+    assert [shown.nth(place).get_attribute("class") for place in range(shown.count())] == [
+        "t t-context", "t t-p0", "t t-p1", "t t-unknown", "t t-p3",
+    ]  # fmt: skip
+    assert shown.nth(1).get_attribute("title") == "95.1%, logprob -0.05"
+    colours = {shown.nth(place).evaluate("each => getComputedStyle(each).backgroundColor") for place in range(1, 5)}
+    assert len(colours) == 4
+    assert page.locator(".legend li").count() == 6
+    page.get_by_role("link", name="by advantage").click()
+    assert page.locator(".tokens .t-a3").inner_text() == "It is↵\n 7"
+    page.get_by_role("link", name="by mask").click()
+    assert page.locator(".tokens .t-trained").inner_text() == "It is↵\n 7"
+    page.get_by_role("navigation", name="Show tokens by").get_by_role("link", name="as text").click()
+    assert "⟦It|-0.05⟧⟦ is|-0.50⟧⟦↵|null⟧" in page.inner_text(".tokens")
+    visitor.check(page)
 
 
 @pytest.mark.parametrize(
@@ -114,12 +127,6 @@ def test_what_is_not_there_is_a_page_that_says_so(visitor: Visitor, address: str
     answer = page.request.get(f"{address}/rollouts/{path}")
     assert answer.status in (400, 404)
     assert "There is no" in answer.text() or "has no" in answer.text()
-
-
-def test_rollouts_that_were_removed_say_so(check: Check, own_state: Config) -> None:
-    (own_state.state_dir / "rounds" / "r0001" / "rollouts.jsonl").unlink()
-    with serving(own_state) as address:
-        assert "retention removes" in check(f"{address}/rollouts/r0001").inner_text("main")
 
 
 def select(directory: Path, **given: str) -> list[tuple[int, int]]:
