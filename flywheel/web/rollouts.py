@@ -227,7 +227,8 @@ async def show_newest(request: Request) -> Response:
     for row in found:
         if (Path(row.dir) / ROLLOUTS_FILE).exists():
             return RedirectResponse(f"/rollouts/{row.name}")
-    return site.page("rollouts.html", name="", rounds=found, without="there is no round with rollouts yet", **_EMPTY)
+    values = {"name": "", "rounds": found, "has_debug": _has_debug(site), **_EMPTY}
+    return site.page("rollouts.html", without="there is no round with rollouts yet", **values)
 
 
 _EMPTY: Final[Mapping[str, Any]] = {
@@ -243,6 +244,10 @@ def _rounds(conn: Connection) -> list[Row[Any]]:
     """The newest rounds: `name`, `dir` and `state`."""
     columns = rounds.c.name, rounds.c.dir, rounds.c.state
     return list(conn.execute(select(*columns).order_by(rounds.c.id.desc()).limit(NEWEST_ROUNDS)))
+
+
+def _has_debug(site: Site) -> bool:
+    return (site.config.state_dir / "rounds" / DEBUG / ROLLOUTS_FILE).exists()
 
 
 def _directory(name: str, site: Site, conn: Connection) -> Path | None:
@@ -263,7 +268,7 @@ async def show_list(request: Request) -> Response:
         raise HTTPException(HTTPStatus.BAD_REQUEST, f"There is no such selection of rollouts: {error}.") from None
     directory = await _directory_of(site, name)
     others = await site.read(_rounds)
-    values: dict[str, Any] = {"name": name, "rounds": others, **_EMPTY, "wanted": wanted}
+    values = {"name": name, "rounds": others, "has_debug": _has_debug(site), **_EMPTY, "wanted": wanted}
     if not (directory / ROLLOUTS_FILE).exists():
         return site.page("rollouts.html", without=f"there is no {ROLLOUTS_FILE} in {directory}: {REMOVED}", **values)
     found = await asyncio.to_thread(listed, directory, parsed)
