@@ -82,6 +82,15 @@ def count(conn: Connection) -> dict[str, int]:
     return {state.value: 0 for state in DeadLetterState} | {str(state): int(number) for state, number in rows}
 
 
+def errors_in(conn: Connection, states: Collection[DeadLetterState], newest: int) -> list[tuple[int, str, bool]]:
+    """Number and error of the newest dead letters in these states, and whether each is open; the newest first."""
+    query = select(dead_letters.c.id, dead_letters.c.error, dead_letters.c.state).where(
+        dead_letters.c.state.in_([state.value for state in states])
+    )
+    rows = conn.execute(query.order_by(dead_letters.c.id.desc()).limit(newest))
+    return [(row.id, row.error, row.state == DeadLetterState.OPEN) for row in rows]
+
+
 def in_states(conn: Connection, states: Collection[DeadLetterState]) -> list[DeadLetter]:
     """The dead letters in these states, oldest first."""
     return sorted(_found(conn, dead_letters.c.state, [state.value for state in states]), key=lambda each: each.id)

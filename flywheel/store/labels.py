@@ -7,7 +7,7 @@ show how far judge and people agree, and a file of them calibrates a rubric.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -33,7 +33,7 @@ NEAR: Final = 0.2
 """Scores that are not further from the threshold are near it."""
 _SPREAD: Final = 2_654_435_761
 """Spreads consecutive numbers evenly (Knuth's multiplicative hash)."""
-_DECIDED: Final = (Outcome.ACCEPTED.value, Outcome.REJECTED.value)
+_OF_JUDGES: Final = and_(verdicts.c.outcome.in_([Outcome.ACCEPTED.value, Outcome.REJECTED.value]), ~NOT_OF_THE_JUDGE)
 _later = labels.alias("later_label")
 
 
@@ -132,7 +132,7 @@ def listed(conn: Connection, *, by: str | None = None, criterion: str | None = N
     if criterion is not None:
         query = query.where(labels.c.criterion == criterion)
     rows = conn.execute(query.order_by(labels.c.id.desc())).all()
-    judged = _judged(conn, sorted({row.task_id for row in rows}))
+    judged = _judged(conn, {row.task_id for row in rows}) | _met(conn, {row.task_id for row in rows if row.criterion})
     return [
         Opinion(
             row.id, row.key, Label(row.label), row.criterion, row.comment, bool(row.is_blind), row.labelled_by,
@@ -148,17 +148,20 @@ def _counts() -> ColumnElement[bool]:
     return ~exists(select(_later.c.id).where(*same, _later.c.id > labels.c.id))
 
 
-def _judged(conn: Connection, ids: Sequence[int]) -> dict[tuple[int, str], bool]:
-    """What the newest decided verdict of a judge says of each task, in all (criterion "") and by criterion."""
-    decided = select(verdicts.c.task_id, verdicts.c.outcome, verdicts.c.results).where(
-        verdicts.c.outcome.in_(_DECIDED), ~NOT_OF_THE_JUDGE
-    )
-    found: dict[tuple[int, str], bool] = {}
-    for row in rows_in(conn, decided.order_by(verdicts.c.id), verdicts.c.task_id, ids):
-        found[row.task_id, ""] = row.outcome == Outcome.ACCEPTED.value
-        for each in row.results:
-            found[row.task_id, str(each["criterion"])] = bool(each["passed"])
-    return found
+def _judged(conn: Connection, ids: Collection[int]) -> dict[tuple[int, str], bool]:
+    """Whether the newest decided verdict of a judge accepts each task, under the task and "" for the whole reply."""
+    query = select(verdicts.c.task_id, verdicts.c.outcome).where(_OF_JUDGES).order_by(verdicts.c.id)
+    rows = rows_in(conn, query, verdicts.c.task_id, sorted(ids))
+    return {(row.task_id, ""): row.outcome == Outcome.ACCEPTED.value for row in rows}
+
+
+def _met(conn: Connection, ids: Collection[int]) -> dict[tuple[int, str], bool]:
+    """Whether each criterion was met by the same verdict."""
+    query = select(verdicts.c.task_id, verdicts.c.results).where(_OF_JUDGES).order_by(verdicts.c.id)
+    newest = {row.task_id: row.results for row in rows_in(conn, query, verdicts.c.task_id, sorted(ids))}
+    return {
+        (task, str(each["criterion"])): bool(each["passed"]) for task, results in newest.items() for each in results
+    }
 
 
 def agreements(opinions: Iterable[Opinion]) -> Agreements:
@@ -227,10 +230,7 @@ def queue(conn: Connection, by: str, threshold: float) -> list[tuple[int, str]]:
         labels.c.task_id == verdicts.c.task_id, labels.c.labelled_by == by, labels.c.criterion == ""
     )
     base = (
-        select(verdicts.c.task_id)
-        .where(recent, verdicts.c.outcome.in_(_DECIDED), ~NOT_OF_THE_JUDGE, ~exists(mine))
-        .group_by(verdicts.c.task_id)
-        .limit(QUEUE)
+        select(verdicts.c.task_id).where(recent, _OF_JUDGES, ~exists(mine)).group_by(verdicts.c.task_id).limit(QUEUE)
     )
     distance = func.abs(verdicts.c.score - threshold)
     parts: dict[str, Select[Any]] = {

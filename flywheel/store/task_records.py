@@ -16,7 +16,7 @@ from flywheel.states import Split, TaskState
 from flywheel.store import deduplication
 from flywheel.store.bulk import Lookup, first_free, insert_many
 from flywheel.store.enrichment import earlier_turns
-from flywheel.store.schema import tasks, verdicts
+from flywheel.store.schema import labels, tasks, verdicts
 from flywheel.store.splits import Splits
 from flywheel.store.transitions import move, record, utcnow
 
@@ -128,6 +128,8 @@ def make_due(conn: Connection, task: int) -> None:
     state = TaskState(conn.execute(select(tasks.c.state).where(tasks.c.id == task)).scalar_one())
     if state is not TaskState.PENDING:
         move(conn, task, state, TaskState.PENDING, "its reply changed, and nothing was paid for it", retry_at=None)
+        # What people said of it stays, without the verdict that they may have seen.
+        conn.execute(update(labels).where(labels.c.task_id == task).values(verdict_id=None))
         conn.execute(delete(verdicts).where(verdicts.c.task_id == task))
     deduplication.forget(conn, task)
 

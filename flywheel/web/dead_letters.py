@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any, Final
 
 from sqlalchemy import Connection
@@ -18,7 +17,6 @@ from starlette.responses import Response
 
 from flywheel.states import DeadLetterState
 from flywheel.store import dead_letters, requests
-from flywheel.store.dead_letters import DeadLetter
 from flywheel.store.requests import Kind
 from flywheel.web import actions
 from flywheel.web.actions import field
@@ -27,6 +25,10 @@ from flywheel.web.site import site_of
 SHOWN: Final = 5
 """Dead letters of an error that the list shows; the page of the error has more."""
 PER_PAGE: Final = 100
+NEWEST: Final = 2_000
+"""The newest dead letters, which the page groups."""
+ERRORS: Final = 50
+"""Errors that the page shows."""
 REQUESTS: Final = 20
 _NUMBER: Final = re.compile(r"\d+")
 
@@ -37,28 +39,23 @@ class Group:
 
     key: str
     error: str
-    letters: Sequence[DeadLetter]
-
-    @property
-    def open_ones(self) -> list[DeadLetter]:
-        return [each for each in self.letters if each.state is DeadLetterState.OPEN]
-
-    @property
-    def sources(self) -> list[str]:
-        """The files that rows of it are of."""
-        return sorted({Path(each.source).name for each in self.letters if each.source})
+    ids: list[int]
+    waiting: list[int]
+    """Those that are open."""
 
 
-def groups_of(letters: Sequence[DeadLetter]) -> list[Group]:
-    """Dead letters by error, the largest group first, the newest letters of each first."""
-    found: dict[str, list[DeadLetter]] = {}
-    for each in reversed(letters):
-        found.setdefault(_NUMBER.sub("N", each.error), []).append(each)
-    groups = [
-        Group(hashlib.sha256(error.encode("utf-8", "replace")).hexdigest()[:16], some[0].error, some)
-        for error, some in found.items()
-    ]
-    return sorted(groups, key=lambda group: (-len(group.letters), group.key))
+def groups_of(letters: Sequence[tuple[int, str, bool]]) -> list[Group]:
+    """Dead letters by error, the largest group first."""
+    found: dict[str, Group] = {}
+    for number, error, is_open in letters:
+        alike = _NUMBER.sub("N", error)
+        if (group := found.get(alike)) is None:
+            key = hashlib.sha256(alike.encode("utf-8", "replace")).hexdigest()[:16]
+            group = found[alike] = Group(key, error, [], [])
+        group.ids.append(number)
+        if is_open:
+            group.waiting.append(number)
+    return sorted(found.values(), key=lambda group: (-len(group.ids), group.key))
 
 
 async def show(request: Request) -> Response:
@@ -74,18 +71,20 @@ async def show(request: Request) -> Response:
 
 def _page(every: bool, key: str, page: int, asked: str, conn: Connection) -> dict[str, Any]:
     states = list(DeadLetterState) if every else [DeadLetterState.OPEN]
-    groups = groups_of(dead_letters.in_states(conn, states))
-    if key:
-        groups = [group for group in groups if group.key == key]
+    found = dead_letters.errors_in(conn, states, NEWEST)
+    groups = [group for group in groups_of(found) if key in ("", group.key)]
     first, last = ((page - 1) * PER_PAGE, page * PER_PAGE) if key else (0, SHOWN)
-    shown = [(group, group.letters[first:last]) for group in groups]
-    recent = requests.recent(conn, (Kind.RETRY, Kind.DROP), REQUESTS)
+    shown = groups[:ERRORS]
+    wanted = [number for group in shown for number in group.ids[first:last]]
+    letters = {each.id: each for each in dead_letters.with_ids(conn, wanted)}
     return {
-        "groups": shown,
+        "groups": [(group, [letters[number] for number in group.ids[first:last]]) for group in shown],
+        "more_errors": len(groups) - len(shown),
+        "newest": NEWEST if len(found) == NEWEST else None,
         "counts": dead_letters.count(conn),
-        "has_more": bool(key) and any(len(group.letters) > last for group in groups),
+        "has_more": bool(key) and any(len(group.ids) > last for group in groups),
         "asked": actions.asked(conn, asked),
-        "requests": [actions.outcome(each) for each in recent],
+        "requests": [actions.outcome(each) for each in requests.recent(conn, (Kind.RETRY, Kind.DROP), REQUESTS)],
     }
 
 
@@ -104,5 +103,5 @@ async def act(request: Request) -> Response:
 
 
 def _ids(key: str, conn: Connection) -> list[int]:
-    groups = groups_of(dead_letters.in_states(conn, [DeadLetterState.OPEN]))
-    return [each.id for group in groups if group.key == key for each in group.letters]
+    found = dead_letters.errors_in(conn, [DeadLetterState.OPEN], NEWEST)
+    return [number for group in groups_of(found) if group.key == key for number in group.waiting]

@@ -65,6 +65,8 @@ def config(flywheel: Run, tmp_path: Path) -> Path:
         ("dead-letters", ["dead-letters"]),
         ("tasks", ["tasks", "--state", "pending", "--limit", "2"]),
         ("show", ["show", "{task}"]),
+        ("label", ["label", "{task}", "accept"]),
+        ("labels", ["labels"]),
         ("doctor", ["doctor"]),
         ("filter", ["filter", "--dry-run", "--limit", "1"]),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,11 +10,14 @@ from sqlalchemy import Connection, select, update
 
 from flywheel.errors import StoreError
 from flywheel.states import Label
-from flywheel.store import labels, schema
+from flywheel.store import claims, labels, schema
 from flywheel.store.database import Store
+from flywheel.store.verdicts import CHAIN
 from flywheel.store.verdicts import store as store_verdict
 from flywheel.verdict import CriterionResult, Judgement, Outcome, Verdict
 from tests.daemon.test_rounds import put_tasks
+from tests.samples import rejected, reply, settle
+from tests.store.test_reingestion import put
 
 
 def keys(conn: Connection) -> list[str]:
@@ -153,3 +157,12 @@ async def test_about_a_tenth_of_all_tasks_is_in_the_random_part(
     assert {why for _, why in queue} == {"random"}
     assert 10 <= len(queue) <= 35
     assert await store.read(labels.queue, "bob", 0.5) == queue
+
+
+async def test_a_label_stays_when_the_reply_changes_before_a_verdict_was_paid_for(store: Store) -> None:
+    await store.write(put, reply(1, answer="old"))
+    (task,) = await store.write(claims.claim, 10, "r", "j")
+    await store.write(settle, task.id, replace(rejected(), calls=0), f"{CHAIN}c", "", 60.0)
+    await store.write(labels.add, task.key, Label.ACCEPT, "alice")
+    await store.write(put, reply(1, answer="new"))
+    assert [each["verdict_id"] for each in await store.read(labels.of_task, task.id)] == [None]

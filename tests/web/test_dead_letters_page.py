@@ -6,12 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 from playwright.sync_api import expect
+from sqlalchemy import Connection
 
 from flywheel.cli.app import this_person
 from flywheel.config import Config
 from flywheel.daemon import requests
 from flywheel.daemon.lock import instance_lock
+from flywheel.store import dead_letters
+from flywheel.store.database import Store
 from tests.web.conftest import Check, Visitor, serving
+from tests.web.recorded_state import in_thread
 
 
 @pytest.fixture
@@ -56,3 +60,32 @@ def test_a_retry_that_waits_is_carried_out_and_the_page_learns_of_it(
     other = visitor.open(f"{own}/dead-letters")
     other.get_by_role("button", name="Retry dead letter").first.click()
     expect(page.locator("#requests tbody tr").last).to_contain_text("done")
+
+
+def test_errors_that_differ_only_in_numbers_are_retried_together(
+    own: str, own_state: Config, visitor: Visitor, check: Check
+) -> None:
+    async def put() -> None:
+        store = await Store.open(own_state.state_dir)
+
+        def fill(conn: Connection) -> None:
+            for number in range(130):
+                error = "the file ends early" if number % 13 == 0 else f"line {number} is no object"
+                dead_letters.dead_letter(conn, dead_letters.ROW, f"many-{number}", error)
+
+        await store.write(fill)
+        await store.close()
+
+    in_thread(put())
+    page = visitor.open(f"{own}/dead-letters")
+    card = page.locator("#errors section").first
+    assert "120 dead letters" in card.inner_text()
+    assert card.locator("tbody tr").count() == 5
+    card.get_by_role("link", name="All 120").click()
+    expect(page.locator("tbody tr")).to_have_count(100)
+    page.get_by_role("link", name="Older").click()
+    expect(page.locator("tbody tr")).to_have_count(20)
+    page.get_by_role("button", name="Retry all 120").click()
+    assert "120 retried" in page.get_by_role("status").inner_text()
+    assert "10 dead letters" in page.locator("#errors section").first.inner_text()
+    check(f"{own}/dead-letters?state=all")
