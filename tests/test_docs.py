@@ -36,6 +36,7 @@ from scripts.configuration_page import PAGE, page
 from scripts.reference_pages import CLI_PAGE, JSON_PAGE, cli_page, json_page
 
 ROOT = Path(__file__).parent.parent
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def test_the_configuration_page_is_the_settings() -> None:
@@ -80,14 +81,14 @@ def test_the_shipped_schemas_are_the_generated_ones(name: str) -> None:
 
 
 def test_every_link_between_pages_leads_somewhere() -> None:
-    for document in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+    for document in PAGES:
         for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.relative_to(ROOT)} links to {target}"
 
 
 def test_every_configuration_in_the_pages_is_valid() -> None:
     found = []
-    for document in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+    for document in PAGES:
         for block in re.findall(r"```yaml\n(.*?)```", document.read_text(), re.S):
             raw = yaml.safe_load(block)
             if not {"criteria", "filters"} & raw.keys():
@@ -114,7 +115,7 @@ def test_every_function_in_the_pages_can_be_defined() -> None:
 
 def test_every_rubric_and_chain_in_the_pages_is_valid(tmp_path: Path) -> None:
     rubrics = chains = 0
-    for document in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+    for document in PAGES:
         for block in re.findall(r"```yaml\n(.*?)```", document.read_text(), re.S):
             raw = yaml.safe_load(block)
             if "criteria" in raw:

@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 from flywheel.cli.app import MODULES, app
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 OF_ALL = {"-h", "--help", "--config", "-c"}
 
 

@@ -17,6 +17,9 @@ ROOT = Path(__file__).parent.parent.parent
 STUDIO = ROOT / "tests" / "data" / "studio"
 
 
+DRY_RUN = ROOT / "docs" / "how-to" / "dry-run.md"
+
+
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home with Studio's database at its own place."""
@@ -45,7 +48,7 @@ def test_the_readme_leads_from_nothing_to_verdicts(
     with JudgeServer() as judge:
         config = Path("flywheel.yaml")
         config.write_text(config.read_text().replace("https://api.openai.com/v1", judge.base_url))
-        [command] = re.findall(r"^\$ flywheel (filter .*)$", readme, re.MULTILINE)
+        [command] = re.findall(r"^\$ flywheel (filter .*)$", DRY_RUN.read_text(), re.MULTILINE)
         ran = flywheel(*command.split())
         assert ran.code == 0
         assert "4 judged" in ran.out
@@ -56,9 +59,9 @@ def test_the_readme_leads_from_nothing_to_verdicts(
     assert flywheel("audit").out.endswith("balanced\n")
 
 
-def test_the_readme_shows_a_dry_run_as_it_is(flywheel: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    readme = (ROOT / "README.md").read_text()
-    [(command, shown)] = re.findall(r"^\$ flywheel (filter [^\n]*)\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+def test_the_page_shows_a_dry_run_as_it_is(flywheel: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = DRY_RUN.read_text()
+    [(command, shown)] = re.findall(r"^\$ flywheel (filter [^\n]*)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     monkeypatch.setenv("COLUMNS", "110")
     with JudgeServer(lambda question, answer: True) as judge:
         settings = {
