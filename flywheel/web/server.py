@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from flywheel.config import Config
 from flywheel.errors import FlywheelError
-from flywheel.web import actions, dead_letters, gate, labels, lineage, live, rollouts, tasks
+from flywheel.web import actions, dead_letters, gate, labels, lineage, live, rollouts, rounds, tasks
 from flywheel.web.guard import Guard
 from flywheel.web.site import Site, site_of
 
@@ -69,6 +69,10 @@ ROUTES: Final[Sequence[BaseRoute]] = (
     Route("/labels/export", labels.export),
     Route("/dead-letters", dead_letters.show, methods=["GET"]),
     Route("/dead-letters", dead_letters.act, methods=["POST"]),
+    Route("/rounds", rounds.show_list),
+    Route("/rounds/overlay", rounds.overlay),
+    Route("/rounds/{round}", rounds.show),
+    Route("/rounds/{round}/curves", rounds.show_curves),
     Route("/rollouts", rollouts.show_newest),
     Route("/rollouts/{round}", rollouts.show_list),
     Route("/rollouts/{round}/{group}", rollouts.show),

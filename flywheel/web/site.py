@@ -15,6 +15,7 @@ from starlette.responses import HTMLResponse
 from flywheel import __version__
 from flywheel.config import Config
 from flywheel.store.database import Reader
+from flywheel.terminal import duration
 from flywheel.web import text
 
 P = ParamSpec("P")
@@ -23,6 +24,7 @@ T = TypeVar("T")
 PAGES: Final = (
     ("/tasks", "Tasks"),
     ("/labels", "Labels"),
+    ("/rounds", "Rounds"),
     ("/rollouts", "Rollouts"),
     ("/gate", "Gate"),
     ("/lineage", "Lineage"),
@@ -49,6 +51,7 @@ class Site:
         self._environment.filters |= {
             "visible": text.visible, "excerpt": text.excerpt, "moment": text.moment, "score": text.score,
             "percent": text.percent, "plain": text.plain, "as_json": text.as_json, "arguments": text.arguments,
+            "compact": text.compact, "duration": duration,
         }  # fmt: skip
         self._environment.globals |= {
             "version": __version__, "shown": text.SHOWN, "pages": PAGES, "csrf_token": self.csrf,

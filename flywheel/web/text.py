@@ -55,6 +55,15 @@ def percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.0f} %"
 
 
+def compact(value: float | None) -> str:
+    """A number of any size, to about three digits."""
+    if value is None:
+        return "–"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.1e}" if value and abs(value) < 0.001 else f"{value:.3g}"
+
+
 def plain(content: object) -> str:
     """The content of a message: text as it is, parts as their texts, everything else as JSON."""
     if isinstance(content, str):

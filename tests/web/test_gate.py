@@ -10,14 +10,16 @@ from sqlalchemy import Connection, select
 from starlette.testclient import TestClient
 
 from flywheel.config import Config
+from flywheel.evaluation.gate import decide
 from flywheel.round import Comparison
 from flywheel.states import RoundState, Split
-from flywheel.store import ledger
+from flywheel.store import gate_outcomes, ledger
 from flywheel.store.database import Store
 from flywheel.store.schema import tasks
+from flywheel.web.gate import known, of_live, of_next
 from flywheel.web.server import application
 from tests.samples import batch, replies_on
-from tests.web.gate_rounds import GUARDED, comparison, criterion, put_answers, put_deployment, put_round
+from tests.web.gate_rounds import GATE, GUARDED, comparison, criterion, put_answers, put_deployment, put_round
 from tests.web.recorded_state import HOSTILE, config_of
 
 
@@ -120,6 +122,44 @@ def test_a_round_without_a_comparison(filled: tuple[Config, list[str]]) -> None:
     assert "no group of its first steps has different rewards" in page
     assert "Evidence" not in page
     assert http.get("/gate/r0009").status_code == 404
+
+
+async def test_a_decision_of_an_early_version_is_known_if_todays_settings_lead_to_it(tmp_path: Path) -> None:
+    store = await Store.open(tmp_path / "state")
+    vetoed = comparison(criteria=[criterion("safe", -0.02)])
+    reason = decide(vetoed, GUARDED).reason
+    early = partial(put_round, directory=tmp_path, decided=False)
+    try:
+        await store.write(partial(early, number=1, state=RoundState.REJECTED, seen=vetoed, reason=reason))
+        await store.write(partial(early, number=2, state=RoundState.PROMOTED, seen=comparison(), reason="better: so"))
+        rejected, promoted = [await store.read(gate_outcomes.by_name, name) for name in ("r0001", "r0002")]
+    finally:
+        await store.close()
+    assert rejected is not None and promoted is not None
+    assert known(rejected, GATE).decision is None, "other settings lead to another reason"
+    found = known(rejected, GUARDED.model_copy(update={"non_inferiority_margins": {"safe": 0.05, "other": 0.1}}))
+    assert found.decision is not None
+    assert (found.decision.criterion, found.decision.margins) == ("safe", {"safe": 0.05}), "others are not known"
+    assert known(promoted, GATE).decision is None, "the reason of a promotion names no limits"
+
+
+async def test_the_next_test(tmp_path: Path) -> None:
+    coming = {"epoch": 2, "test": 3, "alpha": 0.00027, "conversations": 1200, "power": 0.831, "shortfall": ""}
+    assert of_next(coming) == (
+        "The next round takes test 3 of epoch 2, whose one-sided level is 0.00027. On 1,200 held-out conversations it"
+        " would show a gain of ten points with probability 0.83."
+    )
+    assert of_next({**coming, "shortfall": "12 held-out conversations missing: so"}) == (
+        "No round starts now, because its test would show too little: 12 held-out conversations missing: so."
+    )
+    store = await Store.open(tmp_path / "state")
+    try:
+        await store.write(partial(put_round, number=1, state=RoundState.TRAINING, directory=tmp_path))
+        live = await store.read(gate_outcomes.by_name, "r0001")
+    finally:
+        await store.close()
+    assert live is not None
+    assert of_live(live) == "r0001 takes test 1 of epoch 1, whose one-sided level is 0.0024."
 
 
 def test_without_a_round_the_page_says_how_to_get_one(tmp_path: Path) -> None:

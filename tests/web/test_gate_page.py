@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Connection, insert, select
+from playwright.sync_api import expect
+from sqlalchemy import Connection, delete, insert, select
 
 from flywheel.states import RoundState, Split
 from flywheel.store.database import Store
 from flywheel.store.deployments import BY_HAND
-from flywheel.store.schema import round_samples, tasks
-from tests.web.conftest import Check, Visitor, serving
+from flywheel.store.schema import gate_tests, round_samples, rounds, tasks
+from tests.web.conftest import WAIT_MILLISECONDS, Check, Visitor, serving
 from tests.web.gate_rounds import GUARDED, comparison, criterion, put_answers, put_deployment, put_round
 from tests.web.recorded_state import HOSTILE, config_of, in_thread
 from tests.web.test_gate import put_held_out
@@ -104,3 +105,31 @@ def test_the_pages_are_whole_without_scripts(visitor: Visitor, address: str) -> 
     page = visitor.open(f"{address}/gate/r0002", scripts=False)
     page.locator("summary").first.click()
     assert page.locator("details[open] tbody tr").count() == 26
+
+
+def test_a_decision_appears_while_its_page_is_open(visitor: Visitor, tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+
+    async def write(function: Callable[[Connection], object]) -> None:
+        store = await Store.open(config.state_dir)
+        try:
+            await store.write(function)
+        finally:
+            await store.close()
+
+    in_thread(write(partial(put_round, number=1, state=RoundState.TRAINING, directory=tmp_path)))
+
+    def promote(conn: Connection) -> None:
+        conn.execute(delete(gate_tests))
+        conn.execute(delete(rounds))
+        put_round(conn, 1, RoundState.PROMOTED, tmp_path, comparison())
+
+    with serving(config) as address:
+        page = visitor.open(f"{address}/gate/r0001")
+        expect(page.locator(".verdict")).to_have_text("r0001 is in training and has not been compared yet.")
+        in_thread(write(promote))
+        expect(page.locator(".verdict")).to_contain_text("r0001 was promoted", timeout=WAIT_MILLISECONDS)
+        expect(page.locator(".evidence tbody tr")).to_have_count(3, timeout=WAIT_MILLISECONDS)
+        visitor.check(page)
+        # The stream ends before its server does.
+        page.close()

@@ -1,0 +1,323 @@
+"""The Rounds page and the page of a round, in a browser; a live round is followed while its files grow."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from playwright.sync_api import Page, expect
+from sqlalchemy import Connection, update
+
+from flywheel.config import Config
+from flywheel.files import append_jsonl, write_atomic, write_json
+from flywheel.states import RoundState
+from flywheel.store import rounds, schema
+from flywheel.store.database import Store
+from flywheel.store.transitions import move
+from flywheel.training.metrics import Metrics
+from flywheel.training.progress_meter import Meter
+from tests.web.conftest import Check, Visitor, serving
+from tests.web.recorded_state import HOSTILE, in_thread
+
+LIVE = "r0003"
+
+
+def change(config: Config, function: Any, *args: Any, **kwargs: Any) -> None:
+    """Change the state as the daemon does, in another connection."""
+
+    async def run() -> None:
+        store = await Store.open(config.state_dir)
+        try:
+            await store.write(partial(function, *args, **kwargs) if args or kwargs else function)
+        finally:
+            await store.close()
+
+    in_thread(run())
+
+
+def to(conn: Connection, old: RoundState, new: RoundState, why: str = "") -> None:
+    move(conn, 3, old, new, why)
+
+
+def step(number: int, **more: Any) -> dict[str, Any]:
+    return {
+        "reward_mean": 0.1 * number, "reward_std": 0.2, "groups": 8, "groups_with_spread": 6, "loss": -0.5,
+        "grad_norm": 0.05, "entropy": 0.3, "logprob_gap": 4e-7, "completion_tokens_mean": 20.0,
+        "truncated_share": 0.0, "seconds": {"generate": 3.0, "grade": 0.1, "sync": 0.1, "train": 1.0}, **more,
+    }  # fmt: skip
+
+
+def cells(page: Page) -> list[str]:
+    """The rewards in the table of steps, the newest step first."""
+    return page.locator("#steps tbody tr td:nth-child(2)").all_text_contents()
+
+
+@pytest.fixture
+def live_directory(own_state: Config) -> Path:
+    """The files of the planned round, which has no figures yet."""
+    directory = own_state.state_dir / "rounds" / LIVE
+    for name in ("metrics.jsonl", "progress.json", "worker.log"):
+        (directory / name).unlink()
+    return directory
+
+
+# Tests take it before their visitor: pages are closed before their server stops.
+@pytest.fixture
+def own_address(own_state: Config) -> Iterator[str]:
+    with serving(own_state) as found:
+        yield found
+
+
+def test_the_list(check: Check, address: str) -> None:
+    page = check(f"{address}/rounds")
+    expect(page.locator("h1")).to_have_text("Rounds")
+    expect(page.locator("#rounds tbody tr")).to_have_count(3)
+    expect(page.locator("#live-round")).to_contain_text("It is planned and waits for its worker")
+    first = page.locator("#row-r0001")
+    expect(first).to_contain_text("0.28 → 0.50")
+    expect(first.get_by_role("link", name="+0.177")).to_have_attribute("href", "/gate/r0001")
+    expect(first.locator("svg.spark path")).to_have_count(1)
+
+
+def test_an_empty_list_says_what_to_do(check: Check, empty_address: str) -> None:
+    assert "flywheel round" in check(f"{empty_address}/rounds").inner_text("main")
+
+
+def test_a_round(check: Check, address: str) -> None:
+    page = check(f"{address}/rounds/r0001")
+    expect(page.locator("h1")).to_contain_text("promoted")
+    expect(page.locator("#now")).to_contain_text("r0001 was promoted")
+    expect(page.locator("#charts")).to_have_attribute("data-steps", "12")
+    expect(page.locator("figure.chart .plot canvas")).to_have_count(10)
+    expect(page.locator("#chart-reward .readout")).to_contain_text("mean 0.5 ± 0.5")
+    expect(page.locator("#chart-tools .readout")).to_contain_text("hits 1")
+    expect(page.locator("#chart-kl")).to_have_count(0)
+    page.get_by_text("The figures of each step as a table").click()
+    expect(page.locator("#steps tbody tr")).to_have_count(12)
+    expect(page.locator("#steps tbody tr").first).to_contain_text("-0.571")
+    link = page.locator("#steps tbody tr").nth(2).get_by_role("link")
+    expect(link).to_have_attribute("href", "/rollouts/r0001?step=10")
+    assert re.search(r"starting\s*42 s.*training\s*1 min 2 s", page.inner_text("#timeline").replace("\n", " "))
+    expect(page.locator("#selection")).to_contain_text("gave no gradient")
+    expect(page.locator("#log summary")).to_have_text("The last 60 lines of the log")
+
+
+def test_the_value_under_the_pointer_and_the_way_to_its_rollouts(visitor: Visitor, address: str) -> None:
+    page = visitor.open(f"{address}/rounds/r0001")
+    over = page.locator("#chart-reward .u-over")
+    expect(over).to_be_visible()
+    over.hover(position={"x": 1, "y": 40})
+    expect(page.locator("#chart-reward .readout")).to_contain_text("mean 0.281 ± 0.45step 1")
+    # The pointers of all charts move together.
+    expect(page.locator("#chart-length .readout")).to_contain_text("step 1")
+    page.route("**/rollouts/**", lambda route: route.fulfill(body="rollouts"))
+    over.click(position={"x": 1, "y": 40})
+    page.wait_for_url(re.compile(r"/rollouts/r0001\?step=1$"))
+
+
+def test_rounds_drawn_over_each_other(check: Check, visitor: Visitor, address: str) -> None:
+    page = visitor.open(f"{address}/rounds")
+    page.get_by_label("Draw r0001").check()
+    page.get_by_label("Draw r0002").check()
+    page.get_by_role("button", name="Draw the chosen ones together").click()
+    page.wait_for_url(re.compile(r"/rounds/r0002\?with=r0001#curves$"))
+    page = check(f"{address}/rounds/r0002?with=r0001&with=nothing")
+    expect(page.locator("#chart-reward .readout")).to_contain_text("r0002 0.921r0001 0.5")
+    expect(page.locator("#chart-seconds .readout")).to_contain_text("r0001, all parts 9.97")
+    expect(page.get_by_label("r0001", exact=True)).to_be_checked()
+    rows = page.get_by_role("region", name="Rounds that are drawn").locator("tbody tr")
+    expect(rows).to_have_count(2)
+
+
+def test_the_samples_of_a_round_page_by_page(visitor: Visitor, address: str) -> None:
+    page = visitor.open(f"{address}/rounds/r0001?with=r0002")
+    items = page.locator("#selection li")
+    expect(items).to_have_count(25)
+    first = items.first.inner_text()
+    page.get_by_role("link", name="More →").click()
+    expect(items.first).not_to_have_text(first)
+    page.get_by_role("link", name="More →").click()
+    expect(items).to_have_count(17)
+    page.get_by_role("link", name="Held-out tasks for the gate").click()
+    expect(items).to_have_count(24)
+    assert page.url.startswith(f"{address}/rounds/r0001?with=r0002&split=held-out")
+    items.first.get_by_role("link").click()
+    page.wait_for_url("**/tasks/t-*")
+
+
+def test_without_scripts(visitor: Visitor, address: str) -> None:
+    page = visitor.open(f"{address}/rounds/r0002?with=r0001", scripts=False)
+    expect(page.locator("#chart-reward svg path")).to_have_attribute("d", re.compile(r"^M0\.0 [\d.]+L"))
+    expect(page.locator("#chart-reward .readout")).to_contain_text("mean 0.921 ± 0.27")
+    expect(page.locator("#steps")).to_contain_text("Rounds that are drawn")
+
+
+def test_what_is_no_round(visitor: Visitor, address: str) -> None:
+    page = visitor.open(f"{address}/rounds")
+    for path, status in (("r0009", 404), ("r0009/curves", 404), ("r0001?after=x", 400), ("r0001?after=-1", 400)):
+        assert page.request.get(f"{address}/rounds/{path}").status == status
+    assert page.request.get(f"{address}/rounds?before=1").text().count("There is no older round") == 1
+    assert page.request.get(f"{address}/rounds/overlay?with=nothing").url == f"{address}/rounds"
+
+
+def test_figures_are_read_on(own_state: Config, own_address: str, live_directory: Path, visitor: Visitor) -> None:
+    request = visitor.open(f"{own_address}/rounds").request
+
+    def curves(begin: int, file: str) -> dict[str, Any]:
+        found: dict[str, Any] = request.get(f"{own_address}/rounds/{LIVE}/curves?begin={begin}&file={file}").json()
+        return found
+
+    metrics = Metrics(live_directory)
+    metrics.step(1, 3, step(1))
+    first = curves(0, "")
+    assert (first["begin"], first["steps"], first["figures"]["reward_mean"]) == (0, [1], [0.1])
+    metrics.step(2, 3, step(2))
+    assert curves(1, first["file"])["steps"] == [2]
+    metrics.path.unlink()
+    metrics.step(1, 3, step(5))
+    again = curves(2, first["file"])
+    assert (again["begin"], again["steps"], again["figures"]["reward_mean"]) == (0, [1], [0.5])
+
+
+def test_a_live_round(own_state: Config, own_address: str, live_directory: Path, visitor: Visitor) -> None:
+    page = visitor.open(f"{own_address}/rounds/{LIVE}")
+    now, charts = page.locator("#now"), page.locator("#charts")
+    expect(now).to_contain_text("It is planned and waits for its worker")
+    page.evaluate("window.isSamePage = true")
+
+    change(own_state, to, old=RoundState.PLANNED, new=RoundState.TRAINING, why="worker started")
+    expect(now).to_contain_text("Its worker is starting and has not reported yet")
+    metrics, meter = Metrics(live_directory), Meter(live_directory, steps=3, gate_rollouts=16)
+    metrics.phase("starting")
+    meter.enter("starting")
+    expect(now).to_contain_text("not known yet")
+    metrics.phase("training", prompts=67)
+    meter.enter("training", rollouts=64)
+    expect(now).to_contain_text("1 of 3")
+    (live_directory / "worker.log").write_bytes(b"\x1b[36m(Engine)\x1b[0m loaded\r\nstep one\n")
+    expect(page.locator("#log")).to_contain_text("The log")
+
+    for number in (1, 2):
+        metrics.step(number, 3, step(number))
+        meter.stepped(number, 0.1 * number, collecting_seconds=1.0)
+        expect(charts).to_have_attribute("data-steps", str(number))
+    expect(page.locator("#chart-reward .readout")).to_contain_text("mean 0.2 ± 0.2")
+    expect(now.locator("svg.progress")).to_have_attribute("aria-label", "Steps done: 2 of 3")
+    expect(now).to_contain_text("0.10 → 0.20")
+    # What a reader has opened stays open, and is brought up to date.
+    page.get_by_text("The figures of each step as a table").click()
+    page.get_by_text("The log").click()
+    canvas = page.locator("#chart-reward canvas").element_handle()
+    line = orjson.dumps({"event": "step", "step": 3, "steps": 3, **step(3, tools={"hit_rate": 0.75})})
+    with metrics.path.open("ab") as file:
+        file.write(line[:40])
+        file.flush()
+        meter.pause("the judge does not answer")
+        expect(now).to_contain_text("It is paused: the judge does not answer")
+        assert cells(page) == ["0.2", "0.1"]
+        file.write(line[40:] + b"\n")
+    expect(charts).to_have_attribute("data-steps", "3")
+    expect(page.locator("#steps tbody tr")).to_have_count(3)
+    # A chart that is new, and one that was drawn on.
+    expect(page.locator("#chart-tools .readout")).to_contain_text("hits 0.75")
+    assert canvas.evaluate("each => each.isConnected")
+    assert page.locator("#log pre").inner_text().splitlines() == ["(Engine) loaded", "step one"]
+    meter.pause("")
+    meter.enter("evaluating", rollouts=16)
+    meter.completed(20)
+    expect(now.locator("svg.progress")).to_have_attribute("aria-label", re.compile("Answers done: . of 16"))
+    visitor.check(page)
+
+    change(own_state, to, old=RoundState.TRAINING, new=RoundState.EVALUATING, why="trained")
+    expect(now).to_contain_text("Its worker has ended")
+    change(own_state, rounds.finish, round_id=3, old=RoundState.EVALUATING, new=RoundState.REJECTED, why="not better")
+    expect(page.locator("h1")).to_contain_text("rejected")
+    expect(page.locator("#timeline")).to_contain_text("not better")
+    assert page.evaluate("window.isSamePage")
+
+
+def test_a_second_attempt_begins_anew(
+    own_state: Config, own_address: str, live_directory: Path, visitor: Visitor
+) -> None:
+    metrics = Metrics(live_directory)
+    change(own_state, to, old=RoundState.PLANNED, new=RoundState.TRAINING)
+    metrics.phase("training")
+    for number in (1, 2, 3):
+        metrics.step(number, 5, step(number))
+    write_json(live_directory / "error.json", {"error": "its GPU is lost", "hint": "Look.", "retryable": True})
+    page = visitor.open(f"{own_address}/rounds/{LIVE}")
+    expect(page.locator("#charts")).to_have_attribute("data-steps", "3")
+    expect(page.locator("#now")).to_contain_text("its GPU is lost")
+    change(own_state, rounds.retry, round_id=3, old=RoundState.TRAINING, why="its worker died")
+    expect(page.locator("#facts")).to_contain_text("Attempt\n2", use_inner_text=True)
+    (live_directory / "error.json").unlink()
+    # The file of the second attempt is longer at once: its steps replace those of the first one.
+    lines = [{"event": "step", "step": number, "steps": 5, **step(number + 4)} for number in (1, 2)]
+    new = live_directory / "new.jsonl"
+    append_jsonl(new, lines)
+    write_atomic(metrics.path, new.read_bytes())
+    expect(page.locator("#charts")).to_have_attribute("data-steps", "2")
+    expect(page.locator("#chart-reward .readout")).to_contain_text("mean 0.6 ± 0.2")
+    expect(page.locator("#now")).not_to_contain_text("its GPU is lost")
+    with metrics.path.open("wb") as file:
+        file.truncate()
+    expect(page.locator("#charts")).to_have_attribute("data-steps", "0")
+    expect(page.locator("#steps")).to_contain_text("The first step has not ended yet")
+    metrics.step(1, 5, step(9))
+    expect(page.locator("#chart-reward .readout")).to_contain_text("mean 0.9 ± 0.2")
+
+
+def test_a_round_whose_files_are_removed(own_state: Config, own_address: str, visitor: Visitor) -> None:
+    page = visitor.open(f"{own_address}/rounds/r0001")
+    directory = own_state.state_dir / "rounds" / "r0001"
+    for name in ("worker.log", "rollouts.jsonl", "evaluation.jsonl", "progress.json"):
+        (directory / name).unlink()
+    expect(page.locator("#log")).to_contain_text("retention removes the logs of old rounds")
+    expect(page.locator("#charts")).to_have_attribute("data-steps", "12")
+    shutil.rmtree(directory)
+    expect(page.locator("#now")).to_contain_text("is gone. What follows is what the state knows")
+    expect(page.locator("#steps")).to_contain_text("the reward was 0.28 at first and 0.50 at last")
+    expect(page.locator("figure.chart")).to_have_count(0)
+    visitor.check(page)
+
+
+def test_the_list_follows_a_round(
+    own_state: Config, own_address: str, live_directory: Path, visitor: Visitor
+) -> None:
+    page = visitor.open(f"{own_address}/rounds")
+    page.get_by_label("Draw r0001").check()
+    change(own_state, to, old=RoundState.PLANNED, new=RoundState.TRAINING)
+    meter = Meter(live_directory, steps=8)
+    meter.enter("training", rollouts=64)
+    expect(page.locator("#live-round")).to_contain_text("1 of 8")
+    Metrics(live_directory).step(1, 8, step(1))
+    meter.stepped(1, 0.1, collecting_seconds=1.0)
+    expect(page.locator("#live-round")).to_contain_text("2 of 8")
+    expect(page.locator(f"#row-{LIVE}")).to_contain_text("0.10 → 0.10")
+    expect(page.get_by_label("Draw r0001")).to_be_checked()
+
+
+def test_hostile_texts_are_inert(own_state: Config, own_address: str, live_directory: Path, check: Check) -> None:
+    def hostile(conn: Connection) -> None:
+        conn.execute(update(schema.rounds).where(schema.rounds.c.id == 3).values(trigger=HOSTILE, parent=HOSTILE))
+        to(conn, RoundState.PLANNED, RoundState.TRAINING, HOSTILE)
+
+    change(own_state, hostile)
+    write_json(live_directory / "error.json", {"error": HOSTILE, "hint": HOSTILE})
+    (live_directory / "worker.log").write_bytes(HOSTILE.encode() + b"\xff\xfe\x00\n" + b"x" * 5_000)
+    append_jsonl(live_directory / "metrics.jsonl", [{"event": "phase", "phase": HOSTILE, "at": HOSTILE}])
+    append_jsonl(
+        live_directory / "metrics.jsonl", [{"event": "step", "step": 1, "steps": 3, **step(1, loss=HOSTILE)}]
+    )
+    Meter(live_directory, steps=3).pause(HOSTILE)
+    page = check(f"{own_address}/rounds/{LIVE}")
+    text = page.inner_text("main")
+    assert "<script>" in text and "U+202E" in text and "{{ 7 * 7 }}" in text
+    assert page.locator("main script, main img, main iframe").count() == 0
+    check(f"{own_address}/rounds")
