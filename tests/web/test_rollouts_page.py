@@ -99,6 +99,14 @@ def test_rollouts_that_were_removed_say_so(debug_address: str, check: Check) -> 
     assert "retention removes" in check(f"{debug_address}/rollouts/r0001").inner_text("main")
 
 
+def test_a_step_appears_while_the_page_is_open(debug_address: str, visitor: Visitor, own_state: Config) -> None:
+    page = visitor.open(f"{debug_address}/rollouts/r0002")
+    assert page.locator("table.groups tbody tr td:first-child").first.inner_text() == "12"
+    append(own_state.state_dir / "rounds" / "r0002", [rollout(step=13, missed=False, dropped=None)])
+    page.locator("table.groups tbody tr td:first-child", has_text="13").wait_for()
+    visitor.check(page)
+
+
 def test_tokens_are_shown_by_class_and_as_text(debug_address: str, check: Check, visitor: Visitor) -> None:
     page = check(f"{debug_address}/rollouts/debug/1-0")
     shown = page.locator(".tokens .t")
