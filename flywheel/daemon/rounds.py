@@ -35,7 +35,7 @@ from flywheel.round_progress import RoundProgress, progress_of
 from flywheel.rubric import Rubric
 from flywheel.serving.replica_condition import Condition
 from flywheel.states import RoundState
-from flywheel.store import calibrations, database, deployments, gate_tests, rounds
+from flywheel.store import calibrations, database, deployments, gate_tests, rounds, supplies
 from flywheel.store.database import Store
 from flywheel.store.transitions import move
 
@@ -58,11 +58,13 @@ class Rounds:
         self._worker: WorkerProcess | None = None
         self._stopping = asyncio.Event()
         self._with_worker = asyncio.Lock()
+        self._noted_supply: tuple[int, int, str] | None = None
 
     async def start_due(self, *, window: bool = False) -> bool:
         """Plan a round if one is due."""
         await apply_model_rules(self._store, self._config)
         due = await self._store.read(planner.due, self._config, self._supplies, window=window)
+        await self._note_supply(due.reason)
         if due.start and (why := await self._store.read(self._shortfall) or await self._store.read(self._spent)):
             due = planner.Due(False, why)
         if due.start:
@@ -253,6 +255,13 @@ class Rounds:
             await self._worker.stop()
         async with self._with_worker:
             pass  # `finish_live` has planned the round again
+
+    async def _note_supply(self, reason: str) -> None:
+        supply = await self._store.read(self._supplies.now)
+        found = supply.usable, supply.needs, reason
+        if found != self._noted_supply:
+            await self._store.write(supplies.note, *found)
+            self._noted_supply = found
 
     async def _note(self, text: str) -> None:
         if await self._store.read(database.noted, database.ROUND_NOTE) != text:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from typing import Any
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from statistics import NormalDist
+from typing import Any, Final
 
 from sqlalchemy import Connection, func, select
 
@@ -11,6 +15,7 @@ from flywheel.exclusion import TrainedModels
 from flywheel.states import TaskState
 from flywheel.store.schema import tasks
 
+CONFIDENCE: Final = 0.95
 _ACCEPTED = [TaskState.ACCEPTED.value, TaskState.RESERVED.value, TaskState.CONSUMED.value]
 
 
@@ -35,3 +40,53 @@ def by_adapter(conn: Connection, models: TrainedModels) -> tuple[list[dict[str, 
         judged = entry["accepted"] + entry["rejected"]
         own.append({"adapter": adapter, **entry, "acceptance": entry["accepted"] / judged if judged else None})
     return own, dict(others.most_common())
+
+
+@dataclass(frozen=True, slots=True)
+class Period:
+    """Accepted ones of the judged replies that an adapter gave between two times, with the bounds of their share."""
+
+    adapter: str
+    begin: datetime
+    end: datetime
+    accepted: int
+    judged: int
+    lower: float
+    upper: float
+
+    @property
+    def share(self) -> float:
+        return self.accepted / self.judged
+
+
+def over_time(conn: Connection, models: TrainedModels, periods: int) -> list[Period]:
+    """The acceptance of each adapter of the alias in about so many periods of equal length, in order of time."""
+    judged = tasks.c.state.in_([*_ACCEPTED, TaskState.REJECTED.value])
+    first, last = conn.execute(select(func.min(tasks.c.started_at), func.max(tasks.c.started_at)).where(judged)).one()
+    if first is None:
+        return []
+    begin, end = datetime.fromisoformat(first), datetime.fromisoformat(last)
+    length = max((end - begin) / periods, timedelta(seconds=1))
+    seconds = func.unixepoch(tasks.c.started_at) - int(begin.timestamp())
+    number = func.floor(seconds / length.total_seconds()).label("number")
+    columns = number, tasks.c.adapter, tasks.c.model
+    accepted = func.count().filter(tasks.c.state.in_(_ACCEPTED))
+    rows = conn.execute(select(*columns, accepted, func.count()).where(judged).group_by(*columns)).all()
+    counts: dict[tuple[int, str], tuple[int, int]] = {}
+    for at, adapter, model, good, every in rows:
+        if models.is_own(model, adapter):
+            before = counts.get((int(at), adapter), (0, 0))
+            counts[int(at), adapter] = before[0] + good, before[1] + every
+    return [
+        Period(adapter, begin + at * length, begin + (at + 1) * length, good, every, *wilson(good, every))
+        for (at, adapter), (good, every) in sorted(counts.items())
+    ]
+
+
+def wilson(successes: int, trials: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """The score interval of a share (E. B. Wilson, 1927), for independent trials."""
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    share = successes / trials
+    middle = (share + z**2 / (2 * trials)) / (1 + z**2 / trials)
+    half = z / (1 + z**2 / trials) * math.sqrt(share * (1 - share) / trials + z**2 / (4 * trials**2))
+    return max(0.0, middle - half), min(1.0, middle + half)

@@ -45,7 +45,7 @@ def conditions(
     highest: float | None = None,
     judge: str | None = None,
     source: str | None = None,
-) -> Conditions:
+) -> list[ColumnElement[bool]]:
     """The conditions of a selection; None selects all.
 
     `adapter` is a version with or without its alias, or "base" for the base model; `criterion` is one that the newest

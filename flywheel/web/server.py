@@ -12,14 +12,14 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from flywheel.config import Config
 from flywheel.errors import FlywheelError
-from flywheel.web import actions, dead_letters, gate, labels, lineage, live, rollouts, rounds, tasks
+from flywheel.web import actions, dead_letters, gate, labels, lineage, live, overview, rollouts, rounds, tasks
 from flywheel.web.guard import Guard
 from flywheel.web.site import Site, site_of
 
@@ -41,10 +41,6 @@ def application(
     return Guard(app, site, names, token, is_read_only=is_read_only)
 
 
-async def home(request: Request) -> Response:
-    return RedirectResponse("/tasks")
-
-
 async def refuse(request: Request, error: Exception) -> Response:
     """A page for what cannot be shown."""
     assert isinstance(error, HTTPException)
@@ -58,7 +54,7 @@ async def explain(request: Request, error: Exception) -> Response:
 
 
 ROUTES: Final[Sequence[BaseRoute]] = (
-    Route("/", home),
+    Route("/", overview.show),
     Route("/tasks", tasks.show_list),
     Route("/tasks.jsonl", tasks.export),
     Route("/tasks/{key}", tasks.show),

@@ -22,6 +22,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 PAGES: Final = (
+    ("/", "Overview"),
     ("/tasks", "Tasks"),
     ("/labels", "Labels"),
     ("/rounds", "Rounds"),
@@ -51,7 +52,7 @@ class Site:
         self._environment.filters |= {
             "visible": text.visible, "excerpt": text.excerpt, "moment": text.moment, "score": text.score,
             "percent": text.percent, "plain": text.plain, "as_json": text.as_json, "arguments": text.arguments,
-            "compact": text.compact, "duration": duration,
+            "money": text.money, "compact": text.compact, "duration": duration,
         }  # fmt: skip
         self._environment.globals |= {
             "version": __version__, "shown": text.SHOWN, "pages": PAGES, "csrf_token": self.csrf,

@@ -19,7 +19,8 @@ from starlette.responses import Response, StreamingResponse
 from flywheel.exclusion import Taken
 from flywheel.request_id import BASE_VERSION
 from flywheel.states import Split, TaskState
-from flywheel.store import lineage, task_list
+from flywheel.store import funnel, lineage, task_list
+from flywheel.store.bulk import count_rows
 from flywheel.store.schema import adapters, judge_models, sources, tasks, verdicts
 from flywheel.web import actions, labels
 from flywheel.web.site import site_of
@@ -36,6 +37,7 @@ SEEN: Final = 200
 class Selection:
     """Which tasks a list shows; the query string of its address. Empty texts select all."""
 
+    stage: str = ""
     state: str = ""
     criterion: str = ""
     lowest: str = ""
@@ -58,9 +60,13 @@ class Selection:
         found = urlencode({name: value for name, value in values.items() if value})
         return f"{path}?{found}" if found else path
 
-    def conditions(self) -> task_list.Conditions:
+    def conditions(self, takes: Taken) -> task_list.Conditions:
         """Raises ValueError for a value that cannot be."""
-        return task_list.conditions(
+        stages = funnel.stages(takes.train)
+        if self.stage and self.stage not in stages:
+            raise ValueError(f"{self.stage!r} is none of {', '.join(stages)}")
+        of_stage = [stages[self.stage]] if self.stage else []
+        return of_stage + task_list.conditions(
             TaskState(self.state) if self.state else None,
             self.adapter or None,
             self.criterion or None,
@@ -85,14 +91,16 @@ async def show_list(request: Request) -> Response:
     site = site_of(request)
     wanted, conditions, before = _selected(request)
     found = await site.read(partial(_page, wanted, conditions, before))
-    return site.page("tasks.html", wanted=wanted, states=list(TaskState), splits=list(Split), **found)
+    return site.page(
+        "tasks.html", wanted=wanted, states=list(TaskState), stages=list(funnel.stages()), splits=list(Split), **found
+    )
 
 
 def _selected(request: Request) -> tuple[Selection, task_list.Conditions, int | None]:
     """What is asked for, as conditions, and before which task."""
     wanted = Selection.of(request.query_params)
     try:
-        return wanted, wanted.conditions(), int(wanted.before) if wanted.before else None
+        return wanted, wanted.conditions(site_of(request).config.takes), int(wanted.before) if wanted.before else None
     except ValueError as error:
         raise HTTPException(HTTPStatus.BAD_REQUEST, f"There is no such selection of tasks: {error}.") from None
 
@@ -104,7 +112,7 @@ def _page(
     total = None
     if not wanted.is_narrowed:
         # A count by anything but the state reads every task.
-        total = task_list.count(conn, task_list.conditions(TaskState(wanted.state) if wanted.state else None))
+        total = count_rows(conn, tasks, *([tasks.c.state == wanted.state] if wanted.state else []))
     return {
         "found": [task_list.summary(row) for row in rows],
         "total": total,

@@ -64,6 +64,11 @@ def compact(value: float | None) -> str:
     return f"{value:.1e}" if value and abs(value) < 0.001 else f"{value:.3g}"
 
 
+def money(price: dict[str, Any] | None) -> str:
+    """An amount with its currency."""
+    return "–" if price is None else f"{price['amount']:,.2f} {price['currency']}"
+
+
 def plain(content: object) -> str:
     """The content of a message: text as it is, parts as their texts, everything else as JSON."""
     if isinstance(content, str):

@@ -35,6 +35,7 @@ from flywheel.store import (
     lineage,
     rounds,
     schema,
+    supplies,
 )
 from flywheel.store.database import Store
 from flywheel.store.transitions import move
@@ -168,6 +169,15 @@ async def test_nothing_is_waited_for_once_a_round_is_planned(wheel: Wheel) -> No
     await wheel.store.write(database.note, database.ROUND_NOTE, "3 of 4 samples are free")
     assert await wheel.rounds.start_due()
     assert not await wheel.store.read(database.noted, database.ROUND_NOTE)
+
+
+async def test_each_change_of_the_supply_is_noted_once(wheel: Wheel) -> None:
+    assert await wheel.rounds.start_due()
+    for _ in range(3):
+        assert not await wheel.rounds.start_due()
+    noted = [(row.usable, row.waits_for) for row in reversed(await wheel.store.read(supplies.newest))]
+    first, second = noted
+    assert first[0] > second[0] and first[1].startswith("min_samples: ") and second[1] == "r0001 is planned"
 
 
 async def test_a_refused_round_says_why(wheel: Wheel) -> None:

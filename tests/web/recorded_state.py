@@ -11,9 +11,11 @@ import json
 import tarfile
 import threading
 from collections.abc import Coroutine
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
 from sqlalchemy import Connection, func, select, update
 
 from flywheel.config import Config, parse
@@ -34,6 +36,8 @@ HOSTILE = (
     " </textarea></title></svg>{{ 7 * 7 }}{% raw %}"
 )
 """Markup, remote images, scripts, bidirectional and control characters, and template syntax."""
+ASKED_AT = datetime(2026, 11, 22, 21, 30, tzinfo=UTC)
+"""Towards the end of the run."""
 
 
 def in_thread(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -103,6 +107,7 @@ def put_what_lacks(conn: Connection) -> None:
         reply(9002, query="A question that was asked often", answer="An answer"),
         *(reply(9100 + number, query=f"Injection {number}", answer=text) for number, text in enumerate(injections())),
     ]
+    hostile = [replace(each, started_at=ASKED_AT, ended_at=ASKED_AT) for each in hostile]
     ledger.record_batch(conn, source, batch(*hostile), train_ratio=0.7, split_seed=42)
     numbers = list(
         conn.execute(

@@ -46,14 +46,15 @@ def test_a_task_with_hostile_texts_is_inert(check: Check, visitor: Visitor, addr
 @pytest.mark.parametrize(
     "query",
     ["state=rejected", "criterion=correct", "lowest=0.9", "highest=0.1&adapter=base", "adapter=base", "adapter=r0001",
-     "split=held-out", "text=desrever", "judge=a-judge", "source=/no/such/file", "state=accepted&before=300"],
+     "split=held-out", "stage=usable", "text=desrever",
+     "judge=a-judge", "source=/no/such/file", "state=accepted&before=300"],
 )  # fmt: skip
 def test_the_list_by_each_filter_is_what_the_state_holds(shared_state: Config, query: str) -> None:
     """Pages of the list together are the export, and both are what `listed` selects at once."""
     wanted = tasks.Selection.of(QueryParams(query))
     before = [schema.tasks.c.id < int(wanted.before)] if wanted.before else []
     reader = Reader(shared_state.state_dir)
-    rows = in_thread(reader.read(task_list.listed, [*wanted.conditions(), *before]))
+    rows = in_thread(reader.read(task_list.listed, [*wanted.conditions(shared_state.takes), *before]))
     client = client_of(shared_state)
     lines = client.get(f"/tasks.jsonl?{query}").text.split("\n")[:-1]
     found, address = [], f"/tasks?{query}"
@@ -72,7 +73,7 @@ def test_a_search_that_takes_long_can_be_continued(shared_state: Config, monkeyp
     assert "Search older tasks" in page and "No task is like that" not in page
 
 
-@pytest.mark.parametrize("query", ["state=no-such", "lowest=much", "before=x", "split=left"])
+@pytest.mark.parametrize("query", ["stage=no-such", "state=no-such", "lowest=much", "before=x", "split=left"])
 def test_a_wrong_selection_is_explained(shared_state: Config, query: str) -> None:
     answer = client_of(shared_state).get(f"/tasks?{query}")
     assert answer.status_code == 400 and "There is no such selection of tasks" in answer.text

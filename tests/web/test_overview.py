@@ -1,0 +1,81 @@
+"""The overview in a browser, and the figures on it against the state."""
+
+from __future__ import annotations
+
+import html
+import re
+from datetime import UTC, datetime, timedelta
+
+from sqlalchemy import Connection, func, select
+from starlette.testclient import TestClient
+
+from flywheel.config import Config
+from flywheel.store import funnel, schema
+from flywheel.store.acceptance import Period
+from flywheel.store.database import Reader
+from flywheel.web.server import application
+from flywheel.web.time_plot import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, time_plot
+from tests.web.conftest import Check
+from tests.web.recorded_state import in_thread
+
+
+def test_the_overview_of_a_state(check: Check, address: str) -> None:
+    page = check(f"{address}/")
+    text = page.inner_text("main")
+    assert "demo-agent@r0002" in text and "2 open dead letters" in text
+    assert page.locator("svg.plot .series").count() == 3
+    assert page.locator("svg.plot line.swap").count() == 2
+
+
+def test_an_empty_overview_says_what_to_do(check: Check, empty_address: str) -> None:
+    assert "flywheel ingest" in check(f"{empty_address}/").inner_text("main")
+
+
+def test_every_bar_leads_to_the_tasks_that_it_counts(shared_state: Config) -> None:
+    """Every reply of this state is a task: the bars of replies lead to the same lists as those of tasks."""
+    client = TestClient(application(shared_state, names=frozenset({"testserver"})))
+    bars = re.findall(r'<a href="(/tasks\?[^"]*)" aria-label="([\d,]+) ', client.get("/").text)
+    assert len(bars) > 30
+    for target, shown in bars:
+        lines = client.get(html.unescape(target).replace("/tasks", "/tasks.jsonl", 1)).text
+        assert lines.count("\n") == int(shown.replace(",", "")), target
+
+
+def test_the_funnel_counts_each_reply_once(shared_state: Config) -> None:
+    def count(conn: Connection) -> tuple[funnel.Funnel, int, dict[str, int]]:
+        total, by_source, by_agent = funnel.funnels(conn)
+        for groups in (by_source, by_agent):
+            together = funnel.Funnel()
+            for each in groups.values():
+                together.add(each)
+                assert each.replies >= each.tasks >= each.judged >= each.accepted >= each.usable >= each.used
+            assert together == total
+        states = select(schema.tasks.c.state, func.count()).group_by(schema.tasks.c.state)
+        replies = conn.execute(select(func.count()).select_from(schema.replies)).scalar_one()
+        return total, replies, dict(tuple(row) for row in conn.execute(states))
+
+    total, replies, states = in_thread(Reader(shared_state.state_dir).read(count))
+    assert total.replies == replies
+    assert total.accepted == states["accepted"] + states["reserved"] + states["consumed"]
+    assert total.judged == total.accepted + states["rejected"]
+
+
+def test_the_plot_has_all_periods_within_its_frame() -> None:
+    begin = datetime(2026, 1, 1, tzinfo=UTC)
+    hour = timedelta(hours=1)
+    periods = [
+        Period(name, begin + number * hour, begin + (number + 1) * hour, number, 10, number / 20, min(1, number / 5))
+        for number in range(10)
+        for name in ("", "agent@r0001")
+    ]
+    plot = time_plot(periods, [(begin - hour, "before"), (begin + 5 * hour, "r0001"), (begin + 99 * hour, "after")])
+    assert plot is not None
+    assert [each.name for each in plot.series] == ["", "agent@r0001"]
+    for series in plot.series:
+        assert [point.x for point in series.points] == sorted(point.x for point in series.points)
+        for point in series.points:
+            assert LEFT <= point.x <= WIDTH - RIGHT
+            assert TOP <= point.high <= point.y <= point.low <= HEIGHT - BOTTOM
+    places = [place for place, _ in plot.marks]
+    assert places[0] == LEFT and places[-1] == WIDTH - RIGHT and LEFT < places[1] < WIDTH - RIGHT
+    assert time_plot([], []) is None
