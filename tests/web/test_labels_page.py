@@ -61,6 +61,7 @@ def test_fifty_replies_are_labelled_by_keyboard_alone(own: str, visitor: Visitor
         seen.add(page.inner_text("h1"))
         # Blind: neither the verdict nor the state is there to be seen.
         assert page.get_by_role("heading", name="Verdict").count() == 0
+        assert page.locator("main .mark").count() == page.get_by_text("Adapter", exact=True).count() == 0
         if number % 10 == 9:
             page.keyboard.press("c")
             page.keyboard.type(f"comment {number} jkaru")
