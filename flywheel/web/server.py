@@ -19,7 +19,19 @@ from starlette.types import ASGIApp
 
 from flywheel.config import Config
 from flywheel.errors import FlywheelError
-from flywheel.web import actions, dead_letters, gate, labels, lineage, live, overview, rollouts, rounds, tasks
+from flywheel.web import (
+    actions,
+    dead_letters,
+    gate,
+    labels,
+    lineage,
+    live,
+    overview,
+    rollouts,
+    rounds,
+    rubrics,
+    tasks,
+)
 from flywheel.web.guard import Guard
 from flywheel.web.site import Site, site_of
 
@@ -72,6 +84,8 @@ ROUTES: Final[Sequence[BaseRoute]] = (
     Route("/rollouts", rollouts.show_newest),
     Route("/rollouts/{round}", rollouts.show_list),
     Route("/rollouts/{round}/{group}", rollouts.show),
+    Route("/rubrics", rubrics.show_list),
+    Route("/rubrics/{hash}", rubrics.show),
     Route("/gate", gate.show_list),
     Route("/gate/{round}", gate.show),
     Route("/gate/{round}/{task}", gate.show_pair),

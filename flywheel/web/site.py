@@ -25,6 +25,7 @@ PAGES: Final = (
     ("/", "Overview"),
     ("/tasks", "Tasks"),
     ("/labels", "Labels"),
+    ("/rubrics", "Rubrics"),
     ("/rounds", "Rounds"),
     ("/rollouts", "Rollouts"),
     ("/gate", "Gate"),
