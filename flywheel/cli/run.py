@@ -5,7 +5,12 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-from typing import TYPE_CHECKING, Annotated
+import logging
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -14,7 +19,14 @@ from flywheel.errors import EXIT_FAILED
 from flywheel.process_tuning import tune_process
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+
     from flywheel.config import Config
+
+log = logging.getLogger(__name__)
+
+WEB_STOP_SECONDS: Final = 10
 
 
 @app.command()
@@ -24,17 +36,41 @@ def run(
     max_rounds: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Exit after this many finished rounds.")
     ] = None,
+    web: Annotated[bool, typer.Option("--web", help="Also start `flywheel web`, and stop it at the end.")] = False,
+    web_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the pages; 0 takes a free one.")] = 4400,
 ) -> None:
     """Run the daemon: read sources, judge, train and swap until it is stopped."""
     tune_process()
     # After a crash in a library, or when a service manager aborts the process, all stacks are on stderr.
     with contextlib.suppress(OSError, ValueError, AttributeError):  # there is no stderr
         faulthandler.enable()
-    if not run_async(_run(load_config(config), once, max_rounds)):
+    settings = load_config(config)
+    pages = partial(_pages, config, web_port) if web else contextlib.nullcontext
+    if not run_async(_run(settings, once, max_rounds, pages)):
         raise typer.Exit(EXIT_FAILED)
 
 
-async def _run(config: Config, once: bool, max_rounds: int | None) -> bool:
+@contextlib.contextmanager
+def _pages(config: Path | None, port: int) -> Iterator[None]:
+    """`flywheel web` in a process of its own, whose end does not end the daemon."""
+    named = [] if config is None else ["-c", str(config)]
+    process = subprocess.Popen([sys.executable, "-m", "flywheel", *named, "web", "--port", str(port)])
+    try:
+        yield
+    finally:
+        if process.poll() is not None:
+            log.error("flywheel web had ended with exit code %d", process.returncode)
+        process.terminate()
+        try:
+            process.wait(WEB_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+async def _run(
+    config: Config, once: bool, max_rounds: int | None, pages: Callable[[], AbstractContextManager[None]]
+) -> bool:
     from flywheel.cli.rounds import left_of_round
     from flywheel.daemon.service import Service
     from flywheel.daemon.signals import StopSignals
@@ -50,5 +86,6 @@ async def _run(config: Config, once: bool, max_rounds: int | None) -> bool:
         # Objects that exist now live as long as the process. Without this each full garbage collection would stop all
         # threads for a tenth of a second, also during a read of a source.
         gc.freeze()
-        await service.run(max_rounds)
+        with pages():
+            await service.run(max_rounds)
         return True

@@ -1,0 +1,93 @@
+"""`flywheel run --web` starts the pages, and ends with them; `flywheel web` refuses what is unsafe."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import psutil
+import pytest
+
+from flywheel.errors import EXIT_CONFIG
+
+WAIT_SECONDS = 120
+CONFIG = """sources: []
+state: {dir: state}
+daemon: {metrics: null}
+judge: {base_url: 'http://127.0.0.1:9/v1', model: j}
+"""
+
+
+@contextlib.contextmanager
+def daemon(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    (folder / "flywheel.yaml").write_text(CONFIG)
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "flywheel", "run", "--web", "--web-port", "0"],
+            cwd=folder, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def address_in(log: Path) -> str:
+    until = time.monotonic() + WAIT_SECONDS
+    while time.monotonic() < until:
+        if found := re.search(r"http://127\.0\.0\.1:\d+/", log.read_text()):
+            return found[0]
+        time.sleep(0.1)
+    raise AssertionError(log.read_text())
+
+
+@pytest.mark.slow
+def test_the_pages_end_with_the_daemon(tmp_path: Path) -> None:
+    with daemon(tmp_path) as process:
+        address = address_in(tmp_path / "log")
+        assert "Overview" in httpx2.get(address, timeout=WAIT_SECONDS).text
+        children = psutil.Process(process.pid).children()
+        assert len(children) == 1
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WAIT_SECONDS) == 0
+        assert not children[0].is_running()
+        with pytest.raises(httpx2.ConnectError):
+            httpx2.get(address)
+
+
+@pytest.mark.slow
+def test_the_daemon_outlives_its_pages(tmp_path: Path) -> None:
+    with daemon(tmp_path) as process:
+        address_in(tmp_path / "log")
+        [child] = psutil.Process(process.pid).children()
+        child.kill()
+        until = time.monotonic() + WAIT_SECONDS
+        while child.is_running() and child.status() != psutil.STATUS_ZOMBIE and time.monotonic() < until:
+            time.sleep(0.1)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WAIT_SECONDS) == 0
+        assert "flywheel web had ended with exit code -9" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("token", "expected"), [("", "whoever reaches it could read"), ("short", "has fewer than 16 characters")]
+)
+def test_off_loopback_it_needs_a_token(tmp_path: Path, token: str, expected: str) -> None:
+    (tmp_path / "flywheel.yaml").write_text(CONFIG)
+    done = subprocess.run(
+        [sys.executable, "-m", "flywheel", "web", "--host", "0.0.0.0", "--port", "0"],
+        cwd=tmp_path, env={**os.environ, "FLYWHEEL_WEB_TOKEN": token}, capture_output=True, text=True,
+        timeout=WAIT_SECONDS, check=False,
+    )  # fmt: skip
+    assert done.returncode == EXIT_CONFIG and expected in done.stderr, done.stderr
