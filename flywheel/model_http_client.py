@@ -6,6 +6,7 @@ request. Keys and the meaning of a response belong to the callers.
 
 from __future__ import annotations
 
+import os
 import ssl
 import sys
 import threading
@@ -43,6 +44,9 @@ import openai  # noqa: E402
 if _hides_aiohttp:
     del sys.modules["aiohttp"]
 
+OPENAI_URL: Final = "https://api.openai.com/v1"
+NEVER: Final = threading.Event()
+"""A stop event that is never set."""
 MAX_BODY_BYTES: Final = 4 << 20
 """Larger than any verdict."""
 HEADERS: Final = {"accept": "application/json", "accept-encoding": "identity", "user-agent": "flywheel"}
@@ -293,6 +297,11 @@ def retry_delay(state: RetryCallState, longest: float = 20.0) -> float:
 def _requested_delay(state: RetryCallState) -> float | None:
     error = state.outcome.exception() if state.outcome else None
     return error.retry_after if isinstance(error, CallError) else None
+
+
+def endpoint_url(base_url: str | None) -> str:
+    """The URL of an endpoint, without a slash at its end: `base_url`, else `$OPENAI_BASE_URL`, else OpenAI's."""
+    return (base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI_URL).rstrip("/")
 
 
 def is_http_url(url: str) -> bool:

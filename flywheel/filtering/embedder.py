@@ -17,9 +17,8 @@ import orjson
 
 from flywheel.errors import FilterError
 from flywheel.filtering.fingerprint import Deduplication
-from flywheel.model_http_client import CallError, ModelHttpClient, is_http_url, retrying
+from flywheel.model_http_client import NEVER, CallError, ModelHttpClient, endpoint_url, is_http_url, retrying
 
-OPENAI_URL: Final = "https://api.openai.com/v1"
 MAX_CHARACTERS: Final = 8000
 """Characters of a text that are sent: embedding models take a few thousand tokens."""
 PLAIN_TEXT: Final = "a"
@@ -33,7 +32,6 @@ HINTS: Final = {
     403: "Use a key with access to this model.",
     404: "Check deduplication's model and base_url.",
 }
-NEVER: Final = threading.Event()
 
 
 class Embedder:
@@ -44,7 +42,7 @@ class Embedder:
         assert settings.model is not None
         self.model = settings.model
         self._settings = settings
-        self._url = (settings.base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI_URL).rstrip("/")
+        self._url = endpoint_url(settings.base_url)
         key = settings.api_key or os.environ.get("OPENAI_API_KEY") or "none"
         if not is_http_url(self._url):
             raise self._failure(

@@ -33,10 +33,13 @@ from flywheel.judge.chat_completions import (
 )
 from flywheel.judge.rate_limit import ConcurrencyLimit, Key, KeyPool, RateLimiter
 from flywheel.model_http_client import (
+    NEVER,
+    OPENAI_URL,
     CallError,
     HttpAnswer,
     ModelHttpClient,
     ResponseTooLargeError,
+    endpoint_url,
     is_http_url,
     retrying,
 )
@@ -45,11 +48,8 @@ from flywheel.trace import ChatMessage
 
 log = logging.getLogger(__name__)
 
-NEVER: Final = threading.Event()
-"""A stop event that is never set."""
 FAILOVER_SECONDS: Final = 60.0
 """How long the backup is asked first after the judge failed."""
-OPENAI_URL: Final = "https://api.openai.com/v1"
 BAD_REQUEST: Final = frozenset({400, 422})
 """Status codes that can concern the format of the request, whatever the message says."""
 UNSUPPORTED: Final = BAD_REQUEST | {404, 405, 415}
@@ -104,7 +104,7 @@ def settings_for(rubric: Rubric, settings: JudgeSettings) -> JudgeSettings:
 
 def endpoints_of(settings: JudgeSettings) -> list[EndpointConfig]:
     """The judge, and its backup if there is one."""
-    url = (settings.base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI_URL).rstrip("/")
+    url = endpoint_url(settings.base_url)
     endpoints = [EndpointConfig(settings.model, url, settings.api_key_env)]
     if backup := settings.backup:
         url = (backup.base_url or url).rstrip("/")

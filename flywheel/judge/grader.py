@@ -19,9 +19,10 @@ from typing import Final
 from flywheel.config import JudgeSettings
 from flywheel.errors import CheckError, JudgeError
 from flywheel.judge import prompt
-from flywheel.judge.client import NEVER, JudgeClient, settings_for
+from flywheel.judge.client import JudgeClient, settings_for
 from flywheel.judge.judge_call import JudgeCall
 from flywheel.judge_usage import CallsInFlight
+from flywheel.model_http_client import NEVER
 from flywheel.rubric import FLAT_ID, Criterion, Rubric
 from flywheel.rubric.checks import ask_the_judge, check_all, fails_required
 from flywheel.verdict import CriterionResult, Exchange, Judgement, Outcome, Verdict

@@ -13,9 +13,10 @@ import yaml
 
 from flywheel.errors import CheckError, JudgeError
 from flywheel.judge.chat_completions import storable_value, strict_format, strict_object
-from flywheel.judge.client import NEVER, JudgeClient
+from flywheel.judge.client import JudgeClient
 from flywheel.judge.labels import Label
 from flywheel.judge.prompt import BLOCK, new_nonce, turn
+from flywheel.model_http_client import NEVER
 from flywheel.rubric import Rubric, lint
 from flywheel.rubric.checks import check
 from flywheel.rubric.file import validate

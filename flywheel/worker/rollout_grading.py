@@ -3,7 +3,6 @@ is unreachable."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from flywheel.config import Config, JudgeBudget
 from flywheel.judge.budget import Budget, BudgetSpentError
 from flywheel.judge.grader import Grader, PendingJudgeCall
 from flywheel.judge_usage import Allowance, Purpose, UsageFile, Used, today
+from flywheel.model_http_client import NEVER
 from flywheel.round import RoundSpec
 from flywheel.rubric import Rubric
 from flywheel.training.collector import Grade
@@ -21,7 +21,6 @@ from flywheel.worker.judge_pause import Patience, Pause
 
 TRIES: Final = 3
 """Attempts for an exchange on which the judge fails while it answers about others."""
-NEVER: Final = threading.Event()
 
 
 def rubric_of(spec: RoundSpec) -> Rubric:

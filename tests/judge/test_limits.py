@@ -18,7 +18,6 @@ from flywheel.config import JudgeBudget, JudgeSettings
 from flywheel.errors import JudgeError
 from flywheel.judge.budget import Budget, BudgetSpentError
 from flywheel.judge.chat_completions import MAX_TOKEN_COUNT
-from flywheel.judge.client import NEVER
 from flywheel.judge.grader import Grader
 from flywheel.judge.rate_limit import (
     MAX_REST_SECONDS,
@@ -30,7 +29,7 @@ from flywheel.judge.rate_limit import (
     RateLimiter,
 )
 from flywheel.judge.thread_pool import MAX_WAITING, grade_all
-from flywheel.model_http_client import CallError
+from flywheel.model_http_client import NEVER, CallError
 from flywheel.rubric import Rubric
 from flywheel.verdict import Exchange, Outcome, Verdict
 from tests.judge_server import JudgeServer

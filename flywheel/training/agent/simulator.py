@@ -17,11 +17,18 @@ import orjson
 from flywheel.config import SimulatorSettings
 from flywheel.errors import TrainError
 from flywheel.files import json_line
-from flywheel.model_http_client import CallError, ModelHttpClient, is_http_url, retrying
+from flywheel.model_http_client import (
+    NEVER,
+    OPENAI_URL,
+    CallError,
+    ModelHttpClient,
+    endpoint_url,
+    is_http_url,
+    retrying,
+)
 from flywheel.trace import get_path
 from flywheel.training.agent.recorded_tools import Simulation
 
-OPENAI_URL: Final = "https://api.openai.com/v1"
 ATTEMPTS: Final = 4
 MAX_CHARACTERS: Final = 4000
 """Characters of a recorded result that are shown as an example."""
@@ -36,7 +43,6 @@ HINTS: Final = {
     403: "Use a key with access to this model.",
     404: "Check rollout.tools.simulator.model and base_url.",
 }
-NEVER: Final = threading.Event()
 
 
 class Simulator:
@@ -46,7 +52,7 @@ class Simulator:
     def __init__(self, settings: SimulatorSettings, *, longest_wait: float = 20.0) -> None:
         """Raises TrainError for an endpoint, a key or a proxy that cannot be used."""
         self._settings = settings
-        self._url = (settings.base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI_URL).rstrip("/")
+        self._url = endpoint_url(settings.base_url)
         # The judge's variable may have several keys.
         key, *_ = os.environ.get(settings.api_key_env, "").split("|")
         self._key = key.strip() or ("none" if self._url != OPENAI_URL else "")
