@@ -1,7 +1,7 @@
 # `make demo` runs the whole loop on a tiny model, `make demo-agent` for an agent with a tool, `make test` the tests.
 # `make test-quick` leaves out slow tests, `make test-soak` runs ten minutes beside Studio, `make test-all` runs
-# everything, including the long demos and the soak. All of them install into .venv what is missing; `make install
-# EXTRA=gpu` prepares a machine with a GPU.
+# everything, including the long demos and the soak. `make docs` builds the documentation as a site, `make screenshots` its
+# images of the page. All of them install into .venv what is missing; `make install EXTRA=gpu` prepares a machine with a GPU.
 
 PYTHON ?= python3
 EXTRA ?= cpu
@@ -17,7 +17,7 @@ PYTEST := $(BIN)/python -m pytest
 # Two workers share the tests, as tests/conftest.py divides them.
 WORKERS := -n 2 --no-loadscope-reorder
 
-.PHONY: install demo demo-agent test test-quick test-soak test-all check clean
+.PHONY: install demo demo-agent test test-quick test-soak test-all check docs screenshots clean
 
 install: $(READY)
 
@@ -58,5 +58,11 @@ test-soak: $(READY)
 test-all: check
 	FLYWHEEL_SOAK_SECONDS=600 $(PYTEST) $(WORKERS) -m "not gpu"
 
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+screenshots: $(READY)
+	$(BIN)/python -m scripts.screenshots
+
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info demo-run
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info demo-run

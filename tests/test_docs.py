@@ -65,6 +65,15 @@ def test_mkdocs_builds_the_site_without_a_warning(tmp_path: Path) -> None:
     assert not re.findall(r"<(?:script|link|img)[^>]* (?:src|href)=\"https?://[^\"]*\"", index)
 
 
+def test_every_image_is_there_and_small() -> None:
+    """`make screenshots` writes them."""
+    for page_path in PAGES:
+        for target in re.findall(r'(?:src|srcset)="([^":]+\.png)"', page_path.read_text()):
+            assert (page_path.parent / target).is_file(), f"{page_path.name} shows {target}"
+    for image in (ROOT / "docs" / "images").iterdir():
+        assert image.stat().st_size < 100_000, image.name
+
+
 def test_every_page_is_on_the_site_and_found_by_name() -> None:
     """`flywheel docs PAGE` finds pages by the last part of their path, so that must be different for each."""
     kinds = [path for kind in DOCUMENTATION_KINDS for path in (ROOT / "docs" / kind).glob("*.md")]

@@ -55,6 +55,7 @@ def test_the_wheel_carries_what_users_edit(tmp_path: Path) -> None:
     pages = {f"flywheel/shipped/{path.relative_to(ROOT)}" for path in files.documentation_pages().values()}
     assert len(pages) >= 12
     assert pages <= inside
+    assert not [name for name in inside if "/docs/images/" in name]
     assert {"flywheel/py.typed", "flywheel/rubric/language_names.json"} <= inside
     assert not [name for name in inside if name.startswith(("tests/", "demo/", "benchmarks/"))]
 

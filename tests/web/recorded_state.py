@@ -64,20 +64,21 @@ def config_of(folder: Path, **settings: Any) -> Config:
     return parse({"state": {"dir": str(folder / "state")}, "model": {"alias": ALIAS}, **settings}, "test", folder)
 
 
-def unpack(folder: Path) -> Config:
-    """Make the state in `folder`; its configuration."""
+def unpack(folder: Path, *, complete: bool = True) -> Config:
+    """Make the state in `folder`; its configuration. Without `complete`, it is the recorded run alone."""
     with tarfile.open(DATA / "recorded_state.tar.xz") as archive:
         archive.extractall(folder, filter="data")
     config = config_of(folder)
-    in_thread(_complete(config))
+    in_thread(_adapt(config, complete=complete))
     return config
 
 
-async def _complete(config: Config) -> None:
+async def _adapt(config: Config, *, complete: bool) -> None:
     store = await Store.open(config.state_dir)
     try:
         await store.write(_move_rounds, config.state_dir / "rounds")
-        await store.write(put_what_lacks)
+        if complete:
+            await store.write(put_what_lacks)
     finally:
         await store.close()
 
