@@ -27,6 +27,7 @@ PAGES = {
     "round": "/rounds/r0001",
     "gate": "/gate/r0001",
     "rollouts": "/rollouts/r0001",
+    "labels": "/labels",
 }
 SIZE = (1200, 760)
 COLOURS = 64
