@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
-from sqlalchemy import Connection, Row, func, select
+from sqlalchemy import ColumnElement, Connection, Row, case, func, select
 
 from flywheel.batch import storable
 from flywheel.errors import FlywheelError, StoreError
@@ -91,11 +91,23 @@ def find(conn: Connection, number: int) -> Request | None:
     return _request(row) if row is not None and row.kind in list(Kind) else None
 
 
-def recent(conn: Connection, kinds: Collection[Kind], limit: int) -> list[Request]:
-    """The newest requests of these kinds."""
-    wanted = requests.c.kind.in_([kind.value for kind in kinds])
-    rows = conn.execute(select(requests).where(wanted).order_by(requests.c.id.desc()).limit(limit))
-    return [_request(row) for row in rows]
+def recent(conn: Connection, kinds: Collection[Kind], limit: int) -> list[tuple[Request, int]]:
+    """The newest requests of these kinds, and of how many units each did something; without results, which may be
+    long."""
+    counts = [func.json_array_length(requests.c.result, f"$.{name}") for name in ("retried", "dropped")]
+    failed = requests.c.state == RequestState.FAILED.value
+    columns: list[ColumnElement[Any]] = [
+        *(requests.c[name] for name in ("id", "kind", "state", "requested_by", "created_at")),
+        case((failed, requests.c.result)).label("result"),
+        func.coalesce(*counts, 0).label("units"),
+    ]
+    rows = conn.execute(
+        select(*columns)
+        .where(requests.c.kind.in_([kind.value for kind in kinds]))
+        .order_by(requests.c.id.desc())
+        .limit(limit)
+    )
+    return [(_request(row), row.units) for row in rows]
 
 
 def since(conn: Connection, number: int) -> tuple[int, frozenset[Kind]]:

@@ -18,6 +18,7 @@ from flywheel.daemon.requests import perform
 from flywheel.states import RequestState
 from flywheel.store import requests
 from flywheel.store.requests import Kind
+from flywheel.terminal import quantity
 from flywheel.web.site import site_of
 
 NAME_COOKIE: Final = "flywheel_name"
@@ -60,12 +61,14 @@ def asked(conn: Connection, number: str) -> dict[str, Any] | None:
     return outcome(found) if found is not None else None
 
 
-def outcome(request: requests.Request) -> dict[str, Any]:
-    """A request for people."""
+def outcome(request: requests.Request, units: int | None = None) -> dict[str, Any]:
+    """A request for people. `units` is of how many it did something, where its result is not there."""
     if request.error is not None:
         text = str(request.error)
     elif request.state is RequestState.OPEN:
         text = "It waits for the process that works on the state, or for the next `flywheel run`."
+    elif units is not None:
+        text = quantity(units, "dead letter")
     else:
         text = "; ".join(_done(name, value) for name, value in (request.result or {}).items())
     return {

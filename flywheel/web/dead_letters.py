@@ -84,7 +84,7 @@ def _page(every: bool, key: str, page: int, asked: str, conn: Connection) -> dic
         "counts": dead_letters.count(conn),
         "has_more": bool(key) and any(len(group.ids) > last for group in groups),
         "asked": actions.asked(conn, asked),
-        "requests": [actions.outcome(each) for each in requests.recent(conn, (Kind.RETRY, Kind.DROP), REQUESTS)],
+        "requests": [actions.outcome(*each) for each in requests.recent(conn, (Kind.RETRY, Kind.DROP), REQUESTS)],
     }
 
 

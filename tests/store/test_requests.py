@@ -95,3 +95,21 @@ async def test_new_requests_are_told_with_their_kinds(store: Store) -> None:
     assert await store.read(requests.since, 0) == (2, frozenset({Kind.RETRY, Kind.DROP}))
     assert await store.read(requests.since, 1) == (2, frozenset({Kind.DROP}))
     assert await store.read(requests.since, 2) == (2, frozenset())
+
+
+async def test_recent_ones_are_told_without_their_results(store: Store) -> None:
+    await store.write(put_tasks, 3, 1)
+    await store.write(break_tasks, *(await store.read(keys))[:2])
+    await store.write(requests.submit, Kind.RETRY, {"ids": [9]}, "alice")
+    await store.write(requests.submit, Kind.DROP, {"ids": None}, "bob")
+    await store.write(requests.submit, Kind.RETRY, {"ids": None}, "carol")
+    await store.write(lambda conn: requests.submit(conn, Kind.LABEL, {}, "dave"))
+    found = await store.read(requests.recent, (Kind.RETRY, Kind.DROP), 3)
+    assert [(each.requested_by, each.state, units) for each, units in found] == [
+        ("carol", "open", 0),
+        ("bob", "done", 2),
+        ("alice", "open", 0),
+    ]
+    await store.write(requests.carry_out)
+    [(newest, _), _, (oldest, _)] = await store.read(requests.recent, (Kind.RETRY, Kind.DROP), 3)
+    assert newest.error is None and "cannot find dead letter 9" in str(oldest.error)
