@@ -7,9 +7,10 @@ import json
 import re
 import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
+
+from tests.local_server import JsonHandler, LocalServer
 
 SIZE = 64
 
@@ -22,7 +23,7 @@ def by_words(text: str) -> list[float]:
     return vector if any(vector) else [1.0] * SIZE
 
 
-class EmbeddingServer:
+class EmbeddingServer(LocalServer):
     """A context manager. `status` other than 200 is what it answers; `refused` are texts that it does not take, each
     with the status that says so. It takes no more than `most` texts at once, and drips bytes while it `drips`."""
 
@@ -39,40 +40,22 @@ class EmbeddingServer:
         self.failures: list[int] = []
         self.requests: list[list[str]] = []
         self.keys: list[str] = []
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
-
-    @property
-    def base_url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}/v1"
+        super().__init__(_handler(self))
 
     @property
     def texts(self) -> list[str]:
         return [text for request in self.requests for text in request]
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         self.ended.set()
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+        super().__exit__(kind, error, at)
 
 
-def _handler(server: EmbeddingServer) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-        def do_POST(self) -> None:
-            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+def _handler(server: EmbeddingServer) -> type[JsonHandler]:
+    class Handler(JsonHandler):
+        def post(self, request: dict[str, Any]) -> None:
             texts = request["input"]
             server.requests.append(texts)
             server.keys.append(self.headers["Authorization"])
@@ -85,12 +68,8 @@ def _handler(server: EmbeddingServer) -> type[BaseHTTPRequestHandler]:
             good = {"object": "list", "model": request["model"], "data": data, "usage": {}}
             bad = {"error": {"message": server.said}}
             body = json.dumps(server.body or (good if status == 200 else bad)).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            if status != 200 and server.retry_after is not None:
-                self.send_header("Retry-After", server.retry_after)
-            self.end_headers()
+            waits = status != 200 and server.retry_after is not None
+            self.send_head(status, len(body), {"retry-after": server.retry_after or ""} if waits else None)
             while server.drips and not server.ended.wait(0.05):
                 try:
                     self.wfile.write(b" ")

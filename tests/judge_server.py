@@ -13,12 +13,11 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import cycle
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from flywheel.judge.prompt import parse_sections
+from tests.local_server import JsonHandler, LocalServer
 
 Verdict = Callable[[str, str], bool]
 
@@ -62,7 +61,7 @@ def boxed_sum(question: str, answer: str) -> bool:
     return bool(question) and re.search(r"\\boxed\{.+\}", answer) is not None
 
 
-class JudgeServer:
+class JudgeServer(LocalServer):
     """A context manager; `base_url` is what the judge's configuration wants. `behaviours` are played in turn,
     `by_key` is for calls with that key."""
 
@@ -91,12 +90,7 @@ class JudgeServer:
         self.most_in_flight = 0
         self._behaviours: Iterator[str] = cycle([behaviour] if isinstance(behaviour, str) else behaviour)
         self._lock = threading.Lock()
-        self._server = _Server(("127.0.0.1", 0), _handler(self))
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
-
-    @property
-    def base_url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}/v1"
+        super().__init__(_handler(self))
 
     @property
     def calls(self) -> int:
@@ -104,17 +98,6 @@ class JudgeServer:
 
     def behave(self, *behaviours: str) -> None:
         self._behaviours = cycle(behaviours)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
 
     def begin(self, request: dict[str, Any], headers: dict[str, str]) -> str:
         with self._lock:
@@ -171,22 +154,9 @@ def _criteria(request: dict[str, Any]) -> dict[str, list[str]]:
     return {name: choices.split(", ") for name, choices in lines}
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 512
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no failure of the server."""
-
-
-def _handler(judge: JudgeServer) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-        def do_GET(self) -> None:
+def _handler(judge: JudgeServer) -> type[JsonHandler]:
+    class Handler(JsonHandler):
+        def get(self) -> None:
             judge.listed += 1
             key = self.headers.get("authorization", "").removeprefix("Bearer ")
             fault = judge.by_key.get(key) or ("401" if judge.wants_key and not key else "")
@@ -194,8 +164,7 @@ def _handler(judge: JudgeServer) -> type[BaseHTTPRequestHandler]:
                 fault = "404"
             self.send(int(fault[:3]) if fault else 200, judge.models if not fault else {"error": fault})
 
-        def do_POST(self) -> None:
-            request = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        def post(self, request: dict[str, Any]) -> None:
             behaviour = judge.begin(request, {name.lower(): value for name, value in self.headers.items()})
             try:
                 judge.hold()
@@ -335,15 +304,6 @@ def _handler(judge: JudgeServer) -> type[BaseHTTPRequestHandler]:
             elif behaviour == "boundless usage":
                 completion["usage"] = {"prompt_tokens": 2**63, "completion_tokens": 10**30}
             return completion
-
-        def send(self, status: int, content: Any, headers: dict[str, str] | None = None) -> None:
-            body = content if isinstance(content, bytes) else json.dumps(content).encode()
-            self.send_response(status)
-            for name, value in {"content-type": "application/json", **(headers or {})}.items():
-                self.send_header(name, value)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
 
         def reset(self) -> None:
             """Promise a body, send half of it, and reset the connection."""

@@ -6,9 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import pytest
 
@@ -20,6 +18,7 @@ from flywheel.training.agent.recorded_tools import Outcome, RecordedTools, Simul
 from flywheel.training.agent.recordings import results_of
 from flywheel.training.agent.simulator import Simulator, question
 from tests.cases import for_each
+from tests.local_server import JsonHandler, LocalServer
 from tests.training.agent.recordings import ADD, call, recording
 
 Answer = tuple[int, Any]
@@ -30,14 +29,7 @@ def said(content: Any, finish_reason: str = "stop") -> Answer:
     return 200, {"choices": [{"message": {"role": "assistant", "content": content}, "finish_reason": finish_reason}]}
 
 
-class Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, *_: object) -> None:
-        """A client that went away is no failure of the server."""
-
-
-class ToolModel:
+class ToolModel(LocalServer):
     """An OpenAI-compatible model in this process, which answers as `play` says; text is sent as it is."""
 
     def __init__(self, play: Play = lambda _: said("3")) -> None:
@@ -46,42 +38,22 @@ class ToolModel:
         self.keys: list[str | None] = []
         model = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-            def do_POST(self) -> None:
-                request = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        class Handler(JsonHandler):
+            def post(self, request: dict[str, Any]) -> None:
                 model.requests.append(request)
                 model.keys.append(self.headers["authorization"])
                 status, content = model.play(request)
                 body = content.encode() if isinstance(content, str) else json.dumps(content).encode()
-                self.send_response(status)
-                self.send_header("content-length", str(len(body) + (status == 206)))
-                self.end_headers()
+                self.send_head(status, len(body) + (status == 206))
                 self.wfile.write(body)
                 self.close_connection = status == 206
 
-        self._server = Server(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1"
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+        super().__init__(Handler)
 
     def simulator(self, **settings: Any) -> Simulator:
         return Simulator(
-            SimulatorSettings.model_validate({"model": "tools", "base_url": self.url, **settings}), longest_wait=0.01
+            SimulatorSettings.model_validate({"model": "tools", "base_url": self.base_url, **settings}),
+            longest_wait=0.01,
         )
 
 
@@ -163,7 +135,7 @@ def test_a_failure_is_an_error_of_that_call_and_the_next_one_tries_again(
         with pytest.raises(TrainError) as caught:
             simulator(asked())
         assert why in caught.value.why
-        assert caught.value.attempted == f"simulate a call of add by tools at {model.url}"
+        assert caught.value.attempted == f"simulate a call of add by tools at {model.base_url}"
         assert caught.value.retryable is retryable
         assert len(model.requests) == (4 if retryable else 1)
         model.play = lambda _: said("3")
