@@ -22,6 +22,7 @@ from flywheel.store.database import Store
 from flywheel.store.transitions import move
 from flywheel.training.metrics import Metrics
 from flywheel.training.progress_meter import Meter
+from flywheel.web.rounds import LogEnd, log_end
 from tests.web.conftest import Check, Visitor, serving
 from tests.web.recorded_state import HOSTILE, in_thread
 
@@ -301,6 +302,19 @@ def test_the_list_follows_a_round(
     expect(page.locator("#live-round")).to_contain_text("2 of 8")
     expect(page.locator(f"#row-{LIVE}")).to_contain_text("0.10 → 0.10")
     expect(page.get_by_label("Draw r0001")).to_be_checked()
+
+
+def test_the_end_of_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_JUDGE_API_KEY", "a-key-that-nobody-may-see")
+    path = tmp_path / "worker.log"
+    assert log_end(path) is None
+    path.write_bytes(b"\x1b[31mred\x1b[0m\r\n10 %\r50 %\r100 %\nkey a-key-that-nobody-may-see, end\nunfinished")
+    assert log_end(path) == LogEnd(["red", "100 %", "key [secret], end", "unfinished"], True)
+    path.write_bytes(b"".join(b"line %d %s\n" % (number, b"x" * 2_000) for number in range(100)))
+    found = log_end(path)
+    assert found is not None and not found.is_whole
+    assert found.lines[-1].startswith("line 99 ") and len(found.lines[-1]) == 1_001
+    assert found.lines[0].startswith("line 6"), "the first line of what was read is not whole"
 
 
 def test_hostile_texts_are_inert(own_state: Config, own_address: str, live_directory: Path, check: Check) -> None:

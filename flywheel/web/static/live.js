@@ -6,6 +6,8 @@
 "use strict";
 (() => {
   const RETRY_MS = 30000; // after an answer that is no stream
+  const REST = 4; // how many times as long as an update took the next one waits, so that slow pages cost little
+  const LONGEST_REST_MS = 10000;
   const FORM_MS = 1000; // until a form that was in use is looked at again
   const IN_USE = "form:focus-within, form:hover";
   let stream = null, isFetching = false, isStale = false, retry = 0, later = 0;
@@ -23,6 +25,7 @@
     stream.addEventListener("error", () => {
       if (!stream || stream.readyState !== EventSource.CLOSED) return;
       close();
+      refresh(); // finds out whether the sign-in has ended
       retry = setTimeout(open, RETRY_MS);
     });
   }
@@ -40,7 +43,10 @@
     try {
       while (isStale && !document.hidden) {
         isStale = false;
+        const begin = performance.now();
         await update();
+        const rest = Math.min(LONGEST_REST_MS, REST * (performance.now() - begin));
+        await new Promise((done) => setTimeout(done, rest));
       }
     } catch {
       // The server is gone or restarts: the stream says when it is back.
