@@ -38,11 +38,10 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
     from flywheel.daemon.judging_report import CostEstimator, cost_of
     from flywheel.judge.budget import Budget, BudgetSpentError
     from flywheel.judge.calibration import calibrate
-    from flywheel.judge.client import settings_for
     from flywheel.judge.grader import Grader
     from flywheel.judge_usage import Purpose
     from flywheel.rubric.file import load_rubric
-    from flywheel.store import calibrations, verdicts
+    from flywheel.store import calibrations, rubric_texts, verdicts
 
     rubric = load_rubric(file, "Name a rubric in YAML.")
     check_independence(config, rubric)
@@ -63,7 +62,7 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
                 def on_verdict(verdict: Verdict) -> None:
                     # At once, so that the usage is stored even if the calibration fails.
                     asyncio.run_coroutine_threadsafe(
-                        store.write(verdicts.book_verdict, verdict, Purpose.CALIBRATION), loop
+                        store.write(verdicts.book_verdict, verdict, Purpose.CALIBRATION, settings.prices), loop
                     ).result()
                     step()
 
@@ -79,7 +78,10 @@ async def run(config: Config, file: Path, labels: Path, repeats: int, *, quiet: 
                     f"none of the {len(given.labels)} replies was decided: {outcome.undecided[0][1]}",
                     "Nothing is stored.",
                 )
-            judge = settings_for(rubric, settings).model
+            endpoint = grader.client.endpoints[0].config
+            judge = endpoint.model
+            await store.write(rubric_texts.record_rubric, rubric)
+            await store.write(rubric_texts.record_judge, grader.judge_hash, judge, endpoint.base_url)
             await store.write(
                 calibrations.record,
                 rubric_id=rubric.id,

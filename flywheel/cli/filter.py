@@ -123,7 +123,7 @@ async def _state(wanted: _Options) -> AsyncIterator[Store]:
             # In the copy, tasks that a running daemon is judging become pending.
             await store.write(claims.release_all, "not judged")
         else:
-            await recover(store, wanted.config.state_dir)
+            await recover(store, wanted.config.state_dir, wanted.config.judge.prices)
         if wanted.has_sources:
             ingestion = Ingestion(store, wanted.config, export_tasks=not wanted.dry_run)
             try:

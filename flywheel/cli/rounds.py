@@ -188,7 +188,7 @@ async def _debug(config: Config, *, quiet: bool) -> dict[str, Any]:
     finally:
         # Also beside a running daemon.
         if found := usage.read(0)[0]:
-            await change_state(config, lambda conn: book(conn, found), lock=False)
+            await change_state(config, lambda conn: book(conn, found, config.judge.prices), lock=False)
     if interruption.by is not None:
         raise interruption.error("try a round", "Its worker has ended; only the judge's usage was stored.")
     result = result_of(directory, code)

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 
 from sqlalchemy import Connection
 
-from flywheel.config import Config
+from flywheel.config import Config, JudgePrices
 from flywheel.daemon.judge_setup import chain_of, check_independence, exchange_of, judge_settings, rubric_of
 from flywheel.daemon.judging_report import JudgingEstimate, JudgingReport, TaskResult
 from flywheel.daemon.pre_filter import Ask, FilterResult, PreFilter, without_embeddings
@@ -26,7 +26,7 @@ from flywheel.judge.thread_pool import grade_batches
 from flywheel.judge_usage import CallsInFlight
 from flywheel.rubric import Rubric
 from flywheel.states import TaskState
-from flywheel.store import claims, database, deduplication, notices, verdicts
+from flywheel.store import claims, database, deduplication, notices, rubric_texts, verdicts
 from flywheel.store.claims import Claimed
 from flywheel.store.database import Store
 from flywheel.verdict import Exchange, Outcome, Verdict
@@ -41,14 +41,14 @@ CLAIMED_PER_THREAD: Final = 4
 """Tasks in a claimed batch, for each thread that calls the judge."""
 
 
-async def recover(store: Store, state_dir: Path) -> tuple[int, list[str]]:
+async def recover(store: Store, state_dir: Path, prices: JudgePrices | None = None) -> tuple[int, list[str]]:
     """Clean up after a process that died: book its calls in flight and return its tasks to `pending`.
 
     Returns the number of tasks, and the keys of those that became dead letters. The caller holds the instance lock.
     """
     calls = CallsInFlight(state_dir)
     if used := calls.read():
-        await store.write(verdicts.book, used)
+        await store.write(verdicts.book, used, prices)
         calls.reset()
     return await store.write(claims.recover)
 
@@ -93,6 +93,7 @@ class TaskJudging:
         self.budget = Budget(self.judge.budget, lambda: self._ask(verdicts.tokens_today))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failed = False
+        self._is_recorded = False
         self._pre_filter = PreFilter(self._chain, self._ask) if self._chain else None
 
     async def run(
@@ -298,6 +299,7 @@ class TaskJudging:
         if run.has_ended:
             raise JudgeError("store verdicts", "judging was stopped", "The tasks are judged again.")
         changed, released = await self._store.write(self._store_results, results)
+        self._is_recorded = True
         run.report.changed += changed
         run.released += released
         prints_reason = self._chain and self._chain.judge and self._chain.judge.print_reason
@@ -311,20 +313,24 @@ class TaskJudging:
 
     def _store_results(self, conn: Connection, results: list[TaskResult]) -> tuple[int, int]:
         """Returns how many tasks have the opposite outcome now, and how many others are due again."""
-        changed = 0
+        changed, prices = 0, self.judge.prices
+        if not self._is_recorded:
+            rubric_texts.record_rubric(conn, self.rubric)
+            judge = self.grader.client.endpoints[0].config
+            rubric_texts.record_judge(conn, self.grader.judge_hash, judge.model, judge.base_url)
         for result in results:
             task, verdict = result.task, result.verdict
             if result.held:
                 continue
             if result.paid is not None and result.paid is not task.stored:
-                verdicts.store(conn, task.id, result.paid, self.rubric.hash, self.grader.judge_hash)
+                verdicts.store(conn, task.id, result.paid, self.rubric.hash, self.grader.judge_hash, prices)
             if result.repeats is not None:
                 deduplication.note(conn, task.id, result.repeats)
             if verdict is None:
                 claims.dead_letter_task(conn, task.id, task.key, result.error)
                 continue
             if verdict is not task.stored:
-                verdicts.store(conn, task.id, verdict, result.rubric_hash, self.grader.judge_hash)
+                verdicts.store(conn, task.id, verdict, result.rubric_hash, self.grader.judge_hash, prices)
             if task.was is TaskState.JUDGING:
                 claims.apply(conn, task.id, verdict, self._config.judge.retry_undecided_seconds)
             else:

@@ -23,7 +23,7 @@ from flywheel.model_parsers import folder_of
 from flywheel.round import RoundSpec
 from flywheel.rubric import Rubric
 from flywheel.states import RoundState, Split
-from flywheel.store import deployments, gate_tests, rounds, samples
+from flywheel.store import deployments, gate_tests, rounds, rubric_texts, samples
 from flywheel.terminal import quantity
 
 MOST_DOUBLINGS: Final = 4
@@ -113,6 +113,7 @@ def plan(conn: Connection, config: Config, rubric: Rubric, rounds_dir: Path, tri
     if shortfall := coming.shortfall(config.gate):
         raise TrainError("plan a round", shortfall, _COLLECT.format("gate.min_power"))
     most, choice = most_samples(config), Supplies(config).now(conn).choice
+    rubric_texts.record_rubric(conn, rubric)
     return rounds.plan(
         conn,
         rounds_dir,
@@ -138,6 +139,7 @@ def begin(conn: Connection, row: Row[Any], config: Config, rubric: Rubric) -> Ro
     Raises TrainError when the active adapter belongs to another base model, and when the base model is missing.
     """
     _check(conn, config, f"start {row.name}")
+    rubric_texts.record_rubric(conn, rubric)
     return rounds.go_on_from(conn, row.name, **_of_now(conn, config, rubric))
 
 

@@ -106,7 +106,9 @@ def _of_judge(judge: dict[str, Any]) -> Iterator[Metric]:
             costs[purpose, used["cost"]["currency"]] = used["cost"]["amount"]
     yield calls
     yield tokens
-    yield _gauge("judge_cost", "What those tokens cost by today's judge.prices.", costs, "purpose", "currency")
+    yield _gauge(
+        "judge_cost", "What those tokens cost by judge.prices at the time of the calls.", costs, "purpose", "currency"
+    )
     yield _gauge("judge_tokens_today", "Tokens, sent and received, since midnight UTC.", judge["tokens_today"])
     yield _gauge("judge_failing", "Whether judging is stopped by an error.", bool(judge["error"]))
     text = "Duration of the judge's calls by this process, by endpoint and outcome."

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection
 
-from flywheel.config import JudgeBudget
+from flywheel.config import JudgeBudget, JudgePrices
 from flywheel.judge.budget import Budget
 from flywheel.judge_usage import Allowance, UsageFile
 from flywheel.store import notices, verdicts
@@ -33,9 +33,18 @@ def left(conn: Connection, limits: JudgeBudget, budget: Budget) -> Allowance | N
 class RoundUsage:
     """Books the judge usage of one round. Call `settle` repeatedly while the worker runs, and once after it."""
 
-    def __init__(self, store: Store, budget: Budget, limits: JudgeBudget, round_id: int, round_dir: Path) -> None:
+    def __init__(
+        self,
+        store: Store,
+        budget: Budget,
+        limits: JudgeBudget,
+        round_id: int,
+        round_dir: Path,
+        prices: JudgePrices | None = None,
+    ) -> None:
         self._store, self._budget, self._limits = store, budget, limits
         self._round_id, self._dir = round_id, round_dir
+        self._prices = prices
         self._size = -1
         self._booked: int | None = None
         self._allowance: Allowance | None = None
@@ -45,7 +54,7 @@ class RoundUsage:
         if self._booked is None:
             self._booked = await self._store.read(verdicts.booked_of_round, self._round_id, self._dir)
         if (size := await asyncio.to_thread(UsageFile(self._dir).size)) != self._size:
-            found = await self._store.write(verdicts.book_round, self._round_id, self._dir)
+            found = await self._store.write(verdicts.book_round, self._round_id, self._dir, self._prices)
             tokens = sum(used.tokens for used in found)
             self._budget.book(tokens)
             self._booked += tokens

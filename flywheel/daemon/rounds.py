@@ -175,7 +175,8 @@ class Rounds:
         await self._store.write(_trained, row.id, result)
 
     def _usage_of(self, row: Row[Any]) -> RoundUsage:
-        return RoundUsage(self._store, self._budget, self._config.judge.budget, row.id, Path(row.dir))
+        judge = self._config.judge
+        return RoundUsage(self._store, self._budget, judge.budget, row.id, Path(row.dir), judge.prices)
 
     async def _retry(self, row: Row[Any], state: RoundState, why: str) -> None:
         if row.attempt >= self._config.daemon.round_attempts:

@@ -15,7 +15,6 @@ from flywheel import __version__
 from flywheel.config import Config
 from flywheel.daemon.configured_source import source_of
 from flywheel.daemon.free_samples import Supplies, Supply
-from flywheel.daemon.judging_report import cost_of
 from flywheel.daemon.lock import holder
 from flywheel.daemon.next_gate_test import next_test
 from flywheel.daemon.planner import patience
@@ -33,6 +32,7 @@ from flywheel.store import (
     dead_letters,
     deployments,
     gate_tests,
+    judge_costs,
     ledger,
     rounds,
     samples,
@@ -158,15 +158,19 @@ def _warnings(conn: Connection, config: Config, supply: Supply) -> list[str]:
 def _judge(conn: Connection, config: Config) -> dict[str, Any]:
     """The error that judging waits for, and the usage in total and by purpose."""
     by_purpose = verdicts.usage_by_purpose(conn)
+    paid, currency = judge_costs.by_purpose(conn, config.judge.prices) or (None, "")
     together = {name: sum(used[name] for used in by_purpose.values()) for name in by_purpose[Purpose.FILTER]}
 
-    def with_cost(used: dict[str, int]) -> dict[str, Any]:
-        return {**used, "cost": cost_of(**used, prices=config.judge.prices).price}
+    def with_cost(used: dict[str, int], *purposes: Purpose) -> dict[str, Any]:
+        if paid is None:
+            return {**used, "cost": None}
+        amount = round(sum(paid[purpose] for purpose in purposes), 6)
+        return {**used, "cost": {"amount": amount, "currency": currency}}
 
     return {
         "error": database.noted(conn, database.JUDGE_NOTE),
-        "usage": with_cost(together),
-        "by_purpose": {purpose.value: with_cost(used) for purpose, used in by_purpose.items()},
+        "usage": with_cost(together, *Purpose),
+        "by_purpose": {purpose.value: with_cost(used, purpose) for purpose, used in by_purpose.items()},
         "tokens_today": verdicts.tokens_today(conn),
     }
 

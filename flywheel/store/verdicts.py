@@ -16,7 +16,9 @@ from sqlalchemy import ColumnElement, Connection, Row, and_, func, or_, select, 
 from sqlalchemy.dialects.sqlite import insert
 
 from flywheel.batch import storable
+from flywheel.config import JudgePrices
 from flywheel.judge_usage import Purpose, UsageFile, Used, today
+from flywheel.store import judge_costs, judge_errors
 from flywheel.store.bulk import rows_in
 from flywheel.store.schema import judge_days, rounds, tasks, verdicts
 from flywheel.store.transitions import utcnow
@@ -32,13 +34,22 @@ SAMPLED: Final = 200
 _COUNTS: Final = ("calls", "prompt_tokens", "completion_tokens")
 
 
-def store(conn: Connection, task: int, verdict: Verdict, rubric_hash: str, judge_hash: str) -> None:
+def store(
+    conn: Connection,
+    task: int,
+    verdict: Verdict,
+    rubric_hash: str,
+    judge_hash: str,
+    prices: JudgePrices | None = None,
+) -> None:
     """Store a verdict and count its cost; the task keeps its state.
 
     An undecided verdict of the same rubric and judge is replaced, and its cost is kept. So is an earlier verdict of a
     filter chain or a person.
     """
-    book_verdict(conn, verdict)
+    book_verdict(conn, verdict, prices=prices)
+    if verdict.outcome is Outcome.UNDECIDED:
+        judge_errors.add(conn, verdict.error)
     key = {"task_id": task, "rubric_hash": rubric_hash, "judge_hash": judge_hash}
     counts = {name: getattr(verdict, name) for name in _COUNTS}
     values = {
@@ -142,13 +153,15 @@ def usage_of_judge(conn: Connection, judge_hash: str) -> dict[str, int]:
     return {name: sum(each[name] for each in reported) for name in (*_COUNTS, "estimated_tokens")}
 
 
-def book_verdict(conn: Connection, verdict: Verdict, purpose: Purpose = Purpose.FILTER) -> None:
+def book_verdict(
+    conn: Connection, verdict: Verdict, purpose: Purpose = Purpose.FILTER, prices: JudgePrices | None = None
+) -> None:
     """Count the cost of a verdict, today."""
-    book(conn, [Used(today(), purpose, verdict.calls, verdict.prompt_tokens, verdict.completion_tokens)])
+    book(conn, [Used(today(), purpose, verdict.calls, verdict.prompt_tokens, verdict.completion_tokens)], prices)
 
 
-def book(conn: Connection, used: Iterable[Used]) -> None:
-    """Add usage to the counts of its days and purposes."""
+def book(conn: Connection, used: Iterable[Used], prices: JudgePrices | None = None) -> None:
+    """Add usage to the counts of its days and purposes, and its cost by the prices of now."""
     for each in used:
         if not each.calls:
             continue
@@ -156,9 +169,11 @@ def book(conn: Connection, used: Iterable[Used]) -> None:
         row = insert(judge_days).values(day=each.day, purpose=each.purpose.value, **counts)
         more = {name: judge_days.c[name] + row.excluded[name] for name in _COUNTS}
         conn.execute(row.on_conflict_do_update(index_elements=("day", "purpose"), set_=more))
+        if prices is not None:
+            judge_costs.add(conn, each, prices)
 
 
-def book_round(conn: Connection, round_id: int, round_dir: Path) -> list[Used]:
+def book_round(conn: Connection, round_id: int, round_dir: Path, prices: JudgePrices | None = None) -> list[Used]:
     """Count what the round's worker wrote to its usage file since the last call, and return it.
 
     How far the file was read is stored in the same transaction, so each line counts once, even after a crash.
@@ -166,7 +181,7 @@ def book_round(conn: Connection, round_id: int, round_dir: Path) -> list[Used]:
     offset = conn.execute(select(rounds.c.usage_read).where(rounds.c.id == round_id)).scalar_one()
     found, end = UsageFile(round_dir).read(offset)
     if end > offset:
-        book(conn, found)
+        book(conn, found, prices)
         conn.execute(update(rounds).where(rounds.c.id == round_id).values(usage_read=end))
     return found
 
