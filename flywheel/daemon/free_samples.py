@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import Connection
 
 from flywheel.config import Config
-from flywheel.filtering.chain import influence_of
-from flywheel.filtering.influence import Candidate, choose, weigh
-from flywheel.store import bursts, samples
+from flywheel.store import bursts, rounds, samples
+from flywheel.terminal import quantity
+
+if TYPE_CHECKING:
+    from flywheel.filtering.influence import Candidate, Influence
 
 OVER: Final = "over their share"
 LATER: Final = "more than a round takes"
@@ -53,7 +55,7 @@ class Supplies:
     def __init__(self, config: Config) -> None:
         """Raises ConfigError for a wrong chain."""
         self._config = config
-        self._caps = influence_of(config.filter.chain)
+        self._caps = _caps(config)
         self._known: tuple[object, Supply] | None = None
 
     def now(self, conn: Connection) -> Supply:
@@ -65,7 +67,11 @@ class Supplies:
     def _supply(self, conn: Connection, free: int) -> Supply:
         most = most_samples(self._config)
         needs = min(self._config.trigger.min_samples, most)
-        chosen = None if self._caps is None else choose(self._candidates(conn), self._caps, most, needs)
+        chosen = None
+        if self._caps is not None:
+            from flywheel.filtering.influence import choose
+
+            chosen = choose(self._candidates(conn), self._caps, most, needs)
         usable = min(free, most) if chosen is None else len(chosen.tasks)
         waiting = {OVER if usable < most else LATER: free - usable} if usable < free else {}
         if chosen is None:
@@ -73,6 +79,8 @@ class Supplies:
         return Supply(usable, needs, chosen.tasks, waiting, chosen.widened)
 
     def _candidates(self, conn: Connection) -> list[Candidate]:
+        from flywheel.filtering.influence import Candidate, weigh
+
         # Samples that no filter run has weighed yet have shares too.
         unknown = {row.id: weigh(row.payload) for row in bursts.unknown(conn, None)}
         found = bursts.candidates(conn, self._config.takes.train)
@@ -83,7 +91,40 @@ class Supplies:
         ]
 
 
+def _caps(config: Config) -> Influence | None:
+    """The shares that the chain's `influence` allows, if there is a chain with one. Raises ConfigError."""
+    if config.filter.chain is None:
+        return None
+    # Imported here: without a chain, nobody pays for the filters.
+    from flywheel.filtering.chain import influence_of
+
+    return influence_of(config.filter.chain)
+
+
 def most_samples(config: Config) -> int:
     """The most samples that a round takes: those that its steps use."""
     training = config.training
     return min(config.trigger.max_samples, training.steps * config.rollout.prompts_asked(training.prompts_per_step))
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """`rounds` ended since the last promotion; `new` free samples were in none of them."""
+
+    rounds: int
+    new: int
+    needed: int
+
+    @property
+    def wait(self) -> str:
+        """What the trigger waits for; empty when nothing is missing."""
+        if self.new >= self.needed:
+            return ""
+        ended = quantity(self.rounds, "round")
+        return f"{self.new:,} of {self.needed:,} new samples are free, after {ended} without promotion"
+
+
+def patience(conn: Connection, config: Config, needed: int) -> Patience:
+    """After each round without promotion, the next one needs `needed` more new samples."""
+    ended = rounds.without_promotion(conn)
+    return Patience(ended, samples.count_new(conn, config.takes.train) if ended else 0, ended * needed)

@@ -14,7 +14,7 @@ from typing import Any, Final
 from sqlalchemy import Connection, Row
 
 from flywheel.config import Config
-from flywheel.daemon.free_samples import Supplies, most_samples
+from flywheel.daemon.free_samples import Supplies, most_samples, patience
 from flywheel.daemon.judge_setup import chain_of, judge_settings
 from flywheel.daemon.next_gate_test import next_test
 from flywheel.daemon.round_tasks import RoundTasks, round_tasks
@@ -230,26 +230,3 @@ def missing_base_model(base: str) -> str:
     if any(value not in _OFF for value in variables) and folder_of(base) is None:
         return f"{base} is not on this machine, and HF_HUB_OFFLINE forbids the download"
     return ""
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """`rounds` ended since the last promotion; `new` free samples were in none of them."""
-
-    rounds: int
-    new: int
-    needed: int
-
-    @property
-    def wait(self) -> str:
-        """What the trigger waits for; empty when nothing is missing."""
-        if self.new >= self.needed:
-            return ""
-        ended = quantity(self.rounds, "round")
-        return f"{self.new:,} of {self.needed:,} new samples are free, after {ended} without promotion"
-
-
-def patience(conn: Connection, config: Config, needed: int) -> Patience:
-    """After each round without promotion, the next one needs `needed` more new samples."""
-    ended = rounds.without_promotion(conn)
-    return Patience(ended, samples.count_new(conn, config.takes.train) if ended else 0, ended * needed)

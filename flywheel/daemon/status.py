@@ -14,10 +14,9 @@ from sqlalchemy import Connection, Row
 from flywheel import __version__
 from flywheel.config import Config
 from flywheel.daemon.configured_source import source_of
-from flywheel.daemon.free_samples import Supplies, Supply
+from flywheel.daemon.free_samples import Supplies, Supply, patience
 from flywheel.daemon.lock import holder
 from flywheel.daemon.next_gate_test import next_test
-from flywheel.daemon.planner import patience
 from flywheel.errors import ConfigError
 from flywheel.exclusion import WORDS, Exclusion
 from flywheel.judge_usage import Purpose
