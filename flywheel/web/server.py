@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
@@ -19,6 +20,7 @@ from starlette.types import ASGIApp
 
 from flywheel.config import Config
 from flywheel.errors import FlywheelError
+from flywheel.process_tuning import trim_malloc
 from flywheel.web import (
     actions,
     dead_letters,
@@ -37,6 +39,7 @@ from flywheel.web.site import Site, site_of
 
 LOCAL_NAMES = frozenset({"localhost"})
 GRACE_SECONDS = 2
+TRIM_SECONDS: Final = 10.0
 
 
 def application(
@@ -107,7 +110,18 @@ async def serve(app: ASGIApp, listening: socket.socket, announce: Callable[[], N
         timeout_graceful_shutdown=GRACE_SECONDS,
     )
     announce()
-    await Server(settings).serve([listening])
+    trimming = asyncio.create_task(_trim())
+    try:
+        await Server(settings).serve([listening])
+    finally:
+        trimming.cancel()
+
+
+async def _trim() -> None:
+    """Return to the system what requests have freed: glibc keeps some megabytes of it."""
+    while True:
+        await asyncio.sleep(TRIM_SECONDS)
+        await asyncio.to_thread(trim_malloc)
 
 
 class Server(uvicorn.Server):

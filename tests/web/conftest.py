@@ -65,8 +65,8 @@ def browser() -> Iterator[Browser]:
     program = next(filter(None, map(shutil.which, PROGRAMS)), None)
     if program is None:
         pytest.skip(NO_BROWSER)
-    # The sandbox needs another user than root.
-    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+    # The sandbox needs another user than root. Containers often have little shared memory.
+    arguments = ["--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=arguments)
         yield browser
