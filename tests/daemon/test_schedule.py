@@ -25,7 +25,18 @@ async def test_a_cron_window_wakes_the_rounds_once(tmp_path: Path) -> None:
     scheduler = service._schedule()
     try:
         jobs = {job.id: job for job in scheduler.get_jobs()}
-        periodic = {"poll", "judge", "rounds", "sources", "prune", "retention", "reconcile", "memory", "metrics"}
+        periodic = {
+            "poll",
+            "judge",
+            "rounds",
+            "sources",
+            "prune",
+            "retention",
+            "reconcile",
+            "memory",
+            "metrics",
+            "requests",
+        }
         assert set(jobs) == {*periodic, "cron"}
         night = jobs["cron"].trigger.get_next_fire_time(None, datetime(2026, 1, 1, 12, tzinfo=UTC))
         assert night == datetime(2026, 1, 2, 3, tzinfo=UTC)
