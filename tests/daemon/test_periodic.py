@@ -78,6 +78,7 @@ async def test_every_periodic_job_runs_in_the_event_loop_and_late_rather_than_ne
         "reconcile": daemon._reconcile,
         "retention": daemon._remove,
         "metrics": daemon._metrics,
+        "requests": daemon._requests,
     }
     assert set(jobs) == {"poll", "sources", "cron", "memory", *stages}
     for name, job in jobs.items():
