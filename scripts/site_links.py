@@ -14,6 +14,6 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
         folder = posixpath.dirname(page.file.src_uri)
         path = posixpath.normpath(posixpath.join("docs", folder, link[1]))
         inside = path == "docs" or path.startswith("docs/")
-        return link[0] if inside else f"]({config.repo_url}/blob/main/{path}"
+        return link[0] if inside else f"]({config.extra['repository']}/blob/main/{path}"
 
     return OUTSIDE.sub(absolute, markdown)
