@@ -239,8 +239,8 @@ def _to_9(conn: Connection) -> None:
 
 
 def _to_10(conn: Connection) -> None:
-    """New tables only: labels, requests, texts by hash, costs, errors, supplies and decisions of the gate."""
-    metadata.create_all(conn)
+    """New tables (labels, requests, texts by hash, costs, errors, supplies, decisions of the gate), and an index."""
+    _add_columns(conn)
 
 
 MIGRATIONS: Mapping[int, Callable[[Connection], None]] = MappingProxyType(

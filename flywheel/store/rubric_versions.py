@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sqlalchemy import Connection, Row, Subquery, func, select
+from sqlalchemy import ColumnElement, Connection, FromClause, Row, and_, exists, func, select
 
 from flywheel.store.bulk import rows_in
 from flywheel.store.schema import calibrations, judge_models, rounds, rubric_texts, tasks, verdicts
@@ -24,9 +24,12 @@ class Use:
     judge_hash: str
     model: str
     endpoint: str
-    verdicts: int
-    first: str
     last: str
+    outcomes: dict[str, int]
+
+    @property
+    def verdicts(self) -> int:
+        return sum(self.outcomes.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,52 +42,65 @@ class Version:
     first: str
     """When it was first used or calibrated."""
     last: str
-    uses: tuple[Use, ...]
+    verdicts: int
+    judge: str
+    """The model that judged last by it, or its hash if the model was not recorded; empty without verdicts."""
     calibrations: tuple[Row[Any], ...]
     """The newest first."""
-
-    @property
-    def verdicts(self) -> int:
-        return sum(use.verdicts for use in self.uses)
 
 
 def versions(conn: Connection) -> list[Version]:
     """All versions that are known, the last used first."""
     texts = {row.hash: row for row in conn.execute(select(rubric_texts))}
-    uses = _uses(conn)
+    judges = {row.hash: row.model for row in conn.execute(select(judge_models))}
+    judged = _first_and_last(conn)
     calibrated: dict[str, list[Row[Any]]] = {}
     for row in conn.execute(select(calibrations).order_by(calibrations.c.id.desc())):
         calibrated.setdefault(row.rubric_hash, []).append(row)
     found = []
-    for each in {**texts, **uses, **calibrated}:
-        recorded, own, judged = texts.get(each), calibrated.get(each, []), uses.get(each, [])
-        times = [row.created_at for row in own] + [time for use in judged for time in (use.first, use.last)]
+    for each in {**texts, **judged, **calibrated}:
+        recorded, own = texts.get(each), calibrated.get(each, [])
+        number, *ends = judged.get(each, (0,))
+        times = [row.created_at for row in (*own, *ends)]
         if recorded is not None:
             times.append(recorded.first_used_at)
         name = recorded.rubric_id if recorded is not None else own[0].rubric_id if own else ""
         text = recorded.text if recorded is not None else None
-        found.append(Version(each, name, text, min(times), max(times), tuple(judged), tuple(own)))
+        judge = judges.get(ends[1].judge_hash, ends[1].judge_hash) if ends else ""
+        found.append(Version(each, name, text, min(times), max(times), number, judge, tuple(own)))
     return sorted(found, key=lambda version: (version.last, version.first), reverse=True)
 
 
-def _uses(conn: Connection) -> dict[str, list[Use]]:
-    """By rubric, the last used judge first."""
-    # All of this is in the index of the table: no verdict is read but the first and the last of each group.
+def _first_and_last(conn: Connection) -> dict[str, tuple[int, Row[Any], Row[Any]]]:
+    """By rubric, how many verdicts there are, the first and the last one."""
+    # All but these verdicts is in an index.
     number = verdicts.c.id
-    columns = verdicts.c.rubric_hash, verdicts.c.judge_hash
-    query = select(*columns, func.count().label("number"), func.min(number).label("a"), func.max(number).label("z"))
-    groups = conn.execute(query.where(~NOT_OF_THE_JUDGE).group_by(*columns)).all()
-    ends = [end for group in groups for end in (group.a, group.z)]
-    times = {row.id: row.created_at for row in rows_in(conn, select(number, verdicts.c.created_at), number, ends)}
+    query = select(verdicts.c.rubric_hash, func.count().label("number"), func.min(number), func.max(number))
+    groups = conn.execute(query.where(~NOT_OF_THE_JUDGE).group_by(verdicts.c.rubric_hash)).all()
+    ends = [end for group in groups for end in group[2:]]
+    columns = number, verdicts.c.created_at, verdicts.c.judge_hash
+    rows = {row.id: row for row in rows_in(conn, select(*columns), number, ends)}
+    return {group.rubric_hash: (group.number, rows[group[2]], rows[group[3]]) for group in groups}
+
+
+def uses(conn: Connection, rubric_hash: str) -> list[Use]:
+    """What each judge has judged by a rubric, the last used judge first."""
+    number = verdicts.c.id
+    columns = verdicts.c.judge_hash, verdicts.c.outcome
+    query = select(*columns, func.count().label("number"), func.max(number).label("last"))
+    groups = conn.execute(query.where(verdicts.c.rubric_hash == rubric_hash).group_by(*columns)).all()
+    times = {
+        row.id: row.created_at
+        for row in rows_in(conn, select(number, verdicts.c.created_at), number, [group.last for group in groups])
+    }
     judges = {row.hash: row for row in conn.execute(select(judge_models))}
-    found: dict[str, list[Use]] = {}
-    for group in sorted(groups, key=lambda group: -int(group.z)):
+    found: dict[str, Use] = {}
+    for group in sorted(groups, key=lambda group: -int(group.last)):
         judge = judges.get(group.judge_hash)
         model, endpoint = (judge.model, judge.endpoint) if judge is not None else ("", "")
-        first, last = sorted((times[group.a], times[group.z]))
-        use = Use(group.judge_hash, model, endpoint, group.number, first, last)
-        found.setdefault(group.rubric_hash, []).append(use)
-    return found
+        use = found.setdefault(group.judge_hash, Use(group.judge_hash, model, endpoint, times[group.last], {}))
+        use.outcomes[group.outcome] = group.number
+    return list(found.values())
 
 
 def before(version: Version, every: Sequence[Version]) -> Version | None:
@@ -92,12 +108,6 @@ def before(version: Version, every: Sequence[Version]) -> Version | None:
     same = [each for each in every if each.rubric_id == version.rubric_id]
     earlier = [each for each in same if (each.first, each.hash) < (version.first, version.hash)]
     return max(earlier, key=lambda each: (each.first, each.hash), default=None)
-
-
-def outcomes(conn: Connection, rubric_hash: str) -> dict[str, int]:
-    """How many verdicts by a rubric have each outcome."""
-    query = select(verdicts.c.outcome, func.count()).where(verdicts.c.rubric_hash == rubric_hash)
-    return {row[0]: row[1] for row in conn.execute(query.group_by(verdicts.c.outcome))}
 
 
 def trained(conn: Connection, rubric_hash: str) -> list[str]:
@@ -154,34 +164,30 @@ FLIPS: Final = (
 def changes(conn: Connection, old: str, new: str, limit: int) -> Changes:
     """Compare the newest verdicts by two rubrics."""
     was, now = verdicts.alias("was"), verdicts.alias("now")
-    first, second = _newest(old), _newest(new)
-    both = (
-        second.join(first, first.c.task_id == second.c.task_id)
-        .join(was, was.c.id == first.c.id)
-        .join(now, now.c.id == second.c.id)
-    )
+    both = now.join(was, was.c.task_id == now.c.task_id)
+    compared = _is_newest(was, old), _is_newest(now, new)
     columns = was.c.outcome.label("was"), now.c.outcome.label("now")
     other = func.count().filter(was.c.judge_hash != now.c.judge_hash).label("other_judge")
     counts = conn.execute(
-        select(*columns, func.count().label("number"), other).select_from(both).group_by(*columns)
+        select(*columns, func.count().label("number"), other).select_from(both).where(*compared).group_by(*columns)
     ).all()
     decided = [Outcome.ACCEPTED.value, Outcome.REJECTED.value]
-    ids = conn.execute(
+    flipped = conn.execute(
         select(was.c.task_id, was.c.id.label("was"), now.c.id.label("now"))
         .select_from(both)
-        .where(was.c.outcome.in_(decided), now.c.outcome.in_(decided), was.c.outcome != now.c.outcome)
-        .order_by(was.c.task_id.desc())
+        .where(*compared, was.c.outcome.in_(decided), now.c.outcome.in_(decided), was.c.outcome != now.c.outcome)
+        .order_by(now.c.task_id.desc())
         .limit(limit)
     ).all()
-    return Changes(
-        {(row.was, row.now): row.number for row in counts}, sum(row.other_judge for row in counts), _flips(conn, ids)
-    )
+    pairs = {(row.was, row.now): row.number for row in counts}
+    return Changes(pairs, sum(row.other_judge for row in counts), _flips(conn, flipped))
 
 
-def _newest(rubric_hash: str) -> Subquery:
-    """The newest verdict of each task by a rubric."""
-    query = select(verdicts.c.task_id, func.max(verdicts.c.id).label("id"))
-    return query.where(verdicts.c.rubric_hash == rubric_hash).group_by(verdicts.c.task_id).subquery()
+def _is_newest(table: FromClause, rubric_hash: str) -> ColumnElement[bool]:
+    """The newest verdict of its task by a rubric. An index answers it."""
+    later = verdicts.alias()
+    same = later.c.rubric_hash == rubric_hash, later.c.task_id == table.c.task_id
+    return and_(table.c.rubric_hash == rubric_hash, ~exists(select(later.c.id).where(*same, later.c.id > table.c.id)))
 
 
 def _flips(conn: Connection, ids: Iterable[Any]) -> list[Flip]:

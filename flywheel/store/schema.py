@@ -196,6 +196,8 @@ verdicts = Table(
     Column("created_at", Text, nullable=False),
     Column("judgements", JSON, nullable=False, server_default="[]"),
     UniqueConstraint("task_id", "rubric_hash", "judge_hash"),
+    # Counts by rubric, and comparisons of two, read no verdict.
+    Index("verdicts_by_rubric", "rubric_hash", "task_id", "judge_hash", "outcome"),
 )
 """`judgements` are the judge's answers that the verdict was made of, see `flywheel.verdict.Judgement`."""
 

@@ -21,6 +21,7 @@ from flywheel.web import forest_plot
 from flywheel.web.site import site_of
 
 FLIPS_SHOWN: Final = 100
+OUTCOMES: Final = tuple(each.value for each in Outcome)
 CONTEXT: Final = 3
 """Unchanged lines around each change that are shown."""
 
@@ -38,7 +39,7 @@ async def show_list(request: Request) -> Response:
     return site.page(
         "rubrics.html",
         rubrics=rubrics,
-        in_use=next((version.hash for version in every if version.uses), None),
+        in_use=next((version.hash for version in every if version.verdicts), None),
         axis=kappa_axis(rows, site.config.judge.min_kappa),
         min_kappa=site.config.judge.min_kappa,
         range_of=range_of,
@@ -57,9 +58,8 @@ async def show(request: Request) -> Response:
         axis=kappa_axis(shown.calibrations, bar),
         min_kappa=bar,
         range_of=range_of,
-        outcomes_named=[each.value for each in Outcome],
+        outcomes_named=OUTCOMES,
         flips_named=FLIPS,
-        most=FLIPS_SHOWN,
     )
 
 
@@ -73,11 +73,13 @@ def _version(wanted: str, compared: str, conn: Connection) -> dict[str, Any]:
     old = by_hash[compared] if compared else rubric_versions.before(version, every)
     if old is not None and old.hash == version.hash:
         old = None
+    uses = rubric_versions.uses(conn, version.hash)
     return {
         "rubric": version,
         "old": old,
         "others": [each for each in every if each.hash != version.hash],
-        "outcomes": rubric_versions.outcomes(conn, version.hash),
+        "uses": uses,
+        "outcomes": {name: sum(use.outcomes.get(name, 0) for use in uses) for name in OUTCOMES},
         "rounds": rubric_versions.trained(conn, version.hash),
         "lines": difference(old.text, version.text)
         if old is not None and old.text is not None and version.text is not None

@@ -39,7 +39,8 @@ from tests.sources.studio.writer import DATA
 from tests.training.agent.recordings import ADD, call, steps, tool
 
 BEFORE_10 = (
-    "DROP TABLE judge_costs; DROP TABLE judge_errors; DROP TABLE rubric_texts; DROP TABLE judge_models;"
+    "DROP INDEX verdicts_by_rubric; DROP TABLE judge_costs; DROP TABLE judge_errors;"
+    "DROP TABLE rubric_texts; DROP TABLE judge_models;"
     "DROP TABLE labels; DROP TABLE requests; DROP TABLE supplies; DROP TABLE gate_decisions;"
 )
 """Makes a present state one of before version 10, but for its number."""
