@@ -75,9 +75,10 @@ def docs(
     """Show a page of the documentation."""
     pages = files.documentation_pages()
     if page is None:
+        width = max(map(len, pages)) + 2
         for name, path in pages.items():
             title = path.read_text().partition("\n")[0].lstrip("# ")
-            typer.echo(f"{name:<16}{title}")
+            typer.echo(f"{name:<{width}}{title}")
         return
     if page not in pages:
         raise typer.BadParameter(f"{page!r} is none of {', '.join(pages)}", param_hint="PAGE")

@@ -139,8 +139,8 @@ def test_help_tells_whole_sentences_in_the_order_of_use(flywheel: Run, monkeypat
 
 
 def test_docs_lists_the_pages_and_shows_one(flywheel: Run) -> None:
-    pages = {line.split()[0] for line in flywheel("docs").out.splitlines()}
-    assert {"configuration", "filters", "rubrics", "operations"} <= pages
+    pages = {line.split("  ")[0] for line in flywheel("docs").out.splitlines()}
+    assert {"judge-100-replies", "configuration", "filters", "rubrics", "operations"} <= pages
     assert flywheel("docs", "filters").out == (ROOT / "docs" / "reference" / "filters.md").read_text()
     ran = flywheel("docs", "nothing")
     assert ran.code == 2
