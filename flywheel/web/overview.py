@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from flywheel.config import Config
 from flywheel.states import DeploymentState
-from flywheel.store import acceptance, deployments, funnel, supplies
+from flywheel.store import acceptance, deployments, funnel, judge_errors, supplies
 from flywheel.web import time_plot
 from flywheel.web.site import site_of
 
@@ -20,6 +20,9 @@ PERIODS: Final = 30
 SWAPS: Final = 50
 GROUPS: Final = 12
 """Sources and agents that are shown, those with the most replies."""
+ERROR_HOURS: Final = 48
+ERRORS: Final = 8
+"""Different errors of the judge that are shown, the most frequent ones."""
 
 
 async def show(request: Request) -> Response:
@@ -48,6 +51,8 @@ def _overview(conn: Connection, config: Config) -> dict[str, Any]:
         "plot": time_plot.time_plot(periods, swaps),
         "drawing": time_plot,
         "supplies": supplies.newest(conn),
+        "error_hours": judge_errors.by_hour(conn, ERROR_HOURS),
+        "errors": judge_errors.recent(conn, ERROR_HOURS, ERRORS),
         "tasks_with": tasks_with,
     }
 

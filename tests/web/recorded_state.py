@@ -20,7 +20,7 @@ from sqlalchemy import Connection, func, select, update
 
 from flywheel.config import Config, parse
 from flywheel.states import TaskState
-from flywheel.store import dead_letters, ledger, schema
+from flywheel.store import dead_letters, judge_errors, ledger, schema
 from flywheel.store.database import Store
 from flywheel.store.transitions import move
 from flywheel.verdict import CriterionResult, Outcome, Verdict
@@ -132,3 +132,4 @@ def put_what_lacks(conn: Connection) -> None:
     for number in range(3):
         dead_letters.dead_letter(conn, dead_letters.ROW, f"span-{number}", f"no JSON {HOSTILE}", HOSTILE, source)
     dead_letters.drop(conn, [1])
+    judge_errors.add(conn, HOSTILE)

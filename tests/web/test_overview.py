@@ -25,6 +25,9 @@ def test_the_overview_of_a_state(check: Check, address: str) -> None:
     assert "demo-agent@r0002" in text and "2 open dead letters" in text
     assert page.locator("svg.plot .series").count() == 3
     assert page.locator("svg.plot line.swap").count() == 2
+    assert page.locator("main script, main img, main iframe").count() == 0
+    assert "in the last 48 hours, at most" in text
+    assert "<script>document.title" in page.get_by_role("region", name="Errors of the judge").inner_text()
 
 
 def test_an_empty_overview_says_what_to_do(check: Check, empty_address: str) -> None:
