@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from benchmarks import measurement
 from benchmarks.merged_turns import merge_speedup
-from demo.questions import questions
+from flywheel.demo.questions import questions
 from flywheel.round import RoundTask
 from flywheel.training.engine import Engine, EngineSettings
 from flywheel.training.prompts import Prompt, seed_of

@@ -22,9 +22,9 @@ from typing import Any, Final
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from demo.questions import SYSTEM_PROMPT, large_sum
 from demo.tiny_model import END, START, Row, batch, make_model, make_tokenizer, row, supervise
 from demo.tool_prompt import ADD, REMINDER
+from flywheel.demo.questions import SYSTEM_PROMPT, large_sum
 
 SEED: Final = 20
 CALL_SHARE: Final = 0.3

@@ -14,8 +14,8 @@ from agentscope.message import UserMsg
 from agentscope.model import OpenAIChatModel
 from agentscope.tool import FunctionTool, Toolkit
 
-from demo.questions import SYSTEM_PROMPT, large_sum
 from demo.users import Users
+from flywheel.demo.questions import SYSTEM_PROMPT, large_sum
 
 NAME: Final = "calculator"
 

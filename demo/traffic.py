@@ -16,9 +16,9 @@ from typing import Final
 
 import httpx2
 
-from demo.questions import SYSTEM_PROMPT, sample
 from demo.studio import Row, StudioDatabase, Turn, agent_row, call_row
 from demo.users import IN_FLIGHT, Users
+from flywheel.demo.questions import SYSTEM_PROMPT, sample
 
 AGENT: Final = "Tutor"
 MAX_TOKENS: Final = 32

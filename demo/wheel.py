@@ -22,11 +22,12 @@ import yaml
 from rich.console import Console
 from rich.live import Live
 
-from demo import judge, panel
+from demo import panel
 from demo.parts import Part, adopt_orphans, end_descendants
 from demo.users import Users
 from flywheel.config import Config, load
 from flywheel.daemon.status import metrics_of, snapshot
+from flywheel.demo import judge
 from flywheel.errors import StoreError
 from flywheel.store.database import Store
 

@@ -63,6 +63,7 @@ LAYERS: dict[str, int] = {
     "diagnostics": 6,
     "web": 6,
     "cli": 7,
+    "demo": 6,
     "__main__": 7,
 }
 WITHIN_A_LAYER = {0, 1}

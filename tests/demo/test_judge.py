@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx2
 import pytest
 
-from demo import judge
-from demo.judge import examine, last_box
 from flywheel.config import JudgeSettings
+from flywheel.demo import judge
+from flywheel.demo.judge import examine, last_box
 from flywheel.judge.grader import Grader
 from flywheel.rubric import Criterion, Rubric
 from flywheel.verdict import Exchange, Outcome

@@ -14,11 +14,11 @@ import yaml
 from tokenizers import Tokenizer
 
 from demo import agent
-from demo.questions import SYSTEM_PROMPT, solve
 from demo.tool_agent import AgentUsers
 from demo.tool_prompt import ADD, REMINDER
 from demo.users import TrafficError
 from flywheel.config import load
+from flywheel.demo.questions import SYSTEM_PROMPT, solve
 from tests.agents.scripted_model import Recorder, ScriptedModel
 from tests.serving.fake_vllm import running
 

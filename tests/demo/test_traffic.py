@@ -13,10 +13,10 @@ from typing import Any
 import httpx2
 import pytest
 
-from demo.questions import SYSTEM_PROMPT, solve
 from demo.studio import StudioDatabase, Turn, agent_row, call_row
 from demo.traffic import Traffic
 from demo.users import TrafficError
+from flywheel.demo.questions import SYSTEM_PROMPT, solve
 from flywheel.trace import Reply
 from tests.serving.fake_vllm import FakeVllm, replica, running
 from tests.sources.studio.reading import read_all

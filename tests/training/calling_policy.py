@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from demo.questions import SYSTEM_PROMPT, Question
+from flywheel.demo.questions import SYSTEM_PROMPT, Question
 from flywheel.round import RoundTask
 from flywheel.training.chat_rendering import ChatFormat
 from tests.training.agent.recordings import call, steps

@@ -25,9 +25,9 @@ from typing import Any
 import psutil
 import pytest
 
-from demo import judge
-from demo.questions import SYSTEM_PROMPT, Question, questions
 from flywheel.config import Config
+from flywheel.demo import judge
+from flywheel.demo.questions import SYSTEM_PROMPT, Question, questions
 from flywheel.files import tree_sha256
 from flywheel.judge_usage import Purpose, UsageFile
 from flywheel.round import AdapterRef, GateTest, RoundResult, RoundSpec, RoundTask

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import ray
 
-from demo.questions import questions
+from flywheel.demo.questions import questions
 from flywheel.training import ray_cluster
 from flywheel.training.agent.timelines import CallTokens, timelines
 from flywheel.training.engine import Engine

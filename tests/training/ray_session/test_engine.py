@@ -13,9 +13,9 @@ import httpx
 import pytest
 import ray
 
-from demo import judge
-from demo.questions import questions
 from flywheel.config import LoraSettings
+from flywheel.demo import judge
+from flywheel.demo.questions import questions
 from flywheel.errors import TrainError
 from flywheel.gpu_placement import place_on_gpus
 from flywheel.round import RoundTask

@@ -12,10 +12,10 @@ import pytest
 import ray
 from safetensors.numpy import load_file
 
-from demo import judge
-from demo.questions import questions
 from flywheel.config import Config
 from flywheel.daemon.status import metrics_of
+from flywheel.demo import judge
+from flywheel.demo.questions import questions
 from flywheel.rollout_file import read_rollouts
 from flywheel.round import RoundResult, RoundTask
 from flywheel.training import ray_cluster

@@ -1,7 +1,7 @@
 """The demo's judge: an OpenAI-compatible server that really checks arithmetic and `\\boxed{}`.
 
-`python -m demo.judge [--port N]` serves until it is stopped. Owns the checking; what it is asked, and which criteria
-with which choices, it learns from the request alone, as any judging model would.
+`python -m flywheel.demo.judge [--port N]` serves until it is stopped. Owns the checking; what it is asked, and which
+criteria with which choices, it learns from the request alone, as any judging model would.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 
-from demo.questions import solve
+from flywheel.demo.questions import solve
 from flywheel.judge.prompt import parse_sections
 
 MODEL: Final = "demo-judge"
@@ -88,7 +88,7 @@ def criteria_of(request: Mapping[str, Any]) -> dict[str, list[str]]:
 def token_of(request: Mapping[str, Any]) -> str:
     """The token that the rules ask for in the reply's last field."""
     rules = next(message["content"] for message in request["messages"] if message["role"] == "system")
-    return rules.partition('"check": "')[2].partition('"')[0]
+    return str(rules).partition('"check": "')[2].partition('"')[0]
 
 
 def complete(request: Mapping[str, Any]) -> dict[str, Any]:
