@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from sqlalchemy import Connection, and_, exists, func, insert, select, update
+from typing import Final
+
+from sqlalchemy import Connection, and_, bindparam, exists, func, insert, select, update
 
 from flywheel.config import JudgePrices
 from flywheel.judge_usage import Purpose, Used
 from flywheel.store.schema import judge_costs, judge_days
+
+_ADD: Final = (
+    update(judge_costs)
+    .where(
+        judge_costs.c.day == bindparam("of_day"),
+        judge_costs.c.purpose == bindparam("of_purpose"),
+        judge_costs.c.currency == bindparam("in_currency"),
+    )
+    .values(amount=judge_costs.c.amount + bindparam("more"))
+)
+"""Made once: it runs with every verdict."""
 
 
 def add(conn: Connection, used: Used, prices: JudgePrices) -> None:
@@ -18,12 +31,8 @@ def add(conn: Connection, used: Used, prices: JudgePrices) -> None:
     key = {"day": used.day, "purpose": used.purpose.value}
     same = [judge_costs.c[name] == value for name, value in key.items()]
     amount = amount_of(used.prompt_tokens, used.completion_tokens, prices)
-    added = conn.execute(
-        update(judge_costs)
-        .where(*same, judge_costs.c.currency == prices.currency)
-        .values(amount=judge_costs.c.amount + amount)
-    )
-    if added.rowcount:
+    added = {"of_day": used.day, "of_purpose": used.purpose.value, "in_currency": prices.currency, "more": amount}
+    if conn.execute(_ADD, added).rowcount:
         return
     if conn.execute(select(judge_costs.c.day).where(*same).limit(1)).one_or_none() is None:
         tokens = select(judge_days.c.prompt_tokens, judge_days.c.completion_tokens)
