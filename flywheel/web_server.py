@@ -24,14 +24,18 @@ _HINTS: Final = {
 }
 
 
-def bearer_token(attempted: str, variable: str | None, setting: str) -> str | None:
+def bearer_token(attempted: str, variable: str | None, setting: str | None, shortest: int = 1) -> str | None:
     """The token that clients must send; None without a variable. `setting` names the variable. Raises ConfigError."""
     if variable is None:
         return None
     token = os.environ.get(variable, "")
+    named = f"the variable {variable}, which {setting} names," if setting else f"the variable {variable}"
     if not token or token != token.strip() or not (token.isascii() and token.isprintable()):
-        why = f"the variable {variable}, which {setting} names, {'holds no token' if token else 'is not set'}"
+        why = f"{named} {'holds no token' if token else 'is not set'}"
         raise ConfigError(attempted, why, "Put a long random text of printable ASCII characters into it.")
+    if len(token) < shortest:
+        why = f"{named} has fewer than {shortest} characters"
+        raise ConfigError(attempted, why, "Set it to the output of `openssl rand -hex 16`.")
     return token
 
 

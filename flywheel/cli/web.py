@@ -30,7 +30,7 @@ def web(
     """Show the state in a browser, beside the daemon or without it."""
     from flywheel.config.ingest import is_loopback
 
-    token = _token(must=not is_loopback(host) and host != "localhost", host=host)
+    token = _token(must=not is_loopback(host), host=host)
     settings = load_config(config)
     require_state(settings, "show the state in a browser")
     tune_process()
@@ -49,15 +49,14 @@ def web(
 
 def _token(*, must: bool, host: str) -> str | None:
     """The token that browsers must give; None where none is set. Raises ConfigError."""
-    token = os.environ.get(TOKEN, "").strip()
+    from flywheel.web_server import bearer_token
+
     attempted = f"listen at {host}"
-    if not token:
+    if not os.environ.get(TOKEN):
         if must:
             why = "whoever reaches it could read the texts of your users"
             raise ConfigError(attempted, why, f"Set ${TOKEN} to a token, or listen at 127.0.0.1.")
         return None
-    if len(token) < SHORTEST_TOKEN:
-        why = f"${TOKEN} has fewer than {SHORTEST_TOKEN} characters"
-        raise ConfigError(attempted, why, "Set it to the output of `openssl rand -hex 16`.")
+    token = bearer_token(attempted, TOKEN, None, SHORTEST_TOKEN)
     register_secret_variable(TOKEN)
     return token

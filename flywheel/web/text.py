@@ -15,8 +15,9 @@ from markupsafe import Markup, escape
 _UNSEEN: Final = re.compile(
     "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f"  # control characters except tab and line feed
     "\\u00ad\\u061c\\u180e\\u200b\\u200e\\u200f\\u2028-\\u202e\\u2060-\\u206f\\ufeff"  # formatting, invisible
+    "\\u115f\\u1160\\u3164\\uffa0\\ufff9-\\ufffb"  # fillers, which look like spaces, and marks of annotations
     "\\ud800-\\udfff"  # lone surrogates, which cannot be encoded
-    "\\U000e0000-\\U000e007f]"  # tags, which can carry a hidden text
+    "\\U000e0000-\\U000e0fff]"  # tags and supplementary variation selectors, which can carry a hidden text
 )
 EXCERPT: Final = 160
 SHOWN: Final = 6_000

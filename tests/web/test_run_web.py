@@ -81,7 +81,13 @@ def test_the_daemon_outlives_its_pages(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("token", "expected"), [("", "whoever reaches it could read"), ("short", "has fewer than 16 characters")]
+    ("token", "expected"),
+    [
+        ("", "whoever reaches it could read"),
+        ("short", "FLYWHEEL_WEB_TOKEN has fewer than 16 characters"),
+        (" a token with blanks around it ", "FLYWHEEL_WEB_TOKEN holds no token"),
+        ("un jeton de caractères accentués", "FLYWHEEL_WEB_TOKEN holds no token"),
+    ],
 )
 def test_off_loopback_it_needs_a_token(tmp_path: Path, token: str, expected: str) -> None:
     (tmp_path / "flywheel.yaml").write_text(CONFIG)

@@ -1,0 +1,114 @@
+"""Every page of a state with hostile texts holds only what its template wrote: texts stay texts, links stay links."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from typing import Final
+from urllib.parse import urldefrag, urljoin, urlsplit
+
+from starlette.testclient import TestClient
+
+from flywheel.config import Config
+from flywheel.web.server import application
+from flywheel.web.text import visible
+from tests.web.recorded_state import injections
+
+START: Final = "http://testserver/"
+MOST_OF_A_KIND: Final = 4
+"""Pages of one kind that are visited; the tasks of all injections are."""
+# fmt: off
+ELEMENTS: Final = frozenset([
+    "a", "article",
+    "body", "br", "button", "caption", "circle", "code", "datalist", "dd", "del", "desc", "details", "div",
+    "dl", "dt", "em", "fieldset", "figcaption", "figure", "footer", "form", "g", "h1", "h2", "h3", "h4", "head",
+    "header", "html", "input", "ins", "kbd", "label", "legend", "li", "line", "link", "main", "mark", "meta", "nav",
+    "ol", "optgroup", "option", "output", "p", "path", "pattern", "polygon", "polyline", "pre", "rect", "s", "script",
+    "section", "select", "small", "span", "strong", "sub", "summary", "sup", "svg", "symbol", "table", "tbody", "td",
+    "text", "textarea", "tfoot", "th", "thead", "time", "title", "tr", "u", "ul", "use",
+])
+# fmt: on
+ADDRESSES: Final = frozenset({"href", "src", "action", "formaction", "xlink:href", "data-src"})
+UNSEEN: Final = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u202a-\u202e\u2066-\u2069\U000e0000-\U000e0fff]")
+
+
+@dataclass
+class Content(HTMLParser):
+    """What a page has, and what it should not have."""
+
+    page: str
+    links: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in ELEMENTS:
+            self.problems.append(f"element {tag}")
+        if tag == "script" and not dict(attrs).get("src"):
+            self.problems.append("a script in the page")
+        for name, value in attrs:
+            if not re.fullmatch(r"[a-zA-Z][a-zA-Z:-]*[12]?", name) or name == "style" or name.startswith("on"):
+                self.problems.append(f"attribute {name!r} of {tag}")
+            if name in ADDRESSES:
+                where = urljoin(self.page, value or "")
+                if not where.startswith(START):
+                    self.problems.append(f"{tag} leads to {value!r}")
+                elif tag in ("script", "link") and not urlsplit(where).path.startswith("/static/"):
+                    self.problems.append(f"{tag} loads {value!r}")
+                elif tag == "a":
+                    self.links.append(urldefrag(where).url)
+            # The value of an option is what a form sends back, and its label says it visibly.
+            if UNSEEN.search(value or "") and name != "value":
+                self.problems.append(f"{tag} has unseen characters in {name}")
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+        if UNSEEN.search(data):
+            self.problems.append(f"unseen characters in {data[:80]!r}")
+        if '<span class="unseen">' in data or "&lt;" in data:
+            self.problems.append(f"markup shown as text in {data[:80]!r}")
+
+
+def kind_of(address: str) -> str:
+    """Pages of one template with the same parameters."""
+    parts = urlsplit(address)
+    first, *rest = parts.path.strip("/").split("/")
+    names = sorted(each.partition("=")[0] for each in parts.query.split("&"))
+    return f"{first}/{len(rest)}?{names}"
+
+
+def test_every_page_that_links_lead_to_is_inert(shared_state: Config) -> None:
+    client = TestClient(application(shared_state, names=frozenset({"testserver"})))
+    waiting, seen = [START], {START}
+    counts: dict[str, int] = {}
+    texts: list[str] = []
+    problems: list[str] = []
+    corpus = {json.loads(each)["task_id"] for each in client.get("/tasks.jsonl?text=Injection").text.split("\n")[:-1]}
+    waiting += [f"{START}tasks/{key}" for key in sorted(corpus)]
+    while waiting:
+        address = waiting.pop(0)
+        answer = client.get(address)
+        if answer.status_code != 200:
+            problems.append(f"{address}: {answer.status_code}")
+        if not answer.headers["content-type"].startswith("text/html"):
+            continue
+        content = Content(address)
+        content.feed(answer.text)
+        content.close()
+        problems += [f"{address}: {each}" for each in content.problems]
+        texts.append("".join(content.text))
+        for link in content.links:
+            counts[kind_of(link)] = counts.get(kind_of(link), 0) + (link not in seen)
+            if link not in seen and counts[kind_of(link)] <= MOST_OF_A_KIND:
+                seen.add(link)
+                waiting.append(link)
+    assert not problems, "\n".join(problems[:20])
+    assert len(seen) > 40
+    shown = " ".join("\n".join(texts).split())
+    for injection in injections():
+        assert " ".join(str(visible(injection).striptags()).split()) in shown
