@@ -5,18 +5,25 @@ from __future__ import annotations
 import configparser
 import itertools
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import tarfile
+import venv
 import zipfile
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
+from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 
 from flywheel import files
 from flywheel.errors import EXIT_CONFIG, EXIT_USAGE
+from tests import base_dependencies
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "transformers", "trl", "peft", "vllm", "ray")
@@ -58,6 +65,145 @@ def test_the_wheel_carries_what_users_edit(tmp_path: Path) -> None:
     assert not [name for name in inside if "/docs/images/" in name]
     assert {"flywheel/py.typed", "flywheel/rubric/language_names.json"} <= inside
     assert not [name for name in inside if name.startswith(("tests/", "demo/", "benchmarks/"))]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The wheel and the sdist of this checkout."""
+    folder = tmp_path_factory.mktemp("dist")
+    return built_in(ROOT, folder)
+
+
+def built_in(tree: Path, folder: Path) -> tuple[Path, Path]:
+    [wheel] = WheelBuilder(str(tree)).build(directory=str(folder), versions=["standard"])
+    [sdist] = SdistBuilder(str(tree)).build(directory=str(folder), versions=["standard"])
+    return Path(wheel), Path(sdist)
+
+
+def test_the_wheel_has_every_data_file_of_the_package(built: tuple[Path, Path]) -> None:
+    data = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "flywheel").rglob("*")
+        if path.is_file() and path.suffix not in (".py", ".pyc")
+    }
+    kinds = {Path(name).suffix for name in data}
+    assert {".html", ".css", ".js", ".svg", ".LICENSE", ".xz", ".yaml", ".json"} <= kinds
+    with zipfile.ZipFile(built[0]) as archive:
+        assert data <= set(archive.namelist())
+
+
+def test_the_sdist_builds_the_same_files_again(built: tuple[Path, Path], tmp_path: Path) -> None:
+    """At another place, with other times: neither is in the archives."""
+    wheel, sdist = built
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    [tree] = tmp_path.iterdir()
+    (tree / "PKG-INFO").unlink()  # written by the build, which would pack it twice
+    for path in tree.rglob("*"):
+        os.utime(path, (1_700_000_000, 1_700_000_000))
+    again = built_in(tree, tmp_path / "dist")
+    assert [path.name for path in again] == [wheel.name, sdist.name]
+    assert again[0].read_bytes() == wheel.read_bytes()
+    assert again[1].read_bytes() == sdist.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def installed(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the commands of an environment that has the wheel and its base dependencies, and nothing else."""
+    home = tmp_path_factory.mktemp("installed")
+    venv.create(home / "venv", symlinks=True)
+    commands, wheel = home / "venv" / "bin", built[0]
+    pip = [sys.executable, "-m", "pip", "--python", commands / "python", "--isolated", "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", "--quiet", "--no-index", "--no-deps", wheel], timeout=300, check=True)
+    [site_packages] = (home / "venv" / "lib").glob("python*/site-packages")
+    base = base_dependencies.closure(base_dependencies.requirements_of(wheel))
+    assert len(base) >= 30 and not base.keys() & {*HEAVY, "accelerate", "playwright", "hatchling", "pytest"}
+    base_dependencies.link(base, home / "base")
+    (site_packages / "base.pth").write_text(f"{home / 'base'}\n")
+    return commands
+
+
+def environment_of(folder: Path) -> dict[str, str]:
+    """That of a user who has nothing but the commands, at work in this folder."""
+    return {"HOME": str(folder), "TMPDIR": str(folder), "PATH": "/nonexistent", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+@pytest.mark.slow
+def test_the_base_install_shows_the_demo(installed: Path, tmp_path: Path) -> None:
+    def run(*words: str | Path) -> str:
+        asked = [installed / words[0], *words[1:]]
+        done = subprocess.run(
+            asked,
+            cwd=tmp_path,
+            env=environment_of(tmp_path),
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    where = run("python", "-c", "import flywheel, numpy; print(flywheel.__file__, numpy.__file__)")
+    assert all(str(installed.parent.parent) in path for path in where.split())
+    missing = f"from importlib.util import find_spec; print([name for name in {HEAVY!r} if find_spec(name)])"
+    assert run("python", "-c", missing) == "[]\n"
+    shown = run("flywheel", "demo", "--no-browser")
+    assert "accepted" in shown and "100 replies" in shown
+    assert "flywheel demo" in run("flywheel", "docs", "architecture")
+
+
+@pytest.mark.slow
+def test_the_base_install_shows_the_pages(installed: Path, tmp_path: Path) -> None:
+    asked = [installed / "flywheel", "demo"]
+    environment = {**environment_of(tmp_path), "BROWSER": "/bin/true", "PYTHONUNBUFFERED": "1"}
+    with (tmp_path / "log").open("w+") as log:
+        process = subprocess.Popen(
+            asked, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=log, text=True
+        )
+        try:
+            assert process.stdout is not None
+            found = None
+            for line in process.stdout:
+                if found := re.search(r"http://127\.0\.0\.1:\d+/", line):
+                    break
+            assert found is not None, (tmp_path / "log").read_text()
+            for page, word in (
+                ("", "Overview"),
+                ("tasks", "rejected"),
+                ("static/page.css", "{"),
+                ("rubrics", "sums"),
+            ):
+                with urlopen(found[0] + page, timeout=60) as response:
+                    assert word in response.read().decode(), page
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=60)
+        finally:
+            process.kill()
+            process.communicate()
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+@pytest.mark.slow
+def test_the_base_install_can_import_everything_but_training(installed: Path, tmp_path: Path) -> None:
+    code = (
+        "import importlib, pkgutil, flywheel\n"
+        "skipped = ('flywheel.training', 'flywheel.worker', 'flywheel.__main__')\n"
+        "for found in pkgutil.walk_packages(flywheel.__path__, 'flywheel.', onerror=lambda name: None):\n"
+        "    if found.name.startswith(skipped): continue\n"
+        "    try: importlib.import_module(found.name)\n"
+        "    except ImportError as error: print(found.name, error)\n"
+    )
+    done = subprocess.run(
+        [installed / "python", "-c", code],
+        cwd=tmp_path,
+        env=environment_of(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    assert done.stdout == ""
 
 
 def test_the_pages_that_texts_refer_to_exist_and_their_links_lead_somewhere() -> None:
