@@ -38,7 +38,7 @@ def doctor(
     failed, 78 when configuration, rubric or filter file is wrong.
     """
     path = find_config(config)
-    findings = run_async(_examined(path, ask_judge))
+    findings = run_async(examined(path, ask_judge))
     counts = Counter(finding.result.value for finding in findings)
     if as_json:
         print_json(
@@ -51,20 +51,22 @@ def doctor(
             }
         )
     else:
-        _show(findings, counts)
+        show(findings, counts)
     if any(finding.is_file and finding.result == "failed" for finding in findings):
         raise typer.Exit(EXIT_CONFIG)
     if counts["failed"]:
         raise typer.Exit(EXIT_FAILED)
 
 
-async def _examined(path: Path | None, ask_judge: bool) -> list[Finding]:
+async def examined(path: Path | None, ask_judge: bool) -> list[Finding]:
+    """Every finding about the configuration at `path`."""
     from flywheel.diagnostics.doctor.checkup import checkup
 
     return [finding async for finding in checkup(path, ask_judge=ask_judge)]
 
 
-def _show(findings: Sequence[Finding], counts: Counter[str]) -> None:
+def show(findings: Sequence[Finding], counts: Counter[str]) -> None:
+    """Print findings, and how many there are of each result."""
     width = max(map(len, COLOURS))
     rows = [(f"{finding.result.value:<{width}}", finding.name, _text(finding)) for finding in findings]
     print_facts(rows, {f"{result:<{width}}": colour for result, colour in COLOURS.items()})
