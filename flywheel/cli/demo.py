@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import lzma
+import os
+import signal
+import sys
 import tempfile
 import threading
 import webbrowser
@@ -19,6 +22,8 @@ from flywheel.errors import ExportError
 from flywheel.process_tuning import tune_process
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from sqlalchemy import Connection
 
     from flywheel.config import Config
@@ -34,6 +39,8 @@ filter: {{rubric: rubric.yaml}}
 """
 EXAMPLES: Final = 6
 """Verdicts that are shown with their reasons, of as many kinds as there are."""
+DESKTOP: Final = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
+"""Variables of which one is set where a browser can be opened."""
 
 
 @app.command()
@@ -52,11 +59,17 @@ def demo(
     with kept as name, judge.running() as address:
         config = _laid_out(Path(name), address)
         results = run_async(_judged(config))
+        # The default handler would leave the temporary directory.
+        signal.signal(signal.SIGTERM, _end)
         _print(results)
         if folder is not None:
             typer.echo(f"\nEverything is in {name}: try `flywheel status -c {Path(name) / 'flywheel.yaml'}`.")
         if not no_browser:
             _show(config, port)
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    sys.exit(128 + number)
 
 
 def _laid_out(folder: Path, judge: str) -> Config:
@@ -161,7 +174,8 @@ def _show(config: Config, port: int) -> None:
 
     def announce() -> None:
         typer.echo(f"\nThe pages are at {address} (Ctrl-C stops them)")
-        # A browser in the terminal would wait for its end.
-        threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+        # Without a desktop, a browser for terminals would take this one.
+        if any(os.environ.get(name) for name in DESKTOP):
+            threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
 
     run_async(server.serve(server.application(config), listening, announce))

@@ -41,8 +41,12 @@ def test_the_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_pages_are_served_until_ctrl_c_and_nothing_is_left(tmp_path: Path) -> None:
-    environment = {"PATH": "/nonexistent", "TMPDIR": str(tmp_path), "HOME": str(tmp_path), "BROWSER": "true"}
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_pages_are_served_until_a_signal_and_nothing_is_left(tmp_path: Path, number: signal.Signals) -> None:
+    browser = tmp_path / "browser"
+    browser.write_text(f'#!/bin/sh\necho "$1" > {tmp_path}/opened\n')
+    browser.chmod(0o755)
+    environment = {"PATH": "/nonexistent", "TMPDIR": str(tmp_path), "HOME": str(tmp_path), "BROWSER": str(browser)}
     log = tmp_path / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(DEMO, env=environment, stdout=output, stderr=output)
@@ -53,8 +57,11 @@ def test_the_pages_are_served_until_ctrl_c_and_nothing_is_left(tmp_path: Path) -
             time.sleep(0.1)
         page = httpx2.get(found[0], timeout=WAIT_SECONDS).text
         assert "demo-agent@r0001" in page
-        process.send_signal(signal.SIGINT)
-        assert process.wait(WAIT_SECONDS) in (0, 130), log.read_text()
+        while not (tmp_path / "opened").exists():
+            assert time.monotonic() < until, "the browser was not started"
+            time.sleep(0.1)
+        process.send_signal(number)
+        assert process.wait(WAIT_SECONDS) == 128 + number, log.read_text()
     finally:
         process.kill()
         process.wait()
