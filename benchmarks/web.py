@@ -160,7 +160,7 @@ def run(folder: Path, count: int, requests: int) -> dict[str, Any]:
         timed(client, "/tasks")
         spent = [(timed(client, path), path) for path in lists(count, rng, requests)]
         links = re.findall(r'href="(/[a-z-]+)"', client.get("/tasks").text)
-        others = [path for path in dict.fromkeys(links) if path != "/tasks"]
+        others = [path for path in dict.fromkeys(["/", *links]) if path != "/tasks"]
         one = re.search(r'href="(/tasks/[^"?]+)"', client.get("/tasks").text)
         assert one is not None
         pages = {path: [timed(client, path) for _ in range(20)] for path in (*others, one[1])}

@@ -184,8 +184,15 @@ def _task(
     return {
         "task": task_list.detail(rows[0]),
         "story": lineage.task_story(conn, number, takes),
+        "judgements": _judgements(conn, number),
         "panel": labels.panel(conn, number, *person),
         "asked": actions.asked(conn, asked),
         "like": rows[0].like if rows[0].like != key else None,
         **beside,
     }
+
+
+def _judgements(conn: Connection, number: int) -> list[dict[str, Any]]:
+    """The single answers of the judge in all verdicts on a task, the newest verdict first."""
+    query = select(verdicts.c.judgements).where(verdicts.c.task_id == number).order_by(verdicts.c.id.desc())
+    return [each for found in conn.execute(query).scalars() for each in found]

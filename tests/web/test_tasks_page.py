@@ -15,7 +15,7 @@ from flywheel.store import schema, task_list
 from flywheel.store.database import Reader
 from flywheel.web import tasks
 from flywheel.web.server import application
-from tests.web.conftest import Check, Visitor
+from tests.web.conftest import Check, Visitor, serving
 from tests.web.recorded_state import in_thread
 
 
@@ -77,3 +77,13 @@ def test_a_search_that_takes_long_can_be_continued(shared_state: Config, monkeyp
 def test_a_wrong_selection_is_explained(shared_state: Config, query: str) -> None:
     answer = client_of(shared_state).get(f"/tasks?{query}")
     assert answer.status_code == 400 and "There is no such selection of tasks" in answer.text
+
+
+def test_a_verdict_shows_the_judge_s_single_answers(check: Check, shared_state: Config) -> None:
+    wanted = task_list.conditions(criterion="correct", adapter="r0001")
+    row = in_thread(Reader(shared_state.state_dir).read(task_list.listed, wanted, 1))[0]
+    with serving(shared_state) as address:
+        page = check(f"{address}/tasks/{row.key}")
+        page.get_by_text("The judge's answers (1)").click()
+        assert "demo-judge at" in page.inner_text("main") and "tokens sent" in page.inner_text("main")
+        page.context.close()
