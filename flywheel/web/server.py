@@ -53,6 +53,7 @@ def application(
     site = Site(config, is_read_only=is_read_only)
     app = Starlette(routes=ROUTES, exception_handlers={HTTPException: refuse, FlywheelError: explain})
     app.state.site = site
+    app.state.overview = overview.Figures(site)
     return Guard(app, site, names, token, is_read_only=is_read_only)
 
 

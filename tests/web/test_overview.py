@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import html
 import re
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
+import pytest
 from sqlalchemy import Connection, func, select
 from starlette.testclient import TestClient
 
@@ -13,7 +16,9 @@ from flywheel.config import Config
 from flywheel.store import funnel, schema
 from flywheel.store.acceptance import Period
 from flywheel.store.database import Reader
+from flywheel.web import overview
 from flywheel.web.server import application
+from flywheel.web.site import Site
 from flywheel.web.time_plot import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, time_plot
 from tests.web.conftest import Check
 from tests.web.recorded_state import in_thread
@@ -82,3 +87,26 @@ def test_the_plot_has_all_periods_within_its_frame() -> None:
     places = [place for place, _ in plot.marks]
     assert places[0] == LEFT and places[-1] == WIDTH - RIGHT and LEFT < places[1] < WIDTH - RIGHT
     assert time_plot([], []) is None
+
+
+def test_figures_that_take_long_are_read_once_in_a_while(
+    shared_state: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[int] = []
+
+    def count(conn: Connection, config: Config) -> dict[str, Any]:
+        reads.append(1)
+        return {}
+
+    monkeypatch.setattr(overview, "_overview", count)
+
+    async def read(times: int) -> int:
+        figures = overview.Figures(Site(shared_state))
+        reads.clear()
+        await asyncio.gather(*(figures.get() for _ in range(times)))
+        return len(reads)
+
+    assert in_thread(read(3)) == 3, "fast figures are always new"
+    monkeypatch.setattr(overview, "SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(overview, "OLDER", 1e6)
+    assert in_thread(read(3)) == 1
