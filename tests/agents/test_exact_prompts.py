@@ -152,11 +152,17 @@ async def test_agents_without_tracing_give_the_same_tasks(server: Server, tmp_pa
 
 
 async def test_both_sources_together_count_each_reply_once(server: Server, tmp_path: Path) -> None:
-    config = configuration(tmp_path, server, OTLP, CALLS, calls_wait_seconds=3)
+    replies = len(SETTINGS) * len(QUESTIONS)
+    # Long enough for a busy machine: a trace whose call is not there by then is read without it.
+    config = configuration(tmp_path, server, OTLP, CALLS, calls_wait_seconds=20)
+
+    async def calls_are_read() -> bool:
+        return (await status(config))["skipped"].get("recorded") == replies
+
     async with Following(config) as following:
         await ask_everything(server, following._sources._receivers[0].url)
-        await until(lambda: len(exported(config)) == len(SETTINGS) * len(QUESTIONS), "the tasks of all replies")
-        await asyncio.sleep(5)
+        await until(lambda: len(exported(config)) == replies, "the tasks of all replies")
+        await until(calls_are_read, "the replies that both sources show")
     check(exported(config), server.requests)
     shown = await status(config)
     assert shown["balanced"]
