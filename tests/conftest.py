@@ -43,6 +43,8 @@ GROUPS = {
               "training/test_grpo.py", "training/test_trajectory_gradient.py", "training/test_recorded_tokens.py"),
 }  # fmt: skip
 """Modules that share a server, a cluster or a costly import, in the order in which they begin."""
+REAL_PARTS = tuple(f"tests/{folder}/" for folder in ("agents", "daemon", "demo", "serving", "web"))
+"""Folders whose tests start servers, agents and browsers, and wait for them."""
 GROUP_OF = {f"tests/{module}": group for group, modules in GROUPS.items() for module in modules}
 
 # Readline puts the size of a terminal into the environment that a worker of a divided run inherits.
@@ -216,8 +218,15 @@ def module_of(item: pytest.Item) -> str:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is slow begins first, so that no worker is left with a long module at the end."""
+    """What is slow begins first, so that no worker is left with a long module at the end.
+
+    Tests of real processes are run again if they fail, because a busy machine can make one wait too long. The summary
+    names those that then passed.
+    """
     slow = {module_of(item) for item in items if item.get_closest_marker("slow")}
+    for item in items:
+        if item.get_closest_marker("slow") or module_of(item).startswith(REAL_PARTS):
+            item.add_marker(pytest.mark.flaky(reruns=1))
     groups = list(GROUPS)
 
     def place(item: pytest.Item) -> tuple[bool, int]:
