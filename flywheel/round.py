@@ -45,8 +45,11 @@ class RoundTask(Frozen):
     """Tokens of the traced reply."""
     conversation: str = ""
     """Tasks of one conversation are not independent of each other."""
-    agent: Literal["reply", "recorded"] = "reply"
-    """Who acts in a rollout: `reply` is one message, `recorded` a loop of the model and recorded tools."""
+    agent: Literal["reply", "recorded", "program"] = "reply"
+    """Who acts in a rollout: `reply` is one message, `recorded` a loop of the model and recorded tools, `program` the
+    user's own agent."""
+    line: dict[str, Any] = {}
+    """For a `program`: the whole line of the task, as in the task file."""
     steps: list[ChatMessage] = []
     """The messages between question and traced answer, from which tools are answered."""
     errors: list[str] = []

@@ -248,7 +248,7 @@ def _locate(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[li
         field = fields.get(str(part))
         sections = sections_in(field.annotation) if field else {}
         current = next(iter(sections.values()), None)
-        choices = sections if len(sections) > 1 else {}
+        choices = {tag: section for tag, section in sections.items() if tag}
     return path, known
 
 

@@ -23,12 +23,15 @@ from flywheel.config.notify import NoticeType as NoticeType
 from flywheel.config.notify import NotifySettings as NotifySettings
 from flywheel.config.serving import DaemonSettings as DaemonSettings
 from flywheel.config.serving import ServingSettings as ServingSettings
+from flywheel.config.training import AgentProgramSettings as AgentProgramSettings
 from flywheel.config.training import GateSettings as GateSettings
 from flywheel.config.training import LoraSettings as LoraSettings
 from flywheel.config.training import ModelSettings as ModelSettings
 from flywheel.config.training import RaySettings as RaySettings
 from flywheel.config.training import RetentionSettings as RetentionSettings
+from flywheel.config.training import RewardSettings as RewardSettings
 from flywheel.config.training import RolloutSettings as RolloutSettings
 from flywheel.config.training import SimulatorSettings as SimulatorSettings
+from flywheel.config.training import TargetSettings as TargetSettings
 from flywheel.config.training import TrainingSettings as TrainingSettings
 from flywheel.config.training import TriggerSettings as TriggerSettings

@@ -27,11 +27,13 @@ from flywheel.config.notify import NotifyList
 from flywheel.config.section import Section, UserPath
 from flywheel.config.serving import DaemonSettings, ServingSettings
 from flywheel.config.training import (
+    AgentProgramSettings,
     GateSettings,
     ModelSettings,
     RaySettings,
     RetentionSettings,
     RolloutSettings,
+    TargetSettings,
     TrainingSettings,
     TriggerSettings,
 )
@@ -59,6 +61,9 @@ class Config(Section):
     training: TrainingSettings = TrainingSettings()
     rollout: RolloutSettings = RolloutSettings()
     gate: GateSettings = GateSettings()
+    targets: dict[str, TargetSettings] = {}
+    """Agents that are trained separately, by name, each with an alias, rounds and a gate of its own. Default: one
+    target, `model.alias`, for the replies of all agents."""
     serving: ServingSettings = ServingSettings()
     ray: RaySettings = RaySettings()
     retention: RetentionSettings = RetentionSettings()
@@ -140,7 +145,9 @@ class Config(Section):
             return Taken(frozenset(both), frozenset(both))
         both |= {Exclusion.TOOLS}
         uncalled = {Exclusion.UNCALLED}
-        train = both | uncalled if self.rollout.tools.uncalled == "use" else both
+        # The user's own agent needs no recordings.
+        any_call = self.rollout.tools.uncalled == "use" or isinstance(self.rollout.agent, AgentProgramSettings)
+        train = both | uncalled if any_call else both
         return Taken(frozenset(train), frozenset(both | uncalled))
 
     @property

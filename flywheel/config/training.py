@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationInfo
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    model_validator,
+)
 
-from flywheel.config.section import Section, Share
-from flywheel.files import expanded
+from flywheel.config.section import Section, Share, UserPath
+from flywheel.files import expanded, tidied
 
 
 def _crontab(text: str) -> str:
@@ -65,6 +76,20 @@ class ModelSettings(Section):
     """The base model: a local directory or a hub name, as for vLLM and transformers."""
     alias: Annotated[str, AfterValidator(_alias)] = "my-agent"
     """The stable model name that agents call, without an `@`. Versions are served as `ALIAS@rNNNN`."""
+
+
+class TargetSettings(Section):
+    """An agent of its own among several: its tasks, alias, rounds and gate."""
+
+    alias: Annotated[str, AfterValidator(_alias)] | None = None
+    """The model name that this agent calls. Default: the target's name."""
+    agents: list[str] | None = None
+    """Names of the agents in traces whose replies are tasks of this target. Default: the target's name. A reply that
+    was answered under the target's alias is one, too."""
+    rubric: UserPath | None = None
+    """Path of the rubric for its tasks. Default: `filter.rubric`."""
+    min_samples: int | None = Field(default=None, gt=0)
+    """Number of free samples that starts a round. Default: `trigger.min_samples`."""
 
 
 class LoraSettings(Section):
@@ -189,13 +214,116 @@ class ToolSettings(Section):
     """The model for `on_miss: simulate`, which needs one; it may be the judge's or any other."""
 
 
+def _function(text: str, info: ValidationInfo) -> str:
+    """`FILE.py:function`, `package.module:function`, or AgentJet's `FILE.py->Class` and `package.module->Class`, with
+    an absolute path."""
+    found = re.fullmatch(r"(?P<where>[^\n]+?)(?P<mark>:|->)(?P<name>[A-Za-z_]\w*)", text.strip())
+    if found is None:
+        raise ValueError("it must be `FILE.py:function` or `package.module:function`")
+    where, mark, name = found.group("where", "mark", "name")
+    if where.endswith(".py"):
+        path = (info.context or Path()) / expanded(Path(where))
+        where = str(tidied(path) if ".." in path.parts else path)
+    elif not all(part.isidentifier() for part in where.split(".")):
+        raise ValueError("it must be `FILE.py:function` or `package.module:function`")
+    return f"{where}{mark}{name}"
+
+
+Function = Annotated[str, AfterValidator(_function)]
+
+
+class AgentProgramSettings(Section):
+    """The user's own agent as what acts in a rollout: `workflow` or `command`."""
+
+    workflow: Function | None = None
+    """A function by the contract of AgentScope's tuner, `async def run(task, model, auxiliary_models=None,
+    logger=None)`, as `FILE.py:function` (relative to the configuration file) or `package.module:function`, or an
+    AgentJet workflow as `package.module->Class`."""
+    command: Annotated[list[str], Field(min_length=1)] | None = None
+    """A program and its arguments. It gets the task as JSON on standard input, `OPENAI_BASE_URL`, `OPENAI_API_KEY`
+    and `OPENAI_MODEL` in its environment, and writes one JSON object with `response`, `reward` and `metrics` to
+    standard output."""
+    python: UserPath | None = None
+    """The Python interpreter that runs `workflow`, for an agent with an environment of its own. Default: the one of
+    the round."""
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if (self.workflow is None) == (self.command is None):
+            raise ValueError("it needs either `workflow` or `command`")
+        if self.command is not None and self.python is not None:
+            raise ValueError("python is for a workflow; a command names its own interpreter")
+        return self
+
+
+def _agent(given: object) -> object:
+    if given is None or _kind_of_agent(given) == "program" or given in ("reply", "recorded"):
+        return given
+    raise ValueError("it must be reply, recorded, or a mapping with either `workflow` or `command`")
+
+
+def _kind_of_agent(given: object) -> str:
+    return "program" if isinstance(given, Mapping | AgentProgramSettings) else "name"
+
+
+class AuxiliaryModelSettings(Section):
+    """A model that the user's agent may ask besides the policy. It is never trained."""
+
+    base_url: str
+    """An OpenAI-compatible endpoint."""
+    model: str
+    """Name of the model."""
+    api_key_env: str | None = None
+    """Name of the environment variable with its key. Default: no key."""
+
+
+class RewardSettings(Section):
+    """The reward of a rollout: the mean of the rubric's score and of the workflow's own reward by these weights."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    rubric: float = Field(default=1.0, ge=0)
+    """Weight of the rubric's score. With 0, rounds do not ask the judge."""
+    workflow: float = Field(default=0.0, ge=0)
+    """Weight of the reward that the workflow or command returns, or of `rollout.reward_function`."""
+
+    @model_validator(mode="after")
+    def _is_some(self) -> Self:
+        if not self.rubric and not self.workflow:
+            raise ValueError("rubric and workflow are both 0: nothing would be rewarded")
+        return self
+
+
 class RolloutSettings(Section):
-    agent: Literal["reply", "recorded"] | None = None
+    agent: Annotated[
+        Annotated[
+            Annotated[Literal["reply", "recorded"], Tag("name")] | Annotated[AgentProgramSettings, Tag("program")],
+            Discriminator(_kind_of_agent),
+        ]
+        | None,
+        BeforeValidator(_agent),
+    ] = None
     """Who acts in a rollout: `reply` is one message of the policy, `recorded` a loop of the policy and tools that
-    answer from recordings. Default: `recorded` for tasks that were offered tools, `reply` for the others. With
-    `reply`, tasks with tools are excluded from training and gate."""
+    answer from recordings, `{workflow: …}` or `{command: […]}` the user's own agent. Default: `recorded` for tasks
+    that were offered tools, `reply` for the others. With `reply`, tasks with tools are excluded from training and
+    gate."""
+    workers: int = Field(default=8, gt=0)
+    """Number of processes per engine that run the user's agent, each of which runs one rollout at a time."""
+    agent_timeout_seconds: float = Field(default=600.0, gt=0)
+    """Timeout in seconds of one rollout of the user's agent."""
+    agent_memory_gb: float = Field(default=4.0, gt=0)
+    """Maximum memory of a process that runs the user's agent, with what it starts, in GB (1,000,000,000 bytes)."""
+    setup: Function | None = None
+    """A function without parameters, `FILE.py:function`, that runs once in each such process, before its first
+    rollout."""
+    auxiliary_models: dict[str, AuxiliaryModelSettings] = {}
+    """Further models of the user's agent by name, which are never trained."""
+    reward: RewardSettings = RewardSettings()
+    reward_function: Function | None = None
+    """A function by the contract of the tuner's judges, `async def judge(task, response, auxiliary_models=None,
+    logger=None)`, or an AgentJet judge as `package.module->Class`. Its reward replaces that of the workflow."""
     max_turns: int = Field(default=16, gt=0)
-    """Maximum messages of the policy in a rollout of `recorded`; it then ends as truncated."""
+    """Maximum messages of the policy in a rollout of `recorded` or of the user's agent; it then ends as truncated."""
     finish_tools: list[str] = ["generate_response"]
     """Tools whose call ends a rollout, with its argument as the answer, beside those of AgentScope
     (`generate_response`, `GenerateStructuredOutput`)."""

@@ -6,12 +6,12 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 from sqlalchemy import Connection
 
-from flywheel.config import Config
+from flywheel.config import AgentProgramSettings, Config
 from flywheel.exclusion import WORDS, Exclusion
 from flywheel.filtering.chain import redactor_of
 from flywheel.round import RoundTask
@@ -83,7 +83,12 @@ def _tasks(
 def _task(line: dict[str, Any], config: Config, *, is_accepted: bool) -> RoundTask:
     metadata = line["metadata"]
     tools, steps = orjson.loads(metadata["tools_json"]), orjson.loads(metadata["trajectory_json"])
-    agent = config.rollout.agent or ("recorded" if tools else "reply")
+    configured = config.rollout.agent
+    agent: Literal["reply", "recorded", "program"]
+    if isinstance(configured, AgentProgramSettings):
+        agent = "program"
+    else:
+        agent = configured or ("recorded" if tools else "reply")
     has_recordings = agent == "recorded" and bool(tools)
     return RoundTask(
         task_id=line["task_id"],
@@ -97,6 +102,7 @@ def _task(line: dict[str, Any], config: Config, *, is_accepted: bool) -> RoundTa
         conversation=conversation_key(metadata["conversation_id"], metadata["trace_id"]),
         prompt_tokens=_tokens_sent(metadata, config),
         agent=agent,
+        line=line if agent == "program" else {},
         steps=steps if has_recordings else [],
         errors=orjson.loads(metadata["errors_json"]) if has_recordings else [],
         sends_reasoning=has_recordings and sends_reasoning([*line["prompt"], *steps]),

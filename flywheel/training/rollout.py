@@ -37,7 +37,8 @@ class RolloutRequest:
 
     A training rollout is sampled at `temperature` from the policy itself, with at most `max_tokens`. A rollout
     `as_served` uses the server's defaults and limits, also its temperature if `temperature` is None, and is cut after
-    `seconds`.
+    `seconds`. `frozen` are further models that the user's agent may ask, by name, with their adapters; they are not
+    trained.
     """
 
     prompt: Prompt
@@ -48,6 +49,7 @@ class RolloutRequest:
     adapter: LoadedAdapter | None
     as_served: bool = False
     seconds: float | None = None
+    frozen: tuple[tuple[str, LoadedAdapter | None], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
