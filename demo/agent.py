@@ -1,5 +1,8 @@
 """`python -m demo.agent`: the same wheel for an agent with a tool, whose policy learns to call it.
 
+In rollouts the policy acts with recorded results of the tool, or with `--workflow` by the agent itself, which has the
+tool.
+
 What is counted comes from Flywheel's own records: the verdicts, and the tasks it has made of the calls.
 """
 
@@ -27,6 +30,11 @@ def users(config: Config) -> AgentUsers:
 
 
 SCENE: Final = Scene("demo-agent.yaml", users)
+WORKFLOW: Final = Scene(
+    "demo-agent.yaml",
+    users,
+    rollout={"agent": {"workflow": f"{Path(__file__).parent / 'tool_workflow.py'}:run"}, "workers": 4},
+)
 
 
 def call_shares(tasks: Iterable[str]) -> dict[str, float]:
@@ -65,7 +73,7 @@ def figures(status: panel.Status, folder: Path) -> dict[str, Any]:
 
 def main() -> int:
     description = "Turn the wheel on a tiny policy that knows a tool and seldom calls it."
-    return play("python -m demo.agent", description, SCENE, table, figures)
+    return play("python -m demo.agent", description, SCENE, table, figures, workflow=WORKFLOW)
 
 
 if __name__ == "__main__":

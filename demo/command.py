@@ -33,8 +33,12 @@ def play(
     scene: Scene,
     table: Callable[[Status, Path], Table],
     figures: Callable[[Status, Path], dict[str, Any]] | None = None,
+    workflow: Scene | None = None,
 ) -> int:
-    """`table` and `figures`, which `--json` prints, are made from the last status and the run's folder."""
+    """`table` and `figures`, which `--json` prints, are made from the last status and the run's folder.
+
+    `workflow` is played with `--workflow` instead of `scene`.
+    """
     parser = argparse.ArgumentParser(prog=program, description=description)
     parser.add_argument("--rounds", type=int, default=2, help="promoted rounds after which it ends (2)")
     parser.add_argument("--minutes", type=float, default=20.0, help="give up after this long (20)")
@@ -43,7 +47,11 @@ def play(
     )
     if figures is not None:
         parser.add_argument("--json", action="store_true", help="print the figures as JSON, and all else to stderr")
+    if workflow is not None:
+        parser.add_argument("--workflow", action="store_true", help="rollouts run the agent itself, with its tool")
     options = parser.parse_args()
+    if workflow is not None and options.workflow:
+        scene = workflow
     as_json = figures is not None and options.json
     console = Console(stderr=as_json)
     folder = (options.dir / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")).absolute()

@@ -1,28 +1,17 @@
-"""AgentScope agents with default settings and a tool that adds, each asked one question for a sum.
+"""Users who ask AgentScope agents with default settings and a tool that adds for one sum each.
 
-Owns the agent; must not know who answers, nor that its calls are recorded: it is traced by nothing else.
+Must not know who answers, nor that the agents' calls are recorded: they are traced by nothing else.
 """
 
 from __future__ import annotations
 
-from typing import Final
-
 import openai
-from agentscope.agent import Agent
 from agentscope.credential import OpenAICredential
-from agentscope.message import UserMsg
 from agentscope.model import OpenAIChatModel
-from agentscope.tool import FunctionTool, Toolkit
 
+from demo.tool_workflow import answer
 from demo.users import Users
-from flywheel.demo.questions import SYSTEM_PROMPT, large_sum
-
-NAME: Final = "calculator"
-
-
-def add(a: int, b: int) -> str:
-    """Add two numbers."""
-    return str(a + b)
+from flywheel.demo.questions import large_sum
 
 
 class AgentUsers(Users):
@@ -45,15 +34,9 @@ class AgentUsers(Users):
 
     async def dialogue(self) -> None:
         _, _, question = large_sum(self.random)
-        agent = Agent(
-            name=NAME,
-            system_prompt=SYSTEM_PROMPT,
-            model=self._chat,
-            toolkit=Toolkit(tools=[FunctionTool(add, is_read_only=True)]),
-        )
         self.asked += 1
         try:
-            await agent.reply(UserMsg(name="user", content=question.text))
+            await answer(self._chat, question.text)
         except openai.OpenAIError as error:
             await self.has_failed(error)
         else:

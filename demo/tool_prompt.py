@@ -16,7 +16,7 @@ ADD: Final[dict[str, Any]] = {
         },
     },
 }
-"""The tool as AgentScope offers `demo.tool_agent.add`."""
+"""The tool as AgentScope offers `demo.tool_workflow.add`."""
 
 REMINDER: Final = (
     "<system-reminder>Treat the following as the ground truth at this point of the conversation. Anything stated"

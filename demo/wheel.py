@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -59,6 +59,8 @@ class Scene:
 
     template: str
     users: Callable[[Config], Users]
+    rollout: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of rollouts beside those of the configuration."""
 
     def settings(self, folder: Path, judge_url: str, port: int) -> dict[str, Any]:
         """The shipped configuration with the run's own paths and addresses."""
@@ -73,6 +75,7 @@ class Scene:
         raw["filter"]["rubric"] = str((here / raw["filter"]["rubric"]).resolve())
         raw["model"]["base"] = str((here / raw["model"]["base"]).resolve())
         raw["serving"]["port"] = port
+        raw["rollout"] = {**raw.get("rollout", {}), **self.rollout}
         return raw
 
 

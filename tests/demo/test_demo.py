@@ -158,8 +158,11 @@ def test_one_turn_of_the_wheel(tmp_path: Path) -> None:
 @pytest.mark.e2e
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_an_agent_learns_to_call_its_tool(tmp_path: Path) -> None:
-    process = start(tmp_path, "--rounds", "2", "--minutes", "18", "--json", program="demo.agent")
+@pytest.mark.parametrize("rollouts", ["recorded", "workflow"])
+def test_an_agent_learns_to_call_its_tool(tmp_path: Path, rollouts: str) -> None:
+    """Its policy acts with recorded results of the tool, or the agent itself acts with its tool."""
+    options = ["--workflow"] if rollouts == "workflow" else []
+    process = start(tmp_path, "--rounds", "2", "--minutes", "18", "--json", *options, program="demo.agent")
     try:
         said, _ = process.communicate(timeout=1150)
         logs = "\n".join(f"{log}:\n{log.read_text()[-2000:]}" for log in tmp_path.glob("*/run.log"))
@@ -174,6 +177,14 @@ def test_an_agent_learns_to_call_its_tool(tmp_path: Path) -> None:
         [folder] = tmp_path.iterdir()
         status = json.loads((folder / "status.json").read_text())
         assert status["balanced"] is True
+        for trained in status["rounds"]:
+            lines = [json.loads(line) for line in (Path(trained["dir"]) / "metrics.jsonl").read_text().splitlines()]
+            steps = [line for line in lines if line.get("event") == "step"]
+            assert steps
+            if rollouts == "workflow":
+                assert not any(sum(step["program"]["failures"].values()) for step in steps)
+            else:
+                assert not any("program" in step for step in steps)
         tasks = [json.loads(line) for line in (folder / "state" / "tasks.jsonl").read_text().splitlines()]
         assert all(task["metadata"]["prompt_source"] == "calls" for task in tasks)
         assert all(task["metadata"]["prompt_exact"] for task in tasks)

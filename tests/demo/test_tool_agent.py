@@ -17,7 +17,8 @@ from demo import agent
 from demo.tool_agent import AgentUsers
 from demo.tool_prompt import ADD, REMINDER
 from demo.users import TrafficError
-from flywheel.config import load
+from demo.wheel import Scene
+from flywheel.config import AgentProgramSettings, load
 from flywheel.demo.questions import SYSTEM_PROMPT, solve
 from tests.agents.scripted_model import Recorder, ScriptedModel
 from tests.serving.fake_vllm import running
@@ -92,14 +93,19 @@ async def test_a_server_that_fails_ends_the_traffic(monkeypatch: pytest.MonkeyPa
             await asyncio.wait_for(users.run(), 60)
 
 
-def test_the_shipped_configuration_is_taken(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scene", [agent.SCENE, agent.WORKFLOW], ids=["recorded", "workflow"])
+def test_the_shipped_configuration_is_taken(tmp_path: Path, scene: Scene) -> None:
     file = tmp_path / "flywheel.yaml"
-    file.write_text(yaml.safe_dump(agent.SCENE.settings(tmp_path, "http://127.0.0.1:1/v1", 2)))
+    file.write_text(yaml.safe_dump(scene.settings(tmp_path, "http://127.0.0.1:1/v1", 2)))
     config = load(file)
     assert config.state_dir == tmp_path / "state"
     assert config.serving.urls == ["http://127.0.0.1:2"]
     assert (Path(config.model.base) / "config.json").is_file()
-    assert config.rollout.agent is None
+    if scene is agent.SCENE:
+        assert config.rollout.agent is None
+    else:
+        assert isinstance(config.rollout.agent, AgentProgramSettings)
+        assert config.rollout.agent.workflow == f"{POLICY.parent / 'tool_workflow.py'}:run"
 
 
 def line(adapter: str, *steps: Json) -> str:
