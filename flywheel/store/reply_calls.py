@@ -1,6 +1,7 @@
 """The recorded calls of each reply: which reply they belong to, and which of them were not found in the call log yet.
 
-Two sources may show the same reply: its trace, and the calls alone. The source that is stored first keeps it.
+Two sources may show the same reply: its trace, and the calls alone. The source that is stored first keeps it. A
+skipped reply of a trace keeps its calls as well, unless the trace shows nothing of it: then extraction names none.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import pytest
 
 from flywheel.config import Config, parse
 from flywheel.serving.replica_client import Replica
-from tests.agents.running import agentscope
+from tests.agents.running import ROOT, agentscope, run
 from tests.agents.scripted_model import Recorder, ScriptedModel
 from tests.daemon.following import Following, status, until
 from tests.serving.fake_vllm import running, with_middleware
@@ -166,3 +166,26 @@ async def test_both_sources_together_count_each_reply_once(server: Server, tmp_p
     check(exported(config), server.requests)
     shown = await status(config)
     assert shown["balanced"]
+
+
+@pytest.mark.parametrize("kind", ["langchain", "openai_agents"])
+async def test_replies_that_only_their_calls_show_become_tasks_beside_the_spans_of_an_instrumentation(
+    server: Server, tmp_path: Path, kind: str
+) -> None:
+    config = configuration(tmp_path, server, OTLP, CALLS, calls_wait_seconds=5)
+    async with Following(config) as following:
+        traces = following._sources._receivers[0].url
+        program = ROOT / "tests" / "agents" / "instrumented_agent.py"
+        said = await asyncio.to_thread(run, program, kind, "Hello", "Who?", server=server.url, traces=traces)
+
+        async def both_are_read() -> bool:
+            return [each["replies"] for each in (await status(config))["sources"]] == [4, 2]
+
+        await until(both_are_read, "the spans and the calls")
+        await until(lambda: len(exported(config)) == 2, "two tasks")
+    lines = exported(config)
+    assert [line["answer"] for line in lines] == said == ["You asked: Hello", "You asked: Who?"]
+    assert [line["metadata"]["turn"] for line in lines] == [0, 1]
+    assert [line["metadata"]["prompt_exact"] for line in lines] == [True, True]
+    shown = await status(config)
+    assert (shown["skipped"], shown["balanced"]) == ({"error": 2, "nested": 2}, True)

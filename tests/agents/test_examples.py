@@ -52,6 +52,7 @@ async def test_a_program_with_spans_of_its_own(server: Server, tmp_path: Path) -
     assert [line["answer"] for line in lines] == said == ["You asked: Hello", "You asked: Who?"]
     assert len({line["metadata"]["conversation_id"] for line in lines}) == 1
     assert [line["metadata"]["prompt_source"] for line in lines] == ["calls", "calls"]
+    assert [line["metadata"]["turn"] for line in lines] == [0, 1]
 
 
 @pytest.mark.parametrize(("folder", "package"), [("langgraph", "langgraph"), ("openai_agents", "agents")])

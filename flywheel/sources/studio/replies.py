@@ -165,6 +165,12 @@ def finished_reply(tree: Tree, agent: Span, selection: Selection) -> Reply:
     steps = calls.steps(answer, resumed)
     has_query = bool(query.strip() or images)
     skip, detail = _skip(agent, calls, output, answer, has_query, placement.role, name, selection)
+    of_models = calls.of_models(selection.models)
+    if skip in (SkipReason.ERROR, SkipReason.NESTED) and all(
+        map(_shows_nothing, tree.agents_above(agent) or [agent])
+    ):
+        # Its calls are not claimed: a source of calls shows the reply.
+        of_models |= {"calls": (), "missing": ()}
     return Reply(
         span_id=agent.span_id,
         trace_id=agent.trace_id,
@@ -190,7 +196,7 @@ def finished_reply(tree: Tree, agent: Span, selection: Selection) -> Reply:
         else prompt_reason(calls.first, given, [*history, {"role": "user", "content": request or query}]),
         skip=skip,
         skip_detail=detail,
-        **calls.of_models(selection.models),
+        **of_models,
     )
 
 
@@ -262,7 +268,17 @@ def _history(
     if asked["content"] != request and (earlier := _earlier(asked["content"], handed)):
         before.append({**asked, "content": earlier})
     asked_before = sum(message["role"] == "user" and not is_reminder(message["content"]) for message in before)
-    return (*before, *conversation[place + 1 :]), max(0, asked_before - max(0, len(handed) - 1))
+    return (*before, *conversation[place + 1 :]), max(0, asked_before - _handed_with(handed, before))
+
+
+def _handed_with(handed: Sequence[Message], before: Sequence[ChatMessage]) -> int:
+    """How many messages the agent was handed together with the request. Those up to an answer of its own, which its
+    model was sent as such, are earlier turns."""
+    answers = {message["content"] for message in before if message["role"] == "assistant"}
+    for number, message in enumerate(reversed(handed)):
+        if message.get("role") == "assistant" and text_of(message) in answers:
+            return max(0, number - 1)
+    return max(0, len(handed) - 1)
 
 
 def _earlier(content: str, handed: Sequence[Message]) -> str:
@@ -329,6 +345,15 @@ def _skip(
     if not has_query:
         return SkipReason.NO_QUERY, "the agent was handed no text and no image"
     return None, ""
+
+
+def _shows_nothing(agent: Span) -> bool:
+    """Whether an agent's span says neither what it answered nor that it failed: some instrumentations write messages
+    elsewhere."""
+    try:
+        return not error_text(agent) and at.agent_output(agent) is None
+    except _BAD_CONTENT:
+        return False
 
 
 def _was_interrupted(agent: Span, calls: Trajectory, output: Message | None, answer: str) -> bool:

@@ -152,6 +152,15 @@ class Tree:
             here = below
         return known[span.span_id]
 
+    def agents_above(self, agent: Span) -> list[Span]:
+        """The agents above an agent, the nearest first."""
+        found: dict[str, Span] = {}
+        here = self.spans.get(agent.parent_id)
+        while here is not None and here.span_id not in found:
+            found[here.span_id] = here
+            here = self.spans.get(here.parent_id)
+        return [span for span in found.values() if span.kind is SpanKind.AGENT]
+
     def _below_missing_agent(self, top: Span, agent: Span) -> bool:
         """Whether an agent that never arrived must be above `agent`."""
         if not top.parent_id or top.parent_id not in self.missing:

@@ -11,6 +11,7 @@ import httpx2
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from flywheel.states import SkipReason
 from flywheel.trace import Reply
 from tests.sources.otlp.exporting import PROTOBUF, pairs, request, span, stored
 from tests.sources.studio.reading import MUCH_LATER, by_id, read_all
@@ -97,6 +98,91 @@ async def test_an_attribute_is_not_replaced_by_an_event(client: httpx2.AsyncClie
     agent = with_event(span(1, {**AGENT, **both()}), output__messages=json.dumps(ASKED))
     (reply,) = await read(client, inbox, agent)
     assert reply.answer == "Rain."
+
+
+CHAT = {"gen_ai.operation.name": "chat", "gen_ai.request.model": "my-agent"}
+
+
+def chat(number: int, parent: int) -> Span:
+    """A model call that `flywheel serve` answered."""
+    response = f"chatcmpl-{request_id(number)}"
+    return span(number, {**CHAT, **both(), "gen_ai.response.id": response}, parent=parent)
+
+
+def request_id(number: int) -> str:
+    return f"fw-{'0' * 16}-base-{number:016x}"
+
+
+async def test_agents_whose_spans_show_no_reply_leave_their_calls_to_the_call_log(
+    client: httpx2.AsyncClient, inbox: Path
+) -> None:
+    """As instrumentations write them that have the messages elsewhere: an agent around the agent, and both, or the
+    outer one, without messages. A tool's agent below an agent that answered is nested all the same."""
+    tool = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "ask"}
+    replies = await read(
+        client,
+        inbox,
+        span(1, AGENT),
+        span(2, {**AGENT, "gen_ai.agent.name": "inner"}, parent=1),
+        chat(3, 2),
+        span(4, {"gen_ai.operation.name": "invoke_agent"}),
+        span(5, {**AGENT, **both()}, parent=4),
+        chat(6, 5),
+        span(7, tool, parent=5),
+        span(8, {**AGENT, **both(), "gen_ai.agent.name": "asked"}, parent=7),
+        chat(9, 8),
+    )
+    found = {int(reply.span_id, 16): (reply.skip, reply.calls) for reply in replies}
+    assert found == {
+        1: (SkipReason.ERROR, ()),
+        2: (SkipReason.NESTED, ()),
+        4: (SkipReason.ERROR, ()),
+        5: (SkipReason.NESTED, ()),
+        8: (SkipReason.NESTED, (request_id(9),)),
+    }
+
+
+async def test_a_reply_that_failed_or_is_another_agent_s_keeps_its_calls(
+    client: httpx2.AsyncClient, inbox: Path
+) -> None:
+    failed = span(1, AGENT)
+    failed.status.code = failed.status.STATUS_CODE_ERROR
+    replies = await read(
+        client,
+        inbox,
+        failed,
+        chat(2, 1),
+        span(3, {**AGENT, **both()}, trace=2),
+        span(4, AGENT, parent=3, trace=2),
+        span(5, {**CHAT, "gen_ai.response.id": request_id(5)}, parent=4, trace=2),
+    )
+    found = by_id(replies)
+    assert {int(name, 16): (reply.skip, bool(reply.calls)) for name, reply in found.items()} == {
+        1: (SkipReason.ERROR, True),
+        3: (None, True),
+        4: (SkipReason.NESTED, True),
+    }
+
+
+async def test_earlier_turns_in_the_agent_s_input_are_turns(client: httpx2.AsyncClient, inbox: Path) -> None:
+    def said(role: str, text: str) -> dict[str, Any]:
+        return {"role": role, "parts": [{"type": "text", "content": text}]}
+
+    asked = [said("system", "Be kind."), *ASKED, said("assistant", "Rain."), said("user", "And in Rome?")]
+    answered = [said("assistant", "Sun.")]
+    more = [*asked, *answered, said("user", "And here:"), said("user", "Oslo?")]
+    for trace, given in enumerate((asked[:2], asked, more), 1):
+        replies = await read(
+            client,
+            inbox,
+            span(2 * trace, {**CHAT, **both(given, answered)}, parent=2 * trace - 1, trace=trace),
+            span(2 * trace - 1, {**AGENT, **both(given, answered)}, trace=trace),
+        )
+    assert [(reply.query, reply.turn) for reply in replies] == [
+        ("Weather in Paris?", 0),
+        ("And in Rome?", 1),
+        ("Oslo?", 2),
+    ]
 
 
 async def test_structured_attribute_values(client: httpx2.AsyncClient, inbox: Path) -> None:
