@@ -1,0 +1,489 @@
+"""The child process of a program pool: loads the user's function, runs it once for each request.
+
+It is two processes. The first only watches: everything that the second one starts stays its descendant (it is a
+"child subreaper", Linux), and when its input ends, which is also how the parent's death is noticed, or when the
+second one ends, it kills all of them. The second one runs the user's code and answers each line of JSON with one.
+
+It runs in the user's interpreter: only the standard library is imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import logging
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any, Final, NoReturn
+
+from flywheel.training.workflow import process_tree
+from flywheel.training.workflow.agent_program import AgentProgram, FailureCause, ModelEndpoint, RunResult
+from flywheel.training.workflow.agentscope_model import chat_model
+from flywheel.training.workflow.contract import (
+    ContractError,
+    Kind,
+    ResultError,
+    arguments_of,
+    check_signature,
+    fields_of,
+    load_function,
+    response_of,
+)
+from flywheel.training.workflow.process_tree import Process
+
+OLDEST_PYTHON: Final = (3, 10)
+PR_SET_PDEATHSIG: Final = 1
+PR_SET_CHILD_SUBREAPER: Final = 36
+GRACE_SECONDS: Final = 1.0
+"""For processes that are ending when the run returns."""
+KILL_SECONDS: Final = 5.0
+CANCEL_SECONDS: Final = 5.0
+MAX_OUTPUT_BYTES: Final = 16_000_000
+"""Of a command."""
+MAX_SHOWN: Final = 200
+MAX_ERROR: Final = 600
+
+
+def main() -> None:
+    """The child process, until its input ends."""
+    requests, answers = os.dup(0), os.dup(1)
+    # The user's code gets other standard streams: what it reads and prints is no part of the protocol.
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    watcher = os.getpid()
+    runner = os.fork()
+    if runner:
+        _watch(runner, requests)
+    try:
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == watcher:
+            _serve(os.fdopen(requests, "rb"), os.fdopen(answers, "wb"))
+    finally:
+        # Not the interpreter's own end, which would wait for threads of the user.
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _prctl(option: int, value: int) -> None:
+    with contextlib.suppress(ImportError, OSError, AttributeError):  # not Linux
+        import ctypes
+
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+# The watching process.
+
+
+def _watch(runner: int, requests: int) -> NoReturn:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the parent decides when the child ends
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    parent = os.getppid()
+    waiting = select.poll()
+    waiting.register(requests, 0)  # only its end: the other process reads it
+    waiting.register(woken, select.POLLIN)
+    ended: dict[int, int] = {}
+    # A process that was forked from the parent may keep the input open after the parent's death.
+    while runner not in ended and os.getppid() == parent:
+        ready = [number for number, _ in waiting.poll(1000)]
+        if requests in ready:
+            break
+        if woken in ready:
+            os.read(woken, 4096)
+        _reap(ended)
+    _end_all(runner, ended)
+    code = ended.get(runner, 0)
+    os._exit(128 - code if code < 0 else code)
+
+
+def _reap(ended: dict[int, int]) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[found[0]] = os.waitstatus_to_exitcode(found[1])
+
+
+def _end_all(runner: int, ended: dict[int, int]) -> None:
+    deadline = time.monotonic() + KILL_SECONDS
+    while time.monotonic() < deadline:
+        if runner not in ended:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(runner, signal.SIGKILL)
+        process_tree.kill(found := process_tree.descendants(os.getpid()))
+        _reap(ended)
+        if not found and runner in ended:
+            return
+        time.sleep(0.01)
+
+
+# The process that runs the user's code.
+
+
+def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
+    def send(answer: Mapping[str, Any]) -> None:
+        answers.write(json.dumps(answer, allow_nan=False).encode() + b"\n")
+        answers.flush()
+
+    runner = _Runner(program_of(json.loads(requests.readline())))
+    try:
+        send({"found": runner.load()})
+    except ContractError as error:
+        send({"error": _shortened(str(error))})
+        return
+    while line := requests.readline():
+        request = json.loads(line)
+        models = {name: ModelEndpoint(**endpoint) for name, endpoint in request["models"].items()}
+        result = runner.run(request["task"], models, request["trained"])
+        send({"result": asdict(result), "spent": runner.spent})
+
+
+def program_of(fields: Mapping[str, Any]) -> AgentProgram:
+    """From `dataclasses.asdict`, as JSON."""
+    models = {name: ModelEndpoint(**endpoint) for name, endpoint in fields["auxiliary_models"].items()}
+    return AgentProgram(**{**fields, "command": tuple(fields["command"]), "auxiliary_models": models})
+
+
+@dataclass
+class _Runner:
+    program: AgentProgram
+    spent: bool = False
+    """Whether a run left something that could not be ended: the next run needs a new process."""
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
+    _workflow: Callable[..., Any] | None = None
+    _judge: Callable[..., Any] | None = None
+    _kept: set[tuple[int, int]] = field(default_factory=set)
+    """Processes of the setup."""
+    _kept_tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+    _logger: logging.Logger = field(default_factory=lambda: logging.getLogger("workflow"))
+
+    def load(self) -> str:
+        """What it found, in one line. Raises ContractError."""
+        if sys.version_info < OLDEST_PYTHON:
+            found, oldest = (".".join(map(str, version[:2])) for version in (sys.version_info, OLDEST_PYTHON))
+            raise ContractError(f"{sys.executable} is Python {found}; at least {oldest} is needed")
+        asyncio.set_event_loop(self._loop)
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self._logger.addHandler(handler)
+        self._logger.setLevel(logging.INFO)
+        self._logger.propagate = False
+        if self.program.workflow:
+            self._workflow = load_function(self.program.workflow)
+            found = check_signature(self._workflow, "workflow")
+        else:
+            found = _checked_command(self.program.command)
+        if self.program.reward_function:
+            self._judge = load_function(self.program.reward_function)
+            check_signature(self._judge, "judge")
+        if self.program.setup:
+            self._set_up(self.program.setup)
+        self._kept = {process.identity for process in self._new_processes()}
+        self._kept_tasks = asyncio.all_tasks(self._loop)
+        return found
+
+    def run(self, task: Mapping[str, Any], models: Mapping[str, ModelEndpoint], trained: str) -> RunResult:
+        endpoint = models[trained]
+        os.environ.update(
+            OPENAI_BASE_URL=endpoint.base_url, OPENAI_API_KEY=endpoint.api_key, OPENAI_MODEL=endpoint.model
+        )
+        others = {**self.program.auxiliary_models, **(models if len(models) > 1 else {})}
+        given = {
+            "task": {
+                **task,
+                "openai": asdict(endpoint),
+                "models": {name: asdict(model) for name, model in models.items()},
+                "auxiliary_models": {name: asdict(model) for name, model in self.program.auxiliary_models.items()},
+            },
+            "logger": self._logger,
+        }
+        shown: list[str] = []
+        try:
+            result = self._result(given, endpoint, others, shown)
+        except _RunError as error:
+            result = RunResult(cause=error.cause, error=_shortened(str(error)))
+        self._cancel_tasks()
+        left = self._end_left()
+        if left and result.cause is None:
+            names = ", ".join(left[:3]) + (", …" if len(left) > 3 else "")
+            number = "a process" if len(left) == 1 else f"{len(left)} processes"
+            result = RunResult(cause="left_processes", error=f"it left {number} running: {names}")
+        return _replaced(result, shown)
+
+    def _result(
+        self,
+        given: dict[str, Any],
+        endpoint: ModelEndpoint,
+        others: Mapping[str, ModelEndpoint],
+        shown: list[str],
+    ) -> RunResult:
+        if self._workflow is None:
+            returned = self._run_command(given["task"])
+        else:
+            with _raised():
+                given["model"] = chat_model(endpoint)
+                given["auxiliary_models"] = {name: chat_model(other) for name, other in others.items()}
+            returned = self._call(self._workflow, "workflow", given)
+        shown.append(_shown(returned))
+        reward, response, metrics = _fields(returned, "workflow")
+        if response is None and (self.program.needs_response or self._judge is not None):
+            raise _RunError("no_response", f"it returned no response, which a judge needs: {shown[0]}")
+        if self._judge is not None:
+            if "auxiliary_models" not in given:
+                with _raised():
+                    given["auxiliary_models"] = {name: chat_model(other) for name, other in others.items()}
+            given["response"] = response_of(returned)
+            judged = self._call(self._judge, "judge", given)
+            shown.append(f"reward function: {_shown(judged)}")
+            reward, _, further = _fields(judged, "judge")
+            metrics |= further
+        if reward is None and (self.program.needs_reward or self._judge is not None):
+            raise _RunError("no_response", f"it returned no reward: {shown[-1]}")
+        return RunResult(reward, response, metrics)
+
+    def _call(self, function: Callable[..., Any], kind: Kind, given: Mapping[str, Any]) -> Any:
+        async def called() -> Any:
+            # Caught here: the event loop does not survive a SystemExit.
+            try:
+                return await function(**arguments_of(function, kind, given))
+            except BaseException as error:
+                failures.append(error)
+
+        failures: list[BaseException] = []
+        returned = self._finish(called(), failures)
+        if failures:
+            where = "the reward function " if kind == "judge" else "it "
+            traceback.print_exception(failures[0])
+            raise _RunError("raised", f"{where}raised {_described(failures[0])}")
+        return returned
+
+    def _finish(self, coroutine: Coroutine[Any, Any, Any], failures: list[BaseException]) -> Any:
+        try:
+            return self._loop.run_until_complete(coroutine)
+        except BaseException as error:
+            # Of a task that the function has started, or of a signal: what was awaited has not ended.
+            self.spent = True
+            failures.append(error)
+            return None
+
+    def _run_command(self, task: Mapping[str, Any]) -> Any:
+        try:
+            process = subprocess.Popen(
+                self.program.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+        except OSError as error:
+            raise _RunError("raised", f"it did not start: {error}") from None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        output, errors = bytearray(), bytearray()
+        text = json.dumps(task).encode() + b"\n"
+        threads = [
+            threading.Thread(target=work, args=arguments, daemon=True)
+            for work, arguments in (
+                (_write, (process.stdin, text)),
+                (_read, (process, process.stdout, output)),
+                (_forward, (process.stderr, errors)),
+            )
+        ]
+        for thread in threads:
+            thread.start()
+        code = process.wait()
+        # What it left may hold its output open.
+        left = self._end_left()
+        for thread in threads:
+            thread.join(KILL_SECONDS)
+            self.spent |= thread.is_alive()
+        if len(output) > MAX_OUTPUT_BYTES:
+            raise _RunError("bad_output", f"it wrote more than {MAX_OUTPUT_BYTES:,} bytes to standard output")
+        if code:
+            how = f"ended with exit code {code}" if code > 0 else f"was ended by {_signal(-code)}"
+            lines = [line.strip() for line in errors.decode(errors="replace").splitlines() if line.strip()]
+            raise _RunError("raised", f"it {how}{': ' if lines else ''}{' | '.join(lines[-5:])}")
+        if left:
+            raise _RunError("left_processes", f"it left running: {', '.join(left[:3])}")
+        return _object_of(bytes(output))
+
+    def _set_up(self, spec: str) -> None:
+        function = load_function(spec)
+        try:
+            inspect.signature(function).bind()
+        except TypeError as error:
+            raise ContractError(f"the setup function {spec} must have no required parameter: {error}") from None
+
+        async def called() -> None:
+            try:
+                returned = function()
+                if inspect.isawaitable(returned):
+                    await returned
+            except BaseException as error:
+                failures.append(error)
+
+        failures: list[BaseException] = []
+        self._finish(called(), failures)
+        if failures:
+            traceback.print_exception(failures[0])
+            raise ContractError(f"the setup function {spec} raised {_described(failures[0])}")
+
+    def _cancel_tasks(self) -> None:
+        async def cancelled() -> None:
+            if tasks := asyncio.all_tasks() - self._kept_tasks - {asyncio.current_task()}:
+                for task in tasks:
+                    task.cancel()
+                _, running = await asyncio.wait(tasks, timeout=CANCEL_SECONDS)
+                self.spent |= bool(running)
+
+        if not self.spent:
+            self._finish(cancelled(), [])
+
+    def _end_left(self) -> list[str]:
+        """Kill what the run has started and left, after a while in which it can end by itself. Returns the names."""
+        deadline = time.monotonic() + GRACE_SECONDS
+        while (left := self._new_processes()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        names = [process.name for process in left]
+        deadline = time.monotonic() + KILL_SECONDS
+        while left and time.monotonic() < deadline:
+            process_tree.kill(left)
+            time.sleep(0.01)
+            left = self._new_processes()
+        self.spent |= bool(left)
+        return names
+
+    def _new_processes(self) -> list[Process]:
+        """What was started since the setup, except by processes of the setup."""
+        tracker = sys.modules.get("multiprocessing.resource_tracker")
+        # One for the life of the interpreter, which multiprocessing starts when it is first used.
+        tracker_pid = getattr(getattr(tracker, "_resource_tracker", None), "_pid", None)
+        children = process_tree.children_by_parent()
+        found: list[Process] = []
+        open_pids = [os.getppid()]
+        while open_pids:
+            for process in children.get(open_pids.pop(), []):
+                if process.identity in self._kept or process.pid == tracker_pid:
+                    continue
+                open_pids.append(process.pid)
+                if process.pid != os.getpid():
+                    found.append(process)
+        return found
+
+
+class _RunError(Exception):
+    def __init__(self, cause: FailureCause, message: str) -> None:
+        self.cause = cause
+        super().__init__(message)
+
+
+@contextlib.contextmanager
+def _raised() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        traceback.print_exc()
+        raise _RunError("raised", f"making its models raised {_described(error)}") from None
+
+
+def _fields(returned: Any, kind: Kind) -> tuple[float | None, str | None, dict[str, float]]:
+    try:
+        return fields_of(returned, kind)
+    except ResultError as error:
+        where = "the reward function: " if kind == "judge" else ""
+        raise _RunError(error.cause, f"{where}{error}") from None
+
+
+def _replaced(result: RunResult, shown: list[str]) -> RunResult:
+    return RunResult(**{**asdict(result), "shown": "; ".join(shown)})
+
+
+def _checked_command(command: tuple[str, ...]) -> str:
+    if not (found := shutil.which(command[0])):
+        where = f"no file {Path(command[0]).absolute()}" if os.sep in command[0] else "no such program in PATH"
+        raise ContractError(f"there is {where} that can be run: {command[0]}")
+    return f"command {' '.join(command)} ({found})"
+
+
+def _write(pipe: IO[bytes], text: bytes) -> None:
+    with contextlib.suppress(OSError):  # a command need not read it
+        pipe.write(text)
+    with contextlib.suppress(OSError):
+        pipe.close()
+
+
+def _read(process: subprocess.Popen[bytes], pipe: IO[bytes], output: bytearray) -> None:
+    while chunk := os.read(pipe.fileno(), 65_536):
+        if len(output) <= MAX_OUTPUT_BYTES:
+            output += chunk
+        if len(output) > MAX_OUTPUT_BYTES:
+            process.kill()
+    pipe.close()
+
+
+def _forward(pipe: IO[bytes], errors: bytearray) -> None:
+    """To our own standard error; the last of it is kept."""
+    while chunk := os.read(pipe.fileno(), 65_536):
+        os.write(2, chunk)
+        errors += chunk
+        del errors[:-4_000]
+    pipe.close()
+
+
+def _object_of(output: bytes) -> Any:
+    if not output.strip():
+        raise _RunError("no_result", "it wrote nothing to standard output")
+    try:
+        found = json.loads(output)
+        why = "" if isinstance(found, dict) else f"it is a {type(found).__name__}"
+    except (ValueError, RecursionError) as error:
+        found, why = None, str(error)
+    if why:
+        start = output.strip()[:80].decode(errors="replace")
+        raise _RunError("bad_output", f"its output is not one JSON object ({why}); it begins with {start!r}")
+    return found
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception as error:
+        text = f"an object of type {type(value).__name__} whose repr raised {type(error).__name__}"
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 1] + "…"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_ERROR else text[: MAX_ERROR - 1] + "…"
+
+
+def _described(error: BaseException) -> str:
+    """With the innermost line of the user's code, or else of any."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    own = [frame for frame in frames if "site-packages" not in frame.filename and "/lib/python" not in frame.filename]
+    place = (own or frames)[-1:]
+    where = f" ({Path(place[0].filename).name}, line {place[0].lineno})" if place else ""
+    try:
+        text = f"{type(error).__name__}: {error}".rstrip(": ")
+    except Exception:
+        text = type(error).__name__
+    return f"{text}{where}"
