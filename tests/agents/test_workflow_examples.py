@@ -1,0 +1,91 @@
+"""Workflows and commands of the examples and of the documentation run as in rollouts, in processes of the pool."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flywheel.training.workflow.agent_program import AgentProgram, ModelEndpoint, RunResult
+from flywheel.training.workflow.program_pool import ProgramPool
+from tests.agents.running import EXAMPLES
+from tests.agents.scripted_model import Recorder, ScriptedModel
+from tests.serving.fake_vllm import running
+
+ALIAS = "my-agent"
+TASKS = [json.loads(line) for line in (EXAMPLES / "workflow" / "tasks.jsonl").read_text().splitlines()]
+ANSWERS = ["The result is 408.", "The result is 30.", "You asked: Thank you"]
+
+
+async def results_of(program: AgentProgram, *aliases: str) -> tuple[list[RunResult], list[dict[str, Any]]]:
+    """What each of the example's tasks gave, and what the model was sent."""
+    sent = Recorder(ScriptedModel())
+    pool = ProgramPool(program, workers=1)
+    with running(sent) as url:
+        try:
+            pool.start()
+            models = {alias: ModelEndpoint(f"{url}/v1", alias) for alias in aliases or (ALIAS,)}
+            results = [await pool.run(task, models, next(iter(models))) for task in TASKS]
+        finally:
+            pool.close()
+    assert [result.error for result in results] == [""] * len(TASKS)
+    return results, sent.requests
+
+
+def texts(request: dict[str, Any]) -> list[tuple[str, str]]:
+    """Role and text of each message, without the reminder that AgentScope adds and without system prompts."""
+    said = [(message["role"], str(message.get("content") or "")) for message in request["messages"]]
+    return [(role, text) for role, text in said if role != "system" and "<system-reminder>" not in text]
+
+
+def assert_continues_the_conversation(sent: list[dict[str, Any]]) -> None:
+    assert all(request["model"] == ALIAS for request in sent)
+    [second] = [
+        texts(request) for request in sent if len(texts(request)) == 3 and "5 by 6" in str(request["messages"])
+    ]
+    assert [role for role, _ in second] == ["user", "assistant", "user"]
+    assert "The result is 408." in second[1][1] and "And 5 by 6?" in second[2][1]
+
+
+async def test_openai_agents_sdk(tmp_path: Path) -> None:
+    pytest.importorskip("agents", reason="openai-agents is not installed")
+    program = AgentProgram(workflow=f"{EXAMPLES / 'openai_agents' / 'workflow.py'}:run", folder=str(tmp_path))
+    results, sent = await results_of(program)
+    assert [result.response for result in results] == ANSWERS
+    assert [dict(result.metrics) for result in results] == [{"model_calls": calls} for calls in (2, 2, 1)]
+    assert_continues_the_conversation(sent)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+async def test_a_node_program(tmp_path: Path) -> None:
+    command = ("node", str(EXAMPLES / "node_command" / "agent.mjs"))
+    results, sent = await results_of(AgentProgram(command=command, folder=str(tmp_path)))
+    assert [result.response for result in results] == ANSWERS
+    assert [dict(result.metrics) for result in results] == [{"tool_calls": calls} for calls in (1, 1, 0)]
+    assert_continues_the_conversation(sent)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+async def test_langgraph_in_an_environment_of_its_own(tmp_path: Path) -> None:
+    """It has none of Flywheel's packages."""
+    python = tmp_path / "venv" / "bin" / "python"
+    venv.create(tmp_path / "venv", with_pip=True)
+    install = [str(python), "-m", "pip", "install", "--quiet", "langgraph", "langchain-openai"]
+    done = subprocess.run(install, capture_output=True, text=True, timeout=500, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"langgraph could not be installed: {done.stderr[-300:]}")
+    program = AgentProgram(
+        workflow=f"{EXAMPLES / 'langgraph' / 'workflow.py'}:run", python=str(python), folder=str(tmp_path)
+    )
+    results, sent = await results_of(program)
+    assert str(python) != sys.executable
+    assert [result.response for result in results] == ANSWERS
+    assert [dict(result.metrics) for result in results] == [{"messages": number} for number in (4, 6, 2)]
+    assert_continues_the_conversation(sent)
