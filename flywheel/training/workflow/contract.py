@@ -7,6 +7,7 @@ user's interpreter: only the standard library is imported.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -15,6 +16,7 @@ import json
 import math
 import re
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +27,8 @@ from flywheel.training.workflow.agent_program import FailureCause
 Kind = Literal["workflow", "judge"]
 
 ESSENTIAL: Final[Mapping[Kind, tuple[str, ...]]] = {"workflow": ("task", "model"), "judge": ("task", "response")}
+MAX_SHOWN: Final = 200
+"""Characters of a returned value that are shown."""
 OPTIONAL: Final = ("auxiliary_models", "logger")
 FIELDS: Final[Mapping[Kind, str]] = {
     "workflow": "a number or an object with reward, response and metrics",
@@ -70,7 +74,7 @@ def load_function(spec: str) -> Callable[..., Any]:
     if inspect.isclass(function):
         raise ContractError(f"{name} in {where} is a class, not a function: a class of AgentJet is {where}->{name}")
     if not callable(function):
-        raise ContractError(f"{name} in {where} is a {type(function).__name__}, not a function")
+        raise ContractError(f"{name} in {where} is of type {type(function).__name__}, not a function")
     return function  # type: ignore[no-any-return]
 
 
@@ -111,25 +115,26 @@ def arguments_of(function: Callable[..., Any], kind: Kind, given: Mapping[str, A
     return {name: given[name] for name in (*ESSENTIAL[kind], *OPTIONAL) if takes_all or name in parameters}
 
 
-def fields_of(returned: Any, kind: Kind) -> tuple[float | None, str | None, dict[str, float]]:
+def fields_of(
+    returned: Any, kind: Kind, *, needs_text: bool = True
+) -> tuple[float | None, str | None, dict[str, float]]:
     """Reward, response and metrics of what a function returned: a number, or an object or dict with these fields.
-    Raises ResultError."""
+    That of a judge has no response. Raises ResultError, also for a response without text if `needs_text`."""
     if _is_number(returned):
         return _finite(returned, "reward"), None, {}
     if returned is None:
         raise ResultError("no_result", f"it returned nothing instead of {FIELDS[kind]}")
-    reward, response, metrics = (_field(returned, name) for name in ("reward", "response", "metrics"))
+    reward, metrics = _field(returned, "reward"), _field(returned, "metrics")
+    response = None if kind == "judge" else _field(returned, "response")
     if reward is None and response is None:
-        raise ResultError(
-            "no_result",
-            f"it returned a value of type {type(returned).__name__} without reward and response instead of "
-            f"{FIELDS[kind]}",
-        )
+        without = "reward" if kind == "judge" else "reward and response"
+        what = f"a value of type {type(returned).__name__} without {without}"
+        raise ResultError("no_result", f"it returned {what} instead of {FIELDS[kind]}")
     if metrics is not None and not isinstance(metrics, Mapping):
         raise ResultError("not_a_number", f"its metrics are of type {type(metrics).__name__}, not numbers by name")
     return (
         None if reward is None else _finite(reward, "reward"),
-        None if response is None else text_of(response),
+        None if response is None else _text(response, needs_text),
         {str(name): _finite(value, f"metric {name}") for name, value in (metrics or {}).items()},
     )
 
@@ -139,27 +144,54 @@ def response_of(returned: Any) -> Any:
     return None if _is_number(returned) else _field(returned, "response")
 
 
-def text_of(response: Any) -> str:
-    """The text of a response for the judge: a string, an AgentScope message, a chat message with text blocks, or data
-    as JSON. Raises ResultError for anything else."""
+def text_of(response: Any) -> str | None:
+    """The text of a response: a string, an AgentScope message, a chat message with text blocks, or data as JSON. None
+    for anything else."""
     if isinstance(response, str):
         return response
     if callable(read := getattr(response, "get_text_content", None)):
         return str(read() or "")
-    content = response.get("content") if isinstance(response, Mapping) else getattr(response, "content", None)
+    content = _field(response, "content")
     if isinstance(content, str):
         return content
     if isinstance(content, list | tuple):
-        texts = [each.get("text") if isinstance(each, Mapping) else getattr(each, "text", None) for each in content]
+        texts = [_field(each, "text") for each in content]
         return "\n".join(text for text in texts if isinstance(text, str))
+    if callable(dump := getattr(response, "model_dump", None)):  # of pydantic
+        response = dump()
+    elif dataclasses.is_dataclass(response) and not isinstance(response, type):
+        response = dataclasses.asdict(response)
     try:
         return json.dumps(response, ensure_ascii=False)
-    except (TypeError, ValueError):
-        raise ResultError(
-            "no_response", f"its response is an object of type {type(response).__name__}, which has no text"
-        ) from None
+    except (TypeError, ValueError, RecursionError):
+        return None
 
 
+def described(error: BaseException) -> str:
+    """As one line, with the innermost line of the user's code, or else of any."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in _OURS]
+    own = [frame for frame in frames if "site-packages" not in frame.filename and "/lib/python" not in frame.filename]
+    place = (own or frames)[-1:]
+    # A syntax error names its line itself.
+    named = place and not isinstance(error, SyntaxError)
+    where = f" ({Path(place[0].filename).name}, line {place[0].lineno})" if named else ""
+    try:
+        text = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
+    except Exception:
+        text = type(error).__name__
+    return f"{text}{where}"
+
+
+def shown(value: Any) -> str:
+    """Its repr, shortened."""
+    try:
+        text = repr(value)
+    except Exception as error:
+        text = f"an object of type {type(value).__name__} whose repr raised {type(error).__name__}"
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 1] + "…"
+
+
+_OURS: Final = (__file__, str(Path(__file__).with_name("program_child.py")), "<frozen importlib._bootstrap>")
 _PLAIN: Final = (str, bytes, list, tuple, set, frozenset)
 
 
@@ -171,7 +203,7 @@ def _load_module(where: str) -> ModuleType:
     except ModuleNotFoundError as error:
         raise ContractError(f"{where} does not load: {error}. It ran with {sys.executable}") from error
     except (Exception, SystemExit) as error:
-        raise ContractError(f"{where} does not load: {_described(error)}") from error
+        raise ContractError(f"{where} does not load: {described(error)}") from error
 
 
 def _import(name: str) -> ModuleType:
@@ -209,7 +241,7 @@ def _load_file(path: Path) -> ModuleType:
 def _function_of_class(cls: Any, spec: str) -> Callable[..., Any]:
     agentjet = importlib.import_module("flywheel.training.workflow.agentjet")
     if not inspect.isclass(cls):
-        raise ContractError(f"{spec} is a {type(cls).__name__}, not a class: a function is named with a colon")
+        raise ContractError(f"{spec} is of type {type(cls).__name__}, not a class: a function is named with a colon")
     if agentjet.is_workflow_class(cls):
         function = agentjet.as_function(cls, "workflow")
     elif agentjet.is_judge_class(cls):
@@ -235,6 +267,15 @@ def _field(value: Any, name: str) -> Any:
     return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
 
 
+def _text(response: Any, needed: bool) -> str | None:
+    text = text_of(response)
+    if text is None and needed:
+        kind = type(response).__name__
+        raise ResultError("no_response", f"its response is an object of type {kind}, which has no text")
+    # Half a surrogate pair cannot be sent to a judge.
+    return None if text is None else text.encode(errors="replace").decode()
+
+
 def _is_number(value: Any) -> bool:
     # Also those of NumPy and tensors of one element.
     return isinstance(value, int | float) or (hasattr(value, "__float__") and not isinstance(value, _PLAIN))
@@ -246,11 +287,5 @@ def _finite(value: Any, what: str) -> float:
     except (TypeError, ValueError, OverflowError, RuntimeError):
         number = math.nan
     if not math.isfinite(number):
-        shown = repr(value)
-        raise ResultError("not_a_number", f"its {what} is {shown[:80]}, which is not a finite number")
+        raise ResultError("not_a_number", f"its {what} is {shown(value)}, which is not a finite number")
     return number
-
-
-def _described(error: BaseException) -> str:
-    """As one line: also that of a syntax error names its file and line."""
-    return f"{type(error).__name__}: {error}".strip().rstrip(":")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+PROC: Final = Path("/proc")
 PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -33,7 +34,7 @@ class Process:
     def name(self) -> str:
         """Its command line, shortened."""
         try:
-            words = Path(f"/proc/{self.pid}/cmdline").read_bytes().split(b"\0")
+            words = (PROC / str(self.pid) / "cmdline").read_bytes().split(b"\0")
         except OSError:
             words = []
         return b" ".join(words).decode(errors="replace").strip()[:80] or "a process"
@@ -43,7 +44,7 @@ def children_by_parent() -> dict[int, list[Process]]:
     """All processes of the machine that have not ended, by the pid of their parent."""
     found: dict[int, list[Process]] = defaultdict(list)
     try:
-        folders = [folder for folder in Path("/proc").iterdir() if folder.name.isdigit()]
+        folders = [folder for folder in PROC.iterdir() if folder.name.isdigit()]
     except OSError:
         return found
     for folder in folders:
@@ -81,7 +82,7 @@ def kill(processes: Iterable[Process]) -> None:
 def shared_evenly(process: Process) -> int:
     """Its resident bytes, each page divided by the number of processes that share it; slow."""
     try:
-        lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+        lines = (PROC / str(process.pid) / "smaps_rollup").read_text().splitlines()
     except OSError:
         return process.resident_bytes
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))

@@ -24,9 +24,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Final, NoReturn
+from urllib.parse import urlsplit
 
 from flywheel.training.workflow import process_tree
 from flywheel.training.workflow.agent_program import AgentProgram, FailureCause, ModelEndpoint, RunResult
@@ -37,13 +38,14 @@ from flywheel.training.workflow.contract import (
     ResultError,
     arguments_of,
     check_signature,
+    described,
     fields_of,
     load_function,
     response_of,
+    shown,
 )
 from flywheel.training.workflow.process_tree import Process
 
-OLDEST_PYTHON: Final = (3, 10)
 PR_SET_PDEATHSIG: Final = 1
 PR_SET_CHILD_SUBREAPER: Final = 36
 GRACE_SECONDS: Final = 1.0
@@ -52,7 +54,6 @@ KILL_SECONDS: Final = 5.0
 CANCEL_SECONDS: Final = 5.0
 MAX_OUTPUT_BYTES: Final = 16_000_000
 """Of a command."""
-MAX_SHOWN: Final = 200
 MAX_ERROR: Final = 600
 
 
@@ -69,14 +70,19 @@ def main() -> None:
     runner = os.fork()
     if runner:
         _watch(runner, requests)
+    code = 1
     try:
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == watcher:
             _serve(os.fdopen(requests, "rb"), os.fdopen(answers, "wb"))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
         # Not the interpreter's own end, which would wait for threads of the user.
-        sys.stderr.flush()
-        os._exit(0)
+        with contextlib.suppress(Exception):
+            sys.stderr.flush()
+        os._exit(code)
 
 
 def _prctl(option: int, value: int) -> None:
@@ -171,13 +177,11 @@ class _Runner:
     _kept: set[tuple[int, int]] = field(default_factory=set)
     """Processes of the setup."""
     _kept_tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+    _pid: int = field(default_factory=os.getpid)
     _logger: logging.Logger = field(default_factory=lambda: logging.getLogger("workflow"))
 
     def load(self) -> str:
         """What it found, in one line. Raises ContractError."""
-        if sys.version_info < OLDEST_PYTHON:
-            found, oldest = (".".join(map(str, version[:2])) for version in (sys.version_info, OLDEST_PYTHON))
-            raise ContractError(f"{sys.executable} is Python {found}; at least {oldest} is needed")
         asyncio.set_event_loop(self._loop)
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -200,9 +204,7 @@ class _Runner:
 
     def run(self, task: Mapping[str, Any], models: Mapping[str, ModelEndpoint], trained: str) -> RunResult:
         endpoint = models[trained]
-        os.environ.update(
-            OPENAI_BASE_URL=endpoint.base_url, OPENAI_API_KEY=endpoint.api_key, OPENAI_MODEL=endpoint.model
-        )
+        os.environ.update(_environment(endpoint))
         others = {**self.program.auxiliary_models, **(models if len(models) > 1 else {})}
         given = {
             "task": {
@@ -213,25 +215,23 @@ class _Runner:
             },
             "logger": self._logger,
         }
-        shown: list[str] = []
+        returned_values: list[str] = []
         try:
-            result = self._result(given, endpoint, others, shown)
+            result = self._result(given, endpoint, others, returned_values)
         except _RunError as error:
             result = RunResult(cause=error.cause, error=_shortened(str(error)))
         self._cancel_tasks()
         left = self._end_left()
         if left and result.cause is None:
-            names = ", ".join(left[:3]) + (", …" if len(left) > 3 else "")
-            number = "a process" if len(left) == 1 else f"{len(left)} processes"
-            result = RunResult(cause="left_processes", error=f"it left {number} running: {names}")
-        return _replaced(result, shown)
+            result = RunResult(cause="left_processes", error=_shortened(_left_running(left)))
+        return replace(result, shown="; ".join(returned_values))
 
     def _result(
         self,
         given: dict[str, Any],
         endpoint: ModelEndpoint,
         others: Mapping[str, ModelEndpoint],
-        shown: list[str],
+        returned_values: list[str],
     ) -> RunResult:
         if self._workflow is None:
             returned = self._run_command(given["task"])
@@ -240,21 +240,21 @@ class _Runner:
                 given["model"] = chat_model(endpoint)
                 given["auxiliary_models"] = {name: chat_model(other) for name, other in others.items()}
             returned = self._call(self._workflow, "workflow", given)
-        shown.append(_shown(returned))
-        reward, response, metrics = _fields(returned, "workflow")
-        if response is None and (self.program.needs_response or self._judge is not None):
-            raise _RunError("no_response", f"it returned no response, which a judge needs: {shown[0]}")
+        returned_values.append(shown(returned))
+        reward, response, metrics = _fields(returned, "workflow", needs_text=self.program.needs_response)
+        given["response"] = response_of(returned)
+        if given["response"] is None and (self.program.needs_response or self._judge is not None):
+            raise _RunError("no_response", f"it returned no response, which a judge needs: {returned_values[0]}")
         if self._judge is not None:
             if "auxiliary_models" not in given:
                 with _raised():
                     given["auxiliary_models"] = {name: chat_model(other) for name, other in others.items()}
-            given["response"] = response_of(returned)
             judged = self._call(self._judge, "judge", given)
-            shown.append(f"reward function: {_shown(judged)}")
+            returned_values.append(f"reward function: {shown(judged)}")
             reward, _, further = _fields(judged, "judge")
             metrics |= further
-        if reward is None and (self.program.needs_reward or self._judge is not None):
-            raise _RunError("no_response", f"it returned no reward: {shown[-1]}")
+        if reward is None and self.program.needs_reward:
+            raise _RunError("no_response", f"it returned no reward: {returned_values[-1]}")
         return RunResult(reward, response, metrics)
 
     def _call(self, function: Callable[..., Any], kind: Kind, given: Mapping[str, Any]) -> Any:
@@ -267,10 +267,12 @@ class _Runner:
 
         failures: list[BaseException] = []
         returned = self._finish(called(), failures)
+        if os.getpid() != self._pid:
+            os._exit(0)  # a process that the function has forked returned from it, too
         if failures:
             where = "the reward function " if kind == "judge" else "it "
             traceback.print_exception(failures[0])
-            raise _RunError("raised", f"{where}raised {_described(failures[0])}")
+            raise _RunError("raised", f"{where}raised {described(failures[0])}")
         return returned
 
     def _finish(self, coroutine: Coroutine[Any, Any, Any], failures: list[BaseException]) -> Any:
@@ -317,7 +319,7 @@ class _Runner:
             lines = [line.strip() for line in errors.decode(errors="replace").splitlines() if line.strip()]
             raise _RunError("raised", f"it {how}{': ' if lines else ''}{' | '.join(lines[-5:])}")
         if left:
-            raise _RunError("left_processes", f"it left running: {', '.join(left[:3])}")
+            raise _RunError("left_processes", _left_running(left))
         return _object_of(bytes(output))
 
     def _set_up(self, spec: str) -> None:
@@ -339,7 +341,7 @@ class _Runner:
         self._finish(called(), failures)
         if failures:
             traceback.print_exception(failures[0])
-            raise ContractError(f"the setup function {spec} raised {_described(failures[0])}")
+            raise ContractError(f"the setup function {spec} raised {described(failures[0])}")
 
     def _cancel_tasks(self) -> None:
         async def cancelled() -> None:
@@ -368,15 +370,16 @@ class _Runner:
 
     def _new_processes(self) -> list[Process]:
         """What was started since the setup, except by processes of the setup."""
-        tracker = sys.modules.get("multiprocessing.resource_tracker")
-        # One for the life of the interpreter, which multiprocessing starts when it is first used.
-        tracker_pid = getattr(getattr(tracker, "_resource_tracker", None), "_pid", None)
+        # For the life of the interpreter; multiprocessing starts them when they are first used.
+        tracker = getattr(sys.modules.get("multiprocessing.resource_tracker"), "_resource_tracker", None)
+        server = getattr(sys.modules.get("multiprocessing.forkserver"), "_forkserver", None)
+        of_multiprocessing = {getattr(tracker, "_pid", None), getattr(server, "_forkserver_pid", None)}
         children = process_tree.children_by_parent()
         found: list[Process] = []
         open_pids = [os.getppid()]
         while open_pids:
             for process in children.get(open_pids.pop(), []):
-                if process.identity in self._kept or process.pid == tracker_pid:
+                if process.identity in self._kept or process.pid in of_multiprocessing:
                     continue
                 open_pids.append(process.pid)
                 if process.pid != os.getpid():
@@ -396,19 +399,20 @@ def _raised() -> Iterator[None]:
         yield
     except Exception as error:
         traceback.print_exc()
-        raise _RunError("raised", f"making its models raised {_described(error)}") from None
+        raise _RunError("raised", f"making its models raised {described(error)}") from None
 
 
-def _fields(returned: Any, kind: Kind) -> tuple[float | None, str | None, dict[str, float]]:
+def _fields(
+    returned: Any, kind: Kind, *, needs_text: bool = False
+) -> tuple[float | None, str | None, dict[str, float]]:
+    where = "the reward function: " if kind == "judge" else ""
     try:
-        return fields_of(returned, kind)
+        return fields_of(returned, kind, needs_text=needs_text)
     except ResultError as error:
-        where = "the reward function: " if kind == "judge" else ""
         raise _RunError(error.cause, f"{where}{error}") from None
-
-
-def _replaced(result: RunResult, shown: list[str]) -> RunResult:
-    return RunResult(**{**asdict(result), "shown": "; ".join(shown)})
+    except Exception as error:  # of a property of the user's object
+        traceback.print_exc()
+        raise _RunError("raised", f"{where}reading what it returned raised {described(error)}") from None
 
 
 def _checked_command(command: tuple[str, ...]) -> str:
@@ -416,6 +420,26 @@ def _checked_command(command: tuple[str, ...]) -> str:
         where = f"no file {Path(command[0]).absolute()}" if os.sep in command[0] else "no such program in PATH"
         raise ContractError(f"there is {where} that can be run: {command[0]}")
     return f"command {' '.join(command)} ({found})"
+
+
+def _environment(endpoint: ModelEndpoint) -> dict[str, str]:
+    """The variables for an OpenAI client, also where a proxy is configured: the endpoint is reached without it."""
+    without_proxy = {
+        name: ",".join(filter(None, (os.environ.get(name), urlsplit(endpoint.base_url).hostname)))
+        for name in ("NO_PROXY", "no_proxy")
+        if urlsplit(endpoint.base_url).hostname not in os.environ.get(name, "").split(",")
+    }
+    return {
+        "OPENAI_BASE_URL": endpoint.base_url,
+        "OPENAI_API_KEY": endpoint.api_key,
+        "OPENAI_MODEL": endpoint.model,
+        **without_proxy,
+    }
+
+
+def _left_running(names: list[str]) -> str:
+    number = "a process" if len(names) == 1 else f"{len(names)} processes"
+    return f"it left {number} running: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
 
 
 def _write(pipe: IO[bytes], text: bytes) -> None:
@@ -448,7 +472,7 @@ def _object_of(output: bytes) -> Any:
         raise _RunError("no_result", "it wrote nothing to standard output")
     try:
         found = json.loads(output)
-        why = "" if isinstance(found, dict) else f"it is a {type(found).__name__}"
+        why = "" if isinstance(found, dict) else f"it is of type {type(found).__name__}"
     except (ValueError, RecursionError) as error:
         found, why = None, str(error)
     if why:
@@ -464,26 +488,5 @@ def _signal(number: int) -> str:
         return f"signal {number}"
 
 
-def _shown(value: Any) -> str:
-    try:
-        text = repr(value)
-    except Exception as error:
-        text = f"an object of type {type(value).__name__} whose repr raised {type(error).__name__}"
-    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 1] + "…"
-
-
 def _shortened(text: str) -> str:
     return text if len(text) <= MAX_ERROR else text[: MAX_ERROR - 1] + "…"
-
-
-def _described(error: BaseException) -> str:
-    """With the innermost line of the user's code, or else of any."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    own = [frame for frame in frames if "site-packages" not in frame.filename and "/lib/python" not in frame.filename]
-    place = (own or frames)[-1:]
-    where = f" ({Path(place[0].filename).name}, line {place[0].lineno})" if place else ""
-    try:
-        text = f"{type(error).__name__}: {error}".rstrip(": ")
-    except Exception:
-        text = type(error).__name__
-    return f"{text}{where}"

@@ -44,6 +44,9 @@ LOOK_SECONDS: Final = 0.25
 _BOOTSTRAP: Final = """\
 import sys
 sys.path[:] = [path for path in sys.path if path]
+if sys.version_info < (3, 10):
+    print('{{"error": "its interpreter is Python %d.%d; at least 3.10 is needed"}}' % sys.version_info[:2])
+    sys.exit()
 import importlib.util
 spec = importlib.util.spec_from_file_location("flywheel", {init!r}, submodule_search_locations=[{folder!r}])
 package = sys.modules["flywheel"] = importlib.util.module_from_spec(spec)
@@ -75,10 +78,11 @@ class _Memory:
         self._looked = -1.0
         self._children: Mapping[int, list[Process]] = {}
 
-    def of(self, root: int, *, limit: int) -> int:
-        """Bytes of what is below `root`. Shared pages count once if it would be above the limit otherwise."""
+    def of(self, root: int, *, limit: int, now: bool) -> int:
+        """Bytes of what is below `root`, now or at most LOOK_SECONDS ago. Shared pages count once if it would be
+        above the limit otherwise."""
         with self._lock:
-            if root not in self._children or time.monotonic() - self._looked >= LOOK_SECONDS:
+            if now or root not in self._children or time.monotonic() - self._looked >= LOOK_SECONDS:
                 self._children = process_tree.children_by_parent()
                 self._looked = time.monotonic()
             found = process_tree.descendants(root, self._children)
@@ -112,11 +116,13 @@ class _Child:
         self._memory = memory
         self._limit = program.memory_bytes
         self.peak_bytes = 0
+        """Largest resident memory during the last request."""
+        self.resident_bytes = 0
         self.resident_at_start = 0
 
-    def ask(self, request: Any, seconds: float, stopped: Callable[[], bool]) -> Any:
-        """The answer to one request. Raises _RunEndedError, after which this child can only be ended."""
-        data = memoryview(json.dumps(request).encode() + b"\n")
+    def ask(self, request: bytes, seconds: float, stopped: Callable[[], bool]) -> Any:
+        """The answer to one line of JSON. Raises _RunEndedError, after which this child can only be ended."""
+        data = memoryview(request)
         answer = bytearray()
         begin = looked = time.monotonic()
         self.peak_bytes = 0
@@ -142,17 +148,16 @@ class _Child:
                 raise _RunEndedError("timeout", f"it ran longer than {seconds:g} s")
             if now - looked >= LOOK_SECONDS:
                 looked = now
-                if (used := self.resident()) > self._limit:
-                    why = f"it used {used / 1e9:.2f} GB; the limit is {self._limit / 1e9:g} GB"
+                self._look(now=False)
+                if self.resident_bytes > self._limit:
+                    why = f"it used {self.resident_bytes / 1e9:.2f} GB; the limit is {self._limit / 1e9:g} GB"
                     raise _RunEndedError("memory", why)
-        self.resident()
+        self._look(now=True)
         return json.loads(answer)
 
-    def resident(self) -> int:
-        """Bytes of what runs in it."""
-        used = self._memory.of(self._process.pid, limit=self._limit)
-        self.peak_bytes = max(self.peak_bytes, used)
-        return used
+    def _look(self, *, now: bool) -> None:
+        self.resident_bytes = self._memory.of(self._process.pid, limit=self._limit, now=now)
+        self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
 
     def end(self) -> None:
         """End the process and everything below it."""
@@ -183,7 +188,7 @@ class _Child:
 
 @dataclass
 class _Job:
-    request: dict[str, Any]
+    request: bytes
     seconds: float
     future: concurrent.futures.Future[RunResult] = field(default_factory=concurrent.futures.Future)
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -280,14 +285,14 @@ class _Workers:
     def _has_grown(self, child: _Child) -> bool:
         """Whether runs have left so much memory in use that the next one could reach the limit without its fault."""
         free_at_start = self._program.memory_bytes - child.resident_at_start
-        return child.resident() - child.resident_at_start > free_at_start / 2
+        return child.resident_bytes - child.resident_at_start > free_at_start / 2
 
     def _new_child(self, stopped: Callable[[], bool] | None = None) -> tuple[_Child, str]:
         child = _Child(self._program, self._memory)
         try:
             fields = {**asdict(self._program), "command": list(self._program.command)}
-            answer = child.ask(fields, START_SECONDS, stopped or self._closed.is_set)
-            child.resident_at_start = child.resident()
+            answer = child.ask(_line(fields), START_SECONDS, stopped or self._closed.is_set)
+            child.resident_at_start = child.resident_bytes
         except _RunEndedError as error:
             child.end()
             raise _StartError(f"while it was loaded, {error}") from None
@@ -305,6 +310,10 @@ class _Workers:
                 self._idle.append(child)
                 return
         child.end()
+
+
+def _line(value: Any) -> bytes:
+    return json.dumps(value).encode() + b"\n"
 
 
 class ProgramPool:
@@ -337,12 +346,12 @@ class ProgramPool:
         `models` are those of the policy by target; `trained` is the one that becomes the `model` argument. `seconds`
         replaces the program's time limit. The wait for a free child is not part of it. Cancelling kills the run.
         """
-        request = {
+        request: dict[str, Any] = {
             "task": dict(task),
             "models": {name: asdict(endpoint) for name, endpoint in models.items()},
             "trained": trained,
         }
-        job = _Job(request, self._program.seconds if seconds is None else seconds)
+        job = _Job(_line(request), self._program.seconds if seconds is None else seconds)
         self._workers.submit(job)
         try:
             return await asyncio.wrap_future(job.future)
