@@ -161,8 +161,14 @@ class Comparison(Frozen):
     """Answers of the candidate that ended by a miss: a call without a recorded result. They score 0."""
     deployed_missed: int = 0
     """Those of the deployed adapter. They score the mean of its other answers."""
+    candidate_failed: int = 0
+    """Answers of the candidate in which the user's agent failed. They score 0, or the least reward if that is
+    below."""
+    deployed_failed: int = 0
+    """Those of the deployed adapter. They score the mean of its other answers."""
     lower_at_bound: float | None = None
-    """The lower bound if these scored 1; None if there are none."""
+    """The lower bound if misses and failures of the deployed adapter scored 1, or the highest reward if that is
+    above; None if there are none."""
 
 
 class Ground(StrEnum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Final
 
 import orjson
 
@@ -15,6 +15,15 @@ from flywheel.trace import ChatMessage, Reply
 
 NO_CONVERSATION = frozenset({"", "unknown", "[no_session_id]"})
 """Ids that clients and servers write without a conversation: unrelated dialogues share them."""
+
+
+METADATA: Final = frozenset({
+    "answer", "qa_hash", "source", "trace_id", "span_id", "conversation_id", "user_id", "agent_name", "model",
+    "adapter", "turn", "started_at", "ended_at", "service", "input_tokens", "output_tokens", "prompt_tokens",
+    "tools_json", "trajectory_json", "structured_json", "images_json", "errors_json", "reference", "adapter_source",
+    "prompt_exact", "prompt_reason", "prompt_source", "parameters_json", "split",
+})  # fmt: skip
+"""The keys of `metadata` in a task's line that say where it comes from. Any others are the user's."""
 
 
 def task_line(reply: Reply, source: str, key: str = "") -> dict[str, Any]:

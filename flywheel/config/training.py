@@ -246,6 +246,8 @@ class AgentProgramSettings(Section):
     python: UserPath | None = None
     """The Python interpreter that runs `workflow`, for an agent with an environment of its own. Default: the one of
     the round."""
+    folder: UserPath = Field(default=Path(), validate_default=True)
+    """The working directory of its processes. Default: the folder of the configuration file."""
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:

@@ -121,7 +121,7 @@ def _tokens_sent(metadata: dict[str, Any], config: Config) -> int:
 def _unanswerable(task: RoundTask, split: Split, config: Config, *, is_accepted: bool) -> str:
     """Why no round may ask a task with tools; empty if one may. The settings, and which of its functions are finish
     tools, may be others than when it was chosen."""
-    if not task.tools:
+    if not task.tools or task.agent == "program":
         return ""
     if task.agent == "reply":
         return WORDS[Exclusion.TOOLS].why

@@ -51,14 +51,18 @@ def decide(comparison: Comparison, gate: GateSettings) -> GateDecision:
 
 
 def misses_of(comparison: Comparison) -> str:
-    """How many answers ended at a call without a recorded result, and what that means; empty if there are none."""
-    if not comparison.candidate_missed and not comparison.deployed_missed:
-        return ""
-    found = (
-        f"calls without a recorded result ended {quantity(comparison.candidate_missed, 'answer')} of the candidate"
-        f" (scored 0) and {comparison.deployed_missed:,} of the deployed"
-    )
-    if comparison.lower_at_bound is None:
+    """How many answers ended at a call without a recorded result, or because the user's agent failed, and what that
+    means; empty if there are none."""
+    parts = [
+        f"{why} {quantity(candidate, 'answer')} of the candidate (scored 0) and {deployed:,} of the deployed"
+        for why, candidate, deployed in (
+            ("calls without a recorded result ended", comparison.candidate_missed, comparison.deployed_missed),
+            ("the agent failed in", comparison.candidate_failed, comparison.deployed_failed),
+        )
+        if candidate or deployed
+    ]
+    found = "; ".join(parts)
+    if not found or comparison.lower_at_bound is None:
         return found
     return (
         f"{found} (scored as its others' mean; the lower bound is {comparison.lower_at_bound:+.3f} if they score 1)"

@@ -18,10 +18,11 @@ from typing import Any, Final
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from flywheel.config import AgentProgramSettings, Config
 from flywheel.errors import FlywheelError, TrainError
 from flywheel.training.process_setup import POLL_SECONDS, check_stopped
 from flywheel.training.progress_meter import Meter
-from flywheel.training.rollout import Batch, Completion, Rollout, RolloutRequest, exchange
+from flywheel.training.rollout import Batch, Completion, RewardWeights, Rollout, RolloutRequest, exchange
 from flywheel.verdict import Exchange, Outcome, Verdict
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,21 @@ Grade = Callable[[Exchange], Verdict]
 MAX_OPEN: Final = 256
 """Rollouts that one of several engines has at a time: more than vLLM generates at once by default. The others wait
 for the engine that is done first."""
+
+
+def batch_seconds(settings: Config) -> float:
+    """The timeout of a batch. The user's agent, of which only so many run at a time, may need more than
+    `rollout.timeout_seconds`: each of its runs has a time limit."""
+    rollout, training = settings.rollout, settings.training
+    if not isinstance(rollout.agent, AgentProgramSettings):
+        return rollout.timeout_seconds
+    rollouts = rollout.prompts_asked(training.prompts_per_step) * training.group_size
+    runs_in_turn = math.ceil(rollouts / (rollout.workers * rollout.engines))
+    return max(rollout.timeout_seconds, (runs_in_turn + 1) * rollout.agent_timeout_seconds)
+
+
+def reward_weights(settings: Config) -> RewardWeights:
+    return RewardWeights(settings.rollout.reward.rubric, settings.rollout.reward.workflow)
 
 
 class Collector:
@@ -44,11 +60,14 @@ class Collector:
         max_thread: int,
         timeout_seconds: float,
         meter: Meter | None = None,
+        weights: RewardWeights | None = None,
     ) -> None:
-        """`meter` counts the completed rollouts."""
+        """`meter` counts the completed rollouts. `weights` are for those of the user's agent, which are not graded if
+        the rubric has none."""
         self._engines = engines
         self._grade = grade
         self._meter = meter
+        self._weights = weights or RewardWeights()
         self._timeout = timeout_seconds
         self._threads = ThreadPoolExecutor(max_thread, thread_name_prefix="grade")
 
@@ -78,7 +97,7 @@ class Collector:
                 completion = completions[place] = _fetch(reference)
                 if self._meter is not None:
                     self._meter.completed(len(completion.token_ids))
-                if not completion.error:
+                if not completion.error and self._is_graded(requests[place]):
                     work = exchange(requests[place].prompt, completion)
                     grades[place] = self._threads.submit(self._verdict, work)
             if late:
@@ -96,9 +115,13 @@ class Collector:
         verdicts = {place: future.result() for place, future in grades.items()}
         graded = time.monotonic()
         rollouts = tuple(
-            Rollout(request, completions[place], verdicts.get(place)) for place, request in enumerate(requests)
+            Rollout(request, completions[place], verdicts.get(place), self._weights)
+            for place, request in enumerate(requests)
         )
         return Batch(rollouts, {"generate": generated - started, "grade": graded - generated})
+
+    def _is_graded(self, request: RolloutRequest) -> bool:
+        return self._weights.rubric > 0 or request.prompt.task.agent != "program"
 
     def _give_up(self, engines: _Dispatch, completions: list[Completion]) -> None:
         places = engines.cancel()

@@ -74,4 +74,6 @@ def _summary(batches: Sequence[Batch]) -> str:
             f"{missed} of {total(lambda batch: len(batch.rollouts))} ended at a call without a recorded result,"
             f" which drops {quantity(dropped, 'group')}"
         )
+    if failed := total(lambda batch: batch.failed.total()):
+        parts.append(f"the agent failed in {failed}")
     return "; ".join(parts)

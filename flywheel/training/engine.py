@@ -16,15 +16,18 @@ import json
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from flywheel.config import Config
 from flywheel.errors import TrainError
 from flywheel.round import RoundTask
 from flywheel.trace import ChatMessage
 from flywheel.training.actor import RoundActor
+from flywheel.training.agent import program_rollout
 from flywheel.training.agent.endpoint import Endpoint
+from flywheel.training.agent.program_rollout import ProgramSetup
 from flywheel.training.agent.recorded_rollout import ToolSetup, roll_out
 from flywheel.training.agent.served_application import ServedApplication
 from flywheel.training.agent.session import Session
@@ -35,6 +38,8 @@ from flywheel.training.engine_death import unless_dead
 from flywheel.training.policy import base_dtype
 from flywheel.training.prompts import Prompt
 from flywheel.training.rollout import Completion, LoadedAdapter, RolloutRequest, reply
+from flywheel.training.workflow.configured_program import program_of
+from flywheel.training.workflow.program_pool import ProgramPool
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +78,8 @@ class Engine(RoundActor):
         self._context = settings.max_model_len
         self._tools = self._gate_tools = ToolSetup()
         self._simulator: Simulator | None = None
+        self._pool: ProgramPool | None = None
+        self._program = ProgramSetup({}, "", 0)
 
     async def start(self) -> dict[str, Any]:
         """Start vLLM. Returns its device, its context (the server's, if memory allows), and the library versions.
@@ -166,11 +173,26 @@ class Engine(RoundActor):
         if training.on_miss == "simulate" and training.simulator is not None:
             self._simulator = Simulator(training.simulator)
 
+    async def use_program(self, settings: Mapping[str, Any], setup: ProgramSetup) -> str:
+        """Start the user's agent of these settings (`Config`) for rollouts of tasks that it does. Returns its
+        signature. Raises ConfigError if it does not load."""
+        # Checked here, in its process: that makes the names of secrets known, which the agent must not see.
+        config = Config.model_validate(settings)
+        program = program_of(config)
+        if program is None:
+            raise ValueError("rollout.agent is no program")
+        self._program = setup
+        self._pool = ProgramPool(program, workers=config.rollout.workers)
+        return await asyncio.to_thread(self._pool.start)
+
     async def encode(self, tasks: Sequence[RoundTask]) -> tuple[list[Prompt], dict[str, str]]:
         """Prompts as the server renders them, and the reason for each task (by id) that cannot be rendered."""
         prompts: list[Prompt] = []
         refused: dict[str, str] = {}
         for task in tasks:
+            if task.agent == "program":
+                prompts.append(Prompt(task, await self._example(task)))
+                continue
             try:
                 ids = await self._chat.encode(task)
             except Exception as error:
@@ -183,6 +205,19 @@ class Engine(RoundActor):
             prompts.append(Prompt(task, ids, needs, texts=self._chat.texts(ids)))
         return prompts, refused
 
+    async def _example(self, task: RoundTask) -> tuple[int, ...]:
+        """A prompt about as the user's agent may send it, for the probe of the weights."""
+        for messages in (task.prompt, [{"role": "user", "content": task.query or "Hello"}]):
+            with contextlib.suppress(Exception):  # whatever a template raises
+                plain = task.model_copy(update={"prompt": messages, "tools": []})
+                if ids := await self._chat.encode(plain):
+                    return tuple(ids[: self._context // 2])
+        raise TrainError(
+            f"render an example of a prompt for {task.task_id}",
+            "the chat template refuses its prompt, and its question alone",
+            "Check the base model's chat template, and the one in serving.extra_args if there is one.",
+        )
+
     async def load(self, adapter: LoadedAdapter) -> None:
         lora = self._request(adapter)
         await self._llm.add_lora(lora)
@@ -193,7 +228,9 @@ class Engine(RoundActor):
         await self._llm.remove_lora(adapter.number)
 
     async def generate(self, request: RolloutRequest) -> Completion:
-        """One rollout: a message, or a trajectory if the task has recorded tools."""
+        """One rollout: a message, or a trajectory if the task has recorded tools or is done by the user's agent."""
+        if request.prompt.task.agent == "program":
+            return await self._with_program(request)
         if request.prompt.task.agent == "recorded":
             return await self._with_recorded_tools(request)
         from vllm import SamplingParams
@@ -237,6 +274,22 @@ class Engine(RoundActor):
         finally:
             session.close()
 
+    async def _with_program(self, request: RolloutRequest) -> Completion:
+        if self._pool is None:
+            raise RuntimeError("use_program comes first")
+        setup = self._program
+        tokens = None if request.as_served else request.max_tokens
+        session = self._session(request, tokens=tokens, turns=setup.max_turns, model=setup.models[setup.trained])
+        url = self._endpoint.open(session)
+        try:
+            completion = await program_rollout.roll_out(request, session, url, self._pool, setup)
+        finally:
+            self._endpoint.close(url)
+        if self._llm.errored:
+            # The agent was told so, and failed. That is no fault of its own.
+            raise self._llm.dead_error
+        return completion
+
     async def continue_greedily(
         self, token_ids: Sequence[int], adapter: LoadedAdapter | None, *, tokens: int
     ) -> list[int]:
@@ -267,14 +320,18 @@ class Engine(RoundActor):
         return self._endpoint.close(url).calls
 
     async def stop(self) -> None:
-        """End the endpoint and vLLM's own processes."""
+        """End the endpoint, the user's agent and vLLM's own processes."""
         await self._endpoint.stop()
+        if self._pool is not None:
+            await asyncio.to_thread(self._pool.close)
         if self._simulator is not None:
             self._simulator.close()
         if self._llm is not None:
             await asyncio.to_thread(self._llm.shutdown, 5.0)
 
-    def _session(self, request: RolloutRequest, *, tokens: int | None = None, turns: int | None = None) -> Session:
+    def _session(
+        self, request: RolloutRequest, *, tokens: int | None = None, turns: int | None = None, model: str = "policy"
+    ) -> Session:
         # Rollouts to learn from have the context of the round, others that of the server.
         context = self._context if request.as_served else self._settings.max_model_len
         return Session(
@@ -287,6 +344,7 @@ class Engine(RoundActor):
             texts=self._chat.texts,
             tokens=tokens,
             turns=turns,
+            model=model,
         )
 
     async def _run(

@@ -29,15 +29,17 @@ class Answers:
 
     Attributes:
         rewards: For each prompt the rewards of both, one per seed; None without a verdict. Answers that ended by a
-            miss have a score (`gate_rewards`).
-        at_bound: The same with the deployed adapter's misses at 1.
+            miss, or in which the user's agent failed, have a score (`gate_rewards`).
+        at_bound: The same with the deployed adapter's misses and failures at 1.
         missed: How many answers of each ended by a miss.
+        failed: In how many answers of each the user's agent failed.
         values: Those of each criterion; None where it was not evaluated, as after a miss.
     """
 
     rewards: Pairs
     at_bound: Pairs
     missed: tuple[int, int]
+    failed: tuple[int, int]
     values: dict[str, Pairs]
     usage: dict[str, int]
 
@@ -65,8 +67,9 @@ def answer(
     """Let both adapters answer, in batches about as large as a training step. None is the base model. The answers are
     written to the round's directory.
 
-    Raises TrainError when more answers are undecided than a training step may have, or when too few tasks are left
-    for the gate: an unreachable judge must not cause a rejection.
+    Raises TrainError when more answers are undecided than a training step may have, when the user's agent fails as
+    often with the deployed adapter, or when too few tasks are left for the gate: an unreachable judge or an agent
+    that fails anyway must not cause a rejection.
     """
     gate, samples = settings.gate, settings.gate.samples_for(len(prompts))
     per_batch = max(1, settings.training.prompts_per_step * settings.training.group_size // (2 * samples))
@@ -77,6 +80,8 @@ def answer(
         rollouts += batch.rollouts
     whole = Batch(tuple(rollouts))
     whole.refuse_undecided(settings.training.max_undecided_share)
+    of_sides = [Batch(tuple(rollouts[place] for place in own)) for own in _places(len(rollouts), samples)]
+    of_sides[1].refuse_failed(settings.training.max_undecided_share)
     pairs = _paired(_scores(rollouts, samples), samples)
     decided = sum(None not in (*candidate, *deployed) for candidate, deployed in pairs)
     if decided < gate.min_tasks <= len(prompts):
@@ -93,17 +98,22 @@ def answer(
         for criterion in {criterion for values in looked_at for criterion in values}
     }
     at_bound = _paired(_scores(rollouts, samples, at_bound=True), samples)
-    missed = [sum(rollouts[place].completion.missed for place in own) for own in _places(len(rollouts), samples)]
-    return Answers(pairs, at_bound, (missed[0], missed[1]), values, whole.usage())
+    missed, failed = [side.missed for side in of_sides], [side.failed.total() for side in of_sides]
+    return Answers(pairs, at_bound, (missed[0], missed[1]), (failed[0], failed[1]), values, whole.usage())
 
 
 def _scores(rollouts: Sequence[Rollout], samples: int, *, at_bound: bool = False) -> list[float | None]:
-    """The reward of each answer, or the score of its miss."""
+    """The reward of each answer, or the score of its miss or failure."""
+    known = [each.reward for each in rollouts if each.reward is not None]
     found: list[float | None] = [None] * len(rollouts)
     for side, places in zip(get_args(Side), _places(len(rollouts), samples), strict=True):
         own = [rollouts[place] for place in places]
-        rewards, missed = [each.reward for each in own], [each.completion.missed for each in own]
-        for place, score in zip(places, gate_rewards(rewards, missed, side, at_bound=at_bound), strict=True):
+        rewards = [each.reward for each in own]
+        missed = [each.completion.missed or bool(each.completion.cause) for each in own]
+        # Those of a rubric are within 0 and 1, those of the user's agent need not be.
+        worst, best = min((0.0, *known)), max((1.0, *known))
+        scores = gate_rewards(rewards, missed, side, at_bound=at_bound, worst=worst, best=best)
+        for place, score in zip(places, scores, strict=True):
             found[place] = score
     return found
 
@@ -137,7 +147,8 @@ def requests(
             max_tokens=None,
             adapter=side,
             as_served=True,
-            # Slightly before the timeout of the whole batch: a cut answer is graded as it is.
+            # Slightly before the timeout of the whole batch: a cut answer is graded as it is. The user's agent has a
+            # time limit of its own.
             seconds=CUT_AFTER * settings.rollout.timeout_seconds,
         )
         for group, prompt in enumerate(prompts)

@@ -6,6 +6,7 @@ Has no model and no tokenizer: the rollout engine renders messages to tokens.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from flywheel.round import RoundTask
+from flywheel.task import METADATA
 
 NEEDED: Final = 0.99
 """The share of traced replies that are not longer than the longest rollout."""
@@ -22,8 +24,9 @@ TOLERANCE: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A task with its rendered prompt. Its traced reply had `needs` tokens (0: unknown); a rollout has at most
-    `max_tokens` (0: as many as the server allows). `texts` are those of the tokens, empty if unknown."""
+    """A task with its rendered prompt, which of a task for the user's agent is only an example. Its traced reply had
+    `needs` tokens (0: unknown); a rollout has at most `max_tokens` (0: as many as the server allows). `texts` are
+    those of the tokens, empty if unknown."""
 
     task: RoundTask
     token_ids: tuple[int, ...]
@@ -51,11 +54,15 @@ def asked(
 ) -> Asked:
     """The prompts to train on: those that leave room for a completion. Without `max_completion_tokens`, that is the
     length of the traced reply, and rollouts are limited to the 99th percentile of traced replies or the rest of the
-    context. `refused` are tasks that the chat template refuses."""
+    context. `refused` are tasks that the chat template refuses. Rollouts of the user's agent have at most
+    `max_completion_tokens` or `max_model_len` tokens in all of their calls."""
     kept, left_out, inexact = _each_once(prompts, refused)
     longest = max_completion_tokens or longest_needed([prompt.needs for prompt in kept]) or max_model_len
     fitting: list[Prompt] = []
     for prompt in kept:
+        if prompt.task.agent == "program":
+            fitting.append(replace(prompt, max_tokens=max_completion_tokens or max_model_len))
+            continue
         needed = max_completion_tokens or min(prompt.needs, longest) or 1
         if _has_room(prompt, max_model_len, needed, "rollout.max_model_len", left_out):
             room = max_model_len - len(prompt.token_ids)
@@ -67,7 +74,11 @@ def asked_as_served(prompts: Sequence[Prompt], refused: Mapping[str, str], *, co
     """The prompts that a server with this context (in tokens) would answer."""
     kept, left_out, inexact = _each_once(prompts, refused)
     # Two tokens: measuring one token of an answer needs one more.
-    fitting = [each for each in kept if _has_room(each, context, 2, "the server's context", left_out)]
+    fitting = [
+        each
+        for each in kept
+        if each.task.agent == "program" or _has_room(each, context, 2, "the server's context", left_out)
+    ]
     return Asked(fitting, left_out, inexact)
 
 
@@ -85,19 +96,32 @@ def _each_once(
     inexact = {
         prompt.task.task_id: f"its prompt has {len(prompt.token_ids)} tokens, and the model was sent {sent}"
         for prompt in prompts
-        if (sent := prompt.task.prompt_tokens) and abs(len(prompt.token_ids) - sent) > TOLERANCE
+        if (sent := prompt.task.prompt_tokens)
+        and abs(len(prompt.token_ids) - sent) > TOLERANCE
+        and prompt.task.agent != "program"
     }
     exact = [prompt for prompt in prompts if prompt.task.task_id not in inexact]
-    newest = {prompt.token_ids: prompt for prompt in exact}
+    newest = {_identity(prompt): prompt for prompt in exact}
     left_out = {task: f"the chat template refuses it ({why})" for task, why in refused.items()} | inexact
     kept: list[Prompt] = []
     for prompt in exact:
-        last = newest[prompt.token_ids]
+        last = newest[_identity(prompt)]
         if last is prompt:
             kept.append(prompt)
         else:
             left_out[prompt.task.task_id] = f"its prompt is that of {last.task.task_id}"
     return kept, left_out, inexact
+
+
+def _identity(prompt: Prompt) -> object:
+    """Equal for prompts of which one is a repetition. The user's agent gets the whole task: of that, everything
+    counts but what its trace says of itself."""
+    task = prompt.task
+    if task.agent != "program":
+        return prompt.token_ids
+    asked = {name: value for name, value in task.line.items() if name not in ("task_id", "answer", "metadata")}
+    own = {name: value for name, value in (task.line.get("metadata") or {}).items() if name not in METADATA}
+    return json.dumps([task.query, task.prompt, task.reference, asked, own], sort_keys=True, default=str)
 
 
 def _has_room(prompt: Prompt, context: int, needed: int, name: str, left_out: dict[str, str]) -> bool:

@@ -6,7 +6,7 @@ Plain data and arithmetic; nothing here generates, grades or trains.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -19,6 +19,7 @@ from flywheel.training.agent.tool_metrics import tool_metrics
 from flywheel.training.groups import Drop, dropped_groups
 from flywheel.training.prompts import Prompt
 from flywheel.training.samples import Row, Sample
+from flywheel.training.workflow.agent_program import RunResult
 from flywheel.verdict import Exchange, Verdict
 
 
@@ -68,6 +69,8 @@ class Completion:
         forks: Number of turns whose prompts do not continue an earlier one.
         truncated: Whether it reached a limit of tokens, turns or time.
         error: Why there is nothing to grade; empty if there is.
+        run: What the user's agent returned, if it is one.
+        cause: Why the user's agent failed, in a word: a `FailureCause`, or `no_calls`. There is an `error` then, too.
     """
 
     text: str = ""
@@ -80,6 +83,8 @@ class Completion:
     forks: int = 0
     truncated: bool = False
     error: str = ""
+    run: RunResult | None = None
+    cause: str = ""
 
     @property
     def has_called(self) -> bool:
@@ -125,15 +130,38 @@ def reply(
 
 
 @dataclass(frozen=True, slots=True)
+class RewardWeights:
+    """What the rubric's score and the reward of the user's agent weigh in the reward of a rollout."""
+
+    rubric: float = 1.0
+    program: float = 0.0
+
+    def mean(self, score: float | None, own: float | None) -> float | None:
+        """The weighted mean; None if a part with a weight is missing."""
+        parts = [(weight, value) for weight, value in ((self.rubric, score), (self.program, own)) if weight]
+        known = [(weight, value) for weight, value in parts if value is not None]
+        if len(known) < len(parts):
+            return None
+        return math.fsum(weight * value for weight, value in known) / math.fsum(weight for weight, _ in known)
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
+    """`weights` are for rollouts of the user's agent. Without a weight of the rubric there is no verdict."""
+
     request: RolloutRequest
     completion: Completion
     verdict: Verdict | None
+    weights: RewardWeights = RewardWeights()
 
     @property
     def reward(self) -> float | None:
-        """The verdict's score; None when the judge or the engine failed."""
-        return None if self.verdict is None else self.verdict.score
+        """The reward: the verdict's score, or of the user's agent the weighted mean of score and own reward. None
+        when the judge, the engine or the agent failed."""
+        score, run = None if self.verdict is None else self.verdict.score, self.completion.run
+        if run is None:
+            return score
+        return None if self.completion.error else self.weights.mean(score, run.reward)
 
     @property
     def missed(self) -> bool | None:
@@ -196,9 +224,14 @@ class Batch:
         return sum(rollout.completion.missed for rollout in self.rollouts)
 
     @property
+    def failed(self) -> Counter[str]:
+        """Number of rollouts in which the user's agent failed, by cause."""
+        return Counter(rollout.completion.cause for rollout in self.rollouts if rollout.completion.cause)
+
+    @property
     def undecided(self) -> int:
         """Number of rollouts that should have a reward and have none."""
-        return len(self.rollouts) - len(self.rewards) - self.missed
+        return len(self.rollouts) - len(self.rewards) - self.missed - self.failed.total()
 
     @property
     def groups(self) -> int:
@@ -237,12 +270,18 @@ class Batch:
     def refuse_undecided(self, max_share: float) -> None:
         """Raise TrainError when too many rewards are missing for a meaningful step.
 
-        Rollouts that ended by a miss need no reward, and a few others prove no failure of the judge.
+        Rollouts that ended by a miss need no reward, and a few others prove no failure of the judge. The same for
+        those in which the user's agent failed, see `refuse_failed`.
         """
-        graded = len(self.rollouts) - self.missed
-        if self.undecided <= max_share * graded or (self.missed and graded < MIN_REWARDS):
+        without = self.missed + self.failed.total()
+        graded = len(self.rollouts) - without
+        if self.undecided <= max_share * graded or (without and graded < MIN_REWARDS):
             return
-        lacking = (each for each in self.rollouts if each.reward is None and not each.completion.missed)
+        lacking = (
+            each
+            for each in self.rollouts
+            if each.reward is None and not each.completion.missed and not each.completion.cause
+        )
         reasons = Counter(rollout.failure for rollout in lacking)
         reason, times = reasons.most_common(1)[0]
         raise TrainError(
@@ -253,10 +292,26 @@ class Batch:
             retryable=True,
         )
 
+    def refuse_failed(self, max_share: float) -> None:
+        """Raise TrainError when the user's agent failed in a larger share of the rollouts."""
+        failed = self.failed.total()
+        if failed <= max_share * len(self.rollouts):
+            return
+        reasons = Counter(rollout.failure for rollout in self.rollouts if rollout.completion.cause)
+        reason, times = reasons.most_common(1)[0]
+        raise TrainError(
+            "run the agent (rollout.agent)",
+            f"it failed in {failed} of {len(self.rollouts)} rollouts, more than the share {max_share:g} allowed by"
+            f" training.max_undecided_share; {times} times: {reason}",
+            "`flywheel workflow check` runs it once. Its output is in the worker's log.",
+            retryable=True,
+        )
+
     def summary(self) -> dict[str, Any]:
         """The step's figures for its metrics line. Means are over existing values; None if there are none.
 
-        `tools` has the figures of rollouts that can call recorded tools (`tool_metrics`).
+        `tools` has the figures of rollouts that can call recorded tools (`tool_metrics`), `program` those of rollouts
+        of the user's agent.
         """
         done = [rollout.completion for rollout in self.rollouts if not rollout.completion.error]
         ended = [rollout for rollout in self.rollouts if rollout.missed is not None]
@@ -278,6 +333,25 @@ class Batch:
             "turns_mean": mean([each.completion.turns for each in ended]),
             "forks": sum(each.completion.forks for each in ended),
             **({"tools": tool_metrics([completion.calls for completion in recorded])} if recorded else {}),
+            **self._of_programs(),
+        }
+
+    def _of_programs(self) -> dict[str, Any]:
+        programs = [each.completion for each in self.rollouts if each.request.prompt.task.agent == "program"]
+        if not programs:
+            return {}
+        ended = [each.run for each in programs if each.run is not None and not each.cause]
+        metrics: defaultdict[str, list[float]] = defaultdict(list)
+        for run in ended:
+            for name, value in run.metrics.items():
+                metrics[name].append(value)
+        return {
+            "program": {
+                "failures": dict(self.failed.most_common()),
+                "reward_mean": mean([run.reward for run in ended if run.reward is not None]),
+                "metrics": {name: mean(values) for name, values in sorted(metrics.items())},
+                "seconds_mean": mean([run.seconds for run in ended]),
+            }
         }
 
     def usage(self) -> dict[str, int]:

@@ -14,7 +14,7 @@ from flywheel.files import append_jsonl
 from flywheel.round import EVALUATION_FILE
 from flywheel.training.advantage import Scale
 from flywheel.training.groups import Drop
-from flywheel.training.rollout import Batch, LoadedAdapter, Rollout
+from flywheel.training.rollout import Batch, Completion, LoadedAdapter, Rollout
 from flywheel.training.samples import Sample
 
 
@@ -77,7 +77,17 @@ def _graded(rollout: Rollout) -> dict[str, Any]:
             for result in (rollout.verdict.results if rollout.verdict else ())
         ],
         "error": rollout.failure,
+        **_run(rollout.completion),
     }
+
+
+def _run(completion: Completion) -> dict[str, Any]:
+    """What a run of the user's agent returned."""
+    run = completion.run
+    if run is None:
+        return {}
+    program = {"reward": run.reward, "metrics": dict(run.metrics), "seconds": round(run.seconds, 3)}
+    return {"program": {**program, "failure": completion.cause or None}}
 
 
 def _sample(sample: Sample, texts: Sequence[str | None]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import ray
 from flywheel.config import Config
 from flywheel.round import ADAPTER_DIR, RoundSpec
 from flywheel.training.actor import RoundActor
-from flywheel.training.collector import Collector, Grade
+from flywheel.training.collector import Collector, Grade, batch_seconds, reward_weights
 from flywheel.training.metrics import UPDATE_FIGURES, Metrics
 from flywheel.training.policy import load_policy, save_adapter
 from flywheel.training.progress_meter import Meter
@@ -92,8 +92,9 @@ class Trainer(RoundActor):
             engines,
             make_grade(meter.pause),
             max_thread=self._settings.judge.max_thread,
-            timeout_seconds=self._settings.rollout.timeout_seconds,
+            timeout_seconds=batch_seconds(self._settings),
             meter=meter,
+            weights=reward_weights(self._settings),
         ) as collector:
             run = Run(self._spec, self._settings, self._directory, prompts, engines, collector, meter)
             trainer = RoundTrainer(
@@ -180,6 +181,7 @@ class Run:
         self.usage = add_usage(self.usage, batch.usage())
         training = self._settings.training
         append_rollouts(self._directory, step + 1, batch, training.scale_rewards)
+        batch.refuse_failed(training.max_undecided_share)
         batch.refuse_undecided(training.max_undecided_share)
         try:
             self._refuse(step, batch)

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from flywheel.config import Config, JudgeBudget
+from flywheel.config import AgentProgramSettings, Config, JudgeBudget
 from flywheel.judge.budget import Budget, BudgetSpentError
 from flywheel.judge.grader import Grader, PendingJudgeCall
 from flywheel.judge_usage import Allowance, Purpose, UsageFile, Used, today
@@ -35,6 +35,21 @@ def build_grade(spec: RoundSpec, round_dir: Path, purpose: Purpose, pause: Pause
     settings = Config.model_validate(spec.settings)
     patience = Patience(settings.training.judge_wait_seconds, pause)
     return Grading(Grader(rubric_of(spec), settings.judge), settings.judge.budget, round_dir, purpose, patience)
+
+
+def has_judge(settings: Config) -> bool:
+    """Whether rollouts are graded: not if the user's agent alone gives the rewards."""
+    rollout = settings.rollout
+    return rollout.reward.rubric > 0 or not isinstance(rollout.agent, AgentProgramSettings)
+
+
+def without_judge(*_: object) -> Grade:
+    """In place of `build_grade` where nothing is graded."""
+
+    def grade(_: Exchange) -> Verdict:
+        raise RuntimeError("the rubric has no weight")
+
+    return grade
 
 
 class Lent(Budget):

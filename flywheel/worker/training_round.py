@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Final, overload
 
 import ray
 
@@ -22,10 +22,12 @@ from flywheel.gpu_placement import place_on_gpus
 from flywheel.judge_usage import Purpose
 from flywheel.round import ADAPTER_DIR, AdapterRef, Comparison, RoundResult, RoundSpec, RoundTask
 from flywheel.serving.vllm_arguments import chat_arguments
+from flywheel.terminal import quantity
 from flywheel.training import ray_cluster
+from flywheel.training.agent.program_rollout import ProgramSetup
 from flywheel.training.agent.recorded_rollout import ToolSetup
 from flywheel.training.chat_rendering import ChatFormat, served_format
-from flywheel.training.collector import Collector, Grade
+from flywheel.training.collector import Collector, Grade, batch_seconds, reward_weights
 from flywheel.training.debug_round import roll_out_only
 from flywheel.training.engine import Engine, EngineSettings
 from flywheel.training.held_out_evaluation import Pairs, answer, check_enough
@@ -34,12 +36,17 @@ from flywheel.training.policy import rank
 from flywheel.training.probe_measurement import make_probe
 from flywheel.training.progress_meter import Meter
 from flywheel.training.prompts import Asked, Prompt, asked, asked_as_served
-from flywheel.training.rollout import LoadedAdapter, add_usage
+from flywheel.training.rollout import Completion, LoadedAdapter, add_usage
+from flywheel.training.round_steps import step_requests
 from flywheel.training.trainer import Trainer
+from flywheel.training.workflow.configured_program import program_of
 from flywheel.worker.judge_pause import Pause
-from flywheel.worker.rollout_grading import rubric_of
+from flywheel.worker.rollout_grading import has_judge, rubric_of, without_judge
 
 log = logging.getLogger("flywheel.worker")
+
+TRIALS: Final = 3
+"""Tasks on which the user's agent is tried before training."""
 
 MakeGrade = Callable[[RoundSpec, Path, Purpose, Pause], Grade]
 
@@ -57,6 +64,9 @@ class Round:
         self.spec, self.directory, self.settings = spec, directory, settings
         self.metrics = Metrics(directory)
         self.meter = Meter(directory, steps=settings.training.steps)
+        self.program = program_of(settings)
+        if not has_judge(settings):
+            make_grade = without_judge
         self.make_grade = partial(make_grade, spec, directory, Purpose.ROUNDS)
         purpose = Purpose.ROUNDS if spec.debug else Purpose.GATES
         self.grade = make_grade(spec, directory, purpose, self.meter.pause)
@@ -116,6 +126,21 @@ class Round:
         gate = replace(training, shared=spec.shared_gate, on_miss="end", simulator=None)
         ray_cluster.wait([engine.use_tools.remote(training, gate) for engine in self.engines])
 
+    def _use_program(self) -> None:
+        """Start the user's agent on the engines, if rollouts run one."""
+        config = self.settings
+        if self.program is None:
+            return
+        setup = ProgramSetup(
+            models={config.model.alias: config.model.alias},
+            trained=config.model.alias,
+            max_turns=config.rollout.max_turns,
+            needs_reward=config.rollout.reward.workflow > 0,
+        )
+        settings = config.model_dump(mode="json")
+        [found, *_] = ray_cluster.wait([engine.use_program.remote(settings, setup) for engine in self.engines])
+        log.info("the agent of rollouts: %s", found)
+
     @contextlib.contextmanager
     def _mark(self) -> Iterator[Path]:
         """A marker file in the round's directory: nodes that see it share the same directory."""
@@ -127,8 +152,11 @@ class Round:
             mark.unlink(missing_ok=True)
 
     def _needed(self) -> list[Path]:
-        """Paths of base model and parent that actors read; a name on a hub is not a path."""
+        """Paths of base model, parent and the user's agent that actors read; a name on a hub is not a path."""
         named = [self.spec.base_model, self.spec.parent.path if self.spec.parent else ""]
+        if (program := self.program) is not None:
+            functions = (program.workflow, program.reward_function, program.setup)
+            named += [program.python, program.folder, *(where.rpartition(":")[0] for where in functions)]
         return [Path(name) for name in named if Path(name).is_absolute()]
 
     def asked(self, tasks: Sequence[RoundTask]) -> Asked:
@@ -159,6 +187,7 @@ class Round:
         with self._timed("start"):
             self.start()
             self._use_tools()
+            self._use_program()
             train = self.asked(self.spec.train)
             gate = Asked([], {}) if self.spec.debug else self.asked_as_served(self.spec.held_out)
         prompts, self.left_out = train.prompts, self.spec.left_out | train.left_out
@@ -179,6 +208,9 @@ class Round:
             # Checked before hours are spent on a candidate that could only be rejected.
             check_enough(held_out, self.spec, self.settings.gate.min_tasks)
         log.info("rollouts take up to %d tokens", max(prompt.max_tokens for prompt in prompts))
+        if self.program is not None:
+            with self._timed("trial"):
+                self._try_program(prompts)
         self.metrics.phase("training", prompts=len(prompts), left_out=len(self.left_out))
         if self.spec.debug:
             return self._debug(prompts)
@@ -246,6 +278,23 @@ class Round:
             " (training.inexact_prompts)",
         )
 
+    def _try_program(self, prompts: Sequence[Prompt]) -> None:
+        """Run the user's agent on a task, and on two others if it fails. Raises TrainError if it fails on each."""
+        of_groups = step_requests(prompts[:TRIALS], 0, self.spec, self.settings, None)
+        requests = of_groups[:: self.settings.training.group_size]
+        failures: list[Completion] = []
+        for some in filter(None, (requests[:1], requests[1:])):
+            made = ray_cluster.wait([self.engines[0].generate.remote(request) for request in some])
+            failed = [completion for completion in made if completion.error]
+            if len(failed) < len(made):
+                return
+            failures += failed
+        raise TrainError(
+            f"run the agent of {self.spec.round_id} (rollout.agent)",
+            f"it failed on {quantity(len(failures), 'task')} before training; the first: {failures[0].error}",
+            "Correct it; `flywheel workflow check` runs it once. Its output is in the worker's log.",
+        )
+
     def _debug(self, prompts: list[Prompt]) -> RoundResult:
         adapter = self._load(self.spec.parent, 1)
         with self._timed("train"), self._collector() as collector:
@@ -280,7 +329,8 @@ class Round:
             seed=self.spec.seed,
         )
         whole, (candidate_missed, deployed_missed) = compared(paired(answers.rewards)), answers.missed
-        at_bound = compared(paired(answers.at_bound)) if deployed_missed else None
+        candidate_failed, deployed_failed = answers.failed
+        at_bound = compared(paired(answers.at_bound)) if deployed_missed or deployed_failed else None
         criteria = [
             compare_criterion(
                 criterion.id,
@@ -289,7 +339,7 @@ class Round:
                 confidence=gate.confidence,
                 seed=self.spec.seed,
             )
-            for criterion in rubric_of(self.spec).every
+            for criterion in (rubric_of(self.spec).every if answers.values else ())
             if criterion.id in answers.values
         ]
         return whole.model_copy(
@@ -297,6 +347,8 @@ class Round:
                 "criteria": criteria,
                 "candidate_missed": candidate_missed,
                 "deployed_missed": deployed_missed,
+                "candidate_failed": candidate_failed,
+                "deployed_failed": deployed_failed,
                 "lower_at_bound": at_bound and at_bound.lower,
             }
         )
@@ -306,8 +358,9 @@ class Round:
             self.engines,
             self.grade,
             max_thread=self.settings.judge.max_thread,
-            timeout_seconds=self.settings.rollout.timeout_seconds,
+            timeout_seconds=batch_seconds(self.settings),
             meter=self.meter,
+            weights=reward_weights(self.settings),
         )
 
     @contextlib.contextmanager

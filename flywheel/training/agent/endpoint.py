@@ -62,8 +62,8 @@ class Endpoint:
         return f"http://{HOST}:{self._port}/s/{secret}/v1"
 
     def close(self, url: str) -> Session:
-        """End the rollout with this base URL: later requests are refused."""
-        session = self._sessions[_digest(url.split("/")[-2])]
+        """End the rollout with this base URL: requests in flight are refused, and nothing is found there later."""
+        session = self._sessions.pop(_digest(url.split("/")[-2]))
         session.close()
         return session
 

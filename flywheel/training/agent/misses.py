@@ -84,15 +84,21 @@ def growing_misses(steps: Sequence[Sequence[float]]) -> str:
 
 
 def gate_rewards(
-    rewards: Sequence[float | None], missed: Sequence[bool], side: Side, *, at_bound: bool = False
+    rewards: Sequence[float | None],
+    missed: Sequence[bool],
+    side: Side,
+    *,
+    at_bound: bool = False,
+    worst: float = 0.0,
+    best: float = 1.0,
 ) -> list[float | None]:
     """The rewards of a side's answers with those of misses filled in; other answers without a reward stay undecided.
 
-    A candidate's miss scores 0. A miss of the deployed adapter scores the mean of its side's other rewards; with
-    `at_bound`, or if there are none, it scores 1, the most that it could be.
+    A candidate's miss scores `worst`. A miss of the deployed adapter scores the mean of its side's other rewards;
+    with `at_bound`, or if there are none, it scores `best`, the most that it could be.
     """
     pairs = list(zip(rewards, missed, strict=True))
     known = [reward for reward, is_miss in pairs if reward is not None and not is_miss]
-    for_deployed = 1.0 if at_bound or not known else statistics.fmean(known)
-    score = 0.0 if side == "candidate" else for_deployed
+    for_deployed = best if at_bound or not known else statistics.fmean(known)
+    score = worst if side == "candidate" else for_deployed
     return [score if is_miss else reward for reward, is_miss in pairs]

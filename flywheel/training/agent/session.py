@@ -70,6 +70,7 @@ class Session:
     Attributes:
         generated: Number of generated tokens of all calls.
         is_truncated: Whether a limit of the rollout refused a call.
+        is_full: Whether the last prompt left no room in the context.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Session:
         `model` is the name that the client sees, unless it uses another one."""
         self.generated = 0
         self.is_truncated = False
+        self.is_full = False
         self.model = model
         self._app, self._context, self._texts = app, context, texts
         self._tokens, self._turns = tokens, turns
@@ -197,7 +199,9 @@ class Session:
         if status == 200:
             self._record(body, answer)
             answer = self._stripped(body, answer)
-        return ModelReply(status, answer)
+        reply = ModelReply(status, answer)
+        self.is_full = reply.is_too_long
+        return reply
 
     def _record(self, body: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
         [choice] = answer["choices"]
@@ -219,6 +223,8 @@ class Session:
                 identity=identity_of(body),
                 reply=message_identity(choice["message"]),
                 finish_reason=choice["finish_reason"] or "",
+                messages=tuple(body["messages"]),
+                answer=dict(choice["message"]),
             )
         )
 

@@ -28,6 +28,8 @@ class CallTokens:
         reply: The returned message (`message_identity`).
         prompt_texts: Of `prompt_ids`; empty if unknown.
         finish_reason: As the server returned it; empty if time ran out.
+        messages: The request's.
+        answer: The returned message.
     """
 
     prompt_ids: tuple[int, ...]
@@ -38,15 +40,18 @@ class CallTokens:
     reply: str
     prompt_texts: tuple[str | None, ...] = ()
     finish_reason: str = ""
+    messages: tuple[Any, ...] = ()
+    answer: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Timelines:
-    """`texts` are those of the tokens of each sample, None where unknown. `forks` counts calls that extend no earlier
-    one."""
+    """`texts` are those of the tokens of each sample, None where unknown. `calls` are those of each sample. `forks`
+    counts calls that extend no earlier one."""
 
     samples: tuple[Sample, ...] = ()
     texts: tuple[tuple[str | None, ...], ...] = ()
+    calls: tuple[tuple[CallTokens, ...], ...] = ()
     forks: int = 0
 
 
@@ -82,7 +87,8 @@ def timelines(calls: Iterable[CallTokens]) -> Timelines:
         longest = max(extended or found[-1:], key=lambda each: len(each.ids))
         longest.add(call)
     samples = tuple(Sample(tuple(each.ids), tuple(each.mask), tuple(each.logprobs)) for each in found)
-    return Timelines(samples, tuple(tuple(each.texts) for each in found), max(0, len(found) - 1))
+    texts = tuple(tuple(each.texts) for each in found)
+    return Timelines(samples, texts, tuple(tuple(each.calls) for each in found), max(0, len(found) - 1))
 
 
 @dataclass(slots=True)
@@ -92,6 +98,7 @@ class _Timeline:
     logprobs: list[float | None] = field(default_factory=list)
     texts: list[str | None] = field(default_factory=list)
     identity: tuple[str, ...] = ()
+    calls: list[CallTokens] = field(default_factory=list)
 
     def is_extended_by(self, call: CallTokens) -> bool:
         return (
@@ -100,6 +107,7 @@ class _Timeline:
         )
 
     def add(self, call: CallTokens) -> None:
+        self.calls.append(call)
         new = len(call.prompt_ids) - len(self.ids)
         self.texts += call.prompt_texts[len(self.ids) :] or [None] * new
         self.texts += call.texts

@@ -81,8 +81,8 @@ async def test_each_secret_is_that_of_one_rollout() -> None:
         assert (len(one.calls), len(two.calls)) == (1, 0)
         assert endpoint.close(url_one) is one
         ended = await post(url_one, asking("and now?"))
-        assert (ended.status_code, (await post(url_two, asking("?"))).status_code) == (410, 200)
-    assert ended.json()["error"]["message"] == "this rollout has ended"
+        assert (ended.status_code, (await post(url_two, asking("?"))).status_code) == (404, 200)
+    assert ended.json()["error"]["message"] == "Not Found"
 
 
 async def test_a_client_that_asks_for_a_stream_gets_one() -> None:

@@ -1,0 +1,139 @@
+"""A rollout of the user's own agent: its program runs in a child process, and the calls that it makes of the model
+are what is trained on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from flywheel.trace import ChatMessage
+from flywheel.training.agent.timelines import CallTokens, Timelines, timelines
+from flywheel.training.rollout import Completion, RolloutRequest
+from flywheel.training.workflow.agent_program import ModelEndpoint, RunResult
+
+API_KEY: Final = "unused"
+"""The secret of a rollout is in its URL, but clients refuse to start without a key."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramSetup:
+    """Which models the program is offered, and its limits.
+
+    Attributes:
+        models: The name under which it asks for the model of each target.
+        trained: The target that is trained.
+        max_turns: Calls of that model.
+        needs_reward: Whether a rollout without a reward of the program is worth nothing.
+    """
+
+    models: Mapping[str, str]
+    trained: str
+    max_turns: int
+    needs_reward: bool = False
+
+
+class RecordingSession(Protocol):
+    """The policy as one rollout reaches it (`Session`)."""
+
+    is_truncated: bool
+    is_full: bool
+
+    @property
+    def calls(self) -> Sequence[CallTokens]: ...
+
+
+class Pool(Protocol):
+    """What runs the program (`ProgramPool`)."""
+
+    async def run(
+        self,
+        task: Mapping[str, Any],
+        models: Mapping[str, ModelEndpoint],
+        trained: str,
+        *,
+        seconds: float | None = None,
+    ) -> RunResult: ...
+
+
+async def roll_out(
+    request: RolloutRequest, session: RecordingSession, url: str, pool: Pool, setup: ProgramSetup
+) -> Completion:
+    """The completion of a request whose task is done by the user's agent, which reaches the `session` at `url`.
+
+    A run that fails after the rollout reached a limit is truncated: its last message is the answer, unless only the
+    program could say what that is worth.
+    """
+    endpoints = {target: ModelEndpoint(url, name, API_KEY) for target, name in setup.models.items()}
+    run = await pool.run(request.prompt.task.line, endpoints, setup.trained)
+    calls = session.calls
+    made = timelines(calls)
+    is_cut = session.is_truncated or (bool(calls) and calls[-1].finish_reason == "length")
+    if run.cause is not None:
+        is_cut = is_cut or session.is_full
+        if not calls or not is_cut or setup.needs_reward:
+            return _failed(run, made, run.cause, f"the agent failed ({run.cause}): {run.error}", truncated=is_cut)
+    if not calls:
+        why = "the agent made no call of the model: it must ask the one that it is given, at the URL that it is given"
+        return _failed(run, made, "no_calls", why)
+    last = _text(calls[-1].answer.get("content"))
+    answer = last if run.response is None else run.response
+    return Completion(
+        text=answer,
+        samples=made.samples,
+        texts=made.texts,
+        steps=tuple(steps_of(made, answer)),
+        turns=len(calls),
+        forks=made.forks,
+        truncated=is_cut,
+        run=run,
+    )
+
+
+def _failed(run: RunResult, made: Timelines, cause: str, why: str, *, truncated: bool = False) -> Completion:
+    """What it generated is kept for people to read; nothing of it is trained on."""
+    return Completion(
+        samples=made.samples,
+        texts=made.texts,
+        steps=tuple(steps_of(made, "")),
+        turns=sum(map(len, made.calls)),
+        forks=made.forks,
+        truncated=truncated,
+        error=why,
+        run=run,
+        cause=cause,
+    )
+
+
+def steps_of(made: Timelines, answer: str) -> Iterator[ChatMessage]:
+    """The messages between question and answer: what each conversation with the model has beyond its first request,
+    one conversation after the other, without a last message that is the answer."""
+    steps = list(itertools.chain.from_iterable(map(_added, made.calls)))
+    if steps and not steps[-1].get("tool_calls") and steps[-1]["content"].strip() == answer.strip():
+        steps.pop()
+    return iter(steps)
+
+
+def _added(calls: Sequence[CallTokens]) -> Iterator[ChatMessage]:
+    for message in calls[-1].messages[len(calls[0].messages) :]:
+        if isinstance(message, Mapping):
+            yield _step(message)
+    yield _step(calls[-1].answer)
+
+
+def _step(message: Mapping[str, Any]) -> ChatMessage:
+    """In the form of traced messages: the content is text."""
+    step: ChatMessage = {"role": str(message.get("role")), "content": _text(message.get("content"))}
+    for name in ("name", "tool_calls", "tool_call_id"):
+        if value := message.get(name):
+            step[name] = value
+    return step
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):
+        parts = [each.get("text") if isinstance(each, Mapping) else each for each in content]
+        return "\n".join(part for part in parts if isinstance(part, str))
+    return content if isinstance(content, str) else ""
