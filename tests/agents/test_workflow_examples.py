@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 
 from flywheel.training.workflow.agent_program import AgentProgram, ModelEndpoint, RunResult
 from flywheel.training.workflow.program_pool import ProgramPool
-from tests.agents.running import EXAMPLES
+from tests.agents.running import EXAMPLES, ROOT
 from tests.agents.scripted_model import Recorder, ScriptedModel
 from tests.serving.fake_vllm import running
 
@@ -53,6 +54,15 @@ def assert_continues_the_conversation(sent: list[dict[str, Any]]) -> None:
     assert "The result is 408." in second[1][1] and "And 5 by 6?" in second[2][1]
 
 
+async def test_agentscope(tmp_path: Path) -> None:
+    program = AgentProgram(workflow=f"{EXAMPLES / 'workflow' / 'agent.py'}:run", folder=str(tmp_path))
+    results, sent = await results_of(program)
+    assert [result.response for result in results] == ANSWERS
+    assert [result.reward for result in results] == [1.0, 1.0, 0.0]
+    assert [dict(result.metrics) for result in results] == [{"tool_calls": calls} for calls in (1, 1, 0)]
+    assert_continues_the_conversation(sent)
+
+
 async def test_openai_agents_sdk(tmp_path: Path) -> None:
     pytest.importorskip("agents", reason="openai-agents is not installed")
     program = AgentProgram(workflow=f"{EXAMPLES / 'openai_agents' / 'workflow.py'}:run", folder=str(tmp_path))
@@ -89,3 +99,13 @@ async def test_langgraph_in_an_environment_of_its_own(tmp_path: Path) -> None:
     assert [result.response for result in results] == ANSWERS
     assert [dict(result.metrics) for result in results] == [{"messages": number} for number in (4, 6, 2)]
     assert_continues_the_conversation(sent)
+
+
+@pytest.mark.parametrize(("page", "aliases"), [("workflows.md", ()), ("several-agents.md", ("planner", "writer"))])
+async def test_the_functions_on_the_pages(tmp_path: Path, page: str, aliases: tuple[str, ...]) -> None:
+    text = (ROOT / "docs" / "how-to" / page).read_text()
+    [function] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "agent.py").write_text(function)
+    results, sent = await results_of(AgentProgram(workflow=f"{tmp_path / 'agent.py'}:run"), *aliases)
+    assert ANSWERS[-1] in str(results[-1].response)
+    assert [request["model"] for request in sent] == list(aliases or (ALIAS,)) * len(TASKS)

@@ -20,6 +20,8 @@ from demo.users import TrafficError
 from demo.wheel import Scene
 from flywheel.config import AgentProgramSettings, load
 from flywheel.demo.questions import SYSTEM_PROMPT, solve
+from flywheel.training.workflow.agent_program import AgentProgram, ModelEndpoint
+from flywheel.training.workflow.program_pool import ProgramPool
 from tests.agents.scripted_model import Recorder, ScriptedModel
 from tests.serving.fake_vllm import running
 
@@ -55,9 +57,24 @@ def said(message: Json) -> Json:
     return {"role": message["role"], "content": text, **({"tool_calls": calls} if calls else {})}
 
 
-async def test_agents_send_what_the_policy_was_taught() -> None:
+async def requests_of_the_workflow() -> list[Json]:
+    """What the agent sends in a rollout of `--workflow`."""
+    recorder = Recorder(ScriptedModel())
+    pool = ProgramPool(AgentProgram(workflow=agent.WORKFLOW.rollout["agent"]["workflow"]), workers=1)
+    try:
+        with running(recorder) as url:
+            models = {"demo-agent": ModelEndpoint(f"{url}/v1", "demo-agent")}
+            result = await pool.run({"main_query": "What is 123 plus 456?"}, models, "demo-agent")
+    finally:
+        pool.close()
+    assert (result.error, result.response) == ("", "The result is 579.")
+    return recorder.requests
+
+
+@pytest.mark.parametrize("scene", ["service", "workflow"])
+async def test_agents_send_what_the_policy_was_taught(scene: str) -> None:
     reminder = re.escape(REMINDER).replace(r"\{time\}", r"[0-9T:-]{19}").replace(r"\{zone\}", r"[\w/+-]+")
-    sent = await requests_of(4)
+    sent = await (requests_of(4) if scene == "service" else requests_of_the_workflow())
     assert all(request["tools"] == [ADD] for request in sent)
     finished = [request["messages"] for request in sent if len(request["messages"]) == 5]
     assert finished
