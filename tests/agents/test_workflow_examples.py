@@ -20,6 +20,19 @@ from tests.agents.scripted_model import Recorder, ScriptedModel
 from tests.serving.fake_vllm import running
 
 ALIAS = "my-agent"
+
+
+def environment(folder: Path, *packages: str) -> Path:
+    """The interpreter of a new environment with these packages."""
+    python = folder / "bin" / "python"
+    venv.create(folder, with_pip=True)
+    install = [str(python), "-m", "pip", "install", "--quiet", *packages]
+    done = subprocess.run(install, capture_output=True, text=True, timeout=500, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"{packages[0]} could not be installed: {done.stderr[-300:]}")
+    return python
+
+
 TASKS = [json.loads(line) for line in (EXAMPLES / "workflow" / "tasks.jsonl").read_text().splitlines()]
 ANSWERS = ["The result is 408.", "The result is 30.", "You asked: Thank you"]
 
@@ -54,12 +67,61 @@ def assert_continues_the_conversation(sent: list[dict[str, Any]]) -> None:
     assert "The result is 408." in second[1][1] and "And 5 by 6?" in second[2][1]
 
 
-async def test_agentscope(tmp_path: Path) -> None:
+async def test_agentscope_2(tmp_path: Path) -> None:
     program = AgentProgram(workflow=f"{EXAMPLES / 'workflow' / 'agent.py'}:run", folder=str(tmp_path))
     results, sent = await results_of(program)
     assert [result.response for result in results] == ANSWERS
     assert [result.reward for result in results] == [1.0, 1.0, 0.0]
     assert [dict(result.metrics) for result in results] == [{"tool_calls": calls} for calls in (1, 1, 0)]
+    assert_continues_the_conversation(sent)
+
+
+AGENTSCOPE_1 = '''
+import agentscope
+from agentscope.agent import ReActAgent
+from agentscope.formatter import OpenAIChatFormatter
+from agentscope.message import Msg, TextBlock
+from agentscope.tool import Toolkit, ToolResponse
+
+
+def multiply(a: int, b: int) -> ToolResponse:
+    """Multiply two whole numbers."""
+    return ToolResponse(content=[TextBlock(type="text", text=str(a * b))])
+
+
+async def run(task, model, auxiliary_models=None, logger=None):
+    assert agentscope.__version__.startswith("1.")
+    toolkit = Toolkit()
+    toolkit.register_tool_function(multiply)
+    agent = ReActAgent(
+        name="calculator",
+        sys_prompt="You are a calculator. Use your tools.",
+        model=model,
+        formatter=OpenAIChatFormatter(),
+        toolkit=toolkit,
+    )
+    for message in task["init_messages"]:
+        await agent.memory.add(Msg(message["role"], message["content"], message["role"]))
+    answer = await agent(Msg("user", task["main_query"], "user"))
+    return {"response": answer, "metrics": {"again": float(auxiliary_models["again"].model_name == "other")}}
+'''
+
+
+@pytest.mark.slow
+@pytest.mark.long
+async def test_agentscope_1_in_an_environment_of_its_own(tmp_path: Path) -> None:
+    """AgentScope 1.0.21 does not name all that it needs."""
+    python = environment(tmp_path / "venv", "agentscope<2", "mcp<2", "sqlalchemy[asyncio]", "tqdm")
+    (tmp_path / "agent.py").write_text(AGENTSCOPE_1)
+    program = AgentProgram(
+        workflow=f"{tmp_path / 'agent.py'}:run",
+        python=str(python),
+        folder=str(tmp_path),
+        auxiliary_models={"again": ModelEndpoint("http://127.0.0.1:1/v1", "other")},
+    )
+    results, sent = await results_of(program)
+    assert [result.response for result in results] == ANSWERS
+    assert [dict(result.metrics) for result in results] == [{"again": 1.0}] * len(TASKS)
     assert_continues_the_conversation(sent)
 
 
@@ -85,12 +147,7 @@ async def test_a_node_program(tmp_path: Path) -> None:
 @pytest.mark.long
 async def test_langgraph_in_an_environment_of_its_own(tmp_path: Path) -> None:
     """It has none of Flywheel's packages."""
-    python = tmp_path / "venv" / "bin" / "python"
-    venv.create(tmp_path / "venv", with_pip=True)
-    install = [str(python), "-m", "pip", "install", "--quiet", "langgraph", "langchain-openai"]
-    done = subprocess.run(install, capture_output=True, text=True, timeout=500, check=False)
-    if done.returncode != 0:
-        pytest.skip(f"langgraph could not be installed: {done.stderr[-300:]}")
+    python = environment(tmp_path / "venv", "langgraph", "langchain-openai")
     program = AgentProgram(
         workflow=f"{EXAMPLES / 'langgraph' / 'workflow.py'}:run", python=str(python), folder=str(tmp_path)
     )
