@@ -1,0 +1,263 @@
+"""AgentJet's workflow and judge classes as functions of the contract, and the parts of `ajet` that they import.
+
+An AgentJet project names them as `package.module->Class`. Where `ajet` itself is installed, its classes are used. The
+classes are pydantic models, as theirs: pydantic must be in the user's interpreter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import inspect
+import json
+import math
+import sys
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import SimpleNamespace
+from typing import Any
+
+
+def install_shim() -> None:
+    """Make `ajet` importable where it is not installed. Raises ImportError without pydantic."""
+    if "ajet" in sys.modules or importlib.util.find_spec("ajet") is not None:
+        return
+    from pydantic import BaseModel, ConfigDict
+
+    data = ConfigDict(extra="allow", arbitrary_types_allowed=True)
+
+    class Task(BaseModel):
+        model_config = data
+        main_query: str = ""
+        init_messages: list[Any] = []
+        task_id: str = ""
+        env_type: str = ""
+        metadata: dict[str, Any] = {}
+
+    class WorkflowTask(BaseModel):
+        model_config = data
+        task: Task = Task()
+        task_id: str = ""
+        env_type: str = ""
+        task_thread_index: int = 0
+        task_batch_index: int = 0
+        task_tag: str = ""
+        episode_uuid: str = ""
+        observation_window: dict[str, Any] = {}
+        llm_inference_fn: Any = None
+        tokenizer: Any = None
+        gym_env: Any = None
+
+    class WorkflowOutput(BaseModel):
+        model_config = data
+        reward: float | list[float] | None = None
+        is_success: bool | None = None
+        metadata: dict[str, Any] = {}
+        log_metrics: dict[str, Any] = {}
+
+    class Workflow(BaseModel):
+        model_config = data
+        name: str = "default_workflow"
+        trainable_targets: list[str] | None = None
+
+        async def execute(self, workflow_task: Any, tuner: Any) -> Any:
+            raise NotImplementedError
+
+    class BaseJudge:
+        def __init__(self, config: Any) -> None:
+            self.config = config
+
+        def compute_reward(self, workflow_task: Any, workflow_output: Any) -> Any:
+            raise NotImplementedError
+
+    kinds = Task, WorkflowTask, WorkflowOutput, Workflow, BaseJudge
+    sys.meta_path.append(_Finder({"AjetTuner": Tuner, **{kind.__name__: kind for kind in kinds}}))
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Finds `ajet` and any module below it. All have the same names; those that are missing here can be imported, and
+    raise an error when they are used."""
+
+    def __init__(self, names: Mapping[str, Any]) -> None:
+        self._names = names
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self, is_package=True) if fullname.partition(".")[0] == "ajet" else None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__dict__.update(self._names, __getattr__=partial(_missing, module.__name__))
+
+
+def _missing(module: str, name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise NotImplementedError(f"{name} of {module} is not available: install AgentJet beside the workflow")
+
+    return type(name, (), {"__init__": refuse})
+
+
+def is_workflow_class(cls: Any) -> bool:
+    """Whether a class is a workflow of AgentJet."""
+    return inspect.isclass(cls) and inspect.iscoroutinefunction(getattr(cls, "execute", None))
+
+
+def is_judge_class(cls: Any) -> bool:
+    """Whether a class is a judge of AgentJet."""
+    return inspect.isclass(cls) and callable(getattr(cls, "compute_reward", None))
+
+
+def as_function(cls: Any, kind: str) -> Callable[..., Any]:
+    """The function of the contract that runs a class: a `workflow` or a `judge`."""
+    return _workflow_function(cls) if kind == "workflow" else _judge_function(cls)
+
+
+class Response(str):
+    """The answer of a workflow, with all of its output for the judge."""
+
+    workflow_output: Any = None
+
+
+@dataclass
+class Returned:
+    """What the contract reads."""
+
+    reward: float | None
+    response: Response | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def _workflow_function(cls: Any) -> Callable[..., Any]:
+    async def workflow(
+        task: Any, model: Any, auxiliary_models: Mapping[str, Any] | None = None, logger: Any = None
+    ) -> Returned:
+        instance = cls()
+        tuner = Tuner(task, model, auxiliary_models or {}, getattr(instance, "trainable_targets", None))
+        output = await instance.execute(_workflow_task(task), tuner)
+        answer = output.metadata.get("final_answer")
+        if answer is None and output.metadata:
+            answer = json.dumps(output.metadata, default=str, ensure_ascii=False)
+        response = None if answer is None else Response(answer)
+        if response is not None:
+            response.workflow_output = output
+        return Returned(_number(output.reward), response, _metrics(output))
+
+    workflow.__name__ = workflow.__qualname__ = cls.__name__
+    return workflow
+
+
+def _judge_function(cls: Any) -> Callable[..., Any]:
+    judges: list[Any] = []
+
+    async def judge(task: Any, response: Any, auxiliary_models: Any = None, logger: Any = None) -> Returned:
+        output = getattr(response, "workflow_output", None)
+        if output is None:
+            output = sys.modules["ajet"].WorkflowOutput(metadata={"final_answer": str(response)})
+        if output.reward is not None:
+            # As in AgentJet: a workflow that rewards itself needs no judge.
+            return Returned(_number(output.reward))
+        if not judges:
+            judges.append(cls(None))
+        found = await asyncio.to_thread(judges[0].compute_reward, _workflow_task(task), output)
+        reward, *success = found if isinstance(found, tuple) else (found,)
+        return Returned(reward, metrics={"is_success": float(bool(success[0]))} if success else {})
+
+    judge.__name__ = judge.__qualname__ = cls.__name__
+    return judge
+
+
+def _workflow_task(task: Mapping[str, Any]) -> Any:
+    ajet = sys.modules["ajet"]
+    schema = importlib.import_module("ajet.schema.task")
+    metadata = dict(task.get("metadata") or {})
+    # AgentJet's judges look for the right answer there.
+    metadata.setdefault("answer", task.get("reference") or metadata.get("reference") or task.get("answer") or "")
+    own = schema.Task(
+        main_query=task.get("main_query") or "",
+        init_messages=task.get("init_messages") or [],
+        task_id=str(task.get("task_id") or ""),
+        env_type=str(task.get("env_type") or ""),
+        metadata=metadata,
+    )
+    return ajet.WorkflowTask(task_id=own.task_id, env_type=own.env_type, task=own)
+
+
+def _number(reward: Any) -> float | None:
+    """A reward; of a list, the mean."""
+    if isinstance(reward, list):
+        return math.fsum(reward) / len(reward) if reward else None
+    return reward  # type: ignore[no-any-return]
+
+
+def _metrics(output: Any) -> dict[str, float]:
+    logged = {name: value for name, value in output.log_metrics.items() if isinstance(value, int | float)}
+    return logged if output.is_success is None else {**logged, "is_success": float(output.is_success)}
+
+
+class Tuner:
+    """What a workflow asks for its models. An agent whose `target_tag` is not trained uses its `debug_model`; a tag
+    that is a model's name in the configuration (`targets`, `rollout.auxiliary_models`) has that model."""
+
+    def __init__(
+        self, task: Mapping[str, Any], model: Any, others: Mapping[str, Any], trainable: list[str] | None
+    ) -> None:
+        self._task, self._model, self._others, self._trainable = task, model, others, trainable
+
+    def as_agentscope_model(self, agent_name: str = "", target_tag: str = "", debug_model: Any = None) -> Any:
+        """A chat model of AgentScope."""
+        if target_tag in self._others:
+            return _with_typed_parts(self._others[target_tag])
+        return _with_typed_parts(self._model) if self._is_trained(target_tag) else debug_model
+
+    def as_oai_baseurl_apikey(self, agent_name: str = "", target_tag: str = "") -> SimpleNamespace:
+        """`base_url`, `api_key` and `model` of an OpenAI API."""
+        models = {**self._task.get("auxiliary_models", {}), **self._task.get("models", {})}
+        return SimpleNamespace(**models.get(target_tag, self._task["openai"]))
+
+    def as_raw_openai_sdk_client(
+        self, agent_name: str = "", target_tag: str = "", debug_model: str = "gpt-4o"
+    ) -> Any:
+        """An `AsyncOpenAI` whose requests need not name a model."""
+        from openai import AsyncOpenAI
+
+        at = self.as_oai_baseurl_apikey(agent_name, target_tag)
+        client = AsyncOpenAI(base_url=at.base_url, api_key=at.api_key)
+        name = at.model if self._is_trained(target_tag) else debug_model
+        create = client.chat.completions.create
+
+        async def create_by_default(**parameters: Any) -> Any:
+            return await create(**{**parameters, "model": name})
+
+        client.chat.completions.create = create_by_default  # type: ignore[method-assign]
+        return client
+
+    def _is_trained(self, target: str) -> bool:
+        return not self._trainable or target in self._trainable
+
+
+def _with_typed_parts(model: Any) -> Any:
+    """The same model. One of AgentScope 1.x then also takes the messages of its DashScope formatter, whose text parts
+    have no type."""
+    kind = type(model)
+    if getattr(kind, "_takes_untyped_parts", False) or not hasattr(model, "model_name"):
+        return model
+
+    async def call(self: Any, messages: Any, *arguments: Any, **options: Any) -> Any:
+        return await kind.__call__(self, [_typed(message) for message in messages], *arguments, **options)
+
+    model.__class__ = type(kind.__name__, (kind,), {"__call__": call, "_takes_untyped_parts": True})
+    return model
+
+
+def _typed(message: Any) -> Any:
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list):
+        return message
+    parts = [{"type": "text", **part} if isinstance(part, dict) and "text" in part else part for part in content]
+    return {**message, "content": parts}
