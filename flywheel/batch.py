@@ -31,6 +31,7 @@ class Entry(Struct, frozen=True, gc=False):
     - `linked`: the reply's own spans do not show the conversation before it. The ledger finds the earlier turns by
       conversation id and time.
     - `excluded`: why rounds leave the task out (see `exclusion`).
+    - `target`: the target whose task it is; empty without `targets`, and for none of them.
     - `model`: the model that was requested.
     - `asked_alias`: the alias, if nothing recorded says which of its versions answered.
     - `follows`: an earlier turn may have hidden a message, which the ledger can find out.
@@ -60,6 +61,7 @@ class Entry(Struct, frozen=True, gc=False):
     calls: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     root: str = ""
+    target: str = ""
 
     @property
     def split_key(self) -> str:
@@ -151,6 +153,9 @@ def _entry(reply: Reply, source: str, signature: PromptSignature, models: Traine
             excluded.add(of_tools)
     if not models.trains(model, reply.adapter):
         excluded.add(Exclusion.MODEL)
+    target = models.target_of(reply.agent, storable(reply.model), reply.adapter)
+    if models.targets and not target:
+        excluded.add(Exclusion.TARGET)
     return Entry(
         span_id=reply.span_id,
         trace_id=reply.trace_id,
@@ -167,13 +172,14 @@ def _entry(reply: Reply, source: str, signature: PromptSignature, models: Traine
         linked=not (reply.history or reply.model or reply.prompt),
         excluded="" if skip else exclusion.column(excluded),
         model=model,
-        asked_alias=models.alias if model and model == models.alias and not reply.adapter_source else "",
+        asked_alias=model if model in models.aliases and not reply.adapter_source else "",
         follows=not (reason or reply.prompt) and any(message.get("role") == "assistant" for message in reply.history),
         skip=skip,
         detail=storable(reply.skip_detail),
         calls=reply.calls,
         missing=reply.missing,
         root=reply.root,
+        target=target,
     )
 
 

@@ -37,6 +37,7 @@ class Exclusion(StrEnum):
     UNCALLED = "uncalled"
     UNRECORDED = "unrecorded"
     MODEL = "model"
+    TARGET = "target"
     REPEATED = "repeated"
 
 
@@ -78,6 +79,10 @@ WORDS: Mapping[Exclusion, Words] = MappingProxyType(
             "the answer is by a model other than the alias, its versions and its base",
             "`sources[].models.include` takes the replies of other models",
         ),
+        Exclusion.TARGET: Words(
+            "the agent is of none of the `targets`: no target has its name or the alias that it called",
+            "`targets.NAME.agents` names the agents of a target",
+        ),
         Exclusion.REPEATED: Words(
             "a conversation in the training split begins exactly like this held-out one",
             "nothing: the gate uses conversations that begin differently",
@@ -103,17 +108,27 @@ def parsed(text: str) -> tuple[Exclusion, ...]:
     return tuple(Exclusion(name) for name in text.split())
 
 
-class Taken(NamedTuple):
-    """The exclusions that do not keep tasks of a split from rounds."""
+class Scope(NamedTuple):
+    """Which tasks are looked at: those without exclusions, or with these only, of one target (None: of all)."""
 
-    train: frozenset[Exclusion] = frozenset()
-    gate: frozenset[Exclusion] = frozenset()
+    exclusions: frozenset[Exclusion] = frozenset()
+    target: str | None = None
+
+
+EVERY_TARGET: Final = Scope()
+
+
+class Taken(NamedTuple):
+    """What rounds take for training and gate: the exclusions in a scope do not keep tasks of that split from them."""
+
+    train: Scope = EVERY_TARGET
+    gate: Scope = EVERY_TARGET
 
     def leaving_out(self, text: str, split: Split, *, is_rejected: bool) -> list[Exclusion]:
         """Those in the text of a task's column that keep it from training, or from the gate if it is held out. The
         gate asks a task without calls only if its traced answer was not rejected."""
         is_held_out = split is Split.HELD_OUT
-        taken = self.gate if is_held_out else self.train
+        taken = (self.gate if is_held_out else self.train).exclusions
         without = {Exclusion.UNCALLED} if is_held_out and is_rejected else set()
         return [each for each in parsed(text) if each not in taken - without]
 
@@ -126,24 +141,50 @@ def columns_within(taken: Collection[Exclusion]) -> list[str]:
     return [column(some) for count in range(len(taken) + 1) for some in combinations(sorted(taken), count)]
 
 
+class TargetNames(NamedTuple):
+    """A target with the alias and the agents (names in traces) whose replies are its tasks."""
+
+    target: str
+    alias: str
+    agents: tuple[str, ...] = ()
+
+
 class TrainedModels(Struct, frozen=True):
     """Which models' replies are trained on: those of `alias`, its versions and `base`, and of `include`d models.
 
     `alias` is the stable name that agents call, and `base` the model behind it before the first round. Versions are
     named `ALIAS@rNNNN`. `include` and `exclude` are names or patterns; `exclude` wins. An unknown model counts as the
-    alias.
+    alias. With several `targets`, their aliases take the place of `alias`.
     """
 
     alias: str = ""
     base: str = ""
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    targets: tuple[TargetNames, ...] = ()
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """The stable names that agents call; none if no alias is known."""
+        if self.targets:
+            return tuple(each.alias for each in self.targets)
+        return (self.alias,) if self.alias else ()
+
+    def target_of(self, agent: str, model: str, adapter: str) -> str:
+        """The target whose task a reply is: that of the alias that was called, else that of the agent's name. Empty
+        for none, and without targets."""
+        if not self.targets:
+            return ""
+        by_alias = {each.alias: each.target for each in self.targets}
+        by_agent = {name: each.target for each in self.targets for name in each.agents}
+        called = (by_alias.get(name.partition("@")[0]) for name in (adapter, model))
+        return next(filter(None, called), None) or by_agent.get(agent, "")
 
     def is_own(self, model: str, adapter: str) -> bool:
         """Whether a reply requested from `model` and given by `adapter` is one of the alias, a version or the
         base."""
-        version = f"{self.alias}@"
-        return model in ("", self.alias, self.base) or adapter.startswith(version) or model.startswith(version)
+        versions = tuple(f"{alias}@" for alias in self.aliases)
+        return model in ("", self.base, *self.aliases) or adapter.startswith(versions) or model.startswith(versions)
 
     def trains(self, model: str, adapter: str) -> bool:
         """Whether such a reply is trained on."""

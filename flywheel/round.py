@@ -88,6 +88,15 @@ class AdapterRef(Frozen):
     sha256: str
 
 
+class FrozenTarget(Frozen):
+    """A target that a round of another one does not train: its agent answers as it is deployed."""
+
+    target: str
+    alias: str
+    adapter: AdapterRef | None
+    """None: the base model."""
+
+
 class RoundSpec(Frozen):
     """Everything that a worker needs."""
 
@@ -97,6 +106,10 @@ class RoundSpec(Frozen):
     debug: bool
     base_model: str
     parent: AdapterRef | None
+    target: str = ""
+    """The target that is trained, with `settings.model.alias`; empty without `targets`."""
+    frozen: list[FrozenTarget] = []
+    """The other targets."""
     train: list[RoundTask]
     held_out: list[RoundTask]
     left_out: dict[str, str] = {}

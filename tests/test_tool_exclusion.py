@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flywheel.exclusion import NONE_TAKEN, Exclusion, Taken, column
+from flywheel.exclusion import NONE_TAKEN, Exclusion, Scope, Taken, column
 from flywheel.finish_functions import FINISH_FUNCTIONS
 from flywheel.states import Split
 from flywheel.tool_exclusion import exclusion_of_tools
@@ -73,14 +73,14 @@ def test_parallel_calls_need_one_result() -> None:
     assert exclusion_of_tools((ADD,), (said(first, second), answer)) is Exclusion.TOOLS
 
 
-ANY_TAKEN = st.builds(Taken, *2 * (st.frozensets(st.sampled_from(Exclusion)),))
+ANY_TAKEN = st.builds(Taken, *2 * (st.builds(Scope, st.frozensets(st.sampled_from(Exclusion))),))
 
 
 @given(have=st.frozensets(st.sampled_from(Exclusion)), takes=ANY_TAKEN, split=st.sampled_from(Split))
 def test_a_task_is_left_out_for_what_its_split_does_not_take(
     have: frozenset[Exclusion], takes: Taken, split: Split
 ) -> None:
-    taken = takes.train if split is Split.TRAIN else takes.gate
+    taken = (takes.train if split is Split.TRAIN else takes.gate).exclusions
     assert set(takes.leaving_out(column(have), split, is_rejected=False)) == have - taken
     rejected = set(takes.leaving_out(column(have), split, is_rejected=True))
     again = {Exclusion.UNCALLED} if split is Split.HELD_OUT else set()

@@ -175,7 +175,8 @@ async def _filter(wanted: _Options) -> tuple[dict[str, Any], FlywheelError | Non
 
             def on_judged(judged: TaskResult) -> None:
                 # Only --json reports the estimated tokens of each task, which take time to compute.
-                tokens = filtering.grader.estimate(exchange_of(judged.task.line)).prompt_tokens if wanted.quiet else 0
+                grader = filtering.grader_of(judged)
+                tokens = grader.estimate(exchange_of(judged.task.line)).prompt_tokens if wanted.quiet else 0
                 found[judged.task.id] = verdict_json(judged, filtering, tokens)
                 step()
 
@@ -321,7 +322,7 @@ def verdict_json(judged: TaskResult, filtering: TaskJudging, tokens: int) -> dic
         "reason": (verdict.reason or verdict.error) if verdict else judged.error,
         "criteria": [
             {name: getattr(result, name) for name in ("criterion", "choice", "value", "passed", "reason")}
-            | {"by_judge": result.criterion in filtering.grader.hashes}
+            | {"by_judge": result.criterion in filtering.grader_of(judged).hashes}
             for result in (verdict.results if verdict else ())
         ],
         "estimated_tokens": tokens,

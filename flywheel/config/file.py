@@ -7,11 +7,14 @@ errors. Secrets are never in the file: it names environment variables.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import re
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from flywheel.config.agentjet import MARKERS, translated
 from flywheel.config.ingest import (
@@ -38,7 +41,7 @@ from flywheel.config.training import (
     TriggerSettings,
 )
 from flywheel.errors import ConfigError
-from flywheel.exclusion import Exclusion, Taken, TrainedModels
+from flywheel.exclusion import Exclusion, Scope, Taken, TargetNames, TrainedModels
 from flywheel.files import expanded
 from flywheel.yaml_file import YamlDocument, explain, read_yaml
 
@@ -70,6 +73,8 @@ class Config(Section):
     daemon: DaemonSettings = DaemonSettings()
     notify: NotifyList = []
     """Webhooks and commands that the daemon tells of events."""
+    _target: str = PrivateAttr(default="")
+    _whole: Config | None = PrivateAttr(default=None)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -118,6 +123,7 @@ class Config(Section):
                 f"trigger.min_held_out {waited_for} is below gate.min_tasks {gate.min_tasks}: a round could start"
                 " that can only be rejected",
             ),
+            *self._wrong_targets(),
         ):
             if is_wrong:
                 raise ValueError(why)
@@ -130,25 +136,81 @@ class Config(Section):
                 )
         return self
 
+    def _wrong_targets(self) -> Iterator[tuple[bool, str]]:
+        """What may be wrong about `targets`: whether it is, and a message."""
+        names = self._target_names()
+        for one, other in itertools.combinations(names, 2):
+            both = set(one.agents) & set(other.agents)
+            pair = f"`targets`: {one.target} and {other.target}"
+            yield one.alias == other.alias, f"{pair} have the same alias, {one.alias}"
+            yield bool(both), f"{pair} both have the agent {', '.join(sorted(both))}; a reply is a task of one target"
+        for each in names:
+            where = f"targets.{each.target}"
+            is_name = re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", each.target) is not None
+            yield not is_name, f"`{where}`: a target's name has only letters, digits and `_.-`"
+            is_taken = each.target in self.rollout.auxiliary_models
+            yield is_taken, f"`{where}`: rollout.auxiliary_models has a model of that name as well"
+
+    def _target_names(self) -> tuple[TargetNames, ...]:
+        return tuple(
+            TargetNames(name, each.alias or name, tuple([name] if each.agents is None else each.agents))
+            for name, each in self.targets.items()
+        )
+
+    @property
+    def target(self) -> str:
+        """The target whose settings these are; empty for those of the file, see `by_target`."""
+        return self._target
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """The stable model names that agents call: one, or that of each target."""
+        return tuple(each.alias for each in self._target_names()) or (self.model.alias,)
+
+    def by_target(self) -> dict[str, Config]:
+        """The settings of each target by its name: alias, rubric and samples of a round are its own. Without
+        `targets`, these settings under an empty name."""
+        whole = self._whole or self
+        return {each.target: whole._of(each) for each in self._target_names()} or {"": whole}
+
+    def _of(self, names: TargetNames) -> Config:
+        given = self.targets[names.target]
+        rubric = {"rubric": given.rubric} if given.rubric is not None else {}
+        least = {"min_samples": given.min_samples} if given.min_samples is not None else {}
+        own = self.model_copy(
+            update={
+                "model": self.model.model_copy(update={"alias": names.alias}),
+                "filter": self.filter.model_copy(update=rubric),
+                "trigger": self.trigger.model_copy(update=least),
+            }
+        )
+        own._target, own._whole = names.target, self
+        return own
+
     def models_of(self, source: SourceSettings | None) -> TrainedModels:
         """The models whose replies from a source are trained on. None for a source that is no longer configured."""
         chosen = source.models if source is not None else ModelFilter()
-        return TrainedModels(self.model.alias, self.model.base, tuple(chosen.include), tuple(chosen.exclude))
+        patterns = tuple(chosen.include), tuple(chosen.exclude)
+        return TrainedModels(self.model.alias, self.model.base, *patterns, self._target_names())
 
     @property
     def takes(self) -> Taken:
-        """The exclusions that these settings permit."""
+        """The exclusions that these settings permit, of tasks of their target."""
         both = {Exclusion.IMAGE} if self.training.images == "text-only" else set()
         if self.training.inexact_prompts == "use":
             both |= {Exclusion.HIDDEN, Exclusion.INEXACT}
         if self.rollout.agent == "reply":
-            return Taken(frozenset(both), frozenset(both))
+            return self._taken(both, both)
         both |= {Exclusion.TOOLS}
         uncalled = {Exclusion.UNCALLED}
         # The user's own agent needs no recordings.
         any_call = self.rollout.tools.uncalled == "use" or isinstance(self.rollout.agent, AgentProgramSettings)
         train = both | uncalled if any_call else both
-        return Taken(frozenset(train), frozenset(both | uncalled))
+        return self._taken(train, both | uncalled)
+
+    def _taken(self, train: Set[Exclusion], gate: Set[Exclusion]) -> Taken:
+        target = self._target or None
+        return Taken(Scope(frozenset(train), target), Scope(frozenset(gate), target))
 
     @property
     def state_dir(self) -> Path:

@@ -31,9 +31,10 @@ def source_of(config: Config, path: Path) -> SourceSettings | None:
 
 
 async def apply_model_rules(store: Store, config: Config) -> None:
-    """Update which stored tasks rounds leave out, if `sources[].models`, `model.alias` or `model.base` have
-    changed."""
+    """Update which stored tasks rounds leave out, and their targets, if `sources[].models`, `model.alias`,
+    `model.base` or `targets` have changed."""
     settings = [config.model.alias, config.model.base, *(source.model_dump_json() for source in config.sources)]
+    settings += [f"{name}: {each.model_dump_json()}" for name, each in config.targets.items()]
     digest = hashlib.sha256("\n".join(settings).encode()).hexdigest()
     if await store.read(noted, MODEL_RULES) == digest:
         return

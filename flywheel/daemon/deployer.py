@@ -32,13 +32,21 @@ WAIT_SECONDS = 120.0
 
 
 class Deployer:
-    """Points the alias at adapters. Several processes may have one; the swap lock orders their work."""
+    """Points the alias at adapters, that of one target if there are `targets`. Several processes may have one; the
+    swap lock orders their work."""
 
     def __init__(self, store: Store, config: Config) -> None:
         self._store = store
         self._config = config
         self._alias = config.model.alias
         self._proven: dict[str, Proven] = {}
+        self._others: dict[str, Deployer] = {}
+
+    def of(self, config: Config) -> Deployer:
+        """The deployer of the target whose settings these are (`Config.by_target`), the same one each time."""
+        if config.target == self._config.target:
+            return self
+        return self._others.setdefault(config.target, Deployer(self._store, config))
 
     @contextlib.asynccontextmanager
     async def _replicas(self, wait_seconds: float) -> AsyncIterator[list[Replica]]:

@@ -126,5 +126,5 @@ class Patience:
 
 def patience(conn: Connection, config: Config, needed: int) -> Patience:
     """After each round without promotion, the next one needs `needed` more new samples."""
-    ended = rounds.without_promotion(conn)
+    ended = rounds.without_promotion(conn, config.takes.train.target)
     return Patience(ended, samples.count_new(conn, config.takes.train) if ended else 0, ended * needed)

@@ -56,6 +56,12 @@ def rubric_of(config: Config, chain: Chain | None = None) -> Rubric:
         criteria = list(AGENTJET_CRITERIA) if step.builtin else []
         raw = {"id": chain.id, "custom_rubrics": step.custom_rubrics, "criteria": criteria}
         rubric = parse_rubric(raw, f"custom_rubrics of {config.filter.chain}")
+    _check_margins(config, rubric)
+    return rubric
+
+
+def _check_margins(config: Config, rubric: Rubric) -> None:
+    """Raise ConfigError for a criterion with a margin that the rubric does not have."""
     ids = [criterion.id for criterion in rubric.every]
     for criterion in config.gate.non_inferiority_margins:
         if criterion not in ids:
@@ -64,7 +70,16 @@ def rubric_of(config: Config, chain: Chain | None = None) -> Rubric:
                 f"the rubric {rubric.id} has no criterion {criterion}",
                 f"Its criteria are {', '.join(ids)}.",
             )
-    return rubric
+
+
+def rubric_of_target(config: Config, rubric: Rubric) -> Rubric:
+    """The rubric of the target whose settings these are: its own file, else `rubric`. Raises ConfigError."""
+    given = config.targets[config.target].rubric if config.target else None
+    if given is None:
+        return rubric
+    own = load_rubric(given, f"Set targets.{config.target}.rubric to a rubric in YAML.")
+    _check_margins(config, own)
+    return own
 
 
 def judge_settings(config: Config, chain: Chain | None) -> JudgeSettings:
@@ -94,10 +109,10 @@ def check_independence(
     from flywheel.judge.client import endpoints_of, settings_for
 
     servers = {server_address(url) for url in config.serving.urls}
-    alias, base = config.model.alias, config.model.base.rstrip("/")
+    aliases, base = config.aliases, config.model.base.rstrip("/")
     for endpoint in endpoints_of(settings_for(rubric, config.judge) if rubric else config.judge):
         is_ours = server_address(endpoint.base_url) in servers
-        is_alias = endpoint.model == alias or endpoint.model.startswith(f"{alias}@")
+        is_alias = endpoint.model.partition("@")[0] in aliases
         is_base = endpoint.model.rstrip("/") in (base, base.rpartition("/")[2])
         if is_alias or (is_base and is_ours):
             raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -15,7 +16,15 @@ from typing import Any, Final, TypeVar
 from sqlalchemy import Connection
 
 from flywheel.config import Config, JudgePrices
-from flywheel.daemon.judge_setup import chain_of, check_independence, exchange_of, judge_settings, rubric_of
+from flywheel.daemon.configured_source import apply_model_rules
+from flywheel.daemon.judge_setup import (
+    chain_of,
+    check_independence,
+    exchange_of,
+    judge_settings,
+    rubric_of,
+    rubric_of_target,
+)
 from flywheel.daemon.judging_report import JudgingEstimate, JudgingReport, TaskResult
 from flywheel.daemon.pre_filter import Ask, FilterResult, PreFilter, without_embeddings
 from flywheel.daemon.signals import in_daemon_thread
@@ -71,13 +80,20 @@ class _Run:
 class TaskJudging:
     """Judges due tasks. Raises ConfigError for a wrong rubric, chain or judge.
 
-    `rubric` replaces the rubric of the configuration and the chain; `calls` counts each call before it is sent. The
+    `rubric` replaces the rubrics of the configuration and the chain; `calls` counts each call before it is sent.
+    Tasks of targets with a rubric of their own are judged by it, with another `TaskJudging` for `which` tasks. The
     attributes `judge` and `budget` are the judge's settings and what it may use; `redact` removes personal data from
     a task before the judge sees it, if the chain has such a filter.
     """
 
     def __init__(
-        self, store: Store, config: Config, *, rubric: Rubric | None = None, calls: CallsInFlight | None = None
+        self,
+        store: Store,
+        config: Config,
+        *,
+        rubric: Rubric | None = None,
+        calls: CallsInFlight | None = None,
+        which: claims.Judged = claims.ALL,
     ) -> None:
         self._store = store
         self._config = config
@@ -95,6 +111,32 @@ class TaskJudging:
         self._failed = False
         self._is_recorded = False
         self._pre_filter = PreFilter(self._chain, self._ask) if self._chain else None
+        self._which = which
+        self._others = [] if rubric else self._by_own_rubrics()
+
+    def _by_own_rubrics(self) -> list[TaskJudging]:
+        """What judges the tasks of targets with rubrics of their own. Raises ConfigError."""
+        groups: dict[Path, list[str]] = {}
+        for name, target in self._config.targets.items():
+            if target.rubric is not None:
+                groups.setdefault(target.rubric, []).append(name)
+        if groups:
+            self._which = claims.Judged(tuple(itertools.chain(*groups.values())), others=True)
+        found = []
+        for names in groups.values():
+            own = self._config.by_target()[names[0]]
+            of = claims.Judged(tuple(names))
+            judging = TaskJudging(
+                self._store, own, rubric=rubric_of_target(own, self.rubric), calls=self._calls, which=of
+            )
+            judging.budget = self.budget
+            found.append(judging)
+        return found
+
+    def grader_of(self, result: TaskResult) -> Grader:
+        """The grader with the rubric that a task was judged by."""
+        own = (each.grader for each in self._others if each.rubric.hash == result.rubric_hash)
+        return next(own, self.grader)
 
     async def run(
         self,
@@ -109,7 +151,22 @@ class TaskJudging:
         With `rejudge`, tasks that another rubric or judge accepted or rejected follow; each keeps its state until its
         new verdict is stored. A cancelled run sets `stop`.
         """
-        run = _Run(stop or threading.Event(), limit, on_judged)
+        stop = stop or threading.Event()
+        if self._config.targets:
+            # A target that is new in the configuration may have another rubric.
+            await apply_model_rules(self._store, self._config)
+        report = await self._run(_Run(stop, limit, on_judged), rejudge)
+        for other in self._others:
+            if report.error is not None or stop.is_set():
+                break
+            left = None if limit is None else limit - report.tasks
+            report.join(await other._run(_Run(stop, left, on_judged), rejudge))
+        spent = isinstance(report.error, BudgetSpentError)
+        await self._store.write(notices.note_judge, str(report.error or ""), spent=spent)
+        return report
+
+    async def _run(self, run: _Run, rejudge: bool) -> JudgingReport:
+        """Judge the tasks of this rubric."""
         if self._pre_filter is not None:
             self._pre_filter.stop = run.stop
         report = run.report
@@ -120,7 +177,7 @@ class TaskJudging:
         try:
             while True:
                 run.released, taken = 0, run.taken
-                suspect = bool(await self._store.read(claims.suspects))
+                suspect = bool(await self._store.read(claims.suspects, self._which))
                 report.error = await in_daemon_thread(partial(self._judge_batches, run, rejudge, suspect))
                 if suspect and run.taken > taken and report.error is None:
                     continue
@@ -134,17 +191,20 @@ class TaskJudging:
             run.has_ended = True
             if run.claimed:
                 await asyncio.shield(self._store.write(claims.release, list(run.claimed), "not judged"))
-        spent = isinstance(report.error, BudgetSpentError)
-        await self._store.write(notices.note_judge, str(report.error or ""), spent=spent)
         if capabilities.snapshot() != known:
             await self._store.write(database.note, CAPABILITIES_NOTE, capabilities.snapshot())
         return report
 
     async def count(self, *, limit: int | None = None, rejudge: bool = False) -> int:
         """The number of tasks that `run` would judge."""
-        total = await self._store.read(claims.count_due)
-        if rejudge:
-            total += await self._store.read(claims.count_decided, self.rubric.hash, self.grader.judge_hash)
+        if self._config.targets:
+            await apply_model_rules(self._store, self._config)
+        total = 0
+        for each in (self, *self._others):
+            total += await self._store.read(claims.count_due, each._which)
+            if rejudge:
+                hashes = each.rubric.hash, each.grader.judge_hash
+                total += await self._store.read(claims.count_decided, *hashes, each._which)
         return total if limit is None else min(total, limit)
 
     async def preview(self, *, limit: int | None = None, rejudge: bool = False) -> JudgingEstimate:
@@ -152,15 +212,18 @@ class TaskJudging:
 
         Filters that need embeddings are skipped: tasks that they would stop count as judged.
         """
-        run = _Run(threading.Event(), limit)
-        estimating = asyncio.create_task(self._store.trial(self._estimate, run, rejudge))
-        try:
-            return await asyncio.shield(estimating)
-        except asyncio.CancelledError:
-            # A transaction cannot be interrupted: it ends after its current batch.
-            run.stop.set()
-            await estimating
-            raise
+        total, stop = JudgingEstimate(), threading.Event()
+        for each in (self, *self._others):
+            run = _Run(stop, None if limit is None else limit - total.tasks)
+            estimating = asyncio.create_task(self._store.trial(each._estimate, run, rejudge))
+            try:
+                total.join(await asyncio.shield(estimating))
+            except asyncio.CancelledError:
+                # A transaction cannot be interrupted: it ends after its current batch.
+                stop.set()
+                await estimating
+                raise
+        return total
 
     def _estimate(self, conn: Connection, run: _Run, rejudge: bool) -> JudgingEstimate:
         def ask(function: Callable[..., T], *args: Any) -> T:
@@ -198,9 +261,9 @@ class TaskJudging:
             if number <= 0:
                 return
             if after is not None:
-                found = ask(claims.decided, number, after, *hashes)
+                found = ask(claims.decided, number, after, *hashes, self._which)
             else:
-                found = ask(claims.claim, number, *hashes, suspect)
+                found = ask(claims.claim, number, *hashes, suspect, self._which)
                 run.claimed.update({task.id: task for task in found})
             if found:
                 run.taken += len(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from flywheel.config import JudgePrices
@@ -70,6 +70,17 @@ class JudgingReport:
                 self.prompt_tokens += paid.prompt_tokens
                 self.completion_tokens += paid.completion_tokens
 
+    def join(self, other: JudgingReport) -> None:
+        """Add the counts of another run, and its error."""
+        for each in fields(self):
+            if each.name != "error":
+                setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+        self.error = other.error
+
+    @property
+    def tasks(self) -> int:
+        return self.judged + self.dead + self.held
+
 
 @dataclass(slots=True)
 class JudgingEstimate:
@@ -81,6 +92,10 @@ class JudgingEstimate:
     criteria: int = 0
     prompt_tokens: int = 0
     more: int = 0
+
+    def join(self, other: JudgingEstimate) -> None:
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
     def add(self, *needed: CallEstimate) -> None:
         """Add one task and the calls that it needs."""

@@ -63,7 +63,7 @@ def next_test(conn: Connection, config: Config) -> NextTest:
     """The test of a round that starts now."""
     gate = config.gate
     most, takes = CONSIDERED * gate.max_tasks, config.takes.gate
-    past = gate_tests.spent(conn, PAST)
+    past = gate_tests.spent(conn, PAST, takes.target)
     last = past[0] if past else None
     fresh = gate_tests.candidates(conn, most, takes)
     never_tested = len({conversation for _, conversation in fresh})

@@ -20,7 +20,7 @@ from flywheel.daemon.next_gate_test import next_test
 from flywheel.daemon.round_tasks import RoundTasks, round_tasks
 from flywheel.errors import TrainError
 from flywheel.model_parsers import folder_of
-from flywheel.round import RoundSpec
+from flywheel.round import FrozenTarget, RoundSpec
 from flywheel.rubric import Rubric
 from flywheel.states import RoundState, Split
 from flywheel.store import deployments, gate_tests, rounds, rubric_texts, samples
@@ -34,14 +34,16 @@ _COLLECT: Final = "Collect and judge more traces first, or lower {}. `flywheel r
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """Whether a round should start, and the reason."""
+    """Whether a round of a target should start, and the reason."""
 
     start: bool
     reason: str
+    target: str = ""
 
 
 def due(conn: Connection, config: Config, supplies: Supplies | None = None, *, window: bool = False) -> Due:
-    """Whether a round is due. `window` is true when a cron window has just opened; `supplies` cache the samples."""
+    """Whether a round is due, of the target whose settings these are. `window` is true when a cron window has just
+    opened; `supplies` cache the samples."""
     if (live := rounds.live(conn)) is not None:
         return Due(False, f"{live.name} is {live.state}")
     if wait := _backoff(conn, config):
@@ -65,11 +67,18 @@ def due(conn: Connection, config: Config, supplies: Supplies | None = None, *, w
         return Due(False, f"{held_out} of {wanted} held-out tasks are judged")
     if shortfall := next_test(conn, config).shortfall(config.gate):
         return Due(False, shortfall)
-    return Due(True, f"{'cron window' if window else 'min_samples'}: {supply.usable} samples are free")
+    reason = f"{'cron window' if window else 'min_samples'}: {supply.usable} samples are free"
+    return Due(True, reason, config.target)
+
+
+def in_turn(conn: Connection, config: Config) -> list[Config]:
+    """The settings of each target, that whose last round is the longest ago first: rounds alternate."""
+    last = rounds.last_by_target(conn)
+    return sorted(config.by_target().values(), key=lambda own: last.get(own.target, 0))
 
 
 def _backoff(conn: Connection, config: Config) -> str:
-    newest = reversed(rounds.newest(conn, 1 + MOST_DOUBLINGS))
+    newest = reversed(rounds.newest(conn, 1 + MOST_DOUBLINGS, config.takes.train.target))
     failed = list(itertools.takewhile(lambda row: row.state == RoundState.FAILED, newest))
     if not failed:
         return ""
@@ -81,12 +90,15 @@ def _backoff(conn: Connection, config: Config) -> str:
 
 
 def _other_base(conn: Connection, config: Config) -> str:
-    """Why no round can continue from the active adapter: it belongs to another base model."""
-    active = deployments.active(conn, config.model.alias)
-    adapter = rounds.adapter(conn, active.adapter) if active and active.adapter else None
-    if adapter is None or adapter.base_model == config.model.base:
-        return ""
-    return f"{adapter.name}, which serves, was trained on {adapter.base_model}, and model.base is {config.model.base}"
+    """Why no round can use the active adapters, its own and those of other targets: one belongs to another base
+    model."""
+    for alias in config.aliases:
+        active = deployments.active(conn, alias)
+        adapter = rounds.adapter(conn, active.adapter) if active and active.adapter else None
+        if adapter is not None and adapter.base_model != config.model.base:
+            trained = f"{adapter.name}, which serves, was trained on {adapter.base_model}"
+            return f"{trained}, and model.base is {config.model.base}"
+    return ""
 
 
 def _check(conn: Connection, config: Config, attempted: str) -> None:
@@ -121,6 +133,7 @@ def plan(conn: Connection, config: Config, rubric: Rubric, rounds_dir: Path, tri
         coming.tasks,
         coming.test,
         trigger=trigger,
+        target=config.target,
         seed=config.training.seed,
         **_of_now(conn, config, rubric),
     )
@@ -198,6 +211,8 @@ def _spec(
     return RoundSpec(
         base_model=config.model.base,
         parent=rounds.adapter_ref(conn, parent),
+        target=config.target,
+        frozen=_frozen(conn, config),
         rubric=rubric.model_dump(mode="json"),
         settings=config.model_copy(update={"judge": judge}).model_dump(mode="json"),
         train=tasks.train,
@@ -207,6 +222,17 @@ def _spec(
         shared_gate=tasks.shared_gate,
         **values,
     )
+
+
+def _frozen(conn: Connection, config: Config) -> list[FrozenTarget]:
+    """The targets other than that of the settings, with their active adapters."""
+    found = []
+    for name, other in config.by_target().items():
+        if name != config.target:
+            active = deployments.active(conn, other.model.alias)
+            adapter = rounds.adapter_ref(conn, active.adapter if active else None)
+            found.append(FrozenTarget(target=name, alias=other.model.alias, adapter=adapter))
+    return found
 
 
 def config_hash(config: Config) -> str:

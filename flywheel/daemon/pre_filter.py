@@ -125,7 +125,9 @@ class PreFilter:
         """The fingerprints of the tasks, if a filter needs them."""
         if self._deduplication is None and self._chain.influence is None:
             return {}
-        return {task.id: Entry(task.id, task.key, fingerprint(task.line, self._threshold)) for task in tasks}
+        return {
+            task.id: Entry(task.id, task.key, fingerprint(task.line, self._threshold, task.target)) for task in tasks
+        }
 
     def _enter(self, tasks: Sequence[Claimed], entries: dict[int, Entry]) -> tuple[dict[int, list[Near]], set[int]]:
         """Store the fingerprints. Returns the questions near each task, and the tasks of a burst."""
@@ -265,7 +267,7 @@ class PreFilter:
         if (step := self._deduplication) is None:
             return
         while rows := self._ask(deduplication.unknown, self._threshold, BACKFILL_BATCH):
-            entries = [Entry(row.id, row.key, fingerprint(row.payload, self._threshold)) for row in rows]
+            entries = [Entry(row.id, row.key, fingerprint(row.payload, self._threshold, row.target)) for row in rows]
             self._ask(deduplication.take_in, entries, self._threshold)
         while step.model is not None and (rows := self._ask(embeddings.lacking, step.model, BACKFILL_BATCH)):
             self._vectors(step, {row.text: row.payload["main_query"] for row in rows})

@@ -113,7 +113,7 @@ def _tokens_sent(metadata: dict[str, Any], config: Config) -> int:
     """The tokens of a prompt as this round's model counts them; 0 where they cannot be compared."""
     model, adapter = metadata["model"], metadata["adapter"]
     is_own = metadata["adapter_source"] == "id" or config.models_of(None).is_own(model, adapter)
-    if not is_own or not (model or adapter) or Exclusion.INEXACT in config.takes.train:
+    if not is_own or not (model or adapter) or Exclusion.INEXACT in config.takes.train.exclusions:
         return 0
     return int(metadata["prompt_tokens"])
 

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +23,7 @@ from flywheel.daemon import planner
 from flywheel.daemon.configured_source import apply_model_rules
 from flywheel.daemon.deployer import Deployer
 from flywheel.daemon.free_samples import Supplies
-from flywheel.daemon.judge_setup import chain_of, judge_settings
+from flywheel.daemon.judge_setup import chain_of, judge_settings, rubric_of_target
 from flywheel.daemon.round_usage import RoundUsage, left
 from flywheel.daemon.worker_process import WorkerProcess, result_of
 from flywheel.errors import ServeError, TrainError
@@ -42,57 +43,111 @@ from flywheel.store.transitions import move
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What the rounds of a target need."""
+
+    config: Config
+    rubric: Rubric
+    deployer: Deployer
+    supplies: Supplies
+
+
 class Rounds:
-    """Plans rounds and finishes them, one at a time."""
+    """Plans rounds and finishes them, one at a time; those of several targets in turn."""
 
     def __init__(
         self, store: Store, config: Config, rubric: Rubric, deployer: Deployer, budget: Budget | None = None
     ) -> None:
-        """`budget` also counts what this run uses for judging tasks."""
+        """`budget` also counts what this run uses for judging tasks. Targets use `rubric` unless they have their own.
+
+        Raises ConfigError for a wrong rubric.
+        """
         self._store = store
         self._budget = budget or Budget(config.judge.budget)
         self._config = config
         self._rubric = rubric
-        self._deployer = deployer
-        self._supplies = Supplies(config)
+        self._targets = {
+            name: _Target(own, rubric_of_target(own, rubric), deployer.of(own), Supplies(own))
+            for name, own in config.by_target().items()
+        }
         self._worker: WorkerProcess | None = None
         self._stopping = asyncio.Event()
         self._with_worker = asyncio.Lock()
-        self._noted_supply: tuple[int, int, str] | None = None
+        self._noted_supplies: dict[str, tuple[int, int, str]] = {}
 
     async def start_due(self, *, window: bool = False) -> bool:
         """Plan a round if one is due."""
-        await apply_model_rules(self._store, self._config)
-        due = await self._store.read(planner.due, self._config, self._supplies, window=window)
-        await self._note_supply(due.reason)
-        if due.start and (why := await self._store.read(self._shortfall) or await self._store.read(self._spent)):
-            due = planner.Due(False, why)
+        due = await self.due(window=window)
         if due.start:
-            await self.plan(due.reason)
+            await self.plan(due.reason, due.target)
         else:
             await self._note(due.reason)
         return due.start
 
-    async def plan(self, trigger: str) -> str:
-        """Plan a round now; returns its name. Raises TrainError when that is not possible or not allowed."""
-        if shortfall := await self._store.read(self._shortfall):
+    async def due(self, *, window: bool = False, target: str | None = None) -> planner.Due:
+        """Whether a round is due now, of the given target or of any, and of which."""
+        await apply_model_rules(self._store, self._config)
+        reasons = {}
+        for own in await self._in_turn(target):
+            due = await self._store.read(planner.due, own.config, own.supplies, window=window)
+            await self._note_supply(own, due.reason)
+            if due.start:
+                why = await self._store.read(self._shortfall, own) or await self._store.read(self._spent)
+                if not why:
+                    return due
+                due = planner.Due(False, why)
+            reasons[own.config.target] = due.reason
+        told = (f"{name}: {reason}" if name else reason for name, reason in reasons.items())
+        return planner.Due(False, "; ".join(told))
+
+    async def plan(self, trigger: str, target: str | None = None) -> str:
+        """Plan a round now, of the given target or of the next one with samples; returns its name. Raises TrainError
+        when that is not possible or not allowed."""
+        await apply_model_rules(self._store, self._config)
+        own = await self._with_samples(await self._in_turn(target))
+        if shortfall := await self._store.read(self._shortfall, own):
             raise TrainError("start a round", shortfall, "Or lower judge.min_kappa.")
         if spent := await self._store.read(self._spent):
             raise TrainError("start a round", spent, "Or raise it.")
-        await apply_model_rules(self._store, self._config)
         directory = self._config.state_dir / "rounds"
-        row = await self._store.write(planner.plan, self._config, self._rubric, directory, trigger)
-        log.info("%s is planned: %s", row.name, trigger)
+        row = await self._store.write(planner.plan, own.config, own.rubric, directory, trigger)
+        log.info("%s is planned%s: %s", row.name, f" for {row.target}" if row.target else "", trigger)
         await self._note("")
         return str(row.name)
 
-    def _shortfall(self, conn: Connection) -> str | None:
+    async def _in_turn(self, target: str | None) -> list[_Target]:
+        """The given target, or all of them in turn. Raises TrainError for an unknown one."""
+        if target is None:
+            return [self._targets[own.target] for own in await self._store.read(planner.in_turn, self._config)]
+        if target not in self._targets:
+            names = ", ".join(filter(None, self._targets))
+            hint = f"The targets are {names}." if names else "The configuration has no `targets`."
+            raise TrainError("start a round", f"there is no target {target}", hint)
+        return [self._targets[target]]
+
+    async def _with_samples(self, targets: list[_Target]) -> _Target:
+        """The first of these with a usable sample, else the first."""
+        if len(targets) > 1:
+            for own in targets:
+                if (await self._store.read(own.supplies.now)).usable:
+                    return own
+        return targets[0]
+
+    def _target_of(self, row: Row[Any]) -> _Target:
+        """What the live round needs. Raises TrainError if its target is no longer configured."""
+        if (own := self._targets.get(row.target)) is None:
+            why = f"`targets` has no {row.target} now" if row.target else "it was planned before `targets` was set"
+            raise TrainError(f"finish {row.name}", why, "Its samples are free again.")
+        return own
+
+    def _shortfall(self, conn: Connection, own: _Target) -> str | None:
         """Why the rubric may not be used for training: its agreement with people is below `judge.min_kappa`."""
-        bar = self._config.judge.min_kappa
+        bar = own.config.judge.min_kappa
         if bar is None:
             return None
-        with closing(Grader(self._rubric, judge_settings(self._config, chain_of(self._config)))) as grader:
-            return calibrations.shortfall(conn, self._rubric.hash, grader.judge_hash, bar)
+        with closing(Grader(own.rubric, judge_settings(own.config, chain_of(own.config)))) as grader:
+            return calibrations.shortfall(conn, own.rubric.hash, grader.judge_hash, bar)
 
     def _spent(self, conn: Connection) -> str:
         """Why the judge budget allows no verdict; empty when it does."""
@@ -124,8 +179,9 @@ class Rounds:
 
     async def _start(self, row: Row[Any]) -> bool:
         try:
-            row = await self._store.write(planner.begin, row, self._config, self._rubric)
-            spec = await self._store.read(planner.spec_of, row, self._config, self._rubric)
+            own = self._target_of(row)
+            row = await self._store.write(planner.begin, row, own.config, own.rubric)
+            spec = await self._store.read(planner.spec_of, row, own.config, own.rubric)
             for stray in await asyncio.to_thread(WorkerProcess.strays, Path(row.dir)):
                 log.warning("%s: an unrecorded worker (process %d) is stopped", row.name, stray.pid)
                 await stray.stop()
@@ -191,6 +247,11 @@ class Rounds:
 
     async def _evaluate(self, row: Row[Any]) -> None:
         result = RoundResult.model_validate(row.result)
+        try:
+            own = self._target_of(row)
+        except TrainError as error:
+            await self._fail(row, RoundState.EVALUATING, str(error))
+            return
         if result.adapter is None or result.comparison is None:
             reason = result.reason or "the round left no adapter"
             log.warning("%s is rejected: %s", row.name, reason)
@@ -213,16 +274,17 @@ class Rounds:
             log.info("%s is rejected: %s", row.name, decision.reason)
             await self._reject(row, decision.reason)
             return
-        await self._promote(row, result.adapter.name, decision.reason)
+        await self._promote(row, own, result.adapter.name, decision.reason)
 
     async def _reject(self, row: Row[Any], why: str) -> None:
         uses, rejected = self._config.training.max_uses, RoundState.REJECTED
         await self._store.write(rounds.finish, row.id, RoundState.EVALUATING, rejected, why, max_uses=uses)
 
-    async def _promote(self, row: Row[Any], adapter: str, reason: str) -> None:
-        active = await self._store.read(deployments.active, self._config.model.alias)
+    async def _promote(self, row: Row[Any], own: _Target, adapter: str, reason: str) -> None:
+        alias = own.config.model.alias
+        active = await self._store.read(deployments.active, alias)
         serves = active.adapter if active is not None else None
-        if serves != adapter and await self._store.read(deployments.has_served, self._config.model.alias, adapter):
+        if serves != adapter and await self._store.read(deployments.has_served, alias, adapter):
             # It was swapped in before a crash and has been rolled back since.
             await self._promoted(row, f"{reason}; rolled back since")
             return
@@ -233,7 +295,7 @@ class Rounds:
             return
         if serves != adapter:
             try:
-                await self._deployer.deploy(adapter, f"{row.name}: {reason}")
+                await own.deployer.deploy(adapter, f"{row.name}: {reason}")
             except ServeError as error:
                 # A server error does not fail the candidate, whose training may have taken hours.
                 if error.retryable or error.condition == Condition.MISCONFIGURED:
@@ -257,12 +319,12 @@ class Rounds:
         async with self._with_worker:
             pass  # `finish_live` has planned the round again
 
-    async def _note_supply(self, reason: str) -> None:
-        supply = await self._store.read(self._supplies.now)
-        found = supply.usable, supply.needs, reason
-        if found != self._noted_supply:
-            await self._store.write(supplies.note, *found)
-            self._noted_supply = found
+    async def _note_supply(self, own: _Target, reason: str) -> None:
+        supply = await self._store.read(own.supplies.now)
+        target, found = own.config.target, (supply.usable, supply.needs, reason)
+        if found != self._noted_supplies.get(target):
+            await self._store.write(supplies.note, *found, target)
+            self._noted_supplies[target] = found
 
     async def _note(self, text: str) -> None:
         if await self._store.read(database.noted, database.ROUND_NOTE) != text:

@@ -6,6 +6,7 @@ sources change ─▶ ledger ─▶ judge ─▶ rounds (plan, train, gate, swap
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import signal
@@ -315,20 +316,28 @@ class Service:
             ended = await self._rounds.finish_live()
 
     async def _do_reconcile(self) -> None:
-        try:
-            report = await self._deployer.reconcile()
-        except LockedError:
-            return  # a swap is running
+        reports = []
+        for own in self._config.by_target().values():
+            with contextlib.suppress(LockedError):  # a swap is running
+                reports.append(await self._deployer.of(own).reconcile())
+        if not reports:
+            return
         # Errors that differ only in a measured number are the same error.
-        errors = {(each.url, FIGURE.sub("…", each.error)): each.error for each in report.replicas if each.error}
+        errors = {
+            (each.url, FIGURE.sub("…", each.error)): each.error
+            for report in reports
+            for each in report.replicas
+            if each.error
+        }
         for key, error in errors.items():
             if key not in self._replica_errors:
                 log.warning("%s", error)
         if self._replica_errors and not errors:
             log.info("all inference servers have recovered")
         self._replica_errors = frozenset(errors)
-        if report.changed:
-            log.info("a server had lost the deployed adapter: %s", report.as_json())
+        for report in reports:
+            if report.changed:
+                log.info("a server had lost the deployed adapter: %s", report.as_json())
 
 
 def _in_loop(call: Callable[[], object]) -> Callable[[], Awaitable[None]]:

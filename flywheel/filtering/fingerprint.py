@@ -1,8 +1,8 @@
 """Fingerprints of questions, by which `deduplication` compares them, and the parameters of that filter.
 
-Two questions are compared only within one scope: the same split, the same conversation before them and the same
-numbers. "Go on." is another question in another conversation, and "What is 90% of 140?" is not "… of 160?". Questions
-that name different things are not near each other, however many words they share.
+Two questions are compared only within one scope: the same target and split, the same conversation before them and
+the same numbers. "Go on." is another question in another conversation, and "What is 90% of 140?" is not "… of 160?".
+Questions that name different things are not near each other, however many words they share.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Deduplication(Section):
         return self
 
 
-def fingerprint(line: Mapping[str, Any], threshold: float) -> Fingerprint:
-    """The fingerprint of a task line; the bands are for this similarity threshold."""
+def fingerprint(line: Mapping[str, Any], threshold: float, target: str = "") -> Fingerprint:
+    """The fingerprint of the line of a target's task; the bands are for this similarity threshold."""
     query = str(line["main_query"])
     words = similarity.words(query)
     before = "\0".join(
@@ -55,7 +55,8 @@ def fingerprint(line: Mapping[str, Any], threshold: float) -> Fingerprint:
         for message in line["init_messages"]
         if message.get("role") not in ("system", "developer")
     )
-    scope = _hash(f"{line['metadata']['split']}\0{before}\0" + "\0".join(similarity.numbers(query)))
+    within = f"{line['metadata']['split']}\0{before}\0" + "\0".join(similarity.numbers(query))
+    scope = _hash(f"{within}\0\0{target}" if target else within)
     return Fingerprint(
         scope=scope,
         exact=_hash(similarity.normalised(query)) ^ scope,

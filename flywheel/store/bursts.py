@@ -3,13 +3,13 @@ round."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from sqlalchemy import Connection, Row, exists, func, insert, select, update
 
-from flywheel.exclusion import Exclusion
+from flywheel.exclusion import EVERY_TARGET, Scope
 from flywheel.states import Split, TaskState
 from flywheel.store.bulk import rows_in
 from flywheel.store.samples import allowed, free, tried
@@ -67,7 +67,7 @@ def unknown(conn: Connection, limit: int | None) -> list[Row[Any]]:
     )
 
 
-def candidates(conn: Connection, takes: Collection[Exclusion] = ()) -> list[Row[Any]]:
+def candidates(conn: Connection, scope: Scope = EVERY_TARGET) -> list[Row[Any]]:
     """Free samples (id, conversation, user, template), in the order in which rounds take them.
 
     Unknown values are empty.
@@ -81,7 +81,7 @@ def candidates(conn: Connection, takes: Collection[Exclusion] = ()) -> list[Row[
                 func.coalesce(influences.c.template, 0).label("template"),
             )
             .outerjoin(influences, influences.c.task_id == tasks.c.id)
-            .where(free(), allowed(takes))
+            .where(free(), allowed(scope))
             .order_by(tried(), tasks.c.id)
         )
     )

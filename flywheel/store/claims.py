@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, and_, exists, func, literal_column, or_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, exists, func, literal_column, or_, select, true, update
 
 from flywheel.states import Split, TaskState
 from flywheel.store.bulk import count_rows, rows_in
@@ -32,6 +32,7 @@ class Claimed:
     are the verdicts of this judge by other rubrics, the newest first.
 
     `was` is the state of the task: `judging`, or the state that an earlier verdict gave it if it is judged again.
+    `target` is its target, empty without `targets`.
     """
 
     id: int
@@ -40,6 +41,23 @@ class Claimed:
     stored: Verdict | None = None
     earlier: tuple[Verdict, ...] = ()
     was: TaskState = TaskState.JUDGING
+    target: str = ""
+
+
+class Judged(NamedTuple):
+    """Tasks that one rubric judges: those of these targets, or those of all others."""
+
+    targets: tuple[str, ...] = ()
+    others: bool = False
+
+    @property
+    def condition(self) -> ColumnElement[bool]:
+        if not self.targets:
+            return true()
+        return tasks.c.target.not_in(self.targets) if self.others else tasks.c.target.in_(self.targets)
+
+
+ALL: Final = Judged()
 
 
 def _due(state: ColumnElement[str] = tasks.c.state) -> ColumnElement[bool]:
@@ -47,12 +65,12 @@ def _due(state: ColumnElement[str] = tasks.c.state) -> ColumnElement[bool]:
     return or_(state == TaskState.PENDING.value, waiting)
 
 
-def count_due(conn: Connection) -> int:
-    return count_rows(conn, tasks, _due())
+def count_due(conn: Connection, which: Judged = ALL) -> int:
+    return count_rows(conn, tasks, _due(), which.condition)
 
 
-def count_decided(conn: Connection, rubric_hash: str, judge_hash: str) -> int:
-    return count_rows(conn, tasks, _in(DECIDED), _decided_otherwise(rubric_hash, judge_hash))
+def count_decided(conn: Connection, rubric_hash: str, judge_hash: str, which: Judged = ALL) -> int:
+    return count_rows(conn, tasks, _in(DECIDED), _decided_otherwise(rubric_hash, judge_hash), which.condition)
 
 
 def count_triable(conn: Connection) -> tuple[int, int]:
@@ -60,14 +78,16 @@ def count_triable(conn: Connection) -> tuple[int, int]:
     return count_rows(conn, tasks), count_rows(conn, tasks, _in(TRIABLE), ~decided_by_others())
 
 
-def claim(conn: Connection, limit: int, rubric_hash: str, judge_hash: str, suspect: bool = False) -> list[Claimed]:
+def claim(
+    conn: Connection, limit: int, rubric_hash: str, judge_hash: str, suspect: bool = False, which: Judged = ALL
+) -> list[Claimed]:
     """Move up to `limit` due tasks, the oldest first, to `judging`; none that was in work when a process ended.
 
     With `suspect`, one of those instead. The caller should have no other task in work: if the process ends again, the
     cause is known.
     """
     if suspect:
-        due = suspects(conn)
+        due = suspects(conn, which)
     else:
         # Each part is in the order of an index: nothing is sorted, however many tasks are pending or judged.
         parts = [
@@ -76,7 +96,7 @@ def claim(conn: Connection, limit: int, rubric_hash: str, judge_hash: str, suspe
         ]
         due = []
         for part in parts:
-            query = select(tasks.c.id, tasks.c.state).where(part, tasks.c.crashes == 0)
+            query = select(tasks.c.id, tasks.c.state).where(part, tasks.c.crashes == 0, which.condition)
             due += [(row.id, row.state) for row in conn.execute(query.order_by(tasks.c.id).limit(limit))]
         due = sorted(due)[:limit]
     claimed = {
@@ -85,20 +105,24 @@ def claim(conn: Connection, limit: int, rubric_hash: str, judge_hash: str, suspe
     return _with_verdicts(conn, claimed, rubric_hash, judge_hash)
 
 
-def suspects(conn: Connection) -> list[tuple[int, str]]:
+def suspects(conn: Connection, which: Judged = ALL) -> list[tuple[int, str]]:
     """The due task (number, state) that was in work when a process ended, one with the fewest crashes, if any."""
     # The literal 0 and `coalesce` make SQLite use the index of suspects, not one by state: most tasks may be due.
     suspected = tasks.c.crashes > literal_column("0")
-    query = select(tasks.c.id, tasks.c.state).where(suspected, _due(func.coalesce(tasks.c.state, "")))
+    query = select(tasks.c.id, tasks.c.state).where(
+        suspected, _due(func.coalesce(tasks.c.state, "")), which.condition
+    )
     return [(row.id, row.state) for row in conn.execute(query.order_by(tasks.c.crashes, tasks.c.id).limit(1))]
 
 
-def decided(conn: Connection, limit: int, after: int, rubric_hash: str, judge_hash: str) -> list[Claimed]:
+def decided(
+    conn: Connection, limit: int, after: int, rubric_hash: str, judge_hash: str, of: Judged = ALL
+) -> list[Claimed]:
     """Tasks with ids above `after` that another rubric or judge decided, the oldest first. Nothing is moved.
 
     Tasks of a round are left out, and so are those that a filter or a person rejected.
     """
-    which = _decided_otherwise(rubric_hash, judge_hash)
+    which = and_(_decided_otherwise(rubric_hash, judge_hash), of.condition)
     return _unclaimed(conn, limit, after, DECIDED, which, rubric_hash, judge_hash)
 
 
@@ -147,12 +171,12 @@ def _with_verdicts(
     """The tasks with these ids, in the order of the ids, each with what its judge said before."""
     stored = of_tasks(conn, list(states), judge_hash)
     found = []
-    query = select(tasks.c.id, tasks.c.key, tasks.c.payload).order_by(tasks.c.id)
+    query = select(tasks.c.id, tasks.c.key, tasks.c.payload, tasks.c.target).order_by(tasks.c.id)
     for row in rows_in(conn, query, tasks.c.id, list(states)):
         of_task = stored.get(row.id, [])
         same = next((verdict for rubric, verdict in of_task if rubric == rubric_hash), None)
         earlier = tuple(verdict for rubric, verdict in of_task if rubric != rubric_hash and verdict.judgements)
-        found.append(Claimed(row.id, row.key, row.payload, same, earlier, states[row.id]))
+        found.append(Claimed(row.id, row.key, row.payload, same, earlier, states[row.id], row.target))
     return found
 
 

@@ -216,11 +216,11 @@ def gone(conn: Connection, ids: Sequence[int]) -> list[int]:
 
 
 def unknown(conn: Connection, threshold: float, limit: int) -> list[Row[Any]]:
-    """Accepted tasks (id, key, payload) that were not compared yet, or with another threshold."""
+    """Accepted tasks (id, key, payload, target) that were not compared yet, or with another threshold."""
     compared = exists().where(fingerprints.c.task_id == tasks.c.id, fingerprints.c.threshold == threshold)
     return list(
         conn.execute(
-            select(tasks.c.id, tasks.c.key, tasks.c.payload)
+            select(tasks.c.id, tasks.c.key, tasks.c.payload, tasks.c.target)
             .where(tasks.c.state.in_([state.value for state in DECIDED]), ~compared)
             .order_by(tasks.c.id)
             .limit(limit)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, fields
 
 from sqlalchemy import ColumnElement, Connection, and_, func, select
 
-from flywheel.exclusion import Exclusion, columns_within
+from flywheel.exclusion import EVERY_TARGET, Scope
 from flywheel.states import Split, TaskState
+from flywheel.store.samples import allowed
 from flywheel.store.schema import replies, sources, tasks
 
 _ACCEPTED = (TaskState.ACCEPTED.value, TaskState.RESERVED.value, TaskState.CONSUMED.value)
@@ -33,10 +33,9 @@ class Funnel:
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
 
-def stages(takes: Collection[Exclusion] = ()) -> dict[str, ColumnElement[bool]]:
-    """What a task has to be for each stage after the first. `takes` are exclusions that do not count."""
-    allowed = tasks.c.excluded.in_(columns_within(takes))
-    usable = and_(tasks.c.state.in_(_ACCEPTED), tasks.c.split == Split.TRAIN.value, allowed)
+def stages(scope: Scope = EVERY_TARGET) -> dict[str, ColumnElement[bool]]:
+    """What a task has to be for each stage after the first. Exclusions in the scope do not count."""
+    usable = and_(tasks.c.state.in_(_ACCEPTED), tasks.c.split == Split.TRAIN.value, allowed(scope))
     return {
         "tasks": tasks.c.id.is_not(None),
         "judged": tasks.c.state.in_(_JUDGED),
@@ -46,10 +45,8 @@ def stages(takes: Collection[Exclusion] = ()) -> dict[str, ColumnElement[bool]]:
     }
 
 
-def funnels(
-    conn: Connection, takes: Collection[Exclusion] = ()
-) -> tuple[Funnel, dict[str, Funnel], dict[str, Funnel]]:
-    """All replies together, by the path of their source, and by agent; `takes` as in `stages`.
+def funnels(conn: Connection, scope: Scope = EVERY_TARGET) -> tuple[Funnel, dict[str, Funnel], dict[str, Funnel]]:
+    """All replies together, by the path of their source, and by agent; `scope` as in `stages`.
 
     A reply that several sources show is in the funnel of each.
     """
@@ -58,7 +55,7 @@ def funnels(
             sources.c.path,
             replies.c.agent,
             func.count().label("replies"),
-            *(func.count().filter(condition).label(name) for name, condition in stages(takes).items()),
+            *(func.count().filter(condition).label(name) for name, condition in stages(scope).items()),
         )
         .select_from(replies.join(sources).outerjoin(tasks, tasks.c.id == replies.c.task_id))
         .group_by(sources.c.path, replies.c.agent)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
-from sqlalchemy import ColumnElement, Connection, case, delete, exists, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, case, delete, exists, func, insert, select, true, update
 from sqlalchemy.dialects.sqlite import insert as insert_or_ignore
 
-from flywheel.exclusion import Exclusion
+from flywheel.exclusion import EVERY_TARGET, Scope
 from flywheel.round import Comparison, GateDecision, GateTest, SpentTest
 from flywheel.states import RoundState
 from flywheel.store.bulk import rows_in
@@ -73,11 +71,19 @@ def decisions(conn: Connection) -> dict[str, int]:
     return dict.fromkeys(decided, 0) | {state: count for state, count in rows if state in decided}
 
 
-def spent(conn: Connection, limit: int) -> list[SpentTest]:
-    """Spent tests, the newest first."""
+def _of_target(target: str | None) -> ColumnElement[bool]:
+    """Tests (in `gate_tests`) of the rounds of a target, and of those before there were targets; None: all."""
+    if target is None:
+        return true()
+    own = select(rounds.c.id).where(rounds.c.target.in_(("", target)))
+    return gate_tests.c.round_id.in_(own)
+
+
+def spent(conn: Connection, limit: int, target: str | None = None) -> list[SpentTest]:
+    """Spent tests of a target (None: of all), the newest first."""
     rows = conn.execute(
         select(gate_tests)
-        .where(gate_tests.c.conversations.is_not(None))
+        .where(gate_tests.c.conversations.is_not(None), _of_target(target))
         .order_by(gate_tests.c.round_id.desc())
         .limit(limit)
     )
@@ -85,15 +91,17 @@ def spent(conn: Connection, limit: int) -> list[SpentTest]:
 
 
 def candidates(
-    conn: Connection, limit: int, takes: Collection[Exclusion], epoch: int | None = None
+    conn: Connection, limit: int, scope: Scope = EVERY_TARGET, epoch: int | None = None
 ) -> list[tuple[int, str]]:
-    """Tasks for the gate (number, conversation), the newest first: of conversations that no test has used, or with an
-    `epoch`, of those that its tests have used."""
+    """Tasks for the gate (number, conversation), the newest first: of conversations that no test of the target has
+    used, or with an `epoch`, of those that its tests have used."""
     used = exists().where(gate_conversations.c.conversation == conversation())
-    of_epoch = used.where(gate_conversations.c.round_id == gate_tests.c.round_id, gate_tests.c.epoch == epoch)
+    if epoch is not None or scope.target is not None:
+        used = used.where(gate_conversations.c.round_id == gate_tests.c.round_id, _of_target(scope.target))
+    of_epoch = used.where(gate_tests.c.epoch == epoch)
     rows = conn.execute(
         select(tasks.c.id, conversation())
-        .where(of_the_gate(), allowed(takes), ~used if epoch is None else of_epoch)
+        .where(of_the_gate(), allowed(scope), ~used if epoch is None else of_epoch)
         .order_by(tasks.c.id.desc())
         .limit(limit)
     )

@@ -243,7 +243,21 @@ def _to_10(conn: Connection) -> None:
     _add_columns(conn)
 
 
+def _to_11(conn: Connection) -> None:
+    """Targets: tasks and rounds have one, and each has a supply of its own."""
+    conn.execute(text("DROP INDEX IF EXISTS tasks_for_rounds"))
+    conn.execute(text("ALTER TABLE supplies RENAME TO supplies_of_10"))
+    _add_columns(conn, tasks=("target",), rounds=("target",))
+    conn.execute(
+        text(
+            "INSERT INTO supplies (at, usable, needed, waits_for) SELECT at, usable, needed, waits_for"
+            " FROM supplies_of_10"
+        )
+    )
+    conn.execute(text("DROP TABLE supplies_of_10"))
+
+
 MIGRATIONS: Mapping[int, Callable[[Connection], None]] = MappingProxyType(
-    {2: _to_2, 3: _to_3, 4: _to_4, 5: _to_5, 6: _to_6, 7: _to_7, 8: _to_8, 9: _to_9, 10: _to_10}
+    {2: _to_2, 3: _to_3, 4: _to_4, 5: _to_5, 6: _to_6, 7: _to_7, 8: _to_8, 9: _to_9, 10: _to_10, 11: _to_11}
 )
 """The step to each version from the one before; a new database is created in the present version."""

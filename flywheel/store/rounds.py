@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Row, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, func, insert, select, true, update
 
 from flywheel import exclusion
 from flywheel.errors import TrainError
@@ -31,9 +31,19 @@ def by_name(conn: Connection, name: str) -> Row[Any] | None:
     return conn.execute(select(rounds).where(rounds.c.name == name)).one_or_none()
 
 
-def newest(conn: Connection, limit: int) -> Sequence[Row[Any]]:
-    """The last rounds, the oldest of them first."""
-    return list(reversed(conn.execute(select(rounds).order_by(rounds.c.id.desc()).limit(limit)).all()))
+def newest(conn: Connection, limit: int, target: str | None = None) -> Sequence[Row[Any]]:
+    """The last rounds of a target (None: of all), the oldest of them first."""
+    query = select(rounds).where(_of_target(target)).order_by(rounds.c.id.desc()).limit(limit)
+    return list(reversed(conn.execute(query).all()))
+
+
+def _of_target(target: str | None) -> ColumnElement[bool]:
+    return true() if target is None else rounds.c.target == target
+
+
+def last_by_target(conn: Connection) -> dict[str, int]:
+    """The number of the last round of each target that had one."""
+    return dict(list(conn.execute(select(rounds.c.target, func.max(rounds.c.id)).group_by(rounds.c.target))))
 
 
 def plan(
@@ -139,11 +149,12 @@ def _used_in(conn: Connection, ids: Sequence[int], times: int) -> set[int]:
     return {row.task_id for row in rows_in(conn, query, round_samples.c.task_id, ids)}
 
 
-def without_promotion(conn: Connection) -> int:
-    """How many rounds were rejected or refused since the last one that was promoted."""
-    promoted = select(func.max(rounds.c.id)).where(rounds.c.state == RoundState.PROMOTED.value).scalar_subquery()
+def without_promotion(conn: Connection, target: str | None = None) -> int:
+    """How many rounds of a target (None: of all) were rejected or refused since the last one that was promoted."""
+    of = _of_target(target)
+    promoted = select(func.max(rounds.c.id)).where(rounds.c.state == RoundState.PROMOTED.value, of).scalar_subquery()
     where = rounds.c.state == RoundState.REJECTED.value, rounds.c.id > func.coalesce(promoted, 0)
-    return count_rows(conn, rounds, *where)
+    return count_rows(conn, rounds, *where, of)
 
 
 def store_result(conn: Connection, round_id: int, result: RoundResult) -> None:

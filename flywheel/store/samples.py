@@ -9,7 +9,15 @@ from typing import Final, NamedTuple
 from sqlalchemy import ColumnElement, Connection, and_, exists, func, or_, select, update
 
 from flywheel import exclusion
-from flywheel.exclusion import INEXACT_PROMPT, NONE_TAKEN, Exclusion, Taken, TrainedModels
+from flywheel.exclusion import (
+    EVERY_TARGET,
+    INEXACT_PROMPT,
+    NONE_TAKEN,
+    Exclusion,
+    Scope,
+    Taken,
+    TrainedModels,
+)
 from flywheel.states import RoundState, Split, TaskState
 from flywheel.store.bulk import chunks, count_rows
 from flywheel.store.claims import DECIDED
@@ -24,9 +32,9 @@ _TO_COME: Final = (
 """States of tasks that were not used and may still be."""
 
 
-def free_samples(conn: Connection, limit: int, takes: Collection[Exclusion] = ()) -> list[int]:
+def free_samples(conn: Connection, limit: int, scope: Scope = EVERY_TARGET) -> list[int]:
     """Accepted training tasks in the order in which rounds take them."""
-    which = select(tasks.c.id).where(free(), allowed(takes))
+    which = select(tasks.c.id).where(free(), allowed(scope))
     return list(conn.execute(which.order_by(tried(), tasks.c.id).limit(limit)).scalars())
 
 
@@ -44,9 +52,9 @@ def tried() -> ColumnElement[int]:
     )
 
 
-def count_new(conn: Connection, takes: Collection[Exclusion] = ()) -> int:
+def count_new(conn: Connection, scope: Scope = EVERY_TARGET) -> int:
     """How many samples a round could take that no round with a result had."""
-    return count_rows(conn, tasks, free(), allowed(takes), tried() == 0)
+    return count_rows(conn, tasks, free(), allowed(scope), tried() == 0)
 
 
 def free() -> ColumnElement[bool]:
@@ -71,28 +79,29 @@ def stands() -> ColumnElement[bool]:
     return or_(tasks.c.state == TaskState.ACCEPTED.value, ~set_aside, ~decided_by_others())
 
 
-def allowed(takes: Collection[Exclusion] = ()) -> ColumnElement[bool]:
-    """Tasks that rounds may take: without exclusions, or with these only."""
-    return tasks.c.excluded.in_(exclusion.columns_within(takes))
+def allowed(scope: Scope = EVERY_TARGET) -> ColumnElement[bool]:
+    """Tasks that rounds may take: without exclusions that are not in the scope, of its target."""
+    within = tasks.c.excluded.in_(exclusion.columns_within(scope.exclusions))
+    return within if scope.target is None else and_(within, tasks.c.target == scope.target)
 
 
-def count_free(conn: Connection, takes: Collection[Exclusion] = ()) -> int:
+def count_free(conn: Connection, scope: Scope = EVERY_TARGET) -> int:
     """How many samples a round could take."""
-    return count_rows(conn, tasks, free(), allowed(takes))
+    return count_rows(conn, tasks, free(), allowed(scope))
 
 
-def marks_of_free(conn: Connection, takes: Collection[Exclusion] = ()) -> tuple[int, ...]:
+def marks_of_free(conn: Connection, scope: Scope = EVERY_TARGET) -> tuple[int, ...]:
     """Numbers that change when the free samples change. Cheap: an index covers them."""
     ended = select(func.count()).select_from(rounds).where(rounds.c.live.is_(None)).scalar_subquery()
     numbers = func.count(), func.coalesce(func.max(tasks.c.id), 0), func.coalesce(func.sum(tasks.c.id), 0), ended
-    return tuple(conn.execute(select(*numbers).where(free(), allowed(takes))).one())
+    return tuple(conn.execute(select(*numbers).where(free(), allowed(scope))).one())
 
 
-def count_held_out(conn: Connection, takes: Collection[Exclusion] = (), *, most: int | None = None) -> int:
+def count_held_out(conn: Connection, scope: Scope = EVERY_TARGET, *, most: int | None = None) -> int:
     """How many tasks the gate could ask; counting stops at `most`."""
     if most is None:
-        return count_rows(conn, tasks, of_the_gate(), allowed(takes))
-    some = select(tasks.c.id).where(of_the_gate(), allowed(takes)).limit(most)
+        return count_rows(conn, tasks, of_the_gate(), allowed(scope))
+    some = select(tasks.c.id).where(of_the_gate(), allowed(scope)).limit(most)
     return count_rows(conn, some.subquery())
 
 
@@ -101,8 +110,11 @@ def count_left_out(conn: Connection, takes: Taken = NONE_TAKEN) -> dict[Exclusio
     of_either = tasks.c.state.in_([state.value for state in _TO_COME])
     of_gate = and_(tasks.c.state == TaskState.REJECTED.value, tasks.c.split == Split.HELD_OUT.value)
     of_task = tasks.c.excluded, tasks.c.split, tasks.c.state
+    of_target = () if takes.train.target is None else (tasks.c.target == takes.train.target,)
     rows = conn.execute(
-        select(*of_task, func.count()).where(or_(of_either, of_gate), tasks.c.excluded != "").group_by(*of_task)
+        select(*of_task, func.count())
+        .where(or_(of_either, of_gate), tasks.c.excluded != "", *of_target)
+        .group_by(*of_task)
     )
     found: Counter[Exclusion] = Counter()
     for text, split, state, number in rows:
@@ -148,11 +160,22 @@ _PAGE: Final = 1000
 def apply_model_rules(conn: Connection, models_of: Callable[[str], TrainedModels], after: int) -> int | None:
     """Look at some tasks behind `after` anew; the number of the last one, None if there are no more.
 
-    `models_of` says by the path of a source whose replies are trained on. What one of several sources takes is taken.
+    `models_of` says by the path of a source whose replies are trained on, and of which target they are tasks. What
+    one of several sources takes is taken.
     """
     some = select(tasks.c.id).where(tasks.c.id > after).order_by(tasks.c.id).limit(_PAGE).subquery()
     rows = conn.execute(
-        select(tasks.c.id, tasks.c.model, tasks.c.adapter, tasks.c.excluded, sources.c.path)
+        select(
+            tasks.c.id,
+            tasks.c.agent,
+            tasks.c.model,
+            tasks.c.adapter,
+            tasks.c.excluded,
+            tasks.c.target,
+            # The column is empty if the id of the response names the version.
+            func.json_extract(tasks.c.payload, "$.metadata.model").label("asked"),
+            sources.c.path,
+        )
         .join(some, some.c.id == tasks.c.id)
         .outerjoin(replies, replies.c.task_id == tasks.c.id)
         .outerjoin(sources, sources.c.id == replies.c.source_id)
@@ -166,8 +189,13 @@ def apply_model_rules(conn: Connection, models_of: Callable[[str], TrainedModels
             known[path] = models_of(path)
         trained[row.id] = trained.get(row.id, False) or known[path].trains(row.model, row.adapter)
     for row in {row.id: row for row in rows}.values():
-        others = set(exclusion.parsed(row.excluded)) - {Exclusion.MODEL}
-        now = exclusion.column(others if trained[row.id] else {*others, Exclusion.MODEL})
-        if now != row.excluded:
-            conn.execute(update(tasks).where(tasks.c.id == row.id).values(excluded=now))
+        models = known[row.path or ""]
+        target = models.target_of(row.agent, row.asked or row.model, row.adapter)
+        found = set(exclusion.parsed(row.excluded)) - {Exclusion.MODEL, Exclusion.TARGET}
+        if not trained[row.id]:
+            found.add(Exclusion.MODEL)
+        if models.targets and not target:
+            found.add(Exclusion.TARGET)
+        if (now := exclusion.column(found)) != row.excluded or target != row.target:
+            conn.execute(update(tasks).where(tasks.c.id == row.id).values(excluded=now, target=target))
     return rows[-1].id if rows else None

@@ -21,7 +21,7 @@ from sqlalchemy import (
     text,
 )
 
-SCHEMA_VERSION: Final = 10
+SCHEMA_VERSION: Final = 11
 
 metadata = MetaData()
 
@@ -123,6 +123,7 @@ tasks = Table(
     Column("state", Text, nullable=False),
     Column("excluded", Text, nullable=False, server_default=text("''")),
     Column("model", Text, nullable=False, server_default=text("''")),
+    Column("target", Text, nullable=False, server_default=text("''")),
     Column("beginning", BigInteger),
     Column("payload", JSON, nullable=False),
     Column("retry_at", Text),
@@ -131,11 +132,12 @@ tasks = Table(
     Index("tasks_by_beginning", "beginning", sqlite_where=text("beginning IS NOT NULL")),
     Index("tasks_by_state", "state", "split"),
     Index("tasks_suspected", "crashes", sqlite_where=text("crashes > 0")),
-    Index("tasks_for_rounds", "state", "split", "excluded"),
+    Index("tasks_for_rounds", "state", "split", "excluded", "target"),
     Index("tasks_by_conversation", "conversation_id", "started_at"),
 )
 """`excluded` says why rounds leave it out, see `flywheel.exclusion`; empty if they do not. `model` is the requested
-model, empty if it is unknown or the response's id names the version. `beginning` is a hash of the beginning of its
+model, empty if it is unknown or the response's id names the version. `target` is the target whose samples it can be
+(`targets`), empty for none and without targets. `beginning` is a hash of the beginning of its
 conversation, for held-out tasks only. `crashes` is how often in a row a process ended while the task was in work."""
 
 reply_calls = Table(
@@ -288,11 +290,13 @@ supplies = Table(
     "supplies",
     metadata,
     Column("at", Text, primary_key=True),
+    Column("target", Text, primary_key=True, server_default=text("''")),
     Column("usable", Integer, nullable=False),
     Column("needed", Integer, nullable=False),
     Column("waits_for", Text, nullable=False),
 )
-"""Usable samples each time that their number or what the next round waits for changed."""
+"""Usable samples of each target (`rounds.target`) each time that their number or what its next round waits for
+changed."""
 
 fingerprints = Table(
     "fingerprints",
@@ -384,6 +388,7 @@ rounds = Table(
     Column("name", Text, nullable=False, unique=True),
     Column("state", Text, nullable=False),
     Column("live", Integer, unique=True),
+    Column("target", Text, nullable=False, server_default=text("''")),
     Column("trigger", Text, nullable=False),
     Column("attempt", Integer, nullable=False, default=1),
     Column("parent", Text),
@@ -398,8 +403,9 @@ rounds = Table(
     Column("created_at", Text, nullable=False),
     Column("finished_at", Text),
 )
-"""`live` is 1 while the round is unfinished and NULL afterwards: its uniqueness allows one live round. `usage_read`
-is how many bytes of its `usage.jsonl` are counted in `judge_days`."""
+"""`live` is 1 while the round is unfinished and NULL afterwards: its uniqueness allows one live round. `target` is
+the target that it trains, empty without `targets`. `usage_read` is how many bytes of its `usage.jsonl` are counted in
+`judge_days`."""
 
 round_samples = Table(
     "round_samples",

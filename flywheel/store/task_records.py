@@ -23,7 +23,7 @@ from flywheel.store.transitions import move, record, utcnow
 _KNOWN: Final = Lookup(select(tasks.c.key, tasks.c.id, tasks.c.state), tasks.c.key)
 _COLUMNS: Final = (
     "id", "key", "conversation_id", "agent", "adapter", "started_at", "split", "state", "excluded", "model",
-    "beginning", "payload", "created_at",
+    "target", "beginning", "payload", "created_at",
 )  # fmt: skip
 _TRAIN: Final = b'"split":"train"}}'
 _HELD_OUT: Final = b'"split":"held-out"}}'
@@ -77,6 +77,7 @@ class TaskRecords:
                         TaskState.PENDING.value,
                         entry.excluded,
                         entry.model,
+                        entry.target,
                         beginning,
                         _line(entry, split, turns),
                         now,
@@ -116,6 +117,7 @@ class TaskRecords:
                     adapter=entry.adapter,
                     started_at=entry.started_at,
                     model=entry.model,
+                    target=entry.target,
                     excluded=exclusion.column({*exclusion.parsed(entry.excluded), *still}),
                     beginning=entry.beginning if begins else tasks.c.beginning,
                 )

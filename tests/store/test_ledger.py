@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sqlalchemy import Connection, event, select
 
 from flywheel.batch import Batch
-from flywheel.exclusion import Exclusion
+from flywheel.exclusion import Exclusion, Scope
 from flywheel.round import GateTest
 from flywheel.states import SkipReason, Split, TaskState
 from flywheel.store import (
@@ -225,15 +225,16 @@ async def test_tasks_that_rounds_take_are_counted_without_a_look_at_the_others(s
     def plans(conn: Connection) -> list[str]:
         asked: list[tuple[str, Any]] = []
         event.listen(conn, "before_cursor_execute", lambda *call: asked.append((call[2], call[3])))
-        takes = (Exclusion.IMAGE,)
-        assert samples.count_free(conn, takes) == samples.count_held_out(conn, takes) == 0
+        image = frozenset({Exclusion.IMAGE})
+        for scope in (Scope(image), Scope(image, "planner")):
+            assert samples.count_free(conn, scope) == samples.count_held_out(conn, scope) == 0
         assert samples.count_left_out(conn) == recorded_tasks.count_with_tools(conn) == {}
         assert list(recorded_tasks.recorded_lines(conn)) == []
         explained = [conn.exec_driver_sql(f"EXPLAIN QUERY PLAN {text}", values) for text, values in list(asked)]
         return [str(row[3]) for rows in explained for row in rows if " tasks " in row[3]]
 
     found = await store.read(plans)
-    assert len(found) == 6
+    assert len(found) == 8
     for plan in found:
         assert "COVERING INDEX" in plan
 

@@ -17,7 +17,9 @@ from flywheel.store import (
     gate_tests,
     ledger,
     ledger_snapshot,
+    rounds,
     samples,
+    supplies,
     verdicts,
 )
 from flywheel.store.database import Store
@@ -38,7 +40,15 @@ from tests.samples import batch, reply
 from tests.sources.studio.writer import DATA
 from tests.training.agent.recordings import ADD, call, steps, tool
 
+BEFORE_11 = (
+    "DROP INDEX tasks_for_rounds; ALTER TABLE tasks DROP COLUMN target; ALTER TABLE rounds DROP COLUMN target;"
+    "CREATE INDEX tasks_for_rounds ON tasks (state, split, excluded); DROP TABLE supplies;"
+    "CREATE TABLE supplies (at TEXT PRIMARY KEY, usable INTEGER NOT NULL, needed INTEGER NOT NULL,"
+    " waits_for TEXT NOT NULL);"
+)
+"""Makes a present state one of before version 11, but for its number."""
 BEFORE_10 = (
+    f"{BEFORE_11}"
     "DROP INDEX verdicts_by_rubric; DROP TABLE judge_costs; DROP TABLE judge_errors;"
     "DROP TABLE rubric_texts; DROP TABLE judge_models;"
     "DROP TABLE labels; DROP TABLE requests; DROP TABLE supplies; DROP TABLE gate_decisions;"
@@ -196,7 +206,7 @@ async def test_a_state_that_was_migrated_goes_on(tmp_path: Path) -> None:
     for new in (97, 0):
         (report,) = await ingestion.run(final=True)
         assert (report.error, report.counts.replies, report.new) == (None, 106, new)
-    assert SCHEMA_VERSION == 10
+    assert SCHEMA_VERSION == 11
     await ingestion.close()
     await store.close()
 
@@ -276,7 +286,7 @@ async def test_what_version_6_put_on_both_sides_leaves_the_gate_and_is_followed_
     try:
         assert await store.read(samples.count_held_out) == len(alone)
         assert await store.read(samples.count_left_out) == {Exclusion.REPEATED: 6}
-        gate = [number for number, _ in await store.read(gate_tests.candidates, 100, ())]
+        gate = [number for number, _ in await store.read(gate_tests.candidates, 100)]
         sides = await store.read(lambda conn: conn.execute(select(tasks.c.conversation_id, tasks.c.split)).all())
         assert {row.conversation_id: row.split for row in sides} == before
         named = await store.read(
@@ -369,5 +379,31 @@ async def test_tasks_of_version_8_say_what_of_their_tools_is_recorded(tmp_path: 
         await store.write(put, *told)
         changed = select(events.c.id).where(events.c.new == "changed")
         assert (await store.read(lambda conn: conn.execute(changed).all())) == []
+    finally:
+        await store.close()
+
+
+async def test_a_state_of_version_10_has_one_target(tmp_path: Path) -> None:
+    store = await Store.open(tmp_path / "state")
+    now = await store.read(layout), await store.read(indexes)
+    await store.write(put, reply(1))
+    await store.close()
+    database = sqlite3.connect(tmp_path / "state" / "state.db")
+    database.executescript(
+        f"{BEFORE_11} UPDATE meta SET value = 10 WHERE key = 'schema_version';"
+        "INSERT INTO supplies VALUES ('2026-01-01T00:00:00.000+00:00', 3, 4, '3 of 4 samples are free');"
+        'INSERT INTO rounds (name, state, "trigger", attempt, config_hash, rubric_hash, seed, dir, reason, '
+        "created_at) VALUES ('r0001', 'rejected', 'test', 1, 'c', 'r', 1, '/r', '', '2026-01-01T00:00:00.000+00:00')"
+    )
+    database.close()
+    store = await Store.open(tmp_path / "state")
+    try:
+        assert (await store.read(layout), await store.read(indexes)) == now
+        (supply,) = await store.read(supplies.newest)
+        assert (supply.usable, supply.target) == (3, "")
+        assert [row.target for row in await store.read(rounds.newest, 9)] == [""]
+        assert await store.read(samples.count_left_out) == {}
+        await store.write(supplies.note, 1, 2, "1 of 2 samples are free", "planner")
+        assert len(await store.read(supplies.newest)) == 1
     finally:
         await store.close()

@@ -136,7 +136,7 @@ async def test_a_conversation_whose_later_turn_comes_first_follows_what_it_begin
 async def gate_of(store: Store) -> set[str]:
     """The span ids of the tasks that the gate may ask."""
     await store.write(lambda conn: conn.execute(update(tasks).values(state="accepted")))
-    ids = [number for number, _ in await store.read(gate_tests.candidates, 1000, ())]
+    ids = [number for number, _ in await store.read(gate_tests.candidates, 1000)]
     rows = await store.read(
         lambda conn: conn.execute(select(tasks.c.payload).where(tasks.c.id.in_(ids))).scalars().all()
     )

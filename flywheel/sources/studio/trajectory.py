@@ -75,7 +75,7 @@ class Trajectory:
                 adapter, source = "" if mark.version == BASE_VERSION else mark.version, "id"
             elif "@" in response.model:
                 adapter, source = response.model, "model"
-            elif models.alias and asked.startswith(f"{models.alias}@"):
+            elif asked.partition("@")[0] in models.aliases and "@" in asked:
                 adapter, source = asked, "model"
             elif response.model and response.model == models.base:
                 adapter, source = "", "model"
