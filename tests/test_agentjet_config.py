@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from flywheel.config import Config, JsonlSource, StudioSource, load
+from flywheel.config import AgentProgramSettings, Config, JsonlSource, StudioSource, load
 from flywheel.daemon.judge_setup import rubric_of
 from flywheel.errors import ConfigError
 from flywheel.filtering.chain import load_chain
@@ -180,3 +180,21 @@ def test_the_builtin_reasons_are_judged_beside_the_text(tmp_path: Path) -> None:
     off["filters"][0]["params"]["builtin"] = False
     config = read(tmp_path, {"feedback_tracing": off, "model": MODEL})
     assert [each.id for each in rubric_of(config).every] == ["custom_rubrics"]
+
+
+def test_a_workflow_and_its_judge(tmp_path: Path) -> None:
+    raw = {
+        "ajet": {
+            "task_reader": {"type": "tracing", "feedback_tracing": SECTION},
+            "model": {"path": "Qwen/Qwen3-0.6B"},
+            "rollout": {"user_workflow": "tutorial.sums.agent->Sums", "num_repeat": 6},
+            "task_judge": {"judge_protocol": "tutorial/sums/judge.py->Right"},
+        }
+    }
+    folder = tmp_path / "tutorial" / "sums"
+    folder.mkdir(parents=True)
+    rollout = read(folder, raw).rollout
+    assert isinstance(rollout.agent, AgentProgramSettings)
+    assert (rollout.agent.workflow, rollout.agent.folder) == ("tutorial.sums.agent->Sums", tmp_path)
+    assert rollout.reward_function == f"{folder / 'judge.py'}->Right"
+    assert (rollout.reward.rubric, rollout.reward.workflow) == (0, 1)

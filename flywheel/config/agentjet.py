@@ -1,8 +1,9 @@
 """Configurations of AgentJet or ASTuner, translated to Flywheel's keys.
 
 Their section `feedback_tracing` (at the root, or in `task_reader` below `ajet` or `astuner`) has Studio's database,
-the task file, the judge's model and its parameters. Below the root, `model.path` is the trained model, and `rollout`
-has the number and temperature of rollouts. Other keys are for other programs and ignored.
+the task file, the judge's model and its parameters. Below the root, `model.path` is the trained model, `rollout` has
+the number and temperature of rollouts and the workflow that runs in them, and `task_judge` the class that rewards it.
+Other keys are for other programs and ignored.
 """
 
 from __future__ import annotations
@@ -33,7 +34,11 @@ KEYS: Final = (
 TRACING: Final = "tracing"
 LINES: Final = ("jsonl", "jsonl_dataset_file", "dataset_file")
 """The types of `task_reader` that read files of tasks; below a key of that name, `training.file_path` is the file."""
-USED: Final[Mapping[str, tuple[str, ...]]] = {"model": ("path",), "rollout": ("num_repeat", "temperature")}
+USED: Final[Mapping[str, tuple[str, ...]]] = {
+    "model": ("path",),
+    "rollout": ("num_repeat", "temperature", "user_workflow"),
+    "task_judge": ("judge_protocol",),
+}
 """The used keys of the sections below the root, besides `task_reader`."""
 
 
@@ -99,7 +104,9 @@ def translated(raw: Mapping[str, Any], known: Collection[str], name: str, file: 
         "sources": own.get("sources", [lines or _given({"path": section.get("base_url")})]),
         "model": base,
         "training": _given({"group_size": rollout.get("num_repeat")}, own.get("training")),
-        "rollout": _given({"temperature": rollout.get("temperature")}, own.get("rollout")),
+        "rollout": _given(
+            {"temperature": rollout.get("temperature"), **_program(below, rollout, file)}, own.get("rollout")
+        ),
         "ingest": _given(
             {
                 "output": section.get("train_output_path"),
@@ -114,6 +121,29 @@ def translated(raw: Mapping[str, Any], known: Collection[str], name: str, file: 
         ),
         "filter": _given({"chain": str(file) if file and section.get("filters") else None}, own.get("filter")),
     }
+
+
+def _program(below: Mapping[str, Any], rollout: Mapping[str, Any], file: Path | None) -> dict[str, Any]:
+    """The settings of a workflow, which rewards itself or has a judge class for that."""
+    if not (workflow := rollout.get("user_workflow")):
+        return {}
+    folder = _project(str(workflow), file.parent) if file is not None else Path()
+
+    def placed(name: Any) -> Any:
+        return str(folder / name) if isinstance(name, str) and ".py" in name else name
+
+    return {
+        "agent": {"workflow": placed(workflow), "folder": str(folder)},
+        "reward": {"rubric": 0, "workflow": 1},
+        "reward_function": placed(_mapping(below.get("task_judge")).get("judge_protocol")),
+    }
+
+
+def _project(workflow: str, folder: Path) -> Path:
+    """The folder in which a workflow's path or package is. AgentJet runs there, and its configurations are below."""
+    first = Path(workflow).parts[0] if ".py" in workflow else workflow.partition("->")[0].partition(".")[0]
+    found = (each for each in (folder, *folder.parents) if (each / first).exists() or (each / f"{first}.py").exists())
+    return next(found, folder)
 
 
 def _lines_of(reader: Mapping[str, Any], place: str, attempted: str) -> Mapping[str, Any] | None:
