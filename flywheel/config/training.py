@@ -232,6 +232,14 @@ def _function(text: str, info: ValidationInfo) -> str:
 Function = Annotated[str, AfterValidator(_function)]
 
 
+def _variable(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_]\w*", name):
+        raise ValueError("it must be the name of an environment variable")
+    if name in ("OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL"):
+        raise ValueError("each rollout sets it for the policy; give the agent another variable")
+    return name
+
+
 class AgentProgramSettings(Section):
     """The user's own agent as what acts in a rollout: `workflow` or `command`."""
 
@@ -315,6 +323,9 @@ class RolloutSettings(Section):
     """Timeout in seconds of one rollout of the user's agent."""
     agent_memory_gb: float = Field(default=4.0, gt=0)
     """Maximum memory of a process that runs the user's agent, with what it starts, in GB (1,000,000,000 bytes)."""
+    agent_environment: list[Annotated[str, AfterValidator(_variable)]] = []
+    """Names of environment variables that the user's agent needs although they are named like secrets, for example
+    the key of a search tool. Variables such as `…_API_KEY`, `…_TOKEN` and `…_PASSWORD` do not reach it otherwise."""
     setup: Function | None = None
     """A function without parameters, `FILE.py:function`, that runs once in each such process, before its first
     rollout."""

@@ -46,6 +46,7 @@ class AgentProgram:
         seconds: Longest run.
         memory_bytes: Of the process and all that it started, resident.
         auxiliary_models: Further models by name, which are not trained.
+        environment: Variables that it gets although their names are those of secrets.
         needs_response: Whether a run without a response is a failure.
         needs_reward: Whether a run without a reward is a failure.
     """
@@ -59,6 +60,7 @@ class AgentProgram:
     seconds: float = 600.0
     memory_bytes: int = 4_000_000_000
     auxiliary_models: Mapping[str, ModelEndpoint] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     needs_response: bool = True
     needs_reward: bool = False
 

@@ -11,7 +11,7 @@ from flywheel.training.workflow.agent_program import AgentProgram, ModelEndpoint
 
 def program_of(config: Config) -> AgentProgram | None:
     """The program of `rollout.agent`; None if rollouts run none. Raises ConfigError for an auxiliary model whose
-    variable has no key."""
+    variable has no key, and for a variable of `rollout.agent_environment` that is not set."""
     rollout = config.rollout
     agent = rollout.agent
     if not isinstance(agent, AgentProgramSettings):
@@ -29,6 +29,7 @@ def program_of(config: Config) -> AgentProgram | None:
             name: ModelEndpoint(model.base_url, model.model, **_key(name, model.api_key_env))
             for name, model in rollout.auxiliary_models.items()
         },
+        environment={name: _variable(name) for name in rollout.agent_environment},
         needs_response=rollout.reward.rubric > 0,
         needs_reward=rollout.reward.workflow > 0,
     )
@@ -44,3 +45,13 @@ def _key(name: str, variable: str | None) -> dict[str, str]:
             f"Set it, or name another one in rollout.auxiliary_models.{name}.api_key_env.",
         )
     return {"api_key": key}
+
+
+def _variable(name: str) -> str:
+    if (value := os.environ.get(name)) is None:
+        raise ConfigError(
+            "run the user's agent",
+            f"the environment variable {name} is not set",
+            "Set it, or take it out of rollout.agent_environment.",
+        )
+    return value

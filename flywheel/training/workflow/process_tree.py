@@ -83,6 +83,8 @@ def shared_evenly(process: Process) -> int:
     """Its resident bytes, each page divided by the number of processes that share it; slow."""
     try:
         lines = (PROC / str(process.pid) / "smaps_rollup").read_text().splitlines()
-    except OSError:
+    except PermissionError:
         return process.resident_bytes
+    except OSError:
+        return 0  # it has just ended
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))

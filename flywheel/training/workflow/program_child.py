@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Final, NoReturn
@@ -46,6 +46,8 @@ from flywheel.training.workflow.contract import (
 )
 from flywheel.training.workflow.process_tree import Process
 
+END_SIGNAL: Final = signal.SIGUSR1
+"""Ends the child, also if another process keeps its input open."""
 PR_SET_PDEATHSIG: Final = 1
 PR_SET_CHILD_SUBREAPER: Final = 36
 GRACE_SECONDS: Final = 1.0
@@ -100,7 +102,8 @@ def _watch(runner: int, requests: int) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)  # the parent decides when the child ends
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
+    for number in (signal.SIGCHLD, END_SIGNAL):
+        signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     parent = os.getppid()
     waiting = select.poll()
@@ -112,8 +115,8 @@ def _watch(runner: int, requests: int) -> NoReturn:
         ready = [number for number, _ in waiting.poll(1000)]
         if requests in ready:
             break
-        if woken in ready:
-            os.read(woken, 4096)
+        if woken in ready and END_SIGNAL in os.read(woken, 4096):
+            break
         _reap(ended)
     _end_all(runner, ended)
     code = ended.get(runner, 0)
@@ -177,6 +180,7 @@ class _Runner:
     _kept: set[tuple[int, int]] = field(default_factory=set)
     """Processes of the setup."""
     _kept_tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+    _folder: str = field(default_factory=os.getcwd)
     _pid: int = field(default_factory=os.getpid)
     _logger: logging.Logger = field(default_factory=lambda: logging.getLogger("workflow"))
 
@@ -191,6 +195,12 @@ class _Runner:
         if self.program.workflow:
             self._workflow = load_function(self.program.workflow)
             found = check_signature(self._workflow, "workflow")
+            # The imports that it needs take seconds, which are no part of a run.
+            try:
+                chat_model(ModelEndpoint("http://127.0.0.1/v1", "model"))
+            except Exception as error:
+                traceback.print_exc()
+                raise ContractError(f"no model of AgentScope can be made: {described(error)}") from None
         else:
             found = _checked_command(self.program.command)
         if self.program.reward_function:
@@ -204,6 +214,7 @@ class _Runner:
 
     def run(self, task: Mapping[str, Any], models: Mapping[str, ModelEndpoint], trained: str) -> RunResult:
         endpoint = models[trained]
+        os.chdir(self._folder)  # a run may have changed it
         os.environ.update(_environment(endpoint))
         others = {**self.program.auxiliary_models, **(models if len(models) > 1 else {})}
         given = {
@@ -220,6 +231,9 @@ class _Runner:
             result = self._result(given, endpoint, others, returned_values)
         except _RunError as error:
             result = RunResult(cause=error.cause, error=_shortened(str(error)))
+        except Exception as error:  # of making its models
+            traceback.print_exc()
+            result = RunResult(cause="raised", error=_shortened(described(error)))
         self._cancel_tasks()
         left = self._end_left()
         if left and result.cause is None:
@@ -236,9 +250,8 @@ class _Runner:
         if self._workflow is None:
             returned = self._run_command(given["task"])
         else:
-            with _raised():
-                given["model"] = chat_model(endpoint)
-                given["auxiliary_models"] = {name: chat_model(other) for name, other in others.items()}
+            given["model"] = chat_model(endpoint)
+            given["auxiliary_models"] = {name: chat_model(other) for name, other in others.items()}
             returned = self._call(self._workflow, "workflow", given)
         returned_values.append(shown(returned))
         reward, response, metrics = _fields(returned, "workflow", needs_text=self.program.needs_response)
@@ -247,8 +260,7 @@ class _Runner:
             raise _RunError("no_response", f"it returned no response, which a judge needs: {returned_values[0]}")
         if self._judge is not None:
             if "auxiliary_models" not in given:
-                with _raised():
-                    given["auxiliary_models"] = {name: chat_model(other) for name, other in others.items()}
+                given["auxiliary_models"] = {name: chat_model(other) for name, other in others.items()}
             judged = self._call(self._judge, "judge", given)
             returned_values.append(f"reward function: {shown(judged)}")
             reward, _, further = _fields(judged, "judge")
@@ -329,16 +341,21 @@ class _Runner:
         except TypeError as error:
             raise ContractError(f"the setup function {spec} must have no required parameter: {error}") from None
 
-        async def called() -> None:
+        async def awaited(returned: Awaitable[Any]) -> None:
             try:
-                returned = function()
-                if inspect.isawaitable(returned):
-                    await returned
+                await returned
             except BaseException as error:
                 failures.append(error)
 
         failures: list[BaseException] = []
-        self._finish(called(), failures)
+        try:
+            # Outside of the event loop: it may call asyncio.run.
+            returned = function()
+        except BaseException as error:
+            failures.append(error)
+        else:
+            if inspect.isawaitable(returned):
+                self._finish(awaited(returned), failures)
         if failures:
             traceback.print_exception(failures[0])
             raise ContractError(f"the setup function {spec} raised {described(failures[0])}")
@@ -391,15 +408,6 @@ class _RunError(Exception):
     def __init__(self, cause: FailureCause, message: str) -> None:
         self.cause = cause
         super().__init__(message)
-
-
-@contextlib.contextmanager
-def _raised() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        traceback.print_exc()
-        raise _RunError("raised", f"making its models raised {described(error)}") from None
 
 
 def _fields(

@@ -31,6 +31,7 @@ from flywheel.known_secrets import environment_without_secrets, redact_secrets
 from flywheel.training.workflow import process_tree
 from flywheel.training.workflow.agent_program import AgentProgram, FailureCause, ModelEndpoint, RunResult
 from flywheel.training.workflow.process_tree import Process
+from flywheel.training.workflow.program_child import END_SIGNAL
 
 START_SECONDS: Final = 600.0
 """Longest start of a child: it loads the user's modules and runs the setup."""
@@ -102,7 +103,7 @@ class _Child:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 cwd=program.folder or None,
-                env=environment_without_secrets(),
+                env={**environment_without_secrets(), **program.environment},
                 # Of its own: Ctrl-C is meant for the parent.
                 process_group=0,
                 bufsize=0,
@@ -161,6 +162,8 @@ class _Child:
 
     def end(self) -> None:
         """End the process and everything below it."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(END_SIGNAL)
         for pipe in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(OSError):
                 if pipe is not None:

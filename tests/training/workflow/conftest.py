@@ -14,6 +14,8 @@ from flywheel.training.workflow.program_pool import ProgramPool
 
 MODELS = {"policy": ModelEndpoint("http://127.0.0.1:9/r1/v1", "agent", "key-of-the-rollout")}
 NewPool = Callable[..., ProgramPool]
+WITHOUT_AGENTSCOPE = "\nimport sys; sys.modules['agentscope'] = None\n"
+"""Its import takes seconds, and these tests need no model of it."""
 
 
 @pytest.fixture
@@ -24,7 +26,7 @@ def new_pool(tmp_path: Path) -> Iterator[NewPool]:
     def make(text: str | None = None, *, workers: int = 1, **settings: Any) -> ProgramPool:
         if text is not None:
             path = tmp_path / "agent.py"
-            path.write_text(textwrap.dedent(text))
+            path.write_text(textwrap.dedent(text) + WITHOUT_AGENTSCOPE)
             settings.setdefault("workflow", f"{path}:run")
         settings = {"folder": str(tmp_path), "needs_response": False, "seconds": 120.0} | settings
         pools.append(ProgramPool(AgentProgram(**settings), workers=workers))

@@ -14,7 +14,7 @@ from flywheel.errors import ConfigError
 from flywheel.training.workflow import program_pool
 from flywheel.training.workflow.agent_program import ModelEndpoint
 from tests.cases import for_each
-from tests.training.workflow.conftest import MODELS, NewPool
+from tests.training.workflow.conftest import MODELS, WITHOUT_AGENTSCOPE, NewPool
 
 TASK = {"main_query": "How much?", "metadata": {"deep": {"er": [1]}}}
 
@@ -95,16 +95,18 @@ async def test_the_environment_has_no_secrets(new_pool: NewPool, monkeypatch: py
     for name in ("THE_JUDGE", "OPENAI_API_KEY", "VLLM_API_KEY", "DATABASE_PASSWORD"):
         monkeypatch.setenv(name, "a value that nobody may see")
     monkeypatch.setenv("ORDINARY", "seen")
-    pool = new_pool(
-        """
+    monkeypatch.delenv("SEARCH_API_KEY", raising=False)
+    text = """
         import os
         async def run(task, model):
             return {"response": " ".join(f"{name}={value}" for name, value in os.environ.items())}
-        """
-    )
-    result = await pool.run({}, MODELS, "policy")
-    assert "a value that nobody may see" not in (result.response or "")
-    assert "ORDINARY=seen" in (result.response or "")
+    """
+    for environment in ({}, {"SEARCH_API_KEY": "of the tools"}):
+        pool = new_pool(text, environment=environment)
+        result = await pool.run({}, MODELS, "policy")
+        assert "a value that nobody may see" not in (result.response or "")
+        assert "ORDINARY=seen" in (result.response or "")
+        assert ("SEARCH_API_KEY=of the tools" in (result.response or "")) == bool(environment)
 
 
 async def test_an_error_shows_no_secret(new_pool: NewPool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +168,7 @@ def test_what_is_not_the_contract_is_refused(text: str, why: str, new_pool: NewP
 )
 def test_what_is_not_there_is_named(settings: dict[str, str], why: str, new_pool: NewPool, tmp_path: Path) -> None:
     path = tmp_path / "right.py"
-    path.write_text("async def run(task, model): return 1\n")
+    path.write_text("async def run(task, model): return 1\n" + WITHOUT_AGENTSCOPE)
     with pytest.raises(ConfigError) as caught:
         new_pool(**({"workflow": f"{path}:run"} | settings)).start()
     assert why in str(caught.value)
@@ -368,6 +370,32 @@ async def test_setup_runs_once_per_child_and_its_tasks_go_on(new_pool: NewPool) 
     pid = responses[0][0]
     assert responses == [[pid, [pid], True]] * 3
     assert pid != os.getpid()
+
+
+async def test_a_setup_may_run_an_event_loop_of_its_own(new_pool: NewPool) -> None:
+    text = """
+        import asyncio
+        async def prepare(): return 7
+        def setup():
+            global prepared
+            prepared = asyncio.run(prepare())
+        async def run(task, model):
+            await asyncio.sleep(0)
+            return prepared
+    """
+    pool = new_pool(text, setup="agent:setup")
+    assert (await pool.run({}, MODELS, "policy")).reward == 7.0
+
+
+async def test_each_run_begins_in_the_working_directory(new_pool: NewPool, tmp_path: Path) -> None:
+    pool = new_pool("""
+        import os
+        async def run(task, model):
+            folder = os.getcwd()
+            os.chdir("/")
+            return {"response": folder}
+    """)
+    assert [(await pool.run({}, MODELS, "policy")).response for _ in range(2)] == [str(tmp_path)] * 2
 
 
 @for_each(
