@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 ALIAS_VARIABLE: Final = "FLYWHEEL_ALIAS"
+"""The aliases, one a line."""
 BASE_VARIABLE: Final = "FLYWHEEL_BASE_MODEL"
 FILE_VARIABLE: Final = "FLYWHEEL_ALIAS_FILE"
 LOADED_VARIABLE: Final = "FLYWHEEL_LOADED_ADAPTERS"

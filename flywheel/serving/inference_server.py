@@ -57,10 +57,9 @@ def command(config: Config) -> tuple[list[str], dict[str, str]]:
     """
     serving, base = config.serving, config.model.base
     name = base_name(base)
-    if config.model.alias == name:
-        raise ServeError(
-            f"serve {base} as {config.model.alias}", "alias and base model have the same name", "Change model.alias."
-        )
+    if name in config.aliases:
+        hint = "Change targets.NAME.alias." if config.targets else "Change model.alias."
+        raise ServeError(f"serve {base} as {name}", "alias and base model have the same name", hint)
     check_arguments(serving.extra_args)
     keys = _keys(config)
     adapters, lost = deployed(config)
@@ -91,7 +90,7 @@ def command(config: Config) -> tuple[list[str], dict[str, str]]:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_CPU_KVCACHE_SPACE": str(serving.cpu_kv_cache_gib),
-        ALIAS_VARIABLE: config.model.alias,
+        ALIAS_VARIABLE: "\n".join(config.aliases),
         BASE_VARIABLE: name,
         FILE_VARIABLE: str(alias_file(config)),
         LOADED_VARIABLE: json.dumps(list(adapters)),
@@ -136,7 +135,7 @@ def serve(config: Config) -> None:
         log.info(
             "requests to %s and their responses are recorded in %s: for %g days, up to %g GB. `serving.call_log: "
             "false` turns it off.",
-            config.model.alias,
+            ", ".join(config.aliases),
             call_log_file(config),
             kept.keep_days,
             kept.max_gb,

@@ -2,7 +2,7 @@
 
 It authenticates requests (`authentication`) and replaces an alias in the `model` of a request by its present target
 before the request reaches vLLM (`model_rewriting`): a request in flight keeps its version, and the answer's `model`
-and id name it. Requests to the alias are recorded (`call_recorder`). Answers are unchanged, except that the list of
+and id name it. Requests to an alias are recorded (`call_recorder`). Answers are unchanged, except that the list of
 models includes the aliases. `management` reads and sets aliases, and `routes` lists the paths. Only the standard
 library is imported, and modules that do the same.
 """
@@ -63,9 +63,8 @@ class AliasMiddleware:
     def __init__(self, app: App) -> None:
         self._app = app
         file = os.environ.get(FILE_VARIABLE)
-        self._alias = os.environ.get(ALIAS_VARIABLE)
         self._aliases = AliasTable(
-            [self._alias] if self._alias else [],
+            os.environ.get(ALIAS_VARIABLE, "").splitlines(),
             os.environ.get(BASE_VARIABLE, ""),
             Path(file) if file else None,
             json.loads(os.environ.get(LOADED_VARIABLE) or "[]"),
@@ -151,5 +150,5 @@ class AliasMiddleware:
         return passed
 
     def _ready(self) -> str:
-        target = self._aliases.resolve(self._alias or "") or self._aliases.base_model
-        return f"flywheel serve is ready at {self._address}/v1: {self._alias} is answered by {target}"
+        targets = [f"{alias} is answered by {target.name}" for alias, target in self._aliases.targets.items()]
+        return f"flywheel serve is ready at {self._address}/v1: {', '.join(targets)}"

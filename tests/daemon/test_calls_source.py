@@ -352,3 +352,20 @@ async def test_the_inbox_is_private(tmp_path: Path) -> None:
         await ingest(config)
     for each in (config.state_dir / "calls").iterdir():
         assert each.stat().st_mode & 0o077 == 0
+
+
+async def test_the_alias_that_was_called_says_the_target(tmp_path: Path) -> None:
+    asked = [("plan", "base"), ("doer", "base"), ("plan", "plan@r0001"), ("doer", "doer@r0002")]
+    with LogServer(tmp_path / "a.db") as server:
+        config = config_of(tmp_path, server, targets={"planner": {"alias": "plan"}, "doer": {}})
+        for number, (alias, version) in enumerate(asked):
+            request = {**chat([SYSTEM, user(f"What is {number} + 1?")]), "model": alias}
+            answer = completion(assistant(f"{number + 1}"))
+            server.log.append([recorded(request, answer, began=number, version=version)])
+        await ingest(config)
+
+    def targets(conn: Connection) -> list[str]:
+        return list(conn.execute(select(tasks.c.target).order_by(tasks.c.id)).scalars())
+
+    assert await read(config, targets) == ["planner", "doer", "planner", "doer"]
+    assert [line["metadata"]["agent_name"] for line in exported(config)] == [alias for alias, _ in asked]

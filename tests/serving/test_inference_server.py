@@ -295,6 +295,22 @@ def test_what_was_deployed_is_loaded_again(make: Callable[..., Config], tmp_path
     assert json.loads(environment["FLYWHEEL_LOADED_ADAPTERS"]) == ["agent@r0007"]
 
 
+def test_one_server_has_the_aliases_of_all_targets(make: Callable[..., Config], tmp_path: Path) -> None:
+    config = make()
+    raw = config.model_dump(mode="json") | {"targets": {"planner": {"alias": "plan"}, "doer": {}}}
+    config = parse(raw, "test", tmp_path)
+    paths = {name: str(adapter(tmp_path / name)) for name in ("r0007", "r0008")}
+    save(config, {a: {"target": f"{a}@{n}", "path": paths[n]} for a, n in (("plan", "r0007"), ("doer", "r0008"))})
+    arguments, environment = inference_server.command(config)
+    assert environment["FLYWHEEL_ALIAS"].splitlines() == ["plan", "doer"]
+    assert json.loads(environment["FLYWHEEL_LOADED_ADAPTERS"]) == ["plan@r0007", "doer@r0008"]
+    loaded = arguments[arguments.index("--lora-modules") + 1 :][:2]
+    assert [json.loads(each)["path"] for each in loaded] == list(paths.values())
+    wrong = parse({**raw, "targets": {"planner": {}, "doer": {"alias": "tiny"}}}, "test", tmp_path)
+    with pytest.raises(ServeError, match=r"targets\.NAME\.alias"):
+        inference_server.command(wrong)
+
+
 @pytest.mark.parametrize(
     ("damage", "why"),
     [

@@ -307,3 +307,24 @@ def test_it_imports_nothing_beyond_the_standard_library() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def test_each_alias_of_a_server_has_a_target_of_its_own(app: FakeVllm) -> None:
+    app.loaded |= {"agent@r0001": "/adapters/r0001", "other@r0002": "/adapters/r0002"}
+
+    def answered_by(url: str) -> list[str]:
+        return [
+            httpx2.post(f"{url}/v1/chat/completions", json={"model": alias, "messages": []}).json()["model"]
+            for alias in ("agent", "other")
+        ]
+
+    with running(with_middleware(app, FLYWHEEL_ALIAS="agent\nother")) as url:
+        listed = {card["id"] for card in httpx2.get(f"{url}/v1/models").json()["data"]}
+        assert {"agent", "other"} <= listed
+        assert answered_by(url) == [BASE, BASE]
+        assert (
+            httpx2.put(f"{url}/flywheel/alias", json={"alias": "other", "target": "other@r0002"}).status_code == 200
+        )
+        assert answered_by(url) == [BASE, "other@r0002"]
+        flip(url, "agent@r0001")
+        assert answered_by(url) == ["agent@r0001", "other@r0002"]

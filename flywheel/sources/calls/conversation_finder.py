@@ -18,7 +18,7 @@ from flywheel.call_log import CallLog
 from flywheel.config import CallsSource, Config, OtlpSource, StudioSource
 from flywheel.errors import ReceiverError
 from flywheel.files import make_private, private
-from flywheel.sources.calls.conversations import EARLY_NS, Conversations
+from flywheel.sources.calls.conversations import EARLY_NS, Conversations, FoundReply
 from flywheel.sources.calls.mirror import mirror_path
 from flywheel.sources.calls.skeleton_spans import rows_of
 from flywheel.sources.otlp.inbox import Inbox, inbox_of
@@ -36,7 +36,7 @@ class ConversationFinder:
         idle_ns = int(source.idle_minutes * 60e9)
         self._keep_ns = idle_ns + LATE_NS
         self._wait_ns = int(config.ingest.calls_wait_seconds * 1e9) if traced else 0
-        self._alias = config.model.alias
+        self._aliases = config.aliases
         self._log = CallLog(mirror_path(config.state_dir))
         self.inbox = inbox_of(source, config.state_dir)
         self._inbox = Inbox(self.inbox)
@@ -57,9 +57,14 @@ class ConversationFinder:
                     break
             now_ns = time.time_ns() + (self._wait_ns if final else 0)
             while replies := await asyncio.to_thread(self._conversations.due, now_ns):
-                await self._inbox.store([row for reply in replies for row in rows_of(reply, self._alias)])
+                await self._inbox.store([row for reply in replies for row in rows_of(reply, self._agent(reply))])
                 await asyncio.to_thread(self._conversations.hand_on, replies)
             await asyncio.to_thread(self._conversations.prune, time.time_ns() - self._keep_ns)
+
+    def _agent(self, reply: FoundReply) -> str:
+        """The agent that gave a reply: the alias that it called."""
+        called = reply.calls[0].model
+        return called if called in self._aliases else self._aliases[0]
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:

@@ -180,8 +180,12 @@ class Conversations:
         before = _reply(connection, earlier.reply) if earlier is not None else None
         own, user = _conversation_id(call.request_id), storable(call.user)
         skip, detail = _skip(call)
+        root = ""
+        if before is not None and before.calls[0].model != found.model:
+            # Another agent, with an alias of its own, goes on: its reply is one of its own, in the same split.
+            root, before, earlier = before.root, None, None
         if before is None:
-            root = _newest_root(connection, outline.tool_calls) or own
+            root = root or _newest_root(connection, outline.tool_calls) or own
             reply = FoundReply((found,), own, root, user)
         elif skip is None and earlier is not None and earlier.is_continued:
             reply = FoundReply((found,), own, before.root, user)

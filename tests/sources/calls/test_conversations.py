@@ -505,3 +505,19 @@ def test_conversations_that_are_equal_word_for_word_are_told_apart(
     assert all(
         len(call.request) > len(before.request) for chain in chains.values() for before, call in pairwise(chain)
     )
+
+
+def test_another_agent_that_goes_on_gives_a_reply_of_its_own_in_the_same_split(tmp_path: Path) -> None:
+    """Agents of several targets have aliases of their own."""
+    messages: list[dict[str, Any]] = [SYSTEM, user("Plan it.")]
+    plan = asked(messages, assistant("First a, then b."), 0, request={"model": "planner"})
+    messages.append(assistant("First a, then b."))
+    done = asked([*messages, user("Do it.")], assistant("Done."), 10, request={"model": "worker"})
+    next_plan = asked([*messages, user("And then?")], assistant("Then c."), 20, request={"model": "planner"})
+    replies = found(tmp_path, plan, done, next_plan)
+    assert [replies.calls(call) for call in (plan, done, next_plan)] == [
+        [call.request_id] for call in (plan, done, next_plan)
+    ]
+    first, second, third = (replies.of(call) for call in (plan, done, next_plan))
+    assert (first.conversation, third.conversation) == (conversation_of(plan), conversation_of(plan))
+    assert (second.conversation, second.root) == (conversation_of(done), conversation_of(plan))
