@@ -239,6 +239,27 @@ class Probe(Frozen):
         return self.places or list(range(len(self.token_ids)))
 
 
+class SystemPrompt(Frozen):
+    text: str
+    """Empty for rollouts without one; at most 2,000 characters."""
+    rollouts: int
+
+
+class Sampling(Frozen):
+    """How the rollouts of a round were made."""
+
+    temperature: float
+    steps: int
+    prompts: int
+    """Of a step."""
+    group_size: int
+    """Rollouts of each prompt."""
+    system_prompts: list[SystemPrompt] = []
+    """The most frequent ones, those of the most rollouts first."""
+    further_system_prompts: int = 0
+    """Number of different ones that are not listed."""
+
+
 class RoundResult(Frozen):
     """The result of a worker, written atomically when it ends."""
 
@@ -256,6 +277,8 @@ class RoundResult(Frozen):
     without_gradient: list[str] = []
     """Tasks that gave no gradient, by id: their groups had too few rewards, or rewards that are equal."""
     steps: int = 0
+    sampling: Sampling | None = None
+    """None if there were no rollouts, and for older rounds."""
     reward_first: float | None = None
     reward_last: float | None = None
     seconds: dict[str, float] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -10,6 +10,9 @@ from flywheel.cli.app import ConfigOption, JsonOption, app, load_config, print_j
 from flywheel.cli.tables import criterion_lines, score_text
 from flywheel.errors import StoreError
 from flywheel.terminal import escape_terminal, quantity
+
+SHOWN: Final = 300
+"""Characters of a system prompt."""
 
 
 @app.command()
@@ -58,6 +61,8 @@ def _print_round(story: dict[str, Any]) -> None:
             f"judged: {usage['judge_calls']:,} calls for {usage['rollouts']:,} rollouts,"
             f" {usage['judge_prompt_tokens']:,} tokens sent, {usage['judge_completion_tokens']:,} received"
         )
+    if sampling := story["sampling"]:
+        _print_sampling(sampling)
     for entry in story["deployments"]:
         typer.echo(f"deployed as {entry['alias']}: {entry['state']} since {entry['activated_at'] or '–'}")
     conversations = quantity(len(story["conversations"]), "conversation")
@@ -66,6 +71,17 @@ def _print_round(story: dict[str, Any]) -> None:
         typer.echo(f"  {sample['task_id']}  {sample['conversation_id']}  {sample['agent']}")
     for task, reason in story["left_out"].items():
         typer.echo(f"excluded {task}: {reason}")
+
+
+def _print_sampling(sampling: dict[str, Any]) -> None:
+    steps, prompts = quantity(sampling["steps"], "step"), quantity(sampling["prompts"], "prompt")
+    size, temperature = quantity(sampling["group_size"], "rollout"), sampling["temperature"]
+    typer.echo(f"rollouts: {steps} × {prompts} × {size}, temperature {temperature:g}")
+    for found in sampling["system_prompts"]:
+        text = found["text"] if len(found["text"]) <= SHOWN else f"{found['text'][: SHOWN - 1]}…"
+        typer.echo(f"system prompt of {quantity(found['rollouts'], 'rollout')}: {text or '(none)'}")
+    if further := sampling["further_system_prompts"]:
+        typer.echo(f"and {quantity(further, 'further system prompt')}")
 
 
 def _print_reply(reply: dict[str, Any]) -> None:

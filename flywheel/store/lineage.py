@@ -85,6 +85,7 @@ def _round_story(conn: Connection, row: RowMapping) -> dict[str, Any]:
         "comparison": comparison and {key: value for key, value in comparison.items() if key != "scores"},
         "versions": result.get("versions", {}),
         "usage": result.get("usage", {}),
+        "sampling": result.get("sampling"),
         "samples": [
             {"task_id": s.key, "conversation_id": s.conversation_id, "agent": s.agent, "served_by": s.adapter}
             for s in train

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,7 @@ class DebugRun:
     reward_last: float | None
     summary: str
     usage: dict[str, int]
+    system_prompts: Mapping[str, int]
 
 
 def roll_out_only(
@@ -44,6 +46,7 @@ def roll_out_only(
     metrics = Metrics(directory)
     meter.enter("training", round_steps.asked * training.group_size, steps=steps)
     usage: dict[str, int] = {}
+    system_prompts: Counter[str] = Counter()
     means: list[float | None] = []
     batches: list[Batch] = []
     for step in range(steps):
@@ -55,8 +58,9 @@ def roll_out_only(
         temperature = settings.rollout.temperature
         metrics.step(step + 1, steps, {**figures, "temperature": temperature, "seconds": batch.seconds})
         usage = add_usage(usage, batch.usage())
+        system_prompts += batch.system_prompts
         means.append(figures["reward_mean"])
-    return DebugRun(steps, means[0], means[-1], _summary(batches), usage)
+    return DebugRun(steps, means[0], means[-1], _summary(batches), usage, system_prompts)
 
 
 def _summary(batches: Sequence[Batch]) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -71,6 +71,7 @@ class Completion:
         error: Why there is nothing to grade; empty if there is.
         run: What the user's agent returned, if it is one.
         cause: Why the user's agent failed, in a word: a `FailureCause`, or `no_calls`. There is an `error` then, too.
+        system_prompts: Those with which the user's agent called the policy.
     """
 
     text: str = ""
@@ -85,6 +86,7 @@ class Completion:
     error: str = ""
     run: RunResult | None = None
     cause: str = ""
+    system_prompts: tuple[str, ...] = ()
 
     @property
     def has_called(self) -> bool:
@@ -171,6 +173,13 @@ class Rollout:
         return None if self.completion.error else False
 
     @property
+    def system_prompts(self) -> tuple[str, ...]:
+        """The different ones that the policy got; an empty one if there was none."""
+        task = self.request.prompt.task
+        found = self.completion.system_prompts if task.agent == "program" else system_prompts_of(task.prompt)
+        return tuple(dict.fromkeys(found)) or ("",)
+
+    @property
     def values(self) -> dict[str, float]:
         """The value of each evaluated criterion."""
         if self.verdict is None or self.reward is None:
@@ -183,6 +192,21 @@ class Rollout:
         if self.completion.error:
             return self.completion.error
         return self.verdict.error or "the judge gave no score" if self.verdict and self.reward is None else ""
+
+
+def system_prompts_of(messages: Iterable[Any]) -> Iterator[str]:
+    """Of messages in the OpenAI chat format."""
+    for message in messages:
+        if isinstance(message, Mapping) and message.get("role") in ("system", "developer"):
+            yield text_of(message.get("content"))
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's content, of which other parts are left out."""
+    if isinstance(content, list):
+        parts = [each.get("text") if isinstance(each, Mapping) else each for each in content]
+        return "\n".join(part for part in parts if isinstance(part, str))
+    return content if isinstance(content, str) else ""
 
 
 def exchange(prompt: Prompt, completion: Completion) -> Exchange:
@@ -227,6 +251,11 @@ class Batch:
     def failed(self) -> Counter[str]:
         """Number of rollouts in which the user's agent failed, by cause."""
         return Counter(rollout.completion.cause for rollout in self.rollouts if rollout.completion.cause)
+
+    @property
+    def system_prompts(self) -> Counter[str]:
+        """Number of rollouts by system prompt; one with several counts for each."""
+        return Counter(text for rollout in self.rollouts for text in rollout.system_prompts)
 
     @property
     def undecided(self) -> int:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ class Trained:
     reward_last: float | None
     refusal: str = ""
     usage: dict[str, int] = field(default_factory=dict)
+    system_prompts: Mapping[str, int] = field(default_factory=dict)
+    """Number of rollouts of each."""
     with_gradient: frozenset[str] = frozenset()
     """Ids of the tasks that gave a gradient."""
 
@@ -121,8 +124,15 @@ class Trainer(RoundActor):
         if not refusal:
             save_adapter(self._model, self._directory / ADAPTER_DIR)
         run.clean_up()
-        with_gradient = frozenset(run.with_gradient)
-        return Trained(run.steps_done, run.reward_first, run.reward_last, refusal, run.usage, with_gradient)
+        return Trained(
+            run.steps_done,
+            run.reward_first,
+            run.reward_last,
+            refusal,
+            run.usage,
+            run.system_prompts,
+            frozenset(run.with_gradient),
+        )
 
 
 class Run:
@@ -153,6 +163,7 @@ class Run:
         self.reward_first: float | None = None
         self.reward_last: float | None = None
         self.usage: dict[str, int] = {}
+        self.system_prompts: Counter[str] = Counter()
         self.with_gradient: set[str] = set()
         """Ids of the tasks that were trained on so far."""
         self._steps = RoundSteps(spec, settings, prompts, collector)
@@ -179,6 +190,7 @@ class Run:
         """What to train on of one step's rollouts, counted from 0. Raises RefusedError and TrainError."""
         batch = self._batch = self._steps.collect(step, self.adapter)
         self.usage = add_usage(self.usage, batch.usage())
+        self.system_prompts += batch.system_prompts
         training = self._settings.training
         append_rollouts(self._directory, step + 1, batch, training.scale_rewards)
         batch.refuse_failed(training.max_undecided_share)

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,16 @@ from flywheel.evaluation.paired_comparison import Paired, compare, compare_crite
 from flywheel.files import tree_sha256
 from flywheel.gpu_placement import place_on_gpus
 from flywheel.judge_usage import Purpose
-from flywheel.round import ADAPTER_DIR, AdapterRef, Comparison, RoundResult, RoundSpec, RoundTask
+from flywheel.round import (
+    ADAPTER_DIR,
+    AdapterRef,
+    Comparison,
+    RoundResult,
+    RoundSpec,
+    RoundTask,
+    Sampling,
+    SystemPrompt,
+)
 from flywheel.serving.vllm_arguments import chat_arguments
 from flywheel.terminal import quantity
 from flywheel.training import ray_cluster
@@ -47,6 +56,10 @@ log = logging.getLogger("flywheel.worker")
 
 TRIALS: Final = 3
 """Tasks on which the user's agent is tried before training."""
+
+MOST_SYSTEM_PROMPTS: Final = 10
+LONGEST_SYSTEM_PROMPT: Final = 2_000
+"""Characters of a system prompt in the result."""
 
 MakeGrade = Callable[[RoundSpec, Path, Purpose, Pause], Grade]
 
@@ -225,6 +238,7 @@ class Round:
         without_gradient = [*asked, *self.spec.left_out]
         figures: dict[str, Any] = {
             "steps": trained.steps,
+            "sampling": self._sampling(trained.steps, trained.system_prompts),
             "without_gradient": without_gradient,
             "reward_first": trained.reward_first,
             "reward_last": trained.reward_last,
@@ -304,6 +318,7 @@ class Round:
             "debug",
             reason=debug.summary,
             steps=debug.steps,
+            sampling=self._sampling(debug.steps, debug.system_prompts),
             reward_first=debug.reward_first,
             reward_last=debug.reward_last,
         )
@@ -361,6 +376,20 @@ class Round:
             timeout_seconds=batch_seconds(self.settings),
             meter=self.meter,
             weights=reward_weights(self.settings),
+        )
+
+    def _sampling(self, steps: int, system_prompts: Mapping[str, int]) -> Sampling:
+        rollout, training = self.settings.rollout, self.settings.training
+        most = sorted(system_prompts.items(), key=lambda item: (-item[1], item[0]))[:MOST_SYSTEM_PROMPTS]
+        return Sampling(
+            temperature=rollout.temperature,
+            steps=steps,
+            prompts=rollout.prompts_asked(training.prompts_per_step),
+            group_size=training.group_size,
+            system_prompts=[
+                SystemPrompt(text=text[:LONGEST_SYSTEM_PROMPT], rollouts=rollouts) for text, rollouts in most
+            ],
+            further_system_prompts=len(system_prompts) - len(most),
         )
 
     @contextlib.contextmanager

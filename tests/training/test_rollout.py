@@ -10,9 +10,9 @@ from flywheel.config import Config
 from flywheel.errors import TrainError
 from flywheel.round import RoundSpec
 from flywheel.training.refusal import RefusedError, refuse_without_spread
-from flywheel.training.rollout import Batch, Completion, deviation, exchange, mean
+from flywheel.training.rollout import Batch, Completion, Rollout, deviation, exchange, mean, system_prompts_of
 from flywheel.training.round_steps import step_requests
-from tests.training.rollouts import batch, failed, prompt, rollout
+from tests.training.rollouts import batch, failed, prompt, request, rollout, task
 
 
 def test_an_undecided_rollout_has_no_reward_rather_than_zero() -> None:
@@ -52,6 +52,17 @@ def test_the_judge_sees_the_task_with_the_new_answer() -> None:
     shown = exchange(prompt(), Completion("\\boxed{8}"))
     assert (shown.query, shown.answer, shown.reference) == ("What is 3 plus 4?", "\\boxed{8}", "\\boxed{7}")
     assert shown.history == ({"role": "system", "content": "Be brief."},)
+
+
+def test_system_prompts_are_those_of_the_tasks_or_of_the_calls_of_the_users_agent() -> None:
+    asked = replace(prompt("t-9"), task=task("t-9").model_copy(update={"agent": "program"}))
+    completions = [Completion(system_prompts=found) for found in (("Plan.", "Write.", "Plan."), ("Plan.",), ())]
+    of_agent = [Rollout(request(9, of=asked), completion, None) for completion in completions]
+    some = Batch((rollout(0, 1), failed(0), *of_agent))
+    assert some.system_prompts == {"Be brief.": 2, "Plan.": 2, "Write.": 1, "": 1}
+    assert list(system_prompts_of([{"role": "developer", "content": [{"type": "text", "text": "Be brief."}]}])) == [
+        "Be brief."
+    ]
 
 
 def test_usage_counts_calls_of_undecided_verdicts_too() -> None:

@@ -30,7 +30,7 @@ from flywheel.demo import judge
 from flywheel.demo.questions import SYSTEM_PROMPT, Question, questions
 from flywheel.files import tree_sha256
 from flywheel.judge_usage import Purpose, UsageFile
-from flywheel.round import AdapterRef, GateTest, RoundResult, RoundSpec, RoundTask
+from flywheel.round import AdapterRef, GateTest, RoundResult, RoundSpec, RoundTask, Sampling, SystemPrompt
 from flywheel.round_progress import progress_of
 from flywheel.serving.weight_verification import compare
 from flywheel.training.process_setup import LOCK_FILE
@@ -425,6 +425,13 @@ def test_metrics_tell_phases_and_steps_while_it_runs(trained: Done) -> None:
         assert set(step["seconds"]) == {"generate", "grade", "train", "sync"}
         assert all(math.isfinite(step[name]) for name in ("loss", "grad_norm", "entropy", "learning_rate"))
     assert trained.steps[0]["learning_rate"] > trained.steps[-1]["learning_rate"]
+    assert trained.result.sampling == Sampling(
+        temperature=1.0,
+        steps=STEPS,
+        prompts=PROMPTS,
+        group_size=GROUP,
+        system_prompts=[SystemPrompt(text=SYSTEM_PROMPT, rollouts=STEPS * PROMPTS * GROUP)],
+    )
     assert trained.result.reward_first == pytest.approx(trained.steps[0]["reward_mean"], abs=1e-6)
     assert trained.result.reward_last == pytest.approx(trained.steps[-1]["reward_mean"], abs=1e-6)
 

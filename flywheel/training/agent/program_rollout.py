@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 
 from flywheel.trace import ChatMessage
 from flywheel.training.agent.timelines import CallTokens, Timelines, timelines
-from flywheel.training.rollout import Completion, RolloutRequest
+from flywheel.training.rollout import Completion, RolloutRequest, system_prompts_of, text_of
 from flywheel.training.workflow.agent_program import ModelEndpoint, RunResult
 
 API_KEY: Final = "unused"
@@ -78,7 +78,7 @@ async def roll_out(
     if not calls:
         why = "the agent made no call of the model: it must ask the one that it is given, at the URL that it is given"
         return _failed(run, made, "no_calls", why)
-    last = _text(calls[-1].answer.get("content"))
+    last = text_of(calls[-1].answer.get("content"))
     answer = last if run.response is None else run.response
     return Completion(
         text=answer,
@@ -89,6 +89,7 @@ async def roll_out(
         forks=made.forks,
         truncated=is_cut,
         run=run,
+        system_prompts=_system_prompts(made),
     )
 
 
@@ -104,7 +105,12 @@ def _failed(run: RunResult, made: Timelines, cause: str, why: str, *, truncated:
         error=why,
         run=run,
         cause=cause,
+        system_prompts=_system_prompts(made),
     )
+
+
+def _system_prompts(made: Timelines) -> tuple[str, ...]:
+    return tuple(text for calls in made.calls for text in system_prompts_of(calls[0].messages))
 
 
 def steps_of(made: Timelines, answer: str) -> Iterator[ChatMessage]:
@@ -125,15 +131,8 @@ def _added(calls: Sequence[CallTokens]) -> Iterator[ChatMessage]:
 
 def _step(message: Mapping[str, Any]) -> ChatMessage:
     """In the form of traced messages: the content is text."""
-    step: ChatMessage = {"role": str(message.get("role")), "content": _text(message.get("content"))}
+    step: ChatMessage = {"role": str(message.get("role")), "content": text_of(message.get("content"))}
     for name in ("name", "tool_calls", "tool_call_id"):
         if value := message.get(name):
             step[name] = value
     return step
-
-
-def _text(content: Any) -> str:
-    if isinstance(content, list):
-        parts = [each.get("text") if isinstance(each, Mapping) else each for each in content]
-        return "\n".join(part for part in parts if isinstance(part, str))
-    return content if isinstance(content, str) else ""

@@ -1,0 +1,43 @@
+"""`flywheel why` of a round."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+
+import yaml
+
+from flywheel.round import Sampling, SystemPrompt
+from tests.cli.conftest import Run
+from tests.web.recorded_state import unpack
+
+
+def test_how_the_rollouts_of_a_round_were_made(tmp_path: Path, flywheel: Run) -> None:
+    state = unpack(tmp_path)
+    config = tmp_path / "flywheel.yaml"
+    config.write_text(yaml.safe_dump({"state": {"dir": str(state.state_dir)}, "model": {"alias": state.model.alias}}))
+    assert "temperature" not in flywheel("why", "r0001", "-c", config).out  # a round of an earlier version
+    sampling = Sampling(
+        temperature=0.8,
+        steps=12,
+        prompts=8,
+        group_size=8,
+        system_prompts=[
+            SystemPrompt(text=f"Add.\n\x1b[2J{'x' * 400}", rollouts=704),
+            SystemPrompt(text="", rollouts=64),
+        ],
+        further_system_prompts=1,
+    )
+    connection = sqlite3.connect(state.state_dir / "state.db")
+    with connection:
+        patch = "UPDATE rounds SET result = json_set(result, '$.sampling', json(?)) WHERE name = 'r0001'"
+        connection.execute(patch, (sampling.model_dump_json(),))
+    connection.close()
+    told = flywheel("why", "r0001", "-c", config).out.splitlines()
+    start = told.index("rollouts: 12 steps × 8 prompts × 8 rollouts, temperature 0.8")
+    assert told[start + 1].startswith("system prompt of 704 rollouts: Add.")
+    assert "\x1b" not in told[start + 1] and len(told[start + 1]) < 400
+    assert told[start + 2 : start + 4] == ["system prompt of 64 rollouts: (none)", "and 1 further system prompt"]
+    story = json.loads(flywheel("why", "r0001", "-c", config, "--json").out)
+    assert story["sampling"] == sampling.model_dump()
