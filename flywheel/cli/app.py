@@ -308,7 +308,7 @@ def print_error(text: str) -> None:
 
 MODULES: Final = (
     "run", "ingest", "filter", "rounds", "rollouts", "prune", "status", "audit", "why", "dead_letters", "tasks",
-    "show", "labels", "web", "rubric", "export", "settings", "demo", "init", "setup", "doctor",
+    "show", "labels", "web", "rubric", "workflow", "export", "settings", "demo", "init", "setup", "doctor",
 )  # fmt: skip
 """Each adds its commands to `app` when it is imported, in the order of `--help`."""
 

@@ -72,6 +72,42 @@ def entry_of_line(text: bytes, source: Path, now: datetime, models: TrainedModel
     """
     line = _parsed(text)
     content = _content(line)
+    reply, otherwise = _reply(line, text, now)
+    task = _task(line, reply, source)
+    entry = replace(
+        entry_of(reply, str(source), models),
+        key=reply.span_id,
+        line=b"" if reply.skip else line_bytes(task),
+        content=content,
+        # A line is complete: no other reply can supply what it lacks.
+        linked=False,
+        asked_alias="",
+        follows=False,
+    )
+    return JsonlEntry(**asdict(entry), otherwise=otherwise)
+
+
+def row_of_line(text: bytes, source: Path, now: datetime) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A line of a data set for the user's agent: its task, which needs no answer, and what the agent gets, the same
+    with the line's own keys and metadata. Raises LineError without a question."""
+    line = _parsed(text)
+    own = dict(line)
+    reply, _ = _reply(line, text, now)
+    if reply.skip is SkipReason.NO_QUERY:
+        raise LineError(reply.skip_detail)
+    task = _task(line, reply, source)
+    return task, {**task, **own, "metadata": {**task["metadata"], **(own.get("metadata") or {})}}
+
+
+def _task(line: Mapping[str, Any], reply: Reply, source: Path) -> dict[str, Any]:
+    task = task_line(reply, str(source), reply.span_id)
+    if isinstance(line.get("env_type"), str):
+        task["env_type"] = line["env_type"]
+    return task
+
+
+def _reply(line: dict[str, Any], text: bytes, now: datetime) -> tuple[Reply, str]:
+    """The reply that a parsed line describes, and its key if another task has its id. Raises LineError."""
     _restore_large_integers(line, text)
     if isinstance(line.get("messages"), str):
         # Trinity-RFT's reader and Flywheel's export for it have the messages as JSON text.
@@ -88,7 +124,7 @@ def entry_of_line(text: bytes, source: Path, now: datetime, models: TrainedModel
     )
     key = _own_id(line) or otherwise
     started = _time(metadata, "started_at") or now
-    reply = Reply(
+    return Reply(
         span_id=key,
         # Several answers to one question belong to one split.
         trace_id=_text(metadata, "trace_id") or _id([parts.query, parts.history]),
@@ -123,21 +159,7 @@ def entry_of_line(text: bytes, source: Path, now: datetime, models: TrainedModel
         or (exclusion.OTHERWISE if metadata.get("prompt_exact") is False else ""),
         skip=skip,
         skip_detail=detail,
-    )
-    task = task_line(reply, str(source), key)
-    if isinstance(line.get("env_type"), str):
-        task["env_type"] = line["env_type"]
-    entry = replace(
-        entry_of(reply, str(source), models),
-        key=key,
-        line=b"" if skip else line_bytes(task),
-        content=content,
-        # A line is complete: no other reply can supply what it lacks.
-        linked=False,
-        asked_alias="",
-        follows=False,
-    )
-    return JsonlEntry(**asdict(entry), otherwise=otherwise)
+    ), otherwise
 
 
 def _parsed(text: bytes) -> dict[str, Any]:

@@ -1,0 +1,165 @@
+"""`flywheel workflow`: try the user's own agent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flywheel.cli.app import (
+    ConfigOption,
+    Group,
+    JsonOption,
+    app,
+    load_config,
+    print_error,
+    print_json,
+    read_state,
+    run_async,
+)
+from flywheel.cli.tables import excerpt
+from flywheel.errors import EXIT_FAILED, ConfigError
+from flywheel.terminal import escape_terminal, quantity
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+    from flywheel.config import Config
+    from flywheel.diagnostics.workflow_check import Checked
+
+workflow = typer.Typer(cls=Group, help="Work on the agent of rollouts.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(workflow, name="workflow")
+
+
+@workflow.command()
+def check(
+    function: Annotated[
+        str | None,
+        typer.Argument(metavar="FILE:FUNCTION", help="A workflow. Default: rollout.agent of the configuration."),
+    ] = None,
+    config: ConfigOption = None,
+    task: Annotated[
+        str | None,
+        typer.Option(metavar="FILE|ID", help="A file of tasks, whose first line is used, or a task's id."),
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(metavar="URL", help="The server, without /v1. Default: the first of serving.urls.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The model that is asked. Default: the aliases.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run the agent of rollouts once on a task against the server, and say what it did.
+
+    Without --task it has the task that a round would take first. Exit 1 if a round would fail on what was seen.
+    """
+    settings = load_config(config)
+    is_file = task is not None and Path(task).expanduser().is_file()
+    line = _first_line(Path(task or "").expanduser()) if is_file else run_async(_stored_task(settings, task))
+    checked = run_async(_check(settings, function, line, url, model))
+    if as_json:
+        print_json(checked.as_json())
+    else:
+        for text in _lines(checked, settings):
+            typer.echo(escape_terminal(text))
+        for problem in checked.problems:
+            print_error(f"flywheel: {problem}")
+    if checked.problems:
+        raise typer.Exit(EXIT_FAILED)
+
+
+async def _check(
+    config: Config, function: str | None, line: dict[str, Any], url: str | None, model: str | None
+) -> Checked:
+    from flywheel.diagnostics import workflow_check
+    from flywheel.serving.server_keys import agents_key
+    from flywheel.training.workflow.configured_program import program_of
+
+    attempted = "check the workflow"
+    program = program_of(_with_function(config, function) if function is not None else config)
+    if program is None:
+        why = "rollout.agent names no workflow and no command"
+        raise ConfigError(attempted, why, "Name one there, or as FILE.py:function on the command line.")
+    models = {name: model or each.model.alias for name, each in config.by_target().items()}
+    server = url or config.serving.urls[0]
+    return await workflow_check.check(program, line, server, models, key=agents_key(config.serving, attempted))
+
+
+def _with_function(config: Config, function: str) -> Config:
+    """The settings with this function, whose path is relative to the working directory."""
+    from flywheel.config import parse
+
+    rollout = config.rollout.model_dump(mode="json")
+    given = rollout["agent"] if isinstance(rollout["agent"], dict) else {}
+    folder = given.get("folder") or str(Path.cwd())
+    rollout["agent"] = {"workflow": function, "python": given.get("python"), "folder": folder}
+    return parse(config.model_dump(mode="json") | {"rollout": rollout}, "with this workflow", Path.cwd())
+
+
+async def _stored_task(config: Config, task: str | None) -> dict[str, Any]:
+    """The line of a task of the state: of this id, or else the one that a round takes first. Raises ConfigError."""
+
+    def find(conn: Connection) -> dict[str, Any] | None:
+        from flywheel.store import calibrations, rounds, samples
+
+        if task is not None:
+            return calibrations.lines_of(conn, [task]).get(task)
+        free = samples.free_samples(conn, 1, config.takes.train)
+        return rounds.payloads(conn, free)[0] if free else None
+
+    found = await read_state(config, find, warn=False)
+    if found is not None:
+        return found
+    why = (
+        "the state has no accepted task for a round"
+        if task is None
+        else f"{task} is neither a file nor a task of the state"
+    )
+    raise ConfigError("find a task for the workflow", why, "Name a file of tasks with --task FILE.jsonl.")
+
+
+def _first_line(path: Path) -> dict[str, Any]:
+    from flywheel.sources.jsonl.messages import LineError
+    from flywheel.sources.jsonl.record import row_of_line
+
+    attempted = f"read a task from {path}"
+    try:
+        with path.open("rb") as lines:
+            text = next((line for line in lines if line.strip()), b"")
+        if not text:
+            raise ConfigError(attempted, "it is empty", "Name a file with one task per line.")
+        return row_of_line(text, path, datetime.now(UTC))[1]
+    except OSError as error:
+        raise ConfigError(attempted, error.strerror or str(error), "Name a file of JSON lines.") from None
+    except LineError as error:
+        raise ConfigError(attempted, str(error), "Each line is one task, a JSON object.") from None
+
+
+def _lines(checked: Checked, config: Config) -> Iterator[str]:
+    result = checked.result
+    yield checked.function
+    yield f"task {checked.task_id}: {excerpt(checked.question)}"
+    yield f"{quantity(len(checked.calls), 'call')} of the model{':' if checked.calls else ''}"
+    for number, call in enumerate(checked.calls, 1):
+        tools = f", tools {' '.join(call.tools)}" if call.tools else ""
+        tokens = f"{call.prompt_tokens} + {call.completion_tokens} tokens, " if call.prompt_tokens is not None else ""
+        ended = call.finish_reason if call.status == 200 else f"HTTP status {call.status}"
+        stream = ", as a stream" if call.stream else ""
+        yield (
+            f"  {number}. {call.model}: {quantity(call.messages, 'message')}{tools}{stream}; {tokens}{ended},"
+            f" {call.seconds:.1f} s"
+        )
+    if result.response is not None:
+        yield f"response  {excerpt(result.response)}"
+    if result.reward is not None:
+        unused = " (not used: rollout.reward.workflow is 0)" if not config.rollout.reward.workflow else ""
+        yield f"reward    {result.reward:g}{unused}"
+    if result.metrics:
+        yield f"metrics   {', '.join(f'{name} {value:g}' for name, value in result.metrics.items())}"
+    yield f"took      {result.seconds:.1f} s, {result.peak_bytes / 1e6:.0f} MB"
+    if not checked.problems:
+        yield "A round can use it."
