@@ -21,7 +21,7 @@ METADATA: Final = frozenset({
     "answer", "qa_hash", "source", "trace_id", "span_id", "conversation_id", "user_id", "agent_name", "model",
     "adapter", "turn", "started_at", "ended_at", "service", "input_tokens", "output_tokens", "prompt_tokens",
     "tools_json", "trajectory_json", "structured_json", "images_json", "errors_json", "reference", "adapter_source",
-    "prompt_exact", "prompt_reason", "prompt_source", "parameters_json", "split",
+    "prompt_exact", "prompt_reason", "prompt_source", "parameters_json", "extra_json", "split",
 })  # fmt: skip
 """The keys of `metadata` in a task's line that say where it comes from. Any others are the user's."""
 
@@ -76,9 +76,18 @@ def task_line(reply: Reply, source: str, key: str = "") -> dict[str, Any]:
             "prompt_reason": reason,
             "prompt_source": "calls" if reply.prompt else "trace",
             "parameters_json": _json(reply.parameters) if reply.parameters else "{}",
+            "extra_json": _json(reply.extra) if reply.extra else "{}",
             "split": Split.TRAIN.value,
         },
     }
+
+
+def whole_line(line: dict[str, Any]) -> dict[str, Any]:
+    """A task's line with what its source had besides: the user's own keys, and those of its metadata."""
+    metadata = {name: value for name, value in line["metadata"].items() if name != "extra_json"}
+    # Lines that earlier versions stored lack it.
+    extra = orjson.loads(line["metadata"].get("extra_json", "{}"))
+    return {**extra, **line, "metadata": {**extra.get("metadata", {}), **metadata}}
 
 
 def _json(value: object) -> str:

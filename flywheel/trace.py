@@ -45,6 +45,7 @@ class Reply(Struct, frozen=True):
     - `prompt`: the messages that the model was sent first, from the call log; empty if that has no such call.
       `parameters`: the other parameters of that call. `calls`: the request ids of all model calls, `missing` those of
       them that were not found in the call log.
+    - `extra`: what a task file's line has besides, by key; `metadata` in it are the further keys of its metadata.
     - `prompt_reason`: why the prompt is not exactly what the model was sent; empty if nothing is known to be missing.
     - `input_tokens`, `output_tokens`: of all model calls. `prompt_tokens`: input tokens of the first. 0: unknown.
     - `skip`: why the reply becomes no task, if so; `skip_detail`: the same for people.
@@ -80,6 +81,7 @@ class Reply(Struct, frozen=True):
     prompt_reason: str = ""
     prompt: tuple[ChatMessage, ...] = ()
     parameters: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
     calls: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     skip: SkipReason | None = None

@@ -18,7 +18,7 @@ from flywheel.round import RoundTask
 from flywheel.states import Split
 from flywheel.store import rounds
 from flywheel.store.recorded_tasks import recorded_lines
-from flywheel.task import conversation_key
+from flywheel.task import conversation_key, whole_line
 from flywheel.tool_results import SharedRecordings
 from flywheel.trace import sends_reasoning
 from flywheel.training.agent.call_key import tools_by_name
@@ -102,7 +102,7 @@ def _task(line: dict[str, Any], config: Config, *, is_accepted: bool) -> RoundTa
         conversation=conversation_key(metadata["conversation_id"], metadata["trace_id"]),
         prompt_tokens=_tokens_sent(metadata, config),
         agent=agent,
-        line=line if agent == "program" else {},
+        line=whole_line(line) if agent == "program" else {},
         steps=steps if has_recordings else [],
         errors=orjson.loads(metadata["errors_json"]) if has_recordings else [],
         sends_reasoning=has_recordings and sends_reasoning([*line["prompt"], *steps]),

@@ -249,6 +249,7 @@ METADATA_TEXTS: Final = (
     "images_json",
     "errors_json",
     "parameters_json",
+    "extra_json",
 )
 """The same in its metadata; `…_json` is JSON."""
 

@@ -118,7 +118,7 @@ def format_of(path: Path) -> Format:
         return Format.OTHER
     if "split" not in metadata:
         return Format.AGENTJET if "qa_hash" in metadata else Format.OTHER
-    return Format.OTHER if "parameters_json" in metadata else Format.EARLIER
+    return Format.OTHER if "extra_json" in metadata else Format.EARLIER
 
 
 def metadata_of(line: bytes) -> dict[str, Any]:

@@ -244,7 +244,7 @@ def _to_10(conn: Connection) -> None:
 
 
 def _to_11(conn: Connection) -> None:
-    """Targets: tasks and rounds have one, and each has a supply of its own."""
+    """Targets: tasks and rounds have one, and each has a supply of its own. Tasks keep the user's own keys."""
     conn.execute(text("DROP INDEX IF EXISTS tasks_for_rounds"))
     conn.execute(text("ALTER TABLE supplies RENAME TO supplies_of_10"))
     _add_columns(conn, tasks=("target",), rounds=("target",))
@@ -255,6 +255,17 @@ def _to_11(conn: Connection) -> None:
         )
     )
     conn.execute(text("DROP TABLE supplies_of_10"))
+    conn.execute(
+        text(
+            "UPDATE tasks SET payload = json_insert(json_remove(payload, '$.metadata.split'),"
+            " '$.metadata.extra_json', '{}', '$.metadata.split', json_extract(payload, '$.metadata.split'))"
+            " WHERE json_type(payload, '$.metadata') = 'object'"
+        )
+    )
+    # As in version 7: content hashes cover the whole line.
+    conn.execute(
+        text("UPDATE replies SET content = NULL WHERE source_id IN (SELECT id FROM sources WHERE type <> 'jsonl')")
+    )
 
 
 MIGRATIONS: Mapping[int, Callable[[Connection], None]] = MappingProxyType(

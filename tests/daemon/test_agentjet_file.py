@@ -96,7 +96,7 @@ async def test_nothing_in_it_is_judged_or_written_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        {"task_id": "x", "main_query": "q", "metadata": {"qa_hash": "zz", "split": "train", "parameters_json": "{}"}},
+        {"task_id": "x", "main_query": "q", "metadata": {"qa_hash": "zz", "split": "train", "extra_json": "{}"}},
         {"task_id": "x", "main_query": "q", "metadata": {}},
     ],
 )

@@ -109,6 +109,28 @@ async def test_a_task_with_recordings_is_told_with_its_steps(tmp_path: Path, sto
     assert [task.agent for task in spec.train] == ["recorded"] * 3
 
 
+async def test_the_users_agent_gets_the_own_keys_of_a_task_without_personal_data(
+    tmp_path: Path, store: Store
+) -> None:
+    own = {"database": "shop.db", "metadata": {"owner": "jane.doe@example.org", "start_page": "/shoes"}}
+    await judged(
+        store, *(changed(one, extra=own) for one in replies_on(Split.TRAIN, 1)), *replies_on(Split.HELD_OUT, 1)
+    )
+    program = {"rollout": {"agent": {"command": ["true"]}}}
+    spec = await planned(store, made(tmp_path, **program))
+    assert spec.train[0].line["database"] == "shop.db"
+    assert spec.train[0].line["metadata"]["owner"] == "jane.doe@example.org"
+    assert spec.train[0].line["metadata"]["conversation_id"] == spec.train[0].conversation
+    row = await store.read(lambda conn: conn.execute(select(schema.rounds)).one())
+    (tmp_path / "chain.yaml").write_text("version: 1\nid: private\nfilters: [{type: pii}]\n")
+    config = made(tmp_path, **program, filter={"chain": "chain.yaml", "rubric": str(RUBRIC)})
+    spec = await store.read(planner.spec_of, row, config, rubric_of(config))
+    assert spec.train[0].line["metadata"]["owner"] == "[EMAIL_1]"
+    assert spec.train[0].line["metadata"]["start_page"] == "/shoes"
+    spec = await store.read(planner.spec_of, row, made(tmp_path), rubric_of(config))
+    assert spec.train[0].line == {}
+
+
 async def test_results_of_other_traces_are_those_on_which_two_conversations_agree(
     tmp_path: Path, store: Store
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
+import pytest
 from sqlalchemy import Connection, insert, inspect, select
 
 from flywheel import exclusion
@@ -45,6 +46,7 @@ BEFORE_11 = (
     "CREATE INDEX tasks_for_rounds ON tasks (state, split, excluded); DROP TABLE supplies;"
     "CREATE TABLE supplies (at TEXT PRIMARY KEY, usable INTEGER NOT NULL, needed INTEGER NOT NULL,"
     " waits_for TEXT NOT NULL);"
+    "UPDATE tasks SET payload = json_remove(payload, '$.metadata.extra_json');"
 )
 """Makes a present state one of before version 11, but for its number."""
 BEFORE_10 = (
@@ -327,21 +329,25 @@ async def test_what_the_judge_was_used_for_before_version_7_was_filtering(tmp_pa
         await store.close()
 
 
-async def test_tasks_of_version_7_get_their_parameters_and_change_no_more(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("version", "before"), [(7, BEFORE_8), (10, BEFORE_11)])
+async def test_tasks_get_the_keys_of_later_versions_and_change_no_more(
+    version: int, before: str, tmp_path: Path
+) -> None:
     told = [reply(1), reply(2, images=("https://example.org/cat.png",))]
     store = await Store.open(tmp_path / "state")
     await store.write(put, *told)
     lines = await store.read(lambda conn: conn.execute(select(tasks.c.payload).order_by(tasks.c.id)).scalars().all())
     await store.close()
     database = sqlite3.connect(tmp_path / "state" / "state.db")
-    database.executescript(f"{BEFORE_8} UPDATE meta SET value = 7 WHERE key = 'schema_version'")
+    database.executescript(f"{before} UPDATE meta SET value = {version} WHERE key = 'schema_version'")
     database.close()
     store = await Store.open(tmp_path / "state")
     try:
         query = select(tasks.c.payload).order_by(tasks.c.id)
         found = await store.read(lambda conn: conn.execute(query).scalars().all())
         assert found == lines
-        assert [list(line["metadata"])[-2:] for line in found] == [["parameters_json", "split"]] * 2
+        keys = ["parameters_json", "extra_json", "split"]
+        assert [list(line["metadata"])[-3:] for line in found] == [keys] * 2
         await store.write(put, *told)
         changed = select(events.c.id).where(events.c.new == "changed")
         assert (await store.read(lambda conn: conn.execute(changed).all())) == []

@@ -21,7 +21,15 @@ from flywheel.store.schema import tasks
 from flywheel.store.task_file import TaskFile
 from tests.samples import batch, reply
 
-NEW_KEYS = ("prompt_tokens", "adapter_source", "prompt_exact", "prompt_reason", "prompt_source", "parameters_json")
+NEW_KEYS = (
+    "prompt_tokens",
+    "adapter_source",
+    "prompt_exact",
+    "prompt_reason",
+    "prompt_source",
+    "parameters_json",
+    "extra_json",
+)
 
 
 def put(conn: Connection, first: int, count: int) -> None:
@@ -71,7 +79,7 @@ async def test_a_file_of_an_earlier_format_is_set_aside_under_the_next_free_numb
     assert written(aside, path) == await store.read(keys)
     for line in lines(path):
         about = line["metadata"]
-        assert [type(about[key]) for key in NEW_KEYS] == [int, str, bool, str, str, str]
+        assert [type(about[key]) for key in NEW_KEYS] == [int, str, bool, str, str, str, str]
         assert (about["prompt_exact"], about["prompt_reason"], about["prompt_source"]) == (True, "", "trace")
     await store.write(put, 5, 1)
     assert await TaskFile(path).follow(store) == 1

@@ -34,7 +34,7 @@ from flywheel.sources.jsonl.messages import (
     split_answer,
 )
 from flywheel.states import SkipReason
-from flywheel.task import task_line
+from flywheel.task import METADATA, task_line
 from flywheel.trace import ChatMessage, Reply, get_path
 
 QUERY: Final = ("main_query", "question", "prompt", "messages", "init_messages")
@@ -43,6 +43,8 @@ HISTORY: Final = ("init_messages", "prompt", "messages")
 """Keys of the conversation before the question."""
 ANSWER: Final = ("answer", "metadata.answer", "completion", "response", "reference", "prompt", "messages")
 """Keys of the answer. In a list of messages it is the last assistant message after the question."""
+
+_READ: Final = frozenset({*QUERY, *HISTORY, *ANSWER, "task_id", "env_type", "tools", "metadata"})
 
 NO_ID: Final = frozenset({"no_id"})
 """The `task_id` of every AgentJet task."""
@@ -157,9 +159,25 @@ def _reply(line: dict[str, Any], text: bytes, now: datetime) -> tuple[Reply, str
         prompt_tokens=_count(metadata, "prompt_tokens"),
         prompt_reason=_text(metadata, "prompt_reason")
         or (exclusion.OTHERWISE if metadata.get("prompt_exact") is False else ""),
+        extra=_extra(line, metadata),
         skip=skip,
         skip_detail=detail,
     ), otherwise
+
+
+def _extra(line: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's own keys. A line that Flywheel wrote has them as JSON text."""
+    earlier = _json(metadata, "extra_json", dict)
+    of_earlier = earlier.get("metadata")
+    own = {
+        **(of_earlier if isinstance(of_earlier, dict) else {}),
+        **{name: value for name, value in metadata.items() if name not in METADATA},
+    }
+    extra = {
+        **{name: value for name, value in earlier.items() if name not in _READ},
+        **{name: value for name, value in line.items() if name not in _READ},
+    }
+    return {**extra, "metadata": own} if own else extra
 
 
 def _parsed(text: bytes) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from flywheel.batch import Entry, entry_of, line_bytes
 from flywheel.sources.jsonl.messages import LineError
 from flywheel.sources.jsonl.record import entry_of_line
 from flywheel.states import SkipReason
-from flywheel.task import task_id, task_line
+from flywheel.task import task_id, task_line, whole_line
 from tests.samples import reply
 
 NOW = datetime(2026, 5, 6, 7, 8, 9, tzinfo=UTC)
@@ -375,3 +375,43 @@ def test_messages_and_tools_may_be_json_text() -> None:
     assert task({"messages": json.dumps(turns), "tools": "null"})["question"] == USER["content"]
     with pytest.raises(LineError, match="`messages` is"):
         entry({**told, "messages": "no JSON"})
+
+
+OWN = {
+    "task_id": "shop-1",
+    "question": "Which shoes?",
+    "answer": "The red ones.",
+    "database": {"path": "shop.db", "rows": [1, 2]},
+    "seed": 7,
+    "metadata": {"agent_name": "shop", "start_page": "http://localhost/", "difficulty": None},
+}
+
+
+def test_a_tasks_own_keys_are_kept() -> None:
+    line = task(OWN)
+    assert json.loads(line["metadata"]["extra_json"]) == {
+        "database": OWN["database"],
+        "seed": 7,
+        "metadata": {"start_page": "http://localhost/", "difficulty": None},
+    }
+    assert list(line) == list(task({"question": "q", "answer": "a"}))
+    assert task({"question": "q", "answer": "a", "metadata": {"agent_name": "x"}})["metadata"]["extra_json"] == "{}"
+    whole = whole_line(line)
+    assert (whole["database"], whole["seed"], whole["task_id"]) == (OWN["database"], 7, "shop-1")
+    assert whole["metadata"]["start_page"] == "http://localhost/"
+    assert whole["metadata"]["difficulty"] is None
+    assert whole["metadata"]["agent_name"] == "shop"
+    assert "extra_json" not in whole["metadata"]
+    # Read back from a task file of Flywheel, they are the same, and so is what the agent gets of it.
+    assert task(line)["metadata"]["extra_json"] == line["metadata"]["extra_json"]
+    assert task(whole)["metadata"]["extra_json"] == line["metadata"]["extra_json"]
+
+
+def test_own_keys_do_not_replace_those_of_flywheel() -> None:
+    line = task({**OWN, "metadata": {"extra_json": '{"main_query": "x", "metadata": {"span_id": "x", "own": 1}}'}})
+    whole = whole_line(line)
+    assert (whole["main_query"], whole["metadata"]["own"]) == ("Which shoes?", 1)
+    assert whole["metadata"]["span_id"] == line["metadata"]["span_id"] == "shop-1"
+    assert task({**OWN, "metadata": {"extra_json": '{"metadata": 3}'}})["metadata"]["extra_json"] == json.dumps(
+        {"database": OWN["database"], "seed": 7}, separators=(",", ":")
+    )
