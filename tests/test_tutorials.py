@@ -22,7 +22,7 @@ from tests.web.recorded_state import unpack
 ROOT = Path(__file__).parent.parent
 TUTORIALS = ROOT / "docs" / "tutorials"
 INSTALLED = {". .venv/bin/activate": ":"}
-WHOLE = ("make demo", "make demo-agent")
+WHOLE = ("make demo", "make demo-agent", "make demo-agent DEMO_ARGS=--workflow")
 """`make test-all` runs these, in tests/demo."""
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 import venv
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from flywheel.training.workflow.agent_program import AgentProgram, ModelEndpoint
 from flywheel.training.workflow.program_pool import ProgramPool
 from tests.agents.running import EXAMPLES, ROOT
 from tests.agents.scripted_model import Recorder, ScriptedModel
-from tests.serving.fake_vllm import running
+from tests.serving.fake_vllm import running, with_middleware
 
 ALIAS = "my-agent"
 TASKS = [json.loads(line) for line in (EXAMPLES / "workflow" / "tasks.jsonl").read_text().splitlines()]
@@ -118,3 +120,24 @@ async def test_the_functions_on_the_pages(tmp_path: Path, page: str, aliases: tu
     results, sent = await results_of(AgentProgram(workflow=f"{tmp_path / 'agent.py'}:run"), *aliases)
     assert ANSWERS[-1] in str(results[-1].response)
     assert [request["model"] for request in sent] == list(aliases or (ALIAS,)) * len(TASKS)
+
+
+def test_the_page_shows_what_the_check_of_the_example_says(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "how-to" / "workflows.md").read_text()
+    found = re.search(r"^    flywheel (workflow check .*)\n\n```\n(.*?)```", page, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    command = [sys.executable, "-m", "flywheel", *found[1].split()]
+    with running(with_middleware(ScriptedModel(), FLYWHEEL_ALIAS=ALIAS)) as url:
+        done = subprocess.run(
+            [*command, "--url", url],
+            cwd=ROOT,
+            env={**os.environ, "FLYWHEEL_HOME": str(tmp_path), "COLUMNS": "120"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    told = done.stdout.replace(f"{ROOT}/", "")
+    varying = re.compile(r"\d+\.\d s|\d+ MB|\d+ \+")
+    assert varying.sub("…", told) == varying.sub("…", found[2])
