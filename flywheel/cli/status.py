@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -39,6 +39,7 @@ from flywheel.cli.tables import (
     source_condition,
     source_text,
 )
+from flywheel.daemon.status_parts import by_target, servers_of
 from flywheel.terminal import escape_terminal, quantity
 
 if TYPE_CHECKING:
@@ -118,7 +119,11 @@ def _without_noise(state: dict[str, Any]) -> dict[str, Any]:
     live = state["live_round"]
     if live is not None and live["progress"] is not None:
         live = {**live, "progress": {key: live["progress"][key] for key in ("phase", "step", "steps", "paused")}}
-    return {**state, "live_round": live, "replicas": [{**each, "looked_at": None} for each in state["replicas"]]}
+    quiet = {
+        name: {**own, "replicas": [{**each, "looked_at": None} for each in own["replicas"]]}
+        for name, own in by_target(state).items()
+    }
+    return {**state, **({"targets": quiet} if "targets" in state else quiet[""]), "live_round": live}
 
 
 def fitted(state: dict[str, Any], console: Console) -> RenderableType:
@@ -141,9 +146,10 @@ def _facts(state: dict[str, Any], form: Literal["whole", "short", "counts"] = "w
     """Sources and servers are described in several lines or in one each, or are counted by their conditions."""
     from flywheel.round_progress import RoundProgress
 
-    daemon, missing, deployed = state["daemon"]["pid"], state["no_state"], state["deployment"]
-    letters, sources, servers = state["dead_letters"], state["sources"], state["replicas"]
-    samples, excluded, verdicts, live = _samples(state), [], [], []
+    daemon, missing = state["daemon"]["pid"], state["no_state"]
+    letters, sources = state["dead_letters"], state["sources"]
+    targets = by_target(state)
+    excluded, verdicts, live = list[Fact](), [], []
     if (recent := state["recent_verdicts"])["judged"]:
         verdicts.append(("verdicts", f"last {recent['judged']:,}: {recent['accepted']:,} accepted"))
         if recent["rejected_by"]:
@@ -151,24 +157,23 @@ def _facts(state: dict[str, Any], form: Literal["whole", "short", "counts"] = "w
     if (running := state["live_round"]) is not None:
         progress = running["progress"]
         text = running["state"] if progress is None else RoundProgress.model_validate(progress).summary
-        live.append(("round", f"{running['round']}: {text}"))
+        live.append(("round", f"{_named(running)}: {text}"))
     prompts = [("prompts", _prompts(state["prompts"]))] if form != "counts" else []
     if form == "whole":
         sources = [("source", source_text(source)) for source in sources]
-        servers = [("server", _server_text(replica)) for replica in servers]
+        servers = [("server", _server_text(replica)) for replica in servers_of(state)]
         excluded = [
             ("excluded", f"{quantity(each['tasks'], 'task')}: {each['why']}\n{each['do']}")
             for each in state["left_out"]
         ]
-        if shortfall := state["gate"]["shortfall"]:
-            excluded.insert(0, ("gate", shortfall))
+        shortfalls = {name: own["gate"]["shortfall"] for name, own in targets.items()}
+        excluded = [*(("gate", _of(name, text)) for name, text in shortfalls.items() if text), *excluded]
     elif form == "short":
         sources = [("source", _source_line(source)) for source in sources]
-        servers = [("server", f"{each['url']}: {_serves(each)}") for each in servers]
+        servers = [("server", f"{each['url']}: {_serves(each)}") for each in servers_of(state)]
     else:
-        samples = _sample_counts(state)
         sources = [("sources", _conditions(sources, "not read yet"))]
-        servers = [("servers", _conditions(servers, _UNCHECKED))]
+        servers = [("servers", _conditions(servers_of(state), _UNCHECKED))]
     return [
         *(("WARNING", text) for text in state["warnings"]),
         ("daemon", f"running (process {daemon})" if daemon else "not running"),
@@ -179,10 +184,13 @@ def _facts(state: dict[str, Any], form: Literal["whole", "short", "counts"] = "w
         ("tasks", counted(state["tasks"]) or "none yet"),
         *prompts,
         *verdicts,
-        ("samples", samples),
+        *(("samples", text) for text in (_sample_counts if form == "counts" else _samples)(state)),
         *excluded,
         ("judge", _judge(state["judge"])),
-        ("deployed", f"{deployed['alias']} → {deployed['adapter'] or 'the base model'}"),
+        *(
+            ("deployed", f"{own['deployment']['alias']} → {own['deployment']['adapter'] or 'the base model'}")
+            for own in targets.values()
+        ),
         *servers,
         *live,
         ("waiting", state["waiting_for"] or "–"),
@@ -264,16 +272,37 @@ def _judge(judge: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _sample_counts(state: dict[str, Any]) -> str:
-    text = f"{state['free_samples']} free of {state['min_samples']} needed, {state['held_out']} held out"
-    return f"{text} ({missing} more needed)" if (missing := state["gate"]["missing"]) else text
+def _of(target: str, text: str) -> str:
+    """A text about a target; without targets, as it is."""
+    return f"{target}: {text}" if target else text
 
 
-def _samples(state: dict[str, Any]) -> str:
-    """Counts, why samples wait, and why tasks are excluded from rounds."""
-    waiting = [f"{number:,} {why}" for why, number in state["waiting_samples"].items()]
-    excluded = [f"{each['tasks']:,} excluded ({_EXCLUDED[each['reason']]})" for each in state["left_out"]]
-    return "; ".join(filter(None, (_sample_counts(state), state["new_samples"]["wait"], *waiting, *excluded)))
+def _named(entry: dict[str, Any]) -> str:
+    """A round, with its target if there are several."""
+    return f"{entry['round']} ({entry['target']})" if entry.get("target") else str(entry["round"])
+
+
+def _sample_count(own: Mapping[str, Any]) -> str:
+    text = f"{own['free_samples']} free of {own['min_samples']} needed, {own['held_out']} held out"
+    missing = own["gate"]["missing"]
+    return f"{text} ({missing} more needed)" if missing else text
+
+
+def _sample_counts(state: dict[str, Any]) -> list[str]:
+    return [_of(name, _sample_count(own)) for name, own in by_target(state).items()]
+
+
+def _samples(state: dict[str, Any]) -> list[str]:
+    """Counts of each target, why samples wait, and why tasks are excluded from rounds."""
+    texts = []
+    for name, own in by_target(state).items():
+        waiting = [f"{number:,} {why}" for why, number in own["waiting_samples"].items()]
+        told = "; ".join(filter(None, (_sample_count(own), own["new_samples"]["wait"], *waiting)))
+        texts.append(_of(name, told))
+    excluded = "; ".join(f"{each['tasks']:,} excluded ({_EXCLUDED[each['reason']]})" for each in state["left_out"])
+    if excluded and len(texts) == 1:
+        return [f"{texts[0]}; {excluded}"]
+    return [*texts, excluded] if excluded else texts
 
 
 _EXCLUDED: Final = {
@@ -284,6 +313,7 @@ _EXCLUDED: Final = {
     "uncalled": "no tool called",
     "unrecorded": "no tool result recorded",
     "model": "other model",
+    "target": "agent of no target",
     "repeated": "repeated in training",
 }
 """Why rounds exclude tasks, by `flywheel.exclusion.Exclusion`."""
@@ -295,7 +325,7 @@ def _rounds(state: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         score = f"{comparison['deployed_mean']:.2f} → {comparison['candidate_mean']:.2f}" if comparison else "–"
         first, last = entry["reward_first"], entry["reward_last"]
         reward = f"{first:.2f} → {last:.2f}" if first is not None and last is not None else "–"
-        yield entry["round"], entry["state"], reward, score, entry["reason"] or entry["trigger"]
+        yield _named(entry), entry["state"], reward, score, entry["reason"] or entry["trigger"]
 
 
 def _with_rounds(facts: list[Fact], state: dict[str, Any], most: int, width: int) -> RenderableType:

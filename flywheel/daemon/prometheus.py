@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from flywheel.daemon.status_parts import by_target, servers_of
 from flywheel.judge.call_times import CALL_TIMES
 
 
@@ -42,7 +43,7 @@ class _Snapshot(Collector):
         yield _gauge("recent_rejections", text, state["recent_verdicts"]["rejected_by"], "criterion")
         yield from _of_rounds(state)
         yield from _of_live_round(state["live_round"])
-        yield from _of_replicas(state["replicas"])
+        yield from _of_replicas(state)
 
 
 def _of_pipeline(state: dict[str, Any]) -> Iterator[Metric]:
@@ -50,10 +51,11 @@ def _of_pipeline(state: dict[str, Any]) -> Iterator[Metric]:
     yield _gauge("skipped_replies", "Replies that became no task, by reason.", state["skipped"], "reason")
     yield _gauge("tasks", "Tasks by state.", state["tasks"], "state")
     yield _gauge("tasks_due", "Tasks that could be judged now.", state["due"])
-    yield _gauge("samples_free", "Accepted training samples that a round could take now.", state["free_samples"])
+    free = "Accepted training samples that a round could take now."
+    yield _of_targets("samples_free", free, state, "free_samples")
     waiting = "Accepted training samples that no round could take now, by reason."
-    yield _gauge("samples_waiting", waiting, state["waiting_samples"], "reason")
-    yield _gauge("samples_needed", "Free samples that start a round.", state["min_samples"])
+    yield _of_targets("samples_waiting", waiting, state, "waiting_samples", "reason")
+    yield _of_targets("samples_needed", "Free samples that start a round.", state, "min_samples")
     prompts = state["prompts"]
     yield _gauge("prompts", "Tasks that were not withdrawn.", prompts["tasks"])
     yield _gauge("prompts_exact", "Those of them whose prompt is exactly what the model was sent.", prompts["exact"])
@@ -63,7 +65,7 @@ def _of_pipeline(state: dict[str, Any]) -> Iterator[Metric]:
     yield _gauge(
         "tasks_left_out", "Tasks that rounds leave out, by reason; one may have several.", left_out, "reason"
     )
-    yield _gauge("samples_held_out", "Accepted samples that are never trained on.", state["held_out"])
+    yield _of_targets("samples_held_out", "Accepted samples that are never trained on.", state, "held_out")
 
 
 def _of_sources(sources: list[dict[str, Any]]) -> Iterator[Metric]:
@@ -127,11 +129,13 @@ def _of_rounds(state: dict[str, Any]) -> Iterator[Metric]:
     bounds = {name: compared[name] for name in ("gain", "lower", "upper") if name in compared}
     text = "The gain that the newest comparison found, and the bounds of its interval."
     yield _gauge("gate_gain", text, bounds, "bound")
-    yield _counter("swaps", "Swaps of the alias, by outcome.", state["swaps"], "outcome")
-    deployed = state["deployment"]
+    values, labels = _by_target(state, "swaps", "outcome")
+    yield _counter("swaps", "Swaps of the alias, by outcome.", values, *labels)
+    deployed = [own["deployment"] for own in by_target(state).values()]
     text = "What an alias points at (empty: the base model); 1."
-    yield _gauge("active_adapter", text, {(deployed["alias"], deployed["adapter"] or ""): 1}, "alias", "adapter")
-    since = {deployed["alias"]: _seconds(deployed["since"])} if deployed["since"] else {}
+    active = {(each["alias"], each["adapter"] or ""): 1 for each in deployed}
+    yield _gauge("active_adapter", text, active, "alias", "adapter")
+    since = {each["alias"]: _seconds(each["since"]) for each in deployed if each["since"]}
     yield _gauge("active_adapter_since_timestamp_seconds", "When the alias was pointed at it.", since, "alias")
     shares = {each["adapter"]: each["acceptance"] for each in state["by_adapter"] if each["acceptance"] is not None}
     yield _gauge("adapter_acceptance_ratio", "Accepted of an adapter's judged answers, 0 to 1.", shares, "adapter")
@@ -159,11 +163,13 @@ def _of_live_round(live: dict[str, Any] | None) -> Iterator[Metric]:
     yield _gauge("live_round_paused", "Whether the running round waits for something.", paused)
 
 
-def _of_replicas(replicas: list[dict[str, Any]]) -> Iterator[Metric]:
+def _of_replicas(state: dict[str, Any]) -> Iterator[Metric]:
+    replicas = servers_of(state)
     conditions = {(each["url"], each["condition"] or "not looked at yet"): 1 for each in replicas}
     text = "The condition that an inference server is in; 1."
     yield _gauge("replica_condition", text, conditions, "replica", "condition")
-    serving = {(each["url"], each["serves"]): 1 for each in replicas if each["serves"]}
+    seen = [each for own in by_target(state).values() for each in own["replicas"]]
+    serving = {(each["url"], each["serves"]): 1 for each in seen if each["serves"]}
     yield _gauge("replica_serves", "The model that the alias stands for there; 1.", serving, "replica", "model")
     looked = {each["url"]: _seconds(each["looked_at"]) for each in replicas if each["looked_at"]}
     yield _gauge("replica_looked_timestamp_seconds", "When a server was last looked at.", looked, "replica")
@@ -194,10 +200,30 @@ MEASURED: Final = {
 """Figures of a step (`metrics.jsonl`) that are metrics."""
 
 
-def _counter(name: str, text: str, values: Mapping[str, int], label: str) -> Metric:
-    metric = CounterMetricFamily(f"flywheel_{name}", text, labels=[label])
+def _by_target(
+    state: Mapping[str, Any], key: str, *labels: str
+) -> tuple[Mapping[Any, float] | float, tuple[str, ...]]:
+    """A figure of each target, and its labels: with the target's name if there are several."""
+    if "targets" not in state:
+        return state[key], labels
+    found: dict[Any, float] = {}
+    for name, own in by_target(state).items():
+        if labels:
+            found |= {(name, where): value for where, value in own[key].items()}
+        else:
+            found[name] = own[key]
+    return found, ("target", *labels)
+
+
+def _of_targets(name: str, text: str, state: Mapping[str, Any], key: str, *labels: str) -> Metric:
+    values, labels = _by_target(state, key, *labels)
+    return _gauge(name, text, values, *labels)
+
+
+def _counter(name: str, text: str, values: Any, *labels: str) -> Metric:
+    metric = CounterMetricFamily(f"flywheel_{name}", text, labels=labels)
     for where, value in values.items():
-        metric.add_metric([where], value)
+        metric.add_metric([where] if isinstance(where, str) else where, value)
     return metric
 
 

@@ -55,12 +55,10 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
     books = balance(conn)
     shown = rounds.newest(conn, ROUNDS_SHOWN)
     live = rounds.live(conn)
-    takes = config.takes
-    supply, wrong_chain = _supply(conn, config)
     by_adapter, others = acceptance.by_adapter(conn, config.models_of(None))
-    waits = patience(conn, config, config.trigger.min_samples)
-    active = deployments.active(conn, config.model.alias)
-    seen = deployments.replica_states(conn, config.model.alias)
+    of_targets = {name: _of_target(conn, own) for name, own in config.by_target().items()}
+    warnings = [warning for _, found in of_targets.values() for warning in found]
+    own = {name: each for name, (each, _) in of_targets.items()}
     return {
         "version": __version__,
         "state_dir": str(config.state_dir),
@@ -71,6 +69,35 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
         "tasks": {state.value: books.task_states.get(state, 0) for state in TaskState},
         "balance": books.ends,
         "balanced": books.balanced,
+        "prompts": samples.count_prompts(conn)._asdict(),
+        "left_out": _left_out(samples.count_left_out(conn, config.takes), others),
+        "due": claims.count_due(conn),
+        "judge": _judge(conn, config),
+        "recent_verdicts": verdicts.recent(conn, VERDICTS_SHOWN),
+        "warnings": [*dict.fromkeys(warnings), *_warnings(conn, config)],
+        "waiting_for": database.noted(conn, database.ROUND_NOTE),
+        "rounds": [_round(row) for row in shown],
+        "rounds_by_state": {state.value: rounds.count(conn, state) for state in RoundState},
+        "promoted": rounds.count(conn, RoundState.PROMOTED),
+        "live_round": _live(live) if live is not None else None,
+        "gate_decisions": gate_tests.decisions(conn),
+        "by_adapter": by_adapter,
+        "other_models": others,
+        "dead_letters": dead_letters.count(conn)["open"],
+        **({"targets": own} if config.targets else own[""]),
+    }
+
+
+def _of_target(conn: Connection, config: Config) -> tuple[dict[str, Any], list[str]]:
+    """Samples, gate, deployment and servers of the target whose settings these are, and warnings."""
+    alias, scope = config.model.alias, config.takes
+    supply, warnings = _supply(conn, config)
+    if supply.notice:
+        warnings.append(f"{config.target}: {supply.notice}" if config.target else supply.notice)
+    waits = patience(conn, config, config.trigger.min_samples)
+    active = deployments.active(conn, alias)
+    seen = deployments.replica_states(conn, alias)
+    found = {
         "free_samples": supply.usable,
         "waiting_samples": dict(supply.waiting),
         "new_samples": {
@@ -80,23 +107,11 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
             "wait": waits.wait,
         },
         "min_samples": config.trigger.min_samples,
-        "held_out": samples.count_held_out(conn, takes.gate),
+        "held_out": samples.count_held_out(conn, scope.gate),
         "gate": next_test(conn, config).as_json(config.gate),
-        "prompts": samples.count_prompts(conn)._asdict(),
-        "left_out": _left_out(samples.count_left_out(conn, takes), others),
-        "due": claims.count_due(conn),
-        "judge": _judge(conn, config),
-        "recent_verdicts": verdicts.recent(conn, VERDICTS_SHOWN),
-        "warnings": [*wrong_chain, *_warnings(conn, config, supply)],
-        "waiting_for": database.noted(conn, database.ROUND_NOTE),
-        "rounds": [_round(row) for row in shown],
-        "rounds_by_state": {state.value: rounds.count(conn, state) for state in RoundState},
-        "promoted": rounds.count(conn, RoundState.PROMOTED),
-        "live_round": _live(live) if live is not None else None,
-        "gate_decisions": gate_tests.decisions(conn),
-        "swaps": deployments.outcomes(conn, config.model.alias),
+        "swaps": deployments.outcomes(conn, alias),
         "deployment": {
-            "alias": config.model.alias,
+            "alias": alias,
             "adapter": active.adapter if active else None,
             "since": active.activated_at if active else None,
             "previous": active.previous if active else None,
@@ -106,10 +121,8 @@ def snapshot(conn: Connection, config: Config) -> dict[str, Any]:
             {"url": url, **NOT_INSPECTED, **seen.get(url, {}), "calls": calls}
             for url, calls in _calls(config).items()
         ],
-        "by_adapter": by_adapter,
-        "other_models": others,
-        "dead_letters": dead_letters.count(conn)["open"],
     }
+    return found, warnings
 
 
 def _calls(config: Config) -> dict[str, dict[str, Any]]:
@@ -143,13 +156,12 @@ def _supply(conn: Connection, config: Config) -> tuple[Supply, list[str]]:
         return Supplies(without).now(conn), [str(error)]
 
 
-def _warnings(conn: Connection, config: Config, supply: Supply) -> list[str]:
+def _warnings(conn: Connection, config: Config) -> list[str]:
     """Conditions that prevent progress without a failure."""
     found = (
         task_file.warning(conn),
         verdicts.none_accepted(conn, config.filter.warn_window),
         splits.empty_split(conn, config.ingest.train_ratio),
-        supply.notice,
     )
     return [warning for warning in found if warning]
 
@@ -199,6 +211,7 @@ def _round(row: Row[Any]) -> dict[str, Any]:
         result = {**progress, "steps": progress["step"], "reward_last": progress["reward"]}
     return {
         "round": row.name,
+        **({"target": row.target} if row.target else {}),
         "state": row.state,
         "attempt": row.attempt,
         "trigger": row.trigger,
