@@ -38,6 +38,10 @@ if TYPE_CHECKING:
 
     Swap: TypeAlias = Callable[[Deployer], Coroutine[Any, Any, tuple[str | None, SwapReport]]]
 
+TargetOption = Annotated[
+    str | None, typer.Option("--target", metavar="NAME", help="The target, where `targets` has several.")
+]
+
 
 @app.command(name="round")
 def train_round(
@@ -48,14 +52,16 @@ def train_round(
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Do not wait for trigger.min_samples.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="With --force: do not ask for confirmation.")] = False,
+    target: TargetOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run one training round now."""
     settings = load_config(config)
     if force and not debug:
-        shortage = run_async(read_state(settings, lambda conn: _shortage(conn, settings), warn=False))
+        shortage = run_async(read_state(settings, lambda conn: _shortage(conn, settings, target), warn=False))
         _confirm(shortage, yes)
-    report = run_async(_debug(settings, quiet=as_json) if debug else _round(settings, force, quiet=as_json))
+    run = _debug(settings, target, quiet=as_json) if debug else _round(settings, force, target, quiet=as_json)
+    report = run_async(run)
     if as_json:
         print_json(report)
     else:
@@ -64,12 +70,13 @@ def train_round(
         raise typer.Exit(EXIT_FAILED)
 
 
-def _shortage(conn: Connection, config: Config) -> str:
+def _shortage(conn: Connection, config: Config, target: str | None) -> str:
     """That a new round would have fewer samples than it should; empty if it has enough."""
     from flywheel.daemon.free_samples import Supplies
+    from flywheel.daemon.planner import next_with_samples
     from flywheel.store.rounds import live
 
-    supply = Supplies(config).now(conn)
+    supply = Supplies(next_with_samples(conn, config, target)).now(conn)
     if live(conn) is not None or not supply.usable or supply.usable >= supply.needs:
         return ""
     return f"{supply.told}: a round with so few samples learns little"
@@ -88,7 +95,7 @@ def _confirm(shortage: str, yes: bool) -> None:
         raise typer.Exit(EXIT_FAILED)
 
 
-async def _round(config: Config, force: bool, *, quiet: bool) -> dict[str, Any]:
+async def _round(config: Config, force: bool, target: str | None, *, quiet: bool) -> dict[str, Any]:
     from flywheel.daemon.deployer import Deployer
     from flywheel.daemon.judge_setup import rubric_of
     from flywheel.daemon.rounds import Rounds
@@ -99,28 +106,27 @@ async def _round(config: Config, force: bool, *, quiet: bool) -> dict[str, Any]:
     async with open_state(config, lock=True) as store:
         rounds = Rounds(store, config, rubric, Deployer(store, config))
         interruption = StopSignals(config.daemon.drain_seconds)
-        name = await interruption.during(_train(rounds, store, config, force, quiet=quiet), rounds.stop)
+        name = await interruption.during(_train(rounds, store, force, target, quiet=quiet), rounds.stop)
         if interruption.by is not None:
             raise interruption.error("finish the round", await store.read(left_of_round))
         status = await store.read(snapshot, config)
     return next(entry for entry in status["rounds"] if entry["round"] == name)
 
 
-async def _train(rounds: Rounds, store: Store, config: Config, force: bool, *, quiet: bool) -> str:
+async def _train(rounds: Rounds, store: Store, force: bool, target: str | None, *, quiet: bool) -> str:
     """Continue the unfinished round or run a new one; its name, once it has ended or was stopped."""
     from flywheel.cli import progress_bars
-    from flywheel.daemon.planner import due
     from flywheel.store.rounds import by_name, live
 
     if (row := await store.read(live)) is not None:
         name = str(row.name)
     elif force:
-        name = await rounds.plan("by hand")
+        name = await rounds.plan("by hand", target)
     else:
-        wanted = await store.read(due, config)
+        wanted = await rounds.due(target=target)
         if not wanted.start:
             raise TrainError("start a round", wanted.reason, "Wait, or use --force.")
-        name = await rounds.plan(wanted.reason)
+        name = await rounds.plan(wanted.reason, wanted.target or None)
     row = await store.read(by_name, name)
     assert row is not None
     async with progress_bars.beside(progress_bars.of_round(Path(row.dir), quiet=quiet)):
@@ -137,11 +143,11 @@ def left_of_round(conn: Connection) -> str:
     return f"{row.name} is {row.state}: the daemon, `flywheel run --once` or `flywheel round` continues it."
 
 
-async def _debug(config: Config, *, quiet: bool) -> dict[str, Any]:
+async def _debug(config: Config, target: str | None, *, quiet: bool) -> dict[str, Any]:
     from flywheel.cli import progress_bars
     from flywheel.cli.rollouts import table_of
-    from flywheel.daemon.judge_setup import rubric_of
-    from flywheel.daemon.planner import debug_spec
+    from flywheel.daemon.judge_setup import rubric_of, rubric_of_target
+    from flywheel.daemon.planner import debug_spec, next_with_samples
     from flywheel.daemon.round_usage import left
     from flywheel.daemon.rounds import WorkerWatch
     from flywheel.daemon.signals import StopSignals
@@ -151,8 +157,9 @@ async def _debug(config: Config, *, quiet: bool) -> dict[str, Any]:
     from flywheel.judge_usage import UsageFile
     from flywheel.store.verdicts import book
 
-    rubric = rubric_of(config)
-    spec = await read_state(config, lambda conn: debug_spec(conn, config, rubric))
+    shared = rubric_of(config)
+    own = await read_state(config, lambda conn: next_with_samples(conn, config, target))
+    spec = await read_state(config, lambda conn: debug_spec(conn, own, rubric_of_target(own, shared)), warn=False)
     directory = config.state_dir / "rounds" / "debug"
     usage, budget = UsageFile(directory), config.judge.budget
     lent = await read_state(config, lambda conn: left(conn, budget, Budget(budget)), warn=False)
@@ -231,6 +238,7 @@ def deploy(
     adapter: Annotated[
         str, typer.Argument(metavar="ADAPTER", help="An adapter (`r0007`), or `base`, the base model.")
     ],
+    target: TargetOption = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -239,26 +247,56 @@ def deploy(
 
     settings = load_config(config)
     attempted = f"deploy adapter {adapter}"
-    name = _adapter(adapter, settings, attempted)
+    own = _settings_of(settings, target, adapter, attempted)
+    name = _adapter(adapter, own, attempted)
 
     async def swap(deployer: Deployer) -> tuple[str | None, SwapReport]:
-        target = None if name == "base" else name
-        return target, await deployer.deploy(target, BY_HAND)
+        chosen = None if name == "base" else name
+        return chosen, await deployer.deploy(chosen, BY_HAND)
 
-    _swap(settings, swap, attempted, as_json)
+    _swap(own, swap, attempted, as_json)
 
 
 @app.command()
 def rollback(
     to: Annotated[str | None, typer.Option(metavar="ADAPTER", help="To this adapter, or to `base`.")] = None,
+    target: TargetOption = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Point the alias back at the adapter that served before."""
     settings = load_config(config)
-    attempted = f"roll {settings.model.alias} back"
-    name = None if to is None else _adapter(to, settings, attempted)
-    _swap(settings, lambda deployer: deployer.rollback(name), attempted, as_json)
+    attempted = f"roll {target or 'a target' if settings.targets else settings.model.alias} back"
+    own = _settings_of(settings, target, to or "", attempted)
+    name = None if to is None else _adapter(to, own, attempted)
+    _swap(own, lambda deployer: deployer.rollback(name), attempted, as_json)
+
+
+def _settings_of(config: Config, target: str | None, adapter: str, attempted: str) -> Config:
+    """The settings of the target that is named, or whose round made the adapter. Raises ServeError."""
+    from flywheel.store.rounds import by_name
+
+    known = config.by_target()
+    if not config.targets:
+        if target is not None:
+            raise ServeError(attempted, "the configuration has no `targets`", "Leave out --target.")
+        return known[""]
+    require_state(config, attempted)
+    alias, _, name = adapter.rpartition("@")
+    row = run_async(read_state(config, lambda conn: by_name(conn, name), warn=False))
+    made_for = row.target if row is not None else ""
+    if target is None:
+        called = (own.target for own in known.values() if own.model.alias == alias)
+        target = next(called, None) or made_for or (next(iter(known)) if len(known) == 1 else None)
+    names = ", ".join(known)
+    if target is None:
+        raise ServeError(attempted, f"there are several targets: {names}", "Name one with --target.")
+    if target not in known:
+        raise ServeError(attempted, f"there is no target {target}", f"The targets are {names}.")
+    if made_for and made_for != target:
+        why = f"{name} was trained for {made_for}, not for {target}"
+        raise ServeError(attempted, why, f"Use --target {made_for}, or name another adapter.")
+    return known[target]
 
 
 def _adapter(text: str, config: Config, attempted: str) -> str:

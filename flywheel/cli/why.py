@@ -46,6 +46,8 @@ def why(
 def _print_round(story: dict[str, Any]) -> None:
     typer.echo(f"{story['id']}: {story['state']}{' – ' + story['reason'] if story['reason'] else ''}")
     typer.echo(f"started because: {story['trigger']}; attempt {story['attempt']}, seed {story['seed']}")
+    if target := story.get("target"):
+        typer.echo(f"trained for: {target}")
     typer.echo(f"continues: {story['parent'] or 'the base model'}")
     if story["adapter"]:
         removed = ", its files were removed" if story["adapter"]["state"] == "removed" else ""
@@ -91,7 +93,8 @@ def _print_reply(reply: dict[str, Any]) -> None:
     if task is None:
         typer.echo(f"  {reply['state']}: {reply['skip_reason'] or ''} {reply['detail']}".rstrip())
         return
-    typer.echo(f"  task {task['task_id']}: {task['state']}, {task['split']}")
+    of = f" of {task['target']}" if task.get("target") else ""
+    typer.echo(f"  task {task['task_id']}{of}: {task['state']}, {task['split']}")
     if repeats := task["repeats"]:
         typer.echo(f"  repeats {repeats['task_id']} ({repeats['method']}, {repeats['similarity']:.2f})")
     for left_out in task["left_out"]:

@@ -52,7 +52,7 @@ class Target:
 
     def __init__(self, store: Store, config: Config, settings: NotifySettings) -> None:
         self._store = store
-        self._alias = config.model.alias
+        self._alias = "+".join(config.aliases)
         self._settings = settings
         self._key = f"notices of {hashlib.sha256(settings.way.encode()).hexdigest()[:16]}"
         self._position = self._stored = 0

@@ -77,6 +77,19 @@ def in_turn(conn: Connection, config: Config) -> list[Config]:
     return sorted(config.by_target().values(), key=lambda own: last.get(own.target, 0))
 
 
+def next_with_samples(conn: Connection, config: Config, target: str | None = None) -> Config:
+    """The settings of the given target, else of the first in turn with a free sample. Raises TrainError for an
+    unknown target."""
+    known = config.by_target()
+    if target is None:
+        turn = in_turn(conn, config)
+        return next((own for own in turn if samples.count_free(conn, own.takes.train)), turn[0])
+    if not target or target not in known:
+        hint = f"The targets are {', '.join(known)}." if config.targets else "The configuration has no `targets`."
+        raise TrainError("start a round", f"there is no target {target}", hint)
+    return known[target]
+
+
 def _backoff(conn: Connection, config: Config) -> str:
     newest = reversed(rounds.newest(conn, 1 + MOST_DOUBLINGS, config.takes.train.target))
     failed = list(itertools.takewhile(lambda row: row.state == RoundState.FAILED, newest))

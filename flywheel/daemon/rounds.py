@@ -80,7 +80,7 @@ class Rounds:
         """Plan a round if one is due."""
         due = await self.due(window=window)
         if due.start:
-            await self.plan(due.reason, due.target)
+            await self.plan(due.reason, due.target or None)
         else:
             await self._note(due.reason)
         return due.start
@@ -89,7 +89,11 @@ class Rounds:
         """Whether a round is due now, of the given target or of any, and of which."""
         await apply_model_rules(self._store, self._config)
         reasons = {}
-        for own in await self._in_turn(target):
+        if target is None:
+            turn = await self._store.read(planner.in_turn, self._config)
+        else:
+            turn = [await self._store.read(planner.next_with_samples, self._config, target)]
+        for own in (self._targets[each.target] for each in turn):
             due = await self._store.read(planner.due, own.config, own.supplies, window=window)
             await self._note_supply(own, due.reason)
             if due.start:
@@ -105,7 +109,8 @@ class Rounds:
         """Plan a round now, of the given target or of the next one with samples; returns its name. Raises TrainError
         when that is not possible or not allowed."""
         await apply_model_rules(self._store, self._config)
-        own = await self._with_samples(await self._in_turn(target))
+        chosen = await self._store.read(planner.next_with_samples, self._config, target)
+        own = self._targets[chosen.target]
         if shortfall := await self._store.read(self._shortfall, own):
             raise TrainError("start a round", shortfall, "Or lower judge.min_kappa.")
         if spent := await self._store.read(self._spent):
@@ -115,24 +120,6 @@ class Rounds:
         log.info("%s is planned%s: %s", row.name, f" for {row.target}" if row.target else "", trigger)
         await self._note("")
         return str(row.name)
-
-    async def _in_turn(self, target: str | None) -> list[_Target]:
-        """The given target, or all of them in turn. Raises TrainError for an unknown one."""
-        if target is None:
-            return [self._targets[own.target] for own in await self._store.read(planner.in_turn, self._config)]
-        if target not in self._targets:
-            names = ", ".join(filter(None, self._targets))
-            hint = f"The targets are {names}." if names else "The configuration has no `targets`."
-            raise TrainError("start a round", f"there is no target {target}", hint)
-        return [self._targets[target]]
-
-    async def _with_samples(self, targets: list[_Target]) -> _Target:
-        """The first of these with a usable sample, else the first."""
-        if len(targets) > 1:
-            for own in targets:
-                if (await self._store.read(own.supplies.now)).usable:
-                    return own
-        return targets[0]
 
     def _target_of(self, row: Row[Any]) -> _Target:
         """What the live round needs. Raises TrainError if its target is no longer configured."""

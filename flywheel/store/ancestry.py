@@ -60,7 +60,7 @@ def listed(conn: Connection, limit: int, before: int | None = None) -> Sequence[
     """Adapters, the newest first, with the name and state of their rounds; only those before the one with number
     `before`."""
     query: Select[Any] = (
-        select(adapters, rounds.c.name.label("round"), rounds.c.state.label("round_state"))
+        select(adapters, rounds.c.name.label("round"), rounds.c.state.label("round_state"), rounds.c.target)
         .join(rounds, rounds.c.id == adapters.c.round_id)
         .order_by(adapters.c.id.desc())
         .limit(limit)

@@ -17,7 +17,7 @@ from flywheel.store.schema import gate_decisions, gate_tests, rounds
 _COMPARISON: Final = func.json_extract(rounds.c.result, "$.comparison")
 _ROUND: Final = (
     rounds.c.id, rounds.c.name, rounds.c.state, rounds.c.trigger, rounds.c.parent, rounds.c.reason, rounds.c.dir,
-    rounds.c.created_at, rounds.c.finished_at,
+    rounds.c.created_at, rounds.c.finished_at, rounds.c.target,
 )  # fmt: skip
 
 
@@ -30,6 +30,7 @@ class GateOutcome:
         conversations: How many the test used; None if it was not spent, because no rewards were seen.
         comparison: None without one, and where one of an early version cannot be read.
         decision: None before it, without a comparison, and for rounds of early versions.
+        target: The target that it trains; empty without `targets`.
     """
 
     id: int
@@ -47,6 +48,7 @@ class GateOutcome:
     decision: GateDecision | None
     decided_at: str | None
     services: tuple[Service, ...] = ()
+    target: str = ""
 
     @property
     def is_spent(self) -> bool:
@@ -106,6 +108,7 @@ def _outcome(row: RowMapping, services: tuple[Service, ...]) -> GateOutcome:
         decision=GateDecision.model_validate(decision) if decision is not None else None,
         decided_at=row["decided_at"],
         services=services,
+        target=row["target"],
     )
 
 

@@ -80,6 +80,7 @@ def _round_story(conn: Connection, row: RowMapping) -> dict[str, Any]:
     return {
         "kind": "round",
         "id": row["name"],
+        **_target(row),
         **{key: row[key] for key in _ROUND},
         "adapter": adapter and {key: adapter[key] for key in ("name", "path", "sha256", "state", "base_model")},
         "comparison": comparison and {key: value for key, value in comparison.items() if key != "scores"},
@@ -98,6 +99,11 @@ def _round_story(conn: Connection, row: RowMapping) -> dict[str, Any]:
             for d in served
         ],
     }
+
+
+def _target(row: RowMapping) -> dict[str, str]:
+    """The target of a round or task, if it has one."""
+    return {"target": row["target"]} if row["target"] else {}
 
 
 def _exclusion_reason(reason: Exclusion, task: RowMapping) -> str:
@@ -134,6 +140,7 @@ def task_story(conn: Connection, number: int | None, takes: Taken) -> dict[str, 
     ).one_or_none()
     return {
         "task_id": task["key"],
+        **_target(task),
         "state": task["state"],
         "split": task["split"],
         "served_by": task["adapter"],

@@ -95,8 +95,9 @@ def _notice(conn: Connection, event: Row[Any], kind: NoticeType) -> Notice | Non
         subject = event.subject
         text = f"judging is stopped{told}" if subject == JUDGE else f"{subject} is paused{told}"
     elif event.kind == rounds.name:
-        subject, reason = row_of(rounds.c.name, rounds.c.reason)
-        text = f"{subject} is {kind}{f': {reason}' if reason else ''}"
+        subject, reason, target = row_of(rounds.c.name, rounds.c.reason, rounds.c.target)
+        of = f" of {target}" if target else ""
+        text = f"{subject}{of} is {kind}{f': {reason}' if reason else ''}"
     elif event.kind == deployments.name:
         alias, adapter, reason = row_of(deployments.c.alias, deployments.c.adapter, deployments.c.reason)
         if reason != ROLLBACK:

@@ -37,6 +37,7 @@ class RoundFacts:
     result: Mapping[str, Any]
     adapter: str | None
     adapter_state: str | None
+    target: str
 
 
 def facts(conn: Connection, names: Sequence[str]) -> dict[str, RoundFacts]:
@@ -45,7 +46,7 @@ def facts(conn: Connection, names: Sequence[str]) -> dict[str, RoundFacts]:
         select(
             *(rounds.c[name] for name in (
                 "id", "name", "state", "trigger", "attempt", "parent", "seed", "dir", "reason", "created_at",
-                "finished_at",
+                "finished_at", "target",
             )),
             *(func.json_extract(rounds.c.result, f"$.{name}").label(f"result_{name}") for name in _PARTS),
             adapters.c.name.label("adapter"),

@@ -162,6 +162,7 @@ def summary(row: Row[Any]) -> dict[str, Any]:
     """A task in short, as `flywheel tasks --json` prints it."""
     return {
         "task_id": row.key,
+        **({"target": row.target} if row.target else {}),
         "state": row.state,
         "split": row.split,
         "score": row.score,
@@ -196,6 +197,7 @@ def detail(row: Row[Any]) -> dict[str, Any]:
         }
     return {
         "task_id": row.key,
+        **({"target": row.target} if row.target else {}),
         "state": row.state,
         "split": row.split,
         "agent": row.agent,

@@ -49,7 +49,7 @@ def _page(config: Config, before: int | None, conn: Connection) -> dict[str, Any
     coming = None
     if before is None:
         live = next((each for each in shown if each.state in LIVE_ROUND), None)
-        coming = of_live(live) if live is not None else of_next(next_test(conn, config).as_json(config.gate))
+        coming = [of_live(live)] if live is not None else _of_next_tests(conn, config)
     return {
         "rows": [(each, sentence(each), later(each)) for each in shown],
         "axis": forest_plot.axis_of(bound for each in seen for bound in (each.lower, each.upper)),
@@ -57,6 +57,12 @@ def _page(config: Config, before: int | None, conn: Connection) -> dict[str, Any
         "before": before,
         "coming": coming,
     }
+
+
+def _of_next_tests(conn: Connection, config: Config) -> list[str]:
+    """About the next test of each target."""
+    told = {name: of_next(next_test(conn, own).as_json(own.gate)) for name, own in config.by_target().items()}
+    return [f"{name}: {text}" if name else text for name, text in told.items()]
 
 
 def of_live(outcome: GateOutcome) -> str:

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from flywheel.config import Config
+from flywheel.daemon.status_parts import by_target, servers_of
 from flywheel.states import DeploymentState
 from flywheel.store import acceptance, deployments, funnel, judge_errors, supplies
 from flywheel.web import time_plot
@@ -62,19 +63,23 @@ def _overview(conn: Connection, config: Config) -> dict[str, Any]:
     active = (DeploymentState.ACTIVE, DeploymentState.DRAINING, DeploymentState.RETIRED)
     swaps = [
         (datetime.fromisoformat(row.activated_at), row.adapter or "base")
-        for row in reversed(deployments.history(conn, config.model.alias, SWAPS))
+        for alias in config.aliases
+        for row in reversed(deployments.history(conn, alias, SWAPS))
         if row.state in active and row.activated_at
     ]
+    now = snapshot(conn, config)
     periods = acceptance.over_time(conn, config.models_of(None), PERIODS)
     return {
-        "now": snapshot(conn, config),
+        "now": now,
+        "targets": by_target(now),
+        "servers": servers_of(now),
         "total": total,
         "by_source": _most(by_source),
         "by_agent": _most(by_agent),
         "groups": GROUPS,
         "plot": time_plot.time_plot(periods, swaps),
         "drawing": time_plot,
-        "supplies": supplies.newest(conn),
+        "supplies": {name: supplies.newest(conn, target=name) for name in config.by_target()},
         "error_hours": judge_errors.by_hour(conn, ERROR_HOURS),
         "errors": judge_errors.recent(conn, ERROR_HOURS, ERRORS),
         "tasks_with": tasks_with,

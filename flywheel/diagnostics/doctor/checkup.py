@@ -50,7 +50,8 @@ async def checkup(path: Path | None, *, ask_judge: bool = False) -> AsyncIterato
     judge = JudgeChecks(config, ask=ask_judge)
     for finding in judge.findings():
         yield finding
-    yield await check_samples(config)
+    for own in config.by_target().values():
+        yield await check_samples(own)
     yield check_serve(config)
     async for finding in check_servers(config):
         yield finding

@@ -16,7 +16,7 @@ from typing import Any, Final
 import orjson
 
 from flywheel.config import Config, JudgeSettings
-from flywheel.daemon.judge_setup import check_independence, judge_settings, rubric_of
+from flywheel.daemon.judge_setup import check_independence, judge_settings, rubric_of, rubric_of_target
 from flywheel.diagnostics.doctor.finding import Finding, Result
 from flywheel.errors import ConfigError, FlywheelError, JudgeError
 from flywheel.filtering.chain import Chain, load_chain
@@ -67,6 +67,7 @@ class JudgeChecks:
             rubric = rubric_of(self.config, chain)
             settings = settings_for(rubric, settings)
             yield self._rubric(rubric, chain)
+            yield from self._rubrics_of_targets(rubric)
         except ConfigError as error:
             yield Finding.of("rubric", error)
         try:
@@ -83,6 +84,16 @@ class JudgeChecks:
             alone = simulator.model_dump(include={"model", "base_url", "api_key_env"})
             [endpoint] = endpoints_of(JudgeSettings.model_validate(alone))
             yield self._listed(replace(endpoint, section="rollout.tools.simulator"), settings)
+
+    def _rubrics_of_targets(self, shared: Rubric) -> Iterator[Finding]:
+        """Those that targets have of their own."""
+        for name, own in self.config.by_target().items():
+            if name and self.config.targets[name].rubric is not None:
+                try:
+                    rubric = rubric_of_target(own, shared)
+                    yield replace(replace(self, config=own)._rubric(rubric, None), subject=name)
+                except ConfigError as error:
+                    yield Finding.of("rubric", error, subject=name)
 
     def _rubric(self, rubric: Rubric, chain: Chain | None) -> Finding:
         asked = sum(criterion.asks_the_judge for criterion in rubric.every)

@@ -56,7 +56,7 @@ def check_serve(config: Config) -> Finding:
 
 async def check_servers(config: Config) -> AsyncIterator[Finding]:
     """Two findings for each server, and one more if their aliases differ."""
-    aliases: dict[str, Alias] = {}
+    aliases: dict[str, dict[str, Alias]] = {}
     for url in config.serving.urls:
         try:
             key = admin_key(config, url, f"ask {url}")
@@ -68,23 +68,25 @@ async def check_servers(config: Config) -> AsyncIterator[Finding]:
                 found, aliases[url] = await _server(config, replica, http)
                 yield found
                 if found.result is not Result.FAILED:
-                    result, text, remedy = await _tools(config, url, aliases[url].target, http)
+                    result, text, remedy = await _tools(config, url, next(iter(aliases[url].values())).target, http)
                     yield Finding("tools", result, text, remedy, url)
                     if config.serving.call_log is not None:
                         yield await _calls(config, replica)
         except FlywheelError as error:
             yield Finding.of("server", error, subject=url)
-    if len({(alias.target, alias.base_model) for alias in aliases.values()}) > 1:
-        targets = "; ".join(f"{url}: {alias.target}" for url, alias in aliases.items())
-        text = f"{config.model.alias} is not the same version everywhere: {targets}"
-        yield Finding("servers", Result.WARNING, text, "The daemon corrects that; see `flywheel status`.")
+    for name in config.aliases:
+        if len({(found[name].target, found[name].base_model) for found in aliases.values()}) > 1:
+            targets = "; ".join(f"{url}: {found[name].target}" for url, found in aliases.items())
+            text = f"{name} is not the same version everywhere: {targets}"
+            yield Finding("servers", Result.WARNING, text, "The daemon corrects that; see `flywheel status`.")
 
 
-async def _server(config: Config, replica: Replica, http: httpx2.AsyncClient) -> tuple[Finding, Alias]:
+async def _server(config: Config, replica: Replica, http: httpx2.AsyncClient) -> tuple[Finding, dict[str, Alias]]:
     models = await replica.models()
     if not await replica.ready():
         raise ServeError(f"use {replica.url}", "it is not healthy", "Look at its log; restart it if its engine died.")
-    alias = await replica.alias(config.model.alias)
+    aliases = {name: await replica.alias(name) for name in config.aliases}
+    alias = next(iter(aliases.values()))
     wanted = base_name(config.model.base)
     if alias.base_model != wanted:
         why = f"it serves {alias.base_model}, and model.base is {wanted}"
@@ -101,10 +103,11 @@ async def _server(config: Config, replica: Replica, http: httpx2.AsyncClient) ->
         raise ServeError(f"load adapters into {replica.url}", "it does not load any at run time", remedy)
     adapters = sorted(name for name in models if name != alias.base_model)
     slots = config.serving.max_loras
-    result, text = Result.OK, f"{config.model.alias} → {alias.target}; adapters: {', '.join(adapters) or 'none'}"
+    targets = ", ".join(f"{name} → {each.target}" for name, each in aliases.items())
+    result, text = Result.OK, f"{targets}; adapters: {', '.join(adapters) or 'none'}"
     remedy = ""
-    if alias.target not in models:
-        result, text = Result.FAILED, f"{text}; {alias.target} is not loaded"
+    if lost := [each.target for each in aliases.values() if each.target not in models]:
+        result, text = Result.FAILED, f"{text}; {', '.join(lost)} is not loaded"
         remedy = "Restart it with `flywheel serve`; the daemon loads the adapter again."
     elif len(adapters) >= slots:
         result, text = Result.WARNING, f"{text}: all {slots} slots of serving.max_loras are taken"
@@ -112,7 +115,7 @@ async def _server(config: Config, replica: Replica, http: httpx2.AsyncClient) ->
     else:
         text = f"{text}; {slots - len(adapters)} of {slots} slots are free"
     figures = {"adapters": len(adapters), "max_loras": slots}
-    return Finding("server", result, text, remedy, replica.url, figures), alias
+    return Finding("server", result, text, remedy, replica.url, figures), aliases
 
 
 async def _calls(config: Config, replica: Replica) -> Finding:

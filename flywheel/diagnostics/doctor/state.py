@@ -182,7 +182,7 @@ async def check_left_out(config: Config) -> Finding:
 
 
 async def check_samples(config: Config) -> Finding:
-    """Whether a round could be filled now."""
+    """Whether a round of the settings' target could be filled now."""
     try:
         if found_version(config.state_dir) != SCHEMA_VERSION:
             return Finding("samples", Result.SKIPPED, "there is no state of this version yet")
@@ -214,7 +214,9 @@ def _samples(conn: Connection, config: Config) -> Finding:
     if empty := splits.empty_split(conn, config.ingest.train_ratio):
         obstacles.append((f"; {empty}", _SPLIT))
     for why, remedy in obstacles[:1]:
-        return Finding("samples", Result.WARNING, f"no round could be filled: {text}{why}", remedy, figures=figures)
+        told = f"no round could be filled: {text}{why}"
+        return Finding("samples", Result.WARNING, told, remedy, config.target, figures)
     is_enough = supply.usable >= supply.needs and held_out >= wanted and not shortfall
     text = f"{'a round could be filled' if is_enough else 'not enough for a round yet'}: {text}"
-    return Finding("samples", Result.OK, "; ".join(filter(None, (text, supply.notice))), figures=figures)
+    told = "; ".join(filter(None, (text, supply.notice)))
+    return Finding("samples", Result.OK, told, subject=config.target, figures=figures)
