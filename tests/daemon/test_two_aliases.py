@@ -1,0 +1,150 @@
+"""Two targets behind one server: rounds in turn, an alias for each, and what commands and pages say of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from starlette.testclient import TestClient
+
+from flywheel.config import Config
+from flywheel.config.file import load
+from flywheel.daemon import planner
+from flywheel.daemon.deployer import Deployer
+from flywheel.daemon.judge_setup import rubric_of
+from flywheel.daemon.prometheus import exposition
+from flywheel.daemon.rounds import Rounds
+from flywheel.daemon.status import snapshot
+from flywheel.diagnostics.doctor.state import check_samples
+from flywheel.files import tree_sha256, write_json
+from flywheel.round import AdapterRef, RoundResult
+from flywheel.states import RoundState
+from flywheel.store import deployments, rounds
+from flywheel.store.database import Store
+from flywheel.store.transitions import move
+from flywheel.web.server import application
+from tests.cli.conftest import Run
+from tests.cli.test_metrics import by, parsed
+from tests.daemon.test_rounds import comparison
+from tests.daemon.test_targets import RUBRIC, TARGETS, both
+from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, replica, with_middleware
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[FakeVllm, str]]:
+    app = FakeVllm({BASE: PROBE.base_logprobs})
+    with replica(app, partial(with_middleware, FLYWHEEL_ALIAS="planner\nwork")) as url:
+        yield app, url
+
+
+@pytest.fixture
+def file(tmp_path: Path, server: tuple[FakeVllm, str]) -> Path:
+    path = tmp_path / "flywheel.yaml"
+    settings = {
+        "state": {"dir": str(tmp_path / "state")},
+        "sources": [],
+        "model": {"base": BASE},
+        "filter": {"rubric": str(RUBRIC)},
+        "serving": {"urls": [server[1]], "drain_seconds": 0},
+        "trigger": {"min_samples": 4},
+        "gate": {"min_tasks": 2, "min_power": 0},
+        "targets": TARGETS,
+    }
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+async def _round(store: Store, config: Config, wheel: Rounds, app: FakeVllm) -> tuple[str, dict[str, Any]]:
+    """A round from its plan to its promotion; its target, and what its worker was told."""
+    name = await wheel.plan("test")
+    row = await store.read(rounds.live)
+    assert row is not None
+    own = config.by_target()[row.target]
+    row = await store.write(planner.begin, row, own, rubric_of(own))
+    spec = await store.read(planner.spec_of, row, own, rubric_of(own))
+    await store.write(move, row.id, RoundState.PLANNED, RoundState.TRAINING, pid=None)
+    adapter = config.state_dir / "rounds" / name / "adapter"
+    adapter.mkdir(parents=True)
+    (adapter / "weights").write_text(name)
+    app.weights[str(adapter)] = PROBE.adapter_logprobs
+    result = RoundResult(
+        round_id=name, outcome="trained", comparison=comparison(0.5), probe=PROBE,
+        adapter=AdapterRef(name=name, path=str(adapter), sha256=tree_sha256(adapter)),
+    )  # fmt: skip
+    write_json(adapter.parent / "result.json", result.model_dump(mode="json"))
+    assert await wheel.finish_live() is RoundState.PROMOTED
+    return row.target, spec.model_dump()
+
+
+async def _train_both(config: Config, app: FakeVllm) -> tuple[list[tuple[str, dict[str, Any]]], dict[str, Any]]:
+    store = await Store.open(config.state_dir)
+    try:
+        await store.write(both, config)
+        deployer = Deployer(store, config)
+        wheel = Rounds(store, config, rubric_of(config), deployer)
+        found = [await _round(store, config, wheel, app) for _ in range(2)]
+        for own in config.by_target().values():
+            # It unloads nothing of the other alias.
+            assert not (await deployer.of(own).reconcile()).errors
+        active = {row.alias: row.adapter for row in await store.read(deployments.all_active)}
+        assert active == {"planner": "r0001", "work": "r0002"}
+        return found, await store.read(snapshot, config)
+    finally:
+        await store.close()
+
+
+def test_both_aliases_flip_and_reports_name_the_targets(
+    flywheel: Run, file: Path, server: tuple[FakeVllm, str]
+) -> None:
+    app, url = server
+    config = load(file)
+    ((first, planned), (second, worked)), state = asyncio.run(_train_both(config, app))
+    assert (first, second) == ("planner", "worker")
+    assert set(app.loaded) == {"planner@r0001", "work@r0002"}
+    # Each round has samples of its target alone, and the other one answers as it is deployed.
+    assert [(spec["target"], len(spec["train"])) for spec in (planned, worked)] == [("planner", 4), ("worker", 2)]
+    assert planned["frozen"] == [{"target": "worker", "alias": "work", "adapter": None}]
+    assert [(each["alias"], each["adapter"]["name"]) for each in worked["frozen"]] == [("planner", "r0001")]
+    assert worked["parent"] is None and worked["settings"]["model"]["alias"] == "work"
+
+    assert {name: own["deployment"]["adapter"] for name, own in state["targets"].items()} == {
+        "planner": "r0001", "worker": "r0002",
+    }  # fmt: skip
+    assert [each["target"] for each in state["rounds"]] == ["planner", "worker"]
+    assert "free_samples" not in state
+    samples = parsed(exposition(state).decode())
+    assert set(by(samples["flywheel_active_adapter"], "alias", "adapter")) == {"planner r0001", "work r0002"}
+    assert by(samples["flywheel_samples_needed"], "target") == {"planner": 4, "worker": 2}
+    assert by(samples["flywheel_swaps"], "target", "outcome")["worker done"] == 1
+
+    shown = flywheel("status", "-c", file).out
+    assert "work → r0002" in shown and "planner: 0 free of 4 needed, 3 held out" in shown
+    assert f"{url}\n" in shown and "serves planner@r0001, work@r0002" in shown and "r0002 (worker)" in shown
+    assert "trained for: worker" in flywheel("why", "r0002", "-c", file).out
+    task = worked["train"][0]["task_id"]
+    assert f"task {task} of worker: consumed" in flywheel("why", task, "-c", file).out
+
+    page = TestClient(application(config, names=frozenset({"testserver"})))
+    assert "as work" in page.get("/").text
+    for path in ("/rounds", "/rounds/r0002", "/gate", "/lineage", "/lineage?id=r0002", f"/tasks/{task}"):
+        answer = page.get(path)
+        assert answer.status_code == 200 and "worker" in answer.text, path
+    told = page.get("/gate").text
+    assert "planner: " in told and "worker: " in told
+
+    refused = flywheel("rollback", "-c", file)
+    assert refused.code == 1 and "there are several targets: planner, worker. Name one with --target." in refused.err
+    refused = flywheel("deploy", "r0001", "--target", "worker", "-c", file)
+    assert refused.code == 1 and "r0001 was trained for planner, not for worker" in refused.err
+    rolled = flywheel("rollback", "--target", "worker", "--json", "-c", file)
+    assert (rolled.json["alias"], rolled.json["adapter"]) == ("work", None)
+    # The adapter's round says the target.
+    assert flywheel("deploy", "r0002", "--json", "-c", file).json["alias"] == "work"
+    assert flywheel("rollback", "--to", "planner@r0001", "--json", "-c", file).json["alias"] == "planner"
+    findings = [asyncio.run(check_samples(own)) for own in config.by_target().values()]
+    assert [each.subject for each in findings] == ["planner", "worker"]
