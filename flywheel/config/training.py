@@ -172,6 +172,9 @@ class TrainingSettings(Section):
     often, a promoted one those of them that gave no gradient."""
     seed: int = Field(default=42, ge=0, lt=2**31)
     """Seed of a round, together with its number."""
+    tensorboard: UserPath | None = None
+    """A directory for event files of TensorBoard with the numbers of each step, one run per round
+    (`tensorboard --logdir DIR`). Default: none are written; `metrics.jsonl` has the same numbers."""
     lora: LoraSettings = LoraSettings()
 
 

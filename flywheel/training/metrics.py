@@ -10,6 +10,7 @@ from typing import Any, Final
 from flywheel.files import append_jsonl
 from flywheel.round import METRICS_FILE
 from flywheel.round_progress import Phase
+from flywheel.training.tensorboard_events import TensorBoardEvents
 
 UPDATE_FIGURES: Final = ("loss", "grad_norm", "learning_rate", "kl")
 """TRL's figures of an update that `metrics.jsonl` has; `kl` only with `training.beta`."""
@@ -18,8 +19,10 @@ UPDATE_FIGURES: Final = ("loss", "grad_norm", "learning_rate", "kl")
 class Metrics:
     """The metrics file of one round. Its processes write in turn, never at the same time."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, tensorboard: Path | None = None) -> None:
+        """`tensorboard` is a directory for the numbers of steps as event files."""
         self.path = directory / METRICS_FILE
+        self._events = TensorBoardEvents(tensorboard) if tensorboard is not None else None
 
     def phase(self, phase: Phase, **figures: Any) -> None:
         self._append({"event": "phase", "phase": phase, **figures})
@@ -27,6 +30,8 @@ class Metrics:
     def step(self, step: int, steps: int, figures: dict[str, Any]) -> None:
         """`step` counts from 1."""
         self._append({"event": "step", "step": step, "steps": steps, **figures})
+        if self._events is not None:
+            self._events.step(step, figures)
 
     def _append(self, line: dict[str, Any]) -> None:
         append_jsonl(self.path, [{**_finite(line), "at": datetime.now(UTC).isoformat()}])

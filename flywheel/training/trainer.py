@@ -150,7 +150,8 @@ class Run:
     ) -> None:
         self._spec, self._settings, self._directory = spec, settings, directory
         self._engines, self._meter = engines, meter
-        self._metrics = Metrics(directory)
+        events = settings.training.tensorboard
+        self._metrics = Metrics(directory, events / spec.round_id if events is not None else None)
         self.adapter: LoadedAdapter | None = None
         """The adapter that the engines have of the current step."""
         self._sync_seconds = 0.0
