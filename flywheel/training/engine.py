@@ -182,6 +182,8 @@ class Engine(RoundActor):
         if program is None:
             raise ValueError("rollout.agent is no program")
         self._program = setup
+        if self._pool is not None:
+            await asyncio.to_thread(self._pool.close)
         self._pool = ProgramPool(program, workers=config.rollout.workers)
         return await asyncio.to_thread(self._pool.start)
 
