@@ -44,8 +44,8 @@ from flywheel.training.workflow.program_pool import ProgramPool
 log = logging.getLogger(__name__)
 
 MAX_LOADED = 2
-"""Adapters loaded at the same time: the old and the new one of a step, or candidate and deployed."""
-LORA_SLOTS = MAX_LOADED + 1
+"""Adapters of the policy loaded at the same time: the old and the new one of a step, or candidate and deployed."""
+SPARE_SLOTS = 1
 """One slot stays empty: on a CPU, vLLM 0.32 applies the adapter in the last slot to requests for the base model when
 a request for an adapter is in the same batch."""
 
@@ -53,7 +53,8 @@ a request for an adapter is in the same batch."""
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """Settings of an engine; `kv_cache_gib` applies without a GPU, `gpu_memory_utilization` with one. The context is
-    at least `max_model_len`, and the server's context if memory allows."""
+    at least `max_model_len`, and the server's context if memory allows. `more_adapters` are loaded beside those of
+    the policy."""
 
     model: str
     max_model_len: int
@@ -63,6 +64,11 @@ class EngineSettings:
     kv_cache_gib: int
     cpu_threads: int
     chat: ChatFormat = field(default_factory=ChatFormat)
+    more_adapters: int = 0
+
+    @property
+    def lora_slots(self) -> int:
+        return MAX_LOADED + self.more_adapters + SPARE_SLOTS
 
 
 class Engine(RoundActor):
@@ -109,8 +115,8 @@ class Engine(RoundActor):
             "generation_config": settings.chat.generation,
             "override_generation_config": settings.chat.overrides,
             "enable_lora": True,
-            "max_loras": LORA_SLOTS,
-            "max_cpu_loras": LORA_SLOTS,
+            "max_loras": settings.lora_slots,
+            "max_cpu_loras": settings.lora_slots,
             "max_lora_rank": settings.max_lora_rank,
             "seed": settings.seed,
             # The logprob after temperature: that of the distribution the token was drawn from.
@@ -281,7 +287,13 @@ class Engine(RoundActor):
             raise RuntimeError("use_program comes first")
         setup = self._program
         tokens = None if request.as_served else request.max_tokens
-        session = self._session(request, tokens=tokens, turns=setup.max_turns, model=setup.models[setup.trained])
+        session = self._session(
+            request,
+            tokens=tokens,
+            turns=setup.max_turns,
+            model=setup.models[setup.trained],
+            frozen=setup.frozen,
+        )
         url = self._endpoint.open(session)
         try:
             completion = await program_rollout.roll_out(request, session, url, self._pool, setup)
@@ -332,7 +344,13 @@ class Engine(RoundActor):
             await asyncio.to_thread(self._llm.shutdown, 5.0)
 
     def _session(
-        self, request: RolloutRequest, *, tokens: int | None = None, turns: int | None = None, model: str = "policy"
+        self,
+        request: RolloutRequest,
+        *,
+        tokens: int | None = None,
+        turns: int | None = None,
+        model: str = "policy",
+        frozen: Mapping[str, LoadedAdapter | None] | None = None,
     ) -> Session:
         # Rollouts to learn from have the context of the round, others that of the server.
         context = self._context if request.as_served else self._settings.max_model_len
@@ -347,6 +365,7 @@ class Engine(RoundActor):
             tokens=tokens,
             turns=turns,
             model=model,
+            frozen=frozen,
         )
 
     async def _run(

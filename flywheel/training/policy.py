@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from flywheel.adapter_files import unsafe_weights
 from flywheel.config import LoraSettings
 from flywheel.errors import TrainError
 from flywheel.files import sync_directory, tree_sha256
-from flywheel.round import AdapterRef
+from flywheel.round import AdapterRef, FrozenTarget
 
 
 def base_dtype(base: str) -> str:
@@ -46,23 +47,33 @@ def check_base(base: str) -> None:
 
 def check_parent(parent: AdapterRef | None) -> None:
     """Raise TrainError unless the parent adapter is there and unchanged."""
-    if parent is None:
-        return
-    path = Path(parent.path)
-    hint = "Roll back to an adapter that exists; this one cannot be trained further."
+    if parent is not None:
+        hint = "Roll back to an adapter that exists; this one cannot be trained further."
+        _check(parent, f"continue from adapter {parent.name}", hint)
+
+
+def check_frozen(frozen: Sequence[FrozenTarget]) -> None:
+    """The same for the adapters of the targets that the round does not train."""
+    for each in frozen:
+        if each.adapter is not None:
+            attempted = f"let the target {each.target} answer with its adapter {each.adapter.name}"
+            _check(each.adapter, attempted, f"Roll {each.target} back to an adapter that exists.")
+
+
+def _check(adapter: AdapterRef, attempted: str, hint: str) -> None:
+    path = Path(adapter.path)
     if not (path / "adapter_config.json").is_file():
-        raise TrainError(f"continue from adapter {parent.name}", f"{path} holds no adapter", hint)
+        raise TrainError(attempted, f"{path} holds no adapter", hint)
     if why := unsafe_weights(path):
-        raise TrainError(f"continue from adapter {parent.name}", why, hint)
-    if tree_sha256(path) != parent.sha256:
-        raise TrainError(f"continue from adapter {parent.name}", f"the files in {path} have changed", hint)
+        raise TrainError(attempted, why, hint)
+    if tree_sha256(path) != adapter.sha256:
+        raise TrainError(attempted, f"the files in {path} have changed", hint)
 
 
-def rank(parent: AdapterRef | None, lora: LoraSettings) -> int:
-    """The largest LoRA rank that the round's engines load; a parent keeps its own rank."""
-    if parent is None:
-        return lora.r
-    return max(lora.r, int(json.loads((Path(parent.path) / "adapter_config.json").read_text())["r"]))
+def rank(adapters: Iterable[AdapterRef | None], lora: LoraSettings) -> int:
+    """The largest LoRA rank that the round's engines load; adapters that exist keep their own rank."""
+    configs = [Path(adapter.path) / "adapter_config.json" for adapter in adapters if adapter is not None]
+    return max([lora.r, *(int(json.loads(config.read_text())["r"]) for config in configs)])
 
 
 def other_form(parent: AdapterRef | None, lora: LoraSettings) -> str:

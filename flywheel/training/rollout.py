@@ -38,8 +38,7 @@ class RolloutRequest:
 
     A training rollout is sampled at `temperature` from the policy itself, with at most `max_tokens`. A rollout
     `as_served` uses the server's defaults and limits, also its temperature if `temperature` is None, and is cut after
-    `seconds`. `frozen` are further models that the user's agent may ask, by name, with their adapters; they are not
-    trained.
+    `seconds`.
     """
 
     prompt: Prompt
@@ -50,7 +49,6 @@ class RolloutRequest:
     adapter: LoadedAdapter | None
     as_served: bool = False
     seconds: float | None = None
-    frozen: tuple[tuple[str, LoadedAdapter | None], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from flywheel.files import write_atomic
 from flywheel.judge_usage import UsageFile
 from flywheel.round import LOG_FILE, RESULT_FILE, RoundResult, RoundSpec
 from flywheel.training import process_cleanup, ray_cluster
-from flywheel.training.policy import check_base, check_parent, other_form
+from flywheel.training.policy import check_base, check_frozen, check_parent, other_form
 from flywheel.training.process_setup import Stopped, alone_in, catch_signals, output_to
 from flywheel.training.round_directory import (
     clear,
@@ -51,6 +51,7 @@ def run_round(spec: RoundSpec, directory: Path, make_grade: MakeGrade) -> RoundR
         raise TrainError(f"train {spec.round_id}", "it has no task", "Collect and judge more traces first.")
     check_base(spec.base_model)
     check_parent(spec.parent)
+    check_frozen(spec.frozen)
     if spec.parent and (form := other_form(spec.parent, settings.training.lora)):
         log.warning(
             "training.lora is not used: %s, which this round goes on from, has %s. For a new form, go back to the"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import secrets
 import time
@@ -24,6 +25,7 @@ from flywheel.round import (
     ADAPTER_DIR,
     AdapterRef,
     Comparison,
+    FrozenTarget,
     RoundResult,
     RoundSpec,
     RoundTask,
@@ -101,7 +103,8 @@ class Round:
             engine = EngineSettings(
                 model=self.spec.base_model,
                 max_model_len=rollout.max_model_len,
-                max_lora_rank=rank(self.spec.parent, training.lora),
+                max_lora_rank=rank([self.spec.parent, *(each.adapter for each in self._frozen)], training.lora),
+                more_adapters=len(self._frozen),
                 seed=self.spec.seed,
                 gpu_memory_utilization=gpu_share.memory(rollout.gpu_memory_utilization),
                 kv_cache_gib=rollout.cpu_kv_cache_gib,
@@ -140,13 +143,18 @@ class Round:
         ray_cluster.wait([engine.use_tools.remote(training, gate) for engine in self.engines])
 
     def _use_program(self) -> None:
-        """Start the user's agent on the engines, if rollouts run one."""
+        """Start the user's agent on the engines, if rollouts run one, with the models of all targets."""
         config = self.settings
         if self.program is None:
             return
+        alias = config.model.alias
+        trained = self.spec.target or alias
+        # Their numbers are behind those of the steps, the candidate and what is deployed.
+        numbers = itertools.count(config.training.steps + 3)
         setup = ProgramSetup(
-            models={config.model.alias: config.model.alias},
-            trained=config.model.alias,
+            models={trained: alias, **{each.target: each.alias for each in self.spec.frozen}},
+            trained=trained,
+            frozen={each.alias: self._load(each.adapter, next(numbers)) for each in self.spec.frozen},
             max_turns=config.rollout.max_turns,
             needs_reward=config.rollout.reward.workflow > 0,
         )
@@ -164,9 +172,15 @@ class Round:
         finally:
             mark.unlink(missing_ok=True)
 
+    @property
+    def _frozen(self) -> list[FrozenTarget]:
+        """The targets that the user's agent may ask beside the one that is trained."""
+        return self.spec.frozen if self.program is not None else []
+
     def _needed(self) -> list[Path]:
         """Paths of base model, parent and the user's agent that actors read; a name on a hub is not a path."""
-        named = [self.spec.base_model, self.spec.parent.path if self.spec.parent else ""]
+        adapters = [self.spec.parent, *(each.adapter for each in self._frozen)]
+        named = [self.spec.base_model, *(adapter.path for adapter in adapters if adapter is not None)]
         if (program := self.program) is not None:
             functions = (program.workflow, program.reward_function, program.setup)
             named += [program.python, program.folder, *(where.rpartition(":")[0] for where in functions)]

@@ -522,7 +522,7 @@ def test_an_adapter_appears_whole_and_can_be_continued(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter"]
     reference = AdapterRef(name="r0001", path=str(path), sha256=tree_sha256(path))
     check_parent(reference)
-    assert rank(reference, LoraSettings(r=1)) == 8
+    assert rank([reference, None], LoraSettings(r=1)) == 8
     assert other_form(reference, LoraSettings(r=8, alpha=16)) == ""
     assert other_form(reference, LoraSettings(r=16, alpha=16)) == "r 8"
     again = load_policy(str(POLICY), reference, LoraSettings(r=8), seed=2)

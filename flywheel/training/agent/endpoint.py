@@ -99,8 +99,8 @@ class Endpoint:
         session = self._sessions.get(_digest(request.path_params["secret"]))
         if session is None:
             return await _not_found()
-        model = {"id": session.model, "object": "model", "created": 0, "owned_by": "flywheel"}
-        return _json(ModelReply(200, {"object": "list", "data": [model]}))
+        models = [{"id": name, "object": "model", "created": 0, "owned_by": "flywheel"} for name in session.models]
+        return _json(ModelReply(200, {"object": "list", "data": models}))
 
 
 def _events(body: Mapping[str, Any], answer: Mapping[str, Any]) -> Iterator[str]:

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from flywheel.trace import ChatMessage
 from flywheel.training.agent.timelines import CallTokens, Timelines, timelines
-from flywheel.training.rollout import Completion, RolloutRequest, system_prompts_of, text_of
+from flywheel.training.rollout import Completion, LoadedAdapter, RolloutRequest, system_prompts_of, text_of
 from flywheel.training.workflow.agent_program import ModelEndpoint, RunResult
 
 API_KEY: Final = "unused"
@@ -25,13 +25,15 @@ class ProgramSetup:
     Attributes:
         models: The name under which it asks for the model of each target.
         trained: The target that is trained.
-        max_turns: Calls of that model.
+        frozen: The adapters of the others by those names; None is the base model.
+        max_turns: Calls of the model that is trained.
         needs_reward: Whether a rollout without a reward of the program is worth nothing.
     """
 
     models: Mapping[str, str]
     trained: str
     max_turns: int
+    frozen: Mapping[str, LoadedAdapter | None] = field(default_factory=dict)
     needs_reward: bool = False
 
 

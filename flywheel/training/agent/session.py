@@ -65,9 +65,11 @@ class _Call:
 
 
 class Session:
-    """One rollout. All its calls use the same adapter.
+    """One rollout. All its calls use the same adapter, except those of `frozen` models, which are not recorded and
+    have no limit.
 
     Attributes:
+        models: The names of its models; the first is the one that is trained.
         generated: Number of generated tokens of all calls.
         is_truncated: Whether a limit of the rollout refused a call.
         is_full: Whether the last prompt left no room in the context.
@@ -86,14 +88,17 @@ class Session:
         tokens: int | None = None,
         turns: int | None = None,
         model: str = "policy",
+        frozen: Mapping[str, LoadedAdapter | None] | None = None,
     ) -> None:
         """A rollout `as_served` has the server's defaults of sampling, also its temperature if `temperature` is None.
         `texts` gives the text of each token of a prompt. At most `tokens` are generated in at most `turns` calls.
-        `model` is the name that the client sees, unless it uses another one."""
+        `model` is the name that the client sees, unless it uses another one. `frozen` are models that answer by their
+        names, as the server does; None is the base model."""
         self.generated = 0
         self.is_truncated = False
         self.is_full = False
-        self.model = model
+        self._frozen = frozen or {}
+        self.models = (model, *self._frozen)
         self._app, self._context, self._texts = app, context, texts
         self._tokens, self._turns = tokens, turns
         self._seed, self._numbers = seed, itertools.count()
@@ -101,7 +106,7 @@ class Session:
         self._forced: dict[str, Any] = {} if as_served else dict(POLICY_SAMPLING)
         if temperature is not None:
             self._forced["temperature"] = temperature
-        self._forced["model"] = BASE_MODEL if adapter is None else adapter.name
+        self._forced["model"] = _name(adapter)
         self._recorded: list[CallTokens] = []
         self._known: dict[str, _Call] = {}
         self._is_closed = False
@@ -131,7 +136,7 @@ class Session:
         key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
         call = self._known.get(key)
         if call is None or not self._is_retry(key, call, attempt):
-            refusal = self._spent()
+            refusal = None if self._is_frozen(body) else self._spent()
             if refusal is not None:
                 return refusal
             call = _Call(asyncio.ensure_future(self._call(body, max_tokens)))
@@ -165,6 +170,16 @@ class Session:
         is_last = key == next(reversed(self._known))
         return attempt is None and (is_last or not call.task.done())
 
+    def _is_frozen(self, body: Mapping[str, Any]) -> bool:
+        name = body.get("model")
+        return isinstance(name, str) and name in self._frozen
+
+    def _as_deployed(self, name: str) -> dict[str, Any]:
+        forced: dict[str, Any] = {"model": _name(self._frozen[name])}
+        if self._as_served and "temperature" in self._forced:
+            forced["temperature"] = self._forced["temperature"]
+        return forced
+
     def _spent(self) -> ModelReply | None:
         """A refusal if the rollout may make no more calls."""
         what = ""
@@ -178,8 +193,9 @@ class Session:
         return _refusal(400, f"this rollout has reached its limit of {what}", "BadRequestError")
 
     async def _call(self, body: Mapping[str, Any], max_tokens: int | None) -> ModelReply:
+        is_frozen = self._is_frozen(body)
         request = {name: body[name] for name in PASSED if body.get(name) is not None}
-        request |= self._forced
+        request |= self._as_deployed(body["model"]) if is_frozen else self._forced
         request |= {
             "n": 1,
             "stream": False,
@@ -195,7 +211,11 @@ class Session:
         if self._tokens is not None:
             bounds.append(self._tokens - self.generated)
         limits = Limits(self._context, min(bounds, default=None), server_default=self._as_served)
+        if is_frozen:
+            limits = Limits(self._app.context)
         status, answer = await self._app.chat(request, limits)
+        if is_frozen:
+            return ModelReply(status, self._stripped(body, answer) if status == 200 else answer)
         if status == 200:
             self._record(body, answer)
             answer = self._stripped(body, answer)
@@ -231,7 +251,7 @@ class Session:
     def _stripped(self, body: Mapping[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
         """The response without what the client did not ask for."""
         [choice] = answer["choices"]
-        answer["model"] = body.get("model") or self.model
+        answer["model"] = body.get("model") or self.models[0]
         if not body.get("return_token_ids"):
             answer.pop("prompt_token_ids")
             choice.pop("token_ids")
@@ -240,6 +260,10 @@ class Session:
         if body.get("include_reasoning") is False:
             choice["message"].pop("reasoning", None)
         return answer
+
+
+def _name(adapter: LoadedAdapter | None) -> str:
+    return BASE_MODEL if adapter is None else adapter.name
 
 
 def _known_logprob(value: float) -> float | None:

@@ -65,7 +65,10 @@ class ScriptedApplication:
         asked: The bodies that it was sent.
         limits: Those of each call.
         aborted: Number of calls that were cancelled.
+        context: That of the engine, in tokens.
     """
+
+    context = 1000
 
     def __init__(self, *script: dict[str, Any] | tuple[int, dict[str, Any]] | Exception, hold: bool = False) -> None:
         self._script = list(script) or [answered(message())]

@@ -219,3 +219,30 @@ async def test_a_response_without_tokens_is_never_trained_on(missing: str) -> No
     cast(dict[str, Any], holder)[missing] = None
     with pytest.raises(TrainError, match="vLLM's response has not all token ids and logprobs"):
         await session(ScriptedApplication(content)).complete(asking("?"))
+
+
+async def test_frozen_models_answer_as_the_server_does_and_are_not_recorded() -> None:
+    app = ScriptedApplication()
+    writer = LoadedAdapter("r0002-9", 9, "/b")
+    rollout = session(
+        app, LoadedAdapter("r1-3", 3, "/a"), model="plan", frozen={"write": writer, "judge": None}, turns=1, tokens=9
+    )
+    assert rollout.models == ("plan", "write", "judge")
+    sampling = {"temperature": 0.1, "max_tokens": 5}
+    replies = [await rollout.complete(asking("?", **{"model": name, **sampling})) for name in rollout.models]
+    assert [reply.body["model"] for reply in replies] == ["plan", "write", "judge"]
+    assert all("prompt_token_ids" not in reply.body for reply in replies)
+    assert [body["model"] for body in app.asked] == ["r1-3", "r0002-9", BASE_MODEL]
+    assert [body.get("temperature") for body in app.asked] == [0.7, None, None]
+    assert [limits.tokens for limits in app.limits] == [9, None, None]
+    assert (len(rollout.calls), rollout.generated) == (1, 2)
+    # The limits are those of the trained model.
+    assert (await rollout.complete(asking("and?", model="plan"))).status == 400
+    assert (await rollout.complete(asking("and?", model="write"))).status == 200
+
+
+async def test_in_the_gate_frozen_models_have_its_temperature() -> None:
+    app = ScriptedApplication()
+    rollout = session(app, as_served=True, temperature=0.3, frozen={"write": None})
+    await rollout.complete(asking("?", model="write"))
+    assert app.asked[0]["temperature"] == 0.3

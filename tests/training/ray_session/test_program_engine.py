@@ -48,8 +48,8 @@ import asyncio, json, urllib.error, urllib.request
 
 def ask(messages, model):
     body = json.dumps({"model": model["model"], "messages": messages, "max_tokens": 12}).encode()
-    request = urllib.request.Request(model["base_url"] + "/chat/completions", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request) as response:
+    url, headers = model["base_url"] + "/chat/completions", {"Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as response:
         return json.load(response)["choices"][0]["message"]["content"]
 
 
@@ -61,6 +61,9 @@ async def run(task, model, logger=None):
     said = ask(messages, task["openai"])
     if does == "raise":
         raise RuntimeError("the shop is closed")
+    if does == "ask others":
+        others = [ask(list(task["prompt"]), task["models"][name]) for name in ("writer", "critic")]
+        return {"response": json.dumps([said, *others])}
     if does == "raise if odd" and len(said) % 2:
         raise RuntimeError("the shop is closed")
     if does == "nan":
@@ -98,7 +101,8 @@ print(json.dumps({"response": said, "reward": len(said) % 2, "metrics": {"secret
 def engine() -> Iterator[Any]:
     from tests.training.test_round_directory import POLICY
 
-    actor = ray_cluster.start(Engine, settings(str(POLICY)), gpus=share_of_an_engine())
+    setup = replace(settings(str(POLICY)), more_adapters=1)
+    actor = ray_cluster.start(Engine, setup, gpus=share_of_an_engine())
     ray_cluster.wait([actor.join.remote({"JUDGE_API_KEY": "secret-of-the-judge"}, [])])
     ray_cluster.wait([actor.start.remote()])
     yield actor
@@ -118,10 +122,11 @@ def rollout_settings(folder: Path, **changes: Any) -> dict[str, Any]:
     return {"agent": {"workflow": f"{folder}/agent.py:run", "folder": str(folder)}, "workers": 2, **changes}
 
 
-def use(engine: Any, rollout: dict[str, Any], *, max_turns: int = 16) -> str:
+def use(engine: Any, rollout: dict[str, Any], **changes: Any) -> str:
     config = Config.model_validate({"rollout": rollout})
     needs_reward = config.rollout.reward.workflow > 0
-    setup = ProgramSetup({ALIAS: ALIAS}, ALIAS, max_turns=max_turns, needs_reward=needs_reward)
+    given = {"models": {ALIAS: ALIAS}, "trained": ALIAS, "max_turns": 16, **changes}
+    setup = ProgramSetup(needs_reward=needs_reward, **given)
     [found] = ray_cluster.wait([engine.use_program.remote(config.model_dump(mode="json"), setup)])
     return str(found)
 
@@ -209,6 +214,40 @@ def test_limits_truncate(engine: Any, folder: Path) -> None:
     use(engine, rollout_settings(folder, reward={"workflow": 1}), max_turns=3)
     for made in generate(engine, prompts(engine, 3, does="loop")):
         assert (made.cause, made.truncated) == ("raised", True)
+
+
+def test_other_targets_answer_with_their_adapters_and_are_not_trained(
+    engine: Any, folder: Path, tmp_path: Path
+) -> None:
+    """At nearly no temperature all answers are those of the adapters; the samples have the trained one's alone."""
+    own, other = strange_adapter(51, tmp_path / "a51"), strange_adapter(52, tmp_path / "a52")
+    ray_cluster.wait([engine.load.remote(adapter) for adapter in (own, other)])
+    use(
+        engine,
+        rollout_settings(folder),
+        models={"planner": "plan", "writer": "write", "critic": "criticize"},
+        trained="planner",
+        frozen={"write": other, "criticize": None},
+    )
+    [asked] = prompts(engine, 1, does="ask others")
+    made, gate = (
+        generate(engine, [asked], adapter=own, temperature=0.01, as_served=as_served)[0]
+        for as_served in (False, True)
+    )
+    alone = {}
+    for adapter in (own, other, None):
+        use(engine, rollout_settings(folder))
+        [one] = generate(engine, prompts(engine, 1, does="one turn"), adapter=adapter, temperature=0.01)
+        alone[adapter] = one.text
+    ray_cluster.wait([engine.unload.remote(adapter) for adapter in (own, other)])
+    assert len(set(alone.values())) == 3
+    for found in (made, gate):
+        assert (found.error, found.turns, found.forks) == ("", 1, 0)
+        [sample], [texts] = found.samples, found.texts
+        trained = "".join(str(text) for text, mine in zip(texts, sample.loss_mask, strict=True) if mine)
+        assert trained.replace("<|im_end|>", "") == alone[own]
+    assert json.loads(gate.text) == [alone[own], alone[other], alone[None]]
+    assert json.loads(made.text)[0] == alone[own]
 
 
 def graded(shown: Exchange) -> Verdict:
