@@ -203,9 +203,10 @@ class Config(Section):
             return self._taken(both, both)
         both |= {Exclusion.TOOLS}
         uncalled = {Exclusion.UNCALLED}
-        # The user's own agent needs no recordings.
-        any_call = self.rollout.tools.uncalled == "use" or isinstance(self.rollout.agent, AgentProgramSettings)
-        train = both | uncalled if any_call else both
+        if isinstance(self.rollout.agent, AgentProgramSettings):
+            # It makes its own prompts and runs its own tools: it needs no recordings.
+            both |= {Exclusion.HIDDEN, Exclusion.INEXACT, Exclusion.UNRECORDED, *uncalled}
+        train = both | uncalled if self.rollout.tools.uncalled == "use" else both
         return self._taken(train, both | uncalled)
 
     def _taken(self, train: Set[Exclusion], gate: Set[Exclusion]) -> Taken:

@@ -559,3 +559,20 @@ def test_what_keeps_a_round_from_being_filled_for_ever_is_a_warning(bench: Bench
     assert_failed(bench()["samples"], held, "flywheel tasks --state held", result="warning")
     (bench.folder / "chain.yaml").write_text("no chain")
     assert bench(filter={"chain": "chain.yaml"})["samples"]["result"] == "failed"
+
+
+def test_the_agent_of_rollouts_loads(bench: Bench) -> None:
+    (bench.folder / "agent.py").write_text(
+        "async def run(task, model):\n    return 1.0\n\ndef plain(task):\n    pass\n"
+    )
+    assert bench()["agent"]["result"] == "skipped"
+    finding = bench(rollout={"agent": {"workflow": "agent.py:run"}})["agent"]
+    assert finding["result"] == "ok"
+    assert f"async def run(task, model) in {bench.folder}/agent.py" in finding["found"]
+    ran, report = bench.report(rollout={"agent": {"workflow": "agent.py:plain"}})
+    [finding] = [check for check in report["checks"] if check["name"] == "agent"]
+    assert_failed(finding, "plain", "is not an async function")
+    assert ran.code == 78
+    named = {"agent": {"workflow": "agent.py:run"}, "auxiliary_models": {"user": {"base_url": "http://user/v1",
+             "model": "u", "api_key_env": "NO_SUCH_KEY"}}}  # fmt: skip
+    assert_failed(bench(rollout=named)["agent"], "rollout.auxiliary_models.user", "NO_SUCH_KEY")

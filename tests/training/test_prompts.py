@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flywheel.round import RoundTask
+from flywheel.task import METADATA, task_line
 from flywheel.training.prompts import TOLERANCE, Prompt, asked, asked_as_served, longest_needed, schedule, seed_of
+from tests.samples import reply
 from tests.training.rollouts import prompt
 
 
@@ -119,3 +123,35 @@ def test_seeds_differ_in_every_part_and_fit_everywhere() -> None:
     assert len(seeds) == 5 * 20 * 20
     assert all(0 <= seed < 2**31 for seed in seeds)
     assert seed_of(1, 23) != seed_of(12, 3)
+
+
+def of_program(name: str, *, prompt: str = "a", **line: Any) -> Prompt:
+    messages = [{"role": "user", "content": prompt}]
+    whole = {"task_id": name, "prompt": messages, "metadata": {"trace_id": name}, **line}
+    task = RoundTask(
+        task_id=name, query="?", answer="", prompt=messages, agent="program", line=whole, prompt_tokens=9000
+    )
+    return Prompt(task, (5, 6, 7), needs=3)
+
+
+def test_a_task_for_the_users_agent_is_known_by_its_whole_line() -> None:
+    """Its prompt is only an example: neither its length nor its tokens decide anything."""
+    some = [
+        of_program("t-1"),
+        of_program("t-2", metadata={"trace_id": "t-2", "level": 1}),
+        of_program("t-3", metadata={"trace_id": "t-3", "level": 2}),
+        of_program("t-4", env="shop"),
+        of_program("t-5"),
+    ]
+    for found in (asked(some, {}, max_model_len=4), asked_as_served(some, {}, context=4)):
+        assert [prompt.task.task_id for prompt in found.prompts] == ["t-2", "t-3", "t-4", "t-5"]
+        assert found.left_out == {"t-1": "its prompt is that of t-5"}
+        assert found.inexact == {}
+    assert {prompt.max_tokens for prompt in asked(some, {}, max_model_len=64).prompts} == {64}
+    limited = asked(some, {}, max_model_len=64, max_completion_tokens=10)
+    assert {prompt.max_tokens for prompt in limited.prompts} == {10}
+
+
+def test_what_a_trace_says_of_its_task_is_known() -> None:
+    line = task_line(reply(1), "db")
+    assert set(line["metadata"]) - {"extra_json"} == METADATA

@@ -11,6 +11,7 @@ from typing import Final
 
 from flywheel.config import defaults, load
 from flywheel.diagnostics.doctor import model, packages
+from flywheel.diagnostics.doctor.agent import check_agent
 from flywheel.diagnostics.doctor.finding import Finding, Result
 from flywheel.diagnostics.doctor.judge import JudgeChecks
 from flywheel.diagnostics.doctor.notify import check_notify
@@ -23,9 +24,9 @@ from flywheel.diagnostics.doctor.systemd_unit import check_unit
 from flywheel.errors import ConfigError
 
 NEED_SETTINGS: Final = (
-    "state", "disk", "schema", "daemon", "source", "prompts", "recordings", "filters", "rubric", "judge", "samples",
-    "serve", "server", "tools", "calls", "model", "rank", "gpu", "memory", "shared memory", "limits", "clock",
-    "notify",
+    "state", "disk", "schema", "daemon", "source", "prompts", "recordings", "agent", "filters", "rubric", "judge",
+    "samples", "serve", "server", "tools", "calls", "model", "rank", "gpu", "memory", "shared memory", "limits",
+    "clock", "notify",
 )  # fmt: skip
 """The checks that are skipped when the configuration is wrong."""
 
@@ -47,6 +48,7 @@ async def checkup(path: Path | None, *, ask_judge: bool = False) -> AsyncIterato
         yield finding
     yield await check_left_out(config)
     yield await check_recordings(config)
+    yield await check_agent(config)
     judge = JudgeChecks(config, ask=ask_judge)
     for finding in judge.findings():
         yield finding

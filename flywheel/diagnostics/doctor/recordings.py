@@ -7,7 +7,7 @@ from typing import Final
 
 from sqlalchemy import Connection
 
-from flywheel.config import Config
+from flywheel.config import AgentProgramSettings, Config
 from flywheel.diagnostics.doctor.finding import Finding, Result
 from flywheel.errors import FlywheelError
 from flywheel.exclusion import Exclusion
@@ -48,6 +48,8 @@ _LOW: Final = (
 
 async def check_recordings(config: Config) -> Finding:
     """What to expect of rollouts with tools, before the first round."""
+    if isinstance(config.rollout.agent, AgentProgramSettings):
+        return Finding("recordings", Result.SKIPPED, "rollouts run the agent of `rollout.agent` with its own tools")
     try:
         if found_version(config.state_dir) != SCHEMA_VERSION:
             return Finding("recordings", Result.SKIPPED, "there is no state of this version yet")
