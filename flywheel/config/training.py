@@ -75,7 +75,8 @@ class ModelSettings(Section):
     base: Annotated[str, AfterValidator(_model)] = "Qwen/Qwen3-4B"
     """The base model: a local directory or a hub name, as for vLLM and transformers."""
     alias: Annotated[str, AfterValidator(_alias)] = "my-agent"
-    """The stable model name that agents call, without an `@`. Versions are served as `ALIAS@rNNNN`."""
+    """The stable model name that agents call, without an `@`. Versions are served as `ALIAS@rNNNN`. With `targets`,
+    each target's alias takes its place."""
 
 
 class TargetSettings(Section):

@@ -44,5 +44,5 @@ async def apply_model_rules(store: Store, config: Config) -> None:
 
     after: int | None = 0
     while after is not None:
-        after = await store.write(samples.apply_model_rules, models_of, after)
+        after = await store.write(samples.apply_model_rules, models_of, after, has_targets=bool(config.targets))
     await store.write(note, MODEL_RULES, digest)

@@ -56,7 +56,8 @@ def rubric_of(config: Config, chain: Chain | None = None) -> Rubric:
         criteria = list(AGENTJET_CRITERIA) if step.builtin else []
         raw = {"id": chain.id, "custom_rubrics": step.custom_rubrics, "criteria": criteria}
         rubric = parse_rubric(raw, f"custom_rubrics of {config.filter.chain}")
-    _check_margins(config, rubric)
+    if not config.targets or any(target.rubric is None for target in config.targets.values()):
+        _check_margins(config, rubric)
     return rubric
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Final, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, and_, exists, func, or_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, exists, func, literal, or_, select, update
 
 from flywheel import exclusion
 from flywheel.exclusion import (
@@ -157,7 +157,9 @@ def leave_gate(conn: Connection, beginnings: Collection[int]) -> None:
 _PAGE: Final = 1000
 
 
-def apply_model_rules(conn: Connection, models_of: Callable[[str], TrainedModels], after: int) -> int | None:
+def apply_model_rules(
+    conn: Connection, models_of: Callable[[str], TrainedModels], after: int, *, has_targets: bool = False
+) -> int | None:
     """Look at some tasks behind `after` anew; the number of the last one, None if there are no more.
 
     `models_of` says by the path of a source whose replies are trained on, and of which target they are tasks. What
@@ -172,8 +174,9 @@ def apply_model_rules(conn: Connection, models_of: Callable[[str], TrainedModels
             tasks.c.adapter,
             tasks.c.excluded,
             tasks.c.target,
-            # The column is empty if the id of the response names the version.
-            func.json_extract(tasks.c.payload, "$.metadata.model").label("asked"),
+            # The column is empty if the response's id names the version. Lines are long: they are read for targets
+            # only.
+            (func.json_extract(tasks.c.payload, "$.metadata.model") if has_targets else literal("")).label("asked"),
             sources.c.path,
         )
         .join(some, some.c.id == tasks.c.id)

@@ -15,7 +15,7 @@ from flywheel.config import Config, parse
 from flywheel.daemon import planner
 from flywheel.daemon.configured_source import apply_model_rules
 from flywheel.daemon.deployer import Deployer
-from flywheel.daemon.judge_setup import rubric_of
+from flywheel.daemon.judge_setup import rubric_of, rubric_of_target
 from flywheel.daemon.judging import TaskJudging
 from flywheel.daemon.next_gate_test import next_test
 from flywheel.daemon.rounds import Rounds
@@ -143,6 +143,23 @@ def test_the_alias_that_was_called_says_the_target_else_the_agent_s_name(
     tmp_path: Path, agent: str, model: str, adapter: str, target: str
 ) -> None:
     assert made(tmp_path).models_of(None).target_of(agent, model, adapter) == target
+
+
+def test_an_alias_beside_targets_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.alias agent is of no target.*Remove it; targets.NAME.alias names"):
+        made(tmp_path, model={"alias": "agent"})
+    assert made(tmp_path, model={"alias": "work"}).aliases == ("planner", "work")
+
+
+def test_criteria_with_a_margin_are_those_of_the_rubrics_that_are_used(tmp_path: Path) -> None:
+    one = {"id": "r", "threshold": 0.5, "criteria": [{"id": "short", "value": "It is short."}]}
+    (tmp_path / "one.yaml").write_text(yaml.safe_dump(one))
+    gate = {"non_inferiority_margins": {"short": 0.1}}
+    own = {"rubric": "one.yaml"}
+    config = made(tmp_path, targets={"a": own, "b": own}, gate=gate)
+    assert rubric_of_target(config.by_target()["b"], rubric_of(config)).id == "r"
+    with pytest.raises(ConfigError, match="has no criterion short"):
+        rubric_of(made(tmp_path, targets={"a": own, "b": {}}, gate=gate))
 
 
 async def test_targets_are_found_when_replies_are_read_and_again_when_settings_change(
