@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from flywheel import files
 from flywheel.config import Config, default_state_dir, defaults, load, parse
@@ -268,3 +270,26 @@ def test_paths_beside_the_file_s_folder_have_no_detour(tmp_path: Path) -> None:
     assert (config.state_dir, config.task_file) == (tmp_path / "state", tmp_path / "out.jsonl")
     assert config.filter.rubric == tmp_path / "rubrics" / "mine.yaml"
     assert config.filter.chain == tmp_path / "filters" / "mine.yaml"
+
+
+@pytest.mark.parametrize(
+    ("sections", "why"),
+    [
+        ({"rollout": {"reward": {"workflow": 1}}}, "reward.workflow is for your own agent"),
+        ({"rollout": {"setup": "a.py:prepare"}}, "setup is for your own agent"),
+        (
+            {"rollout": {"agent": {"workflow": "a.py:run"}, "reward_function": "a.py:judge"}},
+            "reward_function has no effect while reward.workflow is 0",
+        ),
+        (
+            {
+                "rollout": {"agent": {"workflow": "a.py:run"}, "reward": {"rubric": 0, "workflow": 1}},
+                "gate": {"non_inferiority_margins": {"safe": 0.1}},
+            },
+            "non_inferiority_margins are about criteria of the rubric",
+        ),
+    ],
+)
+def test_settings_of_the_users_agent_have_an_effect_or_are_refused(sections: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(why)):
+        Config.model_validate(sections)

@@ -224,7 +224,9 @@ def _print(report: dict[str, Any]) -> None:
         mean, deviation = step["reward_mean"], step["reward_std"]
         reward = "no reward" if mean is None else f"reward {mean:.3f} ± {deviation:.3f}"
         missed = f", {step['missed']:,} ended at a call without a recorded result" if step.get("missed") else ""
-        typer.echo(f"{reward}, {step['undecided']} undecided{missed}")
+        causes = step.get("program", {}).get("failures", {})
+        failed = "".join(f", {number:,} failed ({cause})" for cause, number in causes.items())
+        typer.echo(f"{reward}, {step['undecided']} undecided{missed}{failed}")
     typer.echo(f"files: {report['dir']}")
     if rollouts := report.get("rollouts"):
         from flywheel.cli.rollouts import print_table

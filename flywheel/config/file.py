@@ -109,6 +109,11 @@ class Config(Section):
                 f" {rollout.tools.on_miss}",
             ),
             (
+                bool(gate.non_inferiority_margins) and not rollout.reward.rubric,
+                "`gate`: non_inferiority_margins are about criteria of the rubric, and with rollout.reward.rubric 0"
+                " it is not asked: nothing could ever be promoted",
+            ),
+            (
                 gate.max_tasks < gate.min_tasks,
                 f"`gate`: max_tasks {gate.max_tasks} is below min_tasks {gate.min_tasks}: nothing could ever be"
                 " promoted",

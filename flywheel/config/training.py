@@ -155,8 +155,8 @@ class TrainingSettings(Section):
     """Maximum tokens, with padding, per forward and backward pass; a longer sample has a pass of its own. Default:
     `micro_batch_size` × `rollout.max_model_len`."""
     max_undecided_share: Share = 0.5
-    """A step with a larger share of undecided rewards fails the round. Rollouts that ended because a call has no
-    recorded result are not undecided."""
+    """A step with a larger share of undecided rewards, or of failed runs of the user's agent, fails the round.
+    Rollouts that ended because a call has no recorded result are not undecided."""
     judge_wait_seconds: float = Field(default=3600.0, ge=0)
     """Seconds that a round waits for an unreachable judge. After that, the waiting rollouts are undecided."""
     min_spread_share: Share = 0.0
@@ -354,17 +354,33 @@ class RolloutSettings(Section):
     """Sampling temperature of rollouts."""
     max_completion_tokens: int | None = Field(default=None, gt=0)
     """Maximum tokens of a training rollout. Default: the 99th percentile of the traced replies of the round's tasks,
-    limited by `max_model_len`. The gate's answers have the server's limits."""
+    limited by `max_model_len`; for the user's agent `max_model_len`. The gate's answers have the server's limits."""
     max_model_len: int = Field(default=4096, gt=0)
     """Maximum tokens of prompt and rollout together. Longer prompts are excluded from training."""
     timeout_seconds: float = Field(default=600.0, gt=0)
     """Timeout in seconds of one batch of rollouts. An answer of the gate that takes longer is cut and graded as it
-    is."""
+    is. A batch of the user's agent has at least the time that `agent_timeout_seconds` gives all of its runs."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
     """Share of a GPU's memory for a rollout engine. Default: 0.9 on a GPU of its own, 0.45 if two processes share it
     (an engine and the trainer, or two engines), and so on."""
     cpu_kv_cache_gib: int = Field(default=1, gt=0)
     """Size of the key-value cache of a rollout engine without a GPU, in GiB."""
+
+    @model_validator(mode="after")
+    def _is_for_the_agent(self) -> Self:
+        if not isinstance(self.agent, AgentProgramSettings):
+            given = {
+                "reward.workflow": self.reward.workflow,
+                "reward_function": self.reward_function,
+                "setup": self.setup,
+                "agent_environment": self.agent_environment,
+                "auxiliary_models": self.auxiliary_models,
+            }
+            if found := next((name for name, value in given.items() if value), None):
+                raise ValueError(f"{found} is for your own agent: set agent to {{workflow: …}} or {{command: […]}}")
+        elif self.reward_function is not None and not self.reward.workflow:
+            raise ValueError("reward_function has no effect while reward.workflow is 0: give it a weight")
+        return self
 
     def prompts_asked(self, prompts_per_step: int) -> int:
         """Number of prompts that a step asks to train on so many. 1.1 times 10 are 11, also in floating point."""

@@ -180,7 +180,7 @@ def _carried(settings: Config) -> dict[str, str]:
     """The variables of this process's environment that its actors need on any node."""
     rollout = settings.rollout
     models = (settings.judge, settings.judge.backup, rollout.tools.simulator, *rollout.auxiliary_models.values())
-    keys = {model.api_key_env for model in models if model is not None}
+    keys = {*rollout.agent_environment, *(model.api_key_env for model in models if model is not None)}
     return {
         name: value
         for name, value in os.environ.items()

@@ -123,8 +123,9 @@ def test_each_target_has_settings_of_its_own(tmp_path: Path) -> None:
 )
 def test_targets_that_cannot_be_told_apart_are_refused(tmp_path: Path, targets: dict[str, Any], why: str) -> None:
     other = {"ref": {"base_url": "http://localhost:1/v1", "model": "m"}}
+    program = {"workflow": "agent.py:run"}
     with pytest.raises(ConfigError, match=why.replace("(", r"\(")):
-        made(tmp_path, targets=targets, rollout={"auxiliary_models": other})
+        made(tmp_path, targets=targets, rollout={"agent": program, "auxiliary_models": other})
 
 
 @pytest.mark.parametrize(
