@@ -86,6 +86,7 @@ def export(
         float | None,
         typer.Option(min=0, max=1, metavar="M", help="trl-dpo: how far a pair's scores are apart at least."),
     ] = None,
+    target: Annotated[str | None, typer.Option(metavar="NAME", help="Only tasks of this one of `targets`.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write tasks as a file for another trainer."""
@@ -105,7 +106,7 @@ def export(
     if out == "-" and chosen.suffix != "jsonl" and sys.stdout is not None and sys.stdout.isatty():
         raise typer.BadParameter(f"{chosen.suffix} is not for a terminal; name a file", param_hint="--out")
     wanted = state or "accepted"
-    survey = run_async(_export(load_config(config), chosen, out, wanted, split, margin or 0.0))
+    survey = run_async(_export(load_config(config), chosen, out, wanted, split, margin or 0.0, target))
     report = {
         "format": name.value,
         "out": out,
@@ -124,21 +125,29 @@ def export(
         say(escape_terminal(f"left out {number:,}: {reason}"))
 
 
-async def _export(config: Config, form: Format, out: str, wanted: States, split: Splits, margin: float) -> Survey:
+async def _export(
+    config: Config, form: Format, out: str, wanted: States, split: Splits, margin: float, target: str | None
+) -> Survey:
     from flywheel.store import export_selection
+
+    if target is not None and target not in config.targets:
+        names = ", ".join(config.targets)
+        hint = f"The targets are {names}." if names else "The configuration has no `targets`."
+        raise ExportError(f"export for {form.name}", f"there is no target {target}", hint)
 
     splits = tuple(Split) if split == "all" else (Split(split),)
     async with open_state(config, "view") as store:
         if form.paired:
-            survey = await _pairs(store, form, splits, margin)
+            survey = await _pairs(store, form, splits, margin, target)
         else:
             survey = Survey()
-            async for one in _tasks(store, STATES[wanted], splits):
+            async for one in _tasks(store, STATES[wanted], splits, target):
                 with _counted(survey.left_out):
                     survey.add((one.id,), form.record(_sample(one)))
         if not survey.groups:
             what = "accepted and rejected" if form.paired else wanted
             attempted, of_split = f"export for {form.name}", "" if split == "all" else f" in the {split} split"
+            of_split += f" of {target}" if target is not None else ""
             if survey.left_out:
                 reasons = "; ".join(f"{number}: {reason}" for reason, number in survey.left_out.most_common())
                 why = f"every {what} task{of_split} is left out ({reasons})"
@@ -158,13 +167,13 @@ async def _export(config: Config, form: Format, out: str, wanted: States, split:
         return survey
 
 
-async def _pairs(store: Store, form: Format, splits: Collection[Split], margin: float) -> Survey:
+async def _pairs(store: Store, form: Format, splits: Collection[Split], margin: float, target: str | None) -> Survey:
     from flywheel.formats.preference_pairs import Pairing, candidate
 
     pairing = Pairing(margin)
     both = ((STATES["rejected"], pairing.add_rejected), (STATES["accepted"], pairing.add_accepted))
     for states, add in both:
-        async for one in _tasks(store, states, splits):
+        async for one in _tasks(store, states, splits, target):
             with _counted(pairing.left_out):
                 add(candidate(one.id, _sample(one)))
     survey = Survey()
@@ -174,11 +183,13 @@ async def _pairs(store: Store, form: Format, splits: Collection[Split], margin: 
     return survey
 
 
-async def _tasks(store: Store, states: Collection[TaskState], splits: Collection[Split]) -> AsyncIterator[Selected]:
+async def _tasks(
+    store: Store, states: Collection[TaskState], splits: Collection[Split], target: str | None
+) -> AsyncIterator[Selected]:
     from flywheel.store import export_selection
 
     after = 0
-    while ids := await store.read(export_selection.page, states, splits, after=after, limit=PAGE):
+    while ids := await store.read(export_selection.page, states, splits, target, after=after, limit=PAGE):
         for one in await store.read(export_selection.read, ids):
             yield one
         after = ids[-1]

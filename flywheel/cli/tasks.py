@@ -53,6 +53,7 @@ def show(
     ] = None,
     criterion: Annotated[str | None, typer.Option(metavar="ID", help="Only if it failed this criterion.")] = None,
     text: Annotated[str | None, typer.Option(metavar="TEXT", help="Question or answer contains this.")] = None,
+    target: Annotated[str | None, typer.Option(metavar="NAME", help="Only tasks of this one of `targets`.")] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, metavar="N", help=f"At most this many. Default: {SHOWN}; with --json all.")
     ] = None,
@@ -60,7 +61,14 @@ def show(
 ) -> None:
     """List tasks with their verdicts, newest first, or `release` or `reject` held tasks."""
     if (verb := context.invoked_subcommand) is not None:
-        given = {"--state": state, "--adapter": adapter, "--criterion": criterion, "--text": text, "--limit": limit}
+        given = {
+            "--state": state,
+            "--adapter": adapter,
+            "--criterion": criterion,
+            "--text": text,
+            "--target": target,
+            "--limit": limit,
+        }
         for name, value in given.items():
             if value is not None:
                 raise typer.BadParameter(f"it applies to the list only: give {verb} ids, or --all", param_hint=name)
@@ -68,7 +76,7 @@ def show(
         return
     from flywheel.store import task_list
 
-    wanted = task_list.conditions(state, adapter, criterion, text)
+    wanted = task_list.conditions(state, adapter, criterion, text, target=target)
     most = limit if as_json else limit or SHOWN
     found, total = run_async(
         read_state(

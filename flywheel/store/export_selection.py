@@ -35,14 +35,22 @@ def counts(conn: Connection) -> dict[tuple[TaskState, Split], int]:
 
 
 def page(
-    conn: Connection, states: Collection[TaskState], splits: Collection[Split], *, after: int, limit: int
+    conn: Connection,
+    states: Collection[TaskState],
+    splits: Collection[Split],
+    target: str | None = None,
+    *,
+    after: int,
+    limit: int,
 ) -> list[int]:
-    """The ids of the next tasks behind `after`, the oldest first."""
+    """The ids of the next tasks of a target (None: of all) behind `after`, the oldest first."""
     where: list[ColumnElement[bool]] = [
         tasks.c.id > after,
         tasks.c.state.in_([state.value for state in states]),
         tasks.c.split.in_([split.value for split in splits]),
     ]
+    if target is not None:
+        where.append(tasks.c.target == target)
     return list(conn.execute(select(tasks.c.id).where(*where).order_by(tasks.c.id).limit(limit)).scalars())
 
 

@@ -45,19 +45,22 @@ def conditions(
     highest: float | None = None,
     judge: str | None = None,
     source: str | None = None,
+    target: str | None = None,
 ) -> list[ColumnElement[bool]]:
     """The conditions of a selection; None selects all.
 
     `adapter` is a version with or without its alias, or "base" for the base model; `criterion` is one that the newest
     verdict did not find met; `text` is part of the question or the answer, in any case of ASCII letters. `lowest` and
     `highest` bound the newest verdict's score. `judge` is the model or the hash of the newest verdict's judge,
-    `source` the path of a source.
+    `source` the path of a source, `target` one of the `targets`.
     """
     found: list[ColumnElement[bool]] = []
     if agent is not None:
         found.append(tasks.c.agent == agent)
     if split is not None:
         found.append(tasks.c.split == split.value)
+    if target is not None:
+        found.append(tasks.c.target == target)
     if lowest is not None:
         found.append(verdicts.c.score >= lowest)
     if highest is not None:

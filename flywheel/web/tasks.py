@@ -47,6 +47,7 @@ class Selection:
     split: str = ""
     judge: str = ""
     source: str = ""
+    target: str = ""
     text: str = ""
     before: str = ""
 
@@ -77,6 +78,7 @@ class Selection:
             highest=float(self.highest) if self.highest else None,
             judge=self.judge or None,
             source=self.source or None,
+            target=self.target or None,
         )
 
     @property
@@ -92,7 +94,13 @@ async def show_list(request: Request) -> Response:
     wanted, conditions, before = _selected(request)
     found = await site.read(partial(_page, wanted, conditions, before))
     return site.page(
-        "tasks.html", wanted=wanted, states=list(TaskState), stages=list(funnel.stages()), splits=list(Split), **found
+        "tasks.html",
+        wanted=wanted,
+        states=list(TaskState),
+        stages=list(funnel.stages()),
+        splits=list(Split),
+        targets=list(site.config.targets),
+        **found,
     )
 
 

@@ -137,6 +137,13 @@ def test_both_aliases_flip_and_reports_name_the_targets(
     told = page.get("/gate").text
     assert "planner: " in told and "worker: " in told
 
+    assert 'value="worker" selected' in page.get("/tasks?target=worker").text
+    listed = flywheel("tasks", "--target", "worker", "--json", "-c", file).json
+    assert listed["total"] == 4 and {each["target"] for each in listed["tasks"]} == {"worker"}
+    exported = flywheel("export", "--format", "trl-sft", "--target", "worker", "--out", "-", "-c", file)
+    assert len(exported.out.splitlines()) == 2
+    assert "there is no target cook" in flywheel("export", "--format", "trl-sft", "--target", "cook", "-c", file).err
+
     refused = flywheel("rollback", "-c", file)
     assert refused.code == 1 and "there are several targets: planner, worker. Name one with --target." in refused.err
     refused = flywheel("deploy", "r0001", "--target", "worker", "-c", file)
