@@ -12,6 +12,7 @@ import pytest
 import yaml
 from starlette.testclient import TestClient
 
+from flywheel.cli import status
 from flywheel.config import Config
 from flywheel.config.file import load
 from flywheel.daemon import planner
@@ -29,6 +30,7 @@ from flywheel.store.database import Store
 from flywheel.store.transitions import move
 from flywheel.web.server import application
 from tests.cli.conftest import Run
+from tests.cli.test_doctor import Vllm
 from tests.cli.test_metrics import by, parsed
 from tests.daemon.test_rounds import comparison
 from tests.daemon.test_targets import RUBRIC, TARGETS, both
@@ -37,7 +39,7 @@ from tests.serving.fake_vllm import BASE, PROBE, FakeVllm, replica, with_middlew
 
 @pytest.fixture
 def server() -> Iterator[tuple[FakeVllm, str]]:
-    app = FakeVllm({BASE: PROBE.base_logprobs})
+    app = Vllm({BASE: PROBE.base_logprobs})
     with replica(app, partial(with_middleware, FLYWHEEL_ALIAS="planner\nwork")) as url:
         yield app, url
 
@@ -122,6 +124,8 @@ def test_both_aliases_flip_and_reports_name_the_targets(
     assert by(samples["flywheel_samples_needed"], "target") == {"planner": 4, "worker": 2}
     assert by(samples["flywheel_swaps"], "target", "outcome")["worker done"] == 1
 
+    quiet = status._without_noise({**state, "no_state": ""})
+    assert all(each["looked_at"] is None for own in quiet["targets"].values() for each in own["replicas"])
     shown = flywheel("status", "-c", file).out
     assert "work → r0002" in shown and "planner: 0 free of 4 needed, 3 held out" in shown
     assert f"{url}\n" in shown and "serves planner@r0001, work@r0002" in shown and "r0002 (worker)" in shown
@@ -153,5 +157,8 @@ def test_both_aliases_flip_and_reports_name_the_targets(
     # The adapter's round says the target.
     assert flywheel("deploy", "r0002", "--json", "-c", file).json["alias"] == "work"
     assert flywheel("rollback", "--to", "planner@r0001", "--json", "-c", file).json["alias"] == "planner"
+    checks = flywheel("doctor", "--json", "-c", file).json["checks"]
+    found = {(each["name"], each["subject"]): each for each in checks}
+    assert "planner → planner@r0001, work → work@r0002; adapters: " in found["server", url]["found"]
     findings = [asyncio.run(check_samples(own)) for own in config.by_target().values()]
     assert [each.subject for each in findings] == ["planner", "worker"]
