@@ -1,8 +1,9 @@
 """The child process of a program pool: loads the user's function, runs it once for each request.
 
-It is two processes. The first only watches: everything that the second one starts stays its descendant (it is a
-"child subreaper", Linux), and when its input ends, which is also how the parent's death is noticed, or when the
-second one ends, it kills all of them. The second one runs the user's code and answers each line of JSON with one.
+It is three processes. The last one runs the user's code and answers each line of JSON with one. The second one only
+watches: everything that the last one starts stays its descendant (it is a "child subreaper", Linux), and when its
+input ends, which is also how the parent's death is noticed, or when the last one ends, it kills all of them. The
+first one stands in for it as the parent's child: Ray kills the children of an actor that ends, but not theirs.
 
 It runs in the user's interpreter: only the standard library is imported.
 """
@@ -46,6 +47,7 @@ from flywheel.training.workflow.contract import (
 )
 from flywheel.training.workflow.process_tree import Process
 
+IGNORED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 END_SIGNAL: Final = signal.SIGUSR1
 """Ends the child, also if another process keeps its input open."""
 PR_SET_PDEATHSIG: Final = 1
@@ -67,11 +69,20 @@ def main() -> None:
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
+    first = os.getpid()
+    if watcher := os.fork():
+        _stand_in(watcher)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    woken = _wakeups()
+    _prctl(PR_SET_PDEATHSIG, END_SIGNAL)
     watcher = os.getpid()
-    runner = os.fork()
-    if runner:
-        _watch(runner, requests)
+    if runner := os.fork():
+        _watch(runner, requests, woken, first)
+    signal.set_wakeup_fd(-1)
+    for number in (*IGNORED, signal.SIGCHLD, END_SIGNAL):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.close(woken)
     code = 1
     try:
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -94,28 +105,55 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-# The watching process.
+# The processes that run no code of the user.
 
 
-def _watch(runner: int, requests: int) -> NoReturn:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the parent decides when the child ends
+def _wakeups() -> int:
+    """A file descriptor from which signals that have come can be read. Those that a terminal or a service manager
+    sends to all are ignored: the parent decides when the child ends."""
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
+    os.set_blocking(woken, False)
     for number in (signal.SIGCHLD, END_SIGNAL):
         signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    return woken
+
+
+def _received(woken: int) -> bytes:
+    with contextlib.suppress(BlockingIOError):
+        return os.read(woken, 4096)
+    return b""
+
+
+def _stand_in(watcher: int) -> NoReturn:
+    """Ends as the watching process does. It is told what that one is told by its parent."""
     parent = os.getppid()
+    woken = _wakeups()
+    waiting = select.poll()
+    waiting.register(woken, select.POLLIN)
+    ended: dict[int, int] = {}
+    while watcher not in ended:
+        waiting.poll(1000)
+        # A process that was forked from the parent may keep the input open after the parent's death.
+        if END_SIGNAL in _received(woken) or os.getppid() != parent:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(watcher, END_SIGNAL)
+        _reap(ended)
+    code = ended[watcher]
+    os._exit(128 - code if code < 0 else code)
+
+
+def _watch(runner: int, requests: int, woken: int, parent: int) -> NoReturn:
     waiting = select.poll()
     waiting.register(requests, 0)  # only its end: the other process reads it
     waiting.register(woken, select.POLLIN)
     ended: dict[int, int] = {}
-    # A process that was forked from the parent may keep the input open after the parent's death.
     while runner not in ended and os.getppid() == parent:
         ready = [number for number, _ in waiting.poll(1000)]
-        if requests in ready:
-            break
-        if woken in ready and END_SIGNAL in os.read(woken, 4096):
+        if requests in ready or END_SIGNAL in _received(woken):
             break
         _reap(ended)
     _end_all(runner, ended)

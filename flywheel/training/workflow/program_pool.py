@@ -80,13 +80,15 @@ class _Memory:
         self._children: Mapping[int, list[Process]] = {}
 
     def of(self, root: int, *, limit: int, now: bool) -> int:
-        """Bytes of what is below `root`, now or at most LOOK_SECONDS ago. Shared pages count once if it would be
-        above the limit otherwise."""
+        """Bytes of what runs in the child `root`, now or at most LOOK_SECONDS ago. Shared pages count once if it
+        would be above the limit otherwise."""
         with self._lock:
             if now or root not in self._children or time.monotonic() - self._looked >= LOOK_SECONDS:
                 self._children = process_tree.children_by_parent()
                 self._looked = time.monotonic()
-            found = process_tree.descendants(root, self._children)
+            # Without the one that watches: all its memory is shared with the one that runs the user's code.
+            watching = self._children.get(root, [])
+            found = [each for one in watching for each in process_tree.descendants(one.pid, self._children)]
         resident = sum(process.resident_bytes for process in found)
         return resident if resident <= limit else sum(map(process_tree.shared_evenly, found))
 

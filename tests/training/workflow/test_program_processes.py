@@ -264,6 +264,23 @@ def test_a_killed_parent_leaves_nothing(case: str, tmp_path: Path) -> None:
     wait_for(lambda: not any(alive(pid) for pid in below), "the end of all processes", seconds=60)
 
 
+@pytest.mark.parametrize("with_parent", [False, True])
+def test_a_parent_whose_children_are_killed_leaves_nothing(with_parent: bool, tmp_path: Path) -> None:
+    """As Ray kills the children of an actor that it ends."""
+    with parent(tmp_path, "hangs") as process:
+        try:
+            wait_for((tmp_path / "hanging").exists, "the run", seconds=120)
+            started = noted(tmp_path)
+            children = [found.pid for found in process_tree.children_by_parent()[process.pid]]
+            below = [found.pid for pid in children for found in process_tree.descendants(pid)]
+            assert set(started) <= set(below)
+            for pid in [process.pid, *children] if with_parent else children:
+                os.kill(pid, signal.SIGKILL)
+            wait_for(lambda: not any(map(alive, [*started, *below])), "the end of all processes", seconds=60)
+        finally:
+            process.kill()
+
+
 def test_a_parent_that_ends_without_closing_its_pool_leaves_nothing(tmp_path: Path) -> None:
     with parent(tmp_path, "nothing") as process:
         assert process.wait(120) == 0
