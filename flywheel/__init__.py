@@ -1,3 +1,17 @@
 """Flywheel: traces of AgentScope agents in, proven LoRA adapters out."""
 
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from flywheel.tuner import tune as tune
+
+
+def __getattr__(name: str) -> Any:
+    # Imported only when it is used: most of the program needs no training.
+    if name == "tune":
+        from flywheel.tuner import tune
+
+        return tune
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

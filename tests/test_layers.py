@@ -64,6 +64,8 @@ LAYERS: dict[str, int] = {
     "web": 6,
     "cli": 7,
     "demo": 6,
+    "tuner": 6,
+    "__init__": 7,
     "__main__": 7,
 }
 WITHIN_A_LAYER = {0, 1}

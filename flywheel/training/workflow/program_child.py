@@ -48,6 +48,8 @@ from flywheel.training.workflow.contract import (
 from flywheel.training.workflow.process_tree import Process
 
 IGNORED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+MARK: Final = "FLYWHEEL_AGENT_PROGRAM"
+"""An environment variable of the processes that run the user's agent."""
 END_SIGNAL: Final = signal.SIGUSR1
 """Ends the child, also if another process keeps its input open."""
 PR_SET_PDEATHSIG: Final = 1
@@ -63,6 +65,7 @@ MAX_ERROR: Final = 600
 
 def main() -> None:
     """The child process, until its input ends."""
+    os.environ[MARK] = "1"
     requests, answers = os.dup(0), os.dup(1)
     # The user's code gets other standard streams: what it reads and prints is no part of the protocol.
     nothing = os.open(os.devnull, os.O_RDONLY)
