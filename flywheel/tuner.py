@@ -25,7 +25,7 @@ from flywheel.evaluation.gate import decide
 from flywheel.round import Comparison, GateTest, RoundSpec, RoundTask
 from flywheel.sources.jsonl.messages import LineError
 from flywheel.sources.jsonl.record import row_of_line
-from flywheel.task import conversation_key
+from flywheel.task import conversation_key, whole_line
 from flywheel.training.workflow.program_child import MARK
 from flywheel.yaml_file import read_yaml
 
@@ -264,7 +264,7 @@ def _read(dataset: Any, name: str) -> list[RoundTask]:
                 if not text.strip():
                     continue
                 try:
-                    task, line = row_of_line(text, path, now)
+                    task = row_of_line(text, path, now)
                 except LineError as error:
                     raise ConfigError(attempted, f"line {number}: {error}", "Each line is one task.") from None
                 key = task["task_id"] if task["task_id"] not in tasks else f"{task['task_id']}-{number}"
@@ -278,7 +278,7 @@ def _read(dataset: Any, name: str) -> list[RoundTask]:
                     reference=metadata["reference"] or task["answer"],
                     conversation=conversation_key(metadata["conversation_id"], metadata["trace_id"]),
                     agent="program",
-                    line=line,
+                    line=whole_line(task),
                 )
     except OSError as error:
         raise ConfigError(attempted, error.strerror or str(error), "Name a file of JSON lines.") from None

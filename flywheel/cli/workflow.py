@@ -103,6 +103,8 @@ def _with_function(config: Config, function: str) -> Config:
 async def _stored_task(config: Config, task: str | None) -> dict[str, Any]:
     """The line of a task of the state: of this id, or else the one that a round takes first. Raises ConfigError."""
 
+    from flywheel.task import whole_line
+
     def find(conn: Connection) -> dict[str, Any] | None:
         from flywheel.store import calibrations, rounds, samples
 
@@ -113,7 +115,7 @@ async def _stored_task(config: Config, task: str | None) -> dict[str, Any]:
 
     found = await read_state(config, find, warn=False)
     if found is not None:
-        return found
+        return whole_line(found)
     why = (
         "the state has no accepted task for a round"
         if task is None
@@ -125,6 +127,7 @@ async def _stored_task(config: Config, task: str | None) -> dict[str, Any]:
 def _first_line(path: Path) -> dict[str, Any]:
     from flywheel.sources.jsonl.messages import LineError
     from flywheel.sources.jsonl.record import row_of_line
+    from flywheel.task import whole_line
 
     attempted = f"read a task from {path}"
     try:
@@ -132,7 +135,7 @@ def _first_line(path: Path) -> dict[str, Any]:
             text = next((line for line in lines if line.strip()), b"")
         if not text:
             raise ConfigError(attempted, "it is empty", "Name a file with one task per line.")
-        return row_of_line(text, path, datetime.now(UTC))[1]
+        return whole_line(row_of_line(text, path, datetime.now(UTC)))
     except OSError as error:
         raise ConfigError(attempted, error.strerror or str(error), "Name a file of JSON lines.") from None
     except LineError as error:

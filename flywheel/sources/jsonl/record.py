@@ -89,16 +89,13 @@ def entry_of_line(text: bytes, source: Path, now: datetime, models: TrainedModel
     return JsonlEntry(**asdict(entry), otherwise=otherwise)
 
 
-def row_of_line(text: bytes, source: Path, now: datetime) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A line of a data set for the user's agent: its task, which needs no answer, and what the agent gets, the same
-    with the line's own keys and metadata. Raises LineError without a question."""
+def row_of_line(text: bytes, source: Path, now: datetime) -> dict[str, Any]:
+    """The task of a line of a data set, which needs no answer. Raises LineError without a question."""
     line = _parsed(text)
-    own = dict(line)
     reply, _ = _reply(line, text, now)
     if reply.skip is SkipReason.NO_QUERY:
         raise LineError(reply.skip_detail)
-    task = _task(line, reply, source)
-    return task, {**task, **own, "metadata": {**task["metadata"], **(own.get("metadata") or {})}}
+    return _task(line, reply, source)
 
 
 def _task(line: Mapping[str, Any], reply: Reply, source: Path) -> dict[str, Any]:
