@@ -83,7 +83,7 @@ def tune(
         model: The base model's path or name, or a `TunerModelConfig`.
         auxiliary_models: Further models by name, each with `base_url`, `model` and perhaps `api_key_env`.
         algorithm: An `AlgorithmConfig`, or a mapping with its names.
-        monitor_type: `tensorboard` writes the metrics for it, too.
+        monitor_type: `tensorboard` writes event files for it as well, to the folder `tensorboard` of the directory.
         directory: Where the round's files go. Default: a new folder in the working directory.
 
     Raises ConfigError for wrong settings, a wrong data set or a wrong function, and TrainError if the round fails.
@@ -92,17 +92,17 @@ def tune(
         why = "it is called again while a rollout loads the file of the workflow"
         raise ConfigError(ATTEMPTED, why, 'Call it below `if __name__ == "__main__":`.')
     _require_packages()
+    made = Path(directory or f"tune-{datetime.now():%Y%m%d-%H%M%S}").absolute()
     given: dict[str, Any] = {"rollout": {"reward": {"rubric": 0, "workflow": 1}}}
     for part in (
         _settings(model, "model", "model_path"),
         _settings(algorithm, "algorithm"),
         {"rollout": {"auxiliary_models": dict(auxiliary_models)}} if auxiliary_models else {},
-        _monitor(monitor_type),
+        _monitor(monitor_type, made),
     ):
         given = merged(given, part)
     settings = _config(config, given, _spec_of(workflow_func), judge_func and _spec_of(judge_func))
     train, held_out = _tasks(settings, train_dataset, eval_dataset)
-    made = Path(directory or f"tune-{datetime.now():%Y%m%d-%H%M%S}").absolute()
     spec = RoundSpec(
         round_id=ROUND_ID,
         attempt=1,
@@ -180,11 +180,11 @@ def _settings(given: Any, name: str, single: str = "") -> dict[str, Any]:
     return found
 
 
-def _monitor(kind: str | None) -> dict[str, Any]:
+def _monitor(kind: str | None, directory: Path) -> dict[str, Any]:
     if kind not in (None, "tensorboard"):
         why = f"`monitor_type` is {kind}, and rounds write metrics.jsonl and files for TensorBoard"
         raise ConfigError(ATTEMPTED, why, "Use tensorboard, or read metrics.jsonl.")
-    return {"training": {"tensorboard": True}} if kind else {}
+    return {"training": {"tensorboard": str(directory / "tensorboard")}} if kind else {}
 
 
 def _config(

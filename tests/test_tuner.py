@@ -176,6 +176,7 @@ if __name__ == "__main__":
         },
         train_dataset="rows.jsonl",
         judge_func=judge,
+        monitor_type="tensorboard",
         model=%r,
         directory="made",
     )
@@ -197,6 +198,7 @@ def test_a_round_without_a_daemon(tmp_path: Path) -> None:
     adapter, _, reason, steps, reward = json.loads(done.stdout.splitlines()[-1])
     assert (Path(adapter), steps) == (tmp_path / "made" / "adapter", 2)
     assert (Path(adapter) / "adapter_model.safetensors").is_file()
+    assert list((tmp_path / "made" / "tensorboard").rglob("*tfevents*"))
     assert "gain" in reason and 0 <= reward <= 1
     measured = [json.loads(line) for line in (tmp_path / "made" / "metrics.jsonl").read_text().splitlines()]
     assert all(line["program"]["metrics"]["length"] > 0 for line in measured if line["event"] == "step")
