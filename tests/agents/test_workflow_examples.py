@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -14,6 +16,9 @@ from typing import Any
 
 import pytest
 
+import flywheel
+from flywheel import tuner
+from flywheel.config import AgentProgramSettings
 from flywheel.training.workflow.agent_program import AgentProgram, ModelEndpoint, RunResult
 from flywheel.training.workflow.program_pool import ProgramPool
 from tests.agents.running import EXAMPLES, ROOT
@@ -141,3 +146,21 @@ def test_the_page_shows_what_the_check_of_the_example_says(tmp_path: Path) -> No
     told = done.stdout.replace(f"{ROOT}/", "")
     varying = re.compile(r"\d+\.\d s|\d+ MB|\d+ \+")
     assert varying.sub("…", told) == varying.sub("…", found[2])
+
+
+def test_the_example_calls_tune_as_it_is_defined(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    given: dict[str, Any] = {}
+
+    def tune(*arguments: Any, **named: Any) -> tuner.TuneResult:
+        given.update(inspect.signature(tuner.tune).bind(*arguments, **named).arguments)
+        return tuner.TuneResult(Path("a"), True, "it is better", None, Path("d"), 20, 0.25, 0.75)
+
+    monkeypatch.setattr(flywheel, "tune", tune)
+    monkeypatch.setattr("sys.argv", ["tune.py", "tasks.jsonl", "/models/tiny"])
+    monkeypatch.syspath_prepend(str(EXAMPLES / "workflow"))
+    runpy.run_path(str(EXAMPLES / "workflow" / "tune.py"), run_name="__main__")
+    assert capsys.readouterr().out == "it is better\nreward 0.25 → 0.75; adapter: a\n"
+    config = tuner._config(given["config"], {}, tuner._spec_of(given["workflow_func"]), None)
+    assert (config.training.group_size, config.training.steps, config.rollout.temperature) == (8, 20, 1.0)
+    assert isinstance(config.rollout.agent, AgentProgramSettings)
+    assert config.rollout.agent.workflow == f"{EXAMPLES / 'workflow' / 'agent.py'}:run"
