@@ -197,6 +197,9 @@ def _headline(number: int, rollout: Mapping[str, Any]) -> Text:
     if rollout["advantage"] is not None:
         facts.append(f"advantage {rollout['advantage']:+.2f}")
     facts += ["truncated"] if rollout["truncated"] else []
+    if program := rollout.get("program"):
+        own = {} if program["reward"] is None else {"own reward": program["reward"]}
+        facts += [f"{name} {value:.6g}" for name, value in {**own, **program["metrics"]}.items()]
     return Text.assemble(f"  {number}. ", (", ".join(facts), "bold"), f", seed {rollout['seed']}")
 
 

@@ -132,6 +132,20 @@ step 1, t-2: 1 rollout, mean reward 0.25
     )
 
 
+def test_of_the_users_agent_its_own_reward_and_metrics_are_shown(flywheel: Run, folder: Path) -> None:
+    done = {"reward": 2.0, "metrics": {"boxes": 3.0}, "seconds": 1.5, "failure": None}
+    bad = {"reward": None, "metrics": {}, "seconds": 5.0, "failure": "timeout"}
+    error = "the agent failed (timeout): it ran longer than 5 s"
+    failed = rollout(reward=None, advantage=None, criteria=[], error=error, program=bad, seed=8)
+    write(folder / "state", rollout(program=done), failed)
+    shown = flywheel("rollouts", "r0007").out
+    assert "  1. reward 0.25, advantage -0.87, own reward 2, boxes 3, seed 7\n" in shown
+    assert "  2. reward –, seed 8\n" in shown
+    assert f"    no reward: {error}\n" in shown
+    [group] = flywheel("rollouts", "r0007", "--json").json["groups"]
+    assert [each["program"] for each in group["rollouts"]] == [done, bad]
+
+
 def test_a_dropped_group_says_why(flywheel: Run, folder: Path) -> None:
     miss = rollout(reward=None, advantage=None, criteria=[], dropped="misses", error="no recorded result for add({})")
     write(folder / "state", miss, rollout(task_id="t-2", group=1, advantage=None, dropped="spread"))
