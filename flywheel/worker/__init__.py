@@ -51,7 +51,6 @@ def run_round(spec: RoundSpec, directory: Path, make_grade: MakeGrade) -> RoundR
         raise TrainError(f"train {spec.round_id}", "it has no task", "Collect and judge more traces first.")
     check_base(spec.base_model)
     check_parent(spec.parent)
-    check_frozen(spec.frozen)
     if spec.parent and (form := other_form(spec.parent, settings.training.lora)):
         log.warning(
             "training.lora is not used: %s, which this round goes on from, has %s. For a new form, go back to the"
@@ -61,6 +60,7 @@ def run_round(spec: RoundSpec, directory: Path, make_grade: MakeGrade) -> RoundR
         )
     # Before anything is started: errors in the rubric or the judge's settings appear here.
     whole = Round(spec, directory, settings, make_grade)
+    check_frozen(whole.frozen)
     whole.metrics.phase("starting")
     whole.meter.enter("starting")
     with ray_cluster.session(settings):

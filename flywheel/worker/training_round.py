@@ -103,8 +103,8 @@ class Round:
             engine = EngineSettings(
                 model=self.spec.base_model,
                 max_model_len=rollout.max_model_len,
-                max_lora_rank=rank([self.spec.parent, *(each.adapter for each in self._frozen)], training.lora),
-                more_adapters=len(self._frozen),
+                max_lora_rank=rank([self.spec.parent, *(each.adapter for each in self.frozen)], training.lora),
+                more_adapters=len(self.frozen),
                 seed=self.spec.seed,
                 gpu_memory_utilization=gpu_share.memory(rollout.gpu_memory_utilization),
                 kv_cache_gib=rollout.cpu_kv_cache_gib,
@@ -152,9 +152,9 @@ class Round:
         # Their numbers are behind those of the steps, the candidate and what is deployed.
         numbers = itertools.count(config.training.steps + 3)
         setup = ProgramSetup(
-            models={trained: alias, **{each.target: each.alias for each in self.spec.frozen}},
+            models={trained: alias, **{each.target: each.alias for each in self.frozen}},
             trained=trained,
-            frozen={each.alias: self._load(each.adapter, next(numbers)) for each in self.spec.frozen},
+            frozen={each.alias: self._load(each.adapter, next(numbers)) for each in self.frozen},
             max_turns=config.rollout.max_turns,
             needs_reward=config.rollout.reward.workflow > 0,
         )
@@ -173,13 +173,13 @@ class Round:
             mark.unlink(missing_ok=True)
 
     @property
-    def _frozen(self) -> list[FrozenTarget]:
+    def frozen(self) -> list[FrozenTarget]:
         """The targets that the user's agent may ask beside the one that is trained."""
         return self.spec.frozen if self.program is not None else []
 
     def _needed(self) -> list[Path]:
         """Paths of base model, parent and the user's agent that actors read; a name on a hub is not a path."""
-        adapters = [self.spec.parent, *(each.adapter for each in self._frozen)]
+        adapters = [self.spec.parent, *(each.adapter for each in self.frozen)]
         named = [self.spec.base_model, *(adapter.path for adapter in adapters if adapter is not None)]
         if (program := self.program) is not None:
             functions = (program.workflow, program.reward_function, program.setup)

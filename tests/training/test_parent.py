@@ -8,8 +8,8 @@ import pytest
 
 from flywheel.errors import TrainError
 from flywheel.files import tree_sha256
-from flywheel.round import AdapterRef
-from flywheel.training.policy import check_parent
+from flywheel.round import AdapterRef, FrozenTarget
+from flywheel.training.policy import check_frozen, check_parent
 
 
 @pytest.mark.parametrize("name", ["adapter_model.bin", "adapter_model.pt", "optimizer.pkl"])
@@ -22,3 +22,17 @@ def test_pickled_weights_are_not_trained_further(tmp_path: Path, name: str) -> N
     with pytest.raises(TrainError, match="only safetensors") as refused:
         check_parent(AdapterRef(name="r0001", path=str(tmp_path), sha256=tree_sha256(tmp_path)))
     assert refused.value.hint
+
+
+def test_the_adapters_of_other_targets_must_be_there_and_unchanged(tmp_path: Path) -> None:
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / file).write_text("{}")
+    adapter = AdapterRef(name="r0002", path=str(tmp_path), sha256=tree_sha256(tmp_path))
+    others = [
+        FrozenTarget(target="writer", alias="write", adapter=adapter),
+        FrozenTarget(target="critic", alias="criticize", adapter=None),
+    ]
+    check_frozen(others)
+    (tmp_path / "adapter_model.safetensors").write_text("{ }")
+    with pytest.raises(TrainError, match="cannot let the target writer answer with its adapter r0002: the files in"):
+        check_frozen(others)
