@@ -154,4 +154,4 @@ def test_a_task_for_the_users_agent_is_known_by_its_whole_line() -> None:
 
 def test_what_a_trace_says_of_its_task_is_known() -> None:
     line = task_line(reply(1), "db")
-    assert set(line["metadata"]) - {"extra_json"} == METADATA
+    assert set(line["metadata"]) == METADATA
