@@ -357,7 +357,7 @@ async def test_the_inbox_is_private(tmp_path: Path) -> None:
 async def test_the_alias_that_was_called_says_the_target(tmp_path: Path) -> None:
     asked = [("plan", "base"), ("doer", "base"), ("plan", "plan@r0001"), ("doer", "doer@r0002")]
     with LogServer(tmp_path / "a.db") as server:
-        config = config_of(tmp_path, server, targets={"planner": {"alias": "plan"}, "doer": {}})
+        config = config_of(tmp_path, server, model={}, targets={"planner": {"alias": "plan"}, "doer": {}})
         for number, (alias, version) in enumerate(asked):
             request = {**chat([SYSTEM, user(f"What is {number} + 1?")]), "model": alias}
             answer = completion(assistant(f"{number + 1}"))
