@@ -297,7 +297,9 @@ def test_what_was_deployed_is_loaded_again(make: Callable[..., Config], tmp_path
 
 def test_one_server_has_the_aliases_of_all_targets(make: Callable[..., Config], tmp_path: Path) -> None:
     config = make()
-    raw = config.model_dump(mode="json") | {"targets": {"planner": {"alias": "plan"}, "doer": {}}}
+    raw = config.model_dump(mode="json", exclude={"model": {"alias"}}) | {
+        "targets": {"planner": {"alias": "plan"}, "doer": {}}
+    }
     config = parse(raw, "test", tmp_path)
     paths = {name: str(adapter(tmp_path / name)) for name in ("r0007", "r0008")}
     save(config, {a: {"target": f"{a}@{n}", "path": paths[n]} for a, n in (("plan", "r0007"), ("doer", "r0008"))})
