@@ -276,13 +276,9 @@ def parse(raw: Any, name: str, folder: Path, *, file: Path | None = None) -> Con
     is_agentjets = not MARKERS.isdisjoint(map(str, raw))
     own = translated(raw, Config.model_fields.keys(), name, file) if is_agentjets else raw
     try:
-        config = Config.model_validate(own, context=folder.absolute())
+        return Config.model_validate(own, context=folder.absolute())
     except ValidationError as error:
         # Translated keys have other names and positions in the file.
         document = YamlDocument(file.read_text(encoding="utf-8")) if file is not None and own is raw else None
         why = explain(error, Config, document)
         raise ConfigError(attempted, why, "Correct the file; see `flywheel docs configuration`.") from None
-    if config.targets and "alias" in config.model.model_fields_set and config.model.alias not in config.aliases:
-        why = f"model.alias {config.model.alias} is of no target, and beside `targets` nothing else has an alias"
-        raise ConfigError(attempted, why, "Remove it; targets.NAME.alias names each target's.")
-    return config

@@ -146,12 +146,6 @@ def test_the_alias_that_was_called_says_the_target_else_the_agent_s_name(
     assert made(tmp_path).models_of(None).target_of(agent, model, adapter) == target
 
 
-def test_an_alias_beside_targets_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model.alias agent is of no target.*Remove it; targets.NAME.alias names"):
-        made(tmp_path, model={"alias": "agent"})
-    assert made(tmp_path, model={"alias": "work"}).aliases == ("planner", "work")
-
-
 def test_criteria_with_a_margin_are_those_of_the_rubrics_that_are_used(tmp_path: Path) -> None:
     one = {"id": "r", "threshold": 0.5, "criteria": [{"id": "short", "value": "It is short."}]}
     (tmp_path / "one.yaml").write_text(yaml.safe_dump(one))
