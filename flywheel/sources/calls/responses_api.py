@@ -33,7 +33,8 @@ def prompt_of(request: dict[str, Any]) -> tuple[tuple[dict[str, Any], ...] | Non
     elif given is not None:
         return None, ()
     tools = request.get("tools")
-    return tuple(messages), tuple(_tool(tool) for tool in tools or () if isinstance(tool, dict))
+    offered = tools if isinstance(tools, list) else []
+    return tuple(messages), tuple(_tool(tool) for tool in offered if isinstance(tool, dict))
 
 
 def _add(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
