@@ -219,6 +219,11 @@ class Config(Section):
         return Taken(Scope(frozenset(train), target), Scope(frozenset(gate), target))
 
     @property
+    def max_adapters(self) -> int:
+        """Number of adapters in one batch of a server: `serving.max_loras` of each target."""
+        return self.serving.max_loras * len(self.aliases)
+
+    @property
     def state_dir(self) -> Path:
         return self.state.dir or default_state_dir()
 

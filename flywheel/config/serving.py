@@ -125,8 +125,8 @@ class ServingSettings(Section):
     reasoning_parser: str | None = None
     """vLLM's parser for the model's reasoning, or `none`. Default: by the model's family."""
     max_loras: int = Field(default=4, gt=0)
-    """Number of adapters in one batch: the old one, the new one and the one to roll back to, of each of the
-    `targets`."""
+    """Number of adapters of each target (`targets`) in one batch: the old one, the new one and the one to roll back
+    to."""
     max_lora_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = 64
     """Maximum LoRA rank that the server accepts."""
     max_model_len: int | None = Field(default=None, gt=0)

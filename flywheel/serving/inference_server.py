@@ -70,10 +70,10 @@ def command(config: Config) -> tuple[list[str], dict[str, str]]:
     arguments += ["--host", serving.host, "--port", str(serving.port)]
     # On a CPU, vLLM 0.32 adds the adapter in the last slot to requests for the base model that share a batch with one
     # for an adapter: one slot more than adapters stays empty, and an empty slot adds nothing.
-    slots = serving.max_loras + _built_for_cpu()
+    slots = config.max_adapters + _built_for_cpu()
     arguments += ["--enable-lora", "--max-loras", str(slots)]
     # Evicted adapters are read from disk again on demand: twice the slots keeps those of recent rounds in memory.
-    arguments += ["--max-cpu-loras", str(2 * serving.max_loras), "--max-lora-rank", str(serving.max_lora_rank)]
+    arguments += ["--max-cpu-loras", str(2 * config.max_adapters), "--max-lora-rank", str(serving.max_lora_rank)]
     arguments += ["--middleware", MIDDLEWARE]
     if _built_for_cpu():
         # When only a part of a seeded prompt fits into a step, vLLM 0.32 rewinds the request's random generator,

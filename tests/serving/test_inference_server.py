@@ -305,6 +305,7 @@ def test_one_server_has_the_aliases_of_all_targets(make: Callable[..., Config], 
     save(config, {a: {"target": f"{a}@{n}", "path": paths[n]} for a, n in (("plan", "r0007"), ("doer", "r0008"))})
     arguments, environment = inference_server.command(config)
     assert environment["FLYWHEEL_ALIAS"].splitlines() == ["plan", "doer"]
+    assert after(arguments, "--max-loras") == str(2 * config.serving.max_loras + 1)
     assert json.loads(environment["FLYWHEEL_LOADED_ADAPTERS"]) == ["plan@r0007", "doer@r0008"]
     loaded = arguments[arguments.index("--lora-modules") + 1 :][:2]
     assert [json.loads(each)["path"] for each in loaded] == list(paths.values())

@@ -50,7 +50,7 @@ def check_serve(config: Config) -> Finding:
     if lost:
         remedy = "Restore the adapter's files from a backup, or use flywheel deploy or flywheel rollback."
         return Finding("serve", Result.WARNING, f"after a restart: {' '.join(lost)}", remedy)
-    text = f"{config.serving.max_loras} adapters of rank {config.serving.max_lora_rank} or less"
+    text = f"{config.max_adapters} adapters of rank {config.serving.max_lora_rank} or less"
     return Finding("serve", Result.OK, f"settings can be used: {text}")
 
 
@@ -102,7 +102,7 @@ async def _server(config: Config, replica: Replica, http: httpx2.AsyncClient) ->
         remedy = "Start it with `flywheel serve`, or with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True."
         raise ServeError(f"load adapters into {replica.url}", "it does not load any at run time", remedy)
     adapters = sorted(name for name in models if name != alias.base_model)
-    slots = config.serving.max_loras
+    slots = config.max_adapters
     targets = ", ".join(f"{name} → {each.target}" for name, each in aliases.items())
     result, text = Result.OK, f"{targets}; adapters: {', '.join(adapters) or 'none'}"
     remedy = ""
