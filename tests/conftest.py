@@ -35,7 +35,7 @@ GROUPS = {
     "rounds": ("training/test_round.py", "sources/studio/test_manners.py"),
     "vllm": ("serving/test_vllm.py", "judge/test_vllm.py", "training/test_chat_rendering.py"),
     "ray": ("training/ray_session/test_collector.py", "training/ray_session/test_engine.py",
-            "training/ray_session/test_endpoint.py",
+            "training/ray_session/test_endpoint.py", "training/ray_session/test_program_engine.py",
             "training/ray_session/test_recorded_engine.py", "training/ray_session/test_engine_memory.py",
             "training/test_two_nodes.py"),
     "demo": ("demo/test_demo.py",),
@@ -43,8 +43,8 @@ GROUPS = {
               "training/test_grpo.py", "training/test_trajectory_gradient.py", "training/test_recorded_tokens.py"),
 }  # fmt: skip
 """Modules that share a server, a cluster or a costly import, in the order in which they begin."""
-REAL_PARTS = tuple(f"tests/{folder}/" for folder in ("agents", "daemon", "demo", "serving", "web"))
-"""Folders whose tests start servers, agents and browsers, and wait for them."""
+REAL_PARTS = tuple(f"tests/{folder}/" for folder in ("agents", "cli", "daemon", "demo", "serving", "web"))
+"""Folders whose tests start commands, servers, agents and browsers, and wait for them."""
 GROUP_OF = {f"tests/{module}": group for group, modules in GROUPS.items() for module in modules}
 
 # Readline puts the size of a terminal into the environment that a worker of a divided run inherits.

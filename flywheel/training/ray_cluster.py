@@ -62,8 +62,11 @@ CARRIED_PREFIXES = ("HF_", "VLLM_", "NCCL_", "TRANSFORMERS_", "PYTORCH_", "TORCH
 
 @contextlib.contextmanager
 def session(settings: Config) -> Iterator[None]:
-    """Ray for the length of a round: a cluster by address, else a local one on the loopback interface."""
+    """Ray for the length of a round: a cluster by address, else a local one on the loopback interface.
+
+    At the end of a local one, every process is killed that this process has started since."""
     directory = None
+    before = set(psutil.Process().children(recursive=True))
     os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
     try:
         if settings.ray.address:
@@ -87,11 +90,11 @@ def session(settings: Config) -> Iterator[None]:
         yield
     finally:
         # Take the snapshot first: processes that die later are still in it, and orphans are adopted by this process.
-        ours = [] if settings.ray.address else psutil.Process().children(recursive=True)
+        ours = set() if settings.ray.address else {*psutil.Process().children(recursive=True)} - before
         with contextlib.suppress(Exception):
             ray.shutdown()
         if not settings.ray.address:
-            process_cleanup.end_processes([*ours, *psutil.Process().children(recursive=True)])
+            process_cleanup.end_processes([*ours, *({*psutil.Process().children(recursive=True)} - before)])
         if directory:
             shutil.rmtree(directory, ignore_errors=True)
 

@@ -7,12 +7,15 @@ quotes, brackets and whole other reprs.
 from __future__ import annotations
 
 import ast
+import threading
 from functools import lru_cache
 from typing import Any, Final
 
 _MSG: Final = "Msg(id='"
 _NAME: Final = "', name='"
 _CONTENT: Final = "', content="
+_PARSING: Final = threading.Lock()
+"""Before CPython 3.11.8, `ast.parse` in several threads at once can raise SystemError (cpython issue 106905)."""
 
 
 class ReprError(ValueError):
@@ -45,12 +48,12 @@ def parse_call(text: str) -> dict[str, Any]:
     """
     text = _quoted_name(text)
     try:
-        node = ast.parse(text, mode="eval").body
+        node = _expression(text)
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         if isinstance(error, (MemoryError, RecursionError)):
             raise ReprError("it is nested too deeply") from error
         try:
-            node = ast.parse(_without_objects(text), mode="eval").body
+            node = _expression(_without_objects(text))
         except (SyntaxError, ValueError, MemoryError, RecursionError):
             raise ReprError(f"it is no Python repr: {text[:40]}… ({error})") from error
     if not isinstance(node, ast.Call):
@@ -59,6 +62,11 @@ def parse_call(text: str) -> dict[str, Any]:
         return {keyword.arg: _value(keyword.value) for keyword in node.keywords if keyword.arg}
     except RecursionError as error:
         raise ReprError("it is nested too deeply") from error
+
+
+def _expression(text: str) -> ast.expr:
+    with _PARSING:
+        return ast.parse(text, mode="eval").body
 
 
 def _value(node: ast.expr) -> Any:

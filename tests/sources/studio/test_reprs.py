@@ -5,6 +5,10 @@ from __future__ import annotations
 import contextlib
 import datetime
 import enum
+import gc
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,3 +158,26 @@ def test_a_garbled_message_is_parsed_or_refused(content: Any, garbling: str, pla
     place = min(place, len(text))
     with contextlib.suppress(ReprError):
         assert isinstance(parse_call(text[:place] + garbling + text[place + 1 :]), dict)
+
+
+def test_several_readers_parse_at_once() -> None:
+    """CPython before 3.11.8 fails here without a lock: a collection in the middle of a parse changes the thread."""
+
+    def parse_many(reader: int) -> int:
+        texts = (f"Msg(id='{reader}-{number}', content=[{{'a': [1, [2, {{}}]]}}])" for number in range(1000))
+        return sum(parse_call(text)["id"].startswith(f"{reader}-") for text in texts)
+
+    def pause(*_: object) -> None:
+        time.sleep(0)
+
+    before, interval = gc.get_threshold(), sys.getswitchinterval()
+    gc.callbacks.append(pause)
+    try:
+        gc.set_threshold(50)
+        sys.setswitchinterval(1e-6)
+        with ThreadPoolExecutor(4) as readers:
+            assert list(readers.map(parse_many, range(4))) == [1000] * 4
+    finally:
+        gc.callbacks.remove(pause)
+        gc.set_threshold(*before)
+        sys.setswitchinterval(interval)
