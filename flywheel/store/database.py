@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +33,8 @@ T = TypeVar("T")
 BUSY_TIMEOUT_MS: Final = 30_000
 READERS: Final = 4
 """Transactions that only read, at the same time."""
+READ_ATTEMPTS: Final = 10
+"""Of one read while other processes begin and end to write."""
 CACHE_KIB: Final = 8_000
 CHECKPOINT_PAGES: Final = 16_000
 """Storing a long history takes two thirds of the time if a transaction fits into the cache, and if the pages of
@@ -44,15 +46,58 @@ ROUND_NOTE: Final = "round"
 """Key of the note that tells `status` why no round starts, or what the live one waits for."""
 
 
+class _ChangedError(StoreError):
+    """What was read may be wrong."""
+
+    def __init__(self, path: Path) -> None:
+        why = "another process began or ended to write it meanwhile"
+        super().__init__(f"read the state database {path}", why, "Try again.", retryable=True)
+
+
+class _AtRest:
+    """A context that raises _ChangedError if a database that no process had open was changed since this was made.
+
+    Such a database is read without locks (see `_read_only_uri`).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._before = self._mark()
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        now = self._mark()
+        was_open = self._before[0] and now[0]
+        if not was_open and now != self._before and (error is None or isinstance(error, Exception)):
+            raise _ChangedError(self._path) from error
+
+    def _mark(self) -> tuple[bool, Sequence[int]]:
+        """Whether a process has the database open, and what changes when it is written."""
+        try:
+            found = self._path.stat()
+        except OSError:
+            return False, ()
+        return _has_wal(self._path), (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
 class _Connections:
     """Connections of one kind, each used by one thread: a transaction that finds none free waits for its turn."""
 
     def __init__(
-        self, name: str, connect: Callable[[], sqlite3.Connection], begin: str, *pragmas: str, threads: int = 1
+        self,
+        name: str,
+        connect: Callable[[], sqlite3.Connection],
+        begin: str,
+        *pragmas: str,
+        threads: int = 1,
+        around: contextlib.AbstractContextManager[None] | None = None,
     ) -> None:
-        """`begin` is the statement that begins a transaction; `pragmas` are set in each connection."""
+        """`begin` is the statement that begins a transaction; `pragmas` are set in each connection; each transaction
+        runs in the context `around`."""
         self._name = name
         self._begin = begin
+        self._around = around or contextlib.nullcontext()
 
         def connected() -> sqlite3.Connection:
             connection = connect()
@@ -70,7 +115,7 @@ class _Connections:
         """Run `function(connection, …)` in a transaction. Raises StoreError."""
 
         def transaction() -> T:
-            with self._engine.begin() as connection:
+            with self._around, self._engine.begin() as connection:
                 connection.exec_driver_sql(self._begin)
                 return function(connection, *args, **kwargs)
 
@@ -130,11 +175,14 @@ class Store:
 
     @classmethod
     async def view(cls, state_dir: Path) -> Self:
-        """The state, read-only, beside a process that writes it. Nothing is written, not even SQLite's side files."""
+        """The state, read-only, beside a process that writes it. Nothing is written, not even SQLite's side files.
+
+        Reading from it raises StoreError if no process had the state open, and one has written it since.
+        """
         path = state_dir / "state.db"
         if not _is_there(path):
             return await cls.copy(state_dir)
-        connections = _Connections(str(path), partial(_read_only, path), "BEGIN")
+        connections = _Connections(str(path), partial(_read_only, path), "BEGIN", around=_AtRest(path))
         store = cls(connections, connections)
         try:
             if await store.read(_is_ready, path):
@@ -157,7 +205,7 @@ class Store:
         def connect() -> sqlite3.Connection:
             private = sqlite3.connect("", check_same_thread=False)
             if is_there:
-                with contextlib.closing(_read_only(path)) as source:
+                with _AtRest(path), contextlib.closing(_read_only(path)) as source:
                     source.backup(private)
             return private
 
@@ -236,18 +284,33 @@ class Reader:
     async def read(self, function: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The result of a function. Raises StoreError."""
         if _is_there(self._path):
-            try:
-                async with self._engine.connect() as connection:
-                    await connection.exec_driver_sql("BEGIN")
-                    if await connection.run_sync(_is_ready, self._path):
-                        return await connection.run_sync(function, *args, **kwargs)
-            except DBAPIError as error:
-                raise _explain(str(self._path), error) from error
+            for attempt in range(1, READ_ATTEMPTS + 1):
+                try:
+                    found = await self._look(lambda conn: function(conn, *args, **kwargs))
+                except _ChangedError:
+                    if attempt == READ_ATTEMPTS:
+                        raise
+                    continue
+                if found is not None:
+                    return found[0]
+                break
         store = await Store.copy(self._state_dir)
         try:
             return await store.read(function, *args, **kwargs)
         finally:
             await store.close()
+
+    async def _look(self, function: Callable[[Connection], T]) -> tuple[T] | None:
+        """The result of a function; None while another process is creating the state."""
+        try:
+            with _AtRest(self._path):
+                async with self._engine.connect() as connection:
+                    await connection.exec_driver_sql("BEGIN")
+                    if await connection.run_sync(_is_ready, self._path):
+                        return (await connection.run_sync(function),)
+        except DBAPIError as error:
+            raise _explain(str(self._path), error) from error
+        return None
 
     async def close(self) -> None:
         await self._engine.dispose()
@@ -288,7 +351,7 @@ def found_version(state_dir: Path) -> int | None:
         return None
     engine = create_engine("sqlite+pysqlite://", creator=partial(_read_only, path), poolclass=NullPool)
     try:
-        with engine.connect() as connection:
+        with _AtRest(path), engine.connect() as connection:
             return version_of(connection)
     except DBAPIError as error:
         raise _explain(str(path), error) from error
@@ -313,8 +376,11 @@ def _read_only(path: Path) -> sqlite3.Connection:
 
 def _read_only_uri(path: Path) -> str:
     # Without a -wal file no process has the database open, and "immutable" keeps SQLite from making its side files.
-    immutable = "" if path.with_name(path.name + "-wal").exists() else "&immutable=1"
-    return f"file:{quote(str(path))}?mode=ro{immutable}"
+    return f"file:{quote(str(path))}?mode=ro{'' if _has_wal(path) else '&immutable=1'}"
+
+
+def _has_wal(path: Path) -> bool:
+    return path.with_name(path.name + "-wal").exists()
 
 
 def _explain(name: str, error: DBAPIError) -> StoreError:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sqlite3
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Connection
+from sqlalchemy import Connection, select
 
 from flywheel.errors import StoreError
-from flywheel.store import claims, ledger
+from flywheel.store import claims, database, ledger
 from flywheel.store.database import Store, read_once
+from flywheel.store.schema import tasks
 from tests.samples import batch, reply
 
 
@@ -138,6 +141,63 @@ async def test_a_single_read_of_a_damaged_file_names_it_with_the_remedy(tmp_path
         await read_once(tmp_path, count)
 
 
+async def write_to(state_dir: Path, *numbers: int) -> None:
+    """As another process that begins, writes, and ends."""
+    store = await Store.open(state_dir)
+    for number in numbers:
+        await store.write(record, number)
+    await store.close()
+
+
+async def test_a_state_that_changes_while_it_is_read_is_read_again(tmp_path: Path) -> None:
+    await write_to(tmp_path, 1)
+    found: list[int] = []
+
+    def count_slowly(conn: Connection) -> int:
+        found.append(count(conn))
+        if len(found) == 1:
+            threads.submit(asyncio.run, write_to(tmp_path, *range(2, 200))).result()
+        return len(conn.execute(select(tasks)).all())
+
+    with ThreadPoolExecutor() as threads:
+        assert await read_once(tmp_path, count_slowly) == 199
+    assert found == [1, 199]
+
+
+async def test_a_state_that_changes_whenever_it_is_read_is_named(tmp_path: Path) -> None:
+    await write_to(tmp_path, 1)
+    numbers = itertools.count(2)
+
+    def change(conn: Connection) -> None:
+        threads.submit(asyncio.run, write_to(tmp_path, next(numbers))).result()
+
+    with ThreadPoolExecutor() as threads, pytest.raises(StoreError, match=r"to write it meanwhile\. Try again"):
+        await read_once(tmp_path, change)
+
+
+async def test_a_view_and_a_copy_of_a_state_that_changed_meanwhile_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await write_to(tmp_path, 1)
+    view = await Store.view(tmp_path)
+    assert await view.read(count) == 1
+    await write_to(tmp_path, 2)
+    with pytest.raises(StoreError, match="meanwhile"):
+        await view.read(count)
+    await view.close()
+
+    def read_only(path: Path) -> sqlite3.Connection:
+        opened = opening(path)
+        with ThreadPoolExecutor() as threads:
+            threads.submit(asyncio.run, write_to(path.parent, 3)).result()
+        return opened
+
+    opening = database._read_only
+    monkeypatch.setattr(database, "_read_only", read_only)
+    with pytest.raises(StoreError, match="meanwhile"):
+        await Store.copy(tmp_path)
+
+
 async def test_a_file_that_is_no_database_is_named_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "state.db").write_bytes(b"this is not a database, really" * 100)
     with pytest.raises(StoreError, match=r"state\.db.*not a database.*Restore it from a backup"):
@@ -154,6 +214,7 @@ COPYING = """
 import asyncio, sys
 from pathlib import Path
 from flywheel.store.database import Store, read_once
+from flywheel.store.schema import tasks
 
 def kilobytes():
     # What `getrusage` says of a process includes what its parent was before.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page
+from playwright.sync_api import Page, expect
 
 from flywheel.config import Config
 from flywheel.rollout_index import append
@@ -118,11 +118,11 @@ def test_tokens_are_shown_by_class_and_as_text(debug_address: str, check: Check,
     assert len(colours) == 4
     assert page.locator(".legend li").count() == 6
     page.get_by_role("link", name="by advantage").click()
-    assert page.locator(".tokens .t-a3").inner_text() == "It is↵\n 7"
+    assert page.locator(".tokens .t-a3").text_content() == "It is↵\n 7"
     page.get_by_role("link", name="by mask").click()
-    assert page.locator(".tokens .t-trained").inner_text() == "It is↵\n 7"
+    assert page.locator(".tokens .t-trained").text_content() == "It is↵\n 7"
     page.get_by_role("navigation", name="Show tokens by").get_by_role("link", name="as text").click()
-    assert "⟦It|-0.05⟧⟦ is|-0.50⟧⟦↵|null⟧" in page.inner_text(".tokens")
+    expect(page.locator(".tokens")).to_contain_text("⟦It|-0.05⟧⟦ is|-0.50⟧⟦↵|null⟧")
     visitor.check(page)
 
 
