@@ -113,6 +113,8 @@ class Scope(NamedTuple):
 
     exclusions: frozenset[Exclusion] = frozenset()
     target: str | None = None
+    if_accepted: frozenset[Exclusion] = frozenset()
+    """Those of `exclusions` that only tasks with an accepted answer may have."""
 
 
 EVERY_TARGET: Final = Scope()
@@ -125,12 +127,10 @@ class Taken(NamedTuple):
     gate: Scope = EVERY_TARGET
 
     def leaving_out(self, text: str, split: Split, *, is_rejected: bool) -> list[Exclusion]:
-        """Those in the text of a task's column that keep it from training, or from the gate if it is held out. The
-        gate asks a task without calls only if its traced answer was not rejected."""
-        is_held_out = split is Split.HELD_OUT
-        taken = (self.gate if is_held_out else self.train).exclusions
-        without = {Exclusion.UNCALLED} if is_held_out and is_rejected else set()
-        return [each for each in parsed(text) if each not in taken - without]
+        """Those in the text of a task's column that keep it from training, or from the gate if it is held out."""
+        scope = self.gate if split is Split.HELD_OUT else self.train
+        taken = scope.exclusions - scope.if_accepted if is_rejected else scope.exclusions
+        return [each for each in parsed(text) if each not in taken]
 
 
 NONE_TAKEN: Final = Taken()

@@ -73,16 +73,16 @@ def test_parallel_calls_need_one_result() -> None:
     assert exclusion_of_tools((ADD,), (said(first, second), answer)) is Exclusion.TOOLS
 
 
-ANY_TAKEN = st.builds(Taken, *2 * (st.builds(Scope, st.frozensets(st.sampled_from(Exclusion))),))
+EXCLUSIONS = st.frozensets(st.sampled_from(Exclusion))
+ANY_TAKEN = st.builds(Taken, *2 * (st.builds(Scope, EXCLUSIONS, if_accepted=EXCLUSIONS),))
 
 
 @given(have=st.frozensets(st.sampled_from(Exclusion)), takes=ANY_TAKEN, split=st.sampled_from(Split))
 def test_a_task_is_left_out_for_what_its_split_does_not_take(
     have: frozenset[Exclusion], takes: Taken, split: Split
 ) -> None:
-    taken = (takes.train if split is Split.TRAIN else takes.gate).exclusions
-    assert set(takes.leaving_out(column(have), split, is_rejected=False)) == have - taken
+    scope = takes.train if split is Split.TRAIN else takes.gate
+    assert set(takes.leaving_out(column(have), split, is_rejected=False)) == have - scope.exclusions
     rejected = set(takes.leaving_out(column(have), split, is_rejected=True))
-    again = {Exclusion.UNCALLED} if split is Split.HELD_OUT else set()
-    assert rejected == have - (taken - again)
+    assert rejected == have - (scope.exclusions - scope.if_accepted)
     assert set(NONE_TAKEN.leaving_out(column(have), split, is_rejected=False)) == have

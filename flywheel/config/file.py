@@ -211,12 +211,14 @@ class Config(Section):
         if isinstance(self.rollout.agent, AgentProgramSettings):
             # It makes its own prompts and runs its own tools: it needs no recordings.
             both |= {Exclusion.HIDDEN, Exclusion.INEXACT, Exclusion.UNRECORDED, *uncalled}
+            return self._taken(both, both)
         train = both | uncalled if self.rollout.tools.uncalled == "use" else both
-        return self._taken(train, both | uncalled)
+        # After a wrong answer without a call, no recording could show whether a call would have been better.
+        return self._taken(train, both | uncalled, if_accepted=uncalled)
 
-    def _taken(self, train: Set[Exclusion], gate: Set[Exclusion]) -> Taken:
+    def _taken(self, train: Set[Exclusion], gate: Set[Exclusion], if_accepted: Set[Exclusion] = frozenset()) -> Taken:
         target = self._target or None
-        return Taken(Scope(frozenset(train), target), Scope(frozenset(gate), target))
+        return Taken(Scope(frozenset(train), target), Scope(frozenset(gate), target, frozenset(if_accepted)))
 
     @property
     def max_adapters(self) -> int:

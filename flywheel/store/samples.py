@@ -63,13 +63,10 @@ def free() -> ColumnElement[bool]:
 
 
 def of_the_gate() -> ColumnElement[bool]:
-    """Held-out tasks that the judge has accepted or rejected; those without a call of their tools, if accepted.
-
-    Those that a filter or a person has set aside since are left out.
-    """
-    is_right = or_(tasks.c.state == TaskState.ACCEPTED.value, ~tasks.c.excluded.contains(Exclusion.UNCALLED.value))
+    """Held-out tasks that the judge has accepted or rejected, except those that a filter or a person has set aside
+    since."""
     decided = tasks.c.state.in_([state.value for state in DECIDED])
-    return and_(decided, tasks.c.split == Split.HELD_OUT.value, is_right, stands())
+    return and_(decided, tasks.c.split == Split.HELD_OUT.value, stands())
 
 
 def stands() -> ColumnElement[bool]:
@@ -81,8 +78,12 @@ def stands() -> ColumnElement[bool]:
 
 def allowed(scope: Scope = EVERY_TARGET) -> ColumnElement[bool]:
     """Tasks that rounds may take: without exclusions that are not in the scope, of its target."""
-    within = tasks.c.excluded.in_(exclusion.columns_within(scope.exclusions))
-    return within if scope.target is None else and_(within, tasks.c.target == scope.target)
+    is_accepted = tasks.c.state == TaskState.ACCEPTED.value
+    return and_(
+        tasks.c.excluded.in_(exclusion.columns_within(scope.exclusions)),
+        *(or_(is_accepted, ~tasks.c.excluded.contains(each.value)) for each in sorted(scope.if_accepted)),
+        *(() if scope.target is None else (tasks.c.target == scope.target,)),
+    )
 
 
 def count_free(conn: Connection, scope: Scope = EVERY_TARGET) -> int:

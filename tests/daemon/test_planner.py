@@ -280,6 +280,7 @@ WITH_TOOLS: dict[Exclusion, dict[str, Any]] = {
     Exclusion.UNCALLED: {"tools": (ADD,)},
     Exclusion.UNRECORDED: LEFT_OUT[Exclusion.UNRECORDED],
 }
+COMMAND = {"agent": {"command": ["agent"]}}
 ALIAS = TrainedModels("agent", "/models/a")
 
 
@@ -368,17 +369,19 @@ async def test_settings_take_what_is_left_out_otherwise(
         (Exclusion.UNRECORDED, {}, False, False),
         (Exclusion.UNRECORDED, {"tools": {"uncalled": "use"}}, False, False),
         (Exclusion.UNRECORDED, {"agent": "reply"}, False, False),
+        (Exclusion.UNCALLED, COMMAND, True, True),
+        (Exclusion.UNRECORDED, COMMAND, True, True),
     ],
 )
 @pytest.mark.parametrize("right", [True, False])
 async def test_tasks_with_tools_are_taken_where_recordings_can_answer(
     tmp_path: Path, store: Store, reason: Exclusion, rollout: dict[str, Any], *, train: bool, gate: bool, right: bool
 ) -> None:
-    """What was rejected is not trained on. The gate asks it, unless no tool was called: then it could not be known
-    whether calling one would have been better."""
+    """What was rejected is not trained on. The gate asks it, unless no tool was called: then recordings could not
+    show whether calling one would have been better. The user's own agent can call its tools."""
     await store.write(judged_with_some_left_out, 3, 2, WITH_TOOLS[reason], right=right)
     config = made(tmp_path, rollout=rollout)
-    gate = gate and (right or reason is not Exclusion.UNCALLED)
+    gate = gate and (right or reason is not Exclusion.UNCALLED or rollout == COMMAND)
     told = await store.read(snapshot, config)
     expected = (5 if train and right else 3, 4 if gate else 2)
     assert (told["free_samples"], told["held_out"]) == expected
