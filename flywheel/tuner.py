@@ -26,6 +26,7 @@ from flywheel.round import Comparison, GateTest, RoundSpec, RoundTask
 from flywheel.sources.jsonl.messages import LineError
 from flywheel.sources.jsonl.record import row_of_line
 from flywheel.task import conversation_key, whole_line
+from flywheel.training.workflow import function_name
 from flywheel.training.workflow.program_child import MARK
 from flywheel.yaml_file import read_yaml
 
@@ -216,8 +217,10 @@ def _config(
 def _spec_of(function: Callable[..., Any] | str) -> str:
     """`FILE.py:function`. Raises ConfigError for a function that no other process can load."""
     if isinstance(function, str):
-        file, mark, name = function.rpartition(":") if "->" not in function else function.rpartition("->")
-        return f"{Path(file).expanduser().absolute()}{mark}{name}" if file.endswith(".py") else function
+        named = function_name.parsed(function)
+        if named is None or not named.is_in_file:
+            return function
+        return str(named._replace(where=str(Path(named.where).expanduser().absolute())))
     name = getattr(function, "__qualname__", type(function).__name__)
     try:
         file = inspect.getsourcefile(inspect.unwrap(function)) or ""

@@ -181,9 +181,8 @@ class Round:
         """Paths of base model, parent and the user's agent that actors read; a name on a hub is not a path."""
         adapters = [self.spec.parent, *(each.adapter for each in self.frozen)]
         named = [self.spec.base_model, *(adapter.path for adapter in adapters if adapter is not None)]
-        if (program := self.program) is not None:
-            functions = (program.workflow, program.reward_function, program.setup)
-            named += [program.python, program.folder, *(where.rpartition(":")[0] for where in functions)]
+        if self.program is not None:
+            named += self.program.files
         return [Path(name) for name in named if Path(name).is_absolute()]
 
     def asked(self, tasks: Sequence[RoundTask]) -> Asked:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal, get_args
 
+from flywheel.training.workflow import function_name
+
 FailureCause = Literal[
     "timeout", "memory", "raised", "ended", "no_result", "not_a_number", "no_response", "bad_output", "left_processes"
 ]
@@ -68,6 +70,13 @@ class AgentProgram:
     def name(self) -> str:
         """As users know it."""
         return self.workflow or " ".join(self.command)
+
+    @property
+    def files(self) -> list[str]:
+        """What its processes read: its working directory, its interpreter, and the files of its functions."""
+        functions = map(function_name.parsed, (self.workflow, self.reward_function, self.setup))
+        found = (each.where for each in functions if each is not None and each.is_in_file)
+        return [*filter(None, (self.folder, self.python)), *found]
 
 
 @dataclass(frozen=True, slots=True)

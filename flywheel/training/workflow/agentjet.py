@@ -103,19 +103,11 @@ def _missing(module: str, name: str) -> Any:
     return type(name, (), {"__init__": refuse})
 
 
-def is_workflow_class(cls: Any) -> bool:
-    """Whether a class is a workflow of AgentJet."""
-    return inspect.isclass(cls) and inspect.iscoroutinefunction(getattr(cls, "execute", None))
-
-
-def is_judge_class(cls: Any) -> bool:
-    """Whether a class is a judge of AgentJet."""
-    return inspect.isclass(cls) and callable(getattr(cls, "compute_reward", None))
-
-
-def as_function(cls: Any, kind: str) -> Callable[..., Any]:
-    """The function of the contract that runs a class: a `workflow` or a `judge`."""
-    return _workflow_function(cls) if kind == "workflow" else _judge_function(cls)
+def function_of(cls: type) -> Callable[..., Any] | None:
+    """The function of the contract that runs a class: of a workflow or a judge of AgentJet; None for any other."""
+    if inspect.iscoroutinefunction(getattr(cls, "execute", None)):
+        return _workflow_function(cls)
+    return _judge_function(cls) if callable(getattr(cls, "compute_reward", None)) else None
 
 
 class Response(str):

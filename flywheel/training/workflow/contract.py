@@ -22,7 +22,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, Literal
 
+from flywheel.training.workflow import function_name
 from flywheel.training.workflow.agent_program import FailureCause
+from flywheel.training.workflow.function_name import FunctionName
 
 Kind = Literal["workflow", "judge"]
 
@@ -51,25 +53,25 @@ class ResultError(Exception):
 def load_function(spec: str) -> Callable[..., Any]:
     """The function of `FILE.py:function` or `package.module:function`, or an object that is called like one for
     AgentJet's `package.module->Class`. Raises ContractError."""
-    found = re.fullmatch(r"(?P<where>.+?)(?P<mark>:|->)(?P<name>\w+)", spec, re.DOTALL)
+    found = function_name.parsed(spec)
     if found is None:
         raise ContractError(f"{spec} is not of the form FILE.py:function or package.module:function")
-    where, mark, name = found.group("where", "mark", "name")
-    if mark == "->":
+    where, name = found.where, found.name
+    if found.is_class:
         # Imported only here: few need it.
         importlib.import_module("flywheel.training.workflow.agentjet").install_shim()
-    module = _load_module(where)
+    module = _load_module(found)
     if not hasattr(module, name):
         others = [
             other
             for other, value in vars(module).items()
             if getattr(value, "__module__", None) == module.__name__
-            and (inspect.isclass(value) if mark == "->" else inspect.isfunction(value))
+            and (inspect.isclass(value) if found.is_class else inspect.isfunction(value))
         ]
         has = f"; it has {', '.join(others[:8])}" if others else ""
         raise ContractError(f"{where} has no {name}{has}")
     function = getattr(module, name)
-    if mark == "->":
+    if found.is_class:
         return _function_of_class(function, spec)
     if inspect.isclass(function):
         raise ContractError(f"{name} in {where} is a class, not a function: a class of AgentJet is {where}->{name}")
@@ -195,9 +197,10 @@ _OURS: Final = (__file__, str(Path(__file__).with_name("program_child.py")), "<f
 _PLAIN: Final = (str, bytes, list, tuple, set, frozenset)
 
 
-def _load_module(where: str) -> ModuleType:
+def _load_module(found: FunctionName) -> ModuleType:
+    where = found.where
     try:
-        return _load_file(Path(where).absolute()) if where.endswith(".py") else _import(where)
+        return _load_file(Path(where).absolute()) if found.is_in_file else _import(where)
     except ContractError:
         raise
     except ModuleNotFoundError as error:
@@ -239,14 +242,10 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def _function_of_class(cls: Any, spec: str) -> Callable[..., Any]:
-    agentjet = importlib.import_module("flywheel.training.workflow.agentjet")
     if not inspect.isclass(cls):
         raise ContractError(f"{spec} is of type {type(cls).__name__}, not a class: a function is named with a colon")
-    if agentjet.is_workflow_class(cls):
-        function = agentjet.as_function(cls, "workflow")
-    elif agentjet.is_judge_class(cls):
-        function = agentjet.as_function(cls, "judge")
-    else:
+    function = importlib.import_module("flywheel.training.workflow.agentjet").function_of(cls)
+    if function is None:
         raise ContractError(f"{spec} is neither a workflow nor a judge class of AgentJet")
     return function  # type: ignore[no-any-return]
 

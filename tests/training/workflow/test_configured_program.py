@@ -52,6 +52,17 @@ def test_settings_become_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "sk-2" not in repr(program)
 
 
+def test_the_files_of_a_program_are_known_in_each_form_of_its_functions() -> None:
+    program = AgentProgram(
+        workflow="/agents/flow.py->Flow",
+        reward_function="agents.rewards:judge",
+        setup="/with:colon/setup.py:prepare",
+        folder="/agents",
+    )
+    assert program.files == ["/agents", "/agents/flow.py", "/with:colon/setup.py"]
+    assert AgentProgram(command=("node", "agent.mjs"), python="/env/python").files == ["/env/python"]
+
+
 def test_rollouts_without_the_users_agent_have_no_program(tmp_path: Path) -> None:
     assert program_of(parse({"rollout": {"agent": "recorded"}}, "flywheel.yaml", tmp_path)) is None
 
