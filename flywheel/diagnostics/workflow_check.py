@@ -17,6 +17,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from flywheel.errors import ServeError
+from flywheel.sources.calls.parsing import error_in, events
+from flywheel.trace import get_path
 from flywheel.training.workflow.agent_program import AgentProgram, ModelEndpoint, RunResult
 from flywheel.training.workflow.program_pool import ProgramPool
 from flywheel.web_server import bound_socket, web_server
@@ -28,7 +30,7 @@ NOT_SENT_BACK: Final = frozenset({"content-length", "content-encoding", "connect
 
 
 @dataclass(slots=True)
-class ModelCall:
+class CheckedCall:
     """A call of the model. Tokens are None where the server did not count them."""
 
     model: str
@@ -55,7 +57,7 @@ class Checked:
     function: str
     task_id: str
     question: str
-    calls: list[ModelCall]
+    calls: list[CheckedCall]
     result: RunResult
     problems: list[str] = field(default_factory=list)
 
@@ -99,7 +101,7 @@ async def check(
         await asyncio.to_thread(pool.close)
 
 
-def _problems(result: RunResult, calls: list[ModelCall], models: set[str]) -> list[str]:
+def _problems(result: RunResult, calls: list[CheckedCall], models: set[str]) -> list[str]:
     found = []
     if result.cause is not None:
         found.append(f"the run failed ({result.cause}): {result.error}")
@@ -124,7 +126,7 @@ class _Proxy:
     """An HTTP proxy of the server on loopback. `calls` are the calls of the model so far."""
 
     def __init__(self, url: str, key: str | None) -> None:
-        self.calls: list[ModelCall] = []
+        self.calls: list[CheckedCall] = []
         self._server_url = url.rstrip("/")
         headers = {"authorization": f"Bearer {key}"} if key else {}
         # Generating may take long. The environment's proxy is for the internet, not for our own servers.
@@ -180,24 +182,21 @@ class _Proxy:
         return Response(answer.content, answer.status_code, kept)
 
 
-def _call(body: bytes) -> ModelCall:
+def _call(body: bytes) -> CheckedCall:
     asked = _object(body)
-    tools = [_mapping(_mapping(tool).get("function")).get("name") for tool in asked.get("tools") or ()]
-    messages = asked.get("messages")
-    return ModelCall(
+    tools, messages = asked.get("tools"), asked.get("messages")
+    names = [get_path(tool, "function", "name") for tool in tools] if isinstance(tools, list) else []
+    return CheckedCall(
         model=str(asked.get("model") or ""),
         messages=len(messages) if isinstance(messages, list) else 0,
-        tools=[str(name) for name in tools if name],
+        tools=[str(name) for name in names if name],
         stream=bool(asked.get("stream")),
     )
 
 
-def _read_answer(call: ModelCall, content: bytes) -> None:
+def _read_answer(call: CheckedCall, content: bytes) -> None:
     """Fill in what a response, or the events of a stream, say."""
-    if content.startswith(b"data:"):
-        parts = [_object(line[5:]) for line in content.splitlines() if line.startswith(b"data:")]
-    else:
-        parts = [_object(content)]
+    parts = [_object(data) for data in (events(content) if content.startswith(b"data:") else [content])]
     for part in parts:
         usage = _mapping(part.get("usage"))
         call.prompt_tokens = usage.get("prompt_tokens", call.prompt_tokens)
@@ -205,9 +204,7 @@ def _read_answer(call: ModelCall, content: bytes) -> None:
         for choice in part.get("choices") or ():
             call.finish_reason = str(_mapping(choice).get("finish_reason") or call.finish_reason)
     if call.status != 200:
-        error = parts[0].get("error")
-        message = error.get("message") if isinstance(error, Mapping) else error
-        call.error = " ".join(str(message or content[:200].decode(errors="replace")).split())[:300]
+        call.error = " ".join((error_in(parts[0]) or content[:200].decode(errors="replace")).split())[:300]
 
 
 def _object(text: bytes) -> dict[str, Any]:

@@ -42,6 +42,14 @@ async def other_model(task, model):
     return {"response": ask(task, "gpt-9")}
 
 
+async def streaming(task, model):
+    at = task["openai"]
+    body = {"model": at["model"], "messages": [{"role": "user", "content": "Hello"}], "stream": True, "tools": 5}
+    request = urllib.request.Request(f"{at['base_url']}/chat/completions", json.dumps(body).encode())
+    with urllib.request.urlopen(request) as reply:
+        return {"response": reply.read().decode()[:5]}
+
+
 async def lost(task, model):
     try:
         ask(task, path="completions")
@@ -100,6 +108,13 @@ def test_an_agent_with_a_tool(flywheel: Run, url: str) -> None:
 def test_the_own_keys_of_a_row_reach_the_agent(flywheel: Run, url: str, others: Path, row: Path) -> None:
     ran = flywheel("workflow", "check", f"{others}:plain", "--task", row, "--url", url, "--json")
     assert (ran.code, ran.json["reward"], ran.json["response"]) == (0, 1.0, "You asked: Hello")
+
+
+def test_a_streamed_answer_is_read_and_passed_on(flywheel: Run, url: str, others: Path, row: Path) -> None:
+    ran = flywheel("workflow", "check", f"{others}:streaming", "--task", row, "--url", url, "--json")
+    assert (ran.code, ran.json["response"]) == (0, "data:"), ran.err
+    [call] = ran.json["calls"]
+    assert (call["stream"], call["tools"], call["finish_reason"]) == (True, [], "stop")
 
 
 @pytest.mark.parametrize(
