@@ -7,25 +7,25 @@ import importlib.util
 import inspect
 import os
 import random
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
 from flywheel.config import Config, parse
 from flywheel.config.tuner import merged, translated
 from flywheel.daemon.judge_setup import rubric_of
+from flywheel.daemon.round_tasks import round_task
 from flywheel.daemon.rounds import WorkerWatch
 from flywheel.daemon.worker_process import WorkerProcess, result_of
 from flywheel.errors import ConfigError, TrainError
 from flywheel.evaluation.alpha_spending import alpha_of
 from flywheel.evaluation.gate import decide
 from flywheel.round import Comparison, GateTest, RoundSpec, RoundTask
-from flywheel.sources.jsonl.messages import LineError
-from flywheel.sources.jsonl.record import row_of_line
-from flywheel.task import conversation_key, whole_line
+from flywheel.sources.jsonl.record import tasks_of_file
 from flywheel.training.workflow import function_name
 from flywheel.training.workflow.program_child import MARK
 from flywheel.yaml_file import read_yaml
@@ -236,53 +236,34 @@ def _tasks(config: Config, train: Any, held_out: Any) -> tuple[list[RoundTask], 
     """The tasks to train on, and those of the comparison. Raises ConfigError."""
     if train is None:
         raise ConfigError(ATTEMPTED, "there is no train_dataset", "Name a file of JSON lines, one task each.")
-    tasks, needed = _read(train, "train_dataset"), config.gate.min_tasks
+    tasks, needed = _read(train, "train_dataset", config), config.gate.min_tasks
     if held_out is not None:
-        asked = _read(held_out, "eval_dataset")
+        asked = _read(held_out, "eval_dataset", config)
         if len(asked) < needed:
             why = f"eval_dataset has {len(asked)} tasks, and gate.min_tasks is {needed}"
             raise ConfigError(ATTEMPTED, why, "Add tasks, or lower gate.min_tasks.")
         return tasks, asked
     # Whole conversations, as in a daemon: tasks of one are not independent.
-    conversations = sorted({task.conversation for task in tasks})
+    by_conversation = defaultdict[str, list[RoundTask]](list)
+    for task in tasks:
+        by_conversation[task.conversation].append(task)
+    conversations = sorted(by_conversation)
     random.Random(config.training.seed).shuffle(conversations)
     wanted, asked_for = max(needed, round(len(tasks) * (1 - config.ingest.train_ratio))), list[RoundTask]()
     while conversations and len(asked_for) < wanted:
-        taken = conversations.pop()
-        asked_for += [task for task in tasks if task.conversation == taken]
-    chosen = {task.task_id for task in asked_for}
-    left = [task for task in tasks if task.task_id not in chosen]
+        asked_for += by_conversation.pop(conversations.pop())
+    left = [task for task in tasks if task.conversation in by_conversation]
     if len(asked_for) < needed or not left:
         why = f"train_dataset has {len(tasks)} tasks, of which {needed} (gate.min_tasks) are held out"
         raise ConfigError(ATTEMPTED, why, "Add tasks, name an eval_dataset, or lower gate.min_tasks.")
     return left, asked_for
 
 
-def _read(dataset: Any, name: str) -> list[RoundTask]:
+def _read(dataset: Any, name: str, config: Config) -> list[RoundTask]:
     path = Path(getattr(dataset, "path", dataset)).expanduser()
-    attempted, tasks, now = f"read {name} {path}", dict[str, RoundTask](), datetime.now(UTC)
-    try:
-        with path.open("rb") as lines:
-            for number, text in enumerate(lines, 1):
-                if not text.strip():
-                    continue
-                try:
-                    task = row_of_line(text, path, now)
-                except LineError as error:
-                    raise ConfigError(attempted, f"line {number}: {error}", "Each line is one task.") from None
-                key = task["task_id"] if task["task_id"] not in tasks else f"{task['task_id']}-{number}"
-                metadata = task["metadata"]
-                tasks[key] = RoundTask(
-                    task_id=key,
-                    query=task["main_query"],
-                    answer="",
-                    prompt=task["prompt"],
-                    history=task["init_messages"],
-                    reference=metadata["reference"] or task["answer"],
-                    conversation=conversation_key(metadata["conversation_id"], metadata["trace_id"]),
-                    agent="program",
-                    line=whole_line(task),
-                )
-    except OSError as error:
-        raise ConfigError(attempted, error.strerror or str(error), "Name a file of JSON lines.") from None
+    tasks: dict[str, RoundTask] = {}
+    for number, line in tasks_of_file(path, f"read {name} {path}"):
+        task = round_task(line, config, is_accepted=False)
+        key = task.task_id if task.task_id not in tasks else f"{task.task_id}-{number}"
+        tasks[key] = task.model_copy(update={"task_id": key, "reference": task.reference or line["answer"]})
     return list(tasks.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -102,7 +101,6 @@ def _with_function(config: Config, function: str) -> Config:
 
 async def _stored_task(config: Config, task: str | None) -> dict[str, Any]:
     """The line of a task of the state: of this id, or else the one that a round takes first. Raises ConfigError."""
-
     from flywheel.task import whole_line
 
     def find(conn: Connection) -> dict[str, Any] | None:
@@ -125,21 +123,13 @@ async def _stored_task(config: Config, task: str | None) -> dict[str, Any]:
 
 
 def _first_line(path: Path) -> dict[str, Any]:
-    from flywheel.sources.jsonl.messages import LineError
-    from flywheel.sources.jsonl.record import row_of_line
+    from flywheel.sources.jsonl.record import tasks_of_file
     from flywheel.task import whole_line
 
     attempted = f"read a task from {path}"
-    try:
-        with path.open("rb") as lines:
-            text = next((line for line in lines if line.strip()), b"")
-        if not text:
-            raise ConfigError(attempted, "it is empty", "Name a file with one task per line.")
-        return whole_line(row_of_line(text, path, datetime.now(UTC)))
-    except OSError as error:
-        raise ConfigError(attempted, error.strerror or str(error), "Name a file of JSON lines.") from None
-    except LineError as error:
-        raise ConfigError(attempted, str(error), "Each line is one task, a JSON object.") from None
+    for _, line in tasks_of_file(path, attempted):
+        return whole_line(line)
+    raise ConfigError(attempted, "it is empty", "Name a file with one task per line.")
 
 
 def _lines(checked: Checked, config: Config) -> Iterator[str]:

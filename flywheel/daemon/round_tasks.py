@@ -72,7 +72,7 @@ def _tasks(
     for line in rounds.payloads(conn, ids):
         # The judge takes a reference for an accepted answer: a rejected one is left out.
         is_accepted = line["task_id"] not in rejected
-        task = _task(redact(line) if redact is not None else line, config, is_accepted=is_accepted)
+        task = round_task(redact(line) if redact is not None else line, config, is_accepted=is_accepted)
         if why := _unanswerable(task, split, config, is_accepted=is_accepted):
             left_out[task.task_id] = why
         else:
@@ -80,7 +80,8 @@ def _tasks(
     return found
 
 
-def _task(line: dict[str, Any], config: Config, *, is_accepted: bool) -> RoundTask:
+def round_task(line: dict[str, Any], config: Config, *, is_accepted: bool) -> RoundTask:
+    """The task of a line of the task file. Only an accepted answer is a reference for the judge."""
     metadata = line["metadata"]
     tools, steps = orjson.loads(metadata["tools_json"]), orjson.loads(metadata["trajectory_json"])
     configured = config.rollout.agent

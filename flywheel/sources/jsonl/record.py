@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +22,7 @@ from msgspec.structs import asdict, replace
 
 from flywheel import exclusion
 from flywheel.batch import Entry, entry_of, line_bytes
+from flywheel.errors import ConfigError
 from flywheel.exclusion import ANY_MODEL, TrainedModels
 from flywheel.files import json_line
 from flywheel.sources.jsonl.messages import (
@@ -89,13 +90,30 @@ def entry_of_line(text: bytes, source: Path, now: datetime, models: TrainedModel
     return JsonlEntry(**asdict(entry), otherwise=otherwise)
 
 
-def row_of_line(text: bytes, source: Path, now: datetime) -> dict[str, Any]:
-    """The task of a line of a data set, which needs no answer. Raises LineError without a question."""
-    line = _parsed(text)
-    reply, _ = _reply(line, text, now)
-    if reply.skip is SkipReason.NO_QUERY:
-        raise LineError(reply.skip_detail)
-    return _task(line, reply, source)
+def tasks_of_file(path: Path, attempted: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The tasks of a data set, which need no answers, with the numbers of their lines. Empty lines are left out.
+
+    Raises ConfigError if the file cannot be read, and for a line without a question.
+    """
+    now = datetime.now(UTC)
+    try:
+        with path.open("rb") as lines:
+            for number, text in enumerate(lines, 1):
+                if text.strip():
+                    yield number, _row(text, path, now, attempted, number)
+    except OSError as error:
+        raise ConfigError(attempted, error.strerror or str(error), "Name a file of JSON lines.") from None
+
+
+def _row(text: bytes, source: Path, now: datetime, attempted: str, number: int) -> dict[str, Any]:
+    try:
+        line = _parsed(text)
+        reply, _ = _reply(line, text, now)
+        if reply.skip is SkipReason.NO_QUERY:
+            raise LineError(reply.skip_detail)
+        return _task(line, reply, source)
+    except LineError as error:
+        raise ConfigError(attempted, f"line {number}: {error}", "Each line is one task, a JSON object.") from None
 
 
 def _task(line: Mapping[str, Any], reply: Reply, source: Path) -> dict[str, Any]:
